@@ -1,0 +1,60 @@
+"""Long-context training for PyTorch and Hugging Face models, in which the layout of a step is a value.
+
+Names are imported on first use (PEP 562), so that planning never imports torch:
+
+>>> from longspan import Layout, plan_fixed
+>>> plan = plan_fixed([900, 300, 20], Layout(ranks=8), cp=4, max_tokens_per_slot=512)
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from longspan.attention import attend as attend
+    from longspan.bridge import Bridge as Bridge
+    from longspan.comm import SequenceShard as SequenceShard
+    from longspan.comm import World as World
+    from longspan.comm import bind as bind
+    from longspan.errors import LongspanError as LongspanError
+    from longspan.layout import Exchange as Exchange
+    from longspan.layout import Layout as Layout
+    from longspan.layout import Packing as Packing
+    from longspan.layout import Partition as Partition
+    from longspan.model import prepare as prepare
+    from longspan.plan import Cost as Cost
+    from longspan.plan import Group as Group
+    from longspan.plan import MicroBatch as MicroBatch
+    from longspan.plan import Plan as Plan
+    from longspan.plan import plan_dynamic as plan_dynamic
+    from longspan.plan import plan_fixed as plan_fixed
+    from longspan.plan import plan_padded as plan_padded
+    from longspan.train import run_step as run_step
+
+__version__ = "0.1.0"
+
+_HOME_OF = {
+    "LongspanError": "longspan.errors",
+    **dict.fromkeys(("Layout", "Packing", "Partition", "Exchange"), "longspan.layout"),
+    **dict.fromkeys(
+        ("Plan", "MicroBatch", "Group", "Cost", "plan_fixed", "plan_padded", "plan_dynamic"), "longspan.plan"
+    ),
+    **dict.fromkeys(("World", "SequenceShard", "bind"), "longspan.comm"),
+    "attend": "longspan.attention",
+    "Bridge": "longspan.bridge",
+    "prepare": "longspan.model",
+    "run_step": "longspan.train",
+}
+
+__all__ = ["__version__", *_HOME_OF]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'longspan' has no attribute {name!r}; it has {', '.join(_HOME_OF)}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,48 @@
+"""Errors that a caller can act on. Each says what was asked, what was found and what to do, with the numbers.
+
+LongspanError
+├── LayoutError      sizes that do not fit together: ranks, slots, degrees, lengths, partitions
+├── PlanError        documents, caps and plans that do not agree
+├── CommError        a collective that failed or timed out, a group that does not exist, ranks that disagree
+├── AttentionError   shapes, types and features that `attend` cannot run exactly
+├── ModelError       a model that cannot be brought under a home exactly
+├── DataError        a corpus or tokenizer that is missing, empty or does not match
+├── ConfigError      unknown keys and impossible values of a run's configuration
+└── CheckpointError  a checkpoint that is missing, damaged or of another model
+"""
+
+
+class LongspanError(Exception):
+    """Base of every error that longspan raises for a caller's mistake or a failed run."""
+
+
+class LayoutError(LongspanError, ValueError):
+    """Sizes that do not fit together: ranks, slots, degrees, lengths, partitions."""
+
+
+class PlanError(LongspanError, ValueError):
+    """Documents, caps and plans that do not agree."""
+
+
+class CommError(LongspanError, RuntimeError):
+    """A collective that failed or timed out, a group that does not exist, or ranks that disagree."""
+
+
+class AttentionError(LongspanError, ValueError):
+    """Shapes, types and features that `attend` cannot run exactly."""
+
+
+class ModelError(LongspanError, ValueError):
+    """A model that cannot be brought under a home exactly."""
+
+
+class DataError(LongspanError, ValueError):
+    """A corpus or tokenizer that is missing, empty or does not match."""
+
+
+class ConfigError(LongspanError, ValueError):
+    """Unknown keys and impossible values of a run's configuration."""
+
+
+class CheckpointError(LongspanError, RuntimeError):
+    """A checkpoint that is missing, damaged or of another model."""

@@ -1,0 +1,9 @@
+"""Geometry as values: who is where (Layout), what is laid end to end (Packing), who holds which rows (Partition),
+and what has to move between two such holdings (Exchange). Integers and numpy; no torch."""
+
+from longspan.layout.exchange import Exchange
+from longspan.layout.layout import Coordinates, Layout
+from longspan.layout.packing import Packing, check_lengths
+from longspan.layout.partition import Partition, Segments
+
+__all__ = ["Coordinates", "Exchange", "Layout", "Packing", "Partition", "Segments", "check_lengths"]

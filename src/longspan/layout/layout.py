@@ -1,0 +1,141 @@
+"""The home of a run: an ordered list of ranks factored into pipeline stages, slots and tensor-parallel ranks.
+
+Weights live in the home. `dp` and `cp` are not properties of it: which slots work together on which documents is
+decided per micro-batch, by a plan. Communication groups are made elsewhere (`comm/groups.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from longspan.errors import LayoutError
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands in its home."""
+
+    pp: int
+    slot: int
+    tp: int
+
+
+@dataclass(frozen=True, init=False)
+class Layout:
+    """An ordered list of ranks factored into `pp × slots × tp`, pp slowest and tp fastest.
+
+    A *slot* is one position of the flattened data × context plane: the pp × tp ranks that act as one.
+
+    >>> home = Layout(ranks=8, tp=2)
+    >>> home.slots, home.plane(pp=0, tp=1)
+    (4, (1, 3, 5, 7))
+
+    `ranks` is a count or a sequence of distinct global ranks; `ep` (expert parallelism) and `dp_replicate` (HSDP) each
+    divide the slots. Raises LayoutError, with the sizes that would fit, when the degrees do not.
+    """
+
+    ranks: tuple[int, ...]
+    pp: int = 1
+    tp: int = 1
+    ep: int = 1
+    dp_replicate: int = 1
+
+    def __init__(
+        self, ranks: int | Sequence[int], pp: int = 1, tp: int = 1, ep: int = 1, dp_replicate: int = 1
+    ) -> None:
+        values = {
+            "ranks": _rank_tuple(ranks),
+            "pp": _degree("pp", pp),
+            "tp": _degree("tp", tp),
+            "ep": _degree("ep", ep),
+            "dp_replicate": _degree("dp_replicate", dp_replicate),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        self._check_degrees()
+
+    def _check_degrees(self) -> None:
+        world, model = len(self.ranks), self.pp * self.tp
+        if world % model:
+            raise LayoutError(
+                f"{world} ranks are not divisible by tp {self.tp} x pp {self.pp} = {model}; "
+                f"use {world // model * model or model} or {(world // model + 1) * model} ranks, or other degrees"
+            )
+        for name, degree in (("ep", self.ep), ("dp_replicate", self.dp_replicate)):
+            if self.slots % degree:
+                fit = [d for d in range(1, self.slots + 1) if self.slots % d == 0]
+                raise LayoutError(
+                    f"{name} {degree} does not divide {self.slots} slots ({world} ranks / tp {self.tp} / pp {self.pp}); "
+                    f"use one of {fit}"
+                )
+
+    @property
+    def slots(self) -> int:
+        """Number of slots: positions of the flattened data × context plane."""
+        return len(self.ranks) // (self.pp * self.tp)
+
+    def rank_at(self, slot: int, *, pp: int = 0, tp: int = 0) -> int:
+        """The global rank that stands at these coordinates."""
+        for name, index, size in (("slot", slot, self.slots), ("pp", pp, self.pp), ("tp", tp, self.tp)):
+            if not 0 <= index < size:
+                raise LayoutError(f"{name} {index} is outside the home, which has {size} ({name} 0 to {size - 1})")
+        return self.ranks[(pp * self.slots + slot) * self.tp + tp]
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where a global rank stands. Raises LayoutError for a rank outside the home."""
+        if rank not in self._index:
+            raise LayoutError(f"rank {rank} is not in this home of {len(self.ranks)} ranks: {_short(self.ranks)}")
+        outer, tp = divmod(self._index[rank], self.tp)
+        pp, slot = divmod(outer, self.slots)
+        return Coordinates(pp, slot, tp)
+
+    def plane(self, *, pp: int = 0, tp: int = 0) -> tuple[int, ...]:
+        """The ranks of all slots at one pipeline stage and tensor-parallel position, in slot order."""
+        return tuple(self.rank_at(slot, pp=pp, tp=tp) for slot in range(self.slots))
+
+    def planes(self) -> tuple[tuple[int, ...], ...]:
+        """Every plane, pp slowest: together they hold each rank once."""
+        return tuple(self.plane(pp=pp, tp=tp) for pp in range(self.pp) for tp in range(self.tp))
+
+    def tp_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The tensor-parallel groups, pp slowest."""
+        return tuple(
+            tuple(self.rank_at(slot, pp=pp, tp=tp) for tp in range(self.tp))
+            for pp in range(self.pp)
+            for slot in range(self.slots)
+        )
+
+    def pp_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The pipelines: the ranks of all stages at one slot and tensor-parallel position."""
+        return tuple(
+            tuple(self.rank_at(slot, pp=pp, tp=tp) for pp in range(self.pp))
+            for slot in range(self.slots)
+            for tp in range(self.tp)
+        )
+
+    @cached_property
+    def _index(self) -> dict[int, int]:
+        return {rank: index for index, rank in enumerate(self.ranks)}
+
+
+def _rank_tuple(ranks: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(ranks, bool) or (isinstance(ranks, int) and ranks < 1):
+        raise LayoutError(f"ranks is {ranks!r}; give a count of at least 1 or a sequence of distinct ranks")
+    if isinstance(ranks, int):
+        return tuple(range(ranks))
+    found = tuple(ranks)
+    bad = [r for r in found if isinstance(r, bool) or int(r) != r or r < 0]
+    if bad or not found or len(set(found)) != len(found):
+        raise LayoutError(f"ranks must be distinct integers from 0, at least one; got {_short(found)}")
+    return tuple(int(r) for r in found)
+
+
+def _degree(name: str, value: int) -> int:
+    if isinstance(value, bool) or int(value) != value or value < 1:
+        raise LayoutError(f"{name} is {value!r}; a degree is an integer of at least 1")
+    return int(value)
+
+
+def _short(values: Sequence[object], limit: int = 8) -> str:
+    head = ", ".join(str(v) for v in values[:limit])
+    return f"({head}, … {len(values)} in all)" if len(values) > limit else f"({head})"

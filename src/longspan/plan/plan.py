@@ -1,0 +1,132 @@
+"""What a step does: groups of slots that work on documents, micro-batch by micro-batch.
+
+A Plan is made from document lengths alone and is the same on every rank and host. Planners (`fixed`, `padded`,
+`dynamic`) make it; `comm.bind` turns one of its micro-batches into what a rank does. This module does not decide
+anything and does not price anything (`cost.py`, `evaluate.py`, `bound.py`).
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from longspan.errors import PlanError
+from longspan.layout import Partition
+
+CommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
+PartitionKind = Literal["zigzag", "contiguous"]
+Mode = Literal["lockstep", "free"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Slots that share documents in one micro-batch: all that `bind` needs to know of them.
+
+    `slots` in ring order; `documents` are ids into the plan's lengths, `lengths` their rows, in packed order.
+    `cp_comm_type` is one string, or one per model layer. `pad_to` lays every document out as that many rows
+    (the classical padded batch); None lays each out as it is.
+    """
+
+    slots: tuple[int, ...]
+    documents: tuple[int, ...]
+    lengths: tuple[int, ...]
+    cp_comm_type: str | tuple[str, ...] = "p2p"
+    hierarchical_context_parallel_sizes: tuple[int, int] | None = None
+    partition: PartitionKind = "zigzag"
+    pad_to: int | None = None
+
+    @property
+    def degree(self) -> int:
+        """Context-parallel degree: how many slots share the rows."""
+        return len(self.slots)
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the documents, without padding."""
+        return sum(self.lengths)
+
+    @property
+    def laid_out(self) -> tuple[int, ...]:
+        """Rows that each document takes, padding included."""
+        return self.lengths if self.pad_to is None else (self.pad_to,) * len(self.lengths)
+
+    @property
+    def rows_per_slot(self) -> int:
+        """The most rows that one member holds, padding included: ceil(laid-out rows / degree)."""
+        return -(-sum(self.laid_out) // self.degree)
+
+    @cached_property
+    def shares(self) -> Partition:
+        """Who holds which laid-out rows; rows count through the documents in order, padding included."""
+        make = Partition.zigzag if self.partition == "zigzag" else Partition.contiguous
+        return make(self.laid_out, self.degree)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward pass: groups in the one order in which every slot takes them.
+
+    A slot may be in several groups. A slot that is in none runs a dummy pass in lockstep and skips in free mode.
+    """
+
+    groups: tuple[Group, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Rows of all documents of this micro-batch, without padding: S."""
+        return sum(group.tokens for group in self.groups)
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """Document ids in packed order, group by group."""
+        return tuple(d for group in self.groups for d in group.documents)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Document lengths in packed order, group by group."""
+        return tuple(n for group in self.groups for n in group.lengths)
+
+    def groups_of(self, slot: int) -> tuple[tuple[int, Group], ...]:
+        """The groups that a slot is in, with their index, in order."""
+        return tuple((i, group) for i, group in enumerate(self.groups) if slot in group.slots)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step: which slots work together on which documents in which micro-batch.
+
+    `lengths[d]` is the number of rows of document d; `targets` the number of predicted tokens by which the loss is
+    divided; `predicted_seconds` the step's time under the planner's Cost; `lower_bound_seconds` a time that no plan of
+    these documents under that cost and cap can beat (0.0 for both where a plan was built by hand without a cost).
+    """
+
+    slots: int
+    lengths: tuple[int, ...]
+    micro_batches: tuple[MicroBatch, ...]
+    targets: int
+    mode: Mode = "lockstep"
+    max_tokens_per_slot: int | None = None
+    node_size: int = 8
+    row_multiple: int = 1
+    planner: str = "given"
+    predicted_seconds: float = 0.0
+    lower_bound_seconds: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Rows of all documents."""
+        return sum(self.lengths)
+
+    def digest(self) -> str:
+        """SHA-256 (hex) of the integers and strings: what ranks compare before the first collective of a step.
+
+        Predicted times are left out: two hosts may round them differently without disagreeing on what to do.
+        """
+        return hashlib.sha256(json.dumps(self._integers(), separators=(",", ":")).encode()).hexdigest()
+
+    def to_json(self, indent: int | None = None) -> str:
+        """The plan as JSON; `Plan.from_json` gives an equal plan back."""
+        seconds = {"predicted_seconds": self.predicted_seconds, "lower_bound_seconds": self.lower_bound_seconds}
+        return json.dumps(self._integers() | {"tokens": self.tokens} | seconds, indent=indent)
