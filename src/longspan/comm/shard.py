@@ -1,0 +1,286 @@
+"""What one rank does in one micro-batch: its rows, their positions, and how its groups talk.
+
+`bind` computes it from integers alone and never communicates. A SequenceShard is the single extra argument that a model
+receives; it refers to its world by key and holds no process group, so that it may be kept, passed through FSDP2 and
+bound again by activation recomputation.
+
+Rows of a slot: group after group in plan order, document after document, in the order of the group's partition.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from longspan.comm.groups import Channel, world_of
+from longspan.comm.world import World
+from longspan.errors import LayoutError, PlanError
+from longspan.layout import Segments
+from longspan.plan import Group, MicroBatch
+
+Rows = npt.NDArray[np.int64]
+
+
+class _Immutable:
+    """Attributes are set once, by `_set`. A plain class: FSDP2's mixed precision rebuilds dataclasses in keyword
+    arguments and casts their tensors (torch 2.11 to 2.13)."""
+
+    __slots__ = ()
+
+    def _set(self, **values: object) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__} is immutable: bind the micro-batch again, do not set {name}")
+
+
+class ShardPart(_Immutable):
+    """This rank's share of one group of a micro-batch.
+
+    `group` and `index` (of the group in the micro-batch, −1 for padding rows), `member` (position in the group),
+    `start:stop` (its rows among the shard's rows), `counts` (rows of every member).
+    """
+
+    __slots__ = ("counts", "group", "index", "member", "start", "stop", "world_key")
+
+    group: Group
+    index: int
+    member: int
+    start: int
+    stop: int
+    counts: tuple[int, ...]
+    world_key: int
+
+    def __init__(self, group: Group, index: int, slot: int, start: int, world_key: int) -> None:
+        member, counts = group.slots.index(slot), group.shares.counts
+        stop = start + counts[member]
+        self._set(group=group, index=index, member=member, start=start, stop=stop, counts=counts, world_key=world_key)
+
+    @property
+    def degree(self) -> int:
+        """Context-parallel degree of the group."""
+        return self.group.degree
+
+    def segments(self, member: int | None = None) -> Segments:
+        """The rows of one member (default: this rank) as runs of positions inside documents."""
+        return self.group.shares.segments(self.member if member is None else member)
+
+    def channel(self) -> Channel:
+        """How the members talk. Raises CommError where the world has been left."""
+        return world_of(self.world_key).channel(self.group.slots)
+
+    def cp_comm_type(self, layer: int | None = None) -> str:
+        """The group's communication type; of one model layer where the plan gives one per layer."""
+        kinds = self.group.cp_comm_type
+        if isinstance(kinds, str):
+            return kinds
+        if layer is None or not 0 <= layer < len(kinds):
+            raise PlanError(
+                f"group {self.index} has one cp_comm_type per layer ({len(kinds)} layers), but attend was called "
+                f"with layer={layer}; pass the global layer index, 0 to {len(kinds) - 1}"
+            )
+        return kinds[layer]
+
+    def __repr__(self) -> str:
+        return f"ShardPart(group {self.index}, member {self.member} of {self.degree}, rows {self.start}:{self.stop})"
+
+
+class SequenceShard(_Immutable):
+    """One rank's view of one micro-batch, as `bind` returns it. T local rows of S packed rows.
+
+    `rows` (T,) int64: packed row of each local row, −1 for padding; `position_ids` (T,) int64: position inside the
+    document. Per local segment, which is one document's rows of one group: `documents` (ids; −1 for padding) and
+    `cu_seqlens` (n + 1,) int32, boundaries among the local rows. `parts`: one per group that this slot is in.
+
+    >>> shard = bind(plan.micro_batches[0], world)
+    >>> x_local = shard.scatter(x)                  # (S, …) to (T, …)
+    >>> torch.equal(shard.gather(x_local), x)
+    True
+    """
+
+    __slots__ = (
+        "cu_seqlens",
+        "device",
+        "documents",
+        "memo",
+        "micro_batch",
+        "parts",
+        "position_ids",
+        "rows",
+        "slot",
+        "world_key",
+    )
+
+    micro_batch: MicroBatch
+    slot: int
+    world_key: int
+    parts: tuple[ShardPart, ...]
+    rows: Tensor
+    position_ids: Tensor
+    documents: Rows
+    cu_seqlens: Tensor
+    device: torch.device
+    memo: dict[Any, Any]
+
+    def __init__(
+        self, micro_batch: MicroBatch, slot: int, world_key: int, device: torch.device, padding: int = 0
+    ) -> None:
+        parts = _parts(micro_batch, slot, world_key, padding)
+        rows, positions, documents, cu_seqlens = _lay_out(micro_batch, parts)
+        self._set(
+            micro_batch=micro_batch,
+            slot=slot,
+            world_key=world_key,
+            parts=parts,
+            rows=torch.from_numpy(rows).to(device),
+            position_ids=torch.from_numpy(positions).to(device),
+            documents=documents,
+            cu_seqlens=torch.from_numpy(cu_seqlens).to(device),
+            device=device,
+            memo={},  # geometry that attention derives once per shard; not part of the value
+        )
+
+    @property
+    def tokens(self) -> int:
+        """S: packed rows of the whole micro-batch."""
+        return self.micro_batch.tokens
+
+    @property
+    def local_rows(self) -> int:
+        """T: rows that this rank holds, padding included."""
+        return self.parts[-1].stop if self.parts else 0
+
+    @property
+    def padding_rows(self) -> int:
+        """Rows appended by `with_padding`, at the end of the local rows."""
+        return sum(part.stop - part.start for part in self.parts if part.index < 0)
+
+    def with_padding(self, *, minimum: int = 1, multiple: int = 1) -> "SequenceShard":
+        """The same shard with padding rows appended, so that T ≥ `minimum` and T is a multiple of `multiple`.
+
+        The padding is a document of its own (id −1, positions from 0) that no other slot sees.
+        """
+        real = self.local_rows - self.padding_rows
+        wanted = -(-max(real, minimum) // multiple) * multiple
+        if wanted == self.local_rows:
+            return self
+        return SequenceShard(self.micro_batch, self.slot, self.world_key, self.device, padding=wanted - real)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """(S, …) packed rows, the same on every rank, to this rank's (T, …); padding rows are zero. Local.
+
+        Raises LayoutError where x does not have S rows.
+        """
+        if x.shape[0] != self.tokens:
+            raise LayoutError(f"scatter got {x.shape[0]} rows, the micro-batch has {self.tokens} packed rows")
+        local = x[self.rows.clamp(min=0).to(x.device)] if self.tokens else x.new_zeros((self.local_rows, *x.shape[1:]))
+        if not self._has_padding():
+            return local
+        hole = (self.rows < 0).to(x.device).view(-1, *[1] * (x.ndim - 1))
+        return local.masked_fill(hole, 0)
+
+    def gather(self, x_local: Tensor) -> Tensor:
+        """This rank's (T, …) rows to all (S, …) packed rows; entered by every slot.
+
+        Differentiable. The gradient is taken to be *identical* on all slots, as it is where every rank computes the
+        same from the gathered rows: backward keeps this rank's own rows. Raises LayoutError where x_local does not
+        have T rows.
+        """
+        if x_local.shape[0] != self.local_rows:
+            raise LayoutError(f"gather got {x_local.shape[0]} rows, the shard holds {self.local_rows}")
+        return _Gather.apply(x_local, self)  # pyright: ignore[reportReturnType]
+
+    def _has_padding(self) -> bool:
+        return any(part.index < 0 or part.group.pad_to is not None for part in self.parts)
+
+    def __repr__(self) -> str:
+        return f"SequenceShard(slot {self.slot}, {self.local_rows} of {self.tokens} rows, {len(self.parts)} parts)"
+
+
+def bind(micro_batch: MicroBatch, world: World) -> SequenceShard:
+    """What this rank does in `micro_batch`. Never communicates.
+
+    Raises PlanError where the micro-batch names slots that the home does not have.
+    """
+    outside = sorted({s for group in micro_batch.groups for s in group.slots if not 0 <= s < world.home.slots})
+    if outside:
+        raise PlanError(
+            f"the micro-batch uses slot {outside[-1]}, the home has {world.home.slots} slots "
+            f"(0 to {world.home.slots - 1}); plan for this home, or start more processes"
+        )
+    return SequenceShard(micro_batch, world.slot, world.key, world.device)
+
+
+def _parts(micro_batch: MicroBatch, slot: int, world_key: int, padding: int) -> tuple[ShardPart, ...]:
+    groups = [*micro_batch.groups_of(slot)]
+    if padding:
+        groups.append((-1, Group(slots=(slot,), documents=(-1,), lengths=(padding,))))
+    parts: list[ShardPart] = []
+    for index, group in groups:
+        parts.append(ShardPart(group, index, slot, parts[-1].stop if parts else 0, world_key))
+    return tuple(parts)
+
+
+def _lay_out(micro_batch: MicroBatch, parts: Sequence[ShardPart]) -> tuple[Rows, Rows, Rows, npt.NDArray[np.int32]]:
+    """Packed rows and positions of the local rows; document and boundaries of the local segments."""
+    bases = np.cumsum([0, *(group.tokens for group in micro_batch.groups)])
+    laid = [(_part_rows(part, int(bases[part.index])), part) for part in parts]
+    rows = _concatenate([row for (row, _), _ in laid])
+    positions = _concatenate([position for (_, position), _ in laid])
+    documents, sizes = _concatenate([]), _concatenate([])
+    for part in parts:
+        found, size = _segment_sizes(part)
+        documents, sizes = np.concatenate([documents, found]), np.concatenate([sizes, size])
+    return rows, positions, documents, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+
+
+def _part_rows(part: ShardPart, base: int) -> tuple[Rows, Rows]:
+    """(packed row, position) of each local row of a part whose group begins at packed row `base`."""
+    segments = part.segments()
+    sizes = segments.stop - segments.start
+    positions = np.arange(int(sizes.sum())) + np.repeat(segments.start - segments.offset, sizes)
+    lengths = np.asarray(part.group.lengths, dtype=np.int64)
+    starts = np.cumsum(lengths) - lengths
+    document = np.repeat(segments.document, sizes)
+    real = (positions < lengths[document]) & (part.index >= 0)
+    return np.where(real, base + starts[document] + positions, -1), positions
+
+
+def _segment_sizes(part: ShardPart) -> tuple[Rows, Rows]:
+    """Document ids that this part has rows of, and how many."""
+    segments = part.segments()
+    per_document = np.bincount(
+        segments.document, weights=segments.stop - segments.start, minlength=len(part.group.documents)
+    ).astype(np.int64)
+    held = np.flatnonzero(per_document)
+    return np.asarray(part.group.documents, dtype=np.int64)[held], per_document[held]
+
+
+def _concatenate(arrays: Sequence[Rows]) -> Rows:
+    return np.concatenate([np.zeros(0, dtype=np.int64), *arrays])
+
+
+class _Gather(torch.autograd.Function):
+    """All slots' rows in packed order; backward takes the own rows of an identical gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x_local: Tensor, shard: SequenceShard) -> Tensor:
+        ctx.shard = shard
+        world = world_of(shard.world_key)
+        slots = range(world.home.slots)
+        held = [_lay_out(shard.micro_batch, _parts(shard.micro_batch, slot, shard.world_key, 0))[0] for slot in slots]
+        own = x_local.detach()[: len(held[shard.slot])].contiguous()
+        parts = world.channel(tuple(slots)).all_gather(own, [len(rows) for rows in held], "gather of rows").wait()
+        full = x_local.new_empty((shard.tokens, *x_local.shape[1:]))
+        for rows, part in zip(held, parts, strict=True):
+            real = torch.from_numpy(np.flatnonzero(rows >= 0)).to(part.device)
+            full[torch.from_numpy(rows[rows >= 0]).to(part.device)] = part[real]
+        return full
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.shard.scatter(gradients[0]), None
