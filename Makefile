@@ -1,0 +1,55 @@
+# Two commands are enough on a fresh machine with Python 3.11+, git and make:
+#   make train    install, train a small model on real text with four local processes, write its report
+#   make test     install what tests need, run them
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+RUN    ?= runs/first
+
+.PHONY: train test test-gpu check format bench size clean help
+
+help:
+	@sed -n '1,4p' Makefile
+	@echo "#   make check    format, lint, types, import contracts"
+	@echo "#   make format   let ruff rewrite what make check would complain of"
+	@echo "#   make test-gpu the same tests over NCCL, one rank a GPU"
+	@echo "#   make size     lines by folder, and the largest files"
+
+$(VENV)/.core: pyproject.toml
+	@echo "installing longspan and what it needs into $(VENV) (about a minute, 1.3 GB on a machine without GPUs)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) -e . 2>&1 | { grep -v "is ignored: it is neither a file nor a directory" || true; }
+	@$(BIN)/python -c "import longspan" && touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	@echo "installing what tests and checks need"
+	@$(PIP) -e '.[dev,viz]' 2>&1 | { grep -v "is ignored: it is neither a file nor a directory" || true; }
+	@$(BIN)/python -c "import pytest, hypothesis" && touch $@
+
+train: $(VENV)/.core
+	$(BIN)/longspan train examples/first.toml --world 4 --run.dir $(RUN)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest --backend nccl tests/comm tests/attention tests/model tests/train/test_step.py
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+size:
+	@for d in src/longspan/*/; do printf '%6d  %s\n' $$(cat $$d*.py | wc -l) $$d; done
+	@echo; wc -l src/longspan/*.py src/longspan/*/*.py | sort -rn | sed -n '1,12p'
+
+clean:
+	rm -rf $(VENV) runs build dist
