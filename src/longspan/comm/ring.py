@@ -20,7 +20,7 @@ Block = tuple[Tensor, ...]
 class RingBlocks:
     """Iterate over (owner, block) for every member of a channel, one's own block first.
 
-    `tensors` are this member's part of the block, each (counts[index], …); every yielded block has `counts[owner]` rows.
+    `tensors` are this member's part of the block, each (counts[index], …); a yielded block has `counts[owner]` rows.
     While the caller works on one block the next is in flight, in one of two rotating buffers, so that
     `peak_blocks` (one's own included) is at most 3, whatever the degree. A yielded block is only valid until the next
     iteration.

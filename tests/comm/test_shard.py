@@ -1,0 +1,114 @@
+"""What a rank holds in a micro-batch: rows, positions, segments, padding; scatter and gather are inverse."""
+
+
+import pytest
+import torch
+
+from longspan.comm.shard import SequenceShard, bind
+from longspan.comm.world import World
+from longspan.errors import LayoutError, PlanError
+from longspan.layout import Layout
+from longspan.plan import Group, MicroBatch
+from longspan.testing import backend, run_ranks
+
+
+def group(slots: tuple[int, ...], first: int, lengths: tuple[int, ...], **keywords: object) -> Group:
+    documents = tuple(range(first, first + len(lengths)))
+    return Group(slots, documents, lengths, **keywords)  # type: ignore[arg-type]
+
+
+MICRO_BATCHES = {
+    "one group": MicroBatch((group((0, 1, 2, 3), 0, (30, 3, 17)),)),
+    "contiguous": MicroBatch((group((0, 1, 2, 3), 0, (30, 3, 17), partition="contiguous"),)),
+    "two groups": MicroBatch((group((0, 1), 0, (9, 4)), group((2, 3), 2, (5,)))),
+    "a slot in two groups": MicroBatch((group((1,), 0, (7, 2)), group((0, 1, 2), 2, (20,)), group((3,), 3, (6,)))),
+    "order of slots": MicroBatch((group((3, 1, 0), 0, (10, 11)), group((2,), 2, (3,)))),
+    "slots without rows": MicroBatch((group((1, 2), 0, (8,)),)),
+    "short documents": MicroBatch((group((0, 1, 2, 3), 0, (1, 2, 1, 1, 3)),)),
+    "padded": MicroBatch((group((0, 1), 0, (5, 9, 2), pad_to=9), group((2, 3), 3, (9,), pad_to=9))),
+    "nothing": MicroBatch(()),
+}
+
+
+def check(rank: int, names: list[str]) -> None:
+    with World(Layout(ranks=4), backend=backend()) as world:
+        for name in names:
+            micro_batch = MICRO_BATCHES[name]
+            shard = bind(micro_batch, world)
+            check_rows(shard)
+            check_there_and_back(shard)
+            check_there_and_back(shard.with_padding(minimum=3, multiple=4))
+
+
+def check_rows(shard: SequenceShard) -> None:
+    """Row by row against a plain walk over the packed documents."""
+    packed = [
+        (d, p) for g in shard.micro_batch.groups for d, n in zip(g.documents, g.lengths, strict=True) for p in range(n)
+    ]
+    boundaries = shard.cu_seqlens.tolist()
+    assert boundaries[0] == 0 and boundaries[-1] == shard.local_rows == len(shard.rows) == len(shard.position_ids)
+    assert len(boundaries) == len(shard.documents) + 1
+    for segment, document in enumerate(shard.documents.tolist()):
+        for local in range(boundaries[segment], boundaries[segment + 1]):
+            row, position = int(shard.rows[local]), int(shard.position_ids[local])
+            assert row < 0 or packed[row] == (document, position)
+    assert shard.parts == () or shard.parts[-1].stop == shard.local_rows
+    for part in shard.parts:
+        assert part.counts[part.member] == part.stop - part.start
+
+
+def check_there_and_back(shard: SequenceShard) -> None:
+    x = torch.arange(shard.tokens * 2, dtype=torch.float64, device=shard.device).reshape(-1, 2) + 1
+    local = shard.scatter(x).requires_grad_()
+    assert local.shape == (shard.local_rows, 2)
+    assert bool((local[shard.rows < 0] == 0).all())
+    whole = shard.gather(local)
+    assert torch.equal(whole, x)
+    weight = torch.arange(shard.tokens, dtype=torch.float64, device=shard.device)[:, None] + 1
+    (whole * weight).sum().backward()
+    assert local.grad is not None
+    assert torch.equal(local.grad, shard.scatter(weight.expand(-1, 2))), "backward takes the own rows, once"
+
+
+def test_rows_positions_and_segments_of_every_kind_of_micro_batch() -> None:
+    run_ranks(check, 4, list(MICRO_BATCHES))
+
+
+def pad(rank: int) -> None:
+    with World(Layout(ranks=2), backend=backend()) as world:
+        shard = bind(MicroBatch((group((0,), 0, (5,)),)), world)
+        assert shard.local_rows == (5, 0)[rank]
+        padded = shard.with_padding(multiple=4)
+        assert padded.local_rows == (8, 4)[rank] and padded.padding_rows == (3, 4)[rank]
+        assert padded.rows.tolist()[-padded.padding_rows :] == [-1] * padded.padding_rows
+        assert padded.position_ids.tolist()[-padded.padding_rows :] == list(range(padded.padding_rows))
+        assert padded.documents.tolist() == [[0, -1], [-1]][rank]
+        assert padded.parts[-1].index == -1 and padded.parts[-1].degree == 1
+        assert padded.with_padding(multiple=4) is padded
+        assert shard.with_padding(minimum=0) is shard
+
+
+def test_padding_rows_are_a_document_of_their_own() -> None:
+    run_ranks(pad, 2)
+
+
+def refuse(rank: int) -> None:
+    with World(Layout(ranks=2), backend=backend()) as world:
+        with pytest.raises(PlanError, match=r"uses slot 3, the home has 2 slots \(0 to 1\)"):
+            bind(MicroBatch((group((1, 3), 0, (5,)),)), world)
+        shard = bind(MicroBatch((group((0, 1), 0, (5,)),)), world)
+        with pytest.raises(LayoutError, match="scatter got 4 rows, the micro-batch has 5"):
+            shard.scatter(torch.zeros(4, 1))
+        with pytest.raises(LayoutError, match="gather got 9 rows, the shard holds"):
+            shard.gather(torch.zeros(9, 1))
+        with pytest.raises(AttributeError, match="immutable"):
+            shard.slot = 1
+        layered = bind(MicroBatch((group((0, 1), 0, (5,), cp_comm_type=("p2p", "all_gather")),)), world)
+        assert [layered.parts[0].cp_comm_type(layer) for layer in (0, 1)] == ["p2p", "all_gather"]
+        with pytest.raises(PlanError, match="2 layers"):
+            layered.parts[0].cp_comm_type(2)
+        assert "rows" in repr(shard) and "member" in repr(shard.parts[0])
+
+
+def test_errors_name_the_numbers() -> None:
+    run_ranks(refuse, 2)
