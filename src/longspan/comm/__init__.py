@@ -1,0 +1,43 @@
+"""Everything that talks: worlds, groups, collectives, rings, row exchange, and binding a micro-batch to a rank.
+
+The only package that calls collectives. Names are imported on first use, so that starting ranks needs no torch here.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from longspan.comm.collectives import all_reduce_sum as all_reduce_sum
+    from longspan.comm.collectives import gather_rows as gather_rows
+    from longspan.comm.collectives import scatter_rows as scatter_rows
+    from longspan.comm.groups import Channel as Channel
+    from longspan.comm.groups import Handle as Handle
+    from longspan.comm.groups import world_of as world_of
+    from longspan.comm.launch import run_local as run_local
+    from longspan.comm.ring import GradientRing as GradientRing
+    from longspan.comm.ring import RingBlocks as RingBlocks
+    from longspan.comm.rows import exchange_rows as exchange_rows
+    from longspan.comm.shard import SequenceShard as SequenceShard
+    from longspan.comm.shard import ShardPart as ShardPart
+    from longspan.comm.shard import bind as bind
+    from longspan.comm.world import World as World
+
+_HOME_OF = {
+    **dict.fromkeys(("all_reduce_sum", "gather_rows", "scatter_rows"), "longspan.comm.collectives"),
+    **dict.fromkeys(("Channel", "Handle", "world_of"), "longspan.comm.groups"),
+    "run_local": "longspan.comm.launch",
+    **dict.fromkeys(("GradientRing", "RingBlocks"), "longspan.comm.ring"),
+    "exchange_rows": "longspan.comm.rows",
+    **dict.fromkeys(("SequenceShard", "ShardPart", "bind"), "longspan.comm.shard"),
+    "World": "longspan.comm.world",
+}
+
+__all__ = [*_HOME_OF]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'longspan.comm' has no attribute {name!r}; it has {', '.join(_HOME_OF)}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,127 @@
+"""What one rank started by `launch.run_local` does: set itself up, call the function, answer through a pipe."""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from typing import Any
+
+from longspan.errors import CommError
+
+DEAD_KEY = "longspan/dead/"  # the launcher writes here, under the rank, how a rank died
+
+
+class Descriptor:
+    """An open file descriptor that travels with a process's arguments."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (DupFd(self.number),)
+
+
+def _received(handle: Any) -> Descriptor:
+    return Descriptor(handle.detach())
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a rank needs to start: its number, its environment, and the pickled function and arguments."""
+
+    rank: int
+    environment: dict[str, str]
+    payload: bytes
+    threads: int
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank sends back: a pickled result, or a pickled error (None where it does not pickle) and its text."""
+
+    ok: bool
+    pickled: bytes | None
+    text: str = ""
+    summary: str = ""
+    consequence: bool = False  # an error that reports another rank's failure
+
+    def value(self) -> Any:
+        """The rank's result."""
+        assert self.ok and self.pickled is not None
+        return pickle.loads(self.pickled)
+
+    def error(self, rank: int) -> BaseException:
+        """The rank's error, of its own type where that pickles, with its traceback as the cause."""
+        from longspan.comm.launch import RankError
+
+        try:
+            error = pickle.loads(self.pickled or b"")
+        except Exception:
+            error = CommError(f"rank {rank} failed with {self.summary}")
+        error.__cause__ = RankError(rank, self.text)
+        return error
+
+
+def rank_main(spec: Spec, answer: connection.Connection, out: Descriptor, err: Descriptor) -> None:
+    """The whole life of a rank."""
+    _settle(spec, out, err)
+    try:
+        fn, args = pickle.loads(spec.payload)
+        result = fn(spec.rank, *args)
+        message = Answer(True, pickle.dumps(result))
+    except BaseException as error:
+        message = _failure(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    answer.send_bytes(pickle.dumps(message))
+    answer.close()
+    os._exit(0)  # no destructor may wait for a rank that is gone
+
+
+def _settle(spec: Spec, out: Descriptor, err: Descriptor) -> None:
+    """Own process group (signals come from the launcher alone), the launcher's output, environment and threads."""
+    os.setpgid(0, 0)
+    for stream, target in ((out, 1), (err, 2)):
+        os.dup2(stream.number, target)
+        os.close(stream.number)
+    os.environ.clear()
+    os.environ.update(spec.environment)
+    log = (spec.folder / f"rank-{spec.rank}.txt").open("w")
+    faulthandler.register(signal.SIGUSR2, file=log, all_threads=False)
+    threading.Thread(target=_follow_the_launcher, name="launcher watch", daemon=True).start()
+
+    import torch
+
+    torch.set_num_threads(spec.threads)
+
+
+def _follow_the_launcher() -> None:
+    """End with the launcher, also when it is killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _failure(error: BaseException) -> Answer:
+    text = "".join(traceback.format_exception(error))
+    summary = f"{type(error).__name__}: {error}".strip()
+    consequence = bool(getattr(error, "seen_from_outside", False))
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        pickled = None
+    return Answer(False, pickled, text, summary[:2000], consequence)

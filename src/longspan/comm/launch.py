@@ -1,0 +1,293 @@
+"""Start N local ranks from one fork server, wait for their answers, and say which one failed and how.
+
+Every rank is a fresh process with torchrun's variables set and no process group. The store that ranks meet at lives in
+the parent (as under torchrun), so that survivors can still talk to it when a rank dies. Several machines are torchrun's
+business, not this module's.
+"""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import connection, forkserver
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from longspan.comm.child import DEAD_KEY, Answer, Descriptor, Spec, rank_main
+from longspan.errors import CommError
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerProcess
+
+# Imported once, by the fork server; a module that cannot be imported is left out.
+PRELOAD = (
+    "__main__",
+    "torch",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "transformers",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.llama.modeling_llama",
+    "longspan.comm.world",
+    "longspan.comm.shard",
+    "longspan.attention",
+)
+
+
+class RankError(Exception):
+    """The traceback of a rank, as text: the cause of the error that its launcher raises."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(rank, text)
+        self.rank, self.text = rank, text
+
+    def __str__(self) -> str:
+        return f"on rank {self.rank}\n{self.text}"
+
+
+def run_local(
+    fn: Callable[..., Any],
+    n: int,
+    args: Sequence[Any] = (),
+    *,
+    timeout: float | None = None,
+    grace: float = 10.0,
+    threads: int | None = None,
+) -> list[Any]:
+    """Run `fn(rank, *args)` on n fresh local processes and return their results by rank.
+
+    >>> run_local(train_rank, 4, (config,), timeout=None)
+
+    `fn` must be importable (a function at the top of a module or script). `timeout` bounds the whole call in seconds;
+    when one rank fails, the others have `grace` seconds to say what they saw and are then killed. `threads` is torch's
+    number of threads in each rank (None: the CPUs shared out evenly). Output of the ranks goes where the caller's
+    goes. SIGINT and SIGTERM are forwarded to the ranks once and waited for; a second one kills them.
+
+    The first failing rank's error is raised again here, with its type and its traceback as the cause. CommError names
+    a rank that was killed or left without an answer, and the ranks that still ran when the time was up.
+    """
+    if n < 1:
+        raise CommError(f"{n} ranks were asked for; give a count of at least 1")
+    payload = _payload(fn, args)
+    with tempfile.TemporaryDirectory(prefix="longspan-ranks-") as folder:
+        crew = _Crew(n, payload, Path(folder), threads or max(1, _cpus() // n))
+        try:
+            with _Forwarding(crew) as forwarding:
+                crew.start()
+                crew.collect(timeout, grace)
+        finally:
+            crew.end()
+    if crew.failure is not None:
+        forwarding.repeat()
+        raise crew.failure
+    return [rank.answer.value() for rank in crew.ranks if rank.answer is not None]
+
+
+class _Rank:
+    """One process, its answer when it has come, and what it was doing when its time was up."""
+
+    def __init__(self, index: int, process: "ForkServerProcess", pipe: connection.Connection) -> None:
+        self.index, self.process, self.pipe = index, process, pipe
+        self.answer: Answer | None = None
+        self.death: str | None = None
+        self.waiting = True
+
+    def receive(self) -> None:
+        """Take the answer from the pipe; a pipe that ends without one means that the process died."""
+        try:
+            self.answer = pickle.loads(self.pipe.recv_bytes())
+        except EOFError:
+            self.process.join()
+            self.death = _how_it_ended(self.process.exitcode)
+        self.waiting = False
+
+    @property
+    def failed(self) -> bool:
+        return self.death is not None or (self.answer is not None and not self.answer.ok)
+
+
+class _Crew:
+    """The ranks of one call, from start to end."""
+
+    def __init__(self, n: int, payload: bytes, folder: Path, threads: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOAD))
+        forkserver.ensure_running()  # imports in the background while this process imports torch
+        self.store = _meeting_point()
+        self.folder = folder
+        self.failure: BaseException | None = None
+        self.ranks: list[_Rank] = []
+        self.failed: list[_Rank] = []  # in the order in which their failures arrived
+        self._context, self._payload, self._threads = context, payload, threads
+        self._n = n
+
+    def start(self) -> None:
+        """Start every rank."""
+        n, threads, context = self._n, self._threads, self._context
+        environment = dict(os.environ) | _torchrun_variables(n, self.store.port, threads)
+        streams = (Descriptor(1), Descriptor(2))
+        for index in range(n):
+            receiver, sender = context.Pipe(duplex=False)
+            own = {"RANK": str(index), "LOCAL_RANK": str(index)}
+            spec = Spec(index, environment | own, self._payload, threads, self.folder)
+            process = context.Process(target=rank_main, args=(spec, sender, *streams), name=f"rank {index}")
+            process.start()
+            sender.close()
+            self.ranks.append(_Rank(index, process, receiver))
+
+    def collect(self, timeout: float | None, grace: float) -> None:
+        """Wait for every answer; after a first failure only `grace` seconds more."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        first: float | None = None
+        while waiting := {rank.pipe: rank for rank in self.ranks if rank.waiting}:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            for pipe in connection.wait(list(waiting), left):
+                self._take(waiting[pipe])  # pyright: ignore[reportArgumentType]
+            if first is None and self.failed:
+                first = time.monotonic()
+                deadline = min(first + grace, deadline or first + grace)
+        self.failure = self._first_failure(timeout)
+
+    def _take(self, rank: _Rank) -> None:
+        rank.receive()
+        if rank.death is not None:
+            self.store.set(f"{DEAD_KEY}{rank.index}", rank.death)
+        if rank.failed:
+            self.failed.append(rank)
+
+    def _first_failure(self, timeout: float | None) -> BaseException | None:
+        if not self.failed:
+            running = [rank for rank in self.ranks if rank.waiting]
+            return self._too_late(running, timeout) if running else None
+        # A killed rank comes first, then errors of the ranks' own, then what others saw of them.
+        first = min(
+            self.failed, key=lambda rank: 0 if rank.death else 2 if rank.answer and rank.answer.consequence else 1
+        )
+        others = [
+            f"rank {r.index}: {r.death or (r.answer and r.answer.summary)}" for r in self.failed if r is not first
+        ]
+        if first.death is not None or first.answer is None:
+            said = "; ".join(others)
+            return CommError(f"rank {first.index} {first.death}" + (f"; the others said: {said}" if said else ""))
+        error = first.answer.error(first.index)
+        for line in others[:8]:
+            error.add_note(line)
+        return error
+
+    def _too_late(self, running: list[_Rank], timeout: float | None) -> CommError:
+        for rank in running:
+            rank.process.join(0)
+            if rank.process.exitcode is None and rank.process.pid is not None:
+                os.kill(rank.process.pid, signal.SIGUSR2)  # the rank's faulthandler writes where it is
+        time.sleep(0.3)
+        where = "".join(f"\nrank {rank.index} was at:\n{_dump(self.folder, rank.index)}" for rank in running)
+        names = ", ".join(str(rank.index) for rank in running)
+        return CommError(
+            f"after {timeout:g} seconds, rank(s) {names} of {len(self.ranks)} were still running and were killed; "
+            f"give more time, or see where they were:{where}"
+        )
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every rank that still runs."""
+        for rank in self.ranks:
+            rank.process.join(0)
+            if rank.process.exitcode is None and rank.process.pid is not None:
+                os.kill(rank.process.pid, number)
+
+    def end(self) -> None:
+        """Leave no process behind, whatever happened; ranks that have answered end by themselves."""
+        for rank in self.ranks:
+            if rank.waiting:
+                rank.process.kill()
+        for rank in self.ranks:
+            rank.process.join(5)
+            if rank.process.exitcode is None:
+                rank.process.kill()
+                rank.process.join()
+            rank.process.close()
+            rank.pipe.close()
+
+
+class _Forwarding:
+    """While ranks run, SIGINT and SIGTERM go to them instead of ending their launcher."""
+
+    def __init__(self, crew: _Crew) -> None:
+        self.crew = crew
+        self.seen: int | None = None
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Forwarding":
+        if threading.current_thread() is threading.main_thread():
+            self.before = {s: signal.signal(s, self._forward) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _forward(self, number: int, _: FrameType | None) -> None:
+        self.crew.signal(number if self.seen is None else signal.SIGKILL)
+        self.seen = number
+
+    def repeat(self) -> None:
+        """Ranks that failed because of a forwarded signal: let it have its usual effect here too."""
+        if self.seen is not None:
+            signal.raise_signal(self.seen)
+
+
+def _payload(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    try:
+        return pickle.dumps((fn, tuple(args)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise CommError(
+            f"{fn!r} and its arguments cannot be sent to other processes ({error}); give a function at the top of a "
+            f"module and arguments that pickle"
+        ) from error
+
+
+def _meeting_point() -> Any:
+    """A store server in this process on a free port, for all ranks to meet at."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+
+
+def _torchrun_variables(n: int, port: int, threads: int) -> dict[str, str]:
+    variables = {
+        "WORLD_SIZE": n,
+        "LOCAL_WORLD_SIZE": n,
+        "GROUP_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # rank 0 does not serve the store, this process does
+        "OMP_NUM_THREADS": threads,
+    }
+    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        variables["GLOO_SOCKET_IFNAME"] = "lo"
+    return {name: str(value) for name, value in variables.items()}
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is not None and code < 0:
+        known = {s.value: s.name for s in signal.Signals}
+        return f"was killed by signal {-code} ({known.get(-code, 'unknown')})"
+    return f"left with exit code {code} before it answered"
+
+
+def _dump(folder: Path, index: int) -> str:
+    path = folder / f"rank-{index}.txt"
+    text = path.read_text() if path.exists() else ""
+    return "\n".join(text.splitlines()[:14]) or "  (not known)"

@@ -1,0 +1,27 @@
+"""Run a function on a few fresh local ranks: what longspan's own tests use, and yours may.
+
+>>> def add_ranks(rank: int, start: int) -> int: ...
+>>> run_ranks(add_ranks, 4, 10)
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from longspan.comm.launch import run_local
+
+
+def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 120, threads: int = 1) -> list[Any]:
+    """Run `fn(rank, *args)` on n fresh processes and return the results by rank.
+
+    Processes are forked from one fork server per session that has torch and transformers imported, so that eight ranks
+    start in half a second. `fn` starts with torchrun's variables set and no process group, and must be at the top of a
+    module. Raises the first failing rank's error; CommError for a rank that was killed, and when `timeout` seconds are
+    over.
+    """
+    return run_local(fn, n, args, timeout=timeout, threads=threads)
+
+
+def backend() -> str:
+    """The backend that tests open their worlds with: "gloo", or "nccl" under `pytest --backend nccl`."""
+    return os.environ.get("LONGSPAN_TEST_BACKEND", "gloo")
