@@ -1,0 +1,145 @@
+"""What every planner is asked: documents, slots, a cap and a price, checked once, and the plan made of the answer.
+
+Planners differ in which documents they put together where; that is not decided here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from longspan.errors import PlanError
+from longspan.layout import Layout, check_lengths
+from longspan.plan.bound import Bound, lower_bound_seconds
+from longspan.plan.check import MODES, check_choice, check_comm_types, check_count, check_hierarchy
+from longspan.plan.cost import Cost
+from longspan.plan.plan import Group, MicroBatch, Mode, Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The checked arguments that all planners share; make it with `Request.of`."""
+
+    lengths: tuple[int, ...]
+    slots: int
+    targets: int
+    max_tokens_per_slot: int | None
+    cp_comm_type: str | tuple[str, ...]
+    hierarchical_context_parallel_sizes: tuple[int, int] | None
+    cost: Cost
+    node_size: int
+    micro_batch_multiple: int
+    mode: Mode
+    row_multiple: int
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Sequence[int],
+        home: Layout,
+        *,
+        targets: int | None,
+        max_tokens_per_slot: int | None,
+        cp_comm_type: str | Sequence[str],
+        hierarchical_context_parallel_sizes: Sequence[int] | None,
+        allow_empty: bool,
+        **others: Any,
+    ) -> "Request":
+        """Check what a caller asked of a planner. Raises PlanError, or LayoutError for a bad length."""
+        found = check_lengths(lengths) if len(lengths) else ()
+        if not found and not allow_empty:
+            raise PlanError("there are no documents to plan; pass allow_empty=True for a step of dummy micro-batches")
+        types, sizes = check_comm_types(cp_comm_type), hierarchical_context_parallel_sizes
+        request = cls(
+            lengths=found,
+            slots=home.slots,
+            targets=sum(found) - len(found) if targets is None else check_count("targets", targets, least=0),
+            max_tokens_per_slot=max_tokens_per_slot,
+            cp_comm_type=types[0] if isinstance(cp_comm_type, str) else types,
+            hierarchical_context_parallel_sizes=None if sizes is None else tuple(sizes),  # pyright: ignore
+            **others,
+        )
+        request._check_numbers()
+        return request
+
+    def _check_numbers(self) -> None:
+        check_count("node_size", self.node_size)
+        check_count("micro_batch_multiple", self.micro_batch_multiple)
+        check_count("row_multiple", self.row_multiple)
+        check_choice("mode", self.mode, MODES)
+        if self.max_tokens_per_slot is not None:
+            cap = check_count("max_tokens_per_slot", self.max_tokens_per_slot)
+            if cap < self.row_multiple:
+                raise PlanError(
+                    f"max_tokens_per_slot {cap} is below row_multiple {self.row_multiple}: a slot could hold no row; "
+                    f"use at least {self.row_multiple}"
+                )
+
+    @property
+    def rows(self) -> int | None:
+        """Rows that a slot can hold in whole row multiples; None for no limit."""
+        cap = self.max_tokens_per_slot
+        return None if cap is None else cap // self.row_multiple * self.row_multiple
+
+    def check_degree(self, home: Layout, cp: int) -> int:
+        """The degree, if it divides the slots and every document fits its cap. Raises PlanError saying which fit."""
+        check_count("cp", cp)
+        if self.slots % cp:
+            fit = [str(d) for d in range(1, self.slots + 1) if self.slots % d == 0]
+            listed = ", ".join(fit[:-1]) + (" or " if len(fit) > 1 else "") + fit[-1]
+            raise PlanError(
+                f"cp {cp} does not divide {self.slots} slots ({len(home.ranks)} ranks / tp {home.tp} / pp {home.pp}); "
+                f"use {listed}"
+            )
+        types = (self.cp_comm_type,) if isinstance(self.cp_comm_type, str) else self.cp_comm_type
+        check_hierarchy(types, self.hierarchical_context_parallel_sizes, cp)
+        self.check_longest(cp)
+        return int(cp)
+
+    def check_longest(self, cp: int) -> None:
+        """Raise PlanError where the longest document does not fit cp slots."""
+        if self.rows is None or not self.lengths or max(self.lengths) <= self.rows * cp:
+            return
+        longest = max(self.lengths)
+        over = sum(length > self.rows * cp for length in self.lengths)
+        multiple = f" in multiples of {self.row_multiple}" if self.row_multiple > 1 else ""
+        raise PlanError(
+            f"document {self.lengths.index(longest)} has {longest} rows, more than the {self.rows * cp} that cp {cp} x "
+            f"max_tokens_per_slot {self.max_tokens_per_slot} hold{multiple} ({over} such documents); raise "
+            f"max_tokens_per_slot to {self._least_cap(longest, cp)}, raise cp, or cut the document"
+        )
+
+    def _least_cap(self, longest: int, cp: int) -> int:
+        return -(-longest // (cp * self.row_multiple)) * self.row_multiple
+
+    def group(self, slots: Sequence[int], documents: Sequence[int], pad_to: int | None = None) -> Group:
+        """A group of these slots and documents with the types asked for."""
+        types = (self.cp_comm_type,) if isinstance(self.cp_comm_type, str) else self.cp_comm_type
+        sizes = self.hierarchical_context_parallel_sizes if "a2a+p2p" in types else None
+        lengths = tuple(self.lengths[d] for d in documents)
+        return Group(tuple(slots), tuple(documents), lengths, self.cp_comm_type, sizes, pad_to=pad_to)
+
+    def plan(self, micro_batches: Sequence[MicroBatch], planner: str, *, max_cp: int | None = None) -> Plan:
+        """The checked plan of these micro-batches, with dummies up to the next multiple, its time and its bound."""
+        dummies = max(1, len(micro_batches)) + (-max(1, len(micro_batches)) % self.micro_batch_multiple)
+        batches = (*micro_batches, *[MicroBatch()] * (dummies - len(micro_batches)))
+        plan = Plan(
+            slots=self.slots,
+            lengths=self.lengths,
+            micro_batches=batches,
+            targets=self.targets,
+            mode=self.mode,
+            max_tokens_per_slot=self.max_tokens_per_slot,
+            node_size=self.node_size,
+            row_multiple=self.row_multiple,
+            planner=planner,
+            cost=self.cost,
+        ).check()
+        seconds, bound = plan.timeline().step_seconds, self.lower_bound(max_cp).seconds
+        return replace(plan, predicted_seconds=seconds, lower_bound_seconds=bound)
+
+    def lower_bound(self, max_cp: int | None = None) -> Bound:
+        """What no plan of this request can beat; `max_cp` limits the degree of a group."""
+        cap, cost = self.max_tokens_per_slot, self.cost
+        return lower_bound_seconds(
+            self.lengths, self.slots, cap, cost, self.mode, max_cp=max_cp, node_size=self.node_size
+        )
