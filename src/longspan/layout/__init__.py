@@ -1,9 +1,21 @@
 """Geometry as values: who is where (Layout), what is laid end to end (Packing), who holds which rows (Partition),
 and what has to move between two such holdings (Exchange). Integers and numpy; no torch."""
 
-from longspan.layout.exchange import Exchange
-from longspan.layout.layout import Coordinates, Layout
+from longspan.layout.exchange import Exchange, Placement
+from longspan.layout.layout import Coordinates, Layout, check_degree
 from longspan.layout.packing import Packing, check_lengths
-from longspan.layout.partition import Partition, Segments
+from longspan.layout.partition import Partition
+from longspan.layout.segments import Segment, Segments
 
-__all__ = ["Coordinates", "Exchange", "Layout", "Packing", "Partition", "Segments", "check_lengths"]
+__all__ = [
+    "Coordinates",
+    "Exchange",
+    "Layout",
+    "Packing",
+    "Partition",
+    "Placement",
+    "Segment",
+    "Segments",
+    "check_degree",
+    "check_lengths",
+]

@@ -4,10 +4,11 @@ Weights live in the home. `dp` and `cp` are not properties of it: which slots wo
 decided per micro-batch, by a plan. Communication groups are made elsewhere (`comm/groups.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from operator import index
+from typing import NamedTuple, SupportsIndex
 
 from longspan.errors import LayoutError
 
@@ -45,10 +46,10 @@ class Layout:
     ) -> None:
         values = {
             "ranks": _rank_tuple(ranks),
-            "pp": _degree("pp", pp),
-            "tp": _degree("tp", tp),
-            "ep": _degree("ep", ep),
-            "dp_replicate": _degree("dp_replicate", dp_replicate),
+            "pp": check_degree("pp", pp),
+            "tp": check_degree("tp", tp),
+            "ep": check_degree("ep", ep),
+            "dp_replicate": check_degree("dp_replicate", dp_replicate),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -57,16 +58,17 @@ class Layout:
     def _check_degrees(self) -> None:
         world, model = len(self.ranks), self.pp * self.tp
         if world % model:
+            fit = [count for count in (world // model * model, (world // model + 1) * model) if count]
             raise LayoutError(
                 f"{world} ranks are not divisible by tp {self.tp} x pp {self.pp} = {model}; "
-                f"use {world // model * model or model} or {(world // model + 1) * model} ranks, or other degrees"
+                f"use {' or '.join(map(str, fit))} ranks, or other degrees"
             )
         for name, degree in (("ep", self.ep), ("dp_replicate", self.dp_replicate)):
             if self.slots % degree:
                 fit = [d for d in range(1, self.slots + 1) if self.slots % d == 0]
                 raise LayoutError(
-                    f"{name} {degree} does not divide {self.slots} slots ({world} ranks / tp {self.tp} / pp {self.pp}); "
-                    f"use one of {fit}"
+                    f"{name} {degree} does not divide {self.slots} slots "
+                    f"({world} ranks / tp {self.tp} / pp {self.pp}); use one of {fit}"
                 )
 
     @property
@@ -76,15 +78,15 @@ class Layout:
 
     def rank_at(self, slot: int, *, pp: int = 0, tp: int = 0) -> int:
         """The global rank that stands at these coordinates."""
-        for name, index, size in (("slot", slot, self.slots), ("pp", pp, self.pp), ("tp", tp, self.tp)):
-            if not 0 <= index < size:
-                raise LayoutError(f"{name} {index} is outside the home, which has {size} ({name} 0 to {size - 1})")
+        for name, place, size in (("slot", slot, self.slots), ("pp", pp, self.pp), ("tp", tp, self.tp)):
+            if not 0 <= place < size:
+                raise LayoutError(f"{name} {place} is outside the home, which has {size} ({name} 0 to {size - 1})")
         return self.ranks[(pp * self.slots + slot) * self.tp + tp]
 
     def coordinates(self, rank: int) -> Coordinates:
         """Where a global rank stands. Raises LayoutError for a rank outside the home."""
         if rank not in self._index:
-            raise LayoutError(f"rank {rank} is not in this home of {len(self.ranks)} ranks: {_short(self.ranks)}")
+            raise LayoutError(f"rank {rank} is not in this home of {len(self.ranks)} ranks: {short(self.ranks)}")
         outer, tp = divmod(self._index[rank], self.tp)
         pp, slot = divmod(outer, self.slots)
         return Coordinates(pp, slot, tp)
@@ -115,27 +117,41 @@ class Layout:
 
     @cached_property
     def _index(self) -> dict[int, int]:
-        return {rank: index for index, rank in enumerate(self.ranks)}
+        return {rank: place for place, rank in enumerate(self.ranks)}
 
 
 def _rank_tuple(ranks: int | Sequence[int]) -> tuple[int, ...]:
-    if isinstance(ranks, bool) or (isinstance(ranks, int) and ranks < 1):
-        raise LayoutError(f"ranks is {ranks!r}; give a count of at least 1 or a sequence of distinct ranks")
-    if isinstance(ranks, int):
-        return tuple(range(ranks))
-    found = tuple(ranks)
-    bad = [r for r in found if isinstance(r, bool) or int(r) != r or r < 0]
-    if bad or not found or len(set(found)) != len(found):
-        raise LayoutError(f"ranks must be distinct integers from 0, at least one; got {_short(found)}")
-    return tuple(int(r) for r in found)
+    if not isinstance(ranks, Iterable):
+        count = _integer(ranks)
+        if count is None or count < 1:
+            raise LayoutError(f"ranks is {ranks!r}; give a count of at least 1 or a sequence of distinct ranks")
+        return tuple(range(count))
+    found: tuple[object, ...] = tuple(ranks)
+    whole = tuple(rank for rank in map(_integer, found) if rank is not None and rank >= 0)
+    if not found or len(whole) != len(found) or len(set(whole)) != len(whole):
+        raise LayoutError(f"ranks must be distinct integers from 0, at least one; got {short(found)}")
+    return whole
 
 
-def _degree(name: str, value: int) -> int:
-    if isinstance(value, bool) or int(value) != value or value < 1:
-        raise LayoutError(f"{name} is {value!r}; a degree is an integer of at least 1")
-    return int(value)
+def check_degree(name: str, value: object) -> int:
+    """A degree or count as a Python integer of at least 1; anything else raises LayoutError naming it."""
+    degree = _integer(value)
+    if degree is None or degree < 1:
+        raise LayoutError(f"{name} is {value!r}; {name} is an integer of at least 1")
+    return degree
 
 
-def _short(values: Sequence[object], limit: int = 8) -> str:
-    head = ", ".join(str(v) for v in values[:limit])
+def _integer(value: object) -> int | None:
+    """The value as a Python integer where it is one (numpy's count, a bool or a float does not), else None."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    try:
+        return index(value)
+    except TypeError:
+        return None
+
+
+def short(values: Sequence[object], limit: int = 8) -> str:
+    """The values in round brackets, the first few of them where there are many."""
+    head = ", ".join(repr(v) for v in values[:limit])
     return f"({head}, … {len(values)} in all)" if len(values) > limit else f"({head})"

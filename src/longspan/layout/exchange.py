@@ -1,0 +1,200 @@
+"""What has to move so that members who have some rows hold the rows that they need.
+
+An Exchange is a value made from two partitions of the same members on the host. `comm/rows.py` carries it out; nothing
+here communicates.
+"""
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from longspan.errors import LayoutError
+from longspan.layout.packing import Rows, sealed
+from longspan.layout.partition import Partition
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: multiples spread evenly over 2^64, strided ids too
+
+
+class Placement(NamedTuple):
+    """Where rows go: `y[target] = x[source]`, pair by pair; one source may go to several targets."""
+
+    source: Rows
+    target: Rows
+
+
+class Exchange:
+    """The rows to send and receive so that holders of `have` hold `need`.
+
+    >>> have, need = Partition.from_rows([[0, 1], [2], []]), Partition.from_rows([[2], [2, 0], [1]])
+    >>> exchange = Exchange(have, need)
+    >>> exchange.received_rows(1), exchange.send(0, to=1).tolist(), exchange.keep(1)
+    (1, [0], Placement(source=array([0]), target=array([0])))
+
+    A rank that has a row keeps it locally; any other row arrives once, from one rank that has it, however often it is
+    needed. Of several holders a fixed rule of the row id and the receiver picks one, spread evenly over them. Raises
+    LayoutError where the partitions have different degrees or where nobody has a needed row.
+
+    The backward of the movement sends the same rows the other way: the gradient of what `receive(rank, frm)` placed,
+    summed per source row, goes from `rank` to `frm` and is added at `send(frm, to=rank)`.
+    """
+
+    def __init__(self, have: Partition, need: Partition) -> None:
+        if have.degree != need.degree:
+            raise LayoutError(
+                f"rows of {have.degree} members cannot be exchanged for rows of {need.degree}; "
+                f"describe both on the same members, with empty lists for those that hold nothing"
+            )
+        self._have, self._need = have, need
+        self._travel = _travel(have, need)
+
+    @property
+    def have(self) -> Partition:
+        """Who holds which rows before."""
+        return self._have
+
+    @property
+    def need(self) -> Partition:
+        """Who holds which rows after."""
+        return self._need
+
+    @property
+    def degree(self) -> int:
+        """How many members take part."""
+        return self._have.degree
+
+    def received_rows(self, rank: int) -> int:
+        """How many rows arrive at this rank from others."""
+        self._check(rank)
+        return int(self.counts[:, rank].sum())
+
+    def sent_rows(self, rank: int) -> int:
+        """How many rows leave this rank, a row counted once for each receiver."""
+        self._check(rank)
+        return int(self.counts[rank].sum())
+
+    def lower_bound_rows(self, rank: int) -> int:
+        """How many distinct rows this rank needs and does not have: no exchange can bring it fewer."""
+        self._check(rank)
+        return len(np.setdiff1d(self._need.rows(rank), self._have.rows(rank)))
+
+    def send(self, rank: int, to: int) -> Rows:
+        """Indices in `rank`'s order of `have` of the rows that go to `to`, in the order in which they travel."""
+        if rank == to:
+            return sealed(np.empty(0, dtype=np.int64))
+        begin, end = self._block(rank, to)
+        return sealed(self._travel.source[begin:end])
+
+    def receive(self, rank: int, frm: int) -> Placement:
+        """Where the rows that arrive from `frm`, in the order in which they travel, go in `rank`'s order of `need`."""
+        if rank == frm:
+            return Placement(sealed(np.empty(0, dtype=np.int64)), sealed(np.empty(0, dtype=np.int64)))
+        begin, end = self._block(frm, rank)
+        pairs = slice(*np.searchsorted(self._travel.place_of, [begin, end]))
+        return Placement(sealed(self._travel.place_of[pairs] - begin), sealed(self._travel.target[pairs]))
+
+    def keep(self, rank: int) -> Placement:
+        """Rows that stay: indices in `rank`'s order of `have`, and where they go in its order of `need`."""
+        begin, end = self._block(rank, rank)
+        pairs = slice(*np.searchsorted(self._travel.place_of, [begin, end]))
+        return Placement(sealed(self._travel.source[self._travel.place_of[pairs]]), sealed(self._travel.target[pairs]))
+
+    @cached_property
+    def counts(self) -> Rows:
+        """How many rows travel: (sender, receiver), zero on the diagonal."""
+        table = np.bincount(self._travel.block, minlength=self.degree**2).reshape(self.degree, self.degree).T.copy()
+        np.fill_diagonal(table, 0)
+        return sealed(table)
+
+    def reverse(self) -> "Exchange":
+        """The exchange that brings the rows back. Raises LayoutError where a row of `have` was needed by nobody."""
+        return Exchange(self._need, self._have)
+
+    def _block(self, sender: int, receiver: int) -> tuple[int, int]:
+        self._check(sender)
+        self._check(receiver)
+        block = receiver * self.degree + sender
+        begin, end = np.searchsorted(self._travel.block, [block, block + 1])
+        return int(begin), int(end)
+
+    def _check(self, rank: int) -> None:
+        if not 0 <= rank < self.degree:
+            raise LayoutError(f"rank {rank} is outside an exchange among {self.degree} (ranks 0 to {self.degree - 1})")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Exchange) and (self._have, self._need) == (other._have, other._need)
+
+    def __hash__(self) -> int:
+        return hash((self._have, self._need))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Exchange, (self._have, self._need)
+
+    def __repr__(self) -> str:
+        return f"Exchange({self.degree} ranks, {int(self.counts.sum())} rows travel)"
+
+
+class _Travel(NamedTuple):
+    """One entry per row and receiver, kept rows too, ordered by receiver, sender and first target at the receiver."""
+
+    block: Rows  # receiver * degree + sender
+    source: Rows  # of the row in the sender's order of have
+    place_of: Rows  # per needed row, in the same order: the entry that brings it
+    target: Rows  # per needed row: its place in the receiver's order of need
+
+
+class _Held(NamedTuple):
+    """Rows of all members end to end."""
+
+    row: Rows
+    member: Rows
+    place: Rows  # in the member's order
+
+
+def _held(partition: Partition) -> _Held:
+    members = np.arange(partition.degree, dtype=np.int64)
+    counts = np.array(partition.counts, dtype=np.int64)
+    row = np.concatenate([partition.rows(member) for member in range(partition.degree)])
+    place = np.arange(len(row), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+    return _Held(row, np.repeat(members, counts), place)
+
+
+def _travel(have: Partition, need: Partition) -> _Travel:
+    degree, held, wanted = have.degree, _held(have), _held(need)
+    ids = np.unique(held.row)
+    row = np.searchsorted(ids, held.row)
+    want = _find(ids, wanted)
+    holding, first_held = np.unique(row * degree + held.member, return_index=True)
+    arrival, first_wanted, entry = np.unique(wanted.member * len(ids) + want, return_index=True, return_inverse=True)
+    receiver, row = np.divmod(arrival, max(len(ids), 1))
+    holder = _holder(holding, ids, row, receiver, degree)
+    block = receiver * degree + holding[holder] % degree
+    order = np.lexsort((first_wanted, block))
+    place_of = np.argsort(order)[entry]
+    pairs = np.argsort(place_of, kind="stable")
+    source = held.place[first_held[holder[order]]]
+    return _Travel(block[order], source, place_of[pairs], wanted.place[pairs])
+
+
+def _find(ids: Rows, wanted: _Held) -> Rows:
+    """Place of each wanted row among the row ids that somebody has."""
+    want = np.searchsorted(ids, wanted.row)
+    missing = want == len(ids)
+    missing[~missing] = ids[want[~missing]] != wanted.row[~missing]
+    if missing.any():
+        at = int(np.flatnonzero(missing)[0])
+        raise LayoutError(
+            f"row {wanted.row[at]} is needed by rank {wanted.member[at]} and nobody has it "
+            f"({len(np.unique(wanted.row[missing]))} such rows in all); give it to a rank, or need it nowhere"
+        )
+    return want
+
+
+def _holder(holding: Rows, ids: Rows, row: Rows, receiver: Rows, degree: int) -> Rows:
+    """Which entry of `holding` (row * degree + member, sorted) serves each row and receiver."""
+    first = np.searchsorted(holding, row * degree)
+    several = np.searchsorted(holding, (row + 1) * degree) - first
+    spread = (ids[row].astype(np.uint64) * _GOLDEN >> np.uint64(32)).astype(np.int64) * several >> 32
+    picked = first + (spread + receiver) % np.maximum(several, 1)
+    own = np.minimum(np.searchsorted(holding, row * degree + receiver), max(len(holding) - 1, 0))
+    return np.where(holding[own] == row * degree + receiver, own, picked) if len(holding) else picked

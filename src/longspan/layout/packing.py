@@ -1,0 +1,126 @@
+"""Documents laid end to end: lengths, boundaries, positions and padding, on the host.
+
+Not covered: which documents go into one micro-batch (`plan/`) and who holds their rows (`partition.py`).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.errors import LayoutError
+from longspan.layout.layout import check_degree, short
+
+Rows = NDArray[np.int64]
+_MOST_ROWS = 2**63 - 1
+
+
+def check_lengths(lengths: Iterable[object], *, what: str = "length") -> tuple[int, ...]:
+    """Document lengths as Python integers, each at least 1.
+
+    >>> check_lengths(np.array([3, 1]))
+    (3, 1)
+
+    Takes any iterable of Python or numpy integers; it may be empty. Raises LayoutError, naming the index and the value,
+    for what is not an integer (a bool, a float and NaN among them), zero or negative. `what` is the word for one entry.
+    """
+    found = _listed(lengths, what)
+    wrong = [kind for kind in set(map(type, found)) if not is_integer(kind)]
+    if wrong:
+        index = next(i for i, value in enumerate(found) if type(value) in wrong)
+        _refuse(
+            what,
+            index,
+            found[index],
+            "a length is an integer number of rows: convert it with int(…) if it is whole",
+        )
+    whole = tuple(map(int, cast(list[int], found)))
+    if whole and min(whole) < 1:
+        index = next(i for i, value in enumerate(whole) if value < 1)
+        _refuse(what, index, whole[index], "a document has at least 1 row: leave empty documents out")
+    if sum(whole) > _MOST_ROWS:
+        raise LayoutError(f"{len(whole)} lengths add up to {sum(whole)} rows; at most {_MOST_ROWS} can be counted")
+    return whole
+
+
+def _listed(lengths: Iterable[object], what: str) -> list[object]:
+    if isinstance(lengths, np.ndarray):
+        array = cast(NDArray[Any], lengths)
+        if array.ndim != 1:
+            raise LayoutError(f"{what}s have shape {array.shape}; give one dimension, one {what} per document")
+        return cast(list[object], array.tolist())
+    try:
+        return list(lengths)
+    except TypeError as error:
+        raise LayoutError(f"{what}s are {lengths!r}; give a sequence of integers, one per document") from error
+
+
+def is_integer(kind: type) -> bool:
+    """Whether values of this type are counts: Python and numpy integers are, bools are not."""
+    return issubclass(kind, (int, np.integer)) and kind is not bool
+
+
+def _refuse(what: str, index: int, value: object, advice: str) -> NoReturn:
+    raise LayoutError(f"{what} {index} is {value!r} ({type(value).__name__}); {advice}")
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Packing:
+    """Documents laid end to end, padded behind the last one to a multiple of rows.
+
+    >>> packing = Packing([3, 2], pad_to_multiple=4)
+    >>> packing.tokens, packing.padding, packing.cu_seqlens.tolist(), packing.positions.tolist()
+    (5, 3, [0, 3, 5], [0, 1, 2, 0, 1])
+
+    The arrays are read-only and made on first use; none of them counts the padding. Raises LayoutError for lengths that
+    `check_lengths` refuses and for a multiple under 1.
+    """
+
+    lengths: tuple[int, ...]
+    pad_to_multiple: int = 1
+
+    def __init__(self, lengths: Iterable[object], pad_to_multiple: int = 1) -> None:
+        object.__setattr__(self, "lengths", check_lengths(lengths))
+        object.__setattr__(self, "pad_to_multiple", check_degree("pad_to_multiple", pad_to_multiple))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Packing, (self.lengths, self.pad_to_multiple)
+
+    def __repr__(self) -> str:
+        pad = f", pad_to_multiple={self.pad_to_multiple}" if self.pad_to_multiple > 1 else ""
+        return f"Packing(lengths={short(self.lengths)}{pad})"
+
+    @property
+    def tokens(self) -> int:
+        """Rows of all documents, without padding: S."""
+        return int(self.cu_seqlens[-1])
+
+    @property
+    def padding(self) -> int:
+        """Rows behind the last document that make the whole a multiple of `pad_to_multiple`."""
+        return -self.tokens % self.pad_to_multiple
+
+    @cached_property
+    def cu_seqlens(self) -> Rows:
+        """Where each document starts, and the end of the last: (documents + 1,) int64 from 0."""
+        return sealed(np.concatenate([[0], np.cumsum(np.array(self.lengths, dtype=np.int64))]))
+
+    @cached_property
+    def positions(self) -> Rows:
+        """Position of each row inside its document: (S,) int64."""
+        return sealed(np.arange(self.tokens, dtype=np.int64) - self.cu_seqlens[self.document_of_row])
+
+    @cached_property
+    def document_of_row(self) -> Rows:
+        """Index of the document that each row belongs to: (S,) int64."""
+        return sealed(np.repeat(np.arange(len(self.lengths), dtype=np.int64), self.lengths))
+
+
+def sealed(array: NDArray[Any]) -> Rows:
+    """The array as read-only int64, so that a value that holds it cannot be changed."""
+    array = np.ascontiguousarray(array, dtype=np.int64)
+    array.setflags(write=False)
+    return array

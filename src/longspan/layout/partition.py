@@ -1,0 +1,266 @@
+"""Who holds which rows: zigzag per document, contiguous, or given.
+
+A Partition is a value over integers. It keeps lengths, or runs, and expands them to rows on demand: asking one member
+of a group of 1024 costs a few array operations over the documents, whatever the degree. Not covered: who the members
+are (a plan's groups name slots) and how rows travel between two partitions (`exchange.py`).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.errors import LayoutError
+from longspan.layout.layout import check_degree, short
+from longspan.layout.packing import Rows, check_lengths, is_integer, sealed
+from longspan.layout.segments import Segments, expand, segments_of
+
+
+class Partition(ABC):
+    """Which rows each member of a group holds, in order. Rows are counted from 0 through the documents end to end.
+
+    >>> shares = Partition.zigzag([8, 3], degree=2)
+    >>> shares.counts, shares.rows(0).tolist(), shares.rows(1).tolist()
+    ((6, 5), [0, 1, 6, 7, 8, 10], [2, 3, 4, 5, 9])
+
+    Made by `zigzag`, `contiguous` or `from_rows`; equal when made in the same way from the same numbers. Arrays that it
+    gives out are int64 and read-only. A member outside the group raises LayoutError.
+    """
+
+    degree: int
+
+    @staticmethod
+    def zigzag(lengths: Iterable[object], degree: int) -> "Partition":
+        """Each document in 2·degree chunks, of which member r holds chunk r, then chunk 2·degree−1−r.
+
+        A document of L rows gives every member L // degree rows; its L % degree remaining rows go round the members, on
+        from where the document before stopped. So members differ by at most one row in all, and none holds more than
+        ceil(sum / degree). A member's n rows of a document are n // 2 in one chunk and the rest in the other; where
+        n is odd, the members take the longer chunk at the late and at the early end in turn. With that, and work
+        counted as position + 1 pairs a row, members differ by at most L + 1 pairs (one row's worth) per document.
+        """
+        return _Zigzag(check_lengths(lengths), check_degree("degree", degree))
+
+    @staticmethod
+    def contiguous(lengths: Iterable[object], degree: int) -> "Partition":
+        """The documents end to end, cut into one run of rows a member; the first sum % degree members hold one more."""
+        return _Contiguous(check_lengths(lengths), check_degree("degree", degree))
+
+    @staticmethod
+    def from_rows(rows_by_member: Iterable[Iterable[int]]) -> "Partition":
+        """Given rows: for each member an ordered list of row ids from 0.
+
+        Any ids, none, or ids that other members or the same member hold too. Raises LayoutError for ids that are not
+        integers or are negative, and where there is no member.
+        """
+        return _Given([_runs_of(member, rows) for member, rows in enumerate(rows_by_member)])
+
+    @property
+    @abstractmethod
+    def total(self) -> int:
+        """How many distinct rows the members hold together."""
+
+    @property
+    @abstractmethod
+    def counts(self) -> tuple[int, ...]:
+        """How many rows each member holds."""
+
+    @abstractmethod
+    def runs(self, member: int) -> Rows:
+        """The member's rows as half-open runs in held order, (runs, 2); runs that touch are one."""
+
+    @abstractmethod
+    def segments(self, member: int) -> Segments:
+        """The member's runs inside their documents. Raises LayoutError for a partition `from_rows`."""
+
+    def rows(self, member: int) -> Rows:
+        """The member's row ids in held order."""
+        runs = self.runs(member)
+        return sealed(expand(runs[:, 0], runs[:, 1]))
+
+    def take(self, x: NDArray[Any], member: int) -> NDArray[Any]:
+        """The member's rows of `x` (rows, …), which has one entry per row id."""
+        runs = self.runs(member)
+        if len(runs) and int(runs.max()) > len(x):
+            raise LayoutError(
+                f"member {member} holds row {int(runs.max()) - 1}; the array has {len(x)} rows, 0 to {len(x) - 1}"
+            )
+        return x[self.rows(member)]
+
+    def assemble(self, parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        """The whole array from each member's rows, the inverse of `take`; where members share a row, the first has it.
+
+        Raises LayoutError where a part has not the member's number of rows, or where ids leave gaps.
+        """
+        found = tuple(len(part) for part in parts)
+        if found != self.counts:
+            raise LayoutError(f"parts have {short(found)} rows; the members hold {short(self.counts)}")
+        rows = np.concatenate([self.rows(member) for member in range(self.degree)])
+        ids, first = np.unique(rows, return_index=True)
+        if len(ids) and int(ids[-1]) != len(ids) - 1:
+            gap = int(np.flatnonzero(ids != np.arange(len(ids)))[0])
+            raise LayoutError(f"row {gap} is held by no member, though row {int(ids[-1])} is; ids must leave no gap")
+        return np.concatenate(parts)[first]
+
+    def _check_member(self, member: int) -> None:
+        if not 0 <= member < self.degree:
+            raise LayoutError(f"member {member} is outside a group of {self.degree} (members 0 to {self.degree - 1})")
+
+
+@dataclass(frozen=True, repr=False)
+class _FromLengths(Partition):
+    lengths: tuple[int, ...]
+    degree: int
+
+    @property
+    def total(self) -> int:
+        return int(self._starts[-1])
+
+    @cached_property
+    def _starts(self) -> Rows:
+        return sealed(np.concatenate([[0], np.cumsum(np.array(self.lengths, dtype=np.int64))]))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        base, extra = divmod(self.total, self.degree)
+        return (base + 1,) * extra + (base,) * (self.degree - extra)
+
+    def runs(self, member: int) -> Rows:
+        found = self.segments(member)
+        shift = self._starts[found.document]
+        joined = segments_of(np.zeros_like(shift), found.start + shift, found.stop + shift)
+        return sealed(np.stack([joined.start, joined.stop], axis=1))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.lengths, self.degree)
+
+    def __repr__(self) -> str:
+        kind = type(self).__name__.removeprefix("_").lower()
+        return f"Partition.{kind}({short(self.lengths)}, degree={self.degree})"
+
+
+class _Deal(NamedTuple):
+    """How the rows of each document are dealt to the members; arrays over documents."""
+
+    length: Rows
+    base: Rows  # rows that every member gets
+    extra: Rows  # rows beyond that, one each to the members from `first` on, cyclically
+    first: Rows
+    turn: Rows  # 0: the first member with an odd number of rows takes its longer chunk at the late end; 1: early
+
+
+@dataclass(frozen=True, repr=False)
+class _Zigzag(_FromLengths):
+    @cached_property
+    def _deal(self) -> _Deal:
+        length = np.array(self.lengths, dtype=np.int64)
+        base, extra = length // self.degree, length % self.degree
+        dealt = np.cumsum(extra) - extra
+        rounds, first = dealt // self.degree, dealt % self.degree
+        odd = (extra > 0) | (
+            base % 2 > 0
+        )  # some member has an odd number of rows: turn round for the next such document,
+        turn = (np.cumsum(odd) - odd + rounds) % 2  # and with every round of the extras, lest the two keep in step
+        return _Deal(length, base, extra, first, turn)
+
+    def _cuts(self, member: int) -> tuple[Rows, Rows]:
+        """Rows of each document in the early and in the late chunks of all members before this one."""
+        length, base, extra, first, turn = self._deal
+        extras = np.clip(member - first, 0, extra) + np.clip(first + extra - self.degree, 0, member)
+        rows = member * base + extras
+        odd = np.where(base % 2 > 0, member - extras, extras)  # members before this one with an odd number of rows
+        early = (rows - odd) // 2 + (odd + turn) // 2
+        return early, length - (rows - early)
+
+    def segments(self, member: int) -> Segments:
+        self._check_member(member)
+        early_start, late_stop = self._cuts(member)
+        early_stop, late_start = self._cuts(member + 1)
+        document = np.repeat(np.arange(len(self.lengths), dtype=np.int64), 2)
+        start = np.stack([early_start, late_start], axis=1).reshape(-1)
+        stop = np.stack([early_stop, late_stop], axis=1).reshape(-1)
+        return segments_of(document, start, stop)
+
+
+@dataclass(frozen=True, repr=False)
+class _Contiguous(_FromLengths):
+    def _cut(self, member: int) -> int:
+        base, extra = divmod(self.total, self.degree)
+        return member * base + min(member, extra)
+
+    def segments(self, member: int) -> Segments:
+        self._check_member(member)
+        begin, end = self._cut(member), self._cut(member + 1)
+        touched = slice(
+            int(np.searchsorted(self._starts, begin, side="right")) - 1,
+            int(np.searchsorted(self._starts, end)),
+        )
+        start, stop = self._starts[:-1][touched], self._starts[1:][touched]
+        document = np.arange(len(self.lengths), dtype=np.int64)[touched]
+        return segments_of(document, np.maximum(begin - start, 0), np.minimum(end, stop) - start)
+
+
+class _Given(Partition):
+    def __init__(self, runs: Sequence[Rows]) -> None:
+        if not runs:
+            raise LayoutError(
+                "rows of 0 members are given; give a list of row ids, which may be empty, for each member"
+            )
+        self._runs = tuple(runs)
+        self.degree = len(self._runs)
+
+    @property
+    def total(self) -> int:
+        return self._total
+
+    @cached_property
+    def _total(self) -> int:
+        return len(np.unique(np.concatenate([self.rows(member) for member in range(self.degree)])))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(int((runs[:, 1] - runs[:, 0]).sum()) for runs in self._runs)
+
+    def runs(self, member: int) -> Rows:
+        self._check_member(member)
+        return self._runs[member]
+
+    def segments(self, member: int) -> Segments:
+        raise LayoutError("a partition from rows knows no documents; use runs(member), or make it from lengths")
+
+    def _key(self) -> tuple[bytes, ...]:
+        return tuple(runs.tobytes() for runs in self._runs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Given) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Partition.from_rows, ([self.rows(member) for member in range(self.degree)],)
+
+    def __repr__(self) -> str:
+        return f"Partition.from_rows(counts={short(self.counts)}, total={self.total})"
+
+
+def _runs_of(member: int, rows: Iterable[int]) -> Rows:
+    ids = _row_ids(member, rows)
+    opens = np.flatnonzero(np.diff(ids, prepend=-2) != 1)
+    closes = np.append(opens, len(ids))[1:] - 1
+    return sealed(np.stack([ids[opens], ids[closes] + 1], axis=1))
+
+
+def _row_ids(member: int, rows: Iterable[int]) -> Rows:
+    given: list[object] = cast(NDArray[Any], rows).tolist() if isinstance(rows, np.ndarray) else list(rows)
+    wrong = sorted({kind.__name__ for kind in set(map(type, given)) if not is_integer(kind)})
+    if wrong:
+        raise LayoutError(f"the rows of member {member} hold {', '.join(wrong)}; row ids are integers from 0")
+    ids = np.array(given, dtype=np.int64)
+    if len(ids) and int(ids.min()) < 0:
+        raise LayoutError(f"the rows of member {member} hold {int(ids.min())}; row ids are integers from 0")
+    return ids

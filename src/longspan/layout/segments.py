@@ -1,0 +1,109 @@
+"""Runs of rows that one member of a group holds, seen inside their documents.
+
+Attention, data loading and position ids are computed from Segments alone: nobody has to expand rows to know what a
+member holds. Not covered: which member holds what (`partition.py`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.layout.packing import Rows, sealed
+
+
+class Segment(NamedTuple):
+    """One run of one document: rows `start` to `stop` (half open) are held from local row `offset` on."""
+
+    document: int
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Segments:
+    """The runs that one member holds, in held order, as four arrays of equal length.
+
+    Entry i: the member's local rows `offset[i]` to `offset[i] + stop[i] - start[i]` are positions `start[i]` to
+    `stop[i]` (half open) of document `document[i]`, an index into the lengths of the partition. Every run is non-empty,
+    runs of one document follow each other with rising positions, and two runs that touch are one.
+
+    >>> list(Partition.zigzag([8], degree=2).segments(0))
+    [Segment(document=0, start=0, stop=2, offset=0), Segment(document=0, start=6, stop=8, offset=2)]
+    """
+
+    document: Rows
+    start: Rows
+    stop: Rows
+    offset: Rows
+
+    @property
+    def rows(self) -> int:
+        """How many rows the member holds: T."""
+        return int(self.offset[-1] + self.stop[-1] - self.start[-1]) if len(self) else 0
+
+    @cached_property
+    def positions(self) -> Rows:
+        """Position inside its document of each local row: (T,) int64."""
+        return sealed(expand(self.start, self.stop))
+
+    @cached_property
+    def documents(self) -> Rows:
+        """Documents of which the member holds at least one row, each once, in held order."""
+        return sealed(self.document[self._first])
+
+    @cached_property
+    def cu_seqlens(self) -> Rows:
+        """Local rows at which each of `documents` starts, and T: (len(documents) + 1,) int64."""
+        return sealed(np.append(self.offset[self._first], self.rows))
+
+    @property
+    def _first(self) -> NDArray[np.bool_]:
+        return np.diff(self.document, prepend=-1) != 0
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    def __iter__(self) -> Iterator[Segment]:
+        columns = (self.document, self.start, self.stop, self.offset)
+        return map(Segment, *(column.tolist() for column in columns))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Segments) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[bytes, ...]:
+        return tuple(column.tobytes() for column in (self.document, self.start, self.stop, self.offset))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return segments_of, (self.document, self.start, self.stop)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{s.document}[{s.start}:{s.stop}]" for s, _ in zip(self, range(6), strict=False))
+        more = f", … {len(self)} runs" if len(self) > 6 else ""
+        return f"Segments({shown}{more}; {self.rows} rows)"
+
+
+def segments_of(document: Rows, start: Rows, stop: Rows) -> Segments:
+    """Segments from runs in held order: empty runs are left out, touching runs of one document joined."""
+    keep = stop > start
+    document, start, stop = document[keep], start[keep], stop[keep]
+    opens = np.ones(len(start), dtype=bool)
+    opens[1:] = (document[1:] != document[:-1]) | (start[1:] != stop[:-1])
+    closes = np.append(opens[1:], np.ones(min(1, len(opens)), dtype=bool))
+    document, start, stop = document[opens], start[opens], stop[closes]
+    offset = np.cumsum(stop - start) - (stop - start)
+    return Segments(sealed(document), sealed(start), sealed(stop), sealed(offset))
+
+
+def expand(start: NDArray[Any], stop: NDArray[Any]) -> Rows:
+    """The integers of half-open runs, one run after another."""
+    sizes = stop - start
+    before = np.cumsum(sizes) - sizes
+    return np.repeat(start - before, sizes) + np.arange(int(sizes.sum()), dtype=np.int64)
