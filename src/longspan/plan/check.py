@@ -5,6 +5,7 @@ micro-batch, group, slot or document and the numbers. Whether a model can run a 
 """
 
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,7 +34,7 @@ def check_plan(plan: "Plan") -> None:
 
 def check_count(name: str, value: object, *, least: int = 1) -> int:
     """The value as an int, if it is an integer of at least `least`; else PlanError naming it."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise PlanError(f"{name} is {value!r}; give an integer of at least {least}")
     return int(value)
 

@@ -7,7 +7,7 @@ latency for each ring step. Memory is not priced (planners are given a cap), nor
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -71,9 +71,10 @@ class Cost:
     def from_json(cls, values: Any) -> "Cost":
         """A cost from a JSON object; constants that it leaves out keep their default. Raises PlanError for others."""
         names = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(values, dict) or not all(name in names for name in values):
+        found = cast(dict[str, Any], values) if isinstance(values, dict) else {"": values}
+        if not all(name in names for name in found):
             raise PlanError(f"a cost is an object with numbers for some of {', '.join(names)}; got {values!r}")
-        return cls(**values)
+        return cls(**found)
 
 
 DEFAULT_COST = Cost()

@@ -170,7 +170,8 @@ def _components(table: GroupTable, count: int, slots: int) -> Ints:
 def _per_slot(table: GroupTable, values: Floats | Ints, count: int, slots: int) -> Floats:
     """The sum of a group's value over the groups that each slot is in, for each micro-batch (M, slots)."""
     cells = table.micro_batch[table.group] * slots + table.slot
-    return np.bincount(cells, weights=values[table.group], minlength=count * slots).reshape(count, slots)
+    sums: Floats = np.bincount(cells, weights=values[table.group], minlength=count * slots).astype(np.float64)
+    return sums.reshape(count, slots)
 
 
 def _segment_sums(values: Ints, counts: Ints) -> Ints:
