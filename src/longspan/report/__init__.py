@@ -1,0 +1,42 @@
+"""The report of a run and the pictures of a plan: self-contained HTML, SVG, Chrome trace, PNG.
+
+Everything is drawn here, without a plot library and without torch, so that `longspan plan` starts at once. Nothing in this
+room measures: it reads the folder that a run wrote, or a plan.
+
+>>> from longspan.report import write_report
+>>> write_report("runs/first")            # runs/first/report.html
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from longspan.report.bars import PlanBars as PlanBars
+    from longspan.report.bars import plan_bars as plan_bars
+    from longspan.report.gantt import chrome_trace as chrome_trace
+    from longspan.report.gantt import gantt_svg as gantt_svg
+    from longspan.report.html import plan_page as plan_page
+    from longspan.report.html import write_report as write_report
+    from longspan.report.png import write_png as write_png
+    from longspan.report.run_folder import RunFolder as RunFolder
+
+_HOME_OF = {
+    "PlanBars": "longspan.report.bars",
+    "plan_bars": "longspan.report.bars",
+    "chrome_trace": "longspan.report.gantt",
+    "gantt_svg": "longspan.report.gantt",
+    "plan_page": "longspan.report.html",
+    "write_report": "longspan.report.html",
+    "write_png": "longspan.report.png",
+    "RunFolder": "longspan.report.run_folder",
+}
+
+__all__ = [*_HOME_OF]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'longspan.report' has no attribute {name!r}; it has {', '.join(_HOME_OF)}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value

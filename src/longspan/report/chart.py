@@ -1,0 +1,204 @@
+"""One line chart as SVG, with the numbers that `page.js` needs for its crosshair.
+
+The drawing is complete without a script: axes, units, curves, marks, labels and a legend. It covers curves over one x axis,
+linear or logarithmic in y; nothing else.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+import numpy as np
+
+from longspan.report.series import byte_ticks, log_ticks, thin, ticks, write_bytes, write_number
+
+Format = Literal["number", "loss", "percent", "bytes"]
+MAX_POINTS = 900  # of one curve, in the drawing and under the crosshair
+_MARKS = ("circle", "square", "triangle", "diamond")
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve: `faint` is raw data behind a smoothed `line`; `marks` are few points that are joined."""
+
+    name: str
+    x: np.ndarray
+    y: np.ndarray
+    color: int = 0
+    kind: Literal["line", "faint", "marks"] = "line"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What to draw, in data units. `references` are horizontal lines with a label; `zero` puts 0 on the y axis."""
+
+    title: str
+    series: tuple[Series, ...]
+    y_label: str
+    x_label: str = "step"
+    width: int = 370
+    height: int = 190
+    references: tuple[tuple[float, str], ...] = ()
+    y_format: Format = "number"
+    log: bool = False
+    zero: bool = False
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Where data lands in the drawing."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+    x: tuple[float, float]
+    y: tuple[float, float]
+    log: bool
+
+    def across(self, x: np.ndarray | float) -> np.ndarray:
+        low, high = self.x
+        return self.left + (np.asarray(x, float) - low) / (high - low) * (self.right - self.left)
+
+    def up(self, y: np.ndarray | float) -> np.ndarray:
+        (low, high), y = self.y, np.asarray(y, float)
+        share = np.log(y / low) / math.log(high / low) if self.log else (y - low) / (high - low)
+        return self.bottom - np.clip(share, 0, 1) * (self.bottom - self.top)
+
+
+def chart_figure(chart: Chart, *, css_class: str = "") -> str:
+    """An HTML figure: title, legend, SVG, and the crosshair's data. Says so where there is nothing to draw."""
+    drawn = [_thinned(s, chart.log) for s in chart.series]
+    drawn = [s for s in drawn if len(s.x)]
+    title = f"<figcaption><b>{escape(chart.title)}</b>"
+    if not drawn:
+        return f'<figure class="chart {css_class}">{title}</figcaption><p class="none">nothing recorded</p></figure>'
+    frame = _frame(chart, drawn)
+    data = escape(json.dumps(_hover_data(chart, drawn, frame), separators=(",", ":")), quote=True)
+    label = escape(f"{chart.title}: {chart.y_label} over {chart.x_label}. Arrow keys read the values.", quote=True)
+    return (
+        f'<figure class="chart {css_class}">{title} <span class="unit">{escape(chart.y_label)}</span></figcaption>{_legend(chart.series)}'
+        f'<svg viewBox="0 0 {chart.width} {chart.height}" tabindex="0" role="img" aria-label="{label}" data-chart="{data}">'
+        f"{_axes(chart, frame)}{''.join(_curve(s, frame) for s in drawn)}{_references(chart, frame)}</svg></figure>"
+    )
+
+
+def _thinned(series: Series, log: bool) -> Series:
+    x, y = np.asarray(series.x, float), np.asarray(series.y, float)
+    if log:
+        y = np.where(y > 0, y, math.nan)
+    return Series(series.name, *thin(x, y, MAX_POINTS), series.color, series.kind)
+
+
+def _frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:
+    x = np.concatenate([s.x for s in drawn])
+    y = np.concatenate([*(s.y for s in drawn), np.array([value for value, _ in chart.references])])
+    low, high = float(y.min()), float(y.max())
+    if chart.log:
+        low, high = low / 1.15, high * 1.15
+    else:
+        low = min(low, 0.0) if chart.zero else low
+        room = (high - low) * 0.06 or abs(high) * 0.05 or 1.0
+        low, high = low - (0 if chart.zero and low == 0 else room), high + room
+    x_low, x_high = float(x.min()), float(x.max())
+    if x_low == x_high:
+        x_low, x_high = x_low - 0.5, x_high + 0.5
+    return _Frame(52, chart.width - 14, 10, chart.height - 36, (x_low, x_high), (low, high), chart.log)
+
+
+def _axes(chart: Chart, frame: _Frame) -> str:
+    spaced = byte_ticks if chart.y_format == "bytes" else ticks
+    parts = []
+    for value in log_ticks(*frame.y) if frame.log else spaced(*frame.y, chart.height // 40):
+        y = float(frame.up(value))
+        parts.append(f'<path class="grid" d="M{frame.left} {y:.1f}H{frame.right}"/>')
+        parts.append(
+            f'<text class="tick" x="{frame.left - 7}" y="{y + 3.5:.1f}" text-anchor="end">{_tick(value, chart.y_format)}</text>'
+        )
+    for value in ticks(*frame.x, max(3, chart.width // 110)):
+        if value != int(value):
+            continue
+        x = float(frame.across(value))
+        parts.append(f'<path class="grid short" d="M{x:.1f} {frame.bottom}v4"/>')
+        parts.append(
+            f'<text class="tick" x="{x:.1f}" y="{frame.bottom + 17}" text-anchor="middle">{write_number(value)}</text>'
+        )
+    parts.append(f'<path class="axis" d="M{frame.left} {frame.bottom}H{frame.right}"/>')
+    parts.append(
+        f'<text class="label" x="{frame.right}" y="{frame.bottom + 31}" text-anchor="end">{escape(chart.x_label)}</text>'
+    )
+    return "".join(parts)
+
+
+def _tick(value: float, y_format: Format) -> str:
+    if y_format == "percent":
+        return f"{100 * value:g}%"
+    return write_bytes(value) if y_format == "bytes" else write_number(value)
+
+
+def _references(chart: Chart, frame: _Frame) -> str:
+    parts = []
+    for value, label in chart.references:
+        y = float(frame.up(value))
+        below = 14 if y < frame.top + 18 else -6
+        parts.append(f'<path class="reference" d="M{frame.left} {y:.1f}H{frame.right}"/>')
+        parts.append(
+            f'<text class="label halo" x="{frame.right - 2}" y="{y + below:.1f}" text-anchor="end">{escape(label)}</text>'
+        )
+    return "".join(parts)
+
+
+def _curve(series: Series, frame: _Frame) -> str:
+    points = list(zip(frame.across(series.x).tolist(), frame.up(series.y).tolist(), strict=True))
+    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    line = f'<path class="curve {series.kind} c{series.color}" d="{path}"/>'
+    if series.kind == "marks" or len(points) == 1:
+        size = 7.5 - 1.2 * min(series.color, 3)  # curves that lie on each other stay visible: later ones are smaller
+        line += "".join(mark(series.color, x, y, size) for x, y in points)
+    return line
+
+
+def mark(color: int, x: float, y: float, size: float = 4.0) -> str:
+    """The mark of a colour: its shape tells it apart without the colour."""
+    css, shape = f'class="mark c{color}"', _MARKS[color % len(_MARKS)]
+    if shape == "circle":
+        return f'<circle {css} cx="{x:.1f}" cy="{y:.1f}" r="{size}"/>'
+    if shape == "square":
+        return f'<rect {css} x="{x - size:.1f}" y="{y - size:.1f}" width="{2 * size}" height="{2 * size}"/>'
+    if shape == "triangle":
+        return f'<path {css} d="M{x:.1f} {y - 1.2 * size:.1f}l{1.2 * size:.1f} {2 * size:.1f}h{-2.4 * size:.1f}z"/>'
+    return f'<path {css} d="M{x:.1f} {y - 1.3 * size:.1f}l{1.3 * size:.1f} {1.3 * size:.1f}l{-1.3 * size:.1f} {1.3 * size:.1f}l{-1.3 * size:.1f} {-1.3 * size:.1f}z"/>'
+
+
+def _legend(series: Sequence[Series]) -> str:
+    if len(series) < 2:
+        return ""
+    items = []
+    for s in series:
+        line = f'<path class="curve {s.kind} c{s.color}" d="M1 6H21"/>' + (
+            mark(s.color, 11, 6) if s.kind == "marks" else ""
+        )
+        items.append(f'<li><svg class="key" viewBox="0 0 22 12" aria-hidden="true">{line}</svg>{escape(s.name)}</li>')
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _hover_data(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> dict[str, object]:
+    curves = [{"name": s.name, "color": s.color, "x": _short(s.x), "y": _short(s.y)} for s in drawn]
+    box = [frame.left, frame.right, frame.top, frame.bottom]
+    return {
+        "box": box,
+        "x": frame.x,
+        "y": frame.y,
+        "log": frame.log,
+        "xLabel": chart.x_label,
+        "format": chart.y_format,
+        "series": curves,
+    }
+
+
+def _short(values: np.ndarray) -> list[float]:
+    """Seven significant digits: what a reader can use, in a third of the characters."""
+    return [int(v) if v == int(v) else float(f"{v:.7g}") for v in values.tolist()]

@@ -1,0 +1,175 @@
+"""What a run left in its folder, as values. Tolerant of a run that was interrupted; refuses a folder that is no run.
+
+A run writes `metrics.jsonl` (one object a step, and evaluation rows with `eval_loss`), the resolved `config.toml` or
+`config.json`, `plans/*.json` and, at its end, `summary.json`. Only the metrics are needed here.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from longspan.errors import ConfigError, PlanError
+from longspan.plan import Plan
+
+TRAIN_COLUMNS = (
+    "loss",
+    "tokens",
+    "targets",
+    "grad_norm",
+    "lr",
+    "seconds",
+    "tokens_per_second",
+    "memory_bytes",
+    "micro_batches",
+    "efficiency",
+)
+MAX_PLANS = 8  # in the report; the first and last saved and some between
+
+
+@dataclass(frozen=True)
+class EvalRow:
+    """One evaluation: of the weights after `step`, at one context-parallel degree."""
+
+    step: int
+    cp: int
+    loss: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's record: `train` holds a column per metric, one value a step, NaN where a step lacks it."""
+
+    path: Path
+    step: np.ndarray
+    train: dict[str, np.ndarray]
+    evaluations: tuple[EvalRow, ...] = ()
+    final: tuple[EvalRow, ...] = ()
+    config_text: str = ""
+    plans: tuple[tuple[str, Plan], ...] = ()
+    summary: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The folder's own name."""
+        return self.path.resolve().name
+
+    @classmethod
+    def read(cls, path: str | Path) -> "RunFolder":
+        """Read a run's folder. Raises ConfigError where there is no `metrics.jsonl` with at least one row.
+
+        >>> RunFolder.read("runs/first").train["loss"][-1]
+        """
+        path = Path(path)
+        rows, notes = _metric_rows(path)
+        train = {int(row["step"]): row for row in rows if "loss" in row}  # a resumed run repeats steps: the last counts
+        evaluations = {(r.step, r.cp): r for r in map(_eval_row, rows) if r}
+        plans, plan_notes = _plans(path / "plans")
+        summary = _json_object(path / "summary.json", notes)
+        steps = sorted(train)
+        return cls(
+            path=path,
+            step=np.array(steps, np.int64),
+            train={name: np.array([_number(train[s].get(name)) for s in steps]) for name in TRAIN_COLUMNS},
+            evaluations=tuple(evaluations[key] for key in sorted(evaluations)),
+            final=tuple(_final_rows(summary, steps[-1] if steps else 0)),
+            config_text=_config_text(path),
+            plans=plans,
+            summary=summary,
+            notes=(*notes, *plan_notes),
+        )
+
+    def vocab_size(self) -> int | None:
+        """The number of entries of the vocabulary, where the run recorded it."""
+        size = self.summary.get("vocab_size")
+        return size if isinstance(size, int) and not isinstance(size, bool) and size > 1 else None
+
+
+def _metric_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    metrics = path / "metrics.jsonl"
+    if not metrics.is_file():
+        found = "no such folder" if not path.is_dir() else "there is no metrics.jsonl in it"
+        raise ConfigError(
+            f"{path} is not the folder of a run: {found}; give the folder that `longspan train` wrote (run.dir)"
+        )
+    rows, damaged = [], 0
+    with metrics.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            row = _object(line)
+            if row is None or isinstance(row.get("step"), bool) or not isinstance(row.get("step"), int):
+                damaged += bool(line.strip())
+            else:
+                rows.append(row)
+    if not rows:
+        raise ConfigError(f"{metrics} holds no step ({damaged} unreadable lines); the run ended before its first step")
+    return rows, [f"{damaged} lines of metrics.jsonl could not be read and are left out"] if damaged else []
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _json_object(path: Path, notes: list[str]) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    value = _object(path.read_text(encoding="utf-8", errors="replace"))
+    if value is None:
+        notes.append(f"{path.name} could not be read")
+    return value or {}
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
+def _eval_row(row: dict[str, Any]) -> EvalRow | None:
+    loss, cp = _number(row.get("eval_loss")), row.get("cp")
+    if math.isnan(loss) or not isinstance(cp, int):
+        return None
+    tokens = _number(row.get("eval_tokens"))
+    return EvalRow(int(row.get("step", 0)), cp, loss, 0 if math.isnan(tokens) else int(tokens))
+
+
+def _final_rows(summary: dict[str, Any], last_step: int) -> Iterator[EvalRow]:
+    table = summary.get("eval_at_degrees")
+    for row in table if isinstance(table, list) else []:
+        found = _eval_row({"step": last_step} | row) if isinstance(row, dict) else None
+        if found:
+            yield found
+
+
+def _config_text(path: Path) -> str:
+    for name in ("config.toml", "config.json"):
+        if (path / name).is_file():
+            return (path / name).read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def _plans(folder: Path) -> tuple[tuple[tuple[str, Plan], ...], list[str]]:
+    files = sorted(folder.glob("*.json")) if folder.is_dir() else []
+    if len(files) > MAX_PLANS:
+        index = np.unique(np.linspace(0, len(files) - 1, MAX_PLANS).round().astype(int))
+        files = [files[i] for i in index.tolist()]
+    plans, notes = [], []
+    for file in files:
+        try:
+            plans.append((_plan_name(file.stem), Plan.from_json(file.read_text(encoding="utf-8"))))
+        except (PlanError, UnicodeDecodeError) as error:
+            notes.append(f"plans/{file.name} is left out: {error}")
+    return tuple(plans), notes
+
+
+def _plan_name(stem: str) -> str:
+    """'step-000300' reads 'step 300'; other names stay."""
+    kind, _, number = stem.rpartition("-")
+    return f"{kind} {int(number):,}" if kind and number.isdecimal() else stem
