@@ -10,6 +10,8 @@ make one from document lengths alone. Integers and numpy; no torch.
 from longspan.plan.bound import Bound, lower_bound_seconds
 from longspan.plan.cost import Cost
 from longspan.plan.evaluate import Timeline, predicted_seconds, slot_rows, timeline
+from longspan.plan.fixed import plan_fixed
+from longspan.plan.padded import plan_padded
 from longspan.plan.plan import CommType, Group, MicroBatch, Mode, PartitionKind, Plan
 
 __all__ = [
@@ -23,6 +25,8 @@ __all__ = [
     "Plan",
     "Timeline",
     "lower_bound_seconds",
+    "plan_fixed",
+    "plan_padded",
     "predicted_seconds",
     "slot_rows",
     "timeline",

@@ -29,6 +29,8 @@ def check_plan(plan: "Plan") -> None:
         for g, group in enumerate(batch.groups):
             _check_group(f"micro-batch {m}, group {g}", group, plan)
     _check_documents(plan)
+    pads = [group.pad_to or 0 for batch in plan.micro_batches for group in batch.groups]
+    check_size(len(plan.lengths), max((*pads, *plan.lengths), default=0))
     _check_cap(plan)
 
 
@@ -43,6 +45,15 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise PlanError where the value is none of the choices."""
     if value not in choices:
         raise PlanError(f"{name} is {value!r}; use one of {', '.join(choices)}")
+
+
+def check_size(documents: int, longest: int) -> None:
+    """Raise PlanError where sums of squared lengths might not fit 63 bits, in which work is counted."""
+    if documents * longest**2 >= 2**63:
+        raise PlanError(
+            f"{documents} documents of up to {longest} rows cannot be priced in 64-bit integers; plan at most "
+            f"{max(1, 2**63 // longest**2)} of that length at once, or cut them"
+        )
 
 
 def check_comm_types(cp_comm_type: str | Sequence[str]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 from longspan.errors import PlanError
 from longspan.layout import Layout, check_lengths
 from longspan.plan.bound import Bound, lower_bound_seconds
-from longspan.plan.check import MODES, check_choice, check_comm_types, check_count, check_hierarchy
+from longspan.plan.check import MODES, check_choice, check_comm_types, check_count, check_hierarchy, check_size
 from longspan.plan.cost import Cost
 from longspan.plan.plan import Group, MicroBatch, Mode, Plan
 
@@ -45,9 +45,10 @@ class Request:
         **others: Any,
     ) -> "Request":
         """Check what a caller asked of a planner. Raises PlanError, or LayoutError for a bad length."""
-        found = check_lengths(lengths) if len(lengths) else ()
+        found = check_lengths(lengths)
         if not found and not allow_empty:
             raise PlanError("there are no documents to plan; pass allow_empty=True for a step of dummy micro-batches")
+        check_size(len(found), max(found, default=0))
         types, sizes = check_comm_types(cp_comm_type), hierarchical_context_parallel_sizes
         request = cls(
             lengths=found,

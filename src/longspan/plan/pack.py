@@ -1,0 +1,62 @@
+"""Sorted documents into bins: first fit to need few bins, longest processing time first to level them.
+
+Both take documents longest first and are exact integer or sequential float work in one order, so that every host gets
+the same bins. They know nothing of slots and micro-batches.
+"""
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush, heapreplace
+
+
+def first_fit(lengths: Sequence[int], room: int) -> list[int]:
+    """The bin of each document: the first bin with room for it, in a tree of the most room below each node.
+
+    With lengths in falling order this is first-fit decreasing. Every length must be at most `room`.
+    """
+    leaves = 1
+    while leaves < min(len(lengths), 2 * sum(lengths) // room + 1):  # two neighbours overflow a bin, so this many do
+        leaves *= 2
+    most = [room] * (2 * leaves)
+    found: list[int] = []
+    for length in lengths:
+        node = 1
+        while node < leaves:
+            node *= 2
+            node += most[node] < length
+        found.append(node - leaves)
+        value = most[node] = most[node] - length
+        while node > 1:
+            sibling = most[node ^ 1]
+            node //= 2
+            value = max(value, sibling)
+            if most[node] == value:
+                break
+            most[node] = value
+    return found
+
+
+def spread(lengths: Sequence[int], work: Sequence[float], bins: int, room: int) -> list[int] | None:
+    """The bin of each document: always the bin with the least work of those with room; None where one fits nowhere.
+
+    Lengths must be in falling order. Bins that are too full for a document wait in `full` until the documents have
+    become short enough for the room that is left in them.
+    """
+    left = [room] * bins
+    idle = [(0.0, b) for b in range(bins)]
+    full: list[tuple[int, int, float]] = []  # (−room left, bin, load)
+    heapify(idle)
+    found: list[int] = []
+    for length, seconds in zip(lengths, work, strict=True):
+        while full and -full[0][0] >= length:
+            _, b, load = heappop(full)
+            heappush(idle, (load, b))
+        while idle and left[idle[0][1]] < length:
+            load, b = heappop(idle)
+            heappush(full, (-left[b], b, load))
+        if not idle:
+            return None
+        load, b = idle[0]
+        heapreplace(idle, (load + seconds, b))
+        left[b] -= length
+        found.append(b)
+    return found
