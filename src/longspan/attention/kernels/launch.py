@@ -1,0 +1,54 @@
+"""A tiling on a device: what a kernel is given besides its tensors."""
+
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longspan.attention.tiles import Tile, Tiling
+
+
+class Launch:
+    """One tiling, bound to a device. Made once per block and kept, so that layers share its index tensors.
+
+    A kernel receives q[q_rows], k[k_rows], v[k_rows] (views where the rows follow each other) and `tiles` over those,
+    each beginning where the one before ends; all have the mask `left`, `right` (see `Tile`).
+    """
+
+    def __init__(self, tiling: Tiling, device: torch.device) -> None:
+        self.tiling, self.device = tiling, device
+        self.tiles = tiling.packed().tiles
+        self.left, self.right = tiling.left, tiling.right
+        self.q_rows = _on(tiling.q_rows(), device)
+        self.k_rows = _on(tiling.k_rows(), device)
+
+    @cached_property
+    def cu_seqlens(self) -> tuple[Tensor, Tensor]:
+        """Where tiles begin among the query rows and among the key rows: two of (tiles + 1,) int32."""
+        ends = np.asarray([(0, 0), *((tile.q_stop, tile.k_stop) for tile in self.tiles)], dtype=np.int32)
+        q_ends, k_ends = torch.from_numpy(ends.T.copy()).to(self.device, non_blocking=True)
+        return q_ends, k_ends
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """The most query rows and the most key rows of a tile."""
+        return max(tile.queries for tile in self.tiles), max(tile.keys for tile in self.tiles)
+
+
+def visible(tile: Tile, device: torch.device) -> Tensor | None:
+    """Which keys each query row of a tile sees: (queries, keys) bool; None where every row sees every key."""
+    if tile.left is None and tile.right is None:
+        return None
+    first = torch.arange(tile.queries, device=device)[:, None] + (tile.keys - tile.queries)
+    keys = torch.arange(tile.keys, device=device)
+    seen = torch.ones((tile.queries, tile.keys), dtype=torch.bool, device=device)
+    if tile.left is not None:
+        seen &= keys >= first - tile.left
+    if tile.right is not None:
+        seen &= keys <= first + tile.right
+    return seen
+
+
+def _on(rows: slice | np.ndarray, device: torch.device) -> slice | Tensor:
+    return rows if isinstance(rows, slice) else torch.from_numpy(rows).to(device, non_blocking=True)

@@ -1,0 +1,88 @@
+"""torch's FlashAttention 2 on CUDA: bfloat16 and float16, all tiles of a launch in one variable-length call.
+
+Causal and window masks are aligned to the last key (FlashAttention 2.1 on), as tiles are. One head size, a multiple of
+8: smaller ones are padded with zeros. Log-sum-exp is (heads, rows) for variable lengths (torch 2.6 on).
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from longspan.attention.kernels.launch import Launch
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, launch: Launch, *, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N) float32."""
+    assert softcap is None
+    head_size, size = v.shape[2], _head_size(q, v)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *(_padded(x, size) for x in (q, k, v)),
+        *launch.cu_seqlens,
+        *_longest(launch),
+        0.0,
+        _is_causal(launch),
+        False,
+        scale=scale,
+        **_window(launch),
+    )
+    assert lse.shape == (q.shape[1], q.shape[0]), f"log-sum-exp of {tuple(lse.shape)} from torch {torch.__version__}"
+    return out[..., :head_size], lse.transpose(0, 1)
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    launch: Launch,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of this block, where out (Tq, N, Hv) and lse (Tq, N) are over the keys of all blocks."""
+    assert softcap is None
+    size = _head_size(q, v)
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)  # seed and offset, unread at dropout 0
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        *(_padded(x, size) for x in (dout, q, k, v, out)),
+        lse.transpose(0, 1).contiguous(),
+        *launch.cu_seqlens,
+        *_longest(launch),
+        0.0,
+        _is_causal(launch),
+        no_dropout,
+        no_dropout,
+        scale=scale,
+        **_window(launch),
+    )
+    return dq[..., : q.shape[2]], dk[..., : k.shape[2]], dv[..., : v.shape[2]]
+
+
+def _is_causal(launch: Launch) -> bool:
+    return launch.left is None and launch.right == 0
+
+
+def _window(launch: Launch) -> dict[str, int]:
+    """The mask in the kernel's words, where −1 is no limit; a causal mask is a flag of its own."""
+    if _is_causal(launch):
+        return {}
+    limits = {"window_size_left": launch.left, "window_size_right": launch.right}
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def _longest(launch: Launch) -> tuple[int, int]:
+    """Longest tile. At one query row the kernel would fold head groups into rows, and its log-sum-exp with them."""
+    queries, keys = launch.longest
+    return max(queries, 2), keys
+
+
+def _head_size(q: Tensor, v: Tensor) -> int:
+    return -(-max(q.shape[2], v.shape[2]) // 8) * 8
+
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    return x if x.shape[2] == size else pad(x, (0, size - x.shape[2]))

@@ -1,0 +1,74 @@
+"""Checks of a call of `attend`, on the host and before any communication, so that every rank can fail alike."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from longspan.comm import SequenceShard
+from longspan.errors import AttentionError
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard) -> None:
+    """Raise AttentionError unless q (T, N, H), k (T, K, H), v (T, K, Hv) fit each other and the shard."""
+    if not isinstance(shard, SequenceShard):
+        raise AttentionError(f"shard is a {type(shard).__name__}; pass what bind(micro_batch, world) returns")
+    named = {"q": q, "k": k, "v": v}
+    for name, x in named.items():
+        if not isinstance(x, Tensor) or x.ndim != 3:
+            found = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise AttentionError(f"{name} has {found}; attend takes (rows, heads, head size), without a batch dim")
+    _check_same(named)
+    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
+    rows = {len(x) for x in named.values()}
+    if rows != {shard.local_rows}:
+        got = " and ".join(str(n) for n in sorted(rows))
+        raise AttentionError(f"got {got} rows, the shard holds {shard.local_rows}; {shapes}: pass this rank's rows")
+    if k.shape[1] != v.shape[1] or k.shape[2] != q.shape[2]:
+        raise AttentionError(f"{shapes}: k and v need equal heads, q and k equal head sizes")
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if not kv_heads or heads % kv_heads or not heads or not q.shape[2] or not v.shape[2]:
+        raise AttentionError(f"{shapes}: {kv_heads} key/value heads do not divide {heads} query heads, or a size is 0")
+
+
+def _check_same(named: dict[str, Tensor]) -> None:
+    dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in named.items()}
+    if len(set(dtypes.values())) > 1:
+        raise AttentionError(f"q, k and v need one dtype, got {_listed(dtypes)}; cast them before attend")
+    devices = {name: str(x.device) for name, x in named.items()}
+    if len(set(devices.values())) > 1:
+        raise AttentionError(f"q, k and v need one device, got {_listed(devices)}; move them before attend")
+    if named["q"].dtype not in _DTYPES:
+        raise AttentionError(f"attend takes float16, bfloat16, float32 or float64 tensors, got {dtypes['q']}")
+
+
+def _listed(found: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in found.items())
+
+
+def check_features(
+    *, causal: bool, window: int | None, softcap: float | None, scale: float | None, dropout: float
+) -> None:
+    """Raise AttentionError for masks and numbers that cannot be computed exactly."""
+    if dropout:
+        raise AttentionError(f"dropout {dropout} is not in this release; use dropout=0.0")
+    if window is not None:
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise AttentionError(f"window is {window!r}; it is how many positions a query sees, at least 1, or None")
+        if not causal:
+            raise AttentionError(f"window {window} looks back from each position; it needs causal=True")
+    for name, value in (("softcap", softcap), ("scale", scale)):
+        if value is not None and not (math.isfinite(value) and (value > 0 or name == "scale")):
+            raise AttentionError(f"{name} is {value!r}; give a finite number{'' if name == 'scale' else ' above 0'}")
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Raise AttentionError unless sinks is None or (N,) floating numbers on q's device."""
+    if sinks is None:
+        return
+    if tuple(sinks.shape) != (q.shape[1],):
+        raise AttentionError(f"sinks has shape {tuple(sinks.shape)}; give one logit per query head: ({q.shape[1]},)")
+    if not sinks.is_floating_point() or sinks.device != q.device:
+        raise AttentionError(f"sinks is {sinks.dtype} on {sinks.device}; give floating numbers on {q.device}")

@@ -1,0 +1,47 @@
+"""The members of one group played by one process: what every pattern computes, without communication."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longspan.attention.block import Rule, add_block, add_block_gradients
+from longspan.attention.kernels.launch import Launch
+from longspan.attention.merge import Partial, RowSum
+from longspan.attention.tiles import tiles_between
+from longspan.layout import Partition
+
+
+def simulate(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lengths: Sequence[int], degree: int, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, dq, dk, dv of packed rows (S, …), where every member meets every member's block, its own first."""
+    shares = Partition.zigzag(lengths, degree)
+    rows = [torch.from_numpy(shares.rows(member).copy()).to(q.device) for member in range(degree)]
+    out = torch.zeros((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
+    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
+    for member in range(degree):
+        mine = rows[member]
+        blocks = [(rows[o], _launches(shares, member, o, rule, q.device)) for o in _ring(member, degree)]
+        total = Partial(len(mine), q.shape[1], v.shape[2], like=q)
+        for theirs, launches in blocks:
+            add_block(total, q[mine], k[theirs], v[theirs], launches, rule)
+        total_out, lse = total.result()
+        out[mine] = total_out.to(q.dtype)
+        part = RowSum(tuple(q[mine].shape), q)
+        for theirs, launches in blocks:
+            saved = (dout[mine], q[mine], out[mine], lse)
+            block = add_block_gradients(part, saved, k[theirs], v[theirs], launches, rule)
+            dk[theirs] += block[0]
+            dv[theirs] += block[1]
+        dq[mine] = part.result().double()
+    return out, dq, dk, dv
+
+
+def _ring(member: int, degree: int) -> list[int]:
+    return [(member - step) % degree for step in range(degree)]
+
+
+def _launches(shares: Partition, member: int, owner: int, rule: Rule, device: torch.device) -> tuple[Launch, ...]:
+    tilings = tiles_between(shares.segments(member), shares.segments(owner), causal=rule.causal, window=rule.window)
+    return tuple(Launch(tiling, device) for tiling in tilings)

@@ -1,0 +1,100 @@
+"""Every kernel, block by block with global out and lse, against the dense float64 reference."""
+
+import pytest
+import torch
+
+from longspan.attention import KERNELS, Need, choose
+from longspan.attention.block import Rule
+from longspan.errors import AttentionError
+from longspan.testing import backend
+from tests.attention.simulate import simulate
+from tests.reference import dense_attention, relative_error
+
+DEVICE = torch.device("cuda" if backend() == "nccl" else "cpu")
+LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5}
+HEADS = {"mha": (4, 4, 8, 8), "gqa": (8, 2, 16, 16), "mqa": (3, 1, 8, 8), "mla": (4, 2, 24, 16), "wide": (2, 2, 8, 24)}
+LENGTHS = [(37,), (1,), (5, 1, 40, 3), (2, 2, 2, 2)]
+MASKS = [{"causal": True}, {"causal": False}, {"causal": True, "window": 1}, {"causal": True, "window": 6}]
+
+
+def usable(dtype, **needs):
+    need = Need(DEVICE, dtype, 16, frozenset(needs))
+    return [kernel for kernel in KERNELS if not kernel.lacks(need)]
+
+
+def errors(kernel, dtype, heads, lengths, degree, seed=0, **options):
+    """Relative errors of out, dq, dk, dv."""
+    generator = torch.Generator().manual_seed(seed)
+    n, kv, size, v_size = heads
+    rows = sum(lengths)
+    q, k, v, dout = (
+        torch.randn(rows, h, d, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+        for h, d in ((n, size), (kv, size), (kv, v_size), (n, v_size))
+    )
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    wanted = dense_attention(*leaves, lengths, **options)
+    wanted.backward(dout.double())
+    scale = options.pop("scale", None)
+    rule = Rule(kernel=kernel, scale=size**-0.5 if scale is None else scale, **options)
+    found = simulate(q, k, v, dout, lengths, degree, rule)
+    return [relative_error(f, w) for f, w in zip(found, [wanted, *(x.grad for x in leaves)], strict=True)]
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_kernels_match_the_reference(dtype, options):
+    for kernel in usable(dtype, **{"window": 1} if "window" in options else {}):
+        for seed, (heads, shape) in enumerate(HEADS.items()):
+            for lengths in LENGTHS:
+                for degree in (1, 2, 3):
+                    worst = max(errors(kernel, dtype, shape, lengths, degree, seed, **options))
+                    assert worst <= LIMIT[dtype], (kernel.name, heads, lengths, degree, seed, worst)
+
+
+@pytest.mark.parametrize("options", [{"scale": 0.3}, {"softcap": 2.0}, {"softcap": 1.5, "window": 4}], ids=str)
+def test_scale_and_softcap(options):
+    asked = {name: 1 for name in options if name != "scale"}
+    for kernel in usable(torch.float64, **asked):
+        worst = max(errors(kernel, torch.float64, HEADS["gqa"], (9, 30), 2, **options))
+        assert worst <= 1e-12, (kernel.name, worst)
+
+
+def test_pieces_of_long_tiles(monkeypatch):
+    from longspan.attention.kernels import cpu_flash, reference
+
+    monkeypatch.setattr(reference, "_SCORES_AT_ONCE", 100)
+    monkeypatch.setattr(cpu_flash, "_BAND_ROWS", 5)
+    for options in MASKS:
+        for kernel in usable(torch.float64, window=1):
+            worst = max(errors(kernel, torch.float64, HEADS["gqa"], (33, 20), 2, **options))
+            assert worst <= 1e-12, (kernel.name, options, worst)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_error_does_not_grow_with_the_degree(dtype):
+    for kernel in usable(dtype):
+        alone = errors(kernel, dtype, HEADS["gqa"], (128,), 1)
+        for degree in (2, 8, 32):
+            split = errors(kernel, dtype, HEADS["gqa"], (128,), degree)
+            for name, one, many in zip(("out", "dq", "dk", "dv"), alone, split, strict=True):
+                assert many <= 2 * one, (kernel.name, degree, name, one, many)
+
+
+REFUSED = [
+    ("nothing", Need(torch.device("cpu"), torch.float32, 8), "kernel 'nothing' is unknown; available here: cpu_flash"),
+    ("torch_flash", Need(torch.device("cpu"), torch.bfloat16, 8), "torch_flash needs cuda tensors, got cpu"),
+    ("cpu_flash", Need(torch.device("cpu"), torch.int32, 8), "cpu_flash needs bfloat16 or float16 or .*, got int32"),
+    ("cpu_flash", Need(torch.device("cpu"), torch.float32, 8, frozenset({"softcap"})), "a call without softcap"),
+    (None, Need(torch.device("cpu"), torch.int32, 8), "no kernel fits: torch_flash needs"),
+]
+
+
+@pytest.mark.parametrize("name, need, message", REFUSED)
+def test_a_kernel_that_cannot_is_an_error(name, need, message):
+    with pytest.raises(AttentionError, match=message):
+        choose(need, name)
+
+
+def test_softcap_falls_to_the_kernel_that_has_it():
+    assert choose(Need(torch.device("cpu"), torch.float32, 8)).name == "cpu_flash"
+    assert choose(Need(torch.device("cpu"), torch.float32, 8, frozenset({"softcap"}))).name == "reference"

@@ -1,0 +1,65 @@
+"""Dense attention in float64 on one process: what every distributed result is compared with."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention inside each document of packed rows; differentiable, in float64.
+
+    q (S, N, H), k (S, K, H), v (S, K, Hv), sinks (N,) -> (S, N, Hv).
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    documents = zip(*(x.double().split(list(lengths)) for x in (q, k, v)), strict=True)
+    out = [_document(*qkv, causal, window, sinks, softcap, scale) for qkv in documents]
+    return torch.cat(out) if out else q.new_zeros((0, q.shape[1], v.shape[2]), dtype=torch.float64)
+
+
+def _document(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window: int | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+    scale: float,
+) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("qnh,knh->nqk", q, k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    rows = torch.arange(len(q), device=q.device)
+    ago = rows[:, None] - rows  # how far back the key is
+    hidden = torch.zeros_like(ago, dtype=torch.bool)
+    if causal or window is not None:
+        hidden |= ago < 0
+    if window is not None:
+        hidden |= ago >= window
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        extra = sinks.double()[:, None, None].expand(-1, len(q), 1)
+        scores = torch.cat([scores, extra], dim=-1)
+    weights = scores.softmax(-1)[..., : len(k)]
+    return torch.einsum("nqk,knh->qnh", weights, v)
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """Norm of the difference over the norm of what is wanted (over 1 where nothing is wanted)."""
+    found, wanted = found.detach().double(), wanted.detach().double()
+    assert found.shape == wanted.shape, f"shape {tuple(found.shape)}, wanted {tuple(wanted.shape)}"
+    norm = wanted.norm().item()
+    return ((found - wanted).norm() / (norm or 1.0)).item()
