@@ -1,8 +1,8 @@
 """A plan as bars: which slots are busy with which document, from when to when.
 
 Two judgements of the same plan: `seconds` places bars in time under a Cost; `rows` shows how full each slot's cap is.
-Inside a micro-batch a slot's wide groups come first, whatever the order in which it runs them, so that a long document that
-spans slots is one block. Drawing is left to `gantt.py` and `png.py`.
+Inside a micro-batch a slot's wide groups come first, whatever the order in which it runs them, so that a long document
+that spans slots is one block. Drawing is left to `gantt.py` and `png.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -73,7 +73,7 @@ class PlanBars:
         return {document: place for place, document in enumerate(order)}
 
     def thinned(self, x_scale: float, y_scale: float, limit: int = 2400) -> tuple[list[Bar], list[Summary]]:
-        """The bars worth drawing at these scales (pixels a unit, pixels a slot), at most `limit`, and a summary of the others."""
+        """At most `limit` bars worth drawing at these scales (pixels a unit, pixels a slot); the rest summed up."""
         areas = [(b.stop - b.start) * x_scale * b.slots * y_scale for b in self.bars]
         fit = [i for i, b in enumerate(self.bars) if (b.stop - b.start) * x_scale >= 1.2 and b.slots * y_scale >= 3]
         drawn = set(sorted(fit, key=lambda i: -areas[i])[:limit])
@@ -154,7 +154,7 @@ def _shares(group: Group, cost: Cost | None) -> list[tuple[int, float]]:
 
 
 def _summaries(rest: Sequence[Bar], plan: Plan, merge: int, x_scale: float) -> Iterator[Summary]:
-    """Bars that are too small, micro-batch by micro-batch, over up to `merge` neighbouring slots that begin together."""
+    """Bars that are too small, over up to `merge` neighbouring slots of a micro-batch that begin together."""
     by_micro_batch: dict[int, list[Bar]] = {}
     for bar in rest:
         by_micro_batch.setdefault(bar.micro_batch, []).append(bar)

@@ -1,18 +1,18 @@
 """One line chart as SVG, with the numbers that `page.js` needs for its crosshair.
 
-The drawing is complete without a script: axes, units, curves, marks, labels and a legend. It covers curves over one x axis,
-linear or logarithmic in y; nothing else.
+The drawing is complete without a script: axes, units, curves, marks, labels and a legend. It covers curves over one x
+axis, linear or logarithmic in y; nothing else.
 """
 
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Literal
 
 import numpy as np
 
+from longspan.report.markup import key, tag, text
 from longspan.report.series import byte_ticks, log_ticks, thin, ticks, write_bytes, write_number
 
 Format = Literal["number", "loss", "percent", "bytes"]
@@ -73,16 +73,26 @@ def chart_figure(chart: Chart, *, css_class: str = "") -> str:
     """An HTML figure: title, legend, SVG, and the crosshair's data. Says so where there is nothing to draw."""
     drawn = [_thinned(s, chart.log) for s in chart.series]
     drawn = [s for s in drawn if len(s.x)]
-    title = f"<figcaption><b>{escape(chart.title)}</b>"
+    title = tag("b", text(chart.title)) + tag("span", text(chart.y_label), class_="unit")
     if not drawn:
-        return f'<figure class="chart {css_class}">{title}</figcaption><p class="none">nothing recorded</p></figure>'
+        content = tag("p", "nothing recorded", class_="none")
+    else:
+        content = _legend(chart.series) + _drawing(chart, drawn)
+    return tag("figure", tag("figcaption", title), content, class_=f"chart {css_class}".strip())
+
+
+def _drawing(chart: Chart, drawn: Sequence[Series]) -> str:
     frame = _frame(chart, drawn)
-    data = escape(json.dumps(_hover_data(chart, drawn, frame), separators=(",", ":")), quote=True)
-    label = escape(f"{chart.title}: {chart.y_label} over {chart.x_label}. Arrow keys read the values.", quote=True)
-    return (
-        f'<figure class="chart {css_class}">{title} <span class="unit">{escape(chart.y_label)}</span></figcaption>{_legend(chart.series)}'
-        f'<svg viewBox="0 0 {chart.width} {chart.height}" tabindex="0" role="img" aria-label="{label}" data-chart="{data}">'
-        f"{_axes(chart, frame)}{''.join(_curve(s, frame) for s in drawn)}{_references(chart, frame)}</svg></figure>"
+    return tag(
+        "svg",
+        _axes(chart, frame),
+        *(_curve(series, frame) for series in drawn),
+        _references(chart, frame),
+        viewBox=f"0 0 {chart.width} {chart.height}",
+        tabindex=0,
+        role="img",
+        aria_label=f"{chart.title}: {chart.y_label} over {chart.x_label}. Arrow keys read the values.",
+        data_chart=json.dumps(_hover_data(chart, drawn, frame), separators=(",", ":")),
     )
 
 
@@ -114,23 +124,20 @@ def _axes(chart: Chart, frame: _Frame) -> str:
     parts = []
     for value in log_ticks(*frame.y) if frame.log else spaced(*frame.y, chart.height // 40):
         y = float(frame.up(value))
-        parts.append(f'<path class="grid" d="M{frame.left} {y:.1f}H{frame.right}"/>')
-        parts.append(
-            f'<text class="tick" x="{frame.left - 7}" y="{y + 3.5:.1f}" text-anchor="end">{_tick(value, chart.y_format)}</text>'
-        )
+        parts.append(tag("path", class_="grid", d=f"M{frame.left} {y:.1f}H{frame.right}"))
+        parts.append(_label(_tick(value, chart.y_format), frame.left - 7, y + 3.5, "end", "tick"))
     for value in ticks(*frame.x, max(3, chart.width // 110)):
-        if value != int(value):
-            continue
-        x = float(frame.across(value))
-        parts.append(f'<path class="grid short" d="M{x:.1f} {frame.bottom}v4"/>')
-        parts.append(
-            f'<text class="tick" x="{x:.1f}" y="{frame.bottom + 17}" text-anchor="middle">{write_number(value)}</text>'
-        )
-    parts.append(f'<path class="axis" d="M{frame.left} {frame.bottom}H{frame.right}"/>')
-    parts.append(
-        f'<text class="label" x="{frame.right}" y="{frame.bottom + 31}" text-anchor="end">{escape(chart.x_label)}</text>'
-    )
+        if value == int(value):
+            x = float(frame.across(value))
+            parts.append(tag("path", class_="grid short", d=f"M{x:.1f} {frame.bottom}v4"))
+            parts.append(_label(write_number(value), x, frame.bottom + 17, "middle", "tick"))
+    parts.append(tag("path", class_="axis", d=f"M{frame.left} {frame.bottom}H{frame.right}"))
+    parts.append(_label(chart.x_label, frame.right, frame.bottom + 31, "end"))
     return "".join(parts)
+
+
+def _label(words: str, x: float, y: float, anchor: str, css_class: str = "label") -> str:
+    return tag("text", text(words), class_=css_class, x=float(x), y=float(y), text_anchor=anchor)
 
 
 def _tick(value: float, y_format: Format) -> str:
@@ -141,20 +148,18 @@ def _tick(value: float, y_format: Format) -> str:
 
 def _references(chart: Chart, frame: _Frame) -> str:
     parts = []
-    for value, label in chart.references:
+    for value, words in chart.references:
         y = float(frame.up(value))
         below = 14 if y < frame.top + 18 else -6
-        parts.append(f'<path class="reference" d="M{frame.left} {y:.1f}H{frame.right}"/>')
-        parts.append(
-            f'<text class="label halo" x="{frame.right - 2}" y="{y + below:.1f}" text-anchor="end">{escape(label)}</text>'
-        )
+        parts.append(tag("path", class_="reference", d=f"M{frame.left} {y:.1f}H{frame.right}"))
+        parts.append(_label(words, frame.right - 2, y + below, "end", "label halo"))
     return "".join(parts)
 
 
 def _curve(series: Series, frame: _Frame) -> str:
     points = list(zip(frame.across(series.x).tolist(), frame.up(series.y).tolist(), strict=True))
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-    line = f'<path class="curve {series.kind} c{series.color}" d="{path}"/>'
+    line = tag("path", class_=f"curve {series.kind} c{series.color}", d=path)
     if series.kind == "marks" or len(points) == 1:
         size = 7.5 - 1.2 * min(series.color, 3)  # curves that lie on each other stay visible: later ones are smaller
         line += "".join(mark(series.color, x, y, size) for x, y in points)
@@ -163,14 +168,19 @@ def _curve(series: Series, frame: _Frame) -> str:
 
 def mark(color: int, x: float, y: float, size: float = 4.0) -> str:
     """The mark of a colour: its shape tells it apart without the colour."""
-    css, shape = f'class="mark c{color}"', _MARKS[color % len(_MARKS)]
+    css, shape = f"mark c{color}", _MARKS[color % len(_MARKS)]
     if shape == "circle":
-        return f'<circle {css} cx="{x:.1f}" cy="{y:.1f}" r="{size}"/>'
+        return tag("circle", class_=css, cx=x, cy=y, r=size)
     if shape == "square":
-        return f'<rect {css} x="{x - size:.1f}" y="{y - size:.1f}" width="{2 * size}" height="{2 * size}"/>'
+        return tag("rect", class_=css, x=x - size, y=y - size, width=2 * size, height=2 * size)
+    step = 1.25 * size
     if shape == "triangle":
-        return f'<path {css} d="M{x:.1f} {y - 1.2 * size:.1f}l{1.2 * size:.1f} {2 * size:.1f}h{-2.4 * size:.1f}z"/>'
-    return f'<path {css} d="M{x:.1f} {y - 1.3 * size:.1f}l{1.3 * size:.1f} {1.3 * size:.1f}l{-1.3 * size:.1f} {1.3 * size:.1f}l{-1.3 * size:.1f} {-1.3 * size:.1f}z"/>'
+        return tag("path", class_=css, d=f"M{x:.1f} {y - step:.1f}l{step:.1f} {2 * size:.1f}h{-2 * step:.1f}z")
+    return tag(
+        "path",
+        class_=css,
+        d=f"M{x:.1f} {y - step:.1f}l{step:.1f} {step:.1f}l{-step:.1f} {step:.1f}l{-step:.1f} {-step:.1f}z",
+    )
 
 
 def _legend(series: Sequence[Series]) -> str:
@@ -178,11 +188,9 @@ def _legend(series: Sequence[Series]) -> str:
         return ""
     items = []
     for s in series:
-        line = f'<path class="curve {s.kind} c{s.color}" d="M1 6H21"/>' + (
-            mark(s.color, 11, 6) if s.kind == "marks" else ""
-        )
-        items.append(f'<li><svg class="key" viewBox="0 0 22 12" aria-hidden="true">{line}</svg>{escape(s.name)}</li>')
-    return f'<ul class="legend">{"".join(items)}</ul>'
+        line = tag("path", class_=f"curve {s.kind} c{s.color}", d="M1 6H21")
+        items.append(tag("li", key(line, mark(s.color, 11.0, 6.0) if s.kind == "marks" else ""), text(s.name)))
+    return tag("ul", *items, class_="legend")
 
 
 def _hover_data(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> dict[str, object]:

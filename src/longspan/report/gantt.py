@@ -4,11 +4,12 @@
 """
 
 import json
+import math
 from collections.abc import Sequence
-from html import escape
 
 from longspan.plan import Cost, Plan
 from longspan.report.bars import Bar, Panel, PlanBars, Summary, Unit, group_times, plan_bars
+from longspan.report.markup import tag, text
 from longspan.report.series import ticks, write_number, write_ranges, write_seconds
 
 WIDTH = 1120
@@ -31,25 +32,38 @@ def gantt_svg(plan: Plan, cost: Cost | None = None, *, unit: Unit = "seconds", l
     x_scale = (WIDTH - _LEFT - _RIGHT) / (picture.end or 1.0)
     bars, summaries = picture.thinned(x_scale, height, limit)
     canvas = _Canvas(picture, x_scale, height)
-    label = (
-        f"{plan.slots} slots over {'time' if unit == 'seconds' else 'rows'}, {len(plan.micro_batches)} micro-batches"
-    )
-    data = escape(
-        json.dumps(_hover_data(plan, bars, plan.cost if cost is None else cost), separators=(",", ":")), quote=True
-    )
-    body = [canvas.panels(), *(canvas.summary(s) for s in summaries), *(canvas.bar(b) for b in bars)]
-    return (
-        f'<svg class="gantt" viewBox="0 0 {WIDTH} {_TOP + height * plan.slots + _BOTTOM:.0f}" tabindex="0" role="img" '
-        f'aria-label="{escape(label, quote=True)}. Arrow keys read the documents." data-plan="{data}">'
-        f"{''.join(body)}{canvas.axes()}</svg>"
+    against = "time" if unit == "seconds" else "rows"
+    return tag(
+        "svg",
+        canvas.panels(),
+        *(canvas.summary(part) for part in summaries),
+        *(canvas.bar(bar) for bar in bars),
+        canvas.axes(),
+        class_="gantt",
+        viewBox=f"0 0 {WIDTH} {canvas.bottom + _BOTTOM:.0f}",
+        tabindex=0,
+        role="img",
+        aria_label=f"{plan.slots} slots over {against}. Arrow keys read the documents.",
+        data_plan=json.dumps(_hover_data(plan, bars, plan.cost if cost is None else cost), separators=(",", ":")),
     )
 
 
-# Once a page: what is drawn where a slot has nothing to do.
-HATCH = (
-    '<svg class="defs" width="0" height="0" aria-hidden="true"><defs>'
-    '<pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-    '<path class="hatch" d="M0 0V6"/></pattern></defs></svg>'
+# Once a page: the pattern of a slot that has nothing to do.
+HATCH = tag(
+    "svg",
+    tag(
+        "pattern",
+        tag("path", class_="hatch", d="M0 0V6"),
+        id="idle",
+        width=6,
+        height=6,
+        patternUnits="userSpaceOnUse",
+        patternTransform="rotate(45)",
+    ),
+    class_="defs",
+    width=0,
+    height=0,
+    aria_hidden="true",
 )
 
 
@@ -66,76 +80,80 @@ class _Canvas:
     def panels(self) -> str:
         parts = []
         for panel in self.picture.panels:
-            left, right = self.x(panel.start), self.x(panel.stop)
-            box = f'y="{_TOP}" height="{self.bottom - _TOP:.1f}"'
-            parts.append(f'<rect class="panel" x="{left:.1f}" width="{right - left:.1f}" {box}/>')
-            parts.append(f'<rect fill="url(#idle)" x="{left:.1f}" width="{right - left:.1f}" {box}/>')
+            left, width = self.x(panel.start), (panel.stop - panel.start) * self.x_scale
+            box = {"x": left, "y": _TOP, "height": self.bottom - _TOP}
+            parts.append(tag("rect", class_="panel", width=width, **box))
+            parts.append(tag("rect", fill="url(#idle)", width=width, **box))
             if panel.work > panel.start:
-                width = (panel.work - panel.start) * self.x_scale
-                parts.append(f'<rect class="launch" x="{left:.1f}" width="{width:.1f}" {box}/>')
+                parts.append(tag("rect", class_="launch", width=(panel.work - panel.start) * self.x_scale, **box))
         return "".join(parts)
 
     def bar(self, bar: Bar) -> str:
         x, width = self.x(bar.start), (bar.stop - bar.start) * self.x_scale
         y, tall = _TOP + bar.slot * self.height, bar.slots * self.height
         inset = 0.5 if self.height >= 5 else 0.0
-        color = self.picture.color_of[bar.document] % _COLORS
-        shape = f'x="{x:.1f}" y="{y + inset:.1f}" width="{max(width - 0.6, 0.6):.1f}" height="{max(tall - 2 * inset, 0.8):.1f}"'
-        rect = f'<rect class="b k{color}" data-d="{bar.document}" {shape}/>'
-        return rect + self._bar_label(bar, x, y, width, tall)
+        rect = tag(
+            "rect",
+            class_=f"b k{self.picture.color_of[bar.document] % _COLORS}",
+            data_d=bar.document,
+            x=x,
+            y=y + inset,
+            width=max(width - 0.6, 0.6),
+            height=max(tall - 2 * inset, 0.8),
+        )
+        return rect + self._bar_label(bar, x + width / 2, y + tall / 2 + 3.8, width, tall)
 
     def _bar_label(self, bar: Bar, x: float, y: float, width: float, tall: float) -> str:
         length = self.plan.lengths[bar.document]
-        texts = (f"document {bar.document} · {length:,}", f"{bar.document} · {write_number(length)}", f"{bar.document}")
-        text = next((t for t in texts if width >= 6.4 * len(t) + 6), "")
-        if tall < 12 or not text:
-            return ""
-        return f'<text class="name" x="{x + width / 2:.1f}" y="{y + tall / 2 + 3.8:.1f}">{text}</text>'
+        names = (f"document {bar.document} · {length:,}", f"{bar.document} · {write_number(length)}", f"{bar.document}")
+        name = next((n for n in names if width >= 6.4 * len(n) + 6), "")
+        return tag("text", name, class_="name", x=x, y=y) if name and tall >= 12 else ""
 
     def summary(self, part: Summary) -> str:
-        x, width = self.x(part.start), (part.stop - part.start) * self.x_scale
-        y, tall = _TOP + part.slot * self.height, part.slots * self.height
         slots = write_ranges(range(part.slot, part.slot + part.slots))
-        info = f"{part.documents} short documents|{part.tokens:,} tokens|micro-batch {part.micro_batch}, slots {slots}"
+        info = [
+            f"{part.documents} short documents",
+            f"{part.tokens:,} tokens",
+            f"micro-batch {part.micro_batch}, slots {slots}",
+        ]
         if part.slots > 1 and self.picture.unit == "seconds":
-            info += f"|busy until {write_seconds(part.least)} to {write_seconds(part.most)}"
-        shape = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.6):.1f}" height="{max(tall, 0.8):.1f}"'
-        return f'<rect class="many" data-info="{escape(info, quote=True)}" {shape}/>'
+            info.append(f"busy until {write_seconds(part.least)} to {write_seconds(part.most)}")
+        return tag(
+            "rect",
+            class_="many",
+            data_info="|".join(info),
+            x=self.x(part.start),
+            y=_TOP + part.slot * self.height,
+            width=max((part.stop - part.start) * self.x_scale, 0.6),
+            height=max(part.slots * self.height, 0.8),
+        )
 
     def axes(self) -> str:
         return self._slot_axis() + self._value_axis() + self._panel_names()
 
     def _slot_axis(self) -> str:
-        slots, parts = self.plan.slots, []
-        every = next(
-            e for e in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048) if e * self.height >= 13 or e >= 2048
-        )
+        slots, parts = self.plan.slots, [_label("slot", _LEFT - 8, _TOP - 9, "end")]
+        every = 1 << math.ceil(math.log2(max(1.0, 13 / self.height)))
         for slot in range(0, slots, every):
-            y = _TOP + (slot + (0.5 if every == 1 else 0)) * self.height
-            parts.append(
-                f'<text class="tick" x="{_LEFT - 8}" y="{y + (3.5 if every == 1 else 9):.1f}" text-anchor="end">{slot}</text>'
-            )
+            y = _TOP + slot * self.height + (self.height / 2 + 3.5 if every == 1 else 9)
+            parts.append(_label(str(slot), _LEFT - 8, y, "end", "tick"))
         nodes = range(self.plan.node_size, slots, self.plan.node_size)
         if nodes and self.plan.node_size * self.height >= 6:
             lines = "".join(f"M{_LEFT} {_TOP + n * self.height:.1f}H{WIDTH - _RIGHT}" for n in nodes)
-            parts.append(f'<path class="node" d="{lines}"/>')
-        return f'{"".join(parts)}<text class="label" x="{_LEFT - 8}" y="{_TOP - 9}" text-anchor="end">slot</text>'
+            parts.append(tag("path", class_="node", d=lines))
+        return "".join(parts)
 
     def _value_axis(self) -> str:
         parts = []
         seconds = self.picture.unit == "seconds"
         for start, value in self._tick_values():
             x = self.x(start + value)
-            parts.append(f'<path class="grid short" d="M{x:.1f} {self.bottom:.1f}v4"/>')
-            text = f"{value:g}" if seconds else write_number(value)
+            parts.append(tag("path", class_="grid short", d=f"M{x:.1f} {self.bottom:.1f}v4"))
             parts.append(
-                f'<text class="tick" x="{x:.1f}" y="{self.bottom + 16:.1f}" text-anchor="middle">{text}</text>'
+                _label(f"{value:g}" if seconds else write_number(value), x, self.bottom + 16, "middle", "tick")
             )
-        label = "predicted seconds" if seconds else "rows of a slot, to the cap of each micro-batch"
-        parts.append(
-            f'<text class="label" x="{WIDTH - _RIGHT}" y="{self.bottom + 32:.1f}" text-anchor="end">{label}</text>'
-        )
-        return "".join(parts)
+        words = "predicted seconds" if seconds else "rows of a slot, to the cap of each micro-batch"
+        return "".join(parts) + _label(words, WIDTH - _RIGHT, self.bottom + 32, "end")
 
     def _tick_values(self) -> list[tuple[float, float]]:
         if self.picture.unit == "seconds":
@@ -150,17 +168,20 @@ class _Canvas:
     def _panel_names(self) -> str:
         parts, last = [], -100.0
         for index, panel in enumerate(self.picture.panels):
-            middle = (self.x(panel.start) + self.x(panel.stop)) / 2
-            edge = self.x(panel.stop)
-            parts.append(f'<path class="barrier" d="M{edge:.1f} {_TOP - 5}V{self.bottom + 4:.1f}"/>')
-            text = self._panel_name(index, panel)
-            if middle - last >= 6.2 * len(text) + 8 and self.picture.plan.mode == "lockstep":
-                parts.append(f'<text class="label" x="{middle:.1f}" y="{_TOP - 9}" text-anchor="middle">{text}</text>')
+            middle, edge = self.x((panel.start + panel.stop) / 2), self.x(panel.stop)
+            parts.append(tag("path", class_="barrier", d=f"M{edge:.1f} {_TOP - 5}V{self.bottom + 4:.1f}"))
+            name = self._panel_name(index, panel)
+            if middle - last >= 6.2 * len(name) + 8 and self.plan.mode == "lockstep":
+                parts.append(_label(name, middle, _TOP - 9, "middle"))
                 last = middle
         return "".join(parts)
 
     def _panel_name(self, index: int, panel: Panel) -> str:
         return f"micro-batch {index}" if (panel.stop - panel.start) * self.x_scale >= 90 else str(index)
+
+
+def _label(words: str, x: float, y: float, anchor: str, css_class: str = "label") -> str:
+    return tag("text", text(words), class_=css_class, x=float(x), y=float(y), text_anchor=anchor)
 
 
 def _hover_data(plan: Plan, bars: Sequence[Bar], cost: Cost) -> dict[str, object]:
@@ -203,7 +224,8 @@ def chrome_trace(plan: Plan, cost: Cost | None = None) -> str:
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": f"longspan plan of {plan.slots} slots"}}
     ]
     for slot in range(plan.slots):
-        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": slot, "args": {"name": f"slot {slot}"}})
+        name: dict[str, object] = {"name": f"slot {slot}"}
+        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": slot, "args": name})
     for bar in plan_bars(plan, cost).bars:
         group = plan.micro_batches[bar.micro_batch].groups[bar.group]
         args = {
@@ -212,7 +234,7 @@ def chrome_trace(plan: Plan, cost: Cost | None = None) -> str:
             "micro_batch": bar.micro_batch,
             "cp_comm_type": group.cp_comm_type,
         }
-        event = {
+        event: dict[str, object] = {
             "ph": "X",
             "name": f"document {bar.document}",
             "cat": f"micro-batch {bar.micro_batch}",

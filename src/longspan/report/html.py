@@ -1,17 +1,23 @@
 """Pages that open anywhere: one file, no network, light and dark, readable without a script and on paper."""
 
 from collections.abc import Iterator, Sequence
-from html import escape
 from importlib.resources import files
 from pathlib import Path
 
 from longspan.plan import Cost, Plan
 from longspan.report.gantt import HATCH, gantt_svg
+from longspan.report.markup import key, tag, text
 from longspan.report.run_folder import RunFolder
 from longspan.report.run_page import run_sections
 from longspan.report.series import write_number, write_seconds
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+# The policy makes the browser refuse any request: what the page shows is in the page.
+_META = (
+    '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    '<meta http-equiv="Content-Security-Policy" '
+    "content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
+)
+_TIP = tag("div", id="tip", role="status", aria_live="polite", hidden=True)
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -33,56 +39,54 @@ def plan_page(plan: Plan, cost: Cost | None = None, *, title: str = "plan") -> s
 
     >>> Path("plan.html").write_text(plan_page(plan))
     """
-    head = f'<header><p class="brand">longspan</p><h1>{escape(title)}</h1></header>'
+    head = tag("header", tag("p", "longspan", class_="brand"), tag("h1", text(title)))
     return _page(f"{title} · longspan", [head, plan_section([(title, plan)], cost)])
 
 
 def plan_section(plans: Sequence[tuple[str, Plan]], cost: Cost | None = None) -> str:
     """Pictures of plans with a selector between them, in time and in rows."""
-    options = "".join(f'<option value="{i}">{escape(name)}</option>' for i, (name, _) in enumerate(plans))
-    choice = f'<label>plan <select id="plan-choice">{options}</select></label>' if len(plans) > 1 else ""
-    units = (
-        '<span class="switch" role="group" aria-label="unit">'
-        '<button type="button" data-unit="seconds" aria-pressed="true">time</button>'
-        '<button type="button" data-unit="rows" aria-pressed="false">rows</button></span>'
+    options = (tag("option", text(name), value=i) for i, (name, _) in enumerate(plans))
+    choice = tag("label", "plan ", tag("select", *options, id="plan-choice")) if len(plans) > 1 else ""
+    buttons = (
+        tag("button", "time", type="button", data_unit="seconds", aria_pressed="true"),
+        tag("button", "rows", type="button", data_unit="rows", aria_pressed="false"),
     )
-    cards = "".join(_plan_card(i, plan, cost) for i, (_, plan) in enumerate(plans))
-    return (
-        f'<section id="plans"><h2>Plan of a step</h2><div class="controls">{choice}{units}</div>{cards}'
-        f"{_legend()}</section>"
-    )
+    units = tag("span", *buttons, class_="switch", role="group", aria_label="unit")
+    cards = (_plan_card(i, plan, cost) for i, (_, plan) in enumerate(plans))
+    title, controls = tag("h2", "Plan of a step"), tag("div", choice, units, class_="controls")
+    return tag("section", title, controls, *cards, _legend(), id="plans")
 
 
 def _legend() -> str:
+    box = {"width": 22, "height": 12}
     keys = (
-        (
-            '<rect class="b k0" width="22" height="12"/>',
-            "a document: one colour wherever it is, one block over the slots that share it",
-        ),
-        ('<rect class="many" width="22" height="12"/>', "documents too short to draw apart"),
-        ('<rect class="launch" width="22" height="12"/>', "fixed time of a micro-batch"),
-        (
-            '<rect class="panel" width="22" height="12"/><rect fill="url(#idle)" width="22" height="12"/>',
-            "nothing to do",
-        ),
+        (key(tag("rect", class_="b k0", **box)), "a document: one colour, one block over the slots that share it"),
+        (key(tag("rect", class_="many", **box)), "documents too short to draw apart"),
+        (key(tag("rect", class_="launch", **box)), "fixed time of a micro-batch"),
+        (key(tag("rect", class_="panel", **box), tag("rect", fill="url(#idle)", **box)), "nothing to do"),
     )
-    items = "".join(
-        f'<li><svg class="key" viewBox="0 0 22 12" aria-hidden="true">{shape}</svg>{text}</li>' for shape, text in keys
+    note = "Within a micro-batch the documents of the widest groups come first here, whatever a slot's own order."
+    return tag("ul", *(tag("li", drawing, words) for drawing, words in keys), class_="legend") + tag(
+        "p", note, class_="note"
     )
-    note = "Within a micro-batch the documents of the widest groups are drawn first, whatever the order in which a slot takes them."
-    return f'<ul class="legend">{items}</ul><p class="note">{note}</p>'
 
 
 def _plan_card(index: int, plan: Plan, cost: Cost | None) -> str:
-    facts = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in _plan_facts(plan))
+    facts = (tag("div", tag("dt", text(name)), tag("dd", text(value))) for name, value in _plan_facts(plan))
     pictures = {unit: gantt_svg(plan, cost, unit=unit) for unit in ("seconds", "rows")}
     # Only the picture that shows is part of the document; the others wait in templates.
-    shown = pictures["seconds"] if index == 0 else ""
-    templates = "".join(
-        f'<template data-unit="{unit}">{svg}</template>' for unit, svg in pictures.items() if index or unit != "seconds"
+    shown = pictures.pop("seconds") if index == 0 else ""
+    waiting = (tag("template", svg, data_unit=unit) for unit, svg in pictures.items())
+    picture = tag("div", shown, class_="picture scroll")
+    return tag(
+        "div",
+        tag("dl", *facts, class_="facts"),
+        picture,
+        *waiting,
+        class_="plan",
+        data_plan_index=index,
+        hidden=index > 0,
     )
-    hidden = " hidden" if index else ""
-    return f'<div class="plan" data-plan-index="{index}"{hidden}><dl class="facts">{facts}</dl><div class="picture scroll">{shown}</div>{templates}</div>'
 
 
 def _plan_facts(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -102,9 +106,6 @@ def _plan_facts(plan: Plan) -> Iterator[tuple[str, str]]:
 def _page(title: str, body: Sequence[str]) -> str:
     room = files("longspan.report")
     style, script = (room.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>\n<style>\n{style}</style></head>\n'
-        f'<body>{HATCH}<main>\n{"".join(part + chr(10) for part in body)}</main><div id="tip" role="status" aria-live="polite" hidden></div>\n'
-        f"<script>\n{script}</script></body></html>\n"
-    )
+    head = tag("title", text(title)) + tag("style", f"\n{style}")
+    body = [HATCH, tag("main", *(f"\n{part}" for part in body)), _TIP, tag("script", f"\n{script}")]
+    return f'<!doctype html>\n<html lang="en"><head>{_META}{head}</head>\n<body>{"".join(body)}</body></html>\n'

@@ -1,12 +1,12 @@
 """The sections of a run's report: key figures, curves, the table of degrees, the configuration."""
 
 import math
-from collections.abc import Iterator
-from html import escape
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from longspan.report.chart import Chart, Series, chart_figure
+from longspan.report.markup import tag, text
 from longspan.report.run_folder import EvalRow, RunFolder
 from longspan.report.series import smooth, write_bytes, write_number, write_seconds
 
@@ -18,31 +18,34 @@ def run_sections(run: RunFolder) -> Iterator[str]:
     """The parts of the page in order; the configuration comes last."""
     yield _header(run)
     yield _figures(run)
-    yield f"<section><h2>Loss</h2>{chart_figure(_loss_chart(run), css_class='wide')}</section>"
-    table = degrees_table(run.final or _last_evaluations(run))
-    if table:
-        yield table
-    yield f'<section><h2>Steps</h2><div class="grid-3">{"".join(chart_figure(c) for c in _small_charts(run))}</div></section>'
+    yield _section("Loss", chart_figure(_loss_chart(run), css_class="wide"))
+    rows = run.final or _last_evaluations(run)
+    if rows:
+        yield degrees_table(rows)
+    yield _section("Steps", tag("div", *map(chart_figure, _small_charts(run)), class_="grid-3"))
     if run.notes:
-        items = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
-        yield f'<section><h2>Left out</h2><ul class="notes">{items}</ul></section>'
+        yield _section("Left out", tag("ul", *(tag("li", text(note)) for note in run.notes), class_="notes"))
     if run.config_text:
-        yield f"<section><details><summary>Configuration</summary><pre>{escape(run.config_text)}</pre></details></section>"
+        yield tag("section", tag("details", tag("summary", "Configuration"), tag("pre", text(run.config_text))))
+
+
+def _section(title: str, *content: str) -> str:
+    return tag("section", tag("h2", text(title)), *content)
 
 
 def _header(run: RunFolder) -> str:
-    first, last = (int(run.step[0]), int(run.step[-1])) if len(run.step) else (0, 0)
-    steps = f"steps {first:,} to {last:,}" if len(run.step) else "no training step"
+    steps = f"steps {int(run.step[0]):,} to {int(run.step[-1]):,}" if len(run.step) else "no training step"
     unfinished = "" if run.summary else " · no summary: the run has not finished, or was interrupted"
-    return f'<header><p class="brand">longspan</p><h1>{escape(run.name)}</h1><p class="sub">{steps}{unfinished}</p></header>'
+    title = tag("p", "longspan", class_="brand") + tag("h1", text(run.name))
+    return tag("header", title, tag("p", steps + unfinished, class_="sub"))
 
 
 def _figures(run: RunFolder) -> str:
-    cards = "".join(
-        f'<div class="card"><dt>{escape(name)}</dt><dd>{escape(value)}</dd><p>{escape(detail)}</p></div>'
+    cards = (
+        tag("div", tag("dt", text(name)), tag("dd", text(value)), tag("p", text(detail)), class_="card")
         for name, value, detail in _key_figures(run)
     )
-    return f'<section aria-label="key figures"><dl class="cards">{cards}</dl></section>'
+    return tag("section", tag("dl", *cards, class_="cards"), aria_label="key figures")
 
 
 def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
@@ -55,7 +58,7 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
             f"{mean:.4f}",
             "; ".join(filter(None, [f"mean of the last {min(LAST, len(loss))}", share])),
         )
-    rows = run.final or _last_evaluations(run)
+    rows = list(run.final or _last_evaluations(run))
     if rows:
         degrees = ", ".join(str(r.cp) for r in rows)
         spread = _spread(rows)
@@ -96,12 +99,12 @@ def _finite(values: np.ndarray) -> np.ndarray:
     return values[np.isfinite(values)]
 
 
-def _last_evaluations(run: RunFolder) -> tuple[EvalRow, ...]:
+def _last_evaluations(run: RunFolder) -> Sequence[EvalRow]:
     last = max((r.step for r in run.evaluations), default=0)
     return tuple(r for r in run.evaluations if r.step == last)
 
 
-def _spread(rows: tuple[EvalRow, ...]) -> float:
+def _spread(rows: Sequence[EvalRow]) -> float:
     losses = [r.loss for r in rows]
     return (max(losses) - min(losses)) / abs(losses[0]) if losses[0] else 0.0
 
@@ -145,28 +148,24 @@ def _small_charts(run: RunFolder) -> Iterator[Chart]:
     yield Chart("Peak memory", curves("memory_bytes", 5, window=1), "bytes of a process", y_format="bytes", zero=True)
 
 
-def degrees_table(rows: tuple[EvalRow, ...]) -> str:
+def degrees_table(rows: Sequence[EvalRow]) -> str:
     """The same weights on the same documents at several degrees, beside each other."""
-    if not rows:
-        return ""
     base = rows[0]
-    body = "".join(_degree_row(row, base) for row in rows)
-    return (
-        f'<section><h2>Evaluation at each degree</h2><p class="note">The weights after step {base.step:,}, the same documents. '
-        f"Equal means within {SAME:g} of the first row, relative.</p>"
-        '<div class="scroll"><table><thead><tr><th>cp</th><th>loss</th><th>perplexity</th><th>predicted tokens</th><th>relative difference</th><th></th>'
-        f"</tr></thead><tbody>{body}</tbody></table></div></section>"
+    names = ("cp", "loss", "perplexity", "predicted tokens", "relative difference", "")
+    head = tag("thead", tag("tr", *(tag("th", name) for name in names)))
+    table = tag("table", head, tag("tbody", *(_degree_row(row, base) for row in rows)))
+    note = (
+        f"The weights after step {base.step:,}, the same documents. "
+        f"Equal means within {SAME:g} of the first row, relative."
     )
+    return _section("Evaluation at each degree", tag("p", note, class_="note"), tag("div", table, class_="scroll"))
 
 
 def _degree_row(row: EvalRow, base: EvalRow) -> str:
     relative = (row.loss - base.loss) / abs(base.loss) if base.loss else 0.0
     good = abs(relative) <= SAME and row.tokens == base.tokens
-    verdict = "reference" if row is base else "✓ equal" if good else "✗ differs"
-    css = "" if row is base else "good" if good else "bad"
-    difference = "" if row is base else f"{relative:+.1e}"
+    verdict = ("reference", None) if row is base else ("✓ equal", "good") if good else ("✗ differs", "bad")
     perplexity = f"{math.exp(row.loss):,.3f}" if row.loss < 50 else "over 1e21"
-    return (
-        f"<tr><td>{row.cp}</td><td>{row.loss:.9f}</td><td>{perplexity}</td><td>{row.tokens:,}</td><td>{difference}</td>"
-        f'<td class="{css}">{verdict}</td></tr>'
-    )
+    difference = "" if row is base else f"{relative:+.1e}"
+    cells = (str(row.cp), f"{row.loss:.9f}", perplexity, f"{row.tokens:,}", difference)
+    return tag("tr", *(tag("td", cell) for cell in cells), tag("td", verdict[0], class_=verdict[1]))

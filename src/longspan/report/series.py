@@ -1,5 +1,6 @@
 """Curves as numbers: smoothing, thinning, axis ticks and how a value is written."""
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """The mean of the `window` values around each one, of fewer at the ends; values that are not finite are left out."""
+    """The mean of the `window` values around each one, fewer at the ends; those that are not finite are left out."""
     finite = np.isfinite(values)
     total = np.concatenate(([0.0], np.cumsum(np.where(finite, values, 0.0))))
     count = np.concatenate(([0], np.cumsum(finite)))
@@ -30,7 +31,7 @@ def thin(x: np.ndarray, y: np.ndarray, limit: int) -> Curve:
         return x, y
     edges = np.linspace(1, len(x) - 1, max(2, limit // 2)).astype(int)
     keep = {0, len(x) - 1}
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in itertools.pairwise(edges):
         if stop > start:
             keep |= {start + int(np.argmin(y[start:stop])), start + int(np.argmax(y[start:stop]))}
     index = np.array(sorted(keep))

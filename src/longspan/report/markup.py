@@ -1,0 +1,34 @@
+"""HTML and SVG elements as strings, escaped in one place."""
+
+from html import escape
+
+
+def tag(element: str, *content: str, **attributes: object) -> str:
+    """One element; `content` is markup, put through `text` where it is not; attribute values are escaped here.
+
+    >>> tag("rect", class_="bar", x=1.25, data_d=3, hidden=None)
+    '<rect class="bar" x="1.2" data-d="3"></rect>'
+
+    Underscores in names become hyphens, a trailing one is dropped; floats are written with one decimal; None leaves an
+    attribute out and True writes it without a value.
+    """
+    return f"<{element}{''.join(_attribute(*item) for item in attributes.items())}>{''.join(content)}</{element}>"
+
+
+def _attribute(name: str, value: object) -> str:
+    name = name.rstrip("_").replace("_", "-") if name != "viewBox" else name
+    if value is None or value is False:
+        return ""
+    if value is True:
+        return f" {name}"
+    return f' {name}="{value:.1f}"' if isinstance(value, float) else f' {name}="{escape(str(value), quote=True)}"'
+
+
+def text(value: object) -> str:
+    """Plain text as markup."""
+    return escape(str(value))
+
+
+def key(*shapes: str) -> str:
+    """The small drawing of a legend's entry, 22 by 12."""
+    return tag("svg", *shapes, class_="key", viewBox="0 0 22 12", aria_hidden="true")
