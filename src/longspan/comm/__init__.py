@@ -32,7 +32,22 @@ _HOME_OF = {
     "World": "longspan.comm.world",
 }
 
-__all__ = [*_HOME_OF]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [
+    "Channel",
+    "GradientRing",
+    "Handle",
+    "RingBlocks",
+    "SequenceShard",
+    "ShardPart",
+    "World",
+    "all_reduce_sum",
+    "bind",
+    "exchange_rows",
+    "gather_rows",
+    "run_local",
+    "scatter_rows",
+    "world_of",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -1,0 +1,238 @@
+"""Communicators by rank tuple, and channels: how the members of a plan's group talk.
+
+Point-to-point on the plane's parent group works for any members and any order. A bounded family of communicators of
+their own, made by `World.prepare`, is the fast way for groups that recur. A group that is not there is an error; None
+is never passed to torch, which would take it for the whole world.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from longspan.comm.rollcall import Watch, short
+from longspan.errors import CommError
+
+if TYPE_CHECKING:
+    from longspan.comm.world import World
+
+# torch 2.13 renamed all_gather_into_tensor and warns about the old name.
+_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_worlds: dict[int, "World"] = {}
+
+
+def world_of(key: int) -> "World":
+    """The open world with this key. Raises CommError where it has been left."""
+    if key not in _worlds:
+        raise CommError(f"world {key} has been left (open worlds: {sorted(_worlds) or 'none'}); use it inside its with")
+    return _worlds[key]
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """One communicator that a world made: its ranks, what it is for, and the seconds that it took."""
+
+    ranks: tuple[int, ...]
+    kind: Literal["control", "parent", "slots", "replicate", "communicator"]
+    seconds: float
+
+
+class Handle:
+    """A started exchange. `wait()` returns its result once its tensors may be used; a second call returns it again.
+
+    On a GPU, waiting orders the current stream behind the exchange and does not stop the host.
+    """
+
+    __slots__ = ("_finish", "_keep", "_ranks", "_result", "_watch", "_what", "_works")
+
+    def __init__(
+        self,
+        watch: Watch,
+        what: str,
+        ranks: Sequence[int],
+        works: Sequence[Work],
+        keep: object = None,
+        finish: Callable[[], Any] | None = None,
+    ) -> None:
+        self._watch, self._what, self._ranks, self._works = watch, what, ranks, works
+        self._keep, self._finish, self._result = keep, finish, None
+
+    def wait(self) -> Any:
+        """Wait for the exchange. Raises CommError, after a roll call, where it fails or times out."""
+        if self._works:
+            with self._watch.during(self._what, self._ranks):
+                for work in self._works:
+                    work.wait()
+        if self._finish is not None:
+            self._result = self._finish()
+        self._works, self._keep, self._finish = (), None, None
+        return self._result
+
+
+class Channel:
+    """The members of one plan group in this rank's plane, and how they talk.
+
+    `ranks` are the members' global ranks in the order of the group's slots, `index` this rank's place among them.
+    Every method is entered by all members whose part is not empty, in one order on every rank.
+    """
+
+    def __init__(self, groups: "Groups", ranks: tuple[int, ...], index: int, device: torch.device) -> None:
+        self.ranks, self.index, self.device = ranks, index, device
+        self._groups = groups
+        self._peers = tuple(groups.rank_in_parent(rank) for rank in ranks)
+
+    @property
+    def degree(self) -> int:
+        """How many members there are."""
+        return len(self.ranks)
+
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], what: str
+    ) -> Handle:
+        """Start one batch of sends to and receives from members, each a (member index, contiguous tensor).
+
+        Tensors without elements are dropped on both sides. Between two members, tensors match in the order given.
+        """
+        parent = self._groups.parent
+        ops: list[dist.P2POp] = []
+        for member, tensor in sends:
+            if tensor.numel():
+                ops.append(dist.P2POp(dist.isend, tensor.contiguous(), group=parent, group_peer=self._peer(member)))
+        for member, tensor in receives:
+            assert tensor.is_contiguous(), f"{what}: a receive buffer must be contiguous"
+            if tensor.numel():
+                ops.append(dist.P2POp(dist.irecv, tensor, group=parent, group_peer=self._peer(member)))
+        works: Sequence[Work] = ()
+        if ops:
+            with self.watch.during(what, self.ranks):
+                works = dist.batch_isend_irecv(ops)
+        return Handle(self.watch, what, self.ranks, works, keep=ops)
+
+    def all_gather(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
+        """Start gathering every member's rows; `wait()` returns a list of (counts[m], …) tensors, views of one buffer.
+
+        `x` is (counts[index], …). Uses the members' own communicator where `World.prepare` made one.
+        """
+        assert x.shape[0] == counts[self.index] and len(counts) == self.degree, (what, x.shape, counts, self.index)
+        own = self._groups.communicator(self.ranks)
+        if own is not None and max(counts) > 0 and self.degree > 1:
+            return self._all_gather_padded(own, x, counts, what)
+        buffer = x.new_empty((sum(counts), *x.shape[1:]))
+        parts = list(buffer.split(list(counts)))
+        parts[self.index].copy_(x)
+        others = [member for member in range(self.degree) if member != self.index]
+        source = parts[self.index]
+        handle = self.exchange([(m, source) for m in others], [(m, parts[m]) for m in others], what)
+        handle._finish = lambda: parts
+        return handle
+
+    def _all_gather_padded(self, group: ProcessGroup, x: Tensor, counts: Sequence[int], what: str) -> Handle:
+        most = max(counts)
+        if x.shape[0] == most:
+            padded = x.contiguous()
+        else:
+            padded = x.new_zeros((most, *x.shape[1:]))
+            padded[: x.shape[0]].copy_(x)
+        buffer = x.new_empty((self.degree * most, *x.shape[1:]))
+        with self.watch.during(what, self.ranks):
+            work = _all_gather_single(buffer, padded, group=group, async_op=True)
+        places = [dist.get_group_rank(group, rank) for rank in self.ranks]  # torch sorts the ranks of a group
+        parts = [buffer[p * most : p * most + n] for p, n in zip(places, counts, strict=True)]
+        return Handle(self.watch, what, self.ranks, (work,), keep=padded, finish=lambda: parts)
+
+    def reduce_scatter(self, parts: Sequence[Tensor], what: str) -> Handle:
+        """Start sending `parts[m]` to member m; `wait()` returns the sum of what the members sent here.
+
+        Summed in member order in the parts' dtype, so the result does not depend on timing.
+        """
+        own = parts[self.index]
+        others = [member for member in range(self.degree) if member != self.index]
+        arriving = {member: torch.empty_like(own, memory_format=torch.contiguous_format) for member in others}
+        handle = self.exchange([(m, parts[m]) for m in others], list(arriving.items()), what)
+
+        def total() -> Tensor:
+            addends = [own if member == self.index else arriving[member] for member in range(self.degree)]
+            result = addends[0].clone()
+            for addend in addends[1:]:
+                result.add_(addend)
+            return result
+
+        handle._finish = total
+        return handle
+
+    @property
+    def watch(self) -> Watch:
+        """The world's watch, which names this channel's collectives when they fail."""
+        return self._groups.watch
+
+    def _peer(self, member: int) -> int:
+        assert member != self.index, "a member does not send to itself"
+        return self._peers[member]
+
+    def __repr__(self) -> str:
+        return f"Channel(ranks {short(self.ranks)}, index {self.index})"
+
+
+class Groups:
+    """The communicators of one world, made by all its ranks in one order and looked up by rank tuple."""
+
+    def __init__(self, *, backend: str, timeout: float, watch: Watch) -> None:
+        self.watch = watch
+        self.made: list[GroupRecord] = []
+        self._backend, self._timeout = backend, timeout
+        self._mine: list[ProcessGroup] = []
+        self._by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
+        self._parent: ProcessGroup | None = None
+
+    def make(self, ranks: Sequence[int], kind: Any, *, backend: str | None = None) -> ProcessGroup | None:
+        """Make one communicator; called by every rank of the world in one order. None where this rank is no member.
+
+        Callers that are members get the group; None is never handed on to torch.
+        """
+        started = time.monotonic()
+        with self.watch.during(f"making the {kind} group", ranks):
+            group = dist.new_group(
+                list(ranks), timeout=timedelta(seconds=self._timeout), backend=backend or self._backend
+            )
+        if self.watch.rank not in ranks:
+            return None
+        assert isinstance(group, ProcessGroup)
+        self._mine.append(group)
+        self.made.append(GroupRecord(tuple(ranks), kind, time.monotonic() - started))
+        return group
+
+    def add_communicator(self, ranks: tuple[int, ...], group: ProcessGroup) -> None:
+        """Remember the communicator of these ranks, whatever their order."""
+        self._by_ranks[tuple(sorted(ranks))] = group
+
+    def communicator(self, ranks: Sequence[int]) -> ProcessGroup | None:
+        """The members' own communicator, or None where they talk point to point."""
+        return self._by_ranks.get(tuple(sorted(ranks)))
+
+    @property
+    def parent(self) -> ProcessGroup:
+        """The plane's group, on which point-to-point runs. Raises CommError once the world has been left."""
+        if self._parent is None:
+            raise CommError("this world has been left; its channels can no longer talk")
+        return self._parent
+
+    @parent.setter
+    def parent(self, group: ProcessGroup) -> None:
+        self._parent = group
+
+    def rank_in_parent(self, rank: int) -> int:
+        """torch's number of a global rank inside the parent group."""
+        return dist.get_group_rank(self.parent, rank)
+
+    def forget(self) -> list[ProcessGroup]:
+        """Drop every reference, so that the groups can be freed; returns them for a last time."""
+        mine, self._mine, self._parent = self._mine, [], None
+        self._by_ranks.clear()
+        return mine
