@@ -4,6 +4,7 @@ An Exchange is a value made from two partitions of the same members on the host.
 here communicates.
 """
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -11,9 +12,9 @@ import numpy as np
 
 from longspan.errors import LayoutError
 from longspan.layout.packing import Rows, sealed
-from longspan.layout.partition import Partition
+from longspan.layout.partition import GOLDEN, Partition
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: multiples spread evenly over 2^64, strided ids too
+_NOTHING = sealed(np.empty(0, dtype=np.int64))
 
 
 class Placement(NamedTuple):
@@ -23,6 +24,7 @@ class Placement(NamedTuple):
     target: Rows
 
 
+@dataclass(frozen=True, repr=False)
 class Exchange:
     """The rows to send and receive so that holders of `have` hold `need`.
 
@@ -39,29 +41,24 @@ class Exchange:
     summed per source row, goes from `rank` to `frm` and is added at `send(frm, to=rank)`.
     """
 
-    def __init__(self, have: Partition, need: Partition) -> None:
-        if have.degree != need.degree:
+    have: Partition
+    need: Partition
+
+    def __post_init__(self) -> None:
+        if self.have.degree != self.need.degree:
             raise LayoutError(
-                f"rows of {have.degree} members cannot be exchanged for rows of {need.degree}; "
+                f"rows of {self.have.degree} members cannot be exchanged for rows of {self.need.degree}; "
                 f"describe both on the same members, with empty lists for those that hold nothing"
             )
-        self._have, self._need = have, need
-        self._travel = _travel(have, need)
+        _ = self._travel  # refuses a row that nobody has
 
-    @property
-    def have(self) -> Partition:
-        """Who holds which rows before."""
-        return self._have
-
-    @property
-    def need(self) -> Partition:
-        """Who holds which rows after."""
-        return self._need
+    def __reduce__(self) -> tuple[object, ...]:
+        return Exchange, (self.have, self.need)
 
     @property
     def degree(self) -> int:
         """How many members take part."""
-        return self._have.degree
+        return self.have.degree
 
     def received_rows(self, rank: int) -> int:
         """How many rows arrive at this rank from others."""
@@ -76,28 +73,27 @@ class Exchange:
     def lower_bound_rows(self, rank: int) -> int:
         """How many distinct rows this rank needs and does not have: no exchange can bring it fewer."""
         self._check(rank)
-        return len(np.setdiff1d(self._need.rows(rank), self._have.rows(rank)))
+        return len(np.setdiff1d(self.need.rows(rank), self.have.rows(rank)))
 
     def send(self, rank: int, to: int) -> Rows:
         """Indices in `rank`'s order of `have` of the rows that go to `to`, in the order in which they travel."""
         if rank == to:
-            return sealed(np.empty(0, dtype=np.int64))
+            return _NOTHING
         begin, end = self._block(rank, to)
         return sealed(self._travel.source[begin:end])
 
     def receive(self, rank: int, frm: int) -> Placement:
         """Where the rows that arrive from `frm`, in the order in which they travel, go in `rank`'s order of `need`."""
         if rank == frm:
-            return Placement(sealed(np.empty(0, dtype=np.int64)), sealed(np.empty(0, dtype=np.int64)))
+            return Placement(_NOTHING, _NOTHING)
         begin, end = self._block(frm, rank)
-        pairs = slice(*np.searchsorted(self._travel.place_of, [begin, end]))
-        return Placement(sealed(self._travel.place_of[pairs] - begin), sealed(self._travel.target[pairs]))
+        entry, target = self._placed(begin, end)
+        return Placement(sealed(entry - begin), target)
 
     def keep(self, rank: int) -> Placement:
         """Rows that stay: indices in `rank`'s order of `have`, and where they go in its order of `need`."""
-        begin, end = self._block(rank, rank)
-        pairs = slice(*np.searchsorted(self._travel.place_of, [begin, end]))
-        return Placement(sealed(self._travel.source[self._travel.place_of[pairs]]), sealed(self._travel.target[pairs]))
+        entry, target = self._placed(*self._block(rank, rank))
+        return Placement(sealed(self._travel.source[entry]), target)
 
     @cached_property
     def counts(self) -> Rows:
@@ -106,9 +102,13 @@ class Exchange:
         np.fill_diagonal(table, 0)
         return sealed(table)
 
+    @cached_property
+    def _travel(self) -> "_Travel":
+        return _travel(self.have, self.need)
+
     def reverse(self) -> "Exchange":
         """The exchange that brings the rows back. Raises LayoutError where a row of `have` was needed by nobody."""
-        return Exchange(self._need, self._have)
+        return Exchange(self.need, self.have)
 
     def _block(self, sender: int, receiver: int) -> tuple[int, int]:
         self._check(sender)
@@ -117,18 +117,13 @@ class Exchange:
         begin, end = np.searchsorted(self._travel.block, [block, block + 1])
         return int(begin), int(end)
 
+    def _placed(self, begin: int, end: int) -> tuple[Rows, Rows]:
+        first, last = np.searchsorted(self._travel.place_of, [begin, end])
+        return self._travel.place_of[first:last], sealed(self._travel.target[first:last])
+
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.degree:
             raise LayoutError(f"rank {rank} is outside an exchange among {self.degree} (ranks 0 to {self.degree - 1})")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Exchange) and (self._have, self._need) == (other._have, other._need)
-
-    def __hash__(self) -> int:
-        return hash((self._have, self._need))
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Exchange, (self._have, self._need)
 
     def __repr__(self) -> str:
         return f"Exchange({self.degree} ranks, {int(self.counts.sum())} rows travel)"
@@ -194,7 +189,7 @@ def _holder(holding: Rows, ids: Rows, row: Rows, receiver: Rows, degree: int) ->
     """Which entry of `holding` (row * degree + member, sorted) serves each row and receiver."""
     first = np.searchsorted(holding, row * degree)
     several = np.searchsorted(holding, (row + 1) * degree) - first
-    spread = (ids[row].astype(np.uint64) * _GOLDEN >> np.uint64(32)).astype(np.int64) * several >> 32
+    spread = (ids[row].astype(np.uint64) * GOLDEN >> np.uint64(32)).astype(np.int64) * several >> 32
     picked = first + (spread + receiver) % np.maximum(several, 1)
     own = np.minimum(np.searchsorted(holding, row * degree + receiver), max(len(holding) - 1, 0))
     return np.where(holding[own] == row * degree + receiver, own, picked) if len(holding) else picked

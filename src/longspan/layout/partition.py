@@ -19,6 +19,10 @@ from longspan.layout.layout import check_degree, short
 from longspan.layout.packing import Rows, check_lengths, is_integer, sealed
 from longspan.layout.segments import Segments, expand, segments_of
 
+GOLDEN = np.uint64(
+    0x9E3779B97F4A7C15
+)  # 2^64 / golden ratio: its multiples spread evenly over 2^64, whatever the stride
+
 
 class Partition(ABC):
     """Which rows each member of a group holds, in order. Rows are counted from 0 through the documents end to end.
@@ -41,7 +45,8 @@ class Partition(ABC):
         from where the document before stopped. So members differ by at most one row in all, and none holds more than
         ceil(sum / degree). A member's n rows of a document are n // 2 in one chunk and the rest in the other; where
         n is odd, the members take the longer chunk at the late and at the early end in turn. With that, and work
-        counted as position + 1 pairs a row, members differ by at most L + 1 pairs (one row's worth) per document.
+        counted as position + 1 pairs a row, members differ by at most L + 1 pairs (one row's worth) per document,
+        and who begins changes from document to document, so that these differences do not add up.
         """
         return _Zigzag(check_lengths(lengths), check_degree("degree", degree))
 
@@ -57,7 +62,10 @@ class Partition(ABC):
         Any ids, none, or ids that other members or the same member hold too. Raises LayoutError for ids that are not
         integers or are negative, and where there is no member.
         """
-        return _Given([_runs_of(member, rows) for member, rows in enumerate(rows_by_member)])
+        runs = tuple(_runs_of(member, rows) for member, rows in enumerate(rows_by_member))
+        if not runs:
+            raise LayoutError("rows of 0 members are given; give one list of row ids, which may be empty, per member")
+        return _Given(runs, len(runs))
 
     @property
     @abstractmethod
@@ -159,12 +167,9 @@ class _Zigzag(_FromLengths):
     def _deal(self) -> _Deal:
         length = np.array(self.lengths, dtype=np.int64)
         base, extra = length // self.degree, length % self.degree
-        dealt = np.cumsum(extra) - extra
-        rounds, first = dealt // self.degree, dealt % self.degree
-        odd = (extra > 0) | (
-            base % 2 > 0
-        )  # some member has an odd number of rows: turn round for the next such document,
-        turn = (np.cumsum(odd) - odd + rounds) % 2  # and with every round of the extras, lest the two keep in step
+        first = (np.cumsum(extra) - extra) % self.degree
+        # The golden ratio's bits keep step with no period, so what one document leaves unbalanced is not repeated.
+        turn = (np.arange(len(length), dtype=np.uint64) * GOLDEN >> np.uint64(63)).astype(np.int64)
         return _Deal(length, base, extra, first, turn)
 
     def _cuts(self, member: int) -> tuple[Rows, Rows]:
@@ -204,14 +209,10 @@ class _Contiguous(_FromLengths):
         return segments_of(document, np.maximum(begin - start, 0), np.minimum(end, stop) - start)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class _Given(Partition):
-    def __init__(self, runs: Sequence[Rows]) -> None:
-        if not runs:
-            raise LayoutError(
-                "rows of 0 members are given; give a list of row ids, which may be empty, for each member"
-            )
-        self._runs = tuple(runs)
-        self.degree = len(self._runs)
+    given: tuple[Rows, ...]  # runs of each member
+    degree: int
 
     @property
     def total(self) -> int:
@@ -223,17 +224,17 @@ class _Given(Partition):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        return tuple(int((runs[:, 1] - runs[:, 0]).sum()) for runs in self._runs)
+        return tuple(int((runs[:, 1] - runs[:, 0]).sum()) for runs in self.given)
 
     def runs(self, member: int) -> Rows:
         self._check_member(member)
-        return self._runs[member]
+        return self.given[member]
 
     def segments(self, member: int) -> Segments:
         raise LayoutError("a partition from rows knows no documents; use runs(member), or make it from lengths")
 
     def _key(self) -> tuple[bytes, ...]:
-        return tuple(runs.tobytes() for runs in self._runs)
+        return tuple(runs.tobytes() for runs in self.given)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Given) and self._key() == other._key()
@@ -245,7 +246,7 @@ class _Given(Partition):
         return Partition.from_rows, ([self.rows(member) for member in range(self.degree)],)
 
     def __repr__(self) -> str:
-        return f"Partition.from_rows(counts={short(self.counts)}, total={self.total})"
+        return f"Partition.from_rows({self.degree} members with {short(self.counts)} rows)"
 
 
 def _runs_of(member: int, rows: Iterable[int]) -> Rows:
@@ -255,8 +256,10 @@ def _runs_of(member: int, rows: Iterable[int]) -> Rows:
     return sealed(np.stack([ids[opens], ids[closes] + 1], axis=1))
 
 
-def _row_ids(member: int, rows: Iterable[int]) -> Rows:
-    given: list[object] = cast(NDArray[Any], rows).tolist() if isinstance(rows, np.ndarray) else list(rows)
+def _row_ids(member: int, rows: object) -> Rows:
+    if not isinstance(rows, Iterable):
+        raise LayoutError(f"the rows of member {member} are {rows!r}; give a list of row ids for each member")
+    given: list[object] = rows.tolist() if isinstance(rows, np.ndarray) else list(cast(Iterable[object], rows))
     wrong = sorted({kind.__name__ for kind in set(map(type, given)) if not is_integer(kind)})
     if wrong:
         raise LayoutError(f"the rows of member {member} hold {', '.join(wrong)}; row ids are integers from 0")

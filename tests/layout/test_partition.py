@@ -1,0 +1,283 @@
+import copy
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longspan.errors import LayoutError
+from longspan.layout import Packing, Partition
+from tests.layout.strategies import degrees, examples, holdings, lengths
+
+KINDS = {"zigzag": Partition.zigzag, "contiguous": Partition.contiguous}
+kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+
+TABLE = [  # kind, lengths, rows of each member
+    ("zigzag", [8], [range(8)]),
+    ("zigzag", [8], [[0, 1, 6, 7], [2, 3, 4, 5]]),
+    ("zigzag", [12], [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]),
+    ("zigzag", [8, 4], [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]),
+    ("zigzag", [6], [[0, 4, 5], [1, 2, 3]]),  # 3 rows a member: one takes the longer chunk late, the next one early
+    ("zigzag", [6, 6], [[0, 4, 5, 6, 7, 11], [1, 2, 3, 8, 9, 10]]),  # and the other way round in the next document
+    ("zigzag", [1, 1, 1], [[0], [1], [2], []]),  # remainder rows go round the members
+    ("zigzag", [2, 3], [[1, 2], [0], [4], [3]]),
+    ("zigzag", [], [[], []]),
+    ("contiguous", [8, 3], [range(4), range(4, 8), range(8, 11)]),
+    ("contiguous", [5], [[0, 1], [2, 3], [4]]),
+    ("contiguous", [1, 1], [[0], [1], []]),
+]
+
+
+@pytest.mark.parametrize(("kind", "given_lengths", "rows"), TABLE)
+def test_small_partitions(kind, given_lengths, rows):
+    shares = KINDS[kind](given_lengths, len(rows))
+    assert [shares.rows(member).tolist() for member in range(len(rows))] == [list(r) for r in rows]
+
+
+def dealt_by_hand(given_lengths, degree):
+    """The rules of the zigzag, row by row: the rows of each member, document after document."""
+    held, pointer, start = [[] for _ in range(degree)], 0, 0
+    for document, length in enumerate(given_lengths):
+        size = [length // degree] * degree
+        for i in range(length % degree):
+            size[(pointer + i) % degree] += 1
+        longer_late = document * 0x9E3779B97F4A7C15 % 2**64 < 2**63
+        pointer += length % degree
+        chunks = [[0, 0] for _ in range(degree)]
+        for member, n in enumerate(size):
+            chunks[member] = [n // 2, n // 2]
+            if n % 2:
+                chunks[member][1 if longer_late else 0] += 1
+                longer_late = not longer_late
+        rows = iter(range(start, start + length))
+        first = [[next(rows) for _ in range(early)] for early, _ in chunks]
+        for member in reversed(range(degree)):
+            first[member] += [next(rows) for _ in range(chunks[member][1])]
+        for member in range(degree):
+            held[member] += first[member]
+        start += length
+    return held
+
+
+@examples
+@given(lengths, degrees)
+def test_the_closed_form_deals_like_a_hand(given_lengths, degree):
+    shares = Partition.zigzag(given_lengths, degree)
+    assert [shares.rows(m).tolist() for m in range(degree)] == dealt_by_hand(given_lengths, degree)
+
+
+@kinds
+@examples
+@given(given_lengths=lengths, degree=degrees)
+def test_each_row_is_held_once_and_members_differ_by_at_most_one(make, given_lengths, degree):
+    shares, total = make(given_lengths, degree), sum(given_lengths)
+    held = [shares.rows(member) for member in range(degree)]
+    assert sorted(np.concatenate(held).tolist()) == list(range(total))
+    assert shares.total == total and shares.counts == tuple(map(len, held))
+    assert max(shares.counts) - min(shares.counts) <= 1 and max(shares.counts) <= -(-total // degree)
+
+
+def pairs_by_document(shares, given_lengths):
+    """Causal work, position + 1 pairs a row: (members, documents)."""
+    packing = Packing(given_lengths)
+    work = np.zeros((shares.degree, len(given_lengths)), dtype=np.int64)
+    for member in range(shares.degree):
+        rows = shares.rows(member)
+        np.add.at(work[member], packing.document_of_row[rows], packing.positions[rows] + 1)
+    return work
+
+
+@examples
+@given(lengths, degrees)
+def test_zigzag_balances_causal_work(given_lengths, degree):
+    work = pairs_by_document(Partition.zigzag(given_lengths, degree), given_lengths)
+    for document, length in enumerate(given_lengths):
+        spread = int(np.ptp(work[:, document]))
+        chunk = -(-length // (2 * degree))
+        assert spread <= length + 1 <= (chunk + 1) * length
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4, 5, 8, 11])
+def test_one_row_and_a_pair_bounds_every_document(degree):
+    tightest = 0
+    for length in range(1, 5 * degree):
+        for before in range(degree):  # whoever gets the first extra row, whoever begins
+            documents = [degree + before, length, 2 * degree - length % degree, degree, degree, length]
+            spread = np.ptp(pairs_by_document(Partition.zigzag(documents, degree), documents), axis=0)
+            assert spread[1] <= length + 1 and spread[5] <= length + 1, (length, before)
+            tightest = max(tightest, spread[1] - length, spread[5] - length)
+    assert tightest == 1
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4, 6, 8, 16])
+@pytest.mark.parametrize("length", [3, 25, 100, 999])
+def test_imbalance_of_one_document_is_not_repeated_by_the_next(degree, length):
+    many = [length] * 100
+    work = pairs_by_document(Partition.zigzag(many, degree), many).sum(axis=1)
+    assert np.ptp(work) <= 10 * length  # were the members always taken in one turn: up to 95 * length
+
+
+@examples
+@given(st.integers(1, 40), degrees)
+def test_equal_chunks_are_the_textbook_zigzag(chunk, degree):
+    shares = Partition.zigzag([2 * degree * chunk], degree)
+    for member in range(degree):
+        mirror = 2 * degree - 1 - member
+        ids = [*range(member * chunk, (member + 1) * chunk), *range(mirror * chunk, (mirror + 1) * chunk)]
+        assert shares.rows(member).tolist() == ids
+    assert np.ptp(pairs_by_document(shares, [2 * degree * chunk])) == 0
+
+
+@kinds
+@examples
+@given(given_lengths=lengths, degree=degrees)
+def test_runs_are_the_rows_in_few_pieces(make, given_lengths, degree):
+    shares = make(given_lengths, degree)
+    for member in range(degree):
+        runs = shares.runs(member)
+        assert [row for start, stop in runs.tolist() for row in range(start, stop)] == shares.rows(member).tolist()
+        assert (runs[:, 0] < runs[:, 1]).all() and (runs[1:, 0] != runs[:-1, 1]).all()
+
+
+@examples
+@given(lengths, degrees)
+def test_contiguous_members_hold_one_run_each(given_lengths, degree):
+    shares = Partition.contiguous(given_lengths, degree)
+    assert np.concatenate([shares.rows(member) for member in range(degree)]).tolist() == list(range(sum(given_lengths)))
+    assert all(len(shares.runs(member)) <= 1 for member in range(degree))
+
+
+@kinds
+@examples
+@given(given_lengths=lengths, degree=degrees)
+def test_taking_and_assembling_are_inverse(make, given_lengths, degree):
+    shares, x = make(given_lengths, degree), np.arange(2 * sum(given_lengths)).reshape(-1, 2)
+    parts = [shares.take(x, member) for member in range(degree)]
+    assert np.array_equal(shares.assemble(parts), x)
+
+
+@examples
+@given(holdings())
+def test_given_rows_are_kept_as_given(sides):
+    rows, _ = sides
+    shares = Partition.from_rows(rows)
+    assert [shares.rows(member).tolist() for member in range(shares.degree)] == rows
+    assert shares.counts == tuple(map(len, rows)) and shares.total == len({row for held in rows for row in held})
+
+
+def test_rows_that_several_members_hold_assemble_once():
+    shares = Partition.from_rows([[2, 0], [], [1, 2]])
+    x = np.array([10, 11, 12])
+    parts = [shares.take(x, member) for member in range(3)]
+    assert [part.tolist() for part in parts] == [[12, 10], [], [11, 12]]
+    assert shares.assemble(parts).tolist() == [10, 11, 12] and shares.total == 3
+
+
+def test_a_partition_is_a_value():
+    makers = [
+        lambda: Partition.zigzag([5, 3], 2),
+        lambda: Partition.zigzag(np.array([5, 3]), 4),
+        lambda: Partition.zigzag([3, 5], 2),
+        lambda: Partition.contiguous([5, 3], 2),
+        lambda: Partition.from_rows([[0, 1], [2]]),
+        lambda: Partition.from_rows([[1, 0], (2,)]),
+        lambda: Partition.from_rows(np.array([[0], [1]])),
+    ]
+    values = [make() for make in makers]
+    assert len(set(values)) == len(values)
+    for value, make in zip(values, makers, strict=True):
+        value.rows(0)
+        assert value == make() and hash(value) == hash(make()) and value != 3
+        for twin in (pickle.loads(pickle.dumps(value)), copy.deepcopy(value)):
+            assert twin == value and hash(twin) == hash(value) and not twin.runs(0).flags.writeable
+        with pytest.raises(AttributeError):
+            value.degree = 1
+        for array in (value.rows(0), value.runs(0)):
+            assert array.dtype == np.int64
+            with pytest.raises(ValueError, match="read-only"):
+                array[:] = 0
+
+
+def test_it_prints_short():
+    assert repr(Partition.zigzag([5, 3], 2)) == "Partition.zigzag((5, 3), degree=2)"
+    assert (
+        repr(Partition.contiguous([1] * 99, 4))
+        == "Partition.contiguous((1, 1, 1, 1, 1, 1, 1, 1, … 99 in all), degree=4)"
+    )
+    assert repr(Partition.from_rows([[5, 3], []])) == "Partition.from_rows(2 members with (2, 0) rows)"
+
+
+def test_rows_given_by_another_do_not_change_with_it():
+    ids = np.array([0, 1])
+    shares = Partition.from_rows([ids])
+    ids[0] = 7
+    assert shares.rows(0).tolist() == [0, 1]
+
+
+@kinds
+@pytest.mark.parametrize(
+    ("given_lengths", "degree", "message"),
+    [
+        ([4, 0], 2, r"length 1 is 0"),
+        ([4, -1], 2, r"length 1 is -1"),
+        ([4.0], 2, r"length 0 is 4\.0 \(float\)"),
+        ([float("nan")], 2, r"length 0 is nan"),
+        ([True], 2, r"length 0 is True"),
+        ([4], 0, r"degree is 0; degree is an integer of at least 1"),
+        ([4], -2, r"degree is -2"),
+        ([4], 2.0, r"degree is 2\.0"),
+        ([4], True, r"degree is True"),
+        ([4], "2", r"degree is '2'"),
+    ],
+)
+def test_lengths_and_degrees_are_checked(make, given_lengths, degree, message):
+    with pytest.raises(LayoutError, match=message):
+        make(given_lengths, degree)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], r"rows of 0 members"),
+        ([[0], [2, -3]], r"rows of member 1 hold -3"),
+        ([[0], [1.0]], r"rows of member 1 hold float"),
+        ([[True, 2]], r"rows of member 0 hold bool"),
+        ([np.array([0.5])], r"rows of member 0 hold float"),
+        ([[0], None], r"rows of member 1 are None"),
+        ([["a", None]], r"rows of member 0 hold NoneType, str"),
+    ],
+)
+def test_given_rows_are_checked(rows, message):
+    with pytest.raises(LayoutError, match=message):
+        Partition.from_rows(rows)
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [Partition.zigzag([4], 2), Partition.contiguous([4], 2), Partition.from_rows([[0, 1], [2, 3]])],
+    ids=["zigzag", "contiguous", "from_rows"],
+)
+def test_what_does_not_fit_a_partition_is_refused(shares):
+    for member in (-1, 2):
+        for ask in (shares.rows, shares.runs, lambda m: shares.take(np.zeros(4), m)):
+            with pytest.raises(LayoutError, match=rf"member {member} is outside a group of 2 \(members 0 to 1\)"):
+                ask(member)
+    held = int(shares.rows(1).max())
+    with pytest.raises(LayoutError, match=rf"member 1 holds row {held}; the array has 2 rows"):
+        shares.take(np.zeros(2), 1)
+    with pytest.raises(LayoutError, match=r"parts have \(2, 1\) rows; the members hold \(2, 2\)"):
+        shares.assemble([np.zeros(2), np.zeros(1)])
+
+
+def test_ids_with_gaps_do_not_assemble():
+    with pytest.raises(LayoutError, match=r"row 1 is held by no member, though row 2 is"):
+        Partition.from_rows([[0], [2]]).assemble([np.zeros(1), np.zeros(1)])
+
+
+def test_wide_groups_and_many_documents_stay_cheap():
+    lengths = np.random.default_rng(0).integers(1, 4000, 5000)  # work is over documents, not over members or rows
+    shares = Partition.zigzag(lengths, 1024)
+    assert sum(shares.segments(member).rows for member in range(0, 1024, 16)) == sum(shares.counts[::16])
+    million = Partition.zigzag(np.ones(1_000_000, dtype=int), 1024)
+    assert million.rows(1023)[0] == 1023 and len(million.runs(5)) == million.counts[5] == 977

@@ -1,0 +1,71 @@
+"""Names that users rely on, and what importing them costs."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import longspan
+from longspan import errors
+
+NAMES = [
+    *("Layout", "Packing", "Partition", "Exchange"),
+    *("Plan", "MicroBatch", "Group", "Cost", "plan_fixed", "plan_padded", "plan_dynamic"),
+    *("World", "SequenceShard", "bind", "attend", "Bridge", "prepare", "run_step", "LongspanError"),
+]
+
+
+def run(code):
+    """Run code in a fresh interpreter; what it prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_public_names(name):
+    value = getattr(longspan, name)
+    assert value.__name__ == name and value.__module__.startswith("longspan.")
+    assert inspect.getdoc(value), f"{name} has no docstring"
+    assert name in longspan.__all__ and name in dir(longspan)
+    assert longspan.__dict__[name] is value  # found once, then kept
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error_that_lists_what_is():
+    with pytest.raises(AttributeError, match=r"no attribute 'plan_best'; it has .*plan_fixed"):
+        _ = longspan.plan_best
+
+
+def test_type_checkers_see_the_same_names():
+    tree = ast.parse(Path(inspect.getfile(longspan)).read_text(encoding="utf-8"))
+    seen = {alias.asname for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert set(NAMES) == seen - {None} == set(longspan.__all__) - {"__version__"}
+
+
+HEAVY = ["torch", "transformers", "tokenizers", "rich", "tyro"]
+
+
+@pytest.mark.parametrize("what", ["longspan", "longspan.errors", "longspan.layout", "longspan.plan"])
+def test_geometry_and_planning_import_nothing_heavy(what):
+    assert run(f"import sys, {what}; print(*sorted(set(sys.modules) & set({HEAVY})))") == []
+
+
+def test_planning_through_the_package_imports_nothing_heavy():
+    code = "from longspan import Layout, Packing, Partition, Exchange, plan_fixed; plan_fixed([9, 5], Layout(2), cp=2)"
+    assert run(f"import sys; {code}; print(*sorted(set(sys.modules) & set({HEAVY})))") == []
+
+
+def test_errors_are_one_family_that_its_module_draws():
+    family = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
+    assert len(family) == 9
+    for kind in family:
+        assert issubclass(kind, longspan.LongspanError) and kind.__name__ in (errors.__doc__ or "")
+        assert str(kind("cp 3 does not divide 4 slots")) == "cp 3 does not divide 4 slots"
+
+
+def test_the_package_is_typed_and_numbered():
+    assert (Path(inspect.getfile(longspan)).parent / "py.typed").exists()
+    assert longspan.__version__.count(".") == 2
