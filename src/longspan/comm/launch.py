@@ -172,15 +172,12 @@ class _Crew:
         first = min(
             self.failed, key=lambda rank: 0 if rank.death else 2 if rank.answer and rank.answer.consequence else 1
         )
-        others = [
-            f"rank {r.index}: {r.death or (r.answer and r.answer.summary)}" for r in self.failed if r is not first
-        ]
         if first.death is not None or first.answer is None:
-            said = "; ".join(others)
-            return CommError(f"rank {first.index} {first.death}" + (f"; the others said: {said}" if said else ""))
-        error = first.answer.error(first.index)
-        for line in others[:8]:
-            error.add_note(line)
+            error: BaseException = CommError(f"rank {first.index} of {len(self.ranks)} {first.death}")
+        else:
+            error = first.answer.error(first.index)
+        for rank in [rank for rank in self.failed if rank is not first][:4]:
+            error.add_note(f"rank {rank.index}: {rank.death or (rank.answer and rank.answer.summary)}")
         return error
 
     def _too_late(self, running: list[_Rank], timeout: float | None) -> CommError:
