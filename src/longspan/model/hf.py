@@ -1,0 +1,211 @@
+"""`prepare`: bring a Hugging Face model under a home; then `model(input_ids, position_ids=, shard=)` runs anywhere.
+
+Attention goes through transformers' AttentionInterface under the name "longspan". No mask function is registered under
+that name, so transformers builds no mask: the shard owns masking. Keyword arguments given to the model reach every
+attention call, and the shard is one of them; the model's modules keep no communication state.
+
+Sharding of parameters is in `parallelize.py`, refusals in `refusals.py` and `probe.py`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from longspan.attention import attend
+from longspan.comm import SequenceShard, World
+from longspan.errors import ModelError
+from longspan.model.parallelize import recompute_activations, shard_over_slots
+from longspan.model.probe import AttentionCall, Probe, probe_model, unknown_tensors
+from longspan.model.refusals import refuse_unsupported
+
+IMPLEMENTATION = "longspan"
+
+
+def prepare(
+    model: PreTrainedModel,
+    world: World,
+    *,
+    shard_parameters: bool = True,
+    reshard_after_forward: bool = True,
+    activation_checkpointing: bool = False,
+    compute_dtype: torch.dtype | None = None,
+    probe: bool = True,
+) -> PreTrainedModel:
+    """Bring a Hugging Face causal language model under the world's home; returns the same model.
+
+    >>> model = prepare(Qwen3ForCausalLM(config), world)
+    >>> shard = bind(plan.micro_batches[0], world).with_padding()
+    >>> logits = model(input_ids=ids[None], position_ids=shard.position_ids[None], shard=shard).logits  # (1, T, V)
+
+    All ranks call it together, with equal weights. `shard_parameters` shards them over the slots with FSDP2, otherwise
+    every rank keeps a copy; `reshard_after_forward` frees a layer's gathered parameters between forward and backward;
+    `activation_checkpointing` recomputes each decoder layer in backward; `compute_dtype` (bfloat16, say) is what FSDP2
+    computes in, over parameters and gradient sums in their own type. `probe=False` skips the trial forward pass
+    that shows whether every layer reaches `attend`.
+
+    Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
+    """
+    _check_home(world)
+    if is_prepared(model):
+        raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
+    refuse_unsupported(model)
+    model.set_attn_implementation(IMPLEMENTATION)
+    if probe:
+        probe_model(model)
+    model.config.use_cache = False
+    if activation_checkpointing:
+        recompute_activations(model)
+    if shard_parameters:
+        shard_over_slots(model, world, reshard_after_forward=reshard_after_forward, compute_dtype=compute_dtype)
+    elif compute_dtype is not None:
+        raise ModelError("compute_dtype is FSDP2's mixed precision; it needs shard_parameters=True")
+    else:
+        nn.Module.to(model, world.device)
+    # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
+    model.register_forward_pre_hook(check_call, with_kwargs=True, prepend=True)
+    return model
+
+
+def is_prepared(model: nn.Module) -> bool:
+    """Whether `prepare` has brought this model under a home."""
+    return any(hook is check_call for hook in model._forward_pre_hooks.values())
+
+
+def refuse_unprepared(model: nn.Module) -> None:
+    """Raise ModelError for a transformers model whose attention would take the local rows for the whole sequence."""
+    if isinstance(model, PreTrainedModel) and not is_prepared(model):
+        raise ModelError(
+            f"{type(model).__name__} was not prepared; call model = longspan.prepare(model, world) before it runs"
+        )
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    shard: SequenceShard | Probe | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: query (1, N, T, H), key and value (1, K, T, H) to (1, T, N, H) and no weights.
+
+    Raises ModelError without a shard, with a mask, or with more than one batch row.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if isinstance(shard, Probe):
+        call = AttentionCall(module, causal, sliding_window, softcap, s_aux is not None, unknown_tensors(others))
+        shard.calls.append(call)
+        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
+    rows = _checked_shard(module, query, attention_mask, shard)
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, N, H), (T, K, H), (T, K, H)
+    settings = {"causal": causal, "window": sliding_window, "sinks": s_aux, "softcap": softcap}
+    out = attend(q, k, v, rows, scale=scaling, dropout=dropout, layer=layer_index(module), **settings)
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(IMPLEMENTATION, attention)
+
+
+def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+    """Forward pre-hook of a prepared model: refuse what would not be exact, on the host, before any collective.
+
+    Rows without a batch dim are taken too: `input_ids` (T,) becomes (1, T). Raises ModelError.
+    """
+    if len(args) > 1:
+        raise ModelError(f"call {_call(model)} with keyword arguments; got {len(args)} positional ones")
+    given = {**({"input_ids": args[0]} if args else {}), **{k: v for k, v in kwargs.items() if v is not None}}
+    shard = given.get("shard")
+    if isinstance(shard, Probe):
+        return (), given
+    if not isinstance(shard, SequenceShard):
+        found = "no shard" if shard is None else f"shard={type(shard).__name__}"
+        raise ModelError(
+            f"{type(model).__name__} got {found}; call {_call(model)} with shard = bind(micro_batch, world)"
+        )
+    _refuse_arguments(model, given)
+    for name in ("input_ids", "inputs_embeds", "position_ids"):
+        if name in given:
+            given[name] = _one_row_of(name, given[name], shard)
+    return (), given | {"use_cache": False}
+
+
+def _refuse_arguments(model: nn.Module, given: Mapping[str, Any]) -> None:
+    reasons = {
+        "labels": "labels would be shifted across rows that are not neighbours; use longspan.run_step",
+        "attention_mask": "the shard says which rows see which; leave attention_mask out",
+        "past_key_values": "there is no key/value cache in training; leave past_key_values out",
+        "output_attentions": "attention weights are never formed; leave output_attentions out",
+        "use_cache": "there is no key/value cache in training; use_cache must be False",
+    }
+    for name, reason in reasons.items():
+        if given.get(name) is not None and given[name] is not False:
+            raise ModelError(f"{type(model).__name__} got {name}=: {reason}")
+    if "position_ids" not in given:
+        raise ModelError(
+            f"{type(model).__name__} got no position_ids; the local rows are not consecutive: call {_call(model)}"
+        )
+
+
+def _one_row_of(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
+    """The tensor as (1, T, …), checked against the shard's T rows."""
+    plain = 2 if name == "inputs_embeds" else 1
+    x = x.unsqueeze(0) if x.ndim == plain else x
+    if x.ndim != plain + 1 or x.shape[0] != 1:
+        raise ModelError(f"{name} has shape {tuple(x.shape)}; a shard is one packed row: use (1, {shard.local_rows})")
+    if x.shape[1] != shard.local_rows:
+        raise ModelError(f"{name} has {x.shape[1]} rows, the shard holds {shard.local_rows}; use shard.scatter(x)")
+    if shard.local_rows == 0:
+        raise ModelError("the shard holds no rows and transformers models need one; use shard.with_padding()")
+    return x
+
+
+def _checked_shard(module: nn.Module, query: Tensor, mask: Tensor | None, shard: object) -> SequenceShard:
+    where = type(module).__name__
+    if not isinstance(shard, SequenceShard):
+        raise ModelError(
+            f"{where} got no shard, so it cannot know which rows it holds; call model(..., shard=shard) with "
+            "shard = bind(micro_batch, world)"
+        )
+    if mask is not None:
+        raise ModelError(f"{where} got a mask of shape {tuple(mask.shape)}; the shard says which rows see which")
+    if query.shape[0] != 1 or query.shape[2] != shard.local_rows:
+        raise ModelError(
+            f"{where} got queries of {query.shape[0]} x {query.shape[2]} rows; the shard is one packed row of "
+            f"{shard.local_rows}"
+        )
+    return shard
+
+
+def vocabulary_size(model: nn.Module) -> int | None:
+    """How many token ids the model's input embedding knows; None where it has none to ask."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    return getattr(embedding, "num_embeddings", None)
+
+
+def layer_index(module: nn.Module) -> int | None:
+    """The global layer index that transformers gives an attention module."""
+    return getattr(module, "layer_idx", None)
+
+
+def _check_home(world: World) -> None:
+    home = world.home
+    for name in ("tp", "pp", "ep", "dp_replicate"):
+        if (degree := getattr(home, name)) > 1:
+            raise ModelError(
+                f"the home has {name} {degree}; prepare brings models under slots alone: "
+                f"use Layout(ranks={len(home.ranks)})"
+            )
+
+
+def _call(model: nn.Module) -> str:
+    return f"{type(model).__name__}(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)"

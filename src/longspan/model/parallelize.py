@@ -1,0 +1,105 @@
+"""Parameters over the slots of a home: FSDP2 on the world's mesh, or a copy on every rank whose gradients are summed.
+
+Either way a gradient is the plain sum over slots: the loss is divided by the plan's targets before backward, so nothing
+here divides. Tensor and pipeline parallelism are not in this module.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.errors import ModelError
+from longspan.model.probe import decoder_layers
+
+_BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat buffers of at most this many elements
+
+
+def shard_over_slots(
+    model: PreTrainedModel, world: World, *, reshard_after_forward: bool, compute_dtype: torch.dtype | None = None
+) -> None:
+    """Shard each decoder layer, then the rest, over all slots. All ranks call it together."""
+    policy = _precision(model, compute_dtype)
+    for layer in decoder_layers(model).values():
+        fully_shard(layer, mesh=world.fsdp_mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+    fully_shard(model, mesh=world.fsdp_mesh, mp_policy=policy)
+    for module in fsdp_modules(model):
+        # gloo has no premultiplied sum, which is what a divide factor alone would ask for
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+
+
+def _precision(model: nn.Module, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    dtypes = {parameter.dtype for parameter in model.parameters()} | ({compute_dtype} if compute_dtype else set())
+    low = any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
+    return MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if low else None)
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Every module that FSDP2 manages, children after parents; empty where parameters are not sharded."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Free parameters that FSDP2 kept gathered after a forward pass without a backward pass."""
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Recompute each decoder layer in backward; the shard is bound into that call with its other arguments."""
+    settings = {"use_reentrant": False}
+    if not model.supports_gradient_checkpointing:
+        raise ModelError(f"{type(model).__name__} does not support activation checkpointing; switch it off")
+    if hasattr(model, "activation_checkpointing_enable"):  # transformers 5.23; its older name warns there
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+
+
+@contextmanager
+def gradients_summed_over_slots(model: nn.Module, world: World) -> Iterator[None]:
+    """What backward passes inside add to `.grad` is summed over the slots at the end; FSDP2 sums by itself.
+
+    Gradients that were there before are kept and not summed again.
+    """
+    if fsdp_modules(model) or world.home.slots == 1:
+        yield
+        return
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    earlier = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    yield
+    for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
+        _sum_over_slots(bucket, world)
+    for parameter, gradient in zip(parameters, earlier, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    for gradient in gradients:
+        full = sum(g.numel() for g in bucket) + gradient.numel() > _BUCKET_ELEMENTS
+        if bucket and (full or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(gradient)
+    if bucket:
+        yield bucket
+
+
+def _sum_over_slots(gradients: Sequence[Tensor], world: World) -> None:
+    """Replace each tensor by its sum over the slots: a reduce-scatter and an all-gather of one flat buffer."""
+    channel = world.channel(tuple(range(world.home.slots)))
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    parts = [part.contiguous() for part in flat.tensor_split(channel.degree)]
+    own = channel.reduce_scatter(parts, "sum of gradients").wait()
+    flat = torch.cat(channel.all_gather(own, [len(part) for part in parts], "sum of gradients").wait())
+    for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(summed.view_as(gradient))

@@ -1,0 +1,64 @@
+"""Small models with random weights, by name: what `longspan train` and the tests start from without a download.
+
+A preset is a transformers configuration, nothing else; `load_model` draws its weights.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from longspan.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_TINY = {
+    "hidden_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 24,
+    "intermediate_size": 512,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A transformers configuration class, by name, and the values that differ from its defaults."""
+
+    config_class: str
+    values: Mapping[str, Any]
+
+
+PRESETS: dict[str, Preset] = {
+    "llama-tiny": Preset("LlamaConfig", _TINY),
+    "qwen3-tiny": Preset("Qwen3Config", _TINY),
+}
+
+
+def preset_config(name: str, *, vocab_size: int) -> "PreTrainedConfig":
+    """The configuration of a preset for a vocabulary of `vocab_size` ids.
+
+    >>> preset_config("qwen3-tiny", vocab_size=2048).hidden_size
+    192
+
+    Raises ModelError for an unknown name, with the nearest one, and for a vocabulary of less than one id.
+    """
+    import transformers
+
+    if name not in PRESETS:
+        raise ModelError(f"unknown model preset {name!r}{_nearest(name)}; presets: {', '.join(PRESETS)}")
+    if isinstance(vocab_size, bool) or int(vocab_size) != vocab_size or vocab_size < 1:
+        raise ModelError(f"vocab_size is {vocab_size!r}; preset {name} needs an integer of at least 1")
+    preset = PRESETS[name]
+    # The tokenizer says which ids are special; the default ids of a family may lie outside a small vocabulary.
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    return getattr(transformers, preset.config_class)(vocab_size=int(vocab_size), **preset.values, **special)
+
+
+def _nearest(name: str) -> str:
+    close = get_close_matches(name, PRESETS, n=1, cutoff=0.4)
+    return f", did you mean {close[0]!r}?" if close else ""

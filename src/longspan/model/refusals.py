@@ -1,0 +1,101 @@
+"""What a sharded sequence would silently change about a model, read from its configuration and refused by name.
+
+Each rule is one function from a model to the reasons why it cannot run exactly. `probe.py` adds what only a forward
+pass shows: which layers reach `attend`, and with what.
+"""
+
+import re
+from collections.abc import Iterator
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.errors import ModelError
+
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise ModelError, with every reason, where a model cannot run exactly over a sharded sequence."""
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(
+            f"prepare takes a transformers model (PreTrainedModel), got {type(model).__name__}; "
+            "a model of your own calls longspan.attend itself and needs no prepare"
+        )
+    rules = (_architecture, _rope, _dropout, _layer_types, _experts, _convolutions)
+    reasons = [reason for rule in rules for reason in rule(model)]
+    if reasons:
+        raise ModelError(f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(reasons)}")
+
+
+def _architecture(model: PreTrainedModel) -> Iterator[str]:
+    config, name = model.config, type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        yield "it is an encoder-decoder, only decoder-only language models are supported"
+    elif config.get_text_config() is not config:
+        yield "it has several towers (a text configuration inside another); prepare takes the language model alone"
+    if head := re.search(r"For(?!CausalLM)[A-Z]\w+$", name):
+        yield f"its head ({head.group()}) reads other rows than its own; use the causal language model"
+    if getattr(config, "add_cross_attention", False):
+        yield "add_cross_attention is set, cross attention is not supported"
+
+
+def _rope(model: PreTrainedModel) -> Iterator[str]:
+    """Rope types that look at the longest position that this rank holds would differ between ranks."""
+    types = {kind for config in (model.config, *_rotary_modules(model)) for kind in _rope_types(config)}
+    for kind in sorted(types):
+        if "dynamic" in kind or kind == "longrope":
+            yield (
+                f"rope type {kind!r} picks its frequencies by the longest position in the batch, which differs "
+                "between ranks; use default, linear, llama3 or yarn"
+            )
+
+
+def _rotary_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if hasattr(module, "rope_type")]
+
+
+def _rope_types(owner: object) -> set[str]:
+    found: set[str] = set()
+    kind = getattr(owner, "rope_type", None)
+    found |= {kind} if isinstance(kind, str) else set(kind.values()) if isinstance(kind, dict) else set()
+    parameters = getattr(owner, "rope_parameters", None) or getattr(owner, "rope_scaling", None)
+    if not isinstance(parameters, dict):
+        return found
+    for each in (parameters, *parameters.values()):  # one set of values, or one for each layer type
+        if isinstance(each, dict):
+            found.add(str(each.get("rope_type", each.get("type", "default"))))
+    return found
+
+
+def _dropout(model: PreTrainedModel) -> Iterator[str]:
+    for name in _DROPOUTS:
+        if isinstance(value := getattr(model.config, name, 0.0), int | float) and value > 0:
+            yield f"{name} is {value}, dropout inside attention is not supported; set it to 0.0"
+
+
+def _layer_types(model: PreTrainedModel) -> Iterator[str]:
+    types = getattr(model.config, "layer_types", None) or []
+    for kind in sorted({str(kind) for kind in types} - set(_LAYER_TYPES)):
+        layers = [i for i, found in enumerate(types) if found == kind]
+        yield f"layers {_short(layers)} are of type {kind!r}, supported are {' and '.join(_LAYER_TYPES)}"
+
+
+def _experts(model: PreTrainedModel) -> Iterator[str]:
+    for name in _EXPERTS:
+        if isinstance(value := getattr(model.config, name, None), int) and value > 1:
+            yield f"it has experts ({name} {value}), mixture-of-experts layers are not supported"
+            return
+
+
+def _convolutions(model: PreTrainedModel) -> Iterator[str]:
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)]
+    if names:
+        yield f"{_short(names)} mixes neighbouring rows outside attention (Conv1d)"
+
+
+def _short(items: list[int] | list[str], limit: int = 4) -> str:
+    head = ", ".join(str(item) for item in items[:limit])
+    return f"{head}, … ({len(items)} in all)" if len(items) > limit else head

@@ -1,0 +1,205 @@
+"""One step, for training and for evaluation: a plan's micro-batches through a model, and one sum over slots at the end.
+
+    result = run_step(model, plan, documents, world, optimizer=optimizer)       # training
+    result = run_step(model, wide_plan, documents, world, backward=False)       # evaluation, at any other degree
+
+Nothing is installed or rebound between the two: they are two plans. Not covered: plans in free mode over sharded
+parameters, pipelines, and the learning rate, which is the caller's.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from longspan.comm import SequenceShard, World, bind
+from longspan.errors import DataError, ModelError, PlanError
+from longspan.model.hf import refuse_unprepared, vocabulary_size
+from longspan.model.parallelize import fsdp_modules, gradients_summed_over_slots, reshard
+from longspan.plan import Plan
+from longspan.train.loss import NO_TARGET, Rows, read_rows, summed_cross_entropy
+from longspan.train.optim import clip_gradients, grad_norm
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step came to, equal on every rank but for `seconds` and `rows`.
+
+    `loss` is `loss_sum / targets`; `tokens` the documents' rows; `rows` those that this rank computed, padding
+    included; `grad_norm` (before clipping) is None without a backward pass.
+    """
+
+    loss: float
+    loss_sum: float
+    targets: int
+    tokens: int
+    grad_norm: float | None
+    seconds: float
+    rows: int
+    micro_batches: int
+
+
+class _Work(NamedTuple):
+    """One micro-batch as this rank runs it: its shard, its token ids (T,) and its labels (T,), on the host."""
+
+    shard: SequenceShard
+    ids: Rows
+    labels: Rows
+
+
+def run_step(
+    model: nn.Module,
+    plan: Plan,
+    documents: Any,
+    world: World,
+    optimizer: Optimizer | None = None,
+    backward: bool = True,
+    max_grad_norm: float | None = None,
+    step: int | None = None,
+) -> StepResult:
+    """Run every micro-batch of a plan and return the loss, a sum over targets divided by the plan's targets.
+
+    `documents[d]` is document d of the plan: it has a length and is indexed by an int64 array of positions, of which a
+    rank asks for its own. With `backward`, gradients are added to `.grad` as a plain sum over slots; with an
+    `optimizer`, they are zeroed before, clipped to `max_grad_norm` if given, and a step is taken. Without `backward`,
+    the model runs in evaluation mode and keeps no graph; its mode is restored. `step` appears in errors.
+
+    All ranks call it together, with the same plan. Raises PlanError for a plan that does not fit the home or the
+    documents, CommError where ranks hold different plans, DataError for documents that cannot be read or hold ids
+    outside the vocabulary, on every rank, before the model runs.
+    """
+    started = time.perf_counter()
+    _check(model, plan, documents, world, optimizer, backward)
+    if step is not None:
+        world.step = step
+    world.agree(plan.digest())
+    work = _read_together(model, plan, documents, world)
+    if optimizer is not None:
+        optimizer.zero_grad(set_to_none=True)
+    with _mode(model, training=backward), torch.set_grad_enabled(backward):
+        loss_sum = _run_micro_batches(model, plan, work, world, backward)
+    totals = world.reduce_sum([loss_sum, float(sum((w.labels != NO_TARGET).sum() for w in work))])
+    _check_count(plan, totals[1])
+    norm = _finish(model, optimizer, max_grad_norm) if backward else None
+    return StepResult(
+        loss=totals[0] / max(plan.targets, 1),
+        loss_sum=totals[0],
+        targets=plan.targets,
+        tokens=plan.tokens,
+        grad_norm=norm,
+        seconds=time.perf_counter() - started,
+        rows=sum(w.shard.local_rows for w in work),
+        micro_batches=len(plan.micro_batches),
+    )
+
+
+def _run_micro_batches(model: nn.Module, plan: Plan, work: Sequence[_Work], world: World, backward: bool) -> float:
+    """This rank's sum of the loss; with backward, gradients of the sum over slots, divided by the plan's targets."""
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    with gradients_summed_over_slots(model, world) if backward else _resharded(model):
+        for shard, ids, labels in work:
+            loss = summed_cross_entropy(_logits(model, ids, shard), torch.from_numpy(labels).to(world.device))
+            if backward:
+                (loss / max(plan.targets, 1)).backward()
+            total += loss.detach()
+    return total.item()
+
+
+def _logits(model: nn.Module, ids: Rows, shard: SequenceShard) -> Tensor:
+    """Logits (T, V) of the local rows."""
+    tokens = torch.from_numpy(ids).to(shard.device)
+    out = model(input_ids=tokens[None], position_ids=shard.position_ids[None], shard=shard)
+    return (out if isinstance(out, Tensor) else out.logits).squeeze(0)
+
+
+def _finish(model: nn.Module, optimizer: Optimizer | None, max_grad_norm: float | None) -> float:
+    parameters = list(model.parameters())
+    norm = grad_norm(parameters)
+    if optimizer is not None:
+        if max_grad_norm is not None:
+            clip_gradients(parameters, max_grad_norm, norm)
+        optimizer.step()
+    return norm.item()
+
+
+def _read_together(model: nn.Module, plan: Plan, documents: Any, world: World) -> list[_Work]:
+    """Bind every micro-batch and read this rank's rows; where any rank cannot, every rank raises DataError."""
+    work, failure, vocabulary = list[_Work](), None, vocabulary_size(model)
+    try:
+        for micro_batch in plan.micro_batches:
+            shard = bind(micro_batch, world).with_padding(minimum=1, multiple=plan.row_multiple)
+            work.append(_Work(shard, *read_rows(documents, shard, vocabulary)))
+    except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
+        failure = error
+    if world.any_rank(failure is not None):
+        told = world.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+        rank, message = next((rank, m) for rank, m in zip(world.home.ranks, told, strict=True) if m is not None)
+        raise DataError(f"rank {rank} could not read its rows: {message}") from failure
+    return work
+
+
+def _check(
+    model: nn.Module, plan: Plan, documents: Any, world: World, optimizer: Optimizer | None, backward: bool
+) -> None:
+    refuse_unprepared(model)
+    if plan.slots != world.home.slots:
+        raise PlanError(f"the plan is for {plan.slots} slots, the home has {world.home.slots}; plan for this home")
+    if optimizer is not None and not backward:
+        raise ModelError("an optimizer without backward has no gradients; leave out one of optimizer, backward=False")
+    if plan.mode == "free" and fsdp_modules(model):
+        raise PlanError(
+            "the plan is in free mode, where slots are at different micro-batches, but the parameters are sharded over "
+            "the slots, which then wait for each other in every layer; use mode='lockstep', or shard_parameters=False"
+        )
+    _check_documents(plan, documents)
+
+
+def _check_documents(plan: Plan, documents: Any) -> None:
+    for document, planned in enumerate(plan.lengths):
+        try:
+            found = len(documents[document])
+        except (IndexError, KeyError) as error:
+            raise PlanError(f"the plan has {len(plan.lengths)} documents, document {document} was not given") from error
+        if found != planned:
+            raise PlanError(
+                f"document {document} has {found} tokens, the plan laid out {planned}; plan from the lengths of the "
+                "documents that the step is given"
+            )
+    if plan.targets != (count := sum(plan.lengths) - len(plan.lengths)):
+        raise PlanError(
+            f"the plan divides the loss by {plan.targets} targets, its {len(plan.lengths)} documents have {count} "
+            "(length - 1 each); plan without targets="
+        )
+
+
+def _check_count(plan: Plan, counted: float) -> None:
+    if counted != plan.targets:
+        raise PlanError(
+            f"the slots counted {counted:.0f} targets, the plan has {plan.targets}; is a document left out?"
+        )
+
+
+@contextmanager
+def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Training or evaluation mode inside; every module's own mode is restored."""
+    before = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+@contextmanager
+def _resharded(model: nn.Module) -> Iterator[None]:
+    """Parameters that evaluation gathers are freed at the end, so that the next update meets none that are stale."""
+    try:
+        yield
+    finally:
+        reshard(model)

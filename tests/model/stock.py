@@ -1,0 +1,96 @@
+"""Tiny Hugging Face models, and what the stock model says about documents that it sees one by one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+
+VOCABULARY = 61
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": VOCABULARY,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def config_of(family: str) -> LlamaConfig | Qwen3Config:
+    """Qwen3 with tied and Llama with untied embeddings."""
+    if family == "qwen3":
+        return Qwen3Config(**SIZES, tie_word_embeddings=True)
+    return LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+
+
+def tiny(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, attention: str = "sdpa") -> PreTrainedModel:
+    """A tiny model whose weights depend on the seed alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config_of(family), attn_implementation=attention)
+        for parameter in model.parameters():  # norms start at one and biases at zero, which would hide their gradients
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.to(dtype)
+
+
+def texts(lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
+    """Documents of random token ids."""
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, VOCABULARY, size=length) for length in lengths]
+
+
+@dataclass(frozen=True)
+class Stock:
+    """Logits of every document, the loss and every gradient, of a stock model that sees documents one by one."""
+
+    logits: list[Tensor]
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def stock_answer(family: str, dtype: torch.dtype, documents: Sequence[np.ndarray], seed: int = 0) -> Stock:
+    """Eager attention in float32; its softmax is float32 always, so float64 takes torch's own attention in float64."""
+    model = tiny(family, dtype, seed, "eager" if dtype == torch.float32 else "sdpa").eval()
+    targets = sum(len(document) - 1 for document in documents)
+    logits, loss = [], torch.zeros((), dtype=torch.float64)
+    for document in documents:
+        ids = torch.from_numpy(document)
+        logits.append(model(input_ids=ids[None], use_cache=False).logits[0])
+        loss = loss + F.cross_entropy(logits[-1][:-1], ids[1:], reduction="none").sum(dtype=torch.float64) / targets
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Stock([x.detach() for x in logits], loss.item(), gradients)
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Every gradient, whole, on the CPU; all ranks call it together."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: (g.full_tensor() if isinstance(g, DTensor) else g).cpu() for name, g in found.items()}
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """A copy of every parameter, whole, on the CPU; all ranks call it together."""
+    found = {name: p.detach() for name, p in model.named_parameters()}
+    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).to("cpu", copy=True) for n, p in found.items()}
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference relative to the largest wanted value."""
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype, (found.shape, wanted.shape)
+    return ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)).item() if wanted.numel() else 0.0
+
+
+def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """The largest error of any entry; infinite where the names differ."""
+    return max(error(found[name], wanted[name]) for name in wanted) if found.keys() == wanted.keys() else float("inf")

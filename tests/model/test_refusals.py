@@ -1,0 +1,112 @@
+"""Models that cannot run exactly over a sharded sequence are refused by name: by configuration, and by the probe."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from longspan.errors import ModelError
+from longspan.model.hf import IMPLEMENTATION
+from longspan.model.probe import decoder_layers, probe_model
+from longspan.model.refusals import refuse_unsupported
+from tests.model.stock import SIZES, tiny
+
+LONG = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+LONGROPE = LONG | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+def build(config_class: str, **values: Any) -> PreTrainedModel:
+    """A model of this configuration on the meta device."""
+    sizes = {name: value for name, value in SIZES.items() if name != "head_dim" or config_class != "FalconConfig"}
+    config = getattr(transformers, config_class)(**{**sizes, **values})
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+REFUSED = {
+    "dynamic rope": ("LlamaConfig", {"rope_parameters": LONG | {"rope_type": "dynamic"}}, "rope type 'dynamic'"),
+    "longrope": ("LlamaConfig", {"rope_parameters": LONGROPE}, "rope type 'longrope'"),
+    "dropout": ("Qwen3Config", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+    "chunks": (
+        "Llama4TextConfig",
+        {"layer_types": ["chunked_attention", "full_attention"]},
+        "layers 0 are of type 'chunked_attention'",
+    ),
+    "experts": ("Qwen3MoeConfig", {"num_experts": 4}, "num_experts 4"),
+    "GPT-2 dropout": ("GPT2Config", {"n_layer": 2, "n_embd": 32, "n_head": 4}, "attn_pdrop is 0.1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_configurations_refused_by_name(case: str) -> None:
+    config_class, values, says = REFUSED[case]
+    model = build(config_class, **values)
+    with pytest.raises(ModelError, match=says) as caught:
+        refuse_unsupported(model)
+    assert type(model).__name__ in str(caught.value)
+
+
+def test_every_reason_is_told() -> None:
+    with pytest.raises(ModelError, match=r"rope type 'longrope'.*; attention_dropout is 0.2"):
+        refuse_unsupported(build("LlamaConfig", rope_parameters=LONGROPE, attention_dropout=0.2))
+
+
+def test_other_kinds_of_model() -> None:
+    config = transformers.T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=64)
+    with torch.device("meta"), pytest.raises(ModelError, match="encoder-decoder"):
+        refuse_unsupported(transformers.T5ForConditionalGeneration(config))
+    with torch.device("meta"), pytest.raises(ModelError, match="ForSequenceClassification"):
+        refuse_unsupported(transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES)))
+    with pytest.raises(ModelError, match="takes a transformers model"):
+        refuse_unsupported(torch.nn.Linear(2, 2))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_the_probe_sees_every_layer_and_changes_nothing(family: str) -> None:
+    model = tiny(family)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.set_attn_implementation(IMPLEMENTATION)
+    refuse_unsupported(model)
+    calls = probe_model(model)
+    assert [call.module for call in calls] == [layer.self_attn for layer in decoder_layers(model).values()]
+    assert all(call.causal and call.window is None and not call.sinks for call in calls)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+PROBED = {
+    "Falcon": (
+        "FalconConfig",
+        {},
+        r"FalconForCausalLM: transformer.h.0.self_attention, .*\(FalconAttention\) bypasses",
+    ),
+    "Bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}, r"BloomForCausalLM cannot be probed|bypasses"),
+    "bidirectional": ("LlamaConfig", {}, "model.layers.0.self_attn is not causal"),
+}
+
+
+@pytest.mark.parametrize("case", PROBED)
+def test_models_refused_by_the_probe(case: str) -> None:
+    config_class, values, says = PROBED[case]
+    model = build(config_class, **values)
+    if case == "bidirectional":
+        for layer in decoder_layers(model).values():
+            layer.self_attn.is_causal = False  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    model.set_attn_implementation(IMPLEMENTATION)
+    with pytest.raises(ModelError, match=says):
+        probe_model(model)
+
+
+def test_one_bypassing_layer_among_others_is_named() -> None:
+    class OwnAttention(torch.nn.Module):
+        def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
+            return hidden_states, None
+
+    model = build("Qwen3Config")
+    model.model.layers[1].self_attn = OwnAttention()
+    model.set_attn_implementation(IMPLEMENTATION)
+    with pytest.raises(ModelError, match=r"model.layers.1.self_attn \(OwnAttention\) bypasses"):
+        probe_model(model)
