@@ -9,6 +9,7 @@ make one from document lengths alone. Integers and numpy; no torch.
 
 from longspan.plan.bound import Bound, lower_bound_seconds
 from longspan.plan.cost import Cost
+from longspan.plan.dynamic import plan_dynamic
 from longspan.plan.evaluate import Timeline, predicted_seconds, slot_rows, timeline
 from longspan.plan.fixed import plan_fixed
 from longspan.plan.padded import plan_padded
@@ -25,6 +26,7 @@ __all__ = [
     "Plan",
     "Timeline",
     "lower_bound_seconds",
+    "plan_dynamic",
     "plan_fixed",
     "plan_padded",
     "predicted_seconds",
