@@ -49,10 +49,11 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 def check_size(documents: int, longest: int) -> None:
     """Raise PlanError where sums of squared lengths might not fit 63 bits, in which work is counted."""
-    if documents * longest**2 >= 2**63:
+    most = (2**63 - 1) // max(1, longest) ** 2
+    if documents > most:
         raise PlanError(
-            f"{documents} documents of up to {longest} rows cannot be priced in 64-bit integers; plan at most "
-            f"{max(1, 2**63 // longest**2)} of that length at once, or cut them"
+            f"{documents} documents of up to {longest} rows cannot be priced in 64-bit integers; plan at most {most} "
+            f"of that length at once, or cut them"
         )
 
 

@@ -20,7 +20,7 @@ class Cost:
     """Seconds and bytes of one machine and model; the defaults are Qwen3-8B in bfloat16 at 400 TFLOP/s a device.
 
     >>> round(float(Cost().group_seconds(65536, 65536**2, 8, inside=True)), 3)
-    2.322
+    2.32
 
     Forward and backward together: `linear_seconds` per row in all layers without attention, `attention_seconds` per
     row squared of one document in causal attention, `ring_bytes` that each row's keys, values and gradients put on the

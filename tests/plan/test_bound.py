@@ -1,0 +1,77 @@
+"""The lower bound: literal values of the research model, and that no plan whatever beats it."""
+
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longspan.errors import PlanError
+from longspan.plan import Cost, Mode, Plan, lower_bound_seconds
+from tests.plan.cases import bounded, plans
+
+CASES = [  # lengths, slots, cap, area, longest
+    ([5295, 682, 3599, 1484, 2912], 6, 1024, 0.3167267261226666, 0.125821913712),
+    ([36000] * 3, 16, 16384, 1.40318164, 0.649423),
+    ([65536] + [2048] * 40, 64, 8192, 0.45144165486591986, 0.8850351103999999),
+    ([131072], 16, 8192, 3.71056130199552, 3.72136130199552),
+    ([100] * 1000, 8, 4096, 1.4619755999999997, 0.015092293142857142),
+]
+
+
+@pytest.mark.parametrize(("lengths", "slots", "cap", "area", "longest"), CASES)
+def test_literal_values(lengths: list[int], slots: int, cap: int, area: float, longest: float) -> None:
+    bound = lower_bound_seconds(lengths, slots, cap, Cost())
+    assert (bound.area, bound.longest) == pytest.approx((area, longest), rel=1e-12)
+    assert bound.seconds == pytest.approx(max(area, longest), rel=1e-9)
+    assert bound.seconds < max(area, longest)
+
+
+def test_launches_are_whole_in_lockstep_and_shared_in_free_mode() -> None:
+    lengths, cost = [100] * 30, Cost(micro_batch_seconds=1000.0)
+    work = lower_bound_seconds(lengths, 4, 400, Cost(micro_batch_seconds=0.0)).area
+    for mode, cap, launches in [
+        ("lockstep", 400, 2.0),  # 3000 / (4 x 400) = 1.875
+        ("lockstep", 750, 1.0),
+        ("lockstep", None, 1.0),
+        ("free", 400, 1.875),
+        ("free", None, 0.0),
+    ]:
+        area = lower_bound_seconds(lengths, 4, cap, cost, mode).area
+        assert area == pytest.approx(work + 1000.0 * launches, rel=1e-12), (mode, cap)
+
+
+def test_limits_of_a_group_raise_the_bound() -> None:
+    free = lower_bound_seconds([60000], 16, None, Cost()).longest
+    assert lower_bound_seconds([60000], 16, None, Cost(), max_cp=4).longest > free
+    inside = lower_bound_seconds([60000, 5], 16, None, Cost(across_bytes_per_second=1e9), node_size=16).longest
+    assert lower_bound_seconds([60000, 5], 16, None, Cost(across_bytes_per_second=1e9), node_size=2).longest > inside
+
+
+def test_a_document_that_fits_no_group() -> None:
+    with pytest.raises(PlanError, match=r"1000 rows needs 10 slots at max_tokens_per_slot 100, but .* at most 8"):
+        lower_bound_seconds([1000], 8, 100, Cost())
+
+
+def test_no_documents() -> None:
+    assert lower_bound_seconds([], 8, 100, Cost()).seconds == pytest.approx(0.01)
+    assert lower_bound_seconds([], 8, 100, Cost(), "free").seconds == 0.0
+
+
+@pytest.mark.parametrize("mode", get_args(Mode))
+@given(data=st.data())
+@bounded
+def test_no_plan_beats_it(mode: Mode, data: st.DataObject) -> None:
+    plan: Plan = data.draw(plans(mode))
+    cost = Cost(
+        linear_seconds=data.draw(st.sampled_from([0.0, 1e-4])),
+        across_bytes_per_second=data.draw(st.sampled_from([1e6, 40e9, 9e11])),
+        micro_batch_seconds=data.draw(st.sampled_from([0.0, 1e-2, 1.0])),
+    )
+    widest = max(group.degree for batch in plan.micro_batches for group in batch.groups)
+    for cap in (None, plan.max_tokens_per_slot):
+        for max_cp in (None, widest):
+            bound = lower_bound_seconds(
+                plan.lengths, plan.slots, cap, cost, mode, max_cp=max_cp, node_size=plan.node_size
+            )
+            assert plan.timeline(cost).step_seconds >= bound.seconds

@@ -1,0 +1,74 @@
+"""The cost model, against values computed with the research model that it stands for."""
+
+import doctest
+
+import numpy as np
+import pytest
+
+import longspan.plan
+from longspan.errors import PlanError
+from longspan.plan import Cost
+
+CASES = [  # tokens, squares, degree, inside a node, seconds
+    (65536, 65536**2, 8, True, 2.32021665099776),
+    (65536, 65536**2, 16, False, 1.16838832549888),
+    (2048, 2048**2, 1, True, 0.24327131758592),
+    (30000, 3 * 10000**2, 16, False, 0.5346525),  # the wire is longer than attention
+    (131072, 131072**2, 16, False, 3.7113613019955203),
+    (300, 300**2, 3, False, 0.015001839999999999),
+    (5000, 5000**2, 2, True, 0.316726),
+]
+
+
+@pytest.mark.parametrize(("tokens", "squares", "degree", "inside", "seconds"), CASES)
+def test_group_seconds(tokens: int, squares: int, degree: int, inside: bool, seconds: float) -> None:
+    assert float(Cost().group_seconds(tokens, squares, degree, inside)) == pytest.approx(seconds, rel=1e-12)
+
+
+def test_group_seconds_of_many_groups_at_once() -> None:
+    tokens, squares, degree, inside, seconds = (np.array(column) for column in zip(*CASES, strict=True))
+    np.testing.assert_allclose(Cost().group_seconds(tokens, squares, degree, inside), seconds, rtol=1e-12)
+
+
+def test_every_constant_counts() -> None:
+    # the wire inside a node, the wire across, and attention are the longer in turn
+    groups = (np.full(3, 9e4), np.array([1e6, 1e6, 1e12]), np.full(3, 4), np.array([True, False, True]))
+    values = Cost().to_json()
+    del values["micro_batch_seconds"]
+    for name, value in values.items():
+        changed = Cost.from_json(values | {name: 2 * value})
+        assert (changed.group_seconds(*groups) != Cost().group_seconds(*groups)).any(), name
+
+
+def test_degree_one_pays_no_wire() -> None:
+    cost = Cost(inside_bytes_per_second=1.0, across_bytes_per_second=1.0, ring_step_seconds=9.0)
+    assert float(cost.group_seconds(1000, 10**6, 1, inside=False)) == float(cost.work_seconds(1000, 10**6))
+
+
+def test_json_round_trip() -> None:
+    cost = Cost(linear_seconds=1e-5, across_bytes_per_second=25e9)
+    assert Cost.from_json(cost.to_json()) == cost
+    assert Cost.from_json({"ring_bytes": 7}) == Cost(ring_bytes=7)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"linear_seconds": -1.0}, "linear_seconds is -1.0; give a finite number of at least 0"),
+        ({"ring_step_seconds": float("nan")}, "ring_step_seconds is nan"),
+        ({"across_bytes_per_second": 0}, "across_bytes_per_second is 0; give a finite number above 0"),
+        ({"linear_seconds": "fast"}, "linear_seconds is 'fast'"),
+        ({"tau": 1.0}, "some of linear_seconds, attention_seconds"),
+        ([1.0], "a cost is an object"),
+    ],
+)
+def test_refused(values: object, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Cost.from_json(values)
+
+
+@pytest.mark.parametrize("module", ["cost", "fixed", "padded", None])
+def test_docstrings_show_what_happens(module: str | None) -> None:
+    subject = longspan.plan if module is None else __import__(f"longspan.plan.{module}", fromlist=["_"])
+    found = doctest.testmod(subject)
+    assert found.attempted and not found.failed

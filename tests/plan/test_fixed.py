@@ -1,0 +1,263 @@
+"""Packing at a fixed degree: every document once, the cap held, few and level micro-batches, and bad requests named."""
+
+import time
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longspan.errors import LayoutError, PlanError
+from longspan.layout import Layout
+from longspan.plan import Cost, Plan, plan_fixed, plan_padded, slot_rows
+from longspan.plan.pack import first_fit, spread
+from tests.plan.cases import bounded, lengths
+
+PLANNERS = {"fixed": plan_fixed, "padded": plan_padded}
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[list[int], Layout, int, dict[str, Any]]:
+    """Arguments that a planner must accept."""
+    cp, groups, multiple = draw(st.sampled_from([1, 2, 3, 4, 6])), draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    found = draw(lengths)
+    least = -(-max(found) // (cp * multiple)) * multiple
+    options = {
+        "max_tokens_per_slot": draw(st.sampled_from([None, least, least + 3, 2 * least, 5 * least])),
+        "row_multiple": multiple,
+        "micro_batch_multiple": draw(st.integers(1, 3)),
+        "mode": draw(st.sampled_from(["lockstep", "free"])),
+        "node_size": draw(st.sampled_from([1, 4, 8])),
+        "cost": draw(st.sampled_from([Cost(), Cost(linear_seconds=0.0, micro_batch_seconds=1.0)])),
+    }
+    return found, Layout(cp * groups), cp, options
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@given(request=requests())
+@bounded
+def test_every_plan(planner: str, request: tuple[list[int], Layout, int, dict[str, Any]]) -> None:
+    found, home, cp, options = request
+    plan = PLANNERS[planner](found, home, cp, **options)
+    assert sorted(d for batch in plan.micro_batches for d in batch.documents) == list(range(len(found)))
+    groups = [group for batch in plan.micro_batches for group in batch.groups]
+    assert all(group.lengths == tuple(found[d] for d in group.documents) for group in groups)
+    blocks = {tuple(range(s, s + cp)) for s in range(0, home.slots, cp)}
+    for batch in plan.micro_batches:
+        slots = [group.slots for group in batch.groups]
+        assert set(slots) <= blocks and len(set(slots)) == len(slots)
+        assert all(group.pad_to == (max(found) if planner == "padded" else None) for group in batch.groups)
+    rows = slot_rows(plan.micro_batches, plan.slots, options["row_multiple"])
+    cap = options["max_tokens_per_slot"]
+    assert (rows % options["row_multiple"] == 0).all() and (cap is None or (rows <= cap).all())
+    assert len(plan.micro_batches) % options["micro_batch_multiple"] == 0
+    assert (plan.tokens, plan.targets) == (sum(found), sum(found) - len(found))
+    assert plan.predicted_seconds == plan.timeline().step_seconds >= plan.lower_bound_seconds > 0
+    assert plan.check() is plan and plan.planner == planner
+    assert PLANNERS[planner](np.array(found), home, cp, **options) == plan
+    again = Plan.from_json(plan.to_json())
+    assert again == plan and again.digest() == plan.digest()
+
+
+@given(request=requests(), data=st.data())
+@bounded
+def test_the_order_of_documents_changes_ids_only(
+    request: tuple[list[int], Layout, int, dict[str, Any]], data: st.DataObject
+) -> None:
+    found, home, cp, options = request
+    plan = plan_fixed(found, home, cp, **options)
+    other = plan_fixed(data.draw(st.permutations(found)), home, cp, **options)
+    assert other.predicted_seconds == plan.predicted_seconds
+    assert other.lower_bound_seconds == plan.lower_bound_seconds
+    for one, two in zip(plan.micro_batches, other.micro_batches, strict=True):
+        assert [sorted(g.lengths) for g in one.groups] == [sorted(g.lengths) for g in two.groups]
+
+
+@given(found=st.lists(st.integers(1, 60), min_size=1, max_size=60), room=st.integers(60, 200), bins=st.integers(1, 8))
+@bounded
+def test_bins(found: list[int], room: int, bins: int) -> None:
+    found = sorted(found, reverse=True)
+    held: list[int] = []
+    slow: list[int] = []
+    for length in found:  # first fit, by definition
+        fit = next((b for b, rows in enumerate(held) if rows + length <= room), len(held))
+        held[fit:] = [held[fit] + length, *held[fit + 1 :]] if fit < len(held) else [length]
+        slow.append(fit)
+    assert first_fit(found, room) == slow
+
+    loads, rows = [0.0] * bins, [0] * bins
+    expected: list[int] | None = []
+    for length in found:  # the least loaded bin with room, by definition
+        fit = min((b for b in range(bins) if rows[b] + length <= room), key=lambda b: (loads[b], b), default=-1)
+        if fit < 0:
+            expected = None
+            break
+        loads[fit], rows[fit] = loads[fit] + length**2, rows[fit] + length
+        expected.append(fit)
+    assert spread(found, [float(n * n) for n in found], bins, room) == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "cp", "cap", "micro_batches", "held"),
+    [
+        ([100, 7, 1, 55], 2, 90, 1, [[(0,), (1, 2, 3)]]),
+        ([10] * 8, 4, 5, 2, None),  # two documents a group and micro-batch
+        ([10] * 9, 4, 5, 3, None),  # one more micro-batch, in which only one group has work
+        ([20, 20, 20, 20], 2, None, 1, [[(0, 2), (1, 3)]]),
+        ([17], 4, 5, 1, [[(0,)]]),  # 5 rows on one slot and 4 on the others
+        ([1], 1, 1, 1, [[(0,)]]),
+    ],
+)
+def test_small_plans(found: list[int], cp: int, cap: int | None, micro_batches: int, held: Any) -> None:
+    plan = plan_fixed(found, Layout(4 if cp < 4 else 8), cp, max_tokens_per_slot=cap)
+    assert len(plan.micro_batches) == micro_batches
+    if held:
+        assert [[group.documents for group in batch.groups] for batch in plan.micro_batches] == held
+
+
+def test_padded_rows_share_a_group_where_the_cap_allows() -> None:
+    plan = plan_padded([9, 10, 3, 4, 5, 6, 7], Layout(4), 2, max_tokens_per_slot=10)
+    held = [[(group.documents, group.pad_to) for group in batch.groups] for batch in plan.micro_batches]
+    assert held == [[((0, 2), 10), ((1, 3), 10)], [((4, 6), 10), ((5,), 10)]]
+    assert slot_rows(plan.micro_batches, 4).tolist() == [[10, 10, 10, 10], [10, 10, 5, 5]]
+    alone = plan_padded([9, 10, 3, 4, 5, 6, 7], Layout(4), 2, max_tokens_per_slot=9)
+    assert [len(batch.documents) for batch in alone.micro_batches] == [2, 2, 2, 1]
+
+
+def test_similar_bins_share_a_micro_batch() -> None:
+    plan = plan_fixed([8000] * 4 + [4000] * 8, Layout(4), 1, max_tokens_per_slot=8000)
+    times = plan.timeline()
+    assert times.idle.max() < 1e-12 and len(plan.micro_batches) == 2
+    assert all(set(batch.lengths) in ({8000}, {4000}) for batch in plan.micro_batches)
+
+
+@pytest.mark.parametrize(("name", "research"), [("lognormal", 1.628), ("exponential", 1.795)])
+def test_no_worse_than_first_fit_decreasing_dealt_by_work(name: str, research: float) -> None:
+    rng = np.random.default_rng(0)
+    drawn = (
+        np.exp(np.log(2048) + 1.4898 * rng.standard_normal(4096))
+        if name == "lognormal"
+        else rng.exponential(8192, 4096)
+    )
+    found = np.clip(drawn.astype(int), 16, 131072)
+    last = int(np.searchsorted(np.cumsum(found), 64 * 32768)) + 1
+    plan = plan_fixed(found[:last], Layout(64), 16, max_tokens_per_slot=8192)
+    assert 1 <= plan.ratio < research
+
+
+def test_longest_groups_are_inside_nodes() -> None:
+    plan = plan_fixed([28000, 30000, 29999, 29000], Layout(12), 3, node_size=8, max_tokens_per_slot=10000)
+    spans = {g.documents: g.slots[0] // 8 == g.slots[-1] // 8 for g in plan.micro_batches[0].groups}
+    assert spans == {(1,): True, (2,): True, (3,): True, (0,): False}
+
+
+def test_layers_and_hierarchy_go_into_the_groups() -> None:
+    kinds = ["a2a+p2p", "p2p", "all_gather"]
+    plan = plan_fixed([64, 9], Layout(8), 4, cp_comm_type=kinds, hierarchical_context_parallel_sizes=[2, 2])
+    group = plan.micro_batches[0].groups[0]
+    assert group.cp_comm_type == ("a2a+p2p", "p2p", "all_gather")
+    assert group.hierarchical_context_parallel_sizes == (2, 2)
+    unused = plan_fixed([64, 9], Layout(8), 4, hierarchical_context_parallel_sizes=(4, 4))
+    assert unused.micro_batches[0].groups[0].hierarchical_context_parallel_sizes is None
+
+
+def test_targets_and_dummies() -> None:
+    assert plan_fixed([5, 5], Layout(2), 1, targets=3).targets == 3
+    for planner in PLANNERS.values():
+        plan = planner([], Layout(4), 2, allow_empty=True, micro_batch_multiple=3)
+        assert [batch.groups for batch in plan.micro_batches] == [(), (), ()]
+        assert (plan.tokens, plan.targets, plan.efficiency) == (0, 0, 0.0)
+        assert plan.predicted_seconds == pytest.approx(0.03)
+    padding = plan_fixed([5], Layout(4), 2, micro_batch_multiple=4, mode="free")
+    assert len(padding.micro_batches) == 4
+    assert padding.predicted_seconds == plan_fixed([5], Layout(4), 2, mode="free").predicted_seconds
+
+
+TP = Layout(ranks=16, tp=2, pp=2)
+BAD: list[tuple[str, list[Any], Layout, int, dict[str, Any], str]] = [
+    ("degree", [5], Layout(4), 3, {}, r"cp 3 does not divide 4 slots \(4 ranks / tp 1 / pp 1\); use 1, 2 or 4$"),
+    ("degree under tp", [5], TP, 8, {}, r"cp 8 does not divide 4 slots \(16 ranks / tp 2 / pp 2\)"),
+    ("degree type", [5], Layout(4), 2.0, {}, "cp is 2.0; give an integer of at least 1"),
+    ("degree 0", [5], Layout(4), 0, {}, "cp is 0; give an integer of at least 1"),
+    (
+        "too long",
+        [7, 41, 50],
+        Layout(4),
+        2,
+        {"max_tokens_per_slot": 20},
+        r"document 2 has 50 rows, more than the 40 that cp 2 x max_tokens_per_slot 20 hold \(2 such documents\); "
+        r"raise max_tokens_per_slot to 25, raise cp, or cut the document",
+    ),
+    (
+        "too long in multiples",
+        [35],
+        Layout(2),
+        2,
+        {"max_tokens_per_slot": 20, "row_multiple": 16},
+        "document 0 has 35 rows, more than the 32 .* hold in multiples of 16 .* raise max_tokens_per_slot to 32",
+    ),
+    ("empty", [], Layout(4), 2, {}, "there are no documents to plan; pass allow_empty=True"),
+    ("zero", [3, 0], Layout(4), 2, {}, "length 1 is 0"),
+    ("negative", [-3], Layout(4), 2, {}, "length 0 is -3"),
+    ("float", [3, 4.5], Layout(4), 2, {}, "length 1 is 4.5"),
+    ("cap", [3], Layout(4), 2, {"max_tokens_per_slot": 0}, "max_tokens_per_slot is 0; give an integer"),
+    ("cap and multiple", [3], Layout(4), 2, {"max_tokens_per_slot": 7, "row_multiple": 8}, "7 is below row_multiple 8"),
+    ("multiple", [3], Layout(4), 2, {"micro_batch_multiple": 0}, "micro_batch_multiple is 0; give an integer"),
+    ("node", [3], Layout(4), 2, {"node_size": 0}, "node_size is 0"),
+    ("targets", [3], Layout(4), 2, {"targets": -1}, "targets is -1; give an integer of at least 0"),
+    ("mode", [3], Layout(4), 2, {"mode": "loose"}, "mode is 'loose'; use one of lockstep, free"),
+    (
+        "type",
+        [3],
+        Layout(4),
+        2,
+        {"cp_comm_type": "ring"},
+        "cp_comm_type is 'ring'; use one of p2p, all_gather, a2a, a2a",
+    ),
+    ("layer type", [3], Layout(4), 2, {"cp_comm_type": ["p2p", "x"]}, "cp_comm_type of layer 1 is 'x'"),
+    ("no type", [3], Layout(4), 2, {"cp_comm_type": []}, "cp_comm_type is an empty list"),
+    ("sizes", [3], Layout(4), 2, {"cp_comm_type": "a2a+p2p"}, r"needs hierarchical_.*\(a2a, p2p\) with product 2"),
+    (
+        "product",
+        [3],
+        Layout(8),
+        4,
+        {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 4)},
+        r"sizes \(2, 4\) multiply to 8, but the group has cp 4; use one of \(1, 4\), \(2, 2\), \(4, 1\)",
+    ),
+    (
+        "huge",
+        [2**31, 2**31],
+        Layout(4),
+        2,
+        {},
+        "2 documents of up to 2147483648 rows cannot be priced .* at most 1 of that length",
+    ),
+]
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize(("found", "home", "cp", "options", "message"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_refused(planner: str, found: list[Any], home: Layout, cp: int, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((PlanError, LayoutError), match=message):
+        PLANNERS[planner](found, home, cp, **options)
+
+
+@pytest.mark.parametrize("mode", ["lockstep", "free"])
+def test_many_documents_are_planned_quickly(mode: Any) -> None:
+    rng = np.random.default_rng(0)
+    found = np.clip(np.exp(np.log(2048) + 1.4898 * rng.standard_normal(100_000)), 16, 131072).astype(int)
+    start = time.process_time()
+    plan = plan_fixed(found, Layout(1024), 8, max_tokens_per_slot=16384, mode=mode)
+    assert time.process_time() - start < 4.0
+    assert 1 <= plan.ratio < 1.1
+
+
+def test_a_plan_under_another_cost() -> None:
+    plan = plan_fixed([3000, 500], Layout(4), 2)
+    slow = replace(plan.cost, linear_seconds=1.0)
+    assert plan.timeline(slow).step_seconds > 100 * plan.timeline().step_seconds
+    assert list(islice(plan.table(slow).splitlines(), 4)) != list(islice(plan.table().splitlines(), 4))
