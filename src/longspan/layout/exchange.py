@@ -156,7 +156,8 @@ def _held(partition: Partition) -> _Held:
 
 def _travel(have: Partition, need: Partition) -> _Travel:
     degree, held, wanted = have.degree, _held(have), _held(need)
-    ids = np.unique(held.row)
+    ids = np.sort(held.row)
+    ids = ids[np.diff(ids, prepend=-1) != 0]
     row = np.searchsorted(ids, held.row)
     want = _find(ids, wanted)
     holding, first_held = np.unique(row * degree + held.member, return_index=True)
