@@ -7,24 +7,19 @@ Not covered: working in head slices under a memory budget.
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.attention.block import Rule, add_block, add_block_gradients, real_segments
-from longspan.attention.kernels.launch import Launch
+from longspan.attention.block import Rule, add_block, add_block_gradients
 from longspan.attention.merge import Partial, RowSum
 from longspan.comm import ShardPart
-from longspan.layout import Segments
-
-_ALL = -1  # owner of the block that holds every member's rows
 
 
 def all_gather_forward(q: Tensor, k: Tensor, v: Tensor, part: ShardPart, rule: Rule) -> tuple[Tensor, Tensor]:
     """q (T, N, H), k (T, K, H), v (T, K, Hv) of one group's local rows -> out (T, N, Hv), lse (T, N)."""
     all_k, all_v = _gather((k, v), part, rule, "attention all-gather forward")
     total = Partial(q.shape[0], q.shape[1], v.shape[2], like=q)
-    add_block(total, q, all_k, all_v, _launches(part, q, rule), rule)
+    add_block(total, q, all_k, all_v, rule.launches(part, None, q.device), rule)
     return total.result()
 
 
@@ -34,7 +29,8 @@ def all_gather_backward(
     """Gradients of q, k, v in the accumulation dtype; those of k and v are summed over the group."""
     all_k, all_v = _gather((k, v), part, rule, "attention all-gather backward")
     dq = RowSum(tuple(q.shape), q)
-    gradients = add_block_gradients(dq, (dout, q, out, lse), all_k, all_v, _launches(part, q, rule), rule)
+    launches = rule.launches(part, None, q.device)
+    gradients = add_block_gradients(dq, (dout, q, out, lse), all_k, all_v, launches, rule)
     channel, rows = part.channel(), _rows(part, q.device, rule)
     what = "attention all-gather backward, gradients"
     handles = [channel.reduce_scatter([x[member] for member in rows], what) for x in gradients]
@@ -50,26 +46,15 @@ def _gather(tensors: Sequence[Tensor], part: ShardPart, rule: Rule, what: str) -
     for x, handle in zip(tensors, handles, strict=True):
         full = x.new_empty((sum(part.counts), *x.shape[1:]))
         for rows, shares in zip(_rows(part, x.device, rule), handle.wait(), strict=True):
-            full[rows] = shares
+            full.index_copy_(0, rows, shares)
         gathered.append(full)
     return gathered
 
 
 def _rows(part: ShardPart, device: torch.device, rule: Rule) -> list[Tensor]:
     """Per member, where its rows go among the group's rows in document order."""
-    key = ("rows", part.start, device)
+    key = ("rows", part.index, device)
     if key not in rule.memo:
         held = (part.group.shares.rows(member) for member in range(part.degree))
         rule.memo[key] = [torch.tensor(rows, dtype=torch.int64, device=device) for rows in held]
     return rule.memo[key]  # pyright: ignore[reportReturnType]
-
-
-def _launches(part: ShardPart, q: Tensor, rule: Rule) -> tuple[Launch, ...]:
-    return rule.launches(part, real_segments(part, part.member), _documents(part), q.device, _ALL)
-
-
-def _documents(part: ShardPart) -> Segments:
-    """Every document whole, where it lies among the group's rows; padding rows follow it and are left out."""
-    laid_out = np.asarray(part.group.laid_out, dtype=np.int64)
-    lengths = np.asarray(part.group.lengths, dtype=np.int64)
-    return Segments(np.arange(len(lengths)), np.zeros_like(lengths), lengths, np.cumsum(laid_out) - laid_out)

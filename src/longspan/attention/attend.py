@@ -73,7 +73,7 @@ def attend(
     check_tensors(q, k, v, shard)
     check_features(causal=causal, window=window, softcap=softcap, scale=scale, dropout=dropout)
     check_sinks(sinks, q)
-    kinds = tuple(_kind(part, cp_comm_type, layer) for part in shard.parts)
+    kinds = _kinds(shard.parts, cp_comm_type, layer)
     features = frozenset(n for n, asked in (("window", window), ("softcap", softcap)) if asked is not None)
     need = Need(q.device, q.dtype, max(q.shape[2], v.shape[2]), features)
     rule = Rule(
@@ -87,17 +87,23 @@ def attend(
     return _Attend.apply(q, k, v, sinks, _Call(shard.parts, kinds, rule))  # pyright: ignore[reportReturnType]
 
 
-def _kind(part: ShardPart, asked: str | Sequence[str] | None, layer: int | None) -> str:
-    kind = part.cp_comm_type(layer) if asked is None else asked
-    if not isinstance(kind, str):
-        if layer is None or not 0 <= layer < len(kind):
-            raise AttentionError(f"cp_comm_type has {len(kind)} entries, one per layer; got layer={layer}")
-        kind = kind[layer]
+def _kinds(parts: Sequence[ShardPart], asked: str | Sequence[str] | None, layer: int | None) -> tuple[str, ...]:
+    """The communication type of each part; what was asked for is checked also where there is no part."""
+    if asked is None:
+        return tuple(_known(part.cp_comm_type(layer), f" of group {part.index}") for part in parts)
+    if not isinstance(asked, str):
+        if layer is None or not 0 <= layer < len(asked):
+            raise AttentionError(f"cp_comm_type has {len(asked)} entries, one per layer; got layer={layer}")
+        asked = asked[layer]
+    return (_known(asked, ""),) * len(parts)
+
+
+def _known(kind: str, where: str) -> str:
     if kind in PATTERNS:
         return kind
-    known = " or ".join(repr(name) for name in PATTERNS)
     state = "is not in this release" if kind in _OF_LATER_RELEASES else "is unknown"
-    raise AttentionError(f"cp_comm_type {kind!r} (group {part.index}) {state}; use {known}")
+    known = " or ".join(repr(name) for name in PATTERNS)
+    raise AttentionError(f"cp_comm_type {kind!r}{where} {state}; use {known}")
 
 
 @dataclass(frozen=True)

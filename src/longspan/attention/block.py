@@ -33,12 +33,12 @@ class Rule:
     softcap: float | None = None
     memo: dict[Hashable, object] = field(default_factory=dict, compare=False, repr=False)
 
-    def launches(
-        self, part: ShardPart, q: Segments, k: Segments, device: torch.device, owner: int
-    ) -> tuple[Launch, ...]:
-        """The launches of q's rows against k's; `owner` tells the key blocks of a part apart (−1: all rows)."""
-        key = ("launches", part.start, owner, self.causal, self.window, device)
+    def launches(self, part: ShardPart, owner: int | None, device: torch.device) -> tuple[Launch, ...]:
+        """The launches of this rank's rows of a part against those of `owner`, or against all (None)."""
+        key = ("launches", part.index, owner, self.causal, self.window, device)
         if key not in self.memo:
+            q = real_segments(part, part.member)
+            k = whole_documents(part) if owner is None else real_segments(part, owner)
             tilings = tiles_between(q, k, causal=self.causal, window=self.window)
             self.memo[key] = tuple(Launch(tiling, device) for tiling in tilings)
         return self.memo[key]  # pyright: ignore[reportReturnType]
@@ -52,6 +52,13 @@ def real_segments(part: ShardPart, member: int) -> Segments:
     stop = np.minimum(segments.stop, np.asarray(part.group.lengths)[segments.document])
     keep = segments.start < stop
     return Segments(segments.document[keep], segments.start[keep], stop[keep], segments.offset[keep])
+
+
+def whole_documents(part: ShardPart) -> Segments:
+    """Every document whole, where it lies among the group's rows in document order; without its padding."""
+    laid_out = np.asarray(part.group.laid_out, dtype=np.int64)
+    lengths = np.asarray(part.group.lengths, dtype=np.int64)
+    return Segments(np.arange(len(lengths)), np.zeros_like(lengths), lengths, np.cumsum(laid_out) - laid_out)
 
 
 def add_block(total: Partial, q: Tensor, k: Tensor, v: Tensor, launches: tuple[Launch, ...], rule: Rule) -> None:

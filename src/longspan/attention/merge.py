@@ -51,9 +51,11 @@ def merge_(total_out: Tensor, total_lse: Tensor, rows: Rows, out: Tensor, lse: T
     step = torch.sigmoid(lse - held_lse)
     held_out = held_out.lerp_(out.to(held_out.dtype), step.unsqueeze(-1))
     held_lse = torch.logaddexp(held_lse, lse)
-    if isinstance(rows, Tensor):
+    if isinstance(rows, slice):
+        total_lse[rows] = held_lse
+    else:
         total_out.index_copy_(0, rows, held_out)
-    total_lse[rows] = held_lse
+        total_lse.index_copy_(0, rows, held_lse)
 
 
 class RowSum:

@@ -6,8 +6,7 @@ walks the ring again instead of keeping the blocks, and each block's gradient tr
 
 from torch import Tensor
 
-from longspan.attention.block import Rule, add_block, add_block_gradients, real_segments
-from longspan.attention.kernels.launch import Launch
+from longspan.attention.block import Rule, add_block, add_block_gradients
 from longspan.attention.merge import Partial, RowSum, accumulation_dtype
 from longspan.comm import GradientRing, RingBlocks, ShardPart
 
@@ -16,7 +15,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, part: ShardPart, rule: Rule) -
     """q (T, N, H), k (T, K, H), v (T, K, Hv) of one group's local rows -> out (T, N, Hv), lse (T, N)."""
     total = Partial(q.shape[0], q.shape[1], v.shape[2], like=q)
     for owner, (k_block, v_block) in RingBlocks(part.channel(), (k, v), part.counts, "attention ring forward"):
-        add_block(total, q, k_block, v_block, _launches(part, owner, q, rule), rule)
+        add_block(total, q, k_block, v_block, rule.launches(part, owner, q.device), rule)
     return total.result()
 
 
@@ -30,11 +29,7 @@ def ring_backward(
         channel, (k, v), part.counts, "attention ring backward, gradients", dtype=accumulation_dtype(q.dtype)
     )
     for owner, (k_block, v_block) in RingBlocks(channel, (k, v), part.counts, "attention ring backward"):
-        home.add(owner, add_block_gradients(dq, saved, k_block, v_block, _launches(part, owner, q, rule), rule))
+        launches = rule.launches(part, owner, q.device)
+        home.add(owner, add_block_gradients(dq, saved, k_block, v_block, launches, rule))
     dk, dv = home.finish()
     return dq.result(), dk, dv
-
-
-def _launches(part: ShardPart, owner: int, q: Tensor, rule: Rule) -> tuple[Launch, ...]:
-    mine, theirs = real_segments(part, part.member), real_segments(part, owner)
-    return rule.launches(part, mine, theirs, q.device, owner)

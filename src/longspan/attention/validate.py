@@ -21,6 +21,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard) -> None
             found = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise AttentionError(f"{name} has {found}; attend takes (rows, heads, head size), without a batch dim")
     _check_same(named)
+    if q.device != shard.device:
+        raise AttentionError(f"q, k and v are on {q.device}, the shard is bound to {shard.device}; move them there")
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
     rows = {len(x) for x in named.values()}
     if rows != {shard.local_rows}:
