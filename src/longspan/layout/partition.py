@@ -19,9 +19,8 @@ from longspan.layout.layout import check_degree, short
 from longspan.layout.packing import Rows, check_lengths, is_integer, sealed
 from longspan.layout.segments import Segments, expand, segments_of
 
-GOLDEN = np.uint64(
-    0x9E3779B97F4A7C15
-)  # 2^64 / golden ratio: its multiples spread evenly over 2^64, whatever the stride
+# 2^64 / golden ratio: its multiples modulo 2^64 lie evenly, whatever the stride.
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Partition(ABC):
