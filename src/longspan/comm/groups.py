@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+GroupKind = Literal["control", "parent", "everyone", "slots", "replicate", "communicator"]
+ParentName = Literal["plane", "everyone"]
+
 _worlds: dict[int, "World"] = {}
 
 
@@ -40,7 +43,7 @@ class GroupRecord:
     """One communicator that a world made: its ranks, what it is for, and the seconds that it took."""
 
     ranks: tuple[int, ...]
-    kind: Literal["control", "parent", "slots", "replicate", "communicator"]
+    kind: GroupKind
     seconds: float
 
 
@@ -80,13 +83,23 @@ class Channel:
     """The members of one plan group in this rank's plane, and how they talk.
 
     `ranks` are the members' global ranks in the order of the group's slots, `index` this rank's place among them.
-    Every method is entered by all members whose part is not empty, in one order on every rank.
+    Every method is entered by all members whose part is not empty, in one order on every rank. Point-to-point runs on
+    the parent group, which is the plane's, or with `parent="everyone"` that of all ranks.
     """
 
-    def __init__(self, groups: "Groups", ranks: tuple[int, ...], index: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        groups: "Groups",
+        ranks: tuple[int, ...],
+        index: int,
+        device: torch.device,
+        parent: ParentName = "plane",
+    ) -> None:
         self.ranks, self.index, self.device = ranks, index, device
         self._groups = groups
-        self._peers = tuple(groups.rank_in_parent(rank) for rank in ranks)
+        self._parent: ParentName = parent
+        group = groups.parent(parent)
+        self._peers = tuple(dist.get_group_rank(group, rank) for rank in ranks)
 
     @property
     def degree(self) -> int:
@@ -94,13 +107,18 @@ class Channel:
         return len(self.ranks)
 
     def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], what: str
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        what: str,
+        result: Callable[[], Any] | None = None,
     ) -> Handle:
         """Start one batch of sends to and receives from members, each a (member index, contiguous tensor).
 
         Tensors without elements are dropped on both sides. Between two members, tensors match in the order given.
+        `result` makes what the handle's `wait()` returns.
         """
-        parent = self._groups.parent
+        parent = self._groups.parent(self._parent)
         ops: list[dist.P2POp] = []
         for member, tensor in sends:
             if tensor.numel():
@@ -113,7 +131,7 @@ class Channel:
         if ops:
             with self.watch.during(what, self.ranks):
                 works = dist.batch_isend_irecv(ops)
-        return Handle(self.watch, what, self.ranks, works, keep=ops)
+        return Handle(self.watch, what, self.ranks, works, keep=ops, finish=result)
 
     def all_gather(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
         """Start gathering every member's rows; `wait()` returns a list of (counts[m], …) tensors, views of one buffer.
@@ -128,10 +146,8 @@ class Channel:
         parts = list(buffer.split(list(counts)))
         parts[self.index].copy_(x)
         others = [member for member in range(self.degree) if member != self.index]
-        source = parts[self.index]
-        handle = self.exchange([(m, source) for m in others], [(m, parts[m]) for m in others], what)
-        handle._finish = lambda: parts
-        return handle
+        sends, receives = [(m, parts[self.index]) for m in others], [(m, parts[m]) for m in others]
+        return self.exchange(sends, receives, what, result=lambda: parts)
 
     def _all_gather_padded(self, group: ProcessGroup, x: Tensor, counts: Sequence[int], what: str) -> Handle:
         most = max(counts)
@@ -155,7 +171,6 @@ class Channel:
         own = parts[self.index]
         others = [member for member in range(self.degree) if member != self.index]
         arriving = {member: torch.empty_like(own, memory_format=torch.contiguous_format) for member in others}
-        handle = self.exchange([(m, parts[m]) for m in others], list(arriving.items()), what)
 
         def total() -> Tensor:
             addends = [own if member == self.index else arriving[member] for member in range(self.degree)]
@@ -164,8 +179,7 @@ class Channel:
                 result.add_(addend)
             return result
 
-        handle._finish = total
-        return handle
+        return self.exchange([(m, parts[m]) for m in others], list(arriving.items()), what, result=total)
 
     @property
     def watch(self) -> Watch:
@@ -189,9 +203,9 @@ class Groups:
         self._backend, self._timeout = backend, timeout
         self._mine: list[ProcessGroup] = []
         self._by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
-        self._parent: ProcessGroup | None = None
+        self._parents: dict[ParentName, ProcessGroup] = {}
 
-    def make(self, ranks: Sequence[int], kind: Any, *, backend: str | None = None) -> ProcessGroup | None:
+    def make(self, ranks: Sequence[int], kind: GroupKind, *, backend: str | None = None) -> ProcessGroup | None:
         """Make one communicator; called by every rank of the world in one order. None where this rank is no member.
 
         Callers that are members get the group; None is never handed on to torch.
@@ -216,23 +230,19 @@ class Groups:
         """The members' own communicator, or None where they talk point to point."""
         return self._by_ranks.get(tuple(sorted(ranks)))
 
-    @property
-    def parent(self) -> ProcessGroup:
-        """The plane's group, on which point-to-point runs. Raises CommError once the world has been left."""
-        if self._parent is None:
+    def parent(self, name: ParentName) -> ProcessGroup:
+        """The group on which point-to-point runs. Raises CommError once the world has been left."""
+        if name not in self._parents:
             raise CommError("this world has been left; its channels can no longer talk")
-        return self._parent
+        return self._parents[name]
 
-    @parent.setter
-    def parent(self, group: ProcessGroup) -> None:
-        self._parent = group
-
-    def rank_in_parent(self, rank: int) -> int:
-        """torch's number of a global rank inside the parent group."""
-        return dist.get_group_rank(self.parent, rank)
+    def set_parent(self, name: ParentName, group: ProcessGroup) -> None:
+        """Say which group that is."""
+        self._parents[name] = group
 
     def forget(self) -> list[ProcessGroup]:
         """Drop every reference, so that the groups can be freed; returns them for a last time."""
-        mine, self._mine, self._parent = self._mine, [], None
+        mine, self._mine = self._mine, []
+        self._parents.clear()
         self._by_ranks.clear()
         return mine

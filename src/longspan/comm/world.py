@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from longspan.comm.groups import Channel, GroupRecord, Groups, _worlds
+from longspan.comm.groups import Channel, GroupKind, GroupRecord, Groups, _worlds
 from longspan.comm.meeting import BOTH, Place, begin, choose_device, corner, end, meet, own_connection
 from longspan.comm.rollcall import Watch, short
 from longspan.errors import CommError
@@ -102,9 +102,8 @@ class World:
         for plane in self.home.planes():
             group = self._groups.make(plane, "parent")
             if group is not None:
-                self._groups.parent = group
-        if self.device.type == "cuda":
-            self._warm(self._groups.parent, self.plane)
+                self._groups.set_parent("plane", group)
+        self._warm(self._groups.parent("plane"), self.plane, self.channel(range(self.home.slots)))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -124,17 +123,19 @@ class World:
         self._watch.close()
         del _worlds[self.key]
         self._channels.clear()
-        for name in ("fsdp_mesh", "_control"):
+        for name in ("fsdp_mesh", "everyone", "_control"):
             self.__dict__.pop(name, None)
         end(self._groups.forget(), default=self._made_default, patient=error is None)
 
-    def _warm(self, group: ProcessGroup, ranks: Sequence[int]) -> None:
+    def _warm(self, group: ProcessGroup, ranks: Sequence[int], neighbours: Channel | None = None) -> None:
         """NCCL: every member enters the first collective, after which any subset may talk point to point."""
+        if self.device.type != "cuda":
+            return
         with self._watch.during("warming a communicator", ranks):
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
             torch.cuda.synchronize(self.device)
-        if len(ranks) > 1 and ranks == self.plane:
-            channel, x = self.channel(range(len(ranks))), torch.zeros(1, device=self.device)
+        if neighbours is not None and neighbours.degree > 1:
+            channel, x = neighbours, torch.zeros(1, device=self.device)
             right, left = (channel.index + 1) % channel.degree, (channel.index - 1) % channel.degree
             channel.exchange([(right, x)], [(left, x.clone())], "warming point-to-point").wait()
             torch.cuda.synchronize(self.device)
@@ -184,6 +185,23 @@ class World:
         return self._channels[slots]
 
     @cached_property
+    def everyone(self) -> Channel:
+        """A channel over all ranks of the home, in its order; first asked for by all ranks together.
+
+        With more than one plane it makes a group of its own.
+        """
+        self._check_open()
+        if self.plane == self.home.ranks:
+            return self.channel(range(self.home.slots))
+        group = self._groups.make(self.home.ranks, "everyone")
+        assert group is not None
+        self._groups.set_parent("everyone", group)
+        index = self.home.ranks.index(self.rank)
+        channel = Channel(self._groups, self.home.ranks, index, self.device, "everyone")
+        self._warm(group, self.home.ranks, channel)
+        return channel
+
+    @cached_property
     def fsdp_mesh(self) -> DeviceMesh:
         """A mesh over this plane's ranks for FSDP2, with groups of its own; first asked for by all ranks together.
 
@@ -196,7 +214,9 @@ class World:
         for plane in self.home.planes():
             rows = [plane[i * width : (i + 1) * width] for i in range(copies)]
             columns = [plane[i::width] for i in range(width)] if copies > 1 else []
-            for kind, members in [*(("slots", r) for r in rows), *(("replicate", c) for c in columns)]:
+            wanted: list[tuple[GroupKind, tuple[int, ...]]] = [("slots", row) for row in rows]
+            wanted += [("replicate", column) for column in columns]
+            for kind, members in wanted:
                 group = self._groups.make(members, kind)
                 if group is not None:
                     mine[kind] = group
@@ -222,8 +242,7 @@ class World:
                 group = self._groups.make(ranks, "communicator")
                 if group is not None:
                     self._groups.add_communicator(ranks, group)
-                    if self.device.type == "cuda":
-                        self._warm(group, ranks)
+                    self._warm(group, ranks)
 
     def _wanted(self, plan: Plan) -> list[tuple[int, ...]]:
         """The slot tuples to make communicators for, in plan order: the same on every rank."""
@@ -290,7 +309,7 @@ class World:
         own = torch.tensor(list(values), dtype=torch.float64)
         parts = [torch.empty_like(own) for _ in self.plane]
         with self.watch.during(what, self.plane):
-            dist.all_gather(parts, own, group=self._groups.parent)
+            dist.all_gather(parts, own, group=self._groups.parent("plane"))
         return torch.stack(parts).sum(0).tolist()
 
     def _check_open(self) -> None:

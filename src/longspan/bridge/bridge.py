@@ -1,0 +1,44 @@
+"""Every row of an encoder straight to the rank that needs it, and its whole gradient straight back.
+
+Which rows these are is said by row ids, never by implied order. Splicing the rows among text embeddings is not done
+here.
+"""
+
+from torch import Tensor
+
+from longspan.comm.rows import RowExchange, RowGradient
+from longspan.comm.world import World
+from longspan.layout import Exchange, Partition
+
+
+class Bridge:
+    """Moves rows from the ranks that have them to the ranks that need them, differentiably.
+
+    >>> have = Partition.from_rows([[0, 1], [2], []])          # per rank of the home, row ids in order
+    >>> need = Partition.from_rows([[2], [2, 0], [1]])
+    >>> bridge = Bridge(have, need, world, gradient="partial")
+    >>> y_local = bridge(x_local)                              # (rows here of have, …) -> (rows here of need, …)
+
+    Layouts may differ in any way: rows may be split, replicated or reordered on either side, and ranks may have or need
+    none. `gradient` says what the copies of a row on the need side carry: *partial*, each rank the gradient of its own
+    use, to be summed; *identical*, all the same one, of which one is taken (replicas of one computation); *none*, no
+    gradient flows back (a frozen encoder). In backward every rank that has a row gets its whole gradient, and zeros for
+    rows that nobody needs. A rank receives no row twice and none that it has.
+
+    Entered by all ranks, forward and backward, with zero rows where a rank has none: let `y_local.sum() * 0` into the
+    loss of a rank that needs nothing. Making a bridge plans on the host and, in a home of several planes, makes the
+    group of all ranks once. Raises LayoutError for rows that nobody has and for partitions that do not have one list
+    for each rank of the home.
+    """
+
+    def __init__(self, have: Partition, need: Partition, world: World, gradient: RowGradient = "partial") -> None:
+        self.exchange = Exchange(have, need)
+        self.gradient: RowGradient = gradient
+        self._rows = RowExchange(self.exchange, world.everyone, gradient=gradient)
+
+    def __call__(self, x_local: Tensor) -> Tensor:
+        """This rank's rows of `have`, in order, to its rows of `need`. Raises LayoutError for other numbers of rows."""
+        return self._rows(x_local)
+
+    def __repr__(self) -> str:
+        return f"Bridge({self.exchange!r}, gradient={self.gradient!r})"
