@@ -1,0 +1,1 @@
+"""The command line: `longspan VERB …`, one file for each verb. The only room that reads flags and the environment."""

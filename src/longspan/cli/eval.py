@@ -1,0 +1,69 @@
+"""`longspan eval`: the loss of a checkpoint on its run's held-out documents, at any degree, on any number of ranks."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longspan.cli.flags import parse_eval
+from longspan.cli.ranks import ranks_wanted, reports_here, run_on_ranks
+from longspan.errors import CheckpointError
+from longspan.train.checkpoint_files import step_of
+from longspan.train.config import RunConfig
+from longspan.train.config_check import check_config
+from longspan.train.config_file import load_config
+
+if TYPE_CHECKING:
+    from longspan.train.evaluate import Evaluation
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb."""
+    flags = parse_eval(argv)
+    run_dir, checkpoint = split_target(Path(flags.run))
+    config = load_config(run_dir / "config.toml")
+    flags = parse_eval(argv, config.context)
+    config = replace(config, context=flags.context, run=replace(config.run, dir=str(run_dir)))
+    ranks = ranks_wanted(flags.world)
+    check_config(config, ranks)
+    backend = "gloo" if flags.world else None
+    found: Evaluation = run_on_ranks(eval_rank, (config, checkpoint, ranks, backend), ranks)
+    if reports_here():
+        print(json.dumps(found.row() | {"world": ranks}) if flags.json else _text(found, ranks))
+    return 0
+
+
+def split_target(target: Path) -> tuple[Path, Path | None]:
+    """The run's folder, and the checkpoint in it where one was named. Raises CheckpointError where there is none."""
+    is_checkpoint = step_of(target) >= 0
+    run_dir = target.resolve().parent.parent if is_checkpoint else target
+    if not target.is_dir():
+        what = "checkpoint" if is_checkpoint else "run"
+        raise CheckpointError(f"there is no {what} {target}; give a run's folder, or RUN/checkpoints/step-NNNNNN")
+    if not (run_dir / "config.toml").is_file():
+        raise CheckpointError(f"{run_dir} is not the folder of a run: it has no config.toml")
+    return run_dir, target if is_checkpoint else None
+
+
+def eval_rank(rank: int, config: RunConfig, checkpoint: Path | None, ranks: int, backend: str | None) -> "Evaluation":
+    """What one rank does."""
+    from longspan.comm import World
+    from longspan.train.setup import evaluate_checkpoint
+
+    say = partial(print, file=sys.stderr) if rank == 0 else _silent
+    with World(check_config(config, ranks), backend=backend, timeout=config.run.timeout_seconds) as world:
+        return evaluate_checkpoint(config, checkpoint, world, say)
+
+
+def _text(found: "Evaluation", ranks: int) -> str:
+    return (
+        f"step {found.step}: evaluation loss {found.loss:.9f} at cp {found.cp} on {ranks} ranks "
+        f"({found.documents} documents, {found.tokens} tokens, {found.seconds:.1f} s)"
+    )
+
+
+def _silent(text: str) -> None:
+    pass

@@ -1,0 +1,84 @@
+"""`longspan VERB …`: finds the verb, and turns an error that a caller can act on into one line and exit code 2.
+
+A verb is a module of this folder with `main(argv) -> int`, imported when it is asked for, so that `longspan plan` needs
+no torch.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+
+from longspan import __version__
+from longspan.errors import ConfigError, LongspanError
+
+VERBS = {
+    "train": "train a model on text; checkpoints, metrics and a report in the run's folder",
+    "eval": "evaluate a checkpoint at any context-parallel degree",
+    "plan": "what a step of these documents would do: a table or JSON",
+    "simulate": "what planners and degrees would cost on a cluster, without one",
+    "bench": "measure communication patterns on this machine",
+    "report": "write the HTML report of a run or a plan",
+    "doctor": "check versions, kernels, process groups and exactness on this machine",
+}
+EXIT_ERROR, EXIT_INTERRUPT = 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a verb; returns the exit code: 0, 2 for an error, 130 for an interrupt."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        return _run(words)
+    except LongspanError as error:
+        if debug:
+            traceback.print_exc()
+        print(error_line(error), file=sys.stderr, flush=True)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPT
+    except BrokenPipeError:  # the reader of a pipe, `| head`, has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def usage() -> str:
+    """What `longspan --help` prints."""
+    verbs = "\n".join(f"  {verb:<10}{text}" for verb, text in VERBS.items())
+    return (
+        f"longspan {__version__}: long-context training in which the layout of a step is a value\n\n"
+        f"usage: longspan VERB [flags]\n\n{verbs}\n\n"
+        "longspan VERB --help shows a verb's flags; --debug shows the traceback of an error."
+    )
+
+
+def error_line(error: LongspanError) -> str:
+    """One line (and one for each note) that says what is wrong; under torchrun it begins with the rank."""
+    rank = os.environ.get("RANK")
+    label = "error:" if rank is None else f"error (rank {rank}):"
+    if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+        label = f"\x1b[1;31m{label}\x1b[0m"
+    notes = [note for note in getattr(error, "__notes__", ()) if str(error) not in note]
+    return "\n".join([f"{label} {error}", *(f"  {note}" for note in notes)])
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"longspan {__version__}")
+        return 0
+    verb, *rest = words
+    if verb not in VERBS:
+        from longspan.train.config_file import nearest
+
+        raise ConfigError(f"longspan has no verb {verb!r}: {nearest(verb, VERBS)}")
+    return import_module(f"longspan.cli.{verb}").main(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

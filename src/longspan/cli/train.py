@@ -1,0 +1,48 @@
+"""`longspan train`: check the configuration, start the ranks, train, write the report, print the outcome."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from longspan.cli.flags import parse_train
+from longspan.cli.ranks import ranks_wanted, reports_here, run_on_ranks
+from longspan.train.config import RunConfig
+from longspan.train.config_check import check_config
+
+if TYPE_CHECKING:
+    from longspan.train.run import Outcome
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; 0 when the run came to its end or was told to stop."""
+    flags, config = parse_train(argv)
+    ranks = ranks_wanted(flags.world)
+    check_config(config, ranks)
+    backend = "gloo" if flags.world else None
+    outcome: Outcome = run_on_ranks(train_rank, (config, ranks, backend, flags.json), ranks)
+    if reports_here():
+        _show(outcome, as_json=flags.json)
+    return 0
+
+
+def train_rank(rank: int, config: RunConfig, ranks: int, backend: str | None, to_stderr: bool) -> "Outcome":
+    """What one rank does."""
+    from longspan.comm import World
+    from longspan.train.run import train
+    from longspan.train.screen import Screen
+
+    home = check_config(config, ranks)
+    with World(home, backend=backend, timeout=config.run.timeout_seconds) as world:
+        stream = (sys.stderr if to_stderr else sys.stdout) if rank == 0 else None
+        with Screen(config.train.steps, stream) as screen:
+            return train(config, world, screen)
+
+
+def _show(outcome: "Outcome", *, as_json: bool) -> None:
+    from longspan.report import write_report
+
+    out = sys.stderr if as_json else sys.stdout
+    print(f"report: {write_report(outcome.dir)}", file=out)
+    print(f"checkpoints: {outcome.dir / 'checkpoints'}, Hugging Face folder: {outcome.dir / 'model'}", file=out)
+    print(json.dumps(outcome.summary()) if as_json else outcome.text())

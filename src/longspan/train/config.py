@@ -1,0 +1,149 @@
+"""What a run is told: six sections of frozen values with the defaults of `make train`.
+
+A RunConfig comes from a TOML file and flags (`config_file.py`, `cli/flags.py`) and is checked against the number of
+ranks before any process group exists (`config_check.py`). The text under each key is also its `--help`.
+This module decides nothing and imports no torch.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model: random weights of a preset, or a local Hugging Face folder."""
+
+    preset: str = "qwen3-tiny"
+    """Architecture with random weights: qwen3-tiny (hidden 192, 2 layers, 8 heads, 4 key/value heads) or llama-tiny."""
+    path: str = ""
+    """A local Hugging Face folder with config.json and safetensors; wins over preset."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Parameters and arithmetic: float32, float64 or bfloat16."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The text, how it becomes documents, and which of them are only evaluated."""
+
+    path: str = "stdlib"
+    """stdlib (sources of this Python's standard library), or a folder or file of .txt .md .py .jsonl."""
+    tokenizer: str = ""
+    """A folder with tokenizer.json; empty: the model folder's, else one trained on the corpus."""
+    vocab_size: int = 2048
+    """Entries of the byte-pair tokenizer that is trained when no other is given, and of the preset's embedding."""
+    max_document_tokens: int = 2048
+    """Longer texts are cut into documents of at most this many tokens; 0: they are refused by name."""
+    eval_documents: int = 32
+    """Documents held out for evaluation, chosen by the seed; 0: no evaluation."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Where the weights live. Context parallelism is not here: it moves no weight."""
+
+    tp: int = 1
+    """Tensor-parallel degree (1 in this release)."""
+    pp: int = 1
+    """Pipeline stages (1 in this release)."""
+    vpp: int = 1
+    """Virtual pipeline stages a rank (1 in this release)."""
+    ep: int = 1
+    """Expert-parallel degree (1 in this release)."""
+    dp_replicate: int = 1
+    """Copies of the sharded weights (1 in this release)."""
+    sequence_parallel: bool = False
+    """Split activations over the tensor-parallel ranks (off in this release)."""
+    reshard_after_forward: bool = True
+    """Free gathered weights after the forward pass: less memory, one more gather."""
+
+
+@dataclass(frozen=True)
+class ContextConfig:
+    """Who shares which documents, in training and in evaluation."""
+
+    planner: Literal["fixed", "padded", "dynamic"] = "fixed"
+    """fixed: packed documents at one degree; padded: one document a row; dynamic: a degree for each document."""
+    context_parallel_size: int = 2
+    """Slots that share a document in training (fixed and padded)."""
+    cp_comm_type: str | tuple[str, ...] = "p2p"
+    """How they share it: p2p (ring) or all_gather; one, or one for each layer."""
+    hierarchical_context_parallel_sizes: int | tuple[int, ...] = (2, 2)
+    """Sizes (a2a, p2p) of a2a+p2p; read with that type only."""
+    min_dynamic_context_parallel_size: int = 1
+    """Smallest degree that the dynamic planner may choose."""
+    max_dynamic_context_parallel_size: int = 0
+    """Largest degree that the dynamic planner may choose; 0: no limit."""
+    max_tokens_per_slot: int = 1024
+    """Rows of one micro-batch on one slot, at most; 0: no limit."""
+    node_size: int = 8
+    """Slots of one host: what the plan's cost model takes as near."""
+    eval_planner: Literal["fixed", "padded", "dynamic"] = "fixed"
+    """Planner of evaluation."""
+    eval_context_parallel_size: int = 4
+    """Slots that share a document in evaluation; this key alone changes the degree."""
+    eval_cp_comm_type: str | tuple[str, ...] = "p2p"
+    """As cp_comm_type, in evaluation."""
+    eval_max_tokens_per_slot: int = 2048
+    """As max_tokens_per_slot, in evaluation."""
+    eval_hierarchical_context_parallel_sizes: int | tuple[int, ...] = (2, 2)
+    """As hierarchical_context_parallel_sizes, in evaluation."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Steps, optimizer, and when to evaluate and save."""
+
+    steps: int = 300
+    """Optimizer steps of the whole run."""
+    tokens_per_step: int = 4096
+    """Whole documents are taken up to this many tokens, at least one document a step."""
+    lr: float = 6e-3
+    """Peak learning rate, reached after the warm-up; a cosine leads down from it."""
+    min_lr_ratio: float = 0.1
+    """Learning rate of the last step, as a share of lr."""
+    warmup_steps: int = 20
+    """Steps of linear warm-up."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """adamw or sgd."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0: never."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping it."""
+    seed: int = 0
+    """Of weights, document order and held-out documents."""
+    eval_every: int = 100
+    """Steps between evaluations; 0: only after the last step."""
+    save_every: int = 0
+    """Steps between checkpoints; 0: only after the last step and when the run is told to stop."""
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """The run's folder and how it behaves."""
+
+    dir: str = "runs/first"
+    """Folder of the run: config, corpus, metrics, plans, checkpoints, report."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto: go on from the newest good checkpoint; never: refuse a folder that holds one; must: refuse one without."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept; 0: all."""
+    timeout_seconds: float = 600.0
+    """How long a rank waits for the others before it says which one is missing."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that a run is told.
+
+    >>> from dataclasses import replace
+    >>> config = replace(RunConfig(), train=TrainConfig(steps=10))
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    run: RunSection = field(default_factory=RunSection)

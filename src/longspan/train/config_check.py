@@ -1,0 +1,127 @@
+"""Whether the values of a configuration fit together and fit the ranks. Runs before any process group exists.
+
+What needs the data or the model (a document that is too long, a list of types as long as the layers) is checked by
+the run once it has them, still before the first collective of a step.
+"""
+
+import math
+from dataclasses import asdict
+
+from longspan.errors import ConfigError
+from longspan.layout import Layout
+from longspan.model import PRESETS
+from longspan.plan.check import COMM_TYPES
+from longspan.train.config import RunConfig
+from longspan.train.config_file import nearest
+from longspan.train.plans import PlanChoice, home_of
+
+_LEAST = {
+    "data.vocab_size": 257,  # 256 bytes and the end of text
+    "data.max_document_tokens": 0,
+    "data.eval_documents": 0,
+    "parallel.tp": 1,
+    "parallel.pp": 1,
+    "parallel.vpp": 1,
+    "parallel.ep": 1,
+    "parallel.dp_replicate": 1,
+    "context.context_parallel_size": 1,
+    "context.min_dynamic_context_parallel_size": 1,
+    "context.max_dynamic_context_parallel_size": 0,
+    "context.max_tokens_per_slot": 0,
+    "context.node_size": 1,
+    "context.eval_context_parallel_size": 1,
+    "context.eval_max_tokens_per_slot": 0,
+    "train.steps": 1,
+    "train.tokens_per_step": 2,
+    "train.min_lr_ratio": 0,
+    "train.warmup_steps": 0,
+    "train.weight_decay": 0,
+    "train.max_grad_norm": 0,
+    "train.seed": 0,
+    "train.eval_every": 0,
+    "train.save_every": 0,
+    "run.keep_checkpoints": 0,
+}
+_POSITIVE = ("train.lr", "run.timeout_seconds")
+RUNNING_COMM_TYPES = ("p2p", "all_gather")
+# What this release runs; the rest of the house is laid out for it, and says so instead of running something else.
+_ONE_IN_THIS_RELEASE = {
+    "tp": "tensor parallelism",
+    "pp": "pipeline parallelism",
+    "vpp": "virtual pipeline stages",
+    "ep": "expert parallelism",
+    "dp_replicate": "replicated weights (HSDP)",
+}
+
+
+def check_config(config: RunConfig, ranks: int) -> Layout:
+    """The home of the run on `ranks` ranks, if every value is possible there.
+
+    Raises ConfigError (LayoutError for ranks that tp x pp does not divide) with the key, the numbers and what fits.
+    """
+    _check_numbers(config)
+    home = home_of(config.parallel, ranks)
+    _check_release(config)
+    for choice in (PlanChoice.training(config.context), PlanChoice.evaluation(config.context)):
+        _check_types(choice)
+        if choice.planner != "dynamic":
+            _check_degree(choice, home)
+        longest = config.data.max_document_tokens or 1
+        choice.check(longest, home, f"data.max_document_tokens {longest}")
+    return home
+
+
+def _check_numbers(config: RunConfig) -> None:
+    values = {f"{section}.{key}": v for section, keys in asdict(config).items() for key, v in keys.items()}
+    for key, least in _LEAST.items():
+        if not least <= values[key] < math.inf:
+            raise ConfigError(f"{key} is {values[key]}; it must be at least {least}")
+    for key in _POSITIVE:
+        if not 0 < values[key] < math.inf:
+            raise ConfigError(f"{key} is {values[key]}; it must be above 0")
+    if config.train.min_lr_ratio > 1:
+        raise ConfigError(f"train.min_lr_ratio is {config.train.min_lr_ratio}; it must be between 0 and 1")
+    if config.data.max_document_tokens == 1:
+        raise ConfigError("data.max_document_tokens is 1; a document of one token predicts nothing: use 2 or more")
+    if not config.run.dir:
+        raise ConfigError('run.dir is empty; name a folder, as in dir = "runs/first"')
+    if not config.model.path and config.model.preset not in PRESETS:
+        raise ConfigError(f"model.preset is {config.model.preset!r}; {nearest(config.model.preset, PRESETS)}")
+
+
+def _check_release(config: RunConfig) -> None:
+    for key, what in _ONE_IN_THIS_RELEASE.items():
+        degree = getattr(config.parallel, key)
+        if degree > 1:
+            raise ConfigError(f"parallel.{key} is {degree}: this release trains without {what}; use 1")
+    if config.parallel.sequence_parallel:
+        raise ConfigError("parallel.sequence_parallel is true: it belongs to tensor parallelism; use false")
+
+
+def _check_types(choice: PlanChoice) -> None:
+    for kind in choice.comm_types:
+        if kind not in COMM_TYPES:
+            raise ConfigError(f"{choice.keys.comm_type} is {kind!r}; {nearest(kind, COMM_TYPES)}")
+        if kind not in RUNNING_COMM_TYPES:
+            raise ConfigError(
+                f"{choice.keys.comm_type} is {kind!r}, which this release does not run; "
+                f"use {' or '.join(RUNNING_COMM_TYPES)}"
+            )
+
+
+def _check_degree(choice: PlanChoice, home: Layout) -> None:
+    if home.slots % choice.degree == 0:
+        return
+    fit = [d for d in range(1, home.slots + 1) if home.slots % d == 0]
+    ranks = choice.degree * home.tp * home.pp
+    raise ConfigError(
+        f"{choice.keys.degree} {choice.degree} does not divide {home.slots} slots ({len(home.ranks)} ranks / "
+        f"tp {home.tp} / pp {home.pp}); use {' or '.join(map(str, fit))}, or start a multiple of {ranks} processes "
+        f"(--world {ranks}, or torchrun)"
+    )
+
+
+def check_longest(config: RunConfig, home: Layout, longest: int, name: str) -> None:
+    """Raise ConfigError where the longest document of the corpus (of source file `name`) fits no slot group."""
+    for choice in (PlanChoice.training(config.context), PlanChoice.evaluation(config.context)):
+        choice.check(longest, home, f"the longest document ({longest} tokens, of {name})")

@@ -1,0 +1,145 @@
+"""The plan of a step or of an evaluation, from the configuration and the lengths of its documents.
+
+Planning itself is `longspan.plan`'s business. Nothing here needs torch or a process group.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from longspan.errors import ConfigError, LongspanError
+from longspan.layout import Layout
+from longspan.plan import Plan, plan_dynamic, plan_fixed, plan_padded
+from longspan.train.config import ContextConfig, ParallelConfig
+
+
+@dataclass(frozen=True)
+class Keys:
+    """How the configuration calls the values of one choice, for messages."""
+
+    prefix: str
+
+    @property
+    def degree(self) -> str:
+        """Key of the degree."""
+        return self.prefix + "context_parallel_size"
+
+    @property
+    def cap(self) -> str:
+        """Key of the rows that a slot may hold."""
+        return self.prefix + "max_tokens_per_slot"
+
+    @property
+    def comm_type(self) -> str:
+        """Key of the communication type."""
+        return self.prefix + "cp_comm_type"
+
+
+@dataclass(frozen=True)
+class PlanChoice:
+    """Which planner, at which degree, under which cap: one of the two halves of [context].
+
+    >>> training, evaluation = PlanChoice.training(config.context), PlanChoice.evaluation(config.context)
+    >>> plan = evaluation.plan(lengths, home)
+    """
+
+    planner: str
+    degree: int
+    cp_comm_type: str | tuple[str, ...]
+    hierarchical_sizes: int | tuple[int, ...]
+    max_tokens_per_slot: int
+    node_size: int
+    min_degree: int
+    max_degree: int
+    keys: "Keys"
+
+    @classmethod
+    def training(cls, context: ContextConfig) -> "PlanChoice":
+        """How training steps are planned."""
+        return cls(
+            planner=context.planner,
+            degree=context.context_parallel_size,
+            cp_comm_type=context.cp_comm_type,
+            hierarchical_sizes=context.hierarchical_context_parallel_sizes,
+            max_tokens_per_slot=context.max_tokens_per_slot,
+            node_size=context.node_size,
+            min_degree=context.min_dynamic_context_parallel_size,
+            max_degree=context.max_dynamic_context_parallel_size,
+            keys=Keys("context."),
+        )
+
+    @classmethod
+    def evaluation(cls, context: ContextConfig) -> "PlanChoice":
+        """How evaluations are planned."""
+        return cls(
+            planner=context.eval_planner,
+            degree=context.eval_context_parallel_size,
+            cp_comm_type=context.eval_cp_comm_type,
+            hierarchical_sizes=context.eval_hierarchical_context_parallel_sizes,
+            max_tokens_per_slot=context.eval_max_tokens_per_slot,
+            node_size=context.node_size,
+            min_degree=context.min_dynamic_context_parallel_size,
+            max_degree=context.max_dynamic_context_parallel_size,
+            keys=Keys("context.eval_"),
+        )
+
+    @property
+    def comm_types(self) -> tuple[str, ...]:
+        """The communication types, one, or one for each layer."""
+        return (self.cp_comm_type,) if isinstance(self.cp_comm_type, str) else self.cp_comm_type
+
+    def at_degree(self, degree: int, *, longest: int) -> "PlanChoice":
+        """The same documents at another fixed degree, under a cap that holds the longest of them."""
+        cap = max(self.max_tokens_per_slot, -(-longest // degree)) if self.max_tokens_per_slot else 0
+        return replace(self, planner="fixed", degree=degree, max_tokens_per_slot=cap)
+
+    def plan(self, lengths: Sequence[int], home: Layout) -> Plan:
+        """The plan of these documents. Raises PlanError where they do not fit."""
+        cap = self.max_tokens_per_slot or None
+        sizes = self._sizes()
+        if self.planner == "dynamic":
+            return plan_dynamic(
+                lengths,
+                home,
+                max_tokens_per_slot=cap,
+                min_cp=self.min_degree,
+                max_cp=self.max_degree or None,
+                cp_comm_type=self.cp_comm_type,
+                node_size=self.node_size,
+            )
+        planner = plan_padded if self.planner == "padded" else plan_fixed
+        return planner(
+            lengths,
+            home,
+            self.degree,
+            max_tokens_per_slot=cap,
+            cp_comm_type=self.cp_comm_type,
+            hierarchical_context_parallel_sizes=sizes,
+            node_size=self.node_size,
+        )
+
+    def check(self, longest: int, home: Layout, what: str) -> None:
+        """Plan one document of `longest` tokens, or raise ConfigError with the keys that do not fit."""
+        try:
+            self.plan((longest,), home)
+        except LongspanError as error:
+            raise ConfigError(
+                f"{self.keys.degree} {self.degree} and {self.keys.cap} {self.max_tokens_per_slot} do not suit {what} "
+                f"on {len(home.ranks)} ranks: {error}"
+            ) from error
+
+    def _sizes(self) -> tuple[int, ...] | None:
+        if "a2a+p2p" not in self.comm_types:
+            return None
+        inner = self.hierarchical_sizes
+        return (inner, max(1, self.degree // inner)) if isinstance(inner, int) else inner
+
+
+def home_of(parallel: ParallelConfig, ranks: int) -> Layout:
+    """The home of a run on so many ranks. Raises LayoutError where the degrees do not divide them."""
+    return Layout(ranks, pp=parallel.pp, tp=parallel.tp, ep=parallel.ep, dp_replicate=parallel.dp_replicate)
+
+
+def degrees_to_compare(home: Layout) -> tuple[int, ...]:
+    """Degrees 1, 2, 4, … that divide the slots, and the number of slots itself."""
+    powers = {2**i for i in range(home.slots.bit_length())} | {home.slots}
+    return tuple(sorted(degree for degree in powers if home.slots % degree == 0))

@@ -1,0 +1,213 @@
+"""`train`: the loop of a run, from its configuration to its last evaluation, on every rank inside an open world.
+
+A step is: documents of the step, a plan of their lengths, `run_step`. What a run leaves in its folder: config.toml,
+corpus/, tokenizer.json, metrics.jsonl, plans/, checkpoints/, model/ (Hugging Face) and summary.json.
+"""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from longspan.comm import World
+from longspan.errors import LongspanError
+from longspan.model import save_model
+from longspan.plan import Plan
+from longspan.train.checkpoint import save_checkpoint
+from longspan.train.config import RunConfig
+from longspan.train.evaluate import Evaluation, compare_degrees, comparison_table, evaluate, save_plan
+from longspan.train.metrics import MetricsLog, memory_bytes, read_rows, write_whole
+from longspan.train.optim import lr_at
+from longspan.train.plans import PlanChoice
+from longspan.train.screen import Screen
+from longspan.train.setup import Job, set_up
+from longspan.train.step import run_step
+from longspan.train.stop import StopSignal
+from longspan.train.together import is_first
+from longspan.train.tokenizer import load_tokenizer
+
+LAST_STEPS = 10  # whose mean loss sums up a run
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to: the steps that are done, why it stopped early, its last losses, its final evaluations."""
+
+    dir: Path
+    done: int
+    steps: int
+    stopped: str
+    last_loss: float
+    vocab_size: int
+    final: tuple[Evaluation, ...]
+
+    def summary(self) -> dict[str, Any]:
+        """As it stands in summary.json."""
+        return {
+            "step": self.done,
+            "steps": self.steps,
+            "stopped": self.stopped,
+            "vocab_size": self.vocab_size,
+            "loss_of_last_steps": self.last_loss,
+            "share_of_ln_vocabulary": self.last_loss / math.log(self.vocab_size),
+            "eval_at_degrees": [evaluation.row() for evaluation in self.final],
+        }
+
+    def text(self) -> str:
+        """The run's last lines: its mean loss, and the table of degrees where it came to its end."""
+        share = 100 * self.last_loss / math.log(self.vocab_size)
+        mean = f"mean loss of the last {min(LAST_STEPS, self.done)} steps: {self.last_loss:.4f}"
+        lines = [f"{mean} ({share:.1f} % of ln {self.vocab_size})"] if self.done else []
+        if self.stopped:
+            lines.append(f"stopped by {self.stopped} after step {self.done} of {self.steps}; the same command goes on")
+        return "\n".join(lines + ([comparison_table(self.final)] if self.final else []))
+
+
+def train(config: RunConfig, world: World, screen: Screen) -> Outcome:
+    """Train to the last step, or until told to stop; all ranks call it together, with the same configuration.
+
+    SIGTERM or Ctrl-C on any rank ends the run after the step at hand, with a checkpoint. Raises LongspanError for
+    what does not fit, before the first step, and for a loss that is not finite.
+    """
+    with StopSignal() as stop:
+        job = set_up(config, world, screen.say)
+        path = job.dir / "metrics.jsonl" if is_first(world) else None
+        with MetricsLog(path, after_step=job.done) as log:
+            done, stopped = _steps(job, log, screen, stop)
+            screen.end_bar()
+            final = () if stopped else _finish(job, log, screen)
+    outcome = Outcome(
+        dir=job.dir,
+        done=done,
+        steps=config.train.steps,
+        stopped=stopped,
+        last_loss=_last_loss(path, done) if path else math.nan,
+        vocab_size=job.corpus.manifest.tokenizer_size,
+        final=final,
+    )
+    if is_first(world):
+        write_whole(job.dir / "summary.json", json.dumps(outcome.summary(), indent=1))
+    return outcome
+
+
+def _steps(job: Job, log: MetricsLog, screen: Screen, stop: StopSignal) -> tuple[int, str]:
+    """The steps that are left; returns the number that is done, and what stopped them."""
+    done, steps, settings = job.done, job.config.train.steps, job.config.train
+    if _due(done, settings.eval_every) and not job.world.broadcast_object(done in log.evaluated):
+        _evaluate(job, log, screen, done)
+    while done < steps:
+        row, plan = _step(job, done)
+        done += 1
+        log.write(row)
+        screen.step(row)
+        stopped = _agreed(job.world, stop)
+        if is_first(job.world) and (done in (job.done + 1, steps) or stopped):
+            save_plan(plan, job.dir / "plans", f"step-{done:06d}")
+        if _due(done, settings.eval_every) and done < steps and not stopped:
+            _evaluate(job, log, screen, done)
+        if _due(done, settings.save_every) or done == steps or stopped:
+            _save(job, done)
+        if stopped:
+            return done, stopped
+    return done, ""
+
+
+def _step(job: Job, step: int) -> tuple[dict[str, Any], Plan]:
+    """One optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
+    started = time.perf_counter()
+    config, world = job.config.train, job.world
+    documents = job.corpus.select(job.order.documents_of_step(step))
+    plan = PlanChoice.training(job.config.context).plan(documents.lengths, world.home)
+    world.prepare(plan)
+    torch.manual_seed(_seed(config.seed, step, world.slot))
+    lr = lr_at(step, config.steps, config.warmup_steps, config.lr, config.min_lr_ratio)
+    for group in job.optimizer.param_groups:
+        group["lr"] = lr
+    norm = config.max_grad_norm or None
+    result = run_step(job.model, plan, documents, world, optimizer=job.optimizer, max_grad_norm=norm, step=step + 1)
+    if not math.isfinite(result.loss):
+        raise LongspanError(
+            f"the loss of step {step + 1} is {result.loss} (gradient norm {result.grad_norm}); "
+            f"lower train.lr ({config.lr}) or train.max_grad_norm ({config.max_grad_norm}), or raise train.warmup_steps"
+        )
+    seconds = time.perf_counter() - started
+    row = {
+        "step": step + 1,
+        "loss": result.loss,
+        "tokens": result.tokens,
+        "targets": result.targets,
+        "grad_norm": result.grad_norm,
+        "lr": lr,
+        "seconds": round(seconds, 6),
+        "tokens_per_second": round(result.tokens / seconds, 3),
+        "memory_bytes": memory_bytes(world.device),
+        "micro_batches": result.micro_batches,
+        "efficiency": round(plan.efficiency, 6),
+    }
+    return row, plan
+
+
+def _evaluate(job: Job, log: MetricsLog, screen: Screen, done: int) -> Evaluation | None:
+    if not job.order.evaluation:
+        return None
+    choice = PlanChoice.evaluation(job.config.context)
+    found = evaluate(job.model, job.corpus, job.order.evaluation, choice, job.world, step=done)
+    _record(job, log, screen, [found])
+    return found
+
+
+def _finish(job: Job, log: MetricsLog, screen: Screen) -> tuple[Evaluation, ...]:
+    """After the last step: the weights as a Hugging Face folder, and their loss at every degree."""
+    world, done = job.world, job.config.train.steps
+    tokenizer = load_tokenizer(job.dir) if is_first(world) else None
+    save_model(job.model, job.dir / "model", world, tokenizer)
+    if not job.order.evaluation:
+        return ()
+    choice, recorded = PlanChoice.evaluation(job.config.context), done in log.evaluated
+    final = compare_degrees(job.model, job.corpus, job.order.evaluation, choice, world, step=done)
+    if choice.planner != "fixed" or choice.degree not in [evaluation.cp for evaluation in final]:
+        _evaluate(job, log, screen, done)
+    if not recorded:
+        _record(job, log, screen, final)
+    return final
+
+
+def _record(job: Job, log: MetricsLog, screen: Screen, evaluations: Sequence[Evaluation]) -> None:
+    for found in evaluations:
+        log.write(found.row())
+        screen.evaluation(found.row())
+        if is_first(job.world):
+            save_plan(found.plan, job.dir / "plans", f"evaluation-cp{found.cp}")
+
+
+def _save(job: Job, done: int) -> None:
+    state = {"config": asdict(job.config), "ranks": len(job.world.home.ranks)}
+    keep = job.config.run.keep_checkpoints
+    save_checkpoint(job.checkpoints, job.model, job.optimizer, job.world, step=done, state=state, keep=keep)
+
+
+def _agreed(world: World, stop: StopSignal) -> str:
+    """What any rank was told to stop by; the same on every rank."""
+    if not world.any_rank(bool(stop.asked)):
+        return ""
+    return next(name for name in world.gather_objects(stop.asked) if name)
+
+
+def _due(done: int, every: int) -> bool:
+    return every > 0 and done > 0 and done % every == 0
+
+
+def _seed(seed: int, step: int, slot: int) -> int:
+    """Of dropout and the like: a function of (seed, step, slot), so that a resumed run draws the same numbers."""
+    return int(np.random.SeedSequence([seed, step, slot]).generate_state(1, np.uint64)[0] >> 1)
+
+
+def _last_loss(metrics: Path, done: int) -> float:
+    losses = [row["loss"] for row in read_rows(metrics) if "loss" in row and done - LAST_STEPS < row["step"] <= done]
+    return math.fsum(losses) / len(losses) if losses else math.nan

@@ -1,0 +1,92 @@
+"""What a run shows while it goes: a progress bar on a terminal, else plain lines; nothing but on the first rank."""
+
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+LINE_EVERY = 10  # steps, where there is no terminal
+
+
+class Screen:
+    """Shows steps and evaluations of a run; silent where `stream` is None.
+
+    >>> with Screen(300, sys.stdout) as screen:
+    ...     screen.say("607 files")
+    ...     screen.step({"step": 1, "loss": 7.6, "tokens_per_second": 9000.0, "memory_bytes": 2**29})
+    """
+
+    def __init__(self, steps: int, stream: TextIO | None) -> None:
+        self._steps, self._stream = steps, stream
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._since: tuple[float, int] | None = None
+
+    def __enter__(self) -> "Screen":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end_bar()
+
+    def say(self, text: str) -> None:
+        """Show a line."""
+        if self._progress is not None:
+            self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        elif self._stream is not None:
+            print(text, file=self._stream, flush=True)
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Show a training step, given its row of metrics."""
+        if self._stream is None:
+            return
+        if self._stream.isatty():
+            self._advance(row)
+        elif row["step"] % LINE_EVERY == 0 or row["step"] in (1, self._steps):
+            self.say(f"step {row['step']:>6}/{self._steps}  {_figures(row)}  {self._remaining(row['step'])}".rstrip())
+
+    def evaluation(self, row: Mapping[str, Any]) -> None:
+        """Show an evaluation, given its row of metrics."""
+        tokens, seconds = row["eval_tokens"], row["seconds"]
+        self.say(
+            f"step {row['step']:>6}  evaluation loss {row['eval_loss']:.6f} at cp {row['cp']} "
+            f"({tokens} tokens in {seconds:.1f} s)"
+        )
+
+    def end_bar(self) -> None:
+        """Leave the progress bar as it stands; lines after it are plain."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _advance(self, row: Mapping[str, Any]) -> None:
+        if self._progress is None:
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=24),
+                TextColumn("{task.description}"),
+            )
+            console = Console(file=self._stream)
+            bar = Progress(*columns, TimeRemainingColumn(), console=console, refresh_per_second=4)
+            self._task = bar.add_task("", total=self._steps, completed=row["step"] - 1)
+            bar.start()
+            self._progress = bar
+        self._progress.update(self._task, completed=row["step"], description=_figures(row))
+
+    def _remaining(self, step: int) -> str:
+        now = time.monotonic()
+        if self._since is None:
+            self._since = (now, step)
+            return ""
+        began, first = self._since
+        if step <= first or step >= self._steps:
+            return ""
+        seconds = round((now - began) / (step - first) * (self._steps - step))
+        return f"{seconds // 60}:{seconds % 60:02d} left"
+
+
+def _figures(row: Mapping[str, Any]) -> str:
+    memory = row["memory_bytes"] / 2**20
+    return f"loss {row['loss']:.4f}  {row['tokens_per_second']:>7.0f} tokens/s  {memory:.0f} MiB"

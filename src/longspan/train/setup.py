@@ -1,0 +1,221 @@
+"""From a configuration to everything that a run works with: model, optimizer, corpus, order, and where to go on.
+
+Every check that needs the data or the model is made here, on every rank, before the first step.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.errors import CheckpointError, ConfigError, DataError
+from longspan.model import load_model, prepare
+from longspan.train.checkpoint import find_checkpoint, load_checkpoint
+from longspan.train.checkpoint_files import check_files, read_state
+from longspan.train.config import RunConfig
+from longspan.train.config_check import check_config, check_longest
+from longspan.train.config_file import to_toml
+from longspan.train.corpus import ensure_corpus
+from longspan.train.data import Corpus
+from longspan.train.evaluate import Evaluation, evaluate
+from longspan.train.metrics import write_whole
+from longspan.train.optim import build_optimizer
+from longspan.train.order import StepOrder
+from longspan.train.plans import PlanChoice
+from longspan.train.together import first_does, first_does_slowly, together
+from longspan.train.tokenizer import check_vocabulary
+
+Say = Callable[[str], None]
+
+# What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
+_FIXED_SECTIONS = ("model", "data")
+_FIXED_KEYS = ("train.seed", "train.tokens_per_step", "train.optimizer")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank holds of a run: the model under its home, its data, and the number of steps that are done."""
+
+    config: RunConfig
+    world: World
+    model: PreTrainedModel
+    optimizer: Optimizer
+    corpus: Corpus
+    order: StepOrder
+    done: int
+
+    @property
+    def dir(self) -> Path:
+        """The run's folder."""
+        return Path(self.config.run.dir)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the run's checkpoints stand."""
+        return self.dir / "checkpoints"
+
+
+def set_up(config: RunConfig, world: World, say: Say) -> Job:
+    """Open or begin the run of this configuration; all ranks call it together.
+
+    Raises ConfigError, DataError, ModelError or CheckpointError, the same on every rank, for what does not fit.
+    """
+    check_config(config, len(world.home.ranks))
+    directory = Path(config.run.dir)
+    checkpoint = _checkpoint_to_resume(config, world, say)
+    model = _given_model(config)
+    corpus = _shared_corpus(config, world, model, resumed=checkpoint is not None, say=say)
+    order = order_of(config, corpus)
+    longest = int(np.argmax(corpus.lengths))
+    check_longest(config, world.home, int(corpus.lengths[longest]), corpus.origin(longest))
+    model = model_under_home(config, world, corpus, model)
+    optimizer = build_optimizer(model, config.train.optimizer, config.train.lr, config.train.weight_decay)
+    done = 0
+    if checkpoint is not None:
+        done = int(load_checkpoint(checkpoint, model, optimizer, world)["step"])
+        say(f"going on from {checkpoint}: {done} of {config.train.steps} steps are done")
+    first_does(world, lambda: write_whole(directory / "config.toml", to_toml(config)), refuse=ConfigError)
+    return Job(config, world, model, optimizer, corpus, order, done)
+
+
+def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World, say: Say) -> Evaluation:
+    """The loss of a checkpoint (None: the run's newest good one) on the run's held-out documents.
+
+    All ranks call it together; the plan is that of the evaluation half of `config.context`. Nothing is written.
+    Raises CheckpointError for a missing or damaged checkpoint, DataError where the run holds out no documents.
+    """
+    directory = Path(config.run.dir)
+    found = checkpoint or find_checkpoint(directory / "checkpoints", world, say)
+    if found is None:
+        raise CheckpointError(f"{directory} has no checkpoint; train it first: longspan train {directory}/config.toml")
+    first_does(world, lambda: check_files(found), refuse=CheckpointError)
+    corpus = Corpus(directory / "corpus")
+    documents = order_of(config, corpus).evaluation
+    if not documents:
+        raise DataError(
+            f"{directory} holds out no documents (data.eval_documents is 0), so there is nothing to evaluate"
+        )
+    model = model_under_home(config, world, corpus)
+    step = int(load_checkpoint(found, model, None, world)["step"])
+    return evaluate(model, corpus, documents, PlanChoice.evaluation(config.context), world, step=step)
+
+
+def order_of(config: RunConfig, corpus: Corpus) -> StepOrder:
+    """The order of a run's documents."""
+    return StepOrder(
+        corpus.lengths,
+        tokens_per_step=config.train.tokens_per_step,
+        seed=config.train.seed,
+        eval_documents=config.data.eval_documents,
+    )
+
+
+def model_under_home(
+    config: RunConfig, world: World, corpus: Corpus, model: PreTrainedModel | None = None
+) -> PreTrainedModel:
+    """The run's model, loaded unless it is given, checked against the corpus and the configuration, and prepared."""
+    size = corpus.manifest.tokenizer_size
+    if model is None:
+        rows = size if config.data.tokenizer else config.data.vocab_size
+        model = _given_model(config) or load_model(
+            None, config.model.preset, dtype=config.model.dtype, seed=config.train.seed, vocab_size=rows
+        )
+    _check_vocabulary(config, model, size)
+    _check_layers(config, model)
+    return prepare(
+        model,
+        world,
+        reshard_after_forward=config.parallel.reshard_after_forward,
+        activation_checkpointing=config.train.activation_checkpointing,
+    )
+
+
+def _given_model(config: RunConfig) -> PreTrainedModel | None:
+    if not config.model.path:
+        return None
+    return load_model(config.model.path, config.model.preset, dtype=config.model.dtype, seed=config.train.seed)
+
+
+def _shared_corpus(
+    config: RunConfig, world: World, model: PreTrainedModel | None, *, resumed: bool, say: Say
+) -> Corpus:
+    """The corpus in the run's folder: the first rank makes sure of it, the others open what it made."""
+    directory = Path(config.run.dir)
+
+    def build(alive: Say) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        folder = Path(config.model.path) if config.model.path else None
+        built = ensure_corpus(config.data, directory, model_dir=folder, resumed=resumed, say=alive)
+        tokens, files = int(built.lengths.sum()), len(built.manifest.sources)
+        say(f"corpus: {files} files of {config.data.path}, {len(built)} documents, {tokens} tokens")
+
+    if model is not None and not config.data.tokenizer:
+        _check_given_vocabulary(config, model)
+    first_does_slowly(world, build, say, refuse=DataError)
+    try:
+        corpus = Corpus(directory / "corpus")
+    except DataError as error:
+        error.add_note(f"ranks on other machines need the run's folder too: {directory} must be on shared storage")
+        raise
+    together(world, lambda: len(corpus), refuse=DataError)
+    return corpus
+
+
+def _check_given_vocabulary(config: RunConfig, model: PreTrainedModel) -> None:
+    """Before a tokenizer is trained for a model folder that has none: would it fit?"""
+    if not (Path(config.model.path) / "tokenizer.json").is_file():
+        _check_vocabulary(config, model, config.data.vocab_size)
+
+
+def _check_vocabulary(config: RunConfig, model: PreTrainedModel, size: int) -> None:
+    rows = model.get_input_embeddings().num_embeddings
+    assert isinstance(rows, int)
+    tokenizer = config.data.tokenizer or (config.model.path or "trained on the corpus (data.vocab_size)")
+    check_vocabulary(size, rows, tokenizer=tokenizer, model=config.model.path or config.model.preset)
+
+
+def _check_layers(config: RunConfig, model: PreTrainedModel) -> None:
+    layers = model.config.get_text_config().num_hidden_layers
+    for choice in (PlanChoice.training(config.context), PlanChoice.evaluation(config.context)):
+        if len(choice.comm_types) not in (1, layers):
+            raise ConfigError(
+                f"{choice.keys.comm_type} lists {len(choice.comm_types)} types, "
+                f"the model has {layers} layers; give one type, or one for each layer"
+            )
+
+
+def _checkpoint_to_resume(config: RunConfig, world: World, say: Say) -> Path | None:
+    root = Path(config.run.dir) / "checkpoints"
+    found = find_checkpoint(root, world, say)
+    if found is None:
+        if config.run.resume == "must":
+            raise CheckpointError(
+                f"run.resume is 'must' and there is no checkpoint in {root}; use 'auto' to begin a run"
+            )
+        return None
+    if config.run.resume == "never":
+        raise CheckpointError(f"run.resume is 'never' and {found} is there; set run.dir to a new folder, or use 'auto'")
+    _check_same_run(config, read_state(found), found)
+    return found
+
+
+def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
+    before, now = state.get("config", {}), asdict(config)
+    if state.get("step", 0) > config.train.steps:
+        raise ConfigError(
+            f"{path} is at step {state['step']}, beyond train.steps {config.train.steps}; raise train.steps"
+        )
+    fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in now[section]] + list(_FIXED_KEYS)
+    for name in fixed:
+        section, _, key = name.partition(".")
+        was, value = before.get(section, {}).get(key), now[section][key]
+        if was is not None and was != value:
+            raise ConfigError(
+                f"{name} was {was!r} when {path} was saved and is {value!r} now; "
+                f"set it back, or set run.dir to a new folder"
+            )

@@ -1,0 +1,39 @@
+"""Being told to stop: SIGTERM or Ctrl-C once means finish the step, save and leave; a second time means now."""
+
+import signal
+import time
+from types import FrameType
+from typing import Any
+
+_SAME_PRESS = 1.0  # seconds: a terminal and a launcher may both deliver one Ctrl-C
+
+
+class StopSignal:
+    """While open, remembers the name of the first SIGTERM or SIGINT instead of ending the process.
+
+    >>> with StopSignal() as stop:
+    ...     while not stop.asked:
+    ...         work()
+
+    A second one, more than a second later, raises KeyboardInterrupt. Open it in the main thread.
+    """
+
+    def __init__(self) -> None:
+        self.asked = ""
+        self._at = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignal":
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.asked and now - self._at > _SAME_PRESS:
+            raise KeyboardInterrupt(f"{signal.Signals(number).name} again")
+        if not self.asked:
+            self.asked, self._at = signal.Signals(number).name, now
