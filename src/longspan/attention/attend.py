@@ -140,11 +140,12 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse, sinks = ctx.saved_tensors
         dout = gradients[0].contiguous()
-        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        found: list[list[Tensor]] = [[], [], []]
         for rows, part, pattern in reversed(ctx.call.walk()):
             local = (x[rows] for x in (dout, q, k, v, out, lse))
-            for into, gradient in zip((dq, dk, dv), pattern.backward(*local, part, ctx.call.rule), strict=True):
-                into[rows] = gradient
+            for parts, gradient in zip(found, pattern.backward(*local, part, ctx.call.rule), strict=True):
+                parts.insert(0, gradient.to(q.dtype))
+        dq, dk, dv = (_joined(parts, x[:0]).contiguous() for parts, x in zip(found, (q, k, v), strict=True))
         return dq, dk, dv, None if sinks is None else _sink_gradient(dout, out, lse, sinks), None
 
 
