@@ -132,8 +132,9 @@ def save_model(model: PreTrainedModel, folder: str | Path, world: World, tokeniz
             _write(model, full, Path(folder), tokenizer)
         except Exception as error:  # whatever the file system raises: the other ranks must learn of it
             failure = error
-    if world.any_rank(failure is not None):
-        raise ModelError(f"the model could not be saved to {folder}: {failure or 'see the first rank'}") from failure
+    told = world.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if reasons := [reason for reason in told if reason is not None]:
+        raise ModelError(f"the model could not be saved to {folder}: {reasons[0]}") from failure
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,93 @@
+"""Qwen3 and Llama under a home equal the stock model that sees documents one by one: logits, loss, every gradient."""
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from longspan.comm import World, bind
+from longspan.layout import Layout
+from longspan.model import prepare
+from longspan.plan import Plan, plan_fixed
+from longspan.testing import backend, run_ranks
+from longspan.train import run_step
+from tests.model.stock import error, gradients_of, stock_answer, texts, tiny, worst
+
+LENGTHS = (13, 1, 30, 7, 2, 18)  # ragged, with documents shorter than 2 cp and one without a target
+FAMILIES = ("qwen3", "llama")
+KINDS = ("copies", "sharded", "recomputed")
+TYPES = ("p2p", "all_gather")
+DTYPES = (torch.float64, torch.float32)
+DEGREES = {3: (3,), 4: (1, 2, 4)}  # by slots
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative to the stock model; the worst of all documents and of all parameters."""
+
+    logits: float
+    loss: float
+    gradients: float
+
+
+def _compare(rank: int, slots: int) -> dict[tuple[object, ...], Errors]:
+    found = {}
+    documents = texts(LENGTHS)
+    with World(Layout(ranks=slots), backend=backend()) as world:
+        for family, dtype, kind in product(FAMILIES, DTYPES, KINDS):
+            wanted = stock_answer(family, dtype, documents)
+            model = prepare(
+                tiny(family, dtype),
+                world,
+                shard_parameters=kind != "copies",
+                activation_checkpointing=kind == "recomputed",
+            )
+            for cp, cp_comm_type in product(DEGREES[slots], TYPES):
+                plan = plan_fixed(LENGTHS, world.home, cp=cp, cp_comm_type=cp_comm_type)
+                logits = _logits(model, plan, documents, world)
+                result = run_step(model, plan, documents, world)
+                found[family, dtype, kind, cp, cp_comm_type] = Errors(
+                    logits=max(error(logits[d], wanted.logits[d]) for d in range(len(LENGTHS))),
+                    loss=abs(result.loss - wanted.loss) / wanted.loss,
+                    gradients=worst(gradients_of(model), wanted.gradients),
+                )
+                model.zero_grad()
+    return found
+
+
+@torch.no_grad()
+def _logits(model: torch.nn.Module, plan: Plan, documents: list[np.ndarray], world: World) -> dict[int, torch.Tensor]:
+    """Whole logits of every document, on the CPU."""
+    whole: dict[int, torch.Tensor] = {}
+    for micro_batch in plan.micro_batches:
+        shard = bind(micro_batch, world).with_padding()
+        ids = torch.from_numpy(np.concatenate([documents[d] for d in micro_batch.documents])).to(world.device)
+        local = model(input_ids=shard.scatter(ids)[None], position_ids=shard.position_ids[None], shard=shard).logits
+        packed = shard.gather(local[0]).cpu()
+        whole |= dict(zip(micro_batch.documents, packed.split(list(micro_batch.lengths)), strict=True))
+    return whole
+
+
+@cache
+def _results(slots: int) -> list[dict[tuple[object, ...], Errors]]:
+    return run_ranks(_compare, slots, slots)
+
+
+CASES = [
+    (slots, cp, family, dtype, kind, cp_comm_type)
+    for slots, degrees in DEGREES.items()
+    for cp, family, dtype, kind, cp_comm_type in product(degrees, FAMILIES, DTYPES, KINDS, TYPES)
+]
+
+
+@pytest.mark.parametrize(("slots", "cp", "family", "dtype", "kind", "cp_comm_type"), CASES)
+def test_equals_the_stock_model(
+    slots: int, cp: int, family: str, dtype: torch.dtype, kind: str, cp_comm_type: str
+) -> None:
+    for found in (errors[family, dtype, kind, cp, cp_comm_type] for errors in _results(slots)):
+        assert max(found.logits, found.gradients) < TOLERANCE[dtype], found
+        assert found.loss < (1e-12 if dtype == torch.float64 else 1e-6), found

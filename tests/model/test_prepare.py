@@ -1,0 +1,191 @@
+"""What `prepare` promises beyond equal numbers: refused calls, the shard through FSDP2, saved folders."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM
+
+from longspan.comm import SequenceShard, World, bind
+from longspan.errors import LongspanError, ModelError
+from longspan.layout import Layout
+from longspan.model import load_model, prepare, save_model
+from longspan.model.hf import is_prepared
+from longspan.plan import plan_fixed
+from longspan.testing import backend, run_ranks
+from longspan.train import build_optimizer, run_step
+from tests.model.stock import VOCABULARY, error, gradients_of, texts, tiny, weights_of, worst
+
+LENGTHS = (9, 4)
+
+
+def _local(world: World, cp: int = 1) -> tuple[SequenceShard, dict[str, Any]]:
+    shard = bind(plan_fixed(LENGTHS, world.home, cp=cp).micro_batches[0], world).with_padding()
+    ids = torch.from_numpy(np.concatenate(texts(LENGTHS))).to(world.device)
+    return shard, {"input_ids": shard.scatter(ids)[None], "position_ids": shard.position_ids[None], "shard": shard}
+
+
+CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "no shard": ({"shard": None}, r"got no shard; call .*shard = bind\(micro_batch, world\)"),
+    "a wrong shard": ({"shard": 3}, "got shard=int"),
+    "labels": ({"labels": torch.zeros(1, 13, dtype=torch.long)}, "labels would be shifted .* use longspan.run_step"),
+    "a mask": ({"attention_mask": torch.ones(1, 1, 13, 13)}, "leave attention_mask out"),
+    "a cache": ({"use_cache": True}, "use_cache must be False"),
+    "weights": ({"output_attentions": True}, "attention weights are never formed"),
+    "no positions": ({"position_ids": None}, "got no position_ids"),
+    "too few rows": ({"input_ids": torch.zeros(1, 5, dtype=torch.long)}, "input_ids has 5 rows, the shard holds 13"),
+    "two sequences": ({"input_ids": torch.zeros(2, 13, dtype=torch.long)}, r"shape \(2, 13\); a shard is one packed"),
+}
+
+
+def _guards(rank: int) -> dict[str, str]:
+    found = {}
+    with World(Layout(ranks=1), backend=backend()) as world:
+        model = prepare(tiny("qwen3"), world)
+        _, arguments = _local(world)
+        whole = model(**arguments).logits
+        for name, (change, _) in CALLS.items():
+            try:
+                model(**(arguments | change))
+            except ModelError as refusal:
+                found[name] = str(refusal)
+        plain = model(arguments["input_ids"][0], position_ids=arguments["position_ids"][0], shard=arguments["shard"])
+        assert torch.equal(plain.logits, whole) and plain.past_key_values is None and model.config.use_cache is False
+        with pytest.raises(ModelError, match="prepared already"):
+            prepare(model, world)
+        with pytest.raises(ModelError, match=r"Qwen3Attention got no shard, .*model\(..., shard=shard\)"):
+            model.model(input_ids=arguments["input_ids"], position_ids=arguments["position_ids"])
+        with pytest.raises(ModelError, match=r"Qwen3Attention got a mask of shape \(1, 1, 13, 13\)"):
+            model.model(**arguments, attention_mask=torch.zeros(1, 1, 13, 13, device=world.device))
+    return found
+
+
+def test_wrong_calls_are_refused() -> None:
+    (found,) = run_ranks(_guards, 1)
+    for name, (_, says) in CALLS.items():
+        with pytest.raises(ModelError, match=says):
+            raise ModelError(found[name])
+
+
+def _refused_models(rank: int) -> list[str]:
+    found = []
+    config = FalconConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY)
+    with World(Layout(ranks=2), backend=backend()) as world:
+        falcon, both = FalconForCausalLM(config), tiny("qwen3")
+        for model, options in ((falcon, {}), (both, {"shard_parameters": False, "compute_dtype": torch.bfloat16})):
+            with pytest.raises(ModelError) as caught:
+                prepare(model, world, **options)
+            assert not is_prepared(model)
+            found.append(str(caught.value))
+    with World(Layout(ranks=2, tp=2), backend=backend()) as world, pytest.raises(ModelError) as caught:
+        prepare(tiny("qwen3"), world)
+    return [*found, str(caught.value)]
+
+
+def test_models_and_homes_that_are_refused() -> None:
+    for falcon, precision, home in run_ranks(_refused_models, 2):
+        assert "transformer.h.0.self_attention" in falcon and "(FalconAttention) bypasses" in falcon
+        assert "needs shard_parameters=True" in precision
+        assert "the home has tp 2" in home and "Layout(ranks=2)" in home
+
+
+def _identity(rank: int, compute_dtype: torch.dtype | None) -> tuple[bool, bool, float, set[torch.dtype]]:
+    """A pre-hook inside a decoder layer's attention sees the shard that the model was given, uncast."""
+    seen = []
+    with World(Layout(ranks=2), backend=backend()) as world:
+        model = prepare(tiny("qwen3"), world, compute_dtype=compute_dtype, activation_checkpointing=True)
+        attention = model.get_submodule("model.layers.1.self_attn")
+        attention.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append((kwargs["shard"], kwargs["hidden_states"].dtype)), with_kwargs=True
+        )
+        shard, arguments = _local(world, cp=2)
+        model(**arguments).logits.float().sum().backward()
+        same = all(given is shard and given.position_ids is shard.position_ids for given, _ in seen)
+        run = run_step(model, plan_fixed(LENGTHS, world.home, cp=2), texts(LENGTHS), world, backward=False)
+        return same, len(seen) >= 2, run.loss, {dtype for _, dtype in seen}
+
+
+@pytest.mark.parametrize("compute_dtype", [torch.bfloat16, None])
+def test_the_shard_passes_through_fsdp2_unchanged(compute_dtype: torch.dtype | None) -> None:
+    for same, recomputed, loss, dtypes in run_ranks(_identity, 2, compute_dtype):
+        assert same and recomputed and dtypes == {compute_dtype or torch.float32}
+        assert 0 < loss < 10
+
+
+def _shards(rank: int) -> list[str]:
+    found = []
+    with World(Layout(ranks=2), backend=backend()) as world:
+        model = prepare(tiny("llama"), world)
+        found += [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+        found += [name for name, layer in model.model.layers.named_children() if not isinstance(layer, FSDPModule)]
+        before = weights_of(model)
+        result = run_step(model, plan_fixed(LENGTHS, world.home, cp=2), texts(LENGTHS), world, backward=False)
+        found += [] if worst(weights_of(model), before) == 0 and result.loss > 0 else ["weights changed"]
+        found += [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]  # evaluation freed them
+    return found
+
+
+def test_every_parameter_is_sharded_and_freed_after_evaluation() -> None:
+    assert run_ranks(_shards, 2) == [[], []]
+
+
+def _one_rank(rank: int) -> float:
+    answers = []
+    with World(Layout(ranks=1), backend=backend()) as world:
+        for sharded in (True, False):
+            model = prepare(tiny("qwen3", torch.float64), world, shard_parameters=sharded)
+            run_step(model, plan_fixed(LENGTHS, world.home, cp=1), texts(LENGTHS), world)
+            answers.append(gradients_of(model))
+    return worst(*answers)
+
+
+def test_a_world_of_one_rank() -> None:
+    assert run_ranks(_one_rank, 1)[0] < 1e-12
+
+
+def _save(rank: int, folder: str, family: str, sharded: bool) -> dict[str, torch.Tensor]:
+    with World(Layout(ranks=2), backend=backend()) as world:
+        model = prepare(tiny(family), world, shard_parameters=sharded)
+        optimizer = build_optimizer(model, "sgd", lr=0.5)
+        plan = plan_fixed(LENGTHS, world.home, cp=2)
+        for _ in range(2):
+            run_step(model, plan, texts(LENGTHS), world, optimizer)
+            save_model(model, folder, world)
+        run_step(model, plan, texts(LENGTHS), world, backward=False)  # goes on after saving
+        return weights_of(model)
+
+
+@pytest.mark.parametrize(("family", "sharded"), [("qwen3", True), ("llama", True), ("qwen3", False)])
+def test_a_saved_folder_loads_in_stock_transformers(tmp_path: Path, family: str, sharded: bool) -> None:
+    folder = tmp_path / "saved"
+    weights = run_ranks(_save, 2, str(folder), family, sharded)[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
+    stock = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert stock.config._attn_implementation == "sdpa" and stock.config.use_cache
+    assert type(stock) is type(tiny(family)) and stock.config.architectures == [type(stock).__name__]
+    assert worst(dict(stock.named_parameters()), weights) == 0.0
+    tied = stock.get_output_embeddings().weight is stock.get_input_embeddings().weight
+    assert tied == (family == "qwen3")
+    wanted = tiny(family).eval()
+    wanted.load_state_dict(weights, strict=False)
+    ids = torch.from_numpy(texts(LENGTHS)[0])[None]
+    assert error(stock(ids).logits, wanted(ids).logits) == 0.0
+    assert worst(dict(load_model(folder).named_parameters()), weights) == 0.0
+
+
+def _unwritable(rank: int, folder: str) -> str:
+    with World(Layout(ranks=2), backend=backend()) as world:
+        model = prepare(tiny("qwen3"), world)
+        with pytest.raises(LongspanError) as caught:
+            save_model(model, folder, world)
+        return str(caught.value)
+
+
+def test_a_failed_save_is_told_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    for message in run_ranks(_unwritable, 2, str(tmp_path / "file" / "model")):
+        assert "could not be saved" in message and "NotADirectoryError" in message and "file/model" in message
