@@ -5,6 +5,7 @@
 """
 
 import os
+import unittest
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +18,21 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 120, 
     Processes are forked from one fork server per session that has torch and transformers imported, so that eight ranks
     start in half a second. `fn` starts with torchrun's variables set and no process group, and must be at the top of a
     module. Raises the first failing rank's error; CommError for a rank that was killed, and when `timeout` seconds are
-    over.
+    over. Under `pytest --backend nccl`, a test that needs more ranks than there are GPUs is skipped.
     """
+    if backend() == "nccl":
+        _skip_without_gpus(n)
     return run_local(fn, n, args, timeout=timeout, threads=threads)
 
 
 def backend() -> str:
     """The backend that tests open their worlds with: "gloo", or "nccl" under `pytest --backend nccl`."""
     return os.environ.get("LONGSPAN_TEST_BACKEND", "gloo")
+
+
+def _skip_without_gpus(n: int) -> None:
+    import torch
+
+    there = torch.cuda.device_count()
+    if n > there:
+        raise unittest.SkipTest(f"needs {n} GPUs, this machine has {there}")

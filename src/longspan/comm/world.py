@@ -5,30 +5,29 @@ plans; what moves tensors is in `groups`, `ring` and `rows`.
 """
 
 import os
-from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import count
 from types import TracebackType
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from longspan.comm.family import Family
 from longspan.comm.groups import Channel, GroupKind, GroupRecord, Groups, _worlds
+from longspan.comm.host import HostValues
 from longspan.comm.meeting import BOTH, Place, begin, choose_device, corner, end, meet, own_connection
 from longspan.comm.rollcall import Watch, short
 from longspan.errors import CommError
 from longspan.layout import Coordinates, Layout
 from longspan.plan import Plan
 
-T = TypeVar("T")
 _keys = count()
 
 
-class World:
+class World(HostValues):
     """The ranks of a home, ready to talk; a context manager that every rank enters.
 
     >>> with World(Layout(ranks=8)) as world:
@@ -71,9 +70,7 @@ class World:
         self.backend = BOTH if self.device.type == "cuda" else "gloo"
         self.max_groups = max_groups if max_groups is not None else 4 if self.device.type == "cuda" else 0
         self._channels: dict[tuple[int, ...], Channel] = {}
-        self._recurring: Counter[tuple[int, ...]] = Counter()  # micro-batches in which these slots were a group
-        self._own: set[tuple[int, ...]] = set()  # slots that have a communicator of their own
-        self._load: Counter[int] = Counter()  # such communicators per slot
+        self._family = Family(self.max_groups)
         self._open(place)
         return self
 
@@ -111,7 +108,7 @@ class World:
         try:
             if error is None:
                 self.barrier("leaving the world")
-        except CommError as failure:
+        except BaseException as failure:
             error = failure
             raise
         finally:
@@ -124,7 +121,7 @@ class World:
         del _worlds[self.key]
         self._channels.clear()
         for name in ("fsdp_mesh", "everyone", "_control"):
-            self.__dict__.pop(name, None)
+            vars(self).pop(name, None)
         end(self._groups.forget(), default=self._made_default, patient=error is None)
 
     def _warm(self, group: ProcessGroup, ranks: Sequence[int], neighbours: Channel | None = None) -> None:
@@ -153,6 +150,12 @@ class World:
         """The gloo group over all ranks, for the host's integers."""
         self._check_open()
         return self._control
+
+    @property
+    def plane_group(self) -> ProcessGroup:
+        """The group over this rank's plane, on which its channels talk point to point."""
+        self._check_open()
+        return self._groups.parent("plane")
 
     @property
     def step(self) -> int:
@@ -214,9 +217,8 @@ class World:
         for plane in self.home.planes():
             rows = [plane[i * width : (i + 1) * width] for i in range(copies)]
             columns = [plane[i::width] for i in range(width)] if copies > 1 else []
-            wanted: list[tuple[GroupKind, tuple[int, ...]]] = [("slots", row) for row in rows]
-            wanted += [("replicate", column) for column in columns]
-            for kind, members in wanted:
+            kinds: tuple[tuple[GroupKind, list[tuple[int, ...]]], ...] = (("slots", rows), ("replicate", columns))
+            for kind, members in [(kind, members) for kind, several in kinds for members in several]:
                 group = self._groups.make(members, kind)
                 if group is not None:
                     mine[kind] = group
@@ -236,81 +238,13 @@ class World:
         if plan.slots != self.home.slots:
             raise CommError(f"the plan is for {plan.slots} slots, the home has {self.home.slots}; plan for this home")
         self.agree(plan.digest())
-        for slots in self._wanted(plan):
+        for slots in self._family.wanted(plan):
             for plane in self.home.planes():
                 ranks = tuple(plane[slot] for slot in slots)
                 group = self._groups.make(ranks, "communicator")
                 if group is not None:
                     self._groups.add_communicator(ranks, group)
                     self._warm(group, ranks)
-
-    def _wanted(self, plan: Plan) -> list[tuple[int, ...]]:
-        """The slot tuples to make communicators for, in plan order: the same on every rank."""
-        groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups if group.degree > 1]
-        one_degree = len({group.degree for group in groups}) == 1
-        self._recurring.update(tuple(sorted(group.slots)) for group in groups)
-        wanted: list[tuple[int, ...]] = []
-        for slots in dict.fromkeys(tuple(sorted(group.slots)) for group in groups):
-            room = all(self._load[slot] < self.max_groups for slot in slots)
-            if room and slots not in self._own and (one_degree or self._recurring[slots] > 1):
-                wanted.append(slots)
-                self._own.add(slots)
-                self._load.update(slots)
-        return wanted
-
-    # ---- host-side values, over gloo
-
-    def agree(self, digest: str) -> None:
-        """Compare a hexadecimal digest over all ranks. Raises CommError that says which ranks hold what."""
-        words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
-        both = torch.stack([words, ~words])  # the largest of ~w is ~(the smallest w)
-        with self.watch.during("comparison of plans", self.home.ranks):
-            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.control)
-        if torch.equal(both[0], ~both[1]):
-            return
-        held: dict[str, list[int]] = {}
-        for rank, other in zip(self.home.ranks, self.gather_objects(digest), strict=True):
-            held.setdefault(other, []).append(rank)
-        who = "; ".join(f"ranks {short(ranks)} hold {other[:12]}…" for other, ranks in held.items())
-        raise CommError(
-            f"the ranks hold {len(held)} different plans for step {self.step}: {who}. A plan must be made from the "
-            f"same lengths and settings on every rank"
-        )
-
-    def gather_objects(self, value: T, what: str = "gather of host values") -> list[T]:
-        """Every rank's value, in the order of the home's ranks. For small host data."""
-        found: list[Any] = [None] * len(self.home.ranks)
-        with self.watch.during(what, self.home.ranks):
-            dist.all_gather_object(found, value, group=self.control)
-        by_rank = dict(zip(sorted(self.home.ranks), found, strict=True))  # torch sorts the ranks of a group
-        return [by_rank[rank] for rank in self.home.ranks]
-
-    def broadcast_object(self, value: T, source: int | None = None, what: str = "broadcast of host values") -> T:
-        """The value of the `source` rank (default: the home's first). For small host data."""
-        box: list[Any] = [value]
-        with self.watch.during(what, self.home.ranks):
-            dist.broadcast_object_list(box, src=self.home.ranks[0] if source is None else source, group=self.control)
-        return box[0]
-
-    def barrier(self, what: str = "barrier") -> None:
-        """Wait until every rank is here."""
-        with self.watch.during(what, self.home.ranks):
-            dist.barrier(group=self.control)
-
-    def any_rank(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
-        found = torch.tensor([int(flag)])
-        with self.watch.during("agreement on a flag", self.home.ranks):
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.control)
-        return bool(found.item())
-
-    def reduce_sum(self, values: Sequence[float], what: str = "sum over slots") -> list[float]:
-        """Sums over the slots of this plane, in float64 and in one order, so that every rank gets the same bits."""
-        own = torch.tensor(list(values), dtype=torch.float64)
-        parts = [torch.empty_like(own) for _ in self.plane]
-        with self.watch.during(what, self.plane):
-            dist.all_gather(parts, own, group=self._groups.parent("plane"))
-        return torch.stack(parts).sum(0).tolist()
 
     def _check_open(self) -> None:
         if self.key not in _worlds:
