@@ -1,0 +1,126 @@
+"""Where `plan` and `simulate` get document lengths from: a JSON file, text files, or a named distribution.
+
+Nothing here imports torch. Lengths of text are estimated as bytes / 4 unless a tokenizer is given.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longspan.errors import ConfigError, DataError
+from longspan.layout import check_lengths
+from longspan.plan import Cost
+from longspan.plan.distributions import DISTRIBUTIONS, sample_lengths
+from longspan.train.sources import find_files, read_file, read_texts
+
+BYTES_PER_TOKEN = 4  # of English text and code under the usual byte-pair vocabularies
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFlags:
+    """Where the documents come from: exactly one of --lengths, --data, --distribution and --same."""
+
+    lengths: str = ""
+    """JSON file with a list of document lengths in tokens, or a plan; - reads standard input."""
+    data: str = ""
+    """Text instead: stdlib, or a folder or file of .txt .md .py .jsonl; tokens are estimated as bytes / 4."""
+    tokenizer: str = ""
+    """With --data: a folder with tokenizer.json, to count tokens instead of estimating them."""
+    max_document_tokens: int = 0
+    """With --data: cut longer documents into pieces of at most this many tokens; 0: leave them whole."""
+    distribution: str = ""
+    """Lengths drawn at random instead: lognorm, bimodal, uniform, expo or files."""
+    tokens: int = 0
+    """With --distribution: draw documents of so many tokens together; 0: 32768 for each slot."""
+    longest: int = 131072
+    """With --distribution: no document is longer."""
+    seed: int = 0
+    """With --distribution: seed of the draw."""
+    same: str = ""
+    """Documents of one length instead, such as 1024x8192: 1024 documents of 8192 tokens."""
+
+
+def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
+    """The lengths that the flags name, and where they came from. Raises ConfigError, DataError or LayoutError."""
+    given = [name for name in ("lengths", "data", "distribution", "same") if getattr(flags, name)]
+    if len(given) != 1:
+        found = " and ".join(f"--{name}" for name in given) or "none of them"
+        wanted = "--lengths FILE.json, --data PATH, --distribution NAME and --same COUNTxLENGTH"
+        raise ConfigError(f"give one of {wanted}; got {found}")
+    if flags.same:
+        return _same(flags.same), f"documents of one length, {flags.same}"
+    if flags.lengths:
+        return lengths_from_json(flags.lengths), flags.lengths
+    if flags.data:
+        return _from_text(flags)
+    if flags.distribution not in DISTRIBUTIONS:
+        raise ConfigError(f"--distribution {flags.distribution!r} is unknown; use one of {', '.join(DISTRIBUTIONS)}")
+    total = flags.tokens or 32768 * slots
+    found = sample_lengths(flags.distribution, total, seed=flags.seed, longest=flags.longest)
+    return tuple(found.tolist()), f"{flags.distribution} lengths, seed {flags.seed}"
+
+
+def lengths_from_json(path: str) -> tuple[int, ...]:
+    """Lengths from a JSON list, or from the "lengths" of a JSON object such as a plan."""
+    value = _read_json(path, "lengths")
+    if isinstance(value, dict):
+        value = value.get("lengths")
+    if not isinstance(value, list):
+        raise ConfigError(f'{path} holds no lengths; give a JSON list such as [300, 20], or an object with "lengths"')
+    return check_lengths(value)
+
+
+def read_cost(path: str) -> Cost:
+    """The cost in a JSON file, or the default where no file is named. Raises ConfigError and PlanError."""
+    return Cost.from_json(_read_json(path, "a cost")) if path else Cost()
+
+
+def _same(text: str) -> tuple[int, ...]:
+    count, _, length = text.lower().partition("x")
+    if not count.isdecimal() or not length.isdecimal() or not int(count):
+        raise ConfigError(f"--same {text!r} is not COUNTxLENGTH, such as 1024x8192")
+    return check_lengths([int(length)] * int(count))
+
+
+def _read_json(path: str, what: str) -> Any:
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        return json.loads(text)
+    except OSError as error:
+        raise ConfigError(f"cannot read {what} from {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"cannot read {what} from {path}: it is not JSON ({error})") from error
+
+
+def _from_text(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
+    count = _counter(flags.tokenizer)
+    counts: list[int] = []
+    for name, file in find_files(flags.data).items():
+        try:
+            counts += [n for n in map(count, read_texts(name, read_file(name, file))) if n]
+        except UnicodeDecodeError:
+            continue  # as in training: not text
+    if not counts:
+        raise DataError(f"--data {flags.data!r} holds no text")
+    how = f"counted with {flags.tokenizer}" if flags.tokenizer else f"estimated as bytes / {BYTES_PER_TOKEN}"
+    return tuple(_cut(counts, flags.max_document_tokens)), f"{flags.data}, tokens {how}"
+
+
+def _counter(tokenizer: str) -> Any:
+    if not tokenizer:
+        return lambda text: len(text.encode()) // BYTES_PER_TOKEN
+    file = Path(tokenizer) / "tokenizer.json"
+    if not file.is_file():
+        raise DataError(f"--tokenizer {tokenizer!r} has no tokenizer.json; give a tokenizer's folder")
+    from tokenizers import Tokenizer
+
+    loaded = Tokenizer.from_file(str(file))
+    return lambda text: len(loaded.encode(text, add_special_tokens=False).ids)
+
+
+def _cut(counts: list[int], limit: int) -> list[int]:
+    if limit <= 0:
+        return counts
+    return [n for count in counts for n in (*[limit] * (count // limit), count % limit) if n]

@@ -1,0 +1,135 @@
+"""`longspan plan`: document lengths to a plan: a table, JSON, a page, a trace, a picture. Imports no torch."""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from longspan.cli.lengths import SourceFlags, read_cost, read_lengths
+from longspan.errors import ConfigError
+from longspan.layout import Layout
+from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
+
+Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFlags(SourceFlags):
+    """Plan one step of some documents: which slots work together on which of them, micro-batch by micro-batch."""
+
+    slots: int
+    """Slots of the home: ranks / (tensor-parallel degree x pipeline stages)."""
+    max_tokens_per_slot: int = 0
+    """Rows that a slot holds in one micro-batch, at most; 0: no limit."""
+    planner: Literal["auto", "fixed", "padded", "dynamic"] = "auto"
+    """fixed: packed, one degree; padded: one document a row, padded; dynamic: a degree for each document; auto: fixed
+    where --cp is given, else dynamic."""
+    cp: int = 0
+    """Degree of fixed and padded plans; 0: the smallest that divides the slots and holds the longest document."""
+    min_cp: int = 1
+    """Smallest degree that a dynamic plan may choose."""
+    max_cp: int = 0
+    """Largest degree that a dynamic plan may choose; 0: no limit."""
+    mode: Literal["lockstep", "free"] = "lockstep"
+    """lockstep: all slots end a micro-batch together (FSDP, EP, pipelines); free: only members of a group wait."""
+    cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
+    """How the slots of a group share attention."""
+    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
+    """With a2a+p2p: the a2a and the p2p size."""
+    node_size: int = 8
+    """Slots of one host; groups inside a host talk over its fast links."""
+    micro_batch_multiple: int = 1
+    """Round the number of micro-batches up to a multiple of this (pipelines with several chunks a stage)."""
+    row_multiple: int = 1
+    """Rows of a slot are laid out in multiples of this (sequence parallelism)."""
+    cost: str = ""
+    """JSON file with the constants of a machine and model; empty: Qwen3-8B on GPUs of 400 TFLOP/s."""
+    json: Switch = False
+    """Print the plan as JSON, and nothing else, on standard output."""
+    html: str = ""
+    """Write a page with the picture of the plan to this file."""
+    trace: str = ""
+    """Write the plan as Chrome trace (chrome://tracing, ui.perfetto.dev) to this file."""
+    png: str = ""
+    """Write the picture of the plan to this file (needs the viz extra)."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; returns the exit code."""
+    flags = tyro.cli(PlanFlags, prog="longspan plan", args=list(argv))
+    lengths, source = read_lengths(flags, flags.slots)
+    began = time.perf_counter()
+    plan = make_plan(flags, lengths, read_cost(flags.cost))
+    seconds = time.perf_counter() - began
+    wrote = _write_files(flags, plan, source)
+    if flags.json:
+        print(plan.to_json())
+    else:
+        print(plan.table())
+    lines = [
+        f"{len(lengths):,} documents from {source}, planned in {seconds:.3f} s",
+        *(f"wrote {path}" for path in wrote),
+    ]
+    print("\n".join(lines), file=sys.stderr if flags.json else sys.stdout)
+    return 0
+
+
+def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> Plan:
+    """The plan that the flags ask for. Raises LongspanError's children where it is impossible."""
+    home = Layout(flags.slots)
+    cap = flags.max_tokens_per_slot or None
+    shared: dict[str, Any] = {
+        "max_tokens_per_slot": cap,
+        "cp_comm_type": flags.cp_comm_type,
+        "hierarchical_context_parallel_sizes": flags.hierarchical_context_parallel_sizes or None,
+        "cost": cost,
+        "node_size": flags.node_size,
+        "micro_batch_multiple": flags.micro_batch_multiple,
+        "mode": flags.mode,
+        "row_multiple": flags.row_multiple,
+    }
+    kind = flags.planner if flags.planner != "auto" else "fixed" if flags.cp else "dynamic"
+    if kind == "dynamic":
+        if flags.cp:
+            raise ConfigError(
+                "--cp is the degree of fixed and padded plans; use --min-cp and --max-cp, or --planner fixed"
+            )
+        return plan_dynamic(lengths, home, min_cp=flags.min_cp, max_cp=flags.max_cp or None, **shared)
+    planner = plan_padded if kind == "padded" else plan_fixed
+    return planner(lengths, home, flags.cp or smallest_degree(lengths, home, cap), **shared)
+
+
+def smallest_degree(lengths: Sequence[int], home: Layout, cap: int | None) -> int:
+    """The smallest degree that divides the slots and holds the longest document; all slots where none does."""
+    fit = (d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d))
+    return next(fit, home.slots)
+
+
+def _write_files(flags: PlanFlags, plan: Plan, source: str) -> list[str]:
+    wrote = []
+    if flags.html:
+        from longspan.report import plan_page
+
+        _write(flags.html, plan_page(plan, title=f"plan of {len(plan.lengths):,} documents from {source}"))
+        wrote.append(flags.html)
+    if flags.trace:
+        from longspan.report import chrome_trace
+
+        _write(flags.trace, chrome_trace(plan))
+        wrote.append(flags.trace)
+    if flags.png:
+        from longspan.report import write_png
+
+        wrote.append(str(write_png(plan, flags.png)))
+    return wrote
+
+
+def _write(path: str, content: str) -> None:
+    try:
+        Path(path).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,55 @@
+"""Document lengths as they come in practice, for comparing planners: drawn at random, the same for the same seed."""
+
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.errors import PlanError
+
+DISTRIBUTIONS = ("lognorm", "bimodal", "uniform", "expo", "files")
+
+
+def sample_lengths(
+    name: str, tokens: int, *, seed: int = 0, longest: int = 131072, shortest: int = 16
+) -> NDArray[np.int64]:
+    """Lengths of documents until they hold at least `tokens` together (n,).
+
+    >>> sample_lengths("lognorm", 100_000).sum() >= 100_000
+    True
+
+    `lognorm` has median 2K and 1 % above 64K, `bimodal` is 90 % of 2K and 10 % of 64K, `uniform` runs from 1K to 64K,
+    `expo` has mean 8K, and `files` are the sizes / 4 of this Python's own library. Raises PlanError for another name.
+    """
+    if name not in DISTRIBUTIONS:
+        raise PlanError(f"unknown distribution {name!r}; use one of {', '.join(DISTRIBUTIONS)}")
+    if tokens < 1 or not 1 <= shortest <= longest:
+        raise PlanError(f"tokens {tokens}, shortest {shortest} and longest {longest} make no documents; use at least 1")
+    random, drawn, total = np.random.default_rng(seed), [np.zeros(0, np.int64)], 0
+    while total < tokens:
+        batch = np.clip(_draw(name, random, 4096).astype(np.int64), shortest, longest)
+        batch = batch[: int(np.searchsorted(np.cumsum(batch), tokens - total)) + 1]
+        drawn.append(batch)
+        total += int(batch.sum())
+    return np.concatenate(drawn)
+
+
+def _draw(name: str, random: np.random.Generator, count: int) -> NDArray[np.float64]:
+    if name == "lognorm":
+        return np.exp(np.log(2048) + 1.4898 * random.standard_normal(count))
+    if name == "bimodal":
+        return np.where(random.random(count) < 0.9, 2048.0, 65536.0)
+    if name == "uniform":
+        return random.integers(1024, 65537, count).astype(np.float64)
+    if name == "expo":
+        return random.exponential(8192, count)
+    return random.choice(_file_tokens(), count)
+
+
+@cache
+def _file_tokens() -> NDArray[np.float64]:
+    files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
+    sizes = [file.stat().st_size // 4 for file in files if "site-packages" not in file.parts]
+    return np.array([size for size in sizes if size > 16], np.float64)
