@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-GroupKind = Literal["control", "parent", "everyone", "slots", "replicate", "communicator"]
 ParentName = Literal["plane", "everyone"]
 
 _worlds: dict[int, "World"] = {}
@@ -40,10 +39,14 @@ def world_of(key: int) -> "World":
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """One communicator that a world made: its ranks, what it is for, and the seconds that it took."""
+    """One communicator that a world made: its ranks, what it is for, and the seconds that it took.
+
+    `kind` is "control" (host values), "parent" (point-to-point of a plane), "everyone" (of all planes), "slots" and
+    "replicate" (the axes of the FSDP2 mesh), or "communicator" (a plan's group).
+    """
 
     ranks: tuple[int, ...]
-    kind: GroupKind
+    kind: str
     seconds: float
 
 
@@ -205,7 +208,7 @@ class Groups:
         self._by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
         self._parents: dict[ParentName, ProcessGroup] = {}
 
-    def make(self, ranks: Sequence[int], kind: GroupKind, *, backend: str | None = None) -> ProcessGroup | None:
+    def make(self, ranks: Sequence[int], kind: str, *, backend: str | None = None) -> ProcessGroup | None:
         """Make one communicator; called by every rank of the world in one order. None where this rank is no member.
 
         Callers that are members get the group; None is never handed on to torch.

@@ -52,8 +52,8 @@ class HostValues(ABC):
             held.setdefault(other, []).append(rank)
         who = "; ".join(f"ranks {short(ranks)} hold {other[:12]}…" for other, ranks in held.items())
         raise CommError(
-            f"the ranks hold {len(held)} different plans for step {self.watch.step}: {who}. A plan must be made from the "
-            f"same lengths and settings on every rank"
+            f"the ranks hold {len(held)} different plans for step {self.watch.step}: {who}. A plan must be "
+            f"made from the same lengths and settings on every rank"
         )
 
     def gather_objects(self, value: T, what: str = "gather of host values") -> list[T]:

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.comm.family import Family
-from longspan.comm.groups import Channel, GroupKind, GroupRecord, Groups, _worlds
+from longspan.comm.groups import Channel, GroupRecord, Groups, _worlds
 from longspan.comm.host import HostValues
 from longspan.comm.meeting import BOTH, Place, begin, choose_device, corner, end, meet, own_connection
 from longspan.comm.rollcall import Watch, short
@@ -217,8 +217,8 @@ class World(HostValues):
         for plane in self.home.planes():
             rows = [plane[i * width : (i + 1) * width] for i in range(copies)]
             columns = [plane[i::width] for i in range(width)] if copies > 1 else []
-            kinds: tuple[tuple[GroupKind, list[tuple[int, ...]]], ...] = (("slots", rows), ("replicate", columns))
-            for kind, members in [(kind, members) for kind, several in kinds for members in several]:
+            wanted = [("slots", row) for row in rows] + [("replicate", column) for column in columns]
+            for kind, members in wanted:
                 group = self._groups.make(members, kind)
                 if group is not None:
                     mine[kind] = group

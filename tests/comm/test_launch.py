@@ -1,0 +1,177 @@
+"""Ranks come back with results, or the caller hears which one failed, how, and where."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from longspan.comm import child, launch
+from longspan.errors import CommError, LayoutError
+from longspan.testing import run_ranks
+
+
+def describe(rank: int, *args: object) -> tuple[object, ...]:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    assert not torch.distributed.is_initialized()
+    return rank, args, [os.environ[name] for name in names], torch.get_num_threads()
+
+
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_results_come_back_by_rank(n: int) -> None:
+    for rank, found in enumerate(run_ranks(describe, n, "a", 2)):
+        assert found == (rank, ("a", 2), [str(rank), str(rank), str(n), str(n), "127.0.0.1"], 1)
+
+
+def large(rank: int, rows: int) -> torch.Tensor:
+    return torch.full((rows,), rank, dtype=torch.float64)
+
+
+def test_large_results_do_not_block() -> None:
+    for rank, found in enumerate(run_ranks(large, 2, 1_000_000)):
+        assert torch.equal(found, large(rank, 1_000_000))
+
+
+class AwkwardError(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+FAILURES = {  # how rank 1 fails -> the error's type and what it says
+    "value": (ValueError, "^boom$"),
+    "layout": (LayoutError, "seven slots"),
+    "awkward": (CommError, "rank 1 failed with AwkwardError: 3 and 4"),
+    "kill": (CommError, r"rank 1 of 3 was killed by signal 9 \(SIGKILL\)"),
+    "leave": (CommError, "rank 1 of 3 left with exit code 7"),
+}
+
+
+def fail(rank: int, how: str) -> None:
+    if rank != 1:
+        return
+    if how == "value":
+        raise ValueError("boom")
+    if how == "layout":
+        raise LayoutError("seven slots")
+    if how == "awkward":
+        raise AwkwardError(3, 4)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(7)
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_failing_rank_is_named(how: str) -> None:
+    kind, message = FAILURES[how]
+    with pytest.raises(kind, match=message) as raised:
+        run_ranks(fail, 3, how)
+    assert raised.type is kind
+    if how not in ("kill", "leave"):
+        assert isinstance(raised.value.__cause__, launch.RankError)
+        assert "on rank 1" in str(raised.value.__cause__) and "in fail" in str(raised.value.__cause__)
+
+
+def linger_somewhere(rank: int) -> None:
+    if rank != 1:
+        time.sleep(60)
+
+
+def test_a_time_out_says_which_ranks_still_ran_and_where() -> None:
+    before = time.monotonic()
+    with pytest.raises(CommError, match=r"after 1 seconds, rank\(s\) 0, 2 of 3 were still running") as raised:
+        run_ranks(linger_somewhere, 3, timeout=1)
+    assert "in linger_somewhere" in str(raised.value)
+    assert time.monotonic() - before < 20
+
+
+def fail_or_linger(rank: int) -> None:
+    if rank == 0:
+        raise ValueError("boom")
+    time.sleep(60)
+
+
+def test_the_others_get_a_grace_and_are_then_killed() -> None:
+    before = time.monotonic()
+    with pytest.raises(ValueError, match="boom"):
+        launch.run_local(fail_or_linger, 2, grace=0.5)
+    assert time.monotonic() - before < 20
+
+
+def test_what_cannot_be_started_is_refused() -> None:
+    with pytest.raises(CommError, match="cannot be sent to other processes"):
+        run_ranks(lambda rank: rank, 2)
+    with pytest.raises(CommError, match="0 ranks were asked for"):
+        run_ranks(describe, 0)
+
+
+SCRIPT = """
+import os, signal, sys, time
+from longspan.comm import run_local
+
+def wait_for_a_signal(rank, number):
+    seen = []
+    signal.signal(number, lambda *_: seen.append(number))
+    print("rank", os.getpid(), flush=True)
+    while not seen:
+        time.sleep(0.01)
+    return [int(s) for s in seen]
+
+def sleep(rank):
+    print("rank", os.getpid(), flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        print("result", run_local(wait_for_a_signal, 2, (number,)), flush=True)
+    try:
+        run_local(sleep, 2)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    run_local(sleep, 2)
+"""
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists and is not a zombie."""
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_signals_reach_the_ranks_of_a_script_and_nothing_stays_behind(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    script = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True)
+    assert script.stdout is not None
+    pids: list[int] = []
+
+    def read(word: str) -> str:
+        assert script.stdout is not None
+        line = script.stdout.readline()
+        assert line.startswith(word), line
+        return line.removeprefix(word).strip()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        pids += [int(read("rank")), int(read("rank"))]
+        script.send_signal(number)
+        assert read("result") == f"[[{number.value}], [{number.value}]]"
+    pids += [int(read("rank")), int(read("rank"))]
+    script.send_signal(signal.SIGINT)
+    read("interrupted")
+    pids += [int(read("rank")), int(read("rank"))]
+    script.kill()
+    script.wait()
+    script.stdout.close()
+    deadline = time.monotonic() + 20
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in pids if alive(pid)]
+
+
+def test_an_answer_survives_an_error_that_does_not_pickle() -> None:
+    answer = child._failure(AwkwardError(1, 2))
+    assert answer.pickled is None and "AwkwardError: 1 and 2" in answer.text
