@@ -22,7 +22,8 @@ def plans(draw: st.DrawFn, mode: str = "lockstep") -> Plan:
         mine, ids = ids[:shared], ids[shared:]
         members = draw(st.lists(st.integers(0, slots - 1), min_size=1, max_size=slots, unique=True))
         pad = draw(st.sampled_from([None, None, max(found)]))
-        group = Group(tuple(members), tuple(mine), tuple(found[d] for d in mine), pad_to=pad)
+        rows, partition = tuple(found[d] for d in mine), draw(st.sampled_from(["zigzag", "contiguous"]))
+        group = Group(tuple(members), tuple(mine), rows, partition=partition, pad_to=pad)
         batches[draw(st.integers(0, count - 1))].append(group)
     micro_batches = tuple(MicroBatch(tuple(groups)) for groups in batches)
     multiple, node = draw(st.integers(1, 3)), draw(st.sampled_from([2, 4, 8]))

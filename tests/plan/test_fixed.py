@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from longspan.errors import LayoutError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, plan_fixed, plan_padded, slot_rows
+from longspan.plan.fixed import Packer
 from longspan.plan.pack import first_fit, spread
+from longspan.plan.request import Request
 from tests.plan.cases import bounded, lengths
 
 PLANNERS = {"fixed": plan_fixed, "padded": plan_padded}
@@ -76,7 +78,7 @@ def test_the_order_of_documents_changes_ids_only(
         assert [sorted(g.lengths) for g in one.groups] == [sorted(g.lengths) for g in two.groups]
 
 
-@given(found=st.lists(st.integers(1, 60), min_size=1, max_size=60), room=st.integers(60, 200), bins=st.integers(1, 8))
+@given(found=st.lists(st.integers(1, 9), min_size=1, max_size=30), room=st.integers(9, 25), bins=st.integers(1, 5))
 @bounded
 def test_bins(found: list[int], room: int, bins: int) -> None:
     found = sorted(found, reverse=True)
@@ -132,6 +134,30 @@ def test_similar_bins_share_a_micro_batch() -> None:
     times = plan.timeline()
     assert times.idle.max() < 1e-12 and len(plan.micro_batches) == 2
     assert all(set(batch.lengths) in ({8000}, {4000}) for batch in plan.micro_batches)
+
+
+@given(request=requests())
+@bounded
+def test_deals_are_priced_as_the_plans_that_they_become(
+    request: tuple[list[int], Layout, int, dict[str, Any]],
+) -> None:
+    found, home, cp, options = request
+    others = {"targets": None, "cp_comm_type": "p2p", "hierarchical_context_parallel_sizes": None}
+    asked = Request.of(found, home, **options, **others, allow_empty=False)
+    packer = Packer.of(asked, cp)
+    prices = []
+    for deal in packer.deals():
+        plan = asked.plan(packer.micro_batches(deal), "fixed")
+        assert plan.predicted_seconds == pytest.approx(packer.seconds(deal), rel=1e-12)
+        prices.append(plan.predicted_seconds)
+    assert plan_fixed(found, home, cp, **options).predicted_seconds == pytest.approx(min(prices), rel=1e-12)
+
+
+def test_free_groups_are_balanced_over_the_whole_step() -> None:
+    found = [10000, 8000, 2000, 4000, 5000]
+    plan = plan_fixed(found, Layout(2), 1, max_tokens_per_slot=12000, mode="free")
+    ends = plan.timeline().end[-1]
+    assert ends.max() == pytest.approx(1.9625, abs=1e-4)  # rounds of two bins each, dealt by work, take 1.9725
 
 
 @pytest.mark.parametrize(("name", "research"), [("lognormal", 1.628), ("exponential", 1.795)])
@@ -199,6 +225,7 @@ BAD: list[tuple[str, list[Any], Layout, int, dict[str, Any], str]] = [
         {"max_tokens_per_slot": 20, "row_multiple": 16},
         "document 0 has 35 rows, more than the 32 .* hold in multiples of 16 .* raise max_tokens_per_slot to 32",
     ),
+    ("too long by one", [41], Layout(4), 2, {"max_tokens_per_slot": 20}, "document 0 has 41 rows, more than the 40"),
     ("empty", [], Layout(4), 2, {}, "there are no documents to plan; pass allow_empty=True"),
     ("zero", [3, 0], Layout(4), 2, {}, "length 1 is 0"),
     ("negative", [-3], Layout(4), 2, {}, "length 0 is -3"),

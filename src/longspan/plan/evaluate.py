@@ -159,7 +159,6 @@ def _components(table: GroupTable, count: int, slots: int) -> Ints:
         low = np.minimum.reduceat(label[cells], first)[table.group]
         joined = label.copy()
         np.minimum.at(joined, label[cells], low)
-        np.minimum.at(joined, cells, low)
         joined = joined[joined]
         if np.array_equal(joined, label):
             break

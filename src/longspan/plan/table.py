@@ -41,7 +41,9 @@ def _against_bound(plan: "Plan", times: "Timeline") -> str:
 
 def _lines(plan: "Plan", times: "Timeline", limit: int) -> list[str]:
     count = len(plan.micro_batches)
-    shown = list(range(count)) if count <= limit else [*range(limit - limit // 3), *range(count - limit // 3, count)]
+    shown = (
+        list(range(count)) if count <= limit + 1 else [*range(limit - limit // 3), *range(count - limit // 3, count)]
+    )
     groups = {m: _degrees(plan.micro_batches[m]) for m in shown}
     width = max(len("groups"), *map(len, groups.values()))
     lines = [f"  micro-batch   {'groups':<{width}}   {'tokens':>11}   fullest slot      seconds    idle"]
