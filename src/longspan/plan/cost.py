@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from longspan.errors import PlanError
+from longspan.plan.model_shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,44 @@ class Cost:
         ring = self.ring_bytes * tokens * (degree - 1) / degree / speed
         attention = np.maximum(self.attention_seconds * _floats(squares) / degree, ring)
         return self.linear_seconds * tokens / degree + attention + self.ring_step_seconds * (degree - 1)
+
+    @classmethod
+    def for_model(
+        cls,
+        config: Any,
+        *,
+        tflops: float,
+        inside_gbps: float = 350.0,
+        across_gbps: float = 40.0,
+        bytes_per_value: int = 2,
+        ring_step_latency: float = 10e-6,
+        micro_batch_seconds: float = 10e-3,
+    ) -> "Cost":
+        """The cost of a model on a machine: 6 FLOPs per token for each active weight, 7 x width for causal attention.
+
+        >>> cost = Cost.for_model("Qwen3-8B/config.json", tflops=400, inside_gbps=350, across_gbps=40)  # doctest: +SKIP
+
+        `config` is a transformers configuration, an object or dict like one, a config.json or its folder. `tflops` is
+        what a slot (its tensor-parallel ranks together) sustains, in 1e12 FLOP/s; `inside_gbps` and `across_gbps` what
+        it sends to another slot of its node and elsewhere, in 1e9 bytes/s; `ring_step_latency` the seconds of a step
+        of the ring in one layer; `bytes_per_value` of keys and values. Raises PlanError naming attributes that are
+        missing, or that show layers which cannot be priced so.
+        """
+        shape = ModelShape.of(config)
+        for name, value in {"tflops": tflops, "inside_gbps": inside_gbps, "across_gbps": across_gbps}.items():
+            if not value > 0:
+                raise PlanError(f"{name} is {value!r}; give a number above 0")
+        full = shape.layers - shape.window_layers
+        in_windows = shape.window_layers * 14 * shape.query_width * shape.window  # documents longer than the window
+        return cls(
+            linear_seconds=(6 * shape.weights + in_windows) / (tflops * 1e12),
+            attention_seconds=full * 7 * shape.query_width / (tflops * 1e12),
+            ring_bytes=float(shape.layers * 3 * 2 * shape.key_width * bytes_per_value),
+            inside_bytes_per_second=inside_gbps * 1e9,
+            across_bytes_per_second=across_gbps * 1e9,
+            ring_step_seconds=shape.layers * 2 * ring_step_latency,
+            micro_batch_seconds=micro_batch_seconds,
+        )
 
     def to_json(self) -> dict[str, float]:
         """The constants by name, for a JSON document; `Cost.from_json` gives an equal cost back."""
