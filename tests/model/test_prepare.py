@@ -148,7 +148,7 @@ def test_a_world_of_one_rank() -> None:
 
 
 def _save(rank: int, folder: str, family: str, sharded: bool) -> dict[str, torch.Tensor]:
-    with World(Layout(ranks=2), backend=backend()) as world:
+    with World(Layout(ranks=(1, 0)), backend=backend()) as world:
         model = prepare(tiny(family), world, shard_parameters=sharded)
         optimizer = build_optimizer(model, "sgd", lr=0.5)
         plan = plan_fixed(LENGTHS, world.home, cp=2)

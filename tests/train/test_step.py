@@ -74,7 +74,7 @@ def _gradients_add_up(rank: int) -> tuple[float, float]:
     documents = texts(LENGTHS)
     wanted = {n: 2 * g for n, g in stock_answer("llama", torch.float64, documents).gradients.items()}
     errors = []
-    with World(HOME, backend=backend()) as world:
+    with World(Layout(ranks=(2, 0, 3, 1)), backend=backend()) as world:  # the slots in another order than the ranks
         for sharded in (True, False):
             model = prepare(tiny("llama", torch.float64), world, shard_parameters=sharded)
             for cp in (1, 4):
@@ -85,6 +85,28 @@ def _gradients_add_up(rank: int) -> tuple[float, float]:
 
 def test_gradients_of_two_steps_add_up_without_an_optimizer() -> None:
     assert max(max(errors) for errors in run_ranks(_gradients_add_up, SLOTS)) < 1e-12
+
+
+def _clipped(rank: int) -> list[float]:
+    """Length of a step of plain SGD at rate 1, over the gradient norm that is allowed."""
+    lengths = []
+    with World(Layout(ranks=2), backend=backend()) as world:
+        plan = plan_fixed(LENGTHS, world.home, cp=2)
+        for sharded, allowed in ((True, 0.01), (False, 0.01), (True, 1e9)):
+            model = prepare(tiny("qwen3", torch.float64), world, shard_parameters=sharded)
+            before, optimizer = weights_of(model), build_optimizer(model, "sgd", lr=1.0)
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)  # left over from something else: zeroed by the step
+            norm = run_step(model, plan, texts(LENGTHS), world, optimizer, max_grad_norm=allowed).grad_norm
+            assert norm is not None and 0.01 < norm < 1e9
+            moved = torch.cat([(before[name] - w).flatten() for name, w in weights_of(model).items()]).norm().item()
+            lengths.append(moved / min(allowed, norm))
+    return lengths
+
+
+def test_an_optimizer_step_is_clipped_to_the_norm() -> None:
+    for ratios in run_ranks(_clipped, 2):
+        assert ratios == pytest.approx([1.0] * 3, rel=1e-5)
 
 
 STEPS = 20

@@ -122,12 +122,12 @@ def _check_index(folder: Path, index: Path) -> None:
 def save_model(model: PreTrainedModel, folder: str | Path, world: World, tokenizer: Any = None) -> None:
     """Write the full weights to a folder that stock transformers loads; all ranks call it together.
 
-    The first rank writes safetensors, configuration and tokenizer next to `folder` and renames, so an interrupted save
+    Rank 0 writes safetensors, configuration and tokenizer next to `folder` and renames, so an interrupted save
     leaves what was there. Raises ModelError on every rank where writing failed.
     """
     full = full_state_dict(model)
     failure: Exception | None = None
-    if world.rank == world.home.ranks[0]:
+    if world.rank == 0:
         try:
             _write(model, full, Path(folder), tokenizer)
         except Exception as error:  # whatever the file system raises: the other ranks must learn of it
@@ -138,7 +138,7 @@ def save_model(model: PreTrainedModel, folder: str | Path, world: World, tokeniz
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """All weights, unsharded, on the CPU of the first rank (empty on the others where parameters are sharded)."""
+    """All weights, unsharded, on the CPU of rank 0 (empty on the others where parameters are sharded)."""
     if fsdp_modules(model):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return dict(get_model_state_dict(model, options=options))  # pyright: ignore[reportReturnType]
