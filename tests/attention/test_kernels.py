@@ -5,6 +5,9 @@ import torch
 
 from longspan.attention import KERNELS, Need, choose
 from longspan.attention.block import Rule
+from longspan.attention.kernels import cpu_flash, reference, torch_flash
+from longspan.attention.kernels.launch import Launch
+from longspan.attention.tiles import Tile, Tiling
 from longspan.errors import AttentionError
 from longspan.testing import backend
 from tests.attention.simulate import simulate
@@ -60,8 +63,6 @@ def test_scale_and_softcap(options):
 
 
 def test_pieces_of_long_tiles(monkeypatch):
-    from longspan.attention.kernels import cpu_flash, reference
-
     monkeypatch.setattr(reference, "_SCORES_AT_ONCE", 100)
     monkeypatch.setattr(cpu_flash, "_BAND_ROWS", 5)
     for options in MASKS:
@@ -78,6 +79,31 @@ def test_half_precision_error_does_not_grow_with_the_degree(dtype):
             split = errors(kernel, dtype, HEADS["gqa"], (128,), degree)
             for name, one, many in zip(("out", "dq", "dk", "dv"), alone, split, strict=True):
                 assert many <= 2 * one, (kernel.name, degree, name, one, many)
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str)
+def test_half_precision_masks_and_head_shapes(dtype, limit, options):
+    for kernel in usable(dtype, **{"window": 1} if "window" in options else {}):
+        for seed, (heads, shape) in enumerate(HEADS.items()):
+            for lengths in ((37,), (5, 1, 40, 3)):
+                found = errors(kernel, dtype, shape, lengths, 3, seed, **options)
+                assert max(found) <= limit, (kernel.name, heads, lengths, seed, found)
+
+
+def test_torch_flash_takes_these_arguments():
+    """Shapes through torch's own meta functions, where there is no GPU to run on."""
+    for tiles in ([Tile(0, 5, 0, 7), Tile(6, 7, 9, 12)], [Tile(0, 5, 0, 7, right=0)], [Tile(0, 5, 0, 7, 2, 1)]):
+        launch = Launch(Tiling(tuple(tiles)), torch.device("meta"))
+        rows, keys = sum(tile.queries for tile in tiles), sum(tile.keys for tile in tiles)
+        q, k, v = (
+            torch.empty(shape, device="meta", dtype=torch.bfloat16)
+            for shape in ((rows, 4, 20), (keys, 2, 20), (keys, 2, 12))
+        )
+        out, lse = torch_flash.forward(q, k, v, launch, scale=0.1)
+        assert (out.shape, lse.shape, lse.dtype) == ((rows, 4, 12), (rows, 4), torch.float32)
+        gradients = torch_flash.backward(out, q, k, v, out, lse, launch, scale=0.1)
+        assert [x.shape for x in gradients] == [x.shape for x in (q, k, v)]
 
 
 REFUSED = [
