@@ -86,7 +86,7 @@ class Channel:
     """The members of one plan group in this rank's plane, and how they talk.
 
     `ranks` are the members' global ranks in the order of the group's slots, `index` this rank's place among them.
-    Every method is entered by all members whose part is not empty, in one order on every rank. Point-to-point runs on
+    Every method is entered by all members, in one order on every rank. Point-to-point runs on
     the parent group, which is the plane's, or with `parent="everyone"` that of all ranks.
     """
 

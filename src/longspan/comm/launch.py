@@ -176,8 +176,9 @@ class _Crew:
             error: BaseException = CommError(f"rank {first.index} of {len(self.ranks)} {first.death}")
         else:
             error = first.answer.error(first.index)
-        for rank in [rank for rank in self.failed if rank is not first][:4]:
-            error.add_note(f"rank {rank.index}: {rank.death or (rank.answer and rank.answer.summary)}")
+        for rank in [rank for rank in self.ranks if rank is not first and (rank.failed or rank.waiting)][:4]:
+            said = rank.answer.summary if rank.answer else rank.death or "was still running and was killed"
+            error.add_note(f"rank {rank.index}: {said}")
         return error
 
     def _too_late(self, running: list[_Rank], timeout: float | None) -> CommError:

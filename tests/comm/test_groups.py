@@ -1,0 +1,139 @@
+"""Channels move exactly what is given, with and without communicators of their own, whose number is bounded."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from longspan.comm.family import Family
+from longspan.comm.groups import Channel, GroupRecord
+from longspan.comm.world import World
+from longspan.errors import CommError
+from longspan.layout import Layout
+from longspan.plan import Group, MicroBatch, Plan, plan_fixed
+from longspan.testing import backend, run_ranks
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
+# (slots in group order, rows of each member); every slot of four is in the group or stands aside
+GATHERS = [
+    ((0, 1, 2, 3), (2, 2, 2, 2)),
+    ((3, 1, 0, 2), (1, 0, 3, 2)),
+    ((2, 0), (3, 1)),
+    ((1, 2, 3), (0, 0, 4)),
+    ((3, 0), (0, 0)),
+    ((1,), (2,)),
+]
+
+
+def rows(member: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return (torch.arange(count * 3, device=device).reshape(count, 3) + 20 * member).to(dtype)
+
+
+def talk(rank: int, max_groups: int) -> list[GroupRecord]:
+    with World(Layout(ranks=4), backend=backend(), timeout=60, max_groups=max_groups) as world:
+        for slots, _ in GATHERS:
+            world.prepare(one_group(slots))
+        for dtype in DTYPES:
+            for slots, counts in GATHERS:
+                if rank in slots:
+                    channel = world.channel(slots)
+                    assert channel.ranks == slots and channel.index == slots.index(rank) and repr(channel)
+                    check_gather(channel, counts, dtype)
+                    check_sum(channel, counts, dtype)
+        return world.groups_made
+
+
+def check_gather(channel: Channel, counts: tuple[int, ...], dtype: torch.dtype) -> None:
+    own = rows(channel.index, counts[channel.index], dtype, channel.device)
+    handle = channel.all_gather(own, counts, "gather")
+    parts = handle.wait()
+    for member, part in enumerate(parts):
+        assert torch.equal(part, rows(member, counts[member], dtype, channel.device)), (member, part)
+    assert handle.wait() is parts
+
+
+def check_sum(channel: Channel, counts: tuple[int, ...], dtype: torch.dtype) -> None:
+    parts = [rows(m, n, dtype, channel.device) * (channel.index + 1) for m, n in enumerate(counts)]
+    total = channel.reduce_scatter(parts, "sum").wait()
+    factor = sum(range(1, channel.degree + 1))
+    exact = rows(channel.index, counts[channel.index], torch.float64, channel.device) * factor
+    tolerance = 2**-8 if dtype == torch.bfloat16 else 0
+    wanted = (exact % 256).to(dtype) if dtype == torch.uint8 else exact
+    torch.testing.assert_close(total.double(), wanted.double(), rtol=tolerance, atol=0)
+
+
+def one_group(slots: tuple[int, ...]) -> Plan:
+    return Plan(4, (8,), (MicroBatch((Group(slots, (0,), (8,)),)),), targets=7)
+
+
+@pytest.mark.parametrize(("max_groups", "made"), [(0, 0), (1, 1), (9, 2)])
+def test_channels_with_and_without_communicators(max_groups: int, made: int) -> None:
+    for rank, records in enumerate(run_ranks(talk, 4, max_groups)):
+        own = [record for record in records if record.kind == "communicator"]
+        assert all(rank in record.ranks and record.seconds > 0 for record in own)
+        assert len(own) <= max_groups
+        if rank == 0:  # (0, 1, 2, 3), again in another order, (0, 2), (0, 3)
+            assert len(own) == min(max_groups, 3) >= made
+
+
+def pairs(rank: int) -> None:
+    """Several tensors between the same two members match in order; empty ones are dropped on both sides."""
+    with World(Layout(ranks=3), backend=backend(), timeout=60) as world:
+        channel = world.channel((2, 0, 1))
+        others = [m for m in range(3) if m != channel.index]
+        sizes = (2, 0, 5)
+        sends = [(m, torch.full((n,), 10.0 * channel.index + n, device=world.device)) for n in sizes for m in others]
+        receives = [(m, torch.zeros(n, device=world.device)) for n in sizes for m in others]
+        assert channel.exchange(sends, receives, "pairs").wait() is None
+        for member, found in receives:
+            assert (found == 10.0 * member + len(found)).all()
+        strided = torch.arange(6.0, device=world.device).reshape(3, 2).t()
+        arrived = torch.empty(2, 3, device=world.device)
+        right, left = (channel.index + 1) % 3, (channel.index - 1) % 3
+        channel.exchange([(right, strided)], [(left, arrived)], "strided").wait()
+        assert torch.equal(arrived, strided)
+        with pytest.raises(AssertionError, match="does not send to itself"):
+            channel.exchange([(channel.index, arrived)], [], "self")
+        assert channel.exchange([], [], "nothing").wait() is None
+
+
+def test_pairs_of_members() -> None:
+    run_ranks(pairs, 3)
+
+
+def disagree(rank: int) -> None:
+    with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
+        with pytest.raises(CommError, match="hold 2 different plans"):
+            world.prepare(plan_fixed([8 + rank, 4], Layout(ranks=2), cp=2))
+        with pytest.raises(CommError, match="the plan is for 4 slots, the home has 2"):
+            world.prepare(one_group((0, 1)))
+
+
+def test_prepare_refuses_plans_that_are_not_the_same() -> None:
+    run_ranks(disagree, 2)
+
+
+def plan_of(*micro_batches: tuple[tuple[int, ...], ...]) -> Plan:
+    """A plan whose micro-batches have groups of these slots, one document each."""
+    document = iter(range(1000))
+    groups = [MicroBatch(tuple(Group(s, (next(document),), (8,)) for s in slots)) for slots in micro_batches]
+    lengths = (8,) * sum(len(slots) for slots in micro_batches)
+    return Plan(8, lengths, tuple(groups), targets=sum(lengths))
+
+
+FAMILIES = [  # (most per slot, plans in turn, what each gains)
+    (4, [plan_of(((0, 1), (2, 3)), ((0, 1),))], [[(0, 1), (2, 3)]]),  # one degree: all of them
+    (4, [plan_of(((0, 1), (2,)), ((0, 1),))], [[(0, 1)]]),  # slots alone talk to nobody
+    (4, [plan_of(((0, 1, 2), (3, 4)))], [[]]),  # mixed degrees, seen once
+    (4, [plan_of(((0, 1, 2), (3, 4))), plan_of(((4, 3), (0, 1, 2, 5)))], [[], [(3, 4)]]),  # seen again, other order
+    (1, [plan_of(((0, 1), (2, 3))), plan_of(((1, 2), (4, 5)))], [[(0, 1), (2, 3)], [(4, 5)]]),  # full slots gain none
+    (0, [plan_of(((0, 1),))], [[]]),
+]
+
+
+@pytest.mark.parametrize(("most", "plans", "gains"), FAMILIES)
+def test_the_family_of_communicators_is_bounded(most: int, plans: list[Plan], gains: list[object]) -> None:
+    family = Family(most)
+    assert [family.wanted(plan) for plan in plans] == gains
+    for _ in range(2):
+        again = [family.wanted(plan) for plan in plans]
+    assert again == [[]] * len(plans), "what is there is not made again"

@@ -1,0 +1,107 @@
+"""When a rank dies, raises or hangs, the others stop within the time-out and say which."""
+
+import os
+import re
+import signal
+import socket
+import time
+
+import pytest
+import torch
+
+from longspan.comm.launch import run_local
+from longspan.comm.world import World
+from longspan.errors import CommError
+from longspan.layout import Layout
+from longspan.testing import backend, run_ranks
+
+RING = r"'(ring of four|leaving the world)' of step 7 between ranks \(0, 1, 2, 3\)"
+FAILURES = {  # what rank 2 does instead of entering -> what the launcher raises, and what the others say
+    "kill": (
+        CommError,
+        "rank 2 of 4 was killed by signal 9",
+        rf"{RING} failed .*rank 2 does not answer: it was killed",
+    ),
+    "leave": (CommError, "rank 2 of 4 left with exit code 3", rf"{RING} failed .*rank 2 does not answer: it left with"),
+    "raise": (KeyError, "boom", rf"{RING} failed .*rank 2 left with KeyError: 'boom'"),
+    "hang": (CommError, RING + " timed out", rf"{RING} .*rank 2 is computing in step 7, after 'barrier'"),
+}
+
+
+def walk(rank: int, how: str) -> None:
+    with World(Layout(ranks=4), backend=backend(), timeout=1 if how == "hang" else 60) as world:
+        world.step = 7
+        world.barrier()
+        if rank == 2:
+            time.sleep(0.2)  # the others are in the exchange by now
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "leave":
+                os._exit(3)
+            if how == "raise":
+                raise KeyError("boom")
+            time.sleep(60)
+        channel, x = world.channel((0, 1, 2, 3)), torch.ones(5, device=world.device)
+        right, left = (channel.index + 1) % 4, (channel.index - 1) % 4
+        channel.exchange([(right, x)], [(left, x.clone())], "ring of four").wait()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+@pytest.mark.skipif(backend() != "gloo", reason="NCCL ends a stuck process instead of raising in it")
+@pytest.mark.parametrize("how", FAILURES)
+def test_the_others_stop_and_say_which(how: str) -> None:
+    kind, launcher, others = FAILURES[how]
+    before = time.monotonic()
+    with pytest.raises(kind, match=launcher) as raised:
+        run_local(walk, 4, (how,), timeout=60, grace=3, threads=1)
+    assert time.monotonic() - before < 30
+    notes = getattr(raised.value, "__notes__", [])
+    said = [note for note in notes if re.search(others, note)]
+    assert len(said) >= (2 if how == "hang" else 3), notes
+    assert how != "hang" or "rank 2: was still running and was killed" in notes
+    assert all(re.match(r"rank [013]: CommError", note) for note in said)
+
+
+def outlive(rank: int) -> str:
+    """Rank 1 leaves with an error and lives on; rank 0 must not wait for it until the time-out."""
+    try:
+        with World(Layout(ranks=2), backend="gloo", timeout=60) as world:
+            if rank == 1:
+                raise ValueError("not today")
+            world.barrier()
+    except (ValueError, CommError) as error:
+        time.sleep(3 * rank)
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_leaves_and_lives_on_is_quoted_at_once() -> None:
+    before = time.monotonic()
+    found = run_ranks(outlive, 2)
+    assert found[1] == "not today"
+    assert re.search(r"'barrier' of step 0 .*rank 1 left with ValueError: not today", found[0])
+    assert time.monotonic() - before < 30
+
+
+def lose_the_store(rank: int, port: int) -> None:
+    """Rank 0 serves the store itself, as without torchrun, and dies with it."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    os.environ["MASTER_PORT"] = str(port)
+    with World(Layout(ranks=2), backend="gloo", timeout=60) as world:
+        world.barrier()
+        if rank == 0:
+            os._exit(0)
+        world.barrier("last barrier")
+
+
+def test_the_rank_that_served_the_store_is_missed() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(CommError, match="rank 0 of 2 left with exit code 0") as raised:
+        run_ranks(lose_the_store, 2, port)
+    (note,) = raised.value.__notes__
+    assert re.search(
+        "'last barrier' .* the store does not answer, so the rank or launcher that served it is gone", note
+    )

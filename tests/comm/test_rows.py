@@ -1,0 +1,114 @@
+"""Rows reach the ranks that need them, their gradients the ranks that have them: against one dense computation."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from longspan.comm.rows import RowExchange, RowGradient, exchange_rows
+from longspan.comm.world import World
+from longspan.errors import CommError, LayoutError
+from longspan.layout import Exchange, Layout, Partition
+from longspan.testing import backend, run_ranks
+
+Lists = list[list[int]]
+CASES: dict[str, tuple[Lists, Lists]] = {  # rows that each rank has, rows that it needs
+    "one rank": ([[2, 0, 1]], [[1, 1, 2]]),
+    "swap": ([[0, 1], [2, 3]], [[3, 2], [1, 0]]),
+    "stay": ([[0, 1], [2]], [[1, 0], [2]]),
+    "nothing moves or is needed": ([[0], [1]], [[], []]),
+    "three ranks": ([[0, 1], [2], []], [[2], [2, 0], [1]]),
+    "gather": ([[0], [1, 2], []], [[0, 1, 2], [0, 1, 2], [2, 1, 0]]),
+    "needed several times": ([[0, 1, 2], [], [3]], [[3, 3, 0, 3], [1, 0, 1, 0], [0]]),
+    "had by several": ([[0, 1, 2], [2, 1, 0], [1, 3]], [[3], [3, 0], [2, 1, 1, 0]]),
+    "had twice by one": ([[0, 0, 1], [1]], [[1], [0, 1]]),
+    "four ranks, sparse ids": ([[90], [7, 1000], [], [3, 7]], [[7], [], [3, 90, 1000, 7], [90, 90]]),
+}
+
+
+def value(row: int, width: int) -> Tensor:
+    return torch.arange(width, dtype=torch.float64) + 10 * (row + 1)
+
+
+def use(rank: int, place: int, row: int, gradient: RowGradient) -> float:
+    """The weight of one needed copy in the loss: its own, or the same for every copy of the row."""
+    return float(row + 1 if gradient == "identical" else 1 + 7 * rank + place)
+
+
+def wanted_gradient(row: int, need: Lists, gradient: RowGradient) -> float:
+    uses = [use(r, p, x, gradient) for r, rows in enumerate(need) for p, x in enumerate(rows) if x == row]
+    return (uses[0] if gradient == "identical" else sum(uses)) if uses else 0.0
+
+
+def check(rank: int, names: list[str]) -> None:
+    n = len(CASES[names[0]][0])
+    with World(Layout(ranks=n), backend=backend(), timeout=60) as world:
+        for have, need in (CASES[name] for name in names):
+            exchange = Exchange(Partition.from_rows(have), Partition.from_rows(need))
+            check_values(rank, have, need, exchange, world)
+            for gradient in ("partial", "identical"):
+                move = RowExchange(exchange, world.everyone, gradient=gradient)
+                for dtype in (torch.float64, torch.bfloat16):
+                    check_gradient(rank, have[rank], need, move, gradient, dtype)
+
+
+def stack(rows: list[int], world: World, dtype: torch.dtype, *shape: int) -> Tensor:
+    found = [value(row, 6).reshape(shape) for row in rows]
+    return (torch.stack(found) if found else torch.empty(0, *shape)).to(world.device, dtype)
+
+
+def check_values(rank: int, have: Lists, need: Lists, exchange: Exchange, world: World) -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        for shape in ((6,), (3, 2)):
+            x = stack(have[rank], world, dtype, *shape)
+            found = exchange_rows(x, exchange, world.everyone, gradient="none")
+            assert found.dtype == dtype and torch.equal(found, stack(need[rank], world, dtype, *shape))
+            assert not found.requires_grad
+
+
+def check_gradient(
+    rank: int, own: list[int], need: Lists, move: RowExchange, gradient: RowGradient, dtype: torch.dtype
+) -> None:
+    device = move.channel.device
+    x = torch.ones(len(own), 2, device=device, dtype=dtype, requires_grad=bool(own))
+    weights = torch.tensor([use(rank, p, row, gradient) for p, row in enumerate(need[rank])], device=device)
+    (move(x) * weights.to(dtype)[:, None]).sum().backward()
+    if own:
+        wanted = torch.tensor([wanted_gradient(row, need, gradient) for row in own], device=device)
+        assert x.grad is not None and torch.equal(x.grad, wanted.to(dtype)[:, None].expand(-1, 2)), (x.grad, wanted)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_rows_and_gradients(n: int) -> None:
+    run_ranks(check, n, [name for name, (have, _) in CASES.items() if len(have) == n])
+
+
+def frozen(rank: int) -> None:
+    """Where only some ranks' rows need a gradient, all enter backward; under no_grad nobody does."""
+    exchange = Exchange(Partition.from_rows([[0], [1]]), Partition.from_rows([[1], [0]]))
+    with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
+        x = torch.ones(1, 1, device=world.device, requires_grad=rank == 0)
+        y = exchange_rows(x, exchange, world.everyone, gradient="partial")
+        (y * (rank + 2)).sum().backward()
+        assert x.grad is None if rank else x.grad is not None and x.grad.item() == 3.0
+        with torch.no_grad():
+            assert not exchange_rows(x, exchange, world.everyone).requires_grad
+
+
+def test_every_rank_enters_backward() -> None:
+    run_ranks(frozen, 2)
+
+
+def refuse(rank: int) -> None:
+    exchange = Exchange(Partition.from_rows([[0], [1]]), Partition.from_rows([[1], [0]]))
+    with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
+        with pytest.raises(LayoutError, match="3 rows were given, this member has 1"):
+            exchange_rows(torch.zeros(3, 1), exchange, world.everyone)
+        with pytest.raises(CommError, match="gradient 'both' is not known"):
+            RowExchange(exchange, world.everyone, gradient="both")  # type: ignore[arg-type]
+        three = Exchange(Partition.from_rows([[0], [], []]), Partition.from_rows([[], [0], []]))
+        with pytest.raises(LayoutError, match="the exchange is among 3 ranks, the channel has 2"):
+            RowExchange(three, world.everyone)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    run_ranks(refuse, 2)

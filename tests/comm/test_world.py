@@ -1,0 +1,147 @@
+"""A world opens on the right processes, agrees on host values, and refuses what does not fit, on every rank."""
+
+import math
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longspan.comm.groups import world_of
+from longspan.comm.world import World
+from longspan.errors import CommError
+from longspan.layout import Layout
+from longspan.testing import backend, run_ranks
+
+HOMES = [
+    Layout(ranks=1),
+    Layout(ranks=3),
+    Layout(ranks=4, tp=2),
+    Layout(ranks=4, pp=2, tp=2),
+    Layout(ranks=4, dp_replicate=2),
+    Layout(ranks=(2, 0, 3, 1)),
+]
+
+
+def visit(rank: int, home: Layout) -> None:
+    """Every host value, in two worlds in turn."""
+    n = len(home.ranks)
+    for _ in range(2):
+        with World(home, backend=backend(), timeout=60) as world:
+            assert (world.rank, world.coordinates) == (rank, home.coordinates(rank))
+            assert world.plane[world.slot] == rank and world_of(world.key) is world
+            mates = world.plane
+            assert world.reduce_sum([rank + 0.5, 1.0]) == [sum(mates) + 0.5 * len(mates), len(mates)]
+            assert math.isnan(world.reduce_sum([float("nan") if world.slot == 0 else 0.0])[0])
+            assert world.gather_objects({"rank": rank}) == [{"rank": r} for r in home.ranks]
+            assert world.broadcast_object(rank) == home.ranks[0] and world.broadcast_object(rank, source=n - 1) == n - 1
+            assert world.any_rank(rank == n - 1) and not world.any_rank(False)
+            world.agree("0f" * 32)
+            world.step = 3
+            assert world.watch.step == world.step == 3
+            check_mesh(world)
+            assert [record.kind for record in world.groups_made][:2] == ["control", "parent"]
+    with pytest.raises(CommError, match="not open"):
+        world.barrier()
+
+
+def check_mesh(world: World) -> None:
+    mesh, copies = world.fsdp_mesh, world.home.dp_replicate
+    assert mesh is world.fsdp_mesh and mesh.size() == world.home.slots
+    assert mesh.mesh_dim_names == (("slots",) if copies == 1 else ("replicate", "slots"))
+    group = mesh.get_group("slots")
+    assert group is not world.plane_group, "point-to-point never runs on FSDP's group"
+    found = torch.ones(1, device=world.device) * world.rank
+    dist.all_reduce(found, group=group)
+    width = world.home.slots // copies
+    begin = world.slot // width * width
+    assert found.item() == sum(world.plane[begin : begin + width])
+
+
+@pytest.mark.parametrize("home", HOMES, ids=str)
+def test_host_values_and_meshes_of_every_home(home: Layout) -> None:
+    run_ranks(visit, len(home.ranks), home)
+
+
+def reuse(rank: int) -> None:
+    dist.init_process_group("gloo")
+    with World(Layout(ranks=2), backend="gloo") as world:
+        assert world.reduce_sum([1.0]) == [2.0]
+    dist.barrier()
+    with World(Layout(ranks=2), backend="gloo"), pytest.raises(ValueError, match="own error"):
+        raise ValueError("own error")
+    assert dist.is_initialized()
+
+
+def test_an_initialised_default_group_is_reused_and_left_alone() -> None:
+    run_ranks(reuse, 2)
+
+
+def refuse(rank: int) -> None:
+    cases = [
+        (Layout(ranks=4), {}, r"the home has 4 ranks \(0, 1, 2, 3\), but 2 processes were started"),
+        (Layout(ranks=(0, 2)), {}, r"the home has 2 ranks \(0, 2\), but 2 processes were started \(0 to 1\)"),
+        (Layout(ranks=2), {"backend": "mpi"}, "backend 'mpi' is not known; use 'gloo'"),
+        (Layout(ranks=2), {"backend": "gloo", "device": "cuda:99"}, "needs cuda:99, but this host shows"),
+    ]
+    for home, keywords, message in cases:
+        with pytest.raises(CommError, match=message), World(home, **keywords):
+            pass
+    for name in ("RANK", "WORLD_SIZE"):
+        value = os.environ.pop(name)
+        with pytest.raises(CommError, match="RANK and WORLD_SIZE are not set; start the ranks with `torchrun"):
+            World(Layout(ranks=2)).__enter__()
+        os.environ[name] = value
+
+
+def test_processes_that_are_not_the_home_are_refused_before_they_meet() -> None:
+    run_ranks(refuse, 2)
+
+
+def misuse(rank: int) -> None:
+    with World(Layout(ranks=2), backend="gloo") as world:
+        with pytest.raises(CommError, match="already open"):
+            world.__enter__()
+        for slots, message in {
+            (0, 2): r"\(0, 2\) are not distinct slots of the home, which has slots 0 to 1",
+            (0, 0): "not distinct",
+            (1 - rank,): f"rank {rank} is slot {rank}, which is not a member",
+        }.items():
+            with pytest.raises(CommError, match=message):
+                world.channel(slots)
+        channel = world.channel((0, 1))
+        assert channel is world.channel([0, 1]) and channel is not world.channel((1, 0))
+        digest = ("ab", "cd")[rank] * 32
+        with pytest.raises(
+            CommError, match=r"hold 2 different plans for step 0: ranks \(0\) hold abab.*ranks \(1\) hold"
+        ):
+            world.agree(digest)
+    x = torch.ones(1)
+    for call in (
+        lambda: channel.exchange([(1 - rank, x)], [(1 - rank, x)], "late"),
+        lambda: world.channel((0, 1)),
+        lambda: world.fsdp_mesh,
+        lambda: world_of(world.key),
+    ):
+        with pytest.raises(CommError, match=r"left|not open"):
+            call()
+
+
+def test_misuse_is_named() -> None:
+    run_ranks(misuse, 2)
+
+
+def come_or_not(rank: int) -> None:
+    if rank != 1:
+        with pytest.raises(CommError, match=r"world of 3 ranks in 1 s: rank\(s\) \(1\) did not come"):
+            World(Layout(ranks=3), backend="gloo", timeout=1).__enter__()
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    run_ranks(come_or_not, 3)
+
+
+def test_one_rank_needs_no_launcher() -> None:
+    with World(Layout(ranks=1), backend="gloo") as world:
+        assert world.reduce_sum([2.5]) == [2.5]
+    assert not dist.is_initialized()
