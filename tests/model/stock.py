@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
+from longspan.testing import backend
+
 VOCABULARY = 61
 
 SIZES = {
@@ -41,7 +43,18 @@ def tiny(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, attenti
         model = AutoModelForCausalLM.from_config(config_of(family), attn_implementation=attention)
         for parameter in model.parameters():  # norms start at one and biases at zero, which would hide their gradients
             parameter.data += 0.1 * torch.randn_like(parameter)
+    if dtype == torch.float64 and backend() == "nccl":
+        _norms_in_float64(model)
     return model.to(dtype)
+
+
+def _norms_in_float64(model: PreTrainedModel) -> None:
+    """transformers' norms compute in float32, and a GPU may add a row's squares in another order for other rows."""
+    for name, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RMSNorm"):
+            norm = torch.nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon)
+            norm.weight = module.weight
+            model.set_submodule(name, norm)
 
 
 def texts(lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
@@ -59,18 +72,20 @@ class Stock:
     gradients: dict[str, Tensor]
 
 
-def stock_answer(family: str, dtype: torch.dtype, documents: Sequence[np.ndarray], seed: int = 0) -> Stock:
+def stock_answer(
+    family: str, dtype: torch.dtype, documents: Sequence[np.ndarray], device: torch.device | str, seed: int = 0
+) -> Stock:
     """Eager attention in float32; its softmax is float32 always, so float64 takes torch's own attention in float64."""
     model = tiny(family, dtype, seed, "eager" if dtype == torch.float32 else "sdpa").eval()
+    model.to(device)
     targets = sum(len(document) - 1 for document in documents)
-    logits, loss = [], torch.zeros((), dtype=torch.float64)
+    logits, loss = [], torch.zeros((), dtype=torch.float64, device=device)
     for document in documents:
-        ids = torch.from_numpy(document)
+        ids = torch.from_numpy(document).to(device)
         logits.append(model(input_ids=ids[None], use_cache=False).logits[0])
         loss = loss + F.cross_entropy(logits[-1][:-1], ids[1:], reduction="none").sum(dtype=torch.float64) / targets
     loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Stock([x.detach() for x in logits], loss.item(), gradients)
+    return Stock([x.detach().cpu() for x in logits], loss.item(), gradients_of(model))
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:

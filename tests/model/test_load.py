@@ -79,7 +79,7 @@ def test_wrong_requests(folder: Path, tmp_path: Path) -> None:
         load_model(tmp_path / "none")
     with pytest.raises(ModelError, match=r"the tokenizer has 62 ids, the model in .* only 61"):
         load_model(folder, vocab_size=62)
-    with pytest.raises(ModelError, match="either a folder or a preset"):
+    with pytest.raises(ModelError, match="give a folder, or a preset: llama-tiny, qwen3-tiny"):
         load_model()
     with pytest.raises(ModelError, match="unknown dtype 'float31'"):
         load_model(folder, dtype="float31")

@@ -39,7 +39,7 @@ def _compare(rank: int, slots: int) -> dict[tuple[object, ...], Errors]:
     documents = texts(LENGTHS)
     with World(Layout(ranks=slots), backend=backend()) as world:
         for family, dtype, kind in product(FAMILIES, DTYPES, KINDS):
-            wanted = stock_answer(family, dtype, documents)
+            wanted = stock_answer(family, dtype, documents, world.device)
             model = prepare(
                 tiny(family, dtype),
                 world,

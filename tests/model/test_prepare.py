@@ -147,8 +147,8 @@ def test_a_world_of_one_rank() -> None:
     assert run_ranks(_one_rank, 1)[0] < 1e-12
 
 
-def _save(rank: int, folder: str, family: str, sharded: bool) -> dict[str, torch.Tensor]:
-    with World(Layout(ranks=(1, 0)), backend=backend()) as world:
+def _save(rank: int, folder: str, family: str, sharded: bool, copies: int) -> dict[str, torch.Tensor]:
+    with World(Layout(ranks=(1, 0), dp_replicate=copies), backend=backend()) as world:
         model = prepare(tiny(family), world, shard_parameters=sharded)
         optimizer = build_optimizer(model, "sgd", lr=0.5)
         plan = plan_fixed(LENGTHS, world.home, cp=2)
@@ -159,10 +159,10 @@ def _save(rank: int, folder: str, family: str, sharded: bool) -> dict[str, torch
         return weights_of(model)
 
 
-@pytest.mark.parametrize(("family", "sharded"), [("qwen3", True), ("llama", True), ("qwen3", False)])
-def test_a_saved_folder_loads_in_stock_transformers(tmp_path: Path, family: str, sharded: bool) -> None:
+@pytest.mark.parametrize(("family", "sharded", "copies"), [("qwen3", True, 1), ("llama", True, 2), ("qwen3", False, 1)])
+def test_a_saved_folder_loads_in_stock_transformers(tmp_path: Path, family: str, sharded: bool, copies: int) -> None:
     folder = tmp_path / "saved"
-    weights = run_ranks(_save, 2, str(folder), family, sharded)[0]
+    weights = run_ranks(_save, 2, str(folder), family, sharded, copies)[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
     stock = AutoModelForCausalLM.from_pretrained(folder).eval()
     assert stock.config._attn_implementation == "sdpa" and stock.config.use_cache

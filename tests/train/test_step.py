@@ -40,12 +40,12 @@ PLANS: dict[str, Callable[[], Plan]] = {
 }
 
 
-def _gradients(rank: int) -> dict[str, tuple[float, float, float, float]]:
+def _gradients(rank: int, home: Layout) -> dict[str, tuple[float, float, float, float]]:
     """Errors of loss, gradients and gradient norm of each plan; for each, the rows of this rank."""
     documents, found = texts(LENGTHS), {}
-    wanted = stock_answer("qwen3", torch.float64, documents)
-    norm = torch.cat([g.flatten() for g in wanted.gradients.values()]).norm().item()
-    with World(HOME, backend=backend()) as world:
+    with World(home, backend=backend()) as world:
+        wanted = stock_answer("qwen3", torch.float64, documents, world.device)
+        norm = torch.cat([g.flatten() for g in wanted.gradients.values()]).norm().item()
         for sharded in (True, False):
             model = prepare(tiny("qwen3", torch.float64), world, shard_parameters=sharded)
             for name, make in PLANS.items():
@@ -61,8 +61,9 @@ def _gradients(rank: int) -> dict[str, tuple[float, float, float, float]]:
     return found
 
 
-def test_gradients_do_not_depend_on_the_plan() -> None:
-    answers = run_ranks(_gradients, SLOTS)
+@pytest.mark.parametrize("dp_replicate", [1, 2])
+def test_gradients_do_not_depend_on_the_plan(dp_replicate: int) -> None:
+    answers = run_ranks(_gradients, SLOTS, Layout(ranks=SLOTS, dp_replicate=dp_replicate))
     for answer in answers:
         for name, (loss, gradients, norm, _) in answer.items():
             assert max(loss, gradients, norm) < 1e-12, (name, answer[name])
@@ -72,9 +73,10 @@ def test_gradients_do_not_depend_on_the_plan() -> None:
 
 def _gradients_add_up(rank: int) -> tuple[float, float]:
     documents = texts(LENGTHS)
-    wanted = {n: 2 * g for n, g in stock_answer("llama", torch.float64, documents).gradients.items()}
     errors = []
     with World(Layout(ranks=(2, 0, 3, 1)), backend=backend()) as world:  # the slots in another order than the ranks
+        once = stock_answer("llama", torch.float64, documents, world.device).gradients
+        wanted = {name: 2 * gradient for name, gradient in once.items()}
         for sharded in (True, False):
             model = prepare(tiny("llama", torch.float64), world, shard_parameters=sharded)
             for cp in (1, 4):

@@ -199,7 +199,7 @@ def layer_index(module: nn.Module) -> int | None:
 
 def _check_home(world: World) -> None:
     home = world.home
-    for name in ("tp", "pp", "ep", "dp_replicate"):
+    for name in ("tp", "pp", "ep"):
         if (degree := getattr(home, name)) > 1:
             raise ModelError(
                 f"the home has {name} {degree}; prepare brings models under slots alone: "

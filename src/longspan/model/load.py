@@ -36,7 +36,7 @@ def load_model(
     seed: int = 0,
     vocab_size: int | None = None,
 ) -> PreTrainedModel:
-    """A causal language model on the CPU: from a local folder, or a preset with random weights.
+    """A causal language model on the CPU: from a local folder, or else a preset with random weights.
 
     >>> model = load_model(preset="qwen3-tiny", vocab_size=2048, seed=0)
 
@@ -44,12 +44,15 @@ def load_model(
     world. With a folder, `vocab_size` is that of the tokenizer, which must fit into the model's. Raises ModelError for
     an unknown preset or dtype, and for a folder that is missing, incomplete or damaged.
     """
-    if (path is None) == (preset is None):
-        raise ModelError(f"give either a folder or a preset, got path={path!r} and preset={preset!r}")
     kind = _dtype(dtype)
-    if preset is not None:
-        return _random(preset, vocab_size, kind, seed)
-    model = _from_folder(Path(str(path)), kind)
+    if path is not None:
+        return _fitting(_from_folder(Path(path), kind), path, vocab_size)
+    if preset is None:
+        raise ModelError(f"give a folder, or a preset: {', '.join(PRESETS)}")
+    return _random(preset, vocab_size, kind, seed)
+
+
+def _fitting(model: PreTrainedModel, path: str | Path, vocab_size: int | None) -> PreTrainedModel:
     vocabulary = vocabulary_size(model)
     if vocab_size is not None and vocabulary is not None and vocab_size > vocabulary:
         raise ModelError(
