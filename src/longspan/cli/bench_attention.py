@@ -1,0 +1,206 @@
+"""`longspan bench attention`: how fast attention over several ranks is, beside torch's own `context_parallel`."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from longspan.cli.bench_attention_ranks import Settings, attention_ranks
+from longspan.cli.machine import machine_text
+from longspan.cli.ranks import ranks_wanted, reports_here, under_torchrun
+from longspan.errors import ConfigError
+from longspan.report.series import write_bytes
+from longspan.report.text_table import markdown_table, text_table
+
+TYPES = ("p2p", "all_gather")
+CPU_RANKS = 4
+GPU_DEFAULTS = {"lengths": "16384,65536", "heads": 32, "key_value_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+CPU_DEFAULTS = {"lengths": "1024,2048", "heads": 8, "key_value_heads": 2, "head_size": 64, "dtype": "float32"}
+
+
+@dataclass(frozen=True)
+class AttentionFlags:
+    """Time forward and backward of causal attention: one sequence (or equal packed documents) split over all ranks.
+
+    Runs one process for each GPU of this machine, or torchrun's, or --world local processes on the CPU. Before anything
+    is timed, output and gradients at a short length are compared with dense attention in float32 on one device.
+    torch's context_parallel runs in the same processes, where it can.
+    """
+
+    types: str = ",".join(TYPES)
+    """Communication types, with commas between."""
+    lengths: str = ""
+    """Sequence lengths, with commas between; empty: 16384,65536 on GPUs, 1024,2048 on CPUs."""
+    documents: int = 1
+    """Equal packed documents that share the sequence."""
+    heads: int = 0
+    """Query heads; 0: 32 on GPUs, 8 on CPUs."""
+    key_value_heads: int = 0
+    """Key and value heads; 0: 8 on GPUs, 2 on CPUs."""
+    head_size: int = 0
+    """Size of a head; 0: 128 on GPUs, 64 on CPUs."""
+    dtype: Literal["", "bfloat16", "float16", "float32"] = ""
+    """Of queries, keys and values; empty: bfloat16 on GPUs, float32 on CPUs."""
+    warmup: int = 3
+    """Runs before the timed ones."""
+    repeats: int = 10
+    """Timed runs; their median counts."""
+    world: int = 0
+    """Local processes on the CPU; 0: one for each GPU, or torchrun's, or 4 where there is no GPU."""
+    peers: bool = True
+    """Measure torch's context_parallel too."""
+    out: str = ""
+    """Write the record to this JSON file, and as a table to the .md file beside it."""
+    timeout_seconds: float = 180.0
+    """How long a rank waits for the others."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the record as JSON, and nothing else, on standard output."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the bench; 0, or 1 where an output or gradient was wrong."""
+    flags = tyro.cli(AttentionFlags, prog="longspan bench attention", args=list(argv))
+    ranks, backend = _ranks(flags)
+    settings = make_settings(flags, ranks, backend, ["longspan", "bench", "attention", *argv])
+    record = _run(settings, ranks)
+    if reports_here():
+        if flags.out:
+            write_record(record, Path(flags.out))
+        print(json.dumps(record, indent=1) if flags.json else record_text(record))
+    return 0 if all(row.get("good", True) for row in record["checks"]) else 1
+
+
+def make_settings(flags: AttentionFlags, ranks: int, backend: str, command: Sequence[str]) -> Settings:
+    """What the ranks are told. Raises ConfigError for types, lengths and sizes that cannot be."""
+    defaults = GPU_DEFAULTS if backend == "nccl" else CPU_DEFAULTS
+    types = tuple(name for name in flags.types.split(",") if name)
+    unknown = [name for name in types if name not in TYPES]
+    if unknown or not types:
+        raise ConfigError(f"--types {flags.types!r}: this release has {' and '.join(TYPES)}")
+    try:
+        lengths = tuple(int(length) for length in (flags.lengths or str(defaults["lengths"])).split(","))
+    except ValueError:
+        raise ConfigError(f"--lengths {flags.lengths!r} is not a list of integers such as 16384,65536") from None
+    if min(lengths) < flags.documents or flags.documents < 1:
+        raise ConfigError(f"{flags.documents} documents do not share {min(lengths)} rows; use at least a row each")
+    if flags.repeats < 1 or flags.warmup < 0:
+        raise ConfigError(f"--repeats {flags.repeats} --warmup {flags.warmup}: at least 1 and 0")
+    return Settings(
+        types=types,
+        lengths=lengths,
+        documents=flags.documents,
+        heads=flags.heads or int(defaults["heads"]),
+        key_value_heads=flags.key_value_heads or int(defaults["key_value_heads"]),
+        head_size=flags.head_size or int(defaults["head_size"]),
+        dtype=flags.dtype or str(defaults["dtype"]),
+        warmup=flags.warmup,
+        repeats=flags.repeats,
+        peers=flags.peers,
+        ranks=ranks,
+        backend=backend,
+        timeout_seconds=flags.timeout_seconds,
+        command=" ".join(command),
+        out=str(Path(flags.out).resolve()) if flags.out else "",
+    )
+
+
+def record_text(record: dict[str, Any]) -> str:
+    """A record for a terminal."""
+    return f"{_title(record)}\n\n{text_table(_NAMES, _rows(record))}\n\n{_checks(record)}{_missing(record)}"
+
+
+def record_markdown(record: dict[str, Any]) -> str:
+    """A record for people who read bench/records."""
+    found = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    return (
+        f"# {_title(record)}\n\n"
+        f"Machine: {machine_text(record['machine'])}. Versions: {found}. Command: `{record['command']}`.\n\n"
+        f"{markdown_table(_NAMES, _rows(record))}\n\n"
+        "TFLOP/s per device count 3.5 × the forward FLOPs (4 · S² · heads · head size / 2 a document) for forward and "
+        f"backward together. Median of {record['repeats']} runs after {record['warmup']}, the slowest rank.\n\n"
+        f"{_checks(record)}{_missing(record)}\n"
+    )
+
+
+def write_record(record: dict[str, Any], path: Path) -> None:
+    """Write a record as JSON, and as Markdown beside it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        path.with_suffix(".md").write_text(record_markdown(record), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+_NAMES = ("attention", "length", "forward ms", "both ms", "TFLOP/s per device", "peak memory")
+
+
+def _title(record: dict[str, Any]) -> str:
+    packed = f", {record['documents']} packed documents" if record["documents"] > 1 else ""
+    return (
+        f"Causal attention over {record['ranks']} ranks ({record['backend']}): {record['heads']} query and "
+        f"{record['key_value_heads']} key/value heads of {record['head_size']}, {record['dtype']}{packed}"
+    )
+
+
+def _rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
+    rows = []
+    for row in record["rows"]:
+        if "missing" in row:
+            continue
+        times = (f"{1e3 * row['forward_seconds']:.2f}", f"{1e3 * row['seconds']:.2f}")
+        speed = (
+            f"{row['tflops_per_device']:.0f}" if row["tflops_per_device"] >= 10 else f"{row['tflops_per_device']:.3g}"
+        )
+        memory = write_bytes(row["peak_bytes"]) if row["peak_bytes"] else ""
+        rows.append((row["name"], f"{row['length']:,}", *times, speed, memory))
+    return rows
+
+
+def _checks(record: dict[str, Any]) -> str:
+    lines = []
+    for row in record["checks"]:
+        if "missing" in row:
+            continue
+        errors = ", ".join(f"{name} {value:.1e}" for name, value in row["errors"].items())
+        verdict = "good" if row["good"] else "WRONG"
+        lines.append(f"- {row['name']}: {verdict}: {errors} (allowed {row['tolerance']:.1e})")
+    return f"Relative to dense attention in float32 at {record['check_length']:,} rows:\n\n" + "\n".join(lines)
+
+
+def _missing(record: dict[str, Any]) -> str:
+    """One line for each reason for which something did not run."""
+    found = dict.fromkeys(
+        (row["name"], row["missing"]) for row in (*record["checks"], *record["rows"]) if "missing" in row
+    )
+    return "".join(f"\n- {name}: not available: {reason}" for name, reason in found)
+
+
+def _ranks(flags: AttentionFlags) -> tuple[int, str]:
+    import torch
+
+    gpus = torch.cuda.device_count()
+    ranks = ranks_wanted(flags.world)
+    if under_torchrun():
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        return ranks, "nccl" if gpus >= local else "gloo"
+    if flags.world or not gpus:
+        return flags.world or CPU_RANKS, "gloo"
+    return gpus, "nccl"
+
+
+def _run(settings: Settings, ranks: int) -> dict[str, Any]:
+    from longspan.comm import run_local
+
+    if under_torchrun():
+        return attention_ranks(int(os.environ["RANK"]), settings)
+    return run_local(attention_ranks, ranks, (settings,))[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

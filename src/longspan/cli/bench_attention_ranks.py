@@ -1,0 +1,249 @@
+"""What each rank does for `bench attention`: check at a short length, then time every type and peer at every length."""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.attention import attend
+from longspan.cli.bench_attention_torch import PEERS, torch_attention
+from longspan.cli.machine import machine, versions
+from longspan.comm import World, bind
+from longspan.layout import Layout
+from longspan.plan import Plan, plan_fixed
+
+CHECK_ROWS = 256  # of each rank, in the comparison with dense attention
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}  # relative, of the 2-norm
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure."""
+
+    types: tuple[str, ...]
+    lengths: tuple[int, ...]
+    documents: int
+    heads: int
+    key_value_heads: int
+    head_size: int
+    dtype: str
+    warmup: int
+    repeats: int
+    peers: bool
+    ranks: int
+    backend: str
+    timeout_seconds: float
+    command: str
+    out: str = ""  # the first rank keeps what it has so far in this file
+
+
+@dataclass(frozen=True)
+class Run:
+    """Attention that is ready to run: local inputs, the gradient of the output, and the call."""
+
+    inputs: tuple[Tensor, Tensor, Tensor]
+    gradient: Tensor
+    forward: Callable[[], Tensor]
+    whole: Callable[[Tensor], Tensor]  # local rows to the whole sequence (S, heads, H), entered by all ranks
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured: longspan with one communication type, or a peer, which may fail without ending the bench."""
+
+    name: str
+    peer: bool
+    prepare: Callable[[Settings, tuple[Tensor, ...], World], AbstractContextManager[Run]]
+
+
+def attention_ranks(rank: int, settings: Settings) -> dict[str, Any]:
+    """Open a world, check and time everything; the record, equal on every rank."""
+    backend = None if settings.backend == "nccl" else "gloo"
+    with World(Layout(settings.ranks), backend=backend, timeout=settings.timeout_seconds) as world:
+        if world.device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = False
+        record = _empty_record(settings, world)
+        cases = [*_own_cases(settings), *(_peer_cases() if settings.peers else [])]
+        for case in cases:
+            record["checks"].append({"name": case.name} | _or_missing(case, _checked, settings, case, world))
+        for case in cases:
+            for length in settings.lengths:
+                row = _or_missing(case, _timed, settings, case, length, world)
+                record["rows"].append({"name": case.name, "length": length} | row)
+                _keep(record, settings, rank)
+    return record
+
+
+def _empty_record(settings: Settings, world: World) -> dict[str, Any]:
+    names = ("documents", "heads", "key_value_heads", "head_size", "dtype", "warmup", "repeats", "ranks", "command")
+    return {
+        "bench": "attention",
+        **{name: getattr(settings, name) for name in names},
+        "backend": world.backend,
+        "check_length": CHECK_ROWS * settings.ranks,
+        "machine": machine(),
+        "versions": versions(),
+        "checks": [],
+        "rows": [],
+    }
+
+
+def _keep(record: dict[str, Any], settings: Settings, rank: int) -> None:
+    """A bench that is interrupted has its finished rows on disk."""
+    if rank == 0 and settings.out:
+        Path(settings.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(settings.out).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    if rank == 0 and sys.stderr.isatty():
+        row = record["rows"][-1]
+        print(f"{row['name']}, {row['length']} rows: {row.get('missing') or row['seconds']}", file=sys.stderr)
+
+
+def _own_cases(settings: Settings) -> Iterator[Case]:
+    for kind in settings.types:
+        yield Case(f"longspan {kind}", False, partial(_own_run, kind=kind))
+
+
+def _peer_cases() -> Iterator[Case]:
+    for peer in PEERS:
+        yield Case(f"torch context_parallel, {peer}", True, partial(_peer_run, peer=peer))
+
+
+@contextmanager
+def _own_run(settings: Settings, qkv: tuple[Tensor, ...], world: World, *, kind: str) -> Iterator[Run]:
+    plan = _plan(settings, qkv[0].shape[0], world, kind)
+    world.prepare(plan)
+    shard = bind(plan.micro_batches[0], world)
+    q, k, v, gradient = (shard.scatter(x).contiguous() for x in qkv)
+    inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
+    yield Run(inputs, gradient, lambda: attend(*inputs, shard), shard.gather)
+
+
+def _plan(settings: Settings, length: int, world: World, kind: str) -> Plan:
+    base, rest = divmod(length, settings.documents)
+    lengths = [base + (d < rest) for d in range(settings.documents)]
+    return plan_fixed(lengths, world.home, settings.ranks, cp_comm_type=kind)
+
+
+@contextmanager
+def _peer_run(settings: Settings, qkv: tuple[Tensor, ...], world: World, *, peer: str) -> Iterator[Run]:
+    with torch_attention(peer, qkv, world, settings.documents) as (inputs, gradient, forward, whole):
+        yield Run(inputs, gradient, forward, whole)
+
+
+def _tensors(settings: Settings, length: int, world: World) -> tuple[Tensor, ...]:
+    """q, k, v and the gradient of the output (S, heads, H), the same on every rank."""
+    generator = torch.Generator(device=world.device).manual_seed(length)
+    heads = (settings.heads, settings.key_value_heads, settings.key_value_heads, settings.heads)
+    shapes = [(length, n, settings.head_size) for n in heads]
+    dtype = getattr(torch, settings.dtype)
+    return tuple(torch.randn(s, generator=generator, device=world.device).to(dtype) for s in shapes)
+
+
+def _or_missing(case: Case, measure: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """What `measure` finds, or why a peer did not run."""
+    try:
+        return measure(*args)
+    except Exception as error:
+        if not case.peer:
+            raise
+        lines = str(error).strip().splitlines() or [""]
+        return {"missing": f"{type(error).__name__}: {lines[0][:160]}"}
+
+
+def _checked(settings: Settings, case: Case, world: World) -> dict[str, Any]:
+    """Errors of output and gradients against dense attention in float32 (2-norms, relative)."""
+    qkv = _tensors(settings, CHECK_ROWS * settings.ranks, world)
+    with case.prepare(settings, qkv, world) as run:
+        out = run.forward()
+        gradients = torch.autograd.grad(out, run.inputs, run.gradient)
+        with torch.no_grad():
+            found = [run.whole(x.detach()) for x in (out, *gradients)]
+    wanted = _dense(settings, qkv)
+    pairs = zip(("output", "dq", "dk", "dv"), found, wanted, strict=True)
+    errors = {name: _distance(a, b) for name, a, b in pairs}
+    tolerance = TOLERANCE[getattr(torch, settings.dtype)]
+    return {"errors": errors, "tolerance": tolerance, "good": all(e <= tolerance for e in errors.values())}
+
+
+def _dense(settings: Settings, qkv: tuple[Tensor, ...]) -> list[Tensor]:
+    """Output and gradients of causal attention on whole documents, in float32."""
+    q, k, v, gradient = (x.float() for x in qkv)
+    q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+    repeat = settings.heads // settings.key_value_heads
+    base, rest = divmod(len(q), settings.documents)
+    sizes = [base + (d < rest) for d in range(settings.documents)]
+    outs = []
+    for a, b, c in zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+        b, c = b.repeat_interleave(repeat, 1), c.repeat_interleave(repeat, 1)
+        scores = torch.einsum("snh,tnh->nst", a, b) * settings.head_size**-0.5
+        seen = torch.ones(len(a), len(a), dtype=torch.bool, device=a.device).tril()
+        outs.append(torch.einsum("nst,tnh->snh", scores.masked_fill(~seen, float("-inf")).softmax(-1), c))
+    out = torch.cat(outs)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), gradient)]
+
+
+def _distance(found: Tensor, wanted: Tensor) -> float:
+    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+def _timed(settings: Settings, case: Case, length: int, world: World) -> dict[str, Any]:
+    """Medians of forward, and of forward and backward, on the slowest rank."""
+    cuda = world.device.type == "cuda"
+    qkv = _tensors(settings, length, world)
+    if cuda:
+        torch.cuda.empty_cache()
+    with case.prepare(settings, qkv, world) as run:
+        del qkv
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        times = _times(run, settings, cuda)
+        peak = torch.cuda.max_memory_allocated() if cuda else 0
+    found = world.gather_objects((statistics.median(t[0] for t in times), statistics.median(t[1] for t in times), peak))
+    forward, both, peak = (max(x[i] for x in found) for i in range(3))
+    return {
+        "forward_seconds": forward,
+        "seconds": both,
+        "tflops_per_device": 3.5 * forward_flops(settings, length) / both / settings.ranks / 1e12,
+        "peak_bytes": peak,
+    }
+
+
+def forward_flops(settings: Settings, length: int) -> float:
+    """FLOPs of two matrix products over the lower half of each document's square."""
+    base, rest = divmod(length, settings.documents)
+    squares = sum((base + (d < rest)) ** 2 for d in range(settings.documents))
+    return 4 * squares * settings.heads * settings.head_size / 2
+
+
+def _times(run: Run, settings: Settings, cuda: bool) -> Sequence[tuple[float, float]]:
+    marks: list[tuple[Any, Any, Any]] = []
+    for _ in range(settings.warmup + settings.repeats):
+        start = _mark(cuda)
+        out = run.forward()
+        middle = _mark(cuda)
+        torch.autograd.grad(out, run.inputs, run.gradient)
+        marks.append((start, middle, _mark(cuda)))
+    if cuda:
+        torch.cuda.synchronize()
+    return [(_between(a, b), _between(a, c)) for a, b, c in marks[settings.warmup :]]
+
+
+def _mark(cuda: bool) -> Any:
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start: Any, stop: Any) -> float:
+    return stop - start if isinstance(start, float) else start.elapsed_time(stop) * 1e-3

@@ -1,0 +1,178 @@
+"""`longspan doctor`: is this machine fit, and is longspan exact on it? A line for each check; exit code 1 where one fails."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from longspan.cli.machine import machine, machine_text, versions
+from longspan.cli.ranks import reports_here, under_torchrun
+from longspan.errors import ConfigError, LongspanError
+from longspan.report.series import write_bytes, write_seconds
+from longspan.report.text_table import text_table
+
+SUPPORTED = {"python": ((3, 11), None), "torch": ((2, 11), (2, 14)), "transformers": ((5, 17), (6, 0))}
+LOCAL_RANKS = 4
+
+
+@dataclass(frozen=True)
+class DoctorFlags:
+    """Check versions, devices, backends, kernels and process groups, and compare a small model with the stock one.
+
+    A Qwen3 of two layers runs at context-parallel degrees 1, 2 and 4 with each communication type, on four local
+    processes, or over NCCL where there are several GPUs (or under torchrun, on its ranks).
+    """
+
+    world: int = 0
+    """Local processes of the comparison; 0: one for each GPU up to 4 where there are several, else 4 on the CPU."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """gloo: on the CPU; nccl: on GPUs; auto: NCCL where there are enough GPUs."""
+    timeout_seconds: float = 120.0
+    """How long a rank waits for the others."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the result as JSON, and nothing else, on standard output."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the result. `good` None: nothing to judge."""
+
+    area: str
+    name: str
+    found: str
+    good: bool | None = True
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; 0 when every check is good, 1 otherwise."""
+    flags = tyro.cli(DoctorFlags, prog="longspan doctor", args=list(argv))
+    began = time.perf_counter()
+    checks = [*version_checks(versions()), *device_checks(), *kernel_checks()]
+    details: dict[str, Any] = {}
+    try:
+        details = _run_ranks(flags)
+        checks += rank_checks(details)
+    except LongspanError as error:
+        checks.append(Check("parity", "comparison", str(error), False))
+    good = all(check.good is not False for check in checks)
+    if reports_here():
+        seconds = time.perf_counter() - began
+        if flags.json:
+            rows = [asdict(check) for check in checks]
+            print(json.dumps({"good": good, "seconds": seconds, "checks": rows, "ranks": details}, indent=1))
+        else:
+            print(_text(checks, good, seconds))
+    return 0 if good else 1
+
+
+def version_checks(found: dict[str, str]) -> Iterator[Check]:
+    """Installed versions against those that longspan is tested with."""
+    for name, text in found.items():
+        least, below = SUPPORTED.get(name, (None, None))
+        if least is None:
+            yield Check("version", name, text, None)
+            continue
+        number = tuple(int(part) for part in text.split("+")[0].split(".")[:2])
+        wanted = f"{'.'.join(map(str, least))} or later" + (f", below {'.'.join(map(str, below))}" if below else "")
+        good = number >= least and (below is None or number < below)
+        yield Check("version", name, text if good else f"{text}; needs {wanted}", good)
+    missing = [name for name in ("torch", "transformers", "numpy") if name not in found]
+    yield from (Check("version", name, "not installed", False) for name in missing)
+
+
+def device_checks() -> Iterator[Check]:
+    """The processor, each GPU, and what can carry messages between processes."""
+    import torch
+    import torch.distributed as dist
+
+    here = machine()
+    yield Check("device", "host", machine_text({k: v for k, v in here.items() if k != "gpus"}), None)
+    for index, name in enumerate(here.get("gpus", ())):
+        memory = write_bytes(torch.cuda.get_device_properties(index).total_memory)
+        yield Check("device", f"cuda:{index}", f"{name}, {memory}", None)
+    yield Check("backend", "gloo", "available" if dist.is_gloo_available() else "missing", dist.is_gloo_available())
+    gpus, nccl = torch.cuda.device_count(), dist.is_nccl_available()
+    found = f"available, {here['nccl']}" if nccl and gpus else "built in, no GPU" if nccl else "not in this torch build"
+    yield Check("backend", "nccl", found, nccl if gpus > 1 else None)
+
+
+def kernel_checks() -> Iterator[Check]:
+    """Which attention kernel runs for each device and dtype, and what the others lack."""
+    import torch
+
+    from longspan.attention.kernels import KERNELS, Need
+
+    devices = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
+    for device in devices:
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            need = Need(torch.device(device), dtype, 128)
+            able = [kernel.name for kernel in KERNELS if not kernel.lacks(need)]
+            name = f"{device.split(':')[0]} {str(dtype).removeprefix('torch.')}"
+            others = f" (also {', '.join(able[1:])})" if len(able) > 1 else ""
+            yield Check("kernel", name, able[0] + others if able else "none", bool(able))
+
+
+def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
+    """The groups that were made, and each comparison with the stock model."""
+    where = f"{details['ranks']} ranks on {details['device'].split(':')[0]}, {details['backend']}"
+    for record in details["groups"]:
+        name = f"{record['kind']} of {len(record['ranks'])}"
+        yield Check("group", name, f"made in {write_seconds(record['seconds'])} ({where})", None)
+    for found in details["parity"]:
+        name = f"{found['dtype']}, cp {found['cp']}, {found['cp_comm_type']}"
+        text = (
+            f"loss {found['loss_error']:.1e}, gradients {found['gradient_error']:.1e} from the stock model, "
+            f"allowed {found['tolerance']:.1e}"
+        )
+        yield Check("parity", name, text, found["good"])
+
+
+def _run_ranks(flags: DoctorFlags) -> dict[str, Any]:
+    from longspan.cli.doctor_ranks import check_ranks
+    from longspan.comm import run_local
+
+    if under_torchrun():
+        ranks = int(os.environ["WORLD_SIZE"])
+        return check_ranks(int(os.environ["RANK"]), ranks, _backend(flags, ranks), flags.timeout_seconds)
+    ranks = flags.world or _default_ranks(flags.backend)
+    args = (ranks, _backend(flags, ranks), flags.timeout_seconds)
+    if sys.stderr.isatty():
+        print(f"comparing a small model with the stock one on {ranks} ranks ({args[1]}) …", file=sys.stderr)
+    return run_local(check_ranks, ranks, args, timeout=2 * flags.timeout_seconds)[0]
+
+
+def _default_ranks(backend: str) -> int:
+    import torch
+
+    gpus = torch.cuda.device_count()
+    return 4 if gpus >= 4 else gpus if gpus > 1 and backend != "gloo" else LOCAL_RANKS
+
+
+def _backend(flags: DoctorFlags, ranks: int) -> str:
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if flags.backend == "nccl" and gpus < ranks:
+        raise ConfigError(f"--backend nccl needs a GPU for each rank; there are {gpus} GPUs for {ranks} ranks")
+    if flags.backend != "auto":
+        return flags.backend
+    return "nccl" if gpus >= ranks > 1 else "gloo"
+
+
+def _text(checks: Sequence[Check], good: bool, seconds: float) -> str:
+    marks = {True: "✓", False: "✗", None: "·"}
+    table = text_table(
+        ("", "area", "check", "found"), [(marks[c.good], c.area, c.name, c.found) for c in checks], left=4
+    )
+    failed = sum(c.good is False for c in checks)
+    verdict = "all checks are good" if good else f"{failed} check{'s' if failed > 1 else ''} failed"
+    return f"{table}\n\n{verdict} ({seconds:.0f} s)"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

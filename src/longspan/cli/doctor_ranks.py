@@ -1,0 +1,124 @@
+"""What each rank does for `doctor`: a small Qwen3 at several degrees against the stock model on whole documents."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from longspan.comm import World
+from longspan.layout import Layout
+from longspan.model import load_model, prepare
+from longspan.plan import plan_fixed
+from longspan.train import run_step
+
+LENGTHS = (13, 1, 30, 7, 2, 18, 96, 41)  # ragged, some shorter than twice the degree, one without a target
+VOCABULARY = 97
+DEGREES = (1, 2, 4)
+TYPES = ("p2p", "all_gather")
+EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+@dataclass(frozen=True)
+class Parity:
+    """One way to run the model: its relative errors against the stock model, and what they may be."""
+
+    dtype: str
+    cp: int
+    cp_comm_type: str
+    loss_error: float
+    gradient_error: float
+    tolerance: float
+
+    @property
+    def good(self) -> bool:
+        """Whether both errors are small enough; NaN is not."""
+        return self.loss_error <= self.tolerance and self.gradient_error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class _Answer:
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def check_ranks(rank: int, ranks: int, backend: str, timeout: float) -> dict[str, Any]:
+    """Open a world, run the parity check, and return it with the log of groups, as a JSON object."""
+    with World(Layout(ranks), backend=backend, timeout=timeout) as world:
+        dtypes = (torch.float32, torch.bfloat16) if world.device.type == "cuda" else (torch.float64, torch.float32)
+        parity = [found for dtype in dtypes for found in _parity(dtype, world)]
+        return {
+            "device": str(world.device),
+            "backend": world.backend,
+            "ranks": ranks,
+            "groups": [asdict(record) for record in world.groups_made],
+            "parity": [asdict(found) | {"good": found.good} for found in parity],
+        }
+
+
+def _parity(dtype: torch.dtype, world: World) -> Iterator[Parity]:
+    documents = _documents()
+    wanted = _stock(dtype, torch.float32 if dtype == torch.bfloat16 else dtype, documents)
+    tolerance = EXACT.get(dtype) or _rounding(dtype, documents, wanted)
+    model = prepare(_model(dtype), world)
+    for cp in (d for d in DEGREES if world.home.slots % d == 0):
+        for cp_comm_type in TYPES:
+            plan = plan_fixed(LENGTHS, world.home, cp, cp_comm_type=cp_comm_type)
+            world.prepare(plan)
+            found = _Answer(run_step(model, plan, documents, world).loss, _gradients(model))
+            model.zero_grad()
+            loss, gradient = _errors(found, wanted)
+            yield Parity(str(dtype).removeprefix("torch."), cp, cp_comm_type, loss, gradient, tolerance)
+
+
+def _rounding(dtype: torch.dtype, documents: Sequence[np.ndarray], wanted: _Answer) -> float:
+    """Twice what the stock model itself loses in this dtype: more would be longspan's."""
+    return 2 * max(_errors(_stock(dtype, dtype, documents), wanted))
+
+
+def _documents() -> list[np.ndarray]:
+    random = np.random.default_rng(0)
+    return [random.integers(0, VOCABULARY, length) for length in LENGTHS]
+
+
+def _model(dtype: torch.dtype) -> Any:
+    return load_model(preset="qwen3-tiny", vocab_size=VOCABULARY, dtype=dtype)
+
+
+def _stock(weights: torch.dtype, compute: torch.dtype, documents: Sequence[np.ndarray]) -> _Answer:
+    """Loss and gradients of the unchanged model on the CPU, document by document; weights as rounded to `weights`."""
+    model = _model(weights).to(compute).train()
+    model.set_attn_implementation("sdpa")
+    targets, total = sum(LENGTHS) - len(LENGTHS), 0.0
+    for document in documents:
+        ids = torch.from_numpy(document)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        logits = logits.float() if compute == torch.bfloat16 else logits
+        loss = F.cross_entropy(logits, ids[1:], reduction="sum") / targets
+        loss.backward()
+        total += loss.item()
+    return _Answer(total, _gradients(model))
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Every gradient, whole, in float64 on the CPU; all ranks call it together."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
+    return {name: g.to("cpu", torch.float64) for name, g in whole.items()}
+
+
+def _errors(found: _Answer, wanted: _Answer) -> tuple[float, float]:
+    """Relative errors of the loss and of the worst gradient; infinite where a gradient is missing."""
+    loss = abs(found.loss - wanted.loss) / abs(wanted.loss)
+    if found.gradients.keys() != wanted.gradients.keys():
+        return loss, float("inf")
+    worst = (_distance(found.gradients[name], wanted.gradients[name]) for name in wanted.gradients)
+    return loss, max(worst)
+
+
+def _distance(found: Tensor, wanted: Tensor) -> float:
+    return ((found - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()

@@ -1,0 +1,66 @@
+"""What this machine is and what is installed on it, for `doctor` and for the records of `bench`. No host names."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("longspan", "torch", "transformers", "tokenizers", "numpy", "flash-attn-4")
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that results depend on; those that are not installed are left out."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Processor, memory and GPUs, as a JSON object."""
+    import torch
+
+    found: dict[str, Any] = {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    if torch.cuda.is_available():
+        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        found["gpu_memory_bytes"] = torch.cuda.get_device_properties(0).total_memory
+        found["cuda"] = torch.version.cuda
+        found["cudnn"] = torch.backends.cudnn.version()
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def machine_text(found: dict[str, Any]) -> str:
+    """One line about a machine."""
+    gpus = found.get("gpus", [])
+    memory = f"{found['memory_bytes'] / 2**30:.0f} GiB"
+    host = f"{found['cores']} cores of {found['processor']}, {memory}"
+    if not gpus:
+        return host
+    names = " and ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
+    return f"{names} (CUDA {found['cuda']}, cuDNN {found['cudnn']}, NCCL {found['nccl']}); {host}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 0
