@@ -13,7 +13,7 @@ from longspan import errors
 
 NAMES = [
     *("Layout", "Packing", "Partition", "Exchange"),
-    *("Plan", "MicroBatch", "Group", "Cost", "plan_fixed", "plan_padded", "plan_dynamic"),
+    *("Plan", "MicroBatch", "Group", "Cost", "PlanAhead", "plan_fixed", "plan_padded", "plan_dynamic"),
     *("World", "SequenceShard", "bind", "attend", "Bridge", "prepare", "run_step", "LongspanError"),
 ]
 

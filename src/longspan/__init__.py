@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from longspan.plan import Group as Group
     from longspan.plan import MicroBatch as MicroBatch
     from longspan.plan import Plan as Plan
+    from longspan.plan import PlanAhead as PlanAhead
     from longspan.plan import plan_dynamic as plan_dynamic
     from longspan.plan import plan_fixed as plan_fixed
     from longspan.plan import plan_padded as plan_padded
@@ -36,7 +37,8 @@ _HOME_OF = {
     "LongspanError": "longspan.errors",
     **dict.fromkeys(("Layout", "Packing", "Partition", "Exchange"), "longspan.layout"),
     **dict.fromkeys(
-        ("Plan", "MicroBatch", "Group", "Cost", "plan_fixed", "plan_padded", "plan_dynamic"), "longspan.plan"
+        ("Plan", "MicroBatch", "Group", "Cost", "PlanAhead", "plan_fixed", "plan_padded", "plan_dynamic"),
+        "longspan.plan",
     ),
     **dict.fromkeys(("World", "SequenceShard", "bind"), "longspan.comm"),
     "attend": "longspan.attention",

@@ -7,6 +7,7 @@ make one from document lengths alone. Integers and numpy; no torch.
 (1, 1220, 1217)
 """
 
+from longspan.plan.ahead import PlanAhead, WarmStart
 from longspan.plan.bound import Bound, lower_bound_seconds
 from longspan.plan.cost import Cost
 from longspan.plan.dynamic import plan_dynamic
@@ -24,7 +25,9 @@ __all__ = [
     "Mode",
     "PartitionKind",
     "Plan",
+    "PlanAhead",
     "Timeline",
+    "WarmStart",
     "lower_bound_seconds",
     "plan_dynamic",
     "plan_fixed",

@@ -1,0 +1,287 @@
+"""Plans made ahead are those made inline, whatever was asked for before; errors come where they belong."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longspan.errors import LongspanError, PlanError
+from longspan.plan import Plan
+from longspan.plan.ahead import PlanAhead, PlannerError, WarmStart
+from longspan.testing import run_ranks
+from tests.plan import planners
+
+
+def _wait_for(what: Callable[[], bool], seconds: float = 20) -> bool:
+    until = time.monotonic() + seconds
+    while not (found := what()) and time.monotonic() < until:
+        time.sleep(0.02)
+    return found
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether a process has ended; one that nobody has waited for yet has."""
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.fixture(scope="module")
+def plans() -> Iterator[PlanAhead]:
+    with PlanAhead(planners.plan_step, ahead=2) as found:
+        yield found
+
+
+@pytest.mark.parametrize("steps", [range(5), [7, 8, 9, 8], [5, 5, 5], [40, 3, 41, 4, 0], [10**6], [0, 2, 4, 7, 9]])
+def test_the_same_plans_as_inline_in_any_order(plans: PlanAhead, steps: Any) -> None:
+    inline = PlanAhead(planners.plan_step, ahead=0)
+    for step in steps:
+        found = plans.plan(step)
+        assert found == inline.plan(step) == planners.plan_step(step)
+        assert found.digest() == planners.plan_step(step).digest()
+
+
+def test_the_next_steps_are_planned_and_no_more(tmp_path: Path) -> None:
+    def planned() -> list[int]:
+        file = tmp_path / "steps"
+        return [int(line) for line in file.read_text().split()] if file.exists() else []
+
+    with PlanAhead(partial(planners.noted, tmp_path), ahead=3) as plans:
+        plans.start(5)
+        assert _wait_for(lambda: planned() == [5, 6, 7, 8])
+        for step in (5, 5, 6, 7):
+            assert plans.plan(step) == planners.plan_step(step)
+        assert _wait_for(lambda: planned() == list(range(5, 11)))
+        assert plans.plan(100) == planners.plan_step(100)
+        assert _wait_for(lambda: planned()[6:] == [100, 101, 102, 103])
+        time.sleep(0.1)
+        assert len(planned()) == 10
+
+
+def test_errors_come_at_the_step_that_they_belong_to() -> None:
+    with PlanAhead(planners.troubled, ahead=8) as plans:  # pyright: ignore[reportArgumentType]
+        for step in (0, 2, 4, 6, 8):
+            assert plans.plan(step) == planners.plan_step(step)
+        with pytest.raises(PlanError, match="document 3 does not fit") as found:
+            plans.plan(1)
+        assert isinstance(found.value.__cause__, PlannerError)
+        assert "planners.py" in str(found.value.__cause__) and "step 1" in str(found.value.__cause__)
+        with pytest.raises(PlanError, match=r"planner of step 3 failed with .*AwkwardError: 3 and 4"):
+            plans.plan(3)
+        with pytest.raises(PlanError, match="planner of step 5 failed with SystemExit: 7"):
+            plans.plan(5)
+        with pytest.raises(PlanError, match="returned str for step 7; it must return a Plan"):
+            plans.plan(7)
+        assert plans.plan(8) == planners.plan_step(8)
+    with pytest.raises(PlanError, match="returned str for step 7"):
+        PlanAhead(planners.troubled, ahead=0).plan(7)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_dead_process_is_an_error_that_names_the_step() -> None:
+    with PlanAhead(planners.dies_at_three, ahead=3) as plans:
+        plans.start(0)
+        assert _wait_for(lambda: _is_gone(_pid(plans)))
+        for step in (0, 1, 2):
+            assert plans.plan(step) == planners.plan_step(step)
+        with pytest.raises(PlanError, match=r"step 3 has no plan: .* was killed by signal 9 \(SIGKILL\) before step 3"):
+            plans.plan(3)
+        with pytest.raises(PlanError, match=r"step 4 has no plan: .* before step 3 was planned"):
+            plans.plan(4)
+
+
+def test_a_process_that_was_idle_when_it_died() -> None:
+    with PlanAhead(planners.plan_step, ahead=1) as plans:
+        plans.plan(0)
+        plans.plan(1)
+        os.kill(_pid(plans), signal.SIGKILL)
+        assert _wait_for(lambda: _is_gone(_pid(plans)))
+        with pytest.raises(PlanError, match="step 7 has no plan"):
+            plans.plan(7)
+
+
+def test_the_process_has_no_torch_and_outlives_signals_that_are_meant_for_its_parent() -> None:
+    with PlanAhead(planners.names_modules, ahead=1) as plans:
+        assert plans.plan(3) == planners.plan_step(3)
+
+
+def test_closing_leaves_no_process() -> None:
+    with PlanAhead(planners.plan_step, ahead=1) as plans:
+        plans.plan(0)
+        pid = _pid(plans)
+    assert _is_gone(pid)
+    with pytest.raises(PlanError, match="inside a with block"):
+        plans.plan(1)
+    plans.close()
+
+
+@pytest.mark.parametrize(
+    ("planner", "message"),
+    [
+        (lambda step: planners.plan_step(step, 5000), "cannot be sent to the process that plans ahead"),
+        (planners.CannotBeLoaded(), "the index of documents is not here"),
+    ],
+)
+def test_planners_that_do_not_arrive(planner: Callable[[int], Plan], message: str) -> None:
+    with pytest.raises((PlanError, OSError), match=message), PlanAhead(planner, ahead=1) as plans:
+        plans.plan(0)
+
+
+@pytest.mark.parametrize(("step", "ahead"), [(-1, 1), (True, 0), (1.0, 1), (0, -1)])
+def test_refused(step: Any, ahead: Any) -> None:
+    with pytest.raises(PlanError, match=r"(step|ahead) is .*; give an integer of at least 0"):
+        PlanAhead(planners.plan_step, ahead=ahead).plan(step)
+
+
+def test_a_forked_process_gets_none_of_these_plans(plans: PlanAhead, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = os.getpid()
+    with monkeypatch.context() as changed:
+        changed.setattr(os, "getpid", lambda: own + 1)
+        with pytest.raises(PlanError, match=f"belong to process {own}, this is process {own + 1}"):
+            plans.plan(0)
+
+
+# ---- from ranks, scripts, and processes that end badly
+
+
+def _digests(rank: int, steps: range) -> list[str]:
+    assert "torch" in sys.modules
+    with PlanAhead(planners.names_modules, ahead=rank + 1) as plans:
+        return [plans.plan(step).digest() for step in steps]
+
+
+def test_every_rank_has_the_same_plans() -> None:
+    steps = range(3, 7)
+    assert run_ranks(_digests, 2, steps) == [[planners.plan_step(step).digest() for step in steps]] * 2
+
+
+def _send_digests(pipe: "Connection[Any, Any]") -> None:
+    pipe.send(_digests_of_daemon())
+
+
+def _digests_of_daemon() -> list[str]:
+    with PlanAhead(planners.plan_step, ahead=1) as plans:
+        return [plans.plan(step).digest() for step in range(2)]
+
+
+def test_a_daemonic_process_may_plan_ahead() -> None:
+    context = get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_send_digests, args=(there,), daemon=True)
+    process.start()
+    there.close()
+    assert here.recv() == [planners.plan_step(step).digest() for step in range(2)]
+    process.join()
+
+
+_SCRIPT = """
+import os, sys, time
+from longspan.plan.ahead import PlanAhead
+from tests.plan import planners
+
+def planner(step):
+    return planners.plan_step(step)
+
+def main():
+    with PlanAhead({planner}, ahead=1) as plans:
+        print(plans.plan(2) == planners.plan_step(2), plans._helper._process.pid, flush=True)
+        {end}
+
+{guard}
+main()
+"""
+
+
+def _script(folder: Path, *, planner: str = "planner", end: str = "pass", guarded: bool = True) -> list[str]:
+    file = folder / "script.py"
+    guard = 'if __name__ == "__main__":' if guarded else ""
+    text = _SCRIPT.format(planner=planner, end=end, guard=guard)
+    file.write_text(text.replace("\nmain()\n", "\n    main()\n") if guarded else text)
+    return [sys.executable, str(file)]
+
+
+def _run(command: list[str]) -> "subprocess.CompletedProcess[str]":
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": path}
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, env=env)
+
+
+def test_a_planner_that_a_script_defines(tmp_path: Path) -> None:
+    found = _run(_script(tmp_path))
+    assert found.stdout.startswith("True") and found.returncode == 0, found.stderr
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    found = _run(_script(tmp_path, guarded=False))
+    assert found.returncode == 1 and 'under if __name__ == "__main__"' in found.stderr
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "os._exit(0)",
+        "os.kill(os.getpid(), 9)",
+        "os._exit(0) if os.fork() else (os.close(1), os.close(2), time.sleep(5))",
+    ],
+)
+def test_no_process_is_left_when_its_parent_ends_badly(tmp_path: Path, end: str) -> None:
+    found = _run(_script(tmp_path, planner="planners.plan_step", end=end))
+    right, pid = found.stdout.split()[:2]
+    assert right == "True" and _wait_for(lambda: _is_gone(int(pid)), 4)
+
+
+# ---- warm starts
+
+
+@pytest.mark.parametrize("order", [range(12), [7, 3, 11, 0, 4, 7, 8], [5], [4, 5, 3], [11, 10, 9]])
+def test_a_warm_plan_depends_on_its_step_alone(order: Any) -> None:
+    planner = WarmStart(planners.with_settings, every=4)
+    for step in order:
+        first = step - step % 4
+        expected = planners.with_settings(step, None if step == first else first)[0]
+        assert planner(step) == expected == WarmStart(planners.with_settings, every=4)(step)
+        assert pickle.loads(pickle.dumps(planner))(step) == expected
+
+
+def test_warm_plans_ahead_and_after_going_on_elsewhere() -> None:
+    cold = WarmStart(planners.with_settings, every=3)
+    with PlanAhead(cold, ahead=2) as plans:
+        for step in (4, 5, 6, 7, 2, 3):
+            assert plans.plan(step) == WarmStart(planners.with_settings, every=3)(step)
+
+
+def test_a_block_is_planned_cold_once() -> None:
+    asked: list[tuple[int, int | None]] = []
+
+    def plan_step(step: int, settings: int | None) -> tuple[Plan, int]:
+        asked.append((step, settings))
+        return planners.with_settings(step, settings)
+
+    planner = WarmStart(plan_step, every=4)
+    for step in (6, 7, 8, 9):
+        planner(step)
+    assert asked == [(4, None), (6, 4), (7, 4), (8, None), (9, 8)]
+
+
+def test_a_first_step_that_cannot_be_planned_leaves_its_block_cold() -> None:
+    planner = WarmStart(planners.fails_to_find, every=10)
+    assert planner(13) == planners.with_settings(13, None)[0]
+    with pytest.raises(LongspanError, match="step 20"):
+        planner(20)
+    assert planner(21) == planners.with_settings(21, None)[0]
+
+
+def _pid(plans: PlanAhead) -> int:
+    assert plans._helper is not None
+    return plans._helper._process.pid
