@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     flags = parse_eval(argv, config.context)
     config = replace(config, context=flags.context, run=replace(config.run, dir=str(run_dir)))
     ranks = ranks_wanted(flags.world)
-    check_config(config, ranks)
+    check_config(config, ranks, training=False)
     backend = "gloo" if flags.world else None
     found: Evaluation = run_on_ranks(eval_rank, (config, checkpoint, ranks, backend), ranks)
     if reports_here():
@@ -53,8 +53,9 @@ def eval_rank(rank: int, config: RunConfig, checkpoint: Path | None, ranks: int,
     from longspan.comm import World
     from longspan.train.setup import evaluate_checkpoint
 
+    home = check_config(config, ranks, training=False)
     say = partial(print, file=sys.stderr) if rank == 0 else _silent
-    with World(check_config(config, ranks), backend=backend, timeout=config.run.timeout_seconds) as world:
+    with World(home, backend=backend, timeout=config.run.timeout_seconds) as world:
         return evaluate_checkpoint(config, checkpoint, world, say)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
@@ -56,8 +57,8 @@ def save_checkpoint(
     tensors = _tensors(model, optimizer)
     try:
         dcp.save(tensors, checkpoint_id=folder, process_group=world.control)
-    except Exception as error:  # torch wraps what any rank's file system raised
-        raise CheckpointError(f"checkpoint {path} could not be written: {error}") from error
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        raise CheckpointError(f"checkpoint {path} could not be written: {_reason(error)}") from error
     own = partial(digest_own_files, folder, world.rank, first=is_first(world))
     digests = together(world, own, refuse=CheckpointError)
     first_does(world, lambda: _finish(folder, path, step, state, digests, keep), refuse=CheckpointError)
@@ -79,13 +80,36 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None, w
     """
     state = read_state(path)
     tensors = _tensors(model, optimizer)
+    _check_names(path, tensors["model"])
     try:
         dcp.load(tensors, checkpoint_id=path, process_group=world.control)
-    except Exception as error:  # torch wraps missing names, other shapes and unreadable files alike
-        raise CheckpointError(f"checkpoint {path} does not fit this model: {error}") from error
+    except (Exception, CheckpointException) as error:  # other shapes and unreadable files alike
+        raise CheckpointError(f"checkpoint {path} does not fit this model: {_reason(error)}") from error
     optimizers = [] if optimizer is None else [optimizer]
     set_state_dict(model, optimizers, model_state_dict=tensors["model"], optim_state_dict=tensors.get("optimizer", {}))
     return state
+
+
+def _check_names(path: Path, weights: Mapping[str, Any]) -> None:
+    """torch refuses weights that the checkpoint lacks; those that the model lacks would be passed over in silence."""
+    try:
+        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except Exception as error:  # an unreadable pickle raises anything
+        raise CheckpointError(f"checkpoint {path}: .metadata cannot be read: {error}") from error
+    saved = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
+    if saved != weights.keys():
+        lacks, extra = sorted(weights.keys() - saved), sorted(saved - weights.keys())
+        raise CheckpointError(
+            f"checkpoint {path} is of another model: it lacks {len(lacks)} of this model's weights "
+            f"({', '.join(lacks[:2]) or 'none'}) and has {len(extra)} that this model has not "
+            f"({', '.join(extra[:2]) or 'none'}); load it with the model that it was saved from"
+        )
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong on the first rank where something did, without the tracebacks of all of them."""
+    failures = list(error.failures.items()) if isinstance(error, CheckpointException) else []
+    return f"{failures[0][1][0]} (on rank {failures[0][0]})" if failures else str(error)
 
 
 def _finish(

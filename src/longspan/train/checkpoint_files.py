@@ -94,9 +94,7 @@ def check_files(path: Path) -> None:
     """Raise CheckpointError, saying which file is wrong and how, unless every file is as it was written."""
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
-    files = _json(path / MANIFEST, path).get("files")
-    if not isinstance(files, dict) or not files:
-        raise CheckpointError(f"checkpoint {path}: {MANIFEST} names no files")
+    files = _manifest(path)
     for name, (size, _) in files.items():
         if not (path / name).is_file():
             raise CheckpointError(f"checkpoint {path}: {name} is missing")
@@ -114,6 +112,15 @@ def read_state(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
     return _json(path / STATE, path)
+
+
+def _manifest(path: Path) -> dict[str, Digest]:
+    files = _json(path / MANIFEST, path).get("files")
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError(f"checkpoint {path}: {MANIFEST} names no files")
+    if not all(isinstance(digest, list) and len(digest) == 2 for digest in files.values()):
+        raise CheckpointError(f"checkpoint {path}: {MANIFEST} is damaged (no size and hash for each file)")
+    return files
 
 
 def _json(file: Path, path: Path) -> dict[str, Any]:

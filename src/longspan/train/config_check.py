@@ -54,15 +54,16 @@ _ONE_IN_THIS_RELEASE = {
 }
 
 
-def check_config(config: RunConfig, ranks: int) -> Layout:
+def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Layout:
     """The home of the run on `ranks` ranks, if every value is possible there.
 
+    Without `training` (of a run that is only evaluated) what plans its training steps is left aside.
     Raises ConfigError (LayoutError for ranks that tp x pp does not divide) with the key, the numbers and what fits.
     """
     _check_numbers(config)
     home = home_of(config.parallel, ranks)
     _check_release(config)
-    for choice in (PlanChoice.training(config.context), PlanChoice.evaluation(config.context)):
+    for choice in _choices(config, training=training):
         _check_types(choice)
         if choice.planner != "dynamic":
             _check_degree(choice, home)
@@ -121,7 +122,14 @@ def _check_degree(choice: PlanChoice, home: Layout) -> None:
     )
 
 
+def _choices(config: RunConfig, *, training: bool) -> list[PlanChoice]:
+    """The halves of [context] that will be used."""
+    evaluated = config.data.eval_documents > 0
+    choices = [PlanChoice.training(config.context)] if training else []
+    return choices + ([PlanChoice.evaluation(config.context)] if evaluated or not training else [])
+
+
 def check_longest(config: RunConfig, home: Layout, longest: int, name: str) -> None:
     """Raise ConfigError where the longest document of the corpus (of source file `name`) fits no slot group."""
-    for choice in (PlanChoice.training(config.context), PlanChoice.evaluation(config.context)):
+    for choice in _choices(config, training=True):
         choice.check(longest, home, f"the longest document ({longest} tokens, of {name})")

@@ -1,0 +1,63 @@
+"""`longspan eval`: the loss of a checkpoint does not depend on the degree or on the number of ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from longspan.cli.main import main
+from longspan.testing import run_ranks
+from longspan.train.config import RunConfig
+from longspan.train.metrics import read_rows
+from tests.train.small import small_config, train_rank
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    config = small_config(tmp_path_factory.mktemp("eval"), train__steps=2, train__save_every=1)
+    run_ranks(train_rank, 2, config, 2)
+    return config
+
+
+CASES = [(2, "", "2"), (2, "step-000002", "1"), (3, "", "3"), (1, "", "1")]
+
+
+@pytest.mark.parametrize(("world", "checkpoint", "degree"), CASES)
+def test_the_loss_is_that_of_the_run(
+    run: RunConfig, capfd: pytest.CaptureFixture[str], world: int, checkpoint: str, degree: str
+) -> None:
+    target = f"{run.run.dir}/checkpoints/{checkpoint}" if checkpoint else run.run.dir
+    before = sorted(Path(run.run.dir).rglob("*"))
+    flags = ["--json", "--context.eval_context_parallel_size", degree, "--context.eval_max_tokens_per_slot", "64"]
+    assert main(["eval", target, "--world", str(world), *flags]) == 0
+    found = json.loads(capfd.readouterr().out)
+    trained = read_rows(Path(run.run.dir) / "metrics.jsonl")[-1]
+    assert (found["step"], found["cp"], found["world"]) == (2, int(degree), world)
+    assert found["eval_loss"] == pytest.approx(trained["eval_loss"], rel=1e-6)
+    assert found["eval_tokens"] == trained["eval_tokens"]
+    assert sorted(Path(run.run.dir).rglob("*")) == before
+
+
+def test_an_earlier_checkpoint_has_another_loss_in_words(run: RunConfig, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", f"{run.run.dir}/checkpoints/step-000001", "--world", "2"]) == 0
+    out, err = capfd.readouterr()
+    assert out.startswith("step 1: evaluation loss ") and " at cp 2 on 2 ranks (3 documents," in out and not err
+
+
+def test_a_damaged_checkpoint_is_named(run: RunConfig, capfd: pytest.CaptureFixture[str]) -> None:
+    path = Path(run.run.dir) / "checkpoints" / "step-000001"
+    (path / "__1_0.distcp").unlink()
+    assert main(["eval", str(path), "--world", "2"]) == 2
+    assert capfd.readouterr().err == f"error: checkpoint {path}: __1_0.distcp is missing\n"
+
+
+def test_a_degree_that_does_not_fit_is_refused_before_ranks_start(
+    run: RunConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", run.run.dir, "--world", "4", "--context.eval_context_parallel_size", "3"]) == 2
+    assert "context.eval_context_parallel_size 3 does not divide 4 slots" in capfd.readouterr().err
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "is not the folder of a run: it has no config.toml" in capfd.readouterr().err

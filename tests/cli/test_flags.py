@@ -1,0 +1,150 @@
+"""The command line is pinned: verbs, flags, their help, and what is said of those that do not exist."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from longspan import __version__
+from longspan.cli.flags import EvalFlags, TrainFlags, flag_types, parse_eval, parse_train
+from longspan.cli.main import VERBS, main
+from longspan.train.config import ContextConfig, RunConfig
+from longspan.train.config_file import config_keys, load_config
+
+PINNED = Path(__file__).with_name("flags.txt")
+
+
+def test_flags_are_those_that_are_pinned() -> None:
+    """A flag that is new, renamed or gone is a decision: write it into flags.txt, and into the changelog."""
+    found = [
+        f"{verb} {flag}" for verb, kind in (("train", TrainFlags), ("eval", EvalFlags)) for flag in flag_types(kind)
+    ]
+    assert found == PINNED.read_text().splitlines()
+    assert [f"--{key}" for key in config_keys()] == [flag for flag in flag_types(TrainFlags) if "." in flag]
+
+
+def test_verbs_are_those_that_are_pinned() -> None:
+    assert list(VERBS) == ["train", "eval", "plan", "simulate", "bench", "report", "doctor"]
+
+
+@pytest.mark.parametrize("verb", ["train", "eval"])
+def test_help_names_and_explains_every_flag(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([verb, "--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    kind = TrainFlags if verb == "train" else EvalFlags
+    assert not [flag for flag in flag_types(kind) if flag not in text]
+    assert "Slots that share a document in training" in text
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
+def test_the_command_alone_shows_its_verbs(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {verb} " in text for verb in VERBS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"longspan {__version__}\n"
+
+
+WRONG = [
+    (["trian"], "longspan has no verb 'trian': did you mean 'train'?"),
+    (["train", "--train.stpes", "5"], "longspan train has no flag --train.stpes: did you mean '--train.steps'?"),
+    (["train", "--steps=5"], "longspan train has no flag --steps: did you mean '--train.steps'?"),
+    (["train", "--wrld", "5"], "longspan train has no flag --wrld: did you mean '--world'?"),
+    (["eval", "x", "--train.steps", "5"], "longspan eval has no flag --train.steps"),
+    (["train", "--world", "-1"], "--world is -1"),
+    (["train", "--world", "3"], "context.context_parallel_size 2 does not divide 3 slots"),
+    (["train"], "context.context_parallel_size 2 does not divide 1 slots"),
+    (["train", "none.toml"], "cannot read the configuration none.toml: No such file or directory"),
+    (["eval", "nowhere"], "there is no run nowhere"),
+    (["eval", "runs/x/checkpoints/step-000007"], "there is no checkpoint runs/x/checkpoints/step-000007"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
+def test_an_error_is_one_line_and_exit_code_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith(f"error: {message}") and len(err.splitlines()) == 1
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--world", "3", "--debug"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err and err.splitlines()[-1].startswith("error: ")
+
+
+def test_under_torchrun_the_line_names_the_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    assert main(["train"]) == 2
+    assert capsys.readouterr().err.startswith("error (rank 3): context.eval_context_parallel_size 4 does not divide 6")
+    assert main(["train", "--world", "4"]) == 2
+    assert "torchrun has started 6; leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--train.steps", "five"], "--train.steps: invalid literal for int() with base 10: 'five'"),
+        (["--context.planner", "dynmic"], "invalid choice 'dynmic' for argument '--context.planner'"),
+        (["--train.steps"], "Missing value for argument '--train.steps'"),
+    ],
+)
+def test_a_bad_value_names_flag_and_value(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse_train(words)
+    assert left.value.code == 2
+    text = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert message in text
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("[train]\nsteps = 7\nlr = 1\n[parallel]\nreshard_after_forward = false\n")
+    words = [str(tmp_path / "a.toml"), "--train.steps", "9", "--context.cp_comm_type", "p2p", "all_gather", "--world=4"]
+    flags, config = parse_train([*words, "--train.activation-checkpointing", "true"])
+    wanted = {
+        "train.steps": 9,
+        "train.lr": 1.0,
+        "train.activation_checkpointing": True,
+        "parallel.reshard_after_forward": False,
+        "context.cp_comm_type": ("p2p", "all_gather"),
+    }
+    assert config == load_config(None, wanted) and flags.world == 4 and not flags.json
+
+
+def test_without_file_or_flags_there_are_the_defaults() -> None:
+    flags, config = parse_train([])
+    assert config == RunConfig() and (flags.config, flags.world) == ("", 0)
+
+
+def test_eval_takes_the_section_of_its_run() -> None:
+    flags = parse_eval(["runs/x", "--json", "--context.eval_context_parallel_size", "1"], ContextConfig(node_size=3))
+    assert (flags.run, flags.json, flags.context) == (
+        "runs/x",
+        True,
+        ContextConfig(node_size=3, eval_context_parallel_size=1),
+    )
+
+
+@pytest.mark.parametrize("verb", ["train", "eval"])
+def test_help_needs_no_torch(verb: str) -> None:
+    code = f"""
+import sys
+from longspan.cli.main import main
+try:
+    main(["{verb}", "--help"])
+except SystemExit:
+    pass
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

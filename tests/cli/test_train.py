@@ -1,0 +1,61 @@
+"""`longspan train` as a user meets it: what it prints, what it leaves, and how it fails."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from longspan.cli.main import main
+from longspan.train.config_file import load_config, to_toml
+from tests.train.small import small_config
+
+
+def longspan(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, without a terminal."""
+    command = [sys.executable, "-m", "longspan.cli.main", *words]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout, env=environment)
+
+
+def written(folder: Path, **changes: object) -> Path:
+    path = folder / "small.toml"
+    path.write_text(to_toml(small_config(folder, **changes)))
+    return path
+
+
+def test_plain_lines_a_report_and_the_table_last(tmp_path: Path) -> None:
+    done = longspan("train", str(written(tmp_path)), "--world", "2", "--train.steps", "4")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    lines = done.stdout.splitlines()
+    assert "\x1b" not in done.stdout
+    assert any(line.startswith("corpus: 12 files") for line in lines)
+    assert [line.split()[1] for line in lines if line.startswith("step ") and "tokens/s" in line] == ["1/4", "4/4"]
+    assert any(line.startswith("mean loss of the last 4 steps:") and "% of ln 300" in line for line in lines)
+    table = [line.split() for line in lines[-2:]]
+    assert [row[0] for row in table] == ["1", "2"] and all(float(row[2]) <= 1e-6 for row in table)
+    run = tmp_path / "run"
+    assert (run / "report.html").is_file() and load_config(run / "config.toml").train.steps == 4
+    again = longspan("train", str(written(tmp_path)), "--world", "2", "--train.steps", "4", "--json")
+    assert json.loads(again.stdout)["step"] == 4 and "going on from" in again.stderr
+
+
+def test_a_rank_that_fails_is_one_line_and_no_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "bad.jsonl").write_text('{"no": "text"}\n')
+    assert main(["train", str(written(tmp_path)), "--world", "2"]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith('error: bad.jsonl, line 1: needs an object with a string "text"; found keys')
+    assert len(err.splitlines()) == 1
+
+
+def test_torchrun_starts_the_ranks_too(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    words = ["-m", "longspan.cli.main", "train", str(written(tmp_path, train__steps=2))]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command += words
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("relative difference") == 1 and (tmp_path / "run" / "report.html").is_file()

@@ -1,0 +1,77 @@
+"""A run that takes a second: a few short texts, a tiny vocabulary, a handful of steps."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from longspan import World
+from longspan.train.config import RunConfig
+from longspan.train.config_check import check_config
+from longspan.train.config_file import load_config
+from longspan.train.run import Outcome, train
+from longspan.train.screen import Screen
+
+WORDS = (
+    "def",
+    "class",
+    "return",
+    "import",
+    "self",
+    "value",
+    "for",
+    "while",
+    "yield",
+    "None",
+    "rank",
+    "slot",
+    "plan",
+    "ring",
+)
+
+SMALL = {
+    "data.vocab_size": 300,
+    "data.max_document_tokens": 64,
+    "data.eval_documents": 3,
+    "context.max_tokens_per_slot": 64,
+    "context.eval_context_parallel_size": 2,
+    "context.eval_max_tokens_per_slot": 64,
+    "train.steps": 6,
+    "train.tokens_per_step": 128,
+    "train.warmup_steps": 2,
+    "train.eval_every": 2,
+    "run.timeout_seconds": 60.0,
+    "run.keep_checkpoints": 0,
+}
+
+
+def write_texts(folder: Path, count: int = 12) -> Path:
+    """A folder of small source files of different lengths, the same each time."""
+    draw = np.random.default_rng(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(count):
+        words = draw.choice(WORDS, size=int(draw.integers(5, 90)))
+        (folder / f"file{i:02}.py").write_text(" ".join(words) + "\n")
+    return folder
+
+
+def small_config(folder: Path, **changes: object) -> RunConfig:
+    """A configuration of a small run in `folder/run` on texts in `folder/texts`; keys with `__` for the dot."""
+    given = {key.replace("__", "."): value for key, value in changes.items()}
+    paths = {"data.path": str(write_texts(folder / "texts")), "run.dir": str(folder / "run")}
+    return load_config(None, SMALL | paths | given)
+
+
+def train_rank(rank: int, config: RunConfig, ranks: int) -> Outcome:
+    """Train on this rank, without a screen."""
+    home = check_config(config, ranks)
+    with (
+        World(home, backend="gloo", timeout=config.run.timeout_seconds) as world,
+        Screen(config.train.steps, None) as screen,
+    ):
+        return train(config, world, screen)
+
+
+def without_times(row: Mapping[str, object]) -> dict[str, object]:
+    """A row of metrics without what differs between two equal runs."""
+    return {k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second", "memory_bytes")}

@@ -1,0 +1,188 @@
+"""Checkpoints: complete or not there, the newest good one found, loaded on any number of ranks."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from longspan import Layout, World
+from longspan.errors import CheckpointError, CommError
+from longspan.model import load_model, prepare
+from longspan.testing import run_ranks
+from longspan.train import checkpoint as checkpoint_module
+from longspan.train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from longspan.train.checkpoint_files import begin, check_files, finish, latest_checkpoint, prune, read_state
+from longspan.train.optim import build_optimizer
+
+
+def file_checkpoint(root: Path, step: int) -> Path:
+    """A checkpoint of two small files, as one rank would leave it."""
+    path = root / f"step-{step:06d}"
+    partial = path.with_name(path.name + ".partial")
+    begin(partial)
+    (partial / "__0_0.distcp").write_bytes(bytes(100))
+    (partial / ".metadata").write_bytes(b"index")
+    from longspan.train.checkpoint_files import digest_own_files
+
+    finish(partial, path, {"step": step}, [digest_own_files(partial, 0, first=True)])
+    return path
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[3] ^= 1
+    path.write_bytes(bytes(data))
+
+
+DAMAGE = [
+    ("__0_0.distcp", Path.unlink, r"__0_0.distcp is missing"),
+    ("__0_0.distcp", cut, r"__0_0.distcp has 99 bytes, 100 were written"),
+    ("__0_0.distcp", flip, r"__0_0.distcp has other contents than were written"),
+    ("state.json", flip, r"state.json has other contents"),
+    ("manifest.json", Path.unlink, r"manifest.json cannot be read"),
+    ("manifest.json", cut, r"manifest.json is damaged"),
+    ("manifest.json", lambda path: path.write_text('{"files": {}}'), r"manifest.json names no files"),
+    ("manifest.json", lambda path: path.write_text('{"files": {"a": 3}}'), r"manifest.json is damaged"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "message"), DAMAGE, ids=[message for _, _, message in DAMAGE])
+def test_damage_is_named_and_skipped(tmp_path: Path, name: str, damage: Any, message: str) -> None:
+    good, bad, said = file_checkpoint(tmp_path, 5), file_checkpoint(tmp_path, 10), list[str]()
+    assert latest_checkpoint(tmp_path, said.append) == bad and not said
+    damage(bad / name)
+    with pytest.raises(CheckpointError, match=rf"checkpoint .*step-000010: {message}"):
+        check_files(bad)
+    assert latest_checkpoint(tmp_path, said.append) == good
+    assert len(said) == 1 and "step-000010" in said[0]
+
+
+def test_unfinished_ones_are_skipped_and_damaged_ones_alone_are_an_error(tmp_path: Path) -> None:
+    said = list[str]()
+    assert latest_checkpoint(tmp_path / "none", said.append) is None
+    begin(tmp_path / "step-000007.partial")
+    assert latest_checkpoint(tmp_path, said.append) is None
+    assert "step-000007.partial: its save was interrupted" in said[0]
+    flip(file_checkpoint(tmp_path, 3) / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"no good checkpoint is left in .*step-000003.*start in a new run.dir"):
+        latest_checkpoint(tmp_path, said.append)
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 9, 10]), (1, [10]), (3, [2, 9, 10]), (7, [1, 2, 9, 10])])
+def test_the_newest_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
+    for step in (9, 1, 10, 2):
+        file_checkpoint(tmp_path, step)
+    begin(tmp_path / "step-000004.partial")
+    (tmp_path / "notes").mkdir()
+    prune(tmp_path, keep)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", *(f"step-{step:06d}" for step in left)]
+
+
+# ---- with ranks: a model under FSDP2, and optimizer state that is not empty
+
+
+def opened(
+    world: World, optimizer: str = "adamw", preset: str = "qwen3-tiny", seed: int = 0
+) -> tuple[nn.Module, Optimizer]:
+    model = prepare(load_model(None, preset, dtype="float32", seed=seed, vocab_size=64), world, probe=False)
+    return model, build_optimizer(model, optimizer, 1e-2, 0.1)
+
+
+def update(model: nn.Module, optimizer: Optimizer) -> None:
+    """One optimizer step on gradients that depend on the weights alone."""
+    for parameter in model.parameters():
+        parameter.grad = torch.sin(3 * parameter.detach())
+    optimizer.step()
+
+
+def contents(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+    """All weights and moments, whole, in order."""
+    parameters = list(model.parameters())
+    moments = [v for p in parameters for _, v in sorted(optimizer.state[p].items()) if isinstance(v, Tensor)]
+    return [t.full_tensor() if isinstance(t, DTensor) else t for t in [p.detach() for p in parameters] + moments]
+
+
+def save_rank(rank: int, ranks: int, root: Path, optimizer: str) -> list[Tensor]:
+    with World(Layout(ranks), backend="gloo", timeout=60) as world:
+        model, optim = opened(world, optimizer)
+        update(model, optim)
+        save_checkpoint(root, model, optim, world, step=1, state={"note": "one"}, keep=0)
+        update(model, optim)
+        return contents(model, optim)
+
+
+def load_rank(rank: int, ranks: int, root: Path, optimizer: str) -> list[Tensor]:
+    with World(Layout(ranks), backend="gloo", timeout=60) as world:
+        model, optim = opened(world, optimizer, seed=7)
+        path = find_checkpoint(root, world, print)
+        assert path is not None
+        state = load_checkpoint(path, model, optim, world)
+        assert (state["step"], state["note"]) == (1, "one")
+        update(model, optim)
+        return contents(model, optim)
+
+
+@pytest.mark.parametrize(("optimizer", "saved", "loaded"), [("adamw", 2, 2), ("adamw", 2, 3), ("sgd", 3, 1)])
+def test_weights_and_moments_come_back_bit_for_bit(tmp_path: Path, optimizer: str, saved: int, loaded: int) -> None:
+    straight = run_ranks(save_rank, saved, saved, tmp_path, optimizer)[0]
+    resumed = run_ranks(load_rank, loaded, loaded, tmp_path, optimizer)[0]
+    assert len(straight) == len(resumed) > (40 if optimizer == "adamw" else 20)
+    assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
+    files = sorted(p.name for p in (tmp_path / "step-000001").iterdir())
+    assert files == [".metadata", *(f"__{rank}_0.distcp" for rank in range(saved)), "manifest.json", "state.json"]
+
+
+def other_model_rank(rank: int, ranks: int, root: Path) -> str:
+    with World(Layout(ranks), backend="gloo", timeout=60) as world:
+        model, optim = opened(world, preset="llama-tiny")
+        with pytest.raises(CheckpointError) as found:
+            load_checkpoint(root / "step-000001", model, optim, world)
+        wide = prepare(load_model(None, "qwen3-tiny", dtype="float32", seed=0, vocab_size=80), world, probe=False)
+        with pytest.raises(CheckpointError, match=r"does not fit this model: Size mismatch .*\(on rank 0\)$"):
+            load_checkpoint(root / "step-000001", wide, None, world)
+        return str(found.value)
+
+
+def interrupted_rank(rank: int, ranks: int, root: Path, how: str) -> str:
+    """A second save that breaks after the ranks' files, before the manifest."""
+    with World(Layout(ranks), backend="gloo", timeout=20) as world:
+        model, optim = opened(world)
+        save_checkpoint(root, model, optim, world, step=1, state={"note": "one"}, keep=1)
+
+        def broken(partial: Path, *_: object) -> None:
+            (partial / "state.json").write_text("{")
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(28, "No space left on device", str(partial))
+
+        checkpoint_module.finish = broken  # type: ignore[assignment]
+        update(model, optim)
+        with pytest.raises(CheckpointError) as found:
+            save_checkpoint(root, model, optim, world, step=2, state={}, keep=1)
+        return str(found.value)
+
+
+def test_a_full_disk_is_every_ranks_error_and_the_older_checkpoint_stays(tmp_path: Path) -> None:
+    messages = run_ranks(interrupted_rank, 2, 2, tmp_path, "raise")
+    assert all("step-000002.partial: No space left on device" in message for message in messages)
+    assert latest_checkpoint(tmp_path, print) == tmp_path / "step-000001"
+    assert read_state(tmp_path / "step-000001")["note"] == "one"
+    message = run_ranks(other_model_rank, 2, 2, tmp_path)[0]
+    assert "is of another model: it lacks 0 of this model's weights (none) and has 4 that this model has not" in message
+
+
+def test_a_rank_that_is_killed_while_saving_leaves_the_older_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CommError, match=r"rank 0 of 2 was killed by signal 9"):
+        run_ranks(interrupted_rank, 2, 2, tmp_path, "kill")
+    assert (tmp_path / "step-000002.partial").is_dir()
+    assert latest_checkpoint(tmp_path, print) == tmp_path / "step-000001"

@@ -1,0 +1,172 @@
+"""Configuration: what is read, what is refused and how, before any process exists."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from longspan.attention import PATTERNS
+from longspan.errors import ConfigError, LayoutError
+from longspan.train.config import RunConfig
+from longspan.train.config_check import RUNNING_COMM_TYPES, check_config, check_longest
+from longspan.train.config_file import config_keys, load_config, to_toml
+from longspan.train.plans import degrees_to_compare
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    return path
+
+
+def test_the_pinned_defaults() -> None:
+    config = RunConfig()
+    assert (config.model.preset, config.model.dtype) == ("qwen3-tiny", "float32")
+    assert (config.data.path, config.data.tokenizer, config.data.vocab_size) == ("stdlib", "", 2048)
+    assert (config.data.max_document_tokens, config.data.eval_documents) == (2048, 32)
+    assert (config.context.planner, config.context.context_parallel_size, config.context.cp_comm_type) == (
+        "fixed",
+        2,
+        "p2p",
+    )
+    assert (config.context.max_tokens_per_slot, config.context.node_size) == (1024, 8)
+    assert config.context.hierarchical_context_parallel_sizes == (2, 2)
+    assert (config.context.eval_context_parallel_size, config.context.eval_max_tokens_per_slot) == (4, 2048)
+    assert (config.train.steps, config.train.tokens_per_step, config.train.lr, config.train.seed) == (
+        300,
+        4096,
+        6e-3,
+        0,
+    )
+    assert (config.train.eval_every, config.train.save_every, config.train.optimizer) == (100, 0, "adamw")
+    assert config.run.dir == "runs/first"
+
+
+def test_the_first_example_says_the_defaults() -> None:
+    assert load_config(EXAMPLES / "first.toml") == RunConfig()
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
+def test_every_example_is_possible_on_four_ranks(path: Path) -> None:
+    assert check_config(load_config(path), 4).slots == 4
+
+
+def test_toml_there_and_back(tmp_path: Path) -> None:
+    changed = load_config(
+        None,
+        {
+            "data.path": 'a "quoted" \\ päth\n\x7f',
+            "context.cp_comm_type": ["p2p", "all_gather"],
+            "context.hierarchical_context_parallel_sizes": 4,
+            "train.lr": 1e-05,
+            "train.weight_decay": 1,
+            "parallel.reshard_after_forward": False,
+        },
+    )
+    assert load_config(written(tmp_path, to_toml(changed))) == changed
+    assert changed.train.weight_decay == 1.0 and isinstance(changed.train.weight_decay, float)
+
+
+def test_keys_are_those_of_the_dataclasses() -> None:
+    assert set(config_keys()) == {f"{section}.{key}" for section, keys in asdict(RunConfig()).items() for key in keys}
+
+
+READ = [
+    ("[trian]\nsteps = 1", r"unknown section \[trian\] in .*config.toml: did you mean 'train'"),
+    ("[train]\nstep = 1", r"unknown key train.step in .*config.toml: did you mean 'train.steps'"),
+    ("[train]\nmax_tokens_per_slot = 1", r"unknown key train.max_tokens_per_slot .*'context.max_tokens_per_slot'"),
+    ("steps = 1", r"unknown section \[steps\].*'train.steps'"),
+    ("train = 1", r"train is 1 .*it is a section"),
+    ("[train]\nsteps = 'ten'", r"train.steps is 'ten' in .*; it must be an integer"),
+    ("[train]\nsteps = 1.5", r"train.steps is 1.5 .* an integer"),
+    ("[train]\nsteps = true", r"train.steps is True .* an integer"),
+    ("[train]\nlr = '6e-3'", r"train.lr is '6e-3' .* a number"),
+    ("[train]\noptimizer = 'adam'", r"train.optimizer is 'adam' .* 'adamw', 'sgd' \(did you mean 'adamw'"),
+    ("[model]\ndtype = 'float16'", r"model.dtype is 'float16' .* 'float32', 'float64', 'bfloat16'"),
+    ("[context]\ncp_comm_type = 2", r"context.cp_comm_type is 2 .* a string or a list of strings"),
+    ("[context]\ncp_comm_type = []", r"context.cp_comm_type is \[\]"),
+    ("[context]\nhierarchical_context_parallel_sizes = [2, '2']", r"an integer or a list of integers"),
+    ("[parallel]\nsequence_parallel = 1", r"true or false"),
+    ("[train\nsteps = 1", r"is not TOML: .*line 1"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), READ, ids=[text.replace("\n", " ") for text, _ in READ])
+def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(written(tmp_path, text))
+
+
+def test_a_missing_file_and_an_unknown_override(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the configuration .*none.toml: No such file"):
+        load_config(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match=r"unknown key run.dirr in the overrides: did you mean 'run.dir'"):
+        load_config(None, {"run.dirr": "x"})
+
+
+IMPOSSIBLE = [
+    (4, {"train.steps": 0}, r"train.steps is 0; it must be at least 1"),
+    (4, {"train.lr": 0.0}, r"train.lr is 0.0; it must be above 0"),
+    (4, {"train.lr": float("nan")}, r"train.lr is nan"),
+    (4, {"train.weight_decay": float("inf")}, r"train.weight_decay is inf"),
+    (4, {"train.min_lr_ratio": 1.5}, r"between 0 and 1"),
+    (4, {"train.seed": -1}, r"train.seed is -1"),
+    (4, {"data.vocab_size": 256}, r"data.vocab_size is 256; it must be at least 257"),
+    (4, {"data.max_document_tokens": 1}, r"predicts nothing"),
+    (4, {"run.timeout_seconds": 0.0}, r"run.timeout_seconds is 0.0"),
+    (4, {"run.dir": ""}, r"run.dir is empty"),
+    (4, {"model.preset": "qwen-tiny"}, r"model.preset is 'qwen-tiny'; did you mean 'qwen3-tiny'"),
+    (4, {"context.context_parallel_size": 3}, r"context.context_parallel_size 3 does not divide 4 slots \(4 ranks"),
+    (3, {}, r"context_parallel_size 2 does not divide 3 slots .*use 1 or 3, or start a multiple of 2 processes"),
+    (2, {}, r"context.eval_context_parallel_size 4 does not divide 2 slots"),
+    (1, {}, r"context_parallel_size 2 does not divide 1 slots .*--world 2"),
+    (4, {"context.max_tokens_per_slot": 512}, r"max_tokens_per_slot 512 .*max_document_tokens 2048 .*2048.*1024"),
+    (4, {"context.eval_max_tokens_per_slot": 500}, r"eval_max_tokens_per_slot 500 do not suit .*2000"),
+    (4, {"context.planner": "padded", "context.max_tokens_per_slot": 512}, r"max_tokens_per_slot 512"),
+    (4, {"context.cp_comm_type": "ring"}, r"context.cp_comm_type is 'ring'; known: p2p"),
+    (4, {"context.cp_comm_type": ("p2p", "al_gather")}, r"'al_gather'; did you mean 'all_gather'"),
+    (4, {"context.eval_cp_comm_type": "a2a"}, r"context.eval_cp_comm_type is 'a2a', which this release does not run"),
+    (4, {"context.cp_comm_type": "a2a+p2p"}, r"'a2a\+p2p', which this release does not run; use p2p or all_gather"),
+    (4, {"parallel.tp": 2}, r"parallel.tp is 2: this release trains without tensor parallelism"),
+    (4, {"parallel.pp": 2}, r"parallel.pp is 2: this release trains without pipeline"),
+    (4, {"parallel.vpp": 2}, r"parallel.vpp is 2"),
+    (4, {"parallel.ep": 2}, r"parallel.ep is 2: .* expert"),
+    (4, {"parallel.dp_replicate": 2}, r"parallel.dp_replicate is 2"),
+    (4, {"parallel.sequence_parallel": True}, r"sequence_parallel is true"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "values", "message"), IMPOSSIBLE, ids=[f"{r} {v}" for r, v, _ in IMPOSSIBLE])
+def test_values_that_are_impossible_here(ranks: int, values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_config(load_config(None, values), ranks)
+
+
+def test_ranks_that_the_degrees_do_not_divide() -> None:
+    with pytest.raises(LayoutError, match=r"3 ranks are not divisible by tp 2 x pp 1"):
+        check_config(load_config(None, {"parallel.tp": 2}), 3)
+
+
+def test_a_run_without_evaluation_needs_no_degree_for_it() -> None:
+    one = {"data.eval_documents": 0, "context.context_parallel_size": 1, "context.max_tokens_per_slot": 2048}
+    assert check_config(load_config(None, one), 1).slots == 1
+
+
+def test_the_longest_document_is_named_where_nothing_was_cut() -> None:
+    config = load_config(None, {"data.max_document_tokens": 0})
+    home = check_config(config, 4)
+    check_longest(config, home, 2048, "a.txt")
+    with pytest.raises(ConfigError, match=r"longest document \(2049 tokens, of a.txt\) on 4 ranks: .*2048"):
+        check_longest(config, home, 2049, "a.txt")
+
+
+def test_this_release_runs_the_types_that_attention_has() -> None:
+    assert set(RUNNING_COMM_TYPES) == set(PATTERNS)
+
+
+@pytest.mark.parametrize(("ranks", "degrees"), [(1, (1,)), (2, (1, 2)), (3, (1, 3)), (4, (1, 2, 4)), (6, (1, 2, 6))])
+def test_degrees_that_are_compared(ranks: int, degrees: tuple[int, ...]) -> None:
+    one = {"data.eval_documents": 0, "context.context_parallel_size": 1, "context.max_tokens_per_slot": 0}
+    assert degrees_to_compare(check_config(load_config(None, one), ranks)) == degrees

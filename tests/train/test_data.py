@@ -1,0 +1,220 @@
+"""Corpora: which files, which documents, which rows a rank reads, and which documents a step takes."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from longspan import Layout, SequenceShard, plan_fixed
+from longspan.errors import DataError
+from longspan.train.config import DataConfig
+from longspan.train.corpus import ensure_corpus
+from longspan.train.data import Corpus
+from longspan.train.loss import read_rows
+from longspan.train.order import StepOrder
+from longspan.train.sources import find_files
+from longspan.train.tokenizer import load_tokenizer
+from tests.train.small import write_texts
+
+
+def build(
+    tmp_path: Path, path: Path | str, *, resumed: bool = False, said: list[str] | None = None, **keys: object
+) -> Corpus:
+    data = DataConfig(path=str(path), **{"vocab_size": 300, "max_document_tokens": 64} | keys)  # type: ignore[arg-type]
+    say = (said if said is not None else []).append
+    return ensure_corpus(data, tmp_path / "run", model_dir=None, resumed=resumed, say=say)
+
+
+def test_stdlib_is_the_librarys_own_sources() -> None:
+    files = find_files("stdlib")
+    assert {"argparse.py", "json/decoder.py", "asyncio/tasks.py"} <= files.keys()
+    assert list(files) == sorted(files) and len(files) > 300
+    strange = {"test", "tests", "site-packages", "dist-packages", "encodings", "__pycache__", "idle_test"}
+    assert not [name for name in files if strange & set(name.split("/")) or not name.endswith(".py")]
+
+
+def test_documents_hold_the_texts_in_order_cut_at_the_limit(tmp_path: Path) -> None:
+    corpus = build(tmp_path, write_texts(tmp_path / "texts"), max_document_tokens=16)
+    engine = load_tokenizer(tmp_path / "run").engine
+    assert corpus.lengths.max() == 16 and corpus.lengths.min() >= 2
+    text = (tmp_path / "texts" / "file03.py").read_text()
+    pieces = [corpus[d][np.arange(len(corpus[d]))] for d in range(len(corpus)) if corpus.origin(d) == "file03.py"]
+    ids = np.concatenate(pieces).tolist()
+    assert engine.decode(ids, skip_special_tokens=True) == text
+    assert ids[-1] == engine.token_to_id("<|endoftext|>") and ids.count(ids[-1]) == 1
+    assert all(len(piece) == 16 for piece in pieces[:-1])
+
+
+def test_a_rest_of_one_token_is_left_out_and_nothing_else(tmp_path: Path) -> None:
+    whole = build(tmp_path / "a", write_texts(tmp_path / "texts"), max_document_tokens=0)
+    cut = build(tmp_path / "b", tmp_path / "texts", max_document_tokens=7)
+    single = sum(1 for n in whole.lengths if n % 7 == 1)
+    assert single and cut.lengths.sum() == whole.lengths.sum() - single
+
+
+def test_kinds_of_files_and_folders_that_are_passed_by(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    for name in ("a.txt", "b.md", "sub/c.py", ".git/d.py", "__pycache__/e.py", "f.bin", "run/g.txt", ".hidden.txt"):
+        (texts / name).parent.mkdir(parents=True, exist_ok=True)
+        (texts / name).write_text("some text of a file\n")
+    (texts / "h.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "id": 3}\n')
+    assert list(find_files(str(texts), leave_out=texts / "run")) == ["a.txt", "b.md", "h.jsonl", "sub/c.py"]
+    assert list(find_files(str(texts / "a.txt"))) == ["a.txt"]
+    assert len(build(tmp_path, texts / "h.jsonl")) == 2
+
+
+JSONL = [
+    ('{"text": "good"}\n{"text": "bad\n', r"h.jsonl, line 2: not JSON"),
+    ('\n\n["text"]\n', r"h.jsonl, line 3: needs an object with a string \"text\"; found a list"),
+    ('{"content": "x"}', r"line 1: .*found keys \['content'\]"),
+    ('{"text": 3}', r"line 1: needs an object"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), JSONL, ids=[message for _, message in JSONL])
+def test_lines_that_are_no_texts(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "h.jsonl").write_text(text)
+    with pytest.raises(DataError, match=message):
+        build(tmp_path, tmp_path / "h.jsonl")
+
+
+def test_paths_that_hold_nothing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"does not exist; give 'stdlib'"):
+        build(tmp_path, tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"holds no file of .txt .md .py .jsonl"):
+        build(tmp_path, tmp_path / "empty")
+    (tmp_path / "empty" / "a.txt").write_text("")
+    with pytest.raises(DataError, match=r"is empty: 1 files, 0 of them not UTF-8"):
+        build(tmp_path, tmp_path / "empty")
+    (tmp_path / "picture.png").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"ends in '.png'"):
+        build(tmp_path, tmp_path / "picture.png")
+
+
+def test_files_that_are_not_utf8_are_left_out_and_counted(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts", count=3)
+    (texts / "latin.txt").write_bytes("Ränge".encode("latin-1"))
+    said: list[str] = []
+    corpus = build(tmp_path, texts, said=said)
+    assert corpus.manifest.skipped == ("latin.txt",) and "left out 1 files" in said[-1] and "latin.txt" in said[-1]
+    for path in texts.glob("*.py"):
+        path.unlink()
+    with pytest.raises(DataError, match=r"is empty: 1 files, 1 of them not UTF-8"):
+        build(tmp_path, texts)
+
+
+def test_a_corpus_is_built_once_and_built_again_when_it_changed(tmp_path: Path) -> None:
+    texts, said = write_texts(tmp_path / "texts"), list[str]()
+    build(tmp_path, texts, said=said)
+    assert said and not said.clear()
+    build(tmp_path, texts, said=said, resumed=True)
+    assert not said
+    (texts / "file00.py").touch()
+    build(tmp_path, texts, said=said, resumed=True)
+    assert not said  # another time, the same contents
+    (texts / "file00.py").write_text("changed text\n")
+    build(tmp_path, texts, said=said)
+    assert "the corpus changed (file00.py" in said[0]
+
+
+def test_a_resumed_run_refuses_a_corpus_that_changed(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts")
+    build(tmp_path, texts)
+    with pytest.raises(DataError, match=r"data.max_document_tokens was 64 and is 32"):
+        build(tmp_path, texts, resumed=True, max_document_tokens=32)
+    same_size = (texts / "file01.py").read_text().swapcase()
+    (texts / "file01.py").write_text(same_size)
+    (texts / "file02.py").unlink()
+    (texts / "new.md").write_text("new")
+    with pytest.raises(DataError, match=r"file01.py has other contents; file02.py is gone; new.md is new; restore it"):
+        build(tmp_path, texts, resumed=True)
+    (tmp_path / "run" / "corpus" / "corpus.json").unlink()
+    with pytest.raises(DataError, match=r"has checkpoints but no corpus"):
+        build(tmp_path, texts, resumed=True)
+
+
+def test_a_damaged_corpus_is_named(tmp_path: Path) -> None:
+    build(tmp_path, write_texts(tmp_path / "texts"))
+    folder = tmp_path / "run" / "corpus"
+    (folder / "tokens.bin").write_bytes((folder / "tokens.bin").read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"is damaged: tokens.bin has \d+ tokens, offsets.npy wants \d+"):
+        Corpus(folder)
+    (folder / "corpus.json").write_text(json.dumps({"path": "x"}))
+    with pytest.raises(DataError, match=r"is not a corpus"):
+        Corpus(folder)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_a_rank_reads_only_its_rows_and_the_next_token_of_each_run(tmp_path: Path, degree: int) -> None:
+    corpus = build(tmp_path, write_texts(tmp_path / "texts"))
+    documents = corpus.select([0, 3, 5, 6])
+    plan = plan_fixed(documents.lengths, Layout(ranks=4), degree)
+    read = list[int]()
+    for slot in range(4):
+        before, runs, rows = corpus.rows_read, 0, 0
+        for batch in plan.micro_batches:
+            shard = SequenceShard(batch, slot, 0, torch.device("cpu"))
+            read_rows(documents, shard)
+            runs += sum(len(part.segments().start) for part in shard.parts)
+            rows += shard.local_rows
+        read.append(corpus.rows_read - before)
+        assert rows <= read[-1] <= rows + runs
+    assert plan.tokens <= sum(read) < plan.tokens + 4 * 2 * degree * 4
+
+
+def test_positions_outside_a_document_are_refused(tmp_path: Path) -> None:
+    corpus = build(tmp_path, write_texts(tmp_path / "texts"))
+    for positions in ([-1], [len(corpus[1])]):
+        with pytest.raises(IndexError, match=r"of a document of"):
+            corpus[1][np.array(positions)]
+    with pytest.raises(IndexError):
+        corpus[len(corpus)]
+
+
+# ---- order
+
+LENGTHS = np.array([2 + i * i * 37 % 898 for i in range(101)])
+
+
+def order(seed: int = 3, tokens: int = 2000, held_out: int = 11) -> StepOrder:
+    return StepOrder(LENGTHS, tokens_per_step=tokens, seed=seed, eval_documents=held_out)
+
+
+def test_epochs_hold_every_training_document_once_and_no_held_out_one() -> None:
+    found = order()
+    assert len(found.evaluation) == 11 and not set(found.evaluation) & set(found.training)
+    stream = [d for step in range(200) for d in found.documents_of_step(step)]
+    for epoch in range(len(stream) // 90):
+        assert sorted(stream[90 * epoch : 90 * epoch + 90]) == list(found.training)
+    assert stream[:90] != stream[90:180]
+
+
+@pytest.mark.parametrize("tokens", [2, 500, 2000, 10**6])
+def test_a_step_takes_as_many_documents_as_fit_and_at_least_one(tokens: int) -> None:
+    found = order(tokens=tokens)
+    stream = [found.documents_of_step(step) for step in range(60)]
+    for now, then in pairwise(stream):
+        total = LENGTHS[list(now)].sum()
+        assert len(now) == 1 or total <= tokens
+        assert total + LENGTHS[then[0]] > tokens  # the next one did not fit
+
+
+def test_order_is_a_function_of_seed_and_step_alone() -> None:
+    ahead = order().documents_of_step(150)  # as after a resume: no earlier step was asked for
+    followed = order()
+    assert [followed.documents_of_step(step) for step in range(151)][-1] == ahead
+    assert order(seed=4).documents_of_step(150) != ahead
+    assert order().evaluation != order(seed=4).evaluation
+    assert order().documents_of_step(0) == (40, 17, 61)  # never changes between versions and machines
+
+
+@pytest.mark.parametrize("held_out", [101, 500])
+def test_holding_out_everything_is_refused(held_out: int) -> None:
+    with pytest.raises(
+        DataError, match=rf"eval_documents {held_out} leaves nothing .* 101 documents; hold out at most 100"
+    ):
+        order(held_out=held_out)

@@ -1,0 +1,102 @@
+"""What a run writes down, what it shows, and how it hears that it should stop."""
+
+import io
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from longspan.train import stop as stop_module
+from longspan.train.metrics import MetricsLog, memory_bytes, read_rows
+from longspan.train.screen import Screen
+from longspan.train.stop import StopSignal
+
+
+def test_a_resumed_log_goes_on_after_its_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path, after_step=0) as log:
+        for step in (1, 2, 3):
+            log.write({"step": step, "loss": 0.5 / step})
+        log.write({"step": 2, "eval_loss": 1.0})
+    with path.open("a") as torn:
+        torn.write('{"step": 4, "lo')
+    with MetricsLog(path, after_step=2) as log:
+        assert log.evaluated == {2}
+        log.write({"step": 3, "loss": 9.0})
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows == [
+        {"step": 1, "loss": 0.5},
+        {"step": 2, "loss": 0.25},
+        {"step": 2, "eval_loss": 1.0},
+        {"step": 3, "loss": 9.0},
+    ]
+    with MetricsLog(path, after_step=0) as log:
+        assert not log.evaluated and not read_rows(path)
+
+
+def test_rows_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "metrics.jsonl", after_step=0) as log:
+        log.write({"step": 1})
+        assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}]
+
+
+def test_no_path_writes_nothing() -> None:
+    with MetricsLog(None, after_step=0) as log:
+        log.write({"step": 1, "eval_loss": 2.0})
+        assert log.evaluated == {1}
+
+
+def test_memory_is_that_of_this_process() -> None:
+    assert 2**24 < memory_bytes(torch.device("cpu")) < 2**40
+
+
+ROW = {"loss": 2.5, "tokens_per_second": 9000.0, "memory_bytes": 2**29}
+
+
+def test_without_a_terminal_there_are_plain_lines_and_few() -> None:
+    out = io.StringIO()
+    with Screen(30, out) as screen:
+        screen.say("hello [bold]")
+        for step in range(1, 31):
+            screen.step(ROW | {"step": step})
+        screen.evaluation({"step": 30, "eval_loss": 2.25, "eval_tokens": 70, "cp": 4, "seconds": 1.0})
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "hello [bold]" and len(lines) == 6 and "\x1b" not in out.getvalue()
+    assert [line.split()[1] for line in lines[1:5]] == ["1/30", "10/30", "20/30", "30/30"]
+    assert "loss 2.5000" in lines[1] and "9000 tokens/s" in lines[1] and "512 MiB" in lines[1]
+    assert "left" in lines[2] and "evaluation loss 2.250000 at cp 4" in lines[5]
+
+
+def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with Screen(3, out) as screen:
+        for step in (1, 2, 3):
+            screen.step(ROW | {"step": step})
+        screen.say("a line [between]")
+    assert "3/3" in out.getvalue() and "loss 2.5000" in out.getvalue() and "a line [between]" in out.getvalue()
+
+
+def test_a_screen_without_a_stream_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
+    with Screen(3, None) as screen:
+        screen.say("x")
+        screen.step(ROW | {"step": 1})
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_signal_asks_and_a_second_one_aborts(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(number)
+    with StopSignal() as stop:
+        assert not stop.asked
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # the same press, delivered twice
+        assert stop.asked == number.name
+        monkeypatch.setattr(stop_module, "_SAME_PRESS", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before

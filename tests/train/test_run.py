@@ -1,0 +1,225 @@
+"""Whole runs, small: what they leave, that they resume bit for bit, at another size, and leave when told to."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from longspan.errors import CheckpointError, ConfigError, DataError, LongspanError, ModelError
+from longspan.plan import Plan
+from longspan.testing import run_ranks
+from longspan.train.config import RunConfig
+from longspan.train.config_file import load_config, to_toml
+from longspan.train.metrics import read_rows
+from longspan.train.run import Outcome
+from tests.train.small import small_config, train_rank, without_times
+
+
+def run(config: RunConfig, ranks: int) -> Outcome:
+    return run_ranks(train_rank, ranks, config, ranks, timeout=90)[0]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Outcome]:
+    """Six steps on two ranks without a break, a checkpoint at 3 and at 6."""
+    config = small_config(tmp_path_factory.mktemp("straight"), train__save_every=3)
+    return config, run(config, 2)
+
+
+def rows_of(config: RunConfig) -> list[dict[str, object]]:
+    return [without_times(row) for row in read_rows(Path(config.run.dir) / "metrics.jsonl")]
+
+
+def copy_cut_at(config: RunConfig, folder: Path, step: int) -> RunConfig:
+    """The run as it would stand if it had been killed soon after its checkpoint of `step`."""
+    copied = folder / "run"
+    shutil.copytree(config.run.dir, copied)
+    for path in (copied / "checkpoints").iterdir():
+        if path.name > f"step-{step:06d}":
+            shutil.rmtree(path)
+    (copied / "summary.json").unlink()
+    return replace(config, run=replace(config.run, dir=str(copied)))
+
+
+def test_what_a_run_leaves(straight: tuple[RunConfig, Outcome]) -> None:
+    config, outcome = straight
+    folder = Path(config.run.dir)
+    assert load_config(folder / "config.toml") == config
+    rows = read_rows(folder / "metrics.jsonl")
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    wanted = "step loss tokens targets grad_norm lr seconds tokens_per_second memory_bytes micro_batches efficiency"
+    assert all(list(row) == wanted.split() for row in steps)
+    assert [(row["step"], row["cp"]) for row in rows if "eval_loss" in row] == [(2, 2), (4, 2), (6, 1), (6, 2)]
+    for name in ("step-000001", "step-000006", "evaluation-cp1", "evaluation-cp2"):
+        assert Plan.from_json((folder / "plans" / f"{name}.json").read_text()).slots == 2
+    assert {p.name for p in (folder / "checkpoints").iterdir()} == {"step-000003", "step-000006"}
+    assert json.loads((folder / "summary.json").read_text()) == outcome.summary()
+    assert steps[-1]["loss"] < steps[0]["loss"] < 1.2 * math.log(300)
+
+
+def test_the_last_evaluations_agree_over_degrees(straight: tuple[RunConfig, Outcome]) -> None:
+    _, outcome = straight
+    one, two = outcome.final
+    assert (one.cp, two.cp) == (1, 2) and (one.tokens, one.targets) == (two.tokens, two.targets)
+    assert abs(one.loss - two.loss) <= 1e-6 * one.loss
+    assert outcome.text().splitlines()[-2:] and "relative difference" in outcome.text()
+
+
+def test_the_model_folder_is_the_trained_model(straight: tuple[RunConfig, Outcome]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(straight[0].run.dir) / "model"
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    assert model.config.vocab_size == 300 and (folder / "tokenizer.json").is_file()
+
+
+def test_a_resumed_run_is_bit_for_bit_the_run_without_a_break(
+    straight: tuple[RunConfig, Outcome], tmp_path: Path
+) -> None:
+    config, _ = straight
+    again = copy_cut_at(config, tmp_path, 3)
+    run(again, 2)
+    assert rows_of(again) == rows_of(config)
+    old, new = (load_file(Path(c.run.dir) / "model" / "model.safetensors") for c in (config, again))
+    assert old.keys() == new.keys() and all(old[name].equal(new[name]) for name in old)
+
+
+def test_a_run_resumed_on_other_ranks_has_the_same_losses(straight: tuple[RunConfig, Outcome], tmp_path: Path) -> None:
+    config, _ = straight
+    again = copy_cut_at(config, tmp_path, 3)
+    context = replace(config.context, context_parallel_size=3, eval_context_parallel_size=1)
+    run(replace(again, context=context), 3)
+    for old, new in zip(rows_of(config), rows_of(again), strict=True):
+        assert (old["step"], old.get("tokens")) == (new["step"], new.get("tokens"))
+        for key in {"loss", "eval_loss"} & old.keys():
+            assert old[key] == pytest.approx(new[key], rel=1e-6)
+
+
+def test_a_finished_run_is_shown_again_and_not_trained(straight: tuple[RunConfig, Outcome], tmp_path: Path) -> None:
+    config, outcome = straight
+    again = copy_cut_at(config, tmp_path, 6)
+    assert run(again, 2).summary() == outcome.summary() | {"eval_at_degrees": run_summary_rows(again)}
+    assert rows_of(again) == rows_of(config)
+
+
+def run_summary_rows(config: RunConfig) -> list[dict[str, Any]]:
+    return json.loads((Path(config.run.dir) / "summary.json").read_text())["eval_at_degrees"]
+
+
+PLANNERS = [
+    {"context__planner": "padded", "context__cp_comm_type": "all_gather", "context__eval_planner": "padded"},
+    {"context__planner": "dynamic", "context__eval_planner": "dynamic", "context__cp_comm_type": ["p2p", "all_gather"]},
+    {
+        "train__activation_checkpointing": True,
+        "parallel__reshard_after_forward": False,
+        "context__eval_context_parallel_size": 1,
+    },
+]
+
+
+@pytest.mark.parametrize("changes", PLANNERS, ids=["padded", "dynamic", "recomputed"])
+def test_other_plans_of_the_same_tokens_have_the_same_losses(
+    straight: tuple[RunConfig, Outcome], tmp_path: Path, changes: dict[str, object]
+) -> None:
+    config = small_config(tmp_path, train__eval_every=0, **changes)
+    run(config, 2)
+    losses, others = ([row["loss"] for row in rows_of(c) if "loss" in row] for c in (straight[0], config))
+    assert losses == pytest.approx(others, rel=1e-5) and len(losses) == 6
+
+
+REFUSED = [
+    (CheckpointError, {"run__resume": "never"}, r"run.resume is 'never' and .*step-000006 is there"),
+    (ConfigError, {"train__seed": 1}, r"train.seed was 0 when .*step-000006 was saved and is 1 now; set it back"),
+    (ConfigError, {"data__max_document_tokens": 32}, r"data.max_document_tokens was 64 .* and is 32 now"),
+    (ConfigError, {"train__steps": 5}, r"is at step 6, beyond train.steps 5"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
+def test_resumes_that_would_be_another_run(
+    straight: tuple[RunConfig, Outcome], kind: type[LongspanError], changes: dict[str, object], message: str
+) -> None:
+    config = small_config(Path(straight[0].run.dir).parent, train__save_every=3, **changes)
+    with pytest.raises(kind, match=message):
+        run(config, 2)
+
+
+def test_a_corpus_that_changed_is_refused_on_every_rank(straight: tuple[RunConfig, Outcome]) -> None:
+    texts, config = Path(straight[0].data.path), straight[0]
+    before = (texts / "file03.py").read_text()
+    (texts / "file03.py").write_text("other text\n")
+    try:
+        with pytest.raises(
+            DataError, match=r"changed since the run began: file03.py had \d+ bytes and has 11; restore"
+        ):
+            run(config, 2)
+    finally:
+        (texts / "file03.py").write_text(before)
+
+
+def test_nothing_to_resume_where_it_must(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"run.resume is 'must' and there is no checkpoint"):
+        run(small_config(tmp_path, run__resume="must"), 2)
+
+
+def test_bad_models_and_data_are_every_ranks_error(straight: tuple[RunConfig, Outcome], tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no model folder .*nowhere"):
+        run(small_config(tmp_path, model__path=str(tmp_path / "nowhere")), 2)
+    model = Path(straight[0].run.dir) / "model"
+    with pytest.raises(DataError, match=r"does not exist"):
+        run(small_config(tmp_path, model__path=str(model), data__path=str(tmp_path / "none")), 2)
+
+
+def test_a_vocabulary_that_does_not_fit_the_model(straight: tuple[RunConfig, Outcome], tmp_path: Path) -> None:
+    model = shutil.copytree(Path(straight[0].run.dir) / "model", tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"has ids up to 399, the embedding of .*model has 300 rows"):
+        run(small_config(tmp_path, model__path=str(model), data__vocab_size=400), 2)
+
+
+def test_a_list_of_types_must_be_as_long_as_the_layers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"context.cp_comm_type lists 3 types, the model has 2 layers"):
+        run(small_config(tmp_path, context__cp_comm_type=["p2p"] * 3), 2)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(LongspanError, match=r"the loss of step \d is (nan|inf).*lower train.lr"):
+        run(
+            small_config(
+                tmp_path, train__lr=1e30, train__warmup_steps=0, train__max_grad_norm=0.0, train__optimizer="sgd"
+            ),
+            2,
+        )
+
+
+def test_sigterm_to_the_launcher_saves_and_leaves(straight: tuple[RunConfig, Outcome], tmp_path: Path) -> None:
+    config = small_config(tmp_path, train__steps=10_000, train__eval_every=0)
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    command = [sys.executable, "-m", "longspan.cli.main", "train", str(tmp_path / "config.toml"), "--world", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        metrics, deadline = Path(config.run.dir) / "metrics.jsonl", time.monotonic() + 60
+        while len(read_rows(metrics)) < 3:
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    last = read_rows(metrics)[-1]["step"]
+    assert f"stopped by SIGTERM after step {last} of 10000" in out and not err
+    saved = Path(config.run.dir) / "checkpoints" / f"step-{last:06d}"
+    assert saved.is_dir() and json.loads((saved / "state.json").read_text())["step"] == last
+    assert (Path(config.run.dir) / "report.html").is_file()

@@ -1,0 +1,64 @@
+"""Tokenizers: trained ones are the same each time, given ones are found, those that do not fit are refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from longspan.errors import DataError
+from longspan.train.tokenizer import END_OF_TEXT, check_vocabulary, load_tokenizer, train_tokenizer
+
+TEXTS = ["def layout(rank):\n    return rank\n" * 5, "für alle Ränge: übrig\n", "plan " * 30]
+
+
+def test_equal_texts_give_an_equal_tokenizer_and_every_byte_survives() -> None:
+    one, two = train_tokenizer(TEXTS, 300), train_tokenizer(TEXTS, 300)
+    assert one.digest == two.digest and one.size <= 300
+    text = "\x00 any ünseen ✓ text\r\n\t" + TEXTS[0]
+    (ids,) = one.encode([text])
+    assert ids.dtype == np.int64 and ids[-1] == one.end
+    assert one.engine.decode(ids[:-1].tolist()) == text
+
+
+def test_the_name_of_a_special_token_in_a_text_is_plain_text() -> None:
+    tokenizer = train_tokenizer(TEXTS, 300)
+    (ids,) = tokenizer.encode([f"a {END_OF_TEXT} b"])
+    assert list(ids).count(tokenizer.end) == 1
+
+
+def test_a_saved_tokenizer_is_loaded_here_and_by_transformers(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(TEXTS, 300)
+    tokenizer.save_pretrained(tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert (again.digest, again.end, again.size) == (tokenizer.digest, tokenizer.end, tokenizer.size)
+    stock = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert stock(TEXTS[0])["input_ids"] == tokenizer.encode([TEXTS[0]])[0][:-1].tolist()
+    assert stock.eos_token_id == tokenizer.end
+
+
+@pytest.mark.parametrize(
+    ("settings", "end"),
+    [({"eos_token": END_OF_TEXT}, True), ({"eos_token": {"content": END_OF_TEXT}}, True), ({}, False), (None, True)],
+)
+def test_the_end_of_text_that_a_folder_names(tmp_path: Path, settings: dict[str, object] | None, end: bool) -> None:
+    train_tokenizer(TEXTS, 300).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    if settings is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert (load_tokenizer(tmp_path).end is not None) == end
+
+
+def test_folders_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no tokenizer.json in"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"tokenizer.json is not a tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_vocabulary_that_is_larger_than_the_embedding() -> None:
+    check_vocabulary(300, 300, tokenizer="here", model="m")
+    with pytest.raises(DataError, match=r"tokenizer here has ids up to 300, the embedding of m has 300 rows"):
+        check_vocabulary(301, 300, tokenizer="here", model="m")
