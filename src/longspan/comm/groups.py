@@ -73,9 +73,10 @@ class Handle:
     def wait(self) -> Any:
         """Wait for the exchange. Raises CommError, after a roll call, where it fails or times out."""
         if self._works:
-            with self._watch.during(self._what, self._ranks):
+            with self._watch.during(self._what, self._ranks) as operation:
                 for work in self._works:
                     work.wait()
+                self._watch.mark(operation)
         if self._finish is not None:
             self._result = self._finish()
         self._works, self._keep, self._finish = (), None, None

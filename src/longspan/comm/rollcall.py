@@ -6,6 +6,7 @@ answer and quotes those that left with an error. Nothing here moves data.
 """
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch.distributed import Store
 
 from longspan.comm.child import DEAD_KEY
@@ -54,23 +56,39 @@ class Watch:
     """What this rank is doing, and its side of a roll call.
 
     `store` is this world's own corner of the store that all ranks share, or None (a single process), `root` the whole
-    of it, where a launcher writes which ranks died.
+    of it, where a launcher writes which ranks died. `gpu`: collectives run on a GPU, where a stuck one raises nothing
+    in the host: there the answering thread writes the error to stderr before the backend ends the process.
     """
 
     def __init__(
-        self, rank: int, ranks: Sequence[int], timeout: float, store: Store | None, root: Store | None
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        timeout: float,
+        store: Store | None,
+        root: Store | None,
+        *,
+        gpu: bool = False,
     ) -> None:
         self.rank, self.ranks, self.timeout = rank, tuple(ranks), timeout
         self.step = 0
         self.current: Operation | None = None
         self.finished = "nothing yet"
         self._store, self._root = store, root
+        self._passed = torch.cuda.Event() if gpu else None  # recorded behind the last collective that was waited for
+        self._last: Operation | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def during(self, what: str, ranks: Sequence[int]) -> Operation:
         """A context in which this rank is in the collective `what` with `ranks`."""
         return Operation(self, what, ranks)
+
+    def mark(self, operation: Operation) -> None:
+        """Note that the device's stream is now ordered behind this collective."""
+        if self._passed is not None and not torch.cuda.is_current_stream_capturing():
+            self._passed.record()
+            self._last = operation
 
     def open(self) -> None:
         """Start the thread that answers roll calls."""
@@ -117,11 +135,23 @@ class Watch:
         interval = min(2.0, max(0.2, len(self.ranks) / 1000))
         try:
             while not self._stop.wait(interval):
+                self._report_stuck_device()
                 if store.check(["incident"]):
                     _append(store, "answers", {"rank": self.rank, "doing": self.describe()})
                     return
         except RuntimeError:
             return  # the store is gone
+
+    def _report_stuck_device(self) -> None:
+        """Say once which collective a GPU does not get past, just before the backend's own limit."""
+        operation = self._last
+        if operation is None or time.monotonic() - operation.started < 0.9 * self.timeout:
+            return
+        assert self._passed is not None
+        self._last = None
+        if not self._passed.query():
+            error = RuntimeError(f"the GPU of rank {self.rank} has not got past it: timed out")
+            print(f"longspan: {self.failed(operation, error)}", file=sys.stderr, flush=True)
 
     def _roll_call(self) -> str:
         """Who answers: asked by the first rank that notices, read by the others."""

@@ -82,7 +82,8 @@ class World(HostValues):
             store = dist.distributed_c10d._get_default_store()
         asking = own_connection(store) if place.size > 1 else None
         own = None if asking is None else corner(asking, f"longspan/{self.key}/watch")
-        self._watch = Watch(self.rank, self.home.ranks, self.timeout, own, asking)
+        gpu = self.device.type == "cuda"
+        self._watch = Watch(self.rank, self.home.ranks, self.timeout, own, asking, gpu=gpu)
         self._watch.open()
         self._groups = Groups(backend=self.backend, timeout=self.timeout, watch=self._watch)
         _worlds[self.key] = self
