@@ -6,6 +6,8 @@ answer and quotes those that left with an error. Nothing here moves data.
 """
 
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -57,7 +59,7 @@ class Watch:
 
     `store` is this world's own corner of the store that all ranks share, or None (a single process), `root` the whole
     of it, where a launcher writes which ranks died. `gpu`: collectives run on a GPU, where a stuck one raises nothing
-    in the host: there the answering thread writes the error to stderr before the backend ends the process.
+    in the host: there the answering thread writes the error to stderr and ends the process.
     """
 
     def __init__(
@@ -143,15 +145,20 @@ class Watch:
             return  # the store is gone
 
     def _report_stuck_device(self) -> None:
-        """Say once which collective a GPU does not get past, just before the backend's own limit."""
-        operation = self._last
-        if operation is None or time.monotonic() - operation.started < 0.9 * self.timeout:
+        """Say which collective a GPU does not get past in time, and end this process, whose main thread may be stuck.
+
+        NCCL's own watchdog ends it too, but only after a minute or more of dumping (torch 2.11).
+        """
+        operation, passed = self._last, self._passed
+        if operation is None or passed is None or time.monotonic() - operation.started < self.timeout:
             return
-        assert self._passed is not None
-        self._last = None
-        if not self._passed.query():
-            error = RuntimeError(f"the GPU of rank {self.rank} has not got past it: timed out")
-            print(f"longspan: {self.failed(operation, error)}", file=sys.stderr, flush=True)
+        if passed.query() or self._last is not operation:
+            self._last = None
+            return
+        failure = self.failed(operation, RuntimeError(f"timed out: the GPU of rank {self.rank} has not got past it"))
+        print(f"longspan: {failure}", file=sys.stderr, flush=True)
+        self.leave(failure)
+        os.kill(os.getpid(), signal.SIGABRT)
 
     def _roll_call(self) -> str:
         """Who answers: asked by the first rank that notices, read by the others."""
