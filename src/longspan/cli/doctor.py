@@ -1,4 +1,4 @@
-"""`longspan doctor`: is this machine fit, and is longspan exact on it? A line for each check; exit code 1 where one fails."""
+"""`longspan doctor`: is this machine fit, and is longspan exact on it? A line a check, exit code 1 for a bad one."""
 
 import json
 import os

@@ -122,10 +122,12 @@ def _frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:
 def _axes(chart: Chart, frame: _Frame) -> str:
     spaced = byte_ticks if chart.y_format == "bytes" else ticks
     parts = []
-    for value in log_ticks(*frame.y) if frame.log else spaced(*frame.y, chart.height // 40):
+    marks = log_ticks(*frame.y) if frame.log else spaced(*frame.y, chart.height // 40)
+    digits = _digits(marks)
+    for value in marks:
         y = float(frame.up(value))
         parts.append(tag("path", class_="grid", d=f"M{frame.left} {y:.1f}H{frame.right}"))
-        parts.append(_label(_tick(value, chart.y_format), frame.left - 7, y + 3.5, "end", "tick"))
+        parts.append(_label(_tick(value, chart.y_format, digits), frame.left - 7, y + 3.5, "end", "tick"))
     for value in ticks(*frame.x, max(3, chart.width // 110)):
         if value == int(value):
             x = float(frame.across(value))
@@ -140,10 +142,18 @@ def _label(words: str, x: float, y: float, anchor: str, css_class: str = "label"
     return tag("text", text(words), class_=css_class, x=float(x), y=float(y), text_anchor=anchor)
 
 
-def _tick(value: float, y_format: Format) -> str:
+def _tick(value: float, y_format: Format, digits: int) -> str:
     if y_format == "percent":
         return f"{100 * value:g}%"
-    return write_bytes(value) if y_format == "bytes" else write_number(value)
+    return write_bytes(value) if y_format == "bytes" else write_number(value, digits)
+
+
+def _digits(marks: Sequence[float]) -> int:
+    """Enough digits to tell neighbouring ticks apart."""
+    if len(marks) < 2:
+        return 4
+    most, step = max(map(abs, marks)), marks[1] - marks[0]
+    return max(3, 1 + math.floor(math.log10(most)) - math.floor(math.log10(step) + 1e-9))
 
 
 def _references(chart: Chart, frame: _Frame) -> str:

@@ -6,6 +6,7 @@ A run writes `metrics.jsonl` (one object a step, and evaluation rows with `eval_
 
 import json
 import math
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +52,7 @@ class RunFolder:
     evaluations: tuple[EvalRow, ...] = ()
     final: tuple[EvalRow, ...] = ()
     config_text: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
     plans: tuple[tuple[str, Plan], ...] = ()
     summary: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -72,6 +74,7 @@ class RunFolder:
         evaluations = {(r.step, r.cp): r for r in map(_eval_row, rows) if r}
         plans, plan_notes = _plans(path / "plans")
         summary = _json_object(path / "summary.json", notes)
+        config_text, config = _config(path, notes)
         steps = sorted(train)
         return cls(
             path=path,
@@ -79,7 +82,8 @@ class RunFolder:
             train={name: np.array([_number(train[s].get(name)) for s in steps]) for name in TRAIN_COLUMNS},
             evaluations=tuple(evaluations[key] for key in sorted(evaluations)),
             final=tuple(_final_rows(summary, steps[-1] if steps else 0)),
-            config_text=_config_text(path),
+            config_text=config_text,
+            config=config,
             plans=plans,
             summary=summary,
             notes=(*notes, *plan_notes),
@@ -148,11 +152,18 @@ def _final_rows(summary: dict[str, Any], last_step: int) -> Iterator[EvalRow]:
             yield found
 
 
-def _config_text(path: Path) -> str:
-    for name in ("config.toml", "config.json"):
+def _config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
+    """The configuration as it was written, and as values where it can be read."""
+    for name, parse in (("config.toml", tomllib.loads), ("config.json", json.loads)):
         if (path / name).is_file():
-            return (path / name).read_text(encoding="utf-8", errors="replace")
-    return ""
+            text = (path / name).read_text(encoding="utf-8", errors="replace")
+            try:
+                found = parse(text)
+            except ValueError as error:
+                notes.append(f"{name} could not be read: {error}")
+                found = None
+            return text, found if isinstance(found, dict) else {}
+    return "", {}
 
 
 def _plans(folder: Path) -> tuple[tuple[tuple[str, Plan], ...], list[str]]:

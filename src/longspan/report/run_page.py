@@ -35,9 +35,35 @@ def _section(title: str, *content: str) -> str:
 
 def _header(run: RunFolder) -> str:
     steps = f"steps {int(run.step[0]):,} to {int(run.step[-1]):,}" if len(run.step) else "no training step"
-    unfinished = "" if run.summary else " · no summary: the run has not finished, or was interrupted"
     title = tag("p", "longspan", class_="brand") + tag("h1", text(run.name))
-    return tag("header", title, tag("p", steps + unfinished, class_="sub"))
+    parts = [*_described(run), steps + _ending(run)]
+    return tag("header", title, tag("p", text(" · ".join(parts)), class_="sub"))
+
+
+def _ending(run: RunFolder) -> str:
+    if not run.summary:
+        return ", has not finished or was interrupted"
+    stopped = run.summary.get("stopped")
+    return (
+        f", stopped by {stopped} after step {run.summary.get('step')} of {run.summary.get('steps')}" if stopped else ""
+    )
+
+
+def _described(run: RunFolder) -> Iterator[str]:
+    """What was trained on what, from the configuration."""
+
+    def value(section: str, key: str) -> object:
+        found = run.config.get(section)
+        return found.get(key) if isinstance(found, dict) else None
+
+    model, data = value("model", "path") or value("model", "preset"), value("data", "path")
+    if model:
+        yield f"{model} on {data}" if data else str(model)
+    planner, degree = value("context", "planner"), value("context", "context_parallel_size")
+    if planner:
+        yield f"{planner} plans" + (f", cp {degree}" if degree and planner != "dynamic" else "")
+    if value("context", "eval_context_parallel_size"):
+        yield f"evaluated at cp {value('context', 'eval_context_parallel_size')}"
 
 
 def _figures(run: RunFolder) -> str:

@@ -59,7 +59,7 @@ def log_ticks(low: float, high: float) -> list[float]:
     """Powers of ten inside [low, high], with 2 and 5 between them where there is room."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     every = max(1, len(powers) // 6)
-    inner = (1, 2, 5) if len(powers) <= 3 else (1,)
+    inner = (1, 2, 5) if high / low <= 300 else (1,)
     found = [m * 10.0**p for p in powers if p % every == 0 for m in inner]
     return [t for t in found if low * (1 - 1e-9) <= t <= high * (1 + 1e-9)]
 
@@ -74,7 +74,7 @@ def write_number(value: float, digits: int = 3) -> str:
     for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e4)):
         if size >= scale:
             return f"{value / (1e3 if unit == 'K' else scale):.{digits}g}{unit}"
-    if size >= 100 or value == int(value):
+    if value == int(value) or (size >= 100 and digits <= 3):
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
 

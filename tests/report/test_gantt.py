@@ -1,0 +1,85 @@
+"""Pictures of a plan: well-formed, complete, of bounded size at 8 and at 1024 slots."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from longspan.errors import ConfigError
+from longspan.plan import Group, MicroBatch, Plan
+from longspan.report import chrome_trace, gantt_svg, write_png
+from tests.report.runs import mixed_plan
+
+EMPTY = Plan(4, (), (MicroBatch(), MicroBatch()), 0)
+
+
+@pytest.mark.parametrize("unit", ["seconds", "rows"])
+@pytest.mark.parametrize("slots", [1, 8, 64, 1024])
+def test_svg_is_well_formed_and_bounded(slots: int, unit: str) -> None:
+    plan = mixed_plan(slots)
+    svg = gantt_svg(plan, unit=unit)  # pyright: ignore[reportArgumentType]
+    tree = ElementTree.fromstring(svg)
+    width, height = (float(x) for x in tree.attrib["viewBox"].split()[2:])
+    for rect in tree.iter("rect"):
+        x, y, w, h = (float(rect.attrib[name]) for name in ("x", "y", "width", "height"))
+        assert 0 <= x <= x + w <= width + 0.2 and 0 <= y <= y + h <= height + 0.2
+    assert len(svg) < 500_000 and height < 800
+    data = json.loads(tree.attrib["data-plan"])
+    drawn = {rect.attrib["data-d"] for rect in tree.iter("rect") if "data-d" in rect.attrib}
+    assert drawn == data["documents"].keys()
+    assert all(data["documents"][d][0] == plan.lengths[int(d)] for d in drawn)
+
+
+def test_hover_says_where_a_document_is() -> None:
+    group = Group((3, 1, 2), (1, 0), (500, 40), cp_comm_type=("p2p", "all_gather", "p2p"), pad_to=500)
+    plan = Plan(4, (40, 500), (MicroBatch((group,)),), 538)
+    data = json.loads(ElementTree.fromstring(gantt_svg(plan)).attrib["data-plan"])
+    assert data["documents"] == {"1": [500, 0], "0": [40, 0]}
+    batch, slots, degree, comm, count, rows, _, padded = data["groups"][0]
+    assert (batch, slots, degree, comm, count, rows) == (0, "1–3", 3, "p2p/all_gather", 2, 334)
+    assert padded == ", each padded to 500"
+
+
+def test_colours_repeat_for_one_document_and_differ_between_the_longest() -> None:
+    tree = ElementTree.fromstring(gantt_svg(mixed_plan(16)))
+    bars = [(r.attrib["data-d"], r.attrib["class"]) for r in tree.iter("rect") if "data-d" in r.attrib]
+    assert all(len({css for d, css in bars if d == document}) == 1 for document, _ in bars)
+    plan = mixed_plan(16)
+    longest = sorted(range(len(plan.lengths)), key=lambda d: -plan.lengths[d])[:8]
+    assert len({dict(bars)[str(d)] for d in longest}) == 8
+
+
+@pytest.mark.parametrize("unit", ["seconds", "rows"])
+def test_a_plan_without_documents_is_drawn(unit: str) -> None:
+    ElementTree.fromstring(gantt_svg(EMPTY, unit=unit))  # pyright: ignore[reportArgumentType]
+
+
+def test_trace_has_every_slot_s_work() -> None:
+    plan = mixed_plan(8)
+    events = [event for event in json.loads(chrome_trace(plan))["traceEvents"] if event["ph"] == "X"]
+    busy = Counter[int]()
+    for event in events:
+        busy[event["tid"]] += event["dur"]
+    times = plan.timeline()
+    wanted = 1e6 * (times.busy.sum(axis=0) - plan.cost.micro_batch_seconds * len(plan.micro_batches))
+    np.testing.assert_allclose([busy[slot] for slot in range(8)], wanted, atol=0.1)
+    assert {event["args"]["tokens"] for event in events} == set(plan.lengths)
+
+
+@pytest.mark.parametrize("slots", [8, 1024])
+def test_png(slots: int, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = write_png(mixed_plan(slots), tmp_path / "plan.png")
+    head = path.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")
+    assert 2000 <= width <= 2200 and 300 <= height <= 1400
+
+
+def test_png_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"pip install 'longspan\[viz\]'"):
+        write_png(mixed_plan(2), tmp_path / "plan.png")

@@ -1,0 +1,181 @@
+"""The page of a run: one file that needs nothing else, whatever the run left behind."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from longspan.errors import ConfigError
+from longspan.report import RunFolder, plan_page, write_report
+from longspan.report.markup import tag, text
+from tests.report.runs import VOCABULARY, mixed_plan, train_row, write_run
+
+VOID = {"meta"}
+
+
+class Page(HTMLParser):
+    """Checks that elements nest, and keeps what the tests ask for."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.charts: list[dict] = []
+        self.plans = 0
+        self.words: list[str] = []
+        self.feed(html)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        assert not {"src", "href", "srcset", "action", "xlink:href"} & given.keys(), given
+        if "data-chart" in given:
+            self.charts.append(json.loads(given["data-chart"] or ""))
+        self.plans += "data-plan" in given
+        if name not in VOID:
+            self.open.append(name)
+
+    def handle_endtag(self, name: str) -> None:
+        assert self.open.pop() == name
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def content(self) -> str:
+        return " ".join(self.words)
+
+
+def page_of(path: Path) -> Page:
+    return Page(write_report(path).read_text(encoding="utf-8"))
+
+
+def test_one_file_with_everything(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "first")
+    html = write_report(path).read_text(encoding="utf-8")
+    page = Page(html)
+    assert not re.search(
+        r"https?:|//[a-z]|@import|url\((?!#)|fetch\(|XMLHttpRequest", html.replace('"http://www.w3.org/2000/svg"', "")
+    )
+    assert "default-src 'none'" in html and "prefers-color-scheme: dark" in html and "@media print" in html
+    assert page.plans == 2 * 3  # in time and in rows
+    names = [series["name"] for chart in page.charts for series in chart["series"]]
+    assert {"training", "evaluation, cp 4", "each step"} <= set(names) and len(page.charts) == 7
+    for words in ("Evaluation at each degree", "✓ equal", "+3.0e-08", "-2.0e-07", "step 60", "evaluation-cp4"):
+        assert words in page.content, words
+    assert "qwen3-tiny on a<b>&c · fixed plans, cp 2 · evaluated at cp 4 · steps 1 to 60" in page.content
+    assert f"of ln V = {math.log(VOCABULARY):.3f}" in page.content
+
+
+def test_text_is_escaped(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "<script>alert(1)</script>&")
+    html = write_report(path).read_text(encoding="utf-8")
+    assert "<script>alert" not in html and "a<b>" not in html
+    assert "a<b>&c" in Page(html).content
+    title = 'x"><script>alert(2)</script>'
+    assert "<script>alert" not in plan_page(mixed_plan(2), title=title)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (tag("a", text("<&>")), "<a>&lt;&amp;&gt;</a>"),
+        (tag("a", class_="x", data_d=3, hidden=True, none=None), '<a class="x" data-d="3" hidden></a>'),
+        (tag("svg", viewBox="0 0 1 1", x=1.26, quote='"'), '<svg viewBox="0 0 1 1" x="1.3" quote="&quot;"></svg>'),
+    ],
+)
+def test_markup(given: str, wanted: str) -> None:
+    assert given == wanted
+
+
+def test_long_runs_stay_small(tmp_path: Path) -> None:
+    path = write_run(tmp_path, steps=20_000)
+    assert write_report(path).stat().st_size < 1_500_000
+
+
+def test_a_spike_survives_thinning(tmp_path: Path) -> None:
+    rows = [train_row(step, loss=99.0 if step == 7_777 else 4.0) for step in range(1, 10_001)]
+    page = page_of(write_run(tmp_path, steps=10_000, rows=rows))
+    raw = next(s for chart in page.charts for s in chart["series"] if s["name"] == "training")
+    assert dict(zip(raw["x"], raw["y"], strict=True))[7_777] == 99.0 and len(raw["x"]) < 1000
+
+
+def test_an_interrupted_run(tmp_path: Path) -> None:
+    path = write_run(tmp_path, steps=1, finished=False, plans=False)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "loss": 4.')
+    (path / "plans").mkdir()
+    (path / "plans" / "step-000001.json").write_text("{")
+    page = page_of(path)
+    for words in (
+        "has not finished",
+        "1 lines of metrics.jsonl could not be read",
+        "plans/step-000001.json is left out",
+    ):
+        assert words in page.content, words
+
+
+def test_a_run_that_was_stopped_says_so(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    (path / "summary.json").write_text(json.dumps({"stopped": "SIGTERM", "step": 60, "steps": 300}))
+    assert "stopped by SIGTERM after step 60 of 300" in page_of(path).content
+
+
+@pytest.mark.parametrize(
+    "name", ["loss", "grad_norm", "tokens_per_second", "efficiency", "memory_bytes", "lr", "seconds"]
+)
+def test_a_metric_may_be_missing_or_not_finite(name: str, tmp_path: Path) -> None:
+    rows = [train_row(step, **{name: math.nan if step % 2 else None}) for step in range(1, 9)]
+    page_of(write_run(tmp_path / "a", steps=8, rows=rows))
+    rows = [{k: v for k, v in train_row(step).items() if k != name or name == "loss"} for step in range(1, 9)]
+    page_of(write_run(tmp_path / "b", steps=8, rows=rows, finished=False, plans=False))
+
+
+def test_evaluation_alone(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path, rows=[], finished=False, plans=False))
+    assert "no training step" in page.content and "4.6000" in page.content
+
+
+def test_a_resumed_run_counts_the_last_row_of_a_step(tmp_path: Path) -> None:
+    rows = [train_row(1, loss=5.0), train_row(2, loss=6.0), train_row(2, loss=4.0), train_row(3, loss=3.0)]
+    run = RunFolder.read(write_run(tmp_path, rows=rows))
+    assert run.step.tolist() == [1, 2, 3] and run.train["loss"].tolist() == [5.0, 4.0, 3.0]
+
+
+def test_degrees_that_differ_are_named(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    table = [{"cp": 1, "eval_loss": 4.0, "eval_tokens": 9}, {"cp": 2, "eval_loss": 4.0001, "eval_tokens": 9}]
+    table += [{"cp": 4, "eval_loss": 4.0, "eval_tokens": 8}, {"cp": 8}, "x"]
+    (path / "summary.json").write_text(json.dumps({"eval_at_degrees": table}))
+    page = page_of(path)
+    assert page.content.count("✗ differs") == 2 and "✓ equal" not in page.content
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere is not the folder of a run: no such folder"):
+        write_report(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"there is no metrics\.jsonl in it; give the folder that"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('nothing\n[1]\n{"step": true}\n{"loss": 3}\n')
+    with pytest.raises(ConfigError, match=r"holds no step \(4 unreadable lines\)"):
+        write_report(tmp_path)
+
+
+def test_many_plans_are_sampled(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    plan = (path / "plans" / "step-000001.json").read_text()
+    for step in range(2, 40):
+        (path / "plans" / f"step-{step:06d}.json").write_text(plan)
+    names = [name for name, _ in RunFolder.read(path).plans]
+    assert len(names) == 8 and names[0] == "evaluation-cp4" and names[-1] == "step 60"
+
+
+@pytest.mark.parametrize("slots", [4, 1024])
+def test_the_page_of_a_plan(slots: int) -> None:
+    html = plan_page(mixed_plan(slots))
+    page = Page(html)
+    assert page.plans == 2 and len(html) < 900_000
+    assert "× 1.111" in page.content
