@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from longspan import __version__
-from longspan.cli.flags import EvalFlags, TrainFlags, flag_types, parse_eval, parse_train
+from longspan.cli.flags import EvalFlags, TrainFlags, parse_eval, parse_train
 from longspan.cli.main import VERBS, main
+from longspan.cli.parse import flag_types
 from longspan.train.config import ContextConfig, RunConfig
 from longspan.train.config_file import config_keys, load_config
 

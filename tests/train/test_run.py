@@ -21,7 +21,7 @@ from longspan.testing import run_ranks
 from longspan.train.config import RunConfig
 from longspan.train.config_file import load_config, to_toml
 from longspan.train.metrics import read_rows
-from longspan.train.run import Outcome
+from longspan.train.outcome import Outcome
 from tests.train.small import small_config, train_rank, without_times
 
 

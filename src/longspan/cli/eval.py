@@ -17,7 +17,7 @@ from longspan.train.config_check import check_config
 from longspan.train.config_file import load_config
 
 if TYPE_CHECKING:
-    from longspan.train.evaluate import Evaluation
+    from longspan.train.outcome import Evaluation
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from longspan.train.config import RunConfig
 from longspan.train.config_check import check_config
 
 if TYPE_CHECKING:
-    from longspan.train.run import Outcome
+    from longspan.train.outcome import Outcome
 
 
 def main(argv: Sequence[str]) -> int:

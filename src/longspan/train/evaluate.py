@@ -5,42 +5,16 @@ Each held-out document counts once, whatever the degree. Nothing is rebound: the
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from longspan.comm import World
 from longspan.plan import Plan
 from longspan.train.data import Corpus
+from longspan.train.outcome import Evaluation
 from longspan.train.plans import PlanChoice, degrees_to_compare
 from longspan.train.step import run_step
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The loss over the held-out documents: the sum over `targets` predicted tokens, divided by their number."""
-
-    step: int
-    cp: int
-    loss: float
-    documents: int
-    tokens: int
-    targets: int
-    seconds: float
-    plan: Plan
-
-    def row(self) -> dict[str, Any]:
-        """As it stands in metrics.jsonl."""
-        return {
-            "step": self.step,
-            "eval_loss": self.loss,
-            "eval_tokens": self.tokens,
-            "eval_targets": self.targets,
-            "cp": self.cp,
-            "seconds": round(self.seconds, 6),
-        }
 
 
 def evaluate(
@@ -75,22 +49,6 @@ def compare_degrees(
     longest = max(corpus.select(documents).lengths)
     choices = [choice.at_degree(degree, longest=longest) for degree in degrees_to_compare(world.home)]
     return tuple(evaluate(model, corpus, documents, c, world, step=step) for c in choices)
-
-
-def comparison_table(evaluations: Sequence[Evaluation]) -> str:
-    """The losses of one set of weights at several degrees, with their relative difference to the first, as text."""
-    first = evaluations[0]
-    lines = [
-        f"evaluation loss of the weights after step {first.step}: {first.documents} documents, {first.tokens} tokens",
-        f"{'cp':>4}  {'loss':>14}  {'relative difference':>20}  {'micro-batches':>13}  {'seconds':>8}",
-    ]
-    for found in evaluations:
-        difference = abs(found.loss - first.loss) / abs(first.loss) if first.loss else 0.0
-        lines.append(
-            f"{found.cp:>4}  {found.loss:>14.9f}  {difference:>20.1e}  {len(found.plan.micro_batches):>13}  "
-            f"{found.seconds:>8.2f}"
-        )
-    return "\n".join(lines)
 
 
 def save_plan(plan: Plan, folder: Path, name: str) -> None:

@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from longspan.model import save_model
 from longspan.plan import Plan
 from longspan.train.checkpoint import save_checkpoint
 from longspan.train.config import RunConfig
-from longspan.train.evaluate import Evaluation, compare_degrees, comparison_table, evaluate, save_plan
+from longspan.train.evaluate import compare_degrees, evaluate, save_plan
 from longspan.train.metrics import MetricsLog, memory_bytes, read_rows, write_whole
 from longspan.train.optim import lr_at
+from longspan.train.outcome import LAST_STEPS, Evaluation, Outcome
 from longspan.train.plans import PlanChoice
 from longspan.train.screen import Screen
 from longspan.train.setup import Job, set_up
@@ -31,42 +32,6 @@ from longspan.train.step import run_step
 from longspan.train.stop import StopSignal
 from longspan.train.together import is_first
 from longspan.train.tokenizer import load_tokenizer
-
-LAST_STEPS = 10  # whose mean loss sums up a run
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run came to: the steps that are done, why it stopped early, its last losses, its final evaluations."""
-
-    dir: Path
-    done: int
-    steps: int
-    stopped: str
-    last_loss: float
-    vocab_size: int
-    final: tuple[Evaluation, ...]
-
-    def summary(self) -> dict[str, Any]:
-        """As it stands in summary.json."""
-        return {
-            "step": self.done,
-            "steps": self.steps,
-            "stopped": self.stopped,
-            "vocab_size": self.vocab_size,
-            "loss_of_last_steps": self.last_loss,
-            "share_of_ln_vocabulary": self.last_loss / math.log(self.vocab_size),
-            "eval_at_degrees": [evaluation.row() for evaluation in self.final],
-        }
-
-    def text(self) -> str:
-        """The run's last lines: its mean loss, and the table of degrees where it came to its end."""
-        share = 100 * self.last_loss / math.log(self.vocab_size)
-        mean = f"mean loss of the last {min(LAST_STEPS, self.done)} steps: {self.last_loss:.4f}"
-        lines = [f"{mean} ({share:.1f} % of ln {self.vocab_size})"] if self.done else []
-        if self.stopped:
-            lines.append(f"stopped by {self.stopped} after step {self.done} of {self.steps}; the same command goes on")
-        return "\n".join(lines + ([comparison_table(self.final)] if self.final else []))
 
 
 def train(config: RunConfig, world: World, screen: Screen) -> Outcome:

@@ -22,10 +22,11 @@ from longspan.train.config_check import check_config, check_longest
 from longspan.train.config_file import to_toml
 from longspan.train.corpus import ensure_corpus
 from longspan.train.data import Corpus
-from longspan.train.evaluate import Evaluation, evaluate
+from longspan.train.evaluate import evaluate
 from longspan.train.metrics import write_whole
 from longspan.train.optim import build_optimizer
 from longspan.train.order import StepOrder
+from longspan.train.outcome import Evaluation
 from longspan.train.plans import PlanChoice
 from longspan.train.together import first_does, first_does_slowly, together
 from longspan.train.tokenizer import check_vocabulary
@@ -157,13 +158,16 @@ def _shared_corpus(
     if model is not None and not config.data.tokenizer:
         _check_given_vocabulary(config, model)
     first_does_slowly(world, build, say, refuse=DataError)
+    opened: list[Corpus] = []
+    together(world, lambda: opened.append(_open_corpus(directory)), refuse=DataError)
+    return opened[0]
+
+
+def _open_corpus(directory: Path) -> Corpus:
     try:
-        corpus = Corpus(directory / "corpus")
+        return Corpus(directory / "corpus")
     except DataError as error:
-        error.add_note(f"ranks on other machines need the run's folder too: {directory} must be on shared storage")
-        raise
-    together(world, lambda: len(corpus), refuse=DataError)
-    return corpus
+        raise DataError(f"{error}; the run's folder must be on storage that all its machines share") from error
 
 
 def _check_given_vocabulary(config: RunConfig, model: PreTrainedModel) -> None:

@@ -1,0 +1,68 @@
+"""Words of the command line to a dataclass of flags, for every verb: names are checked here, values by tyro."""
+
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import tyro
+
+from longspan.errors import ConfigError
+from longspan.train.config_file import nearest
+
+Flags = TypeVar("Flags")
+
+
+def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flags | None = None) -> Flags:
+    """The flags of a verb from its words. Raises ConfigError for a flag that does not exist, with the nearest one.
+
+    >>> parse_flags(ReportFlags, ["runs/first", "--json"], "longspan report")
+
+    `--help` prints and leaves, as does a value of the wrong type; both are tyro's.
+    """
+    words = _checked_words(argv, flag_types(kind), prog)
+    known: dict[str, Any] = {} if default is None else {"default": default}
+    return tyro.cli(kind, prog=prog, args=words, use_underscores=True, **known)
+
+
+def flag_types(kind: type) -> dict[str, Any]:
+    """Every flag of a flags dataclass, as written on the command line, with the type of its value."""
+    found: dict[str, Any] = {}
+    for name, hint in get_type_hints(kind).items():
+        if is_dataclass(hint):
+            found |= {f"--{name}.{key}": t for key, t in get_type_hints(hint).items()}
+        elif not _is_positional(kind, name):
+            found[f"--{name}"] = hint
+    return found
+
+
+def _checked_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[str]:
+    """The words with true and false as Python writes them. Raises ConfigError for a flag that does not exist."""
+    words: list[str] = []
+    flag = ""
+    for word in argv:
+        if word.startswith("--"):
+            flag, _, value = word.partition("=")
+            flag = "--" + flag[2:].replace("-", "_")
+            _check_name(flag, types, prog)
+            word = f"{flag}={_as_python(value, types.get(flag))}" if "=" in word else word
+        else:
+            word = _as_python(word, types.get(flag))
+        words.append(word)
+    return words
+
+
+def _check_name(flag: str, known: dict[str, Any], prog: str) -> None:
+    if flag in known or flag == "--help":
+        return
+    owners = [name for name in known if name.endswith("." + flag[2:])]
+    hint = f"did you mean {owners[0]!r}?" if owners else nearest(flag, known)
+    raise ConfigError(f"{prog} has no flag {flag}: {hint}")
+
+
+def _as_python(value: str, kind: Any) -> str:
+    return value.capitalize() if kind is bool and value in ("true", "false") else value
+
+
+def _is_positional(kind: type, name: str) -> bool:
+    hint = get_type_hints(kind, include_extras=True)[name]
+    return get_origin(hint) is Annotated and any("Positional" in repr(mark) for mark in get_args(hint)[1:])
