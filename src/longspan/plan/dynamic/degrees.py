@@ -1,0 +1,89 @@
+"""Which degree suits a long document in a micro-batch of a given duration.
+
+A document on c slots takes them all for a while; what is left of the micro-batch on these slots is filled with shorter
+documents as far as the cap on rows lets them in. The degree that wastes the fewest slot seconds is taken.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.plan.dynamic.problem import Floats, Ints, Problem
+
+CLASSES = 192  # different lengths, above which nearly equal ones share their degrees
+EXACT_WIDTHS = 40  # every degree up to this is considered, then multiples of the node size ever farther apart
+GAP_LOST = 0.3  # share of a gap that is taken for lost although short documents could fill it
+
+
+@dataclass(frozen=True, eq=False)
+class Degrees:
+    """Seconds and rows of a document alone in its group, for classes of lengths and all degrees worth considering."""
+
+    problem: Problem
+    item_class: Ints  # (items,) class of each item that may be an anchor; −1 for others
+    longest: Ints  # (classes,) rows of the longest document of the class
+    width: Ints  # (widths,)
+    seconds: Floats  # (classes, widths)
+    rows: Ints  # (classes, widths) a slot
+    fits: NDArray[np.bool_]  # (classes, widths) within the cap
+    filler_density: float  # seconds a row of documents that fill gaps
+
+    @classmethod
+    def of(cls, problem: Problem) -> "Degrees":
+        """The table of a problem, which does not depend on durations."""
+        may_anchor = (problem.squares == problem.tokens**2) & (problem.work >= problem.least_anchor_work)
+        lengths = np.unique(problem.tokens[may_anchor])
+        longest = _classes(lengths)
+        item_class = np.where(may_anchor, np.searchsorted(longest, problem.tokens), -1)
+        width = _widths(problem)
+        inside = (width <= problem.widest_block) & problem.blocks_inside
+        cost, squares = problem.request.cost, (longest * longest)[:, None]
+        seconds = cost.group_seconds(longest[:, None], squares, width, inside)
+        rows = -(-longest[:, None] // width)
+        short = len(problem.tokens) * 3 // 4
+        density = float(problem.work[short] / problem.tokens[short])
+        return cls(problem, item_class, longest, width, seconds, rows, rows <= problem.cap, density)
+
+    def choices(self, durations: Floats) -> tuple[Ints, Floats]:
+        """For each class and micro-batch, the best degree and the slot seconds that it wastes (inf: does not fit)."""
+        problem = self.problem
+        cost = problem.request.cost
+        room = durations[None, :, None] - self.seconds[:, None, :]  # (classes, micro-batches, widths)
+        steps = np.minimum(self.width, problem.widest_block) - 1
+        gap = np.maximum(room - 0.5 * cost.ring_step_seconds * steps, 0.0)
+        fillable = np.minimum(gap, (self.filler_density * (problem.cap - self.rows))[:, None, :])
+        work = cost.work_seconds(self.longest, self.longest**2)[:, None, None]
+        waste = self.width * (durations[None, :, None] - (1.0 - GAP_LOST) * fillable) - work
+        waste = np.where((room >= 0.0) & self.fits[:, None, :], waste, np.inf)
+        best = waste.argmin(axis=2)
+        return self.width[best], np.take_along_axis(waste, best[:, :, None], axis=2)[:, :, 0]
+
+    def quickest(self, item: int) -> int:
+        """The degree at which a document ends soonest when it has its slots for itself."""
+        at = int(self.item_class[item])
+        return int(self.width[np.where(self.fits[at], self.seconds[at], np.inf).argmin()])
+
+    def least_seconds(self) -> float:
+        """Seconds of the longest document at its best degree: no micro-batch that holds it is shorter."""
+        return float(np.where(self.fits[-1], self.seconds[-1], np.inf).min())
+
+
+def _classes(lengths: Ints) -> Ints:
+    """The longest of each class of sorted lengths that agree in their first seven bits; each its own if they are few."""
+    if len(lengths) <= CLASSES:
+        return lengths if len(lengths) else np.ones(1, dtype=np.int64)
+    kept = np.maximum(np.frexp(lengths)[1] - 7, 0)
+    leading = lengths >> kept
+    last = np.append((np.diff(leading) != 0) | (np.diff(kept) != 0), True)
+    return lengths[last]
+
+
+def _widths(problem: Problem) -> Ints:
+    least, most = problem.min_cp, problem.max_cp
+    near = list(range(least, min(most, max(EXACT_WIDTHS, 2 * least)) + 1))
+    far, node = near[-1], problem.request.node_size
+    while far < most:
+        far = min(most, max(far + 1, (far + max(node, far // 6)) // node * node))
+        near.append(far)
+    return np.array(near, dtype=np.int64)

@@ -1,0 +1,53 @@
+"""The groups of a divided draft, micro-batch by micro-batch, in one order for all slots.
+
+Within a micro-batch narrow groups come before wide ones, equal ones by their first slot. Documents that have the same
+slots are one group.
+"""
+
+import math
+from collections.abc import Sequence
+
+from longspan.plan.dynamic.cells import Division
+from longspan.plan.dynamic.problem import Problem
+from longspan.plan.dynamic.shelves import Draft
+from longspan.plan.plan import Group, MicroBatch
+from longspan.plan.request import Request
+
+
+def micro_batches(draft: Draft, division: Division) -> list[MicroBatch]:
+    """The micro-batches of a draft, longest documents of each group first."""
+    held: list[dict[tuple[int, ...], list[int]]] = [{} for _ in draft.durations]
+    for anchor in draft.anchors:
+        slots = tuple(sorted(slot for start, count in anchor.parts for slot in range(start, start + count)))
+        held[anchor.micro_batch].setdefault(slots, []).append(anchor.item)
+    shared, places, cells = division.shared.tolist(), division.slot.tolist(), draft.cells
+    for cell, fillers in enumerate(cells.fillers):
+        if not fillers:
+            continue
+        groups, start, width = held[cells.micro_batch[cell]], cells.start[cell], cells.width[cell]
+        whole = tuple(range(start, start + width))
+        for position, item in enumerate(fillers):
+            slots = whole if position < shared[cell] else (start + places[cell][position],)
+            groups.setdefault(slots, []).append(item)
+    return [_micro_batch(draft.problem, groups) for groups in held]
+
+
+def _micro_batch(problem: Problem, groups: dict[tuple[int, ...], list[int]]) -> MicroBatch:
+    ordered = sorted(groups.items(), key=lambda pair: (len(pair[0]), pair[0]))
+    return MicroBatch(tuple(_group(problem, slots, items) for slots, items in ordered))
+
+
+def _group(problem: Problem, slots: tuple[int, ...], items: list[int]) -> Group:
+    request = problem.request
+    documents = tuple(d for item in sorted(items) for d in problem.documents[item])
+    lengths = tuple(request.lengths[d] for d in documents)
+    return Group(slots, documents, lengths, request.cp_comm_type, group_hierarchy(request, len(slots)))
+
+
+def group_hierarchy(request: Request, degree: int) -> tuple[int, int] | None:
+    """The two sizes of a group of this degree: of the all-to-all size asked for, what divides the degree."""
+    types: Sequence[str] = (request.cp_comm_type,) if isinstance(request.cp_comm_type, str) else request.cp_comm_type
+    if "a2a+p2p" not in types or request.hierarchical_context_parallel_sizes is None:
+        return None
+    inner = math.gcd(request.hierarchical_context_parallel_sizes[0], degree)
+    return inner, degree // inner

@@ -1,0 +1,161 @@
+"""Documents to lanes where only slots that share a group wait for each other.
+
+A lane is a run of slots inside a block that works through micro-batches of its own; only its total time counts. A
+document that fits no lane, or would make one end late, is worked on by several lanes together (a *gang*). Gangs come
+first, in one order, so that lanes wait for each other as little as possible; then every lane is on its own.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from longspan.plan.dynamic.cells import Division, divide
+from longspan.plan.dynamic.problem import Floats, Parts, Problem, runs
+from longspan.plan.dynamic.shelves import Anchor, CellQueue, Cells, Draft
+from longspan.plan.pack import first_fit
+
+FILLED = 0.9  # of the rows of a lane's micro-batches, on average
+LARGE = 0.03  # share of the step on a lane, above which an item may become a gang
+MOST_LANES = 16  # in a gang that is made to end earlier
+
+
+@dataclass(frozen=True, eq=False)
+class FreePlan:
+    """A draft in which each lane has micro-batches of its own, and when its last lane ends."""
+
+    draft: Draft
+    division: Division
+    seconds: float
+
+
+def plan_free(problem: Problem, goal: float) -> FreePlan:
+    """Place all items on lanes, with gangs where a lane would end after `goal` seconds."""
+    lanes = _Lanes(problem)
+    lane_rows = int(lanes.width.max()) * problem.cap
+    gangs = problem.tokens > lane_rows
+    large = ~gangs & (problem.work / lanes.width.max() > LARGE * goal)
+    for item in np.flatnonzero(gangs).tolist():
+        lanes.place_gang(item)
+    for item in np.flatnonzero(large).tolist():
+        lanes.place_large(item, goal)
+    lanes.place_small(np.flatnonzero(~gangs & ~large).tolist())
+    return lanes.finish()
+
+
+class _Lanes:
+    """Lanes while they are being filled."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, cost = problem, problem.request.cost
+        self.parts: Parts = [
+            (start + offset, width)
+            for start, size in problem.blocks
+            for offset, width in runs(size, problem.min_cp, problem.max_cp)
+        ]
+        self.width = np.array([width for _, width in self.parts], dtype=np.int64)
+        self.launch = cost.micro_batch_seconds
+        self.gang_end: Floats = np.zeros(len(self.parts))
+        self.end: Floats = np.zeros(len(self.parts))
+        self.next: list[int] = [0] * len(self.parts)  # micro-batch
+        self.held: list[list[int]] = [[] for _ in self.parts]
+        self.anchors: list[Anchor] = []
+        a_micro_batch = self.launch + cost.ring_step_seconds * (int(self.width.max()) - 1)
+        share = a_micro_batch / (FILLED * problem.cap) * problem.tokens
+        self.work = problem.work + share  # seconds on one slot with its share of launches and latency
+
+    def place_gang(self, item: int) -> None:
+        """Give a document that fits no lane to the lanes that are free first, as many as waste least."""
+        order = np.argsort(self.end, kind="stable")
+        best, chosen = (np.inf, np.inf), order[:1]
+        for count in range(2, len(order) + 1):
+            lanes = order[:count]
+            degree = int(self.width[lanes].sum())
+            if degree > self.problem.max_cp:
+                break
+            if -(-int(self.problem.tokens[item]) // degree) > self.problem.cap:
+                continue
+            seconds = self._seconds(item, lanes)
+            score = (degree * seconds, seconds)
+            if score < best:
+                best, chosen = score, lanes
+            elif degree * seconds > 1.5 * best[0]:
+                break
+        self._gang(item, chosen)
+
+    def place_large(self, item: int, goal: float) -> None:
+        """Give an item to the lane that ends earliest with it; to several if that is after the goal."""
+        fits = self.width * self.problem.cap >= self.problem.tokens[item]
+        ends = np.where(fits, self.end + self.work[item] / self.width, np.inf)
+        lane = int(ends.argmin())
+        gang, end = self._earlier_gang(item, goal) if ends[lane] > goal else (None, np.inf)
+        if gang is not None and end < ends[lane]:
+            self._gang(item, gang)
+        else:
+            self.end[lane] = ends[lane]
+            self.held[lane].append(item)
+
+    def _earlier_gang(self, item: int, goal: float) -> tuple[np.ndarray | None, float]:
+        """The fewest lanes that end a document by the goal, or those that end it earliest, and when they end."""
+        best, earliest = None, np.inf
+        order = np.argsort(self.end, kind="stable")[:MOST_LANES]
+        if len(self.problem.documents[item]) > 1:
+            return None, earliest
+        for count in range(2, len(order) + 1):
+            lanes = order[:count]
+            if int(self.width[lanes].sum()) > self.problem.max_cp:
+                break
+            gang_end = self.gang_end[lanes].max() + self._seconds(item, lanes)
+            end = float((self.end[lanes] - self.gang_end[lanes]).max() + gang_end)
+            if end < earliest:
+                best, earliest = lanes, end
+            if end <= goal:
+                break
+        return best, earliest
+
+    def _seconds(self, item: int, lanes: np.ndarray) -> float:
+        tokens, degree = int(self.problem.tokens[item]), int(self.width[lanes].sum())
+        return self.launch + float(self.problem.request.cost.group_seconds(tokens, tokens * tokens, degree, False))
+
+    def _gang(self, item: int, lanes: np.ndarray) -> None:
+        """Let these lanes work on a document together, after the gangs that they already are in."""
+        seconds, local = self._seconds(item, lanes), self.end[lanes] - self.gang_end[lanes]
+        self.gang_end[lanes] = self.gang_end[lanes].max() + seconds
+        self.end[lanes] = self.gang_end[lanes] + local
+        members: list[int] = lanes.tolist()
+        m = max(self.next[lane] for lane in members)
+        for lane in members:
+            self.next[lane] = m + 1
+        parts = [self.parts[lane] for lane in members]
+        rows = -(-int(self.problem.tokens[item]) // int(self.width[lanes].sum()))
+        self.anchors.append(Anchor(m, item, parts, rows, seconds - self.launch))
+
+    def place_small(self, items: list[int]) -> None:
+        """Give each item to the lane that ends earliest with it."""
+        cells = Cells()
+        for part, end in zip(self.parts, self.end.tolist(), strict=True):
+            cells.add(0, part, -1, end, int(self.problem.tokens.sum()))
+        queue = CellQueue(cells, [0.0], self.problem)
+        queue.place(items, 0, self.problem.tokens.tolist(), self.work.tolist())
+        for held, more in zip(self.held, cells.fillers, strict=True):
+            held.extend(more)
+
+    def finish(self) -> FreePlan:
+        """Cut the items of each lane into micro-batches, and say when the last lane ends."""
+        cells, lane_of, tokens = Cells(), [], self.problem.tokens.tolist()
+        for lane, (part, items) in enumerate(zip(self.parts, self.held, strict=True)):
+            if not items:
+                continue
+            items = sorted(items)
+            bins = first_fit([tokens[item] for item in items], part[1] * self.problem.cap)
+            first = len(cells.level)
+            for m in range(max(bins) + 1):
+                cells.add(self.next[lane] + m, part, -1, 0.0, self.problem.cap)
+                lane_of.append(lane)
+            for item, at in zip(items, bins, strict=True):
+                cells.fillers[first + at].append(item)
+        count = 1 + max([-1, *cells.micro_batch, *(anchor.micro_batch for anchor in self.anchors)])
+        draft = Draft(self.problem, np.zeros(count), self.anchors, cells)
+        division = divide(draft, level=False)
+        end = self.gang_end.copy()
+        np.add.at(end, np.array(lane_of, dtype=np.int64), division.seconds + self.launch)
+        return FreePlan(draft, division, float(end.max()))

@@ -1,0 +1,162 @@
+"""`plan_dynamic`: what is asked is checked, plans are made in more than one way, and the fastest is returned."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from longspan.errors import PlanError
+from longspan.layout import Layout
+from longspan.plan.check import check_choice, check_count
+from longspan.plan.cost import DEFAULT_COST, Cost
+from longspan.plan.dynamic.cells import divide
+from longspan.plan.dynamic.emit import micro_batches
+from longspan.plan.dynamic.free import plan_free
+from longspan.plan.dynamic.problem import Problem
+from longspan.plan.dynamic.targets import Effort, Settings, search, warm_starts
+from longspan.plan.fixed import Packer
+from longspan.plan.plan import MicroBatch, Mode, Plan
+from longspan.plan.request import Request
+
+EffortName = Literal["fast", "balanced", "thorough"]
+Candidate = tuple[float, Callable[[], list[MicroBatch]]]  # seconds, and the micro-batches if they are wanted
+
+GOALS = (1.003, 1.01, 1.02)  # when lanes should end in free mode, against the mean work of a slot
+CLOSE = 1.01  # of the lower bound: a plan so good is not compared with others in free mode
+ALWAYS_COMPARED = 1024  # slots up to which fixed degrees are tried whatever the ratio; above, from DISTANT on
+DISTANT = 1.05
+
+
+def plan_dynamic(
+    lengths: Sequence[int],
+    home: Layout,
+    *,
+    max_tokens_per_slot: int | None,
+    min_cp: int = 1,
+    max_cp: int | None = None,
+    cost: Cost = DEFAULT_COST,
+    node_size: int = 8,
+    micro_batch_multiple: int = 1,
+    mode: Mode = "lockstep",
+    targets: int | None = None,
+    cp_comm_type: str | Sequence[str] = "p2p",
+    hierarchical_context_parallel_sizes: int | Sequence[int] | None = None,
+    row_multiple: int = 1,
+    allow_empty: bool = False,
+    warm: Plan | None = None,
+    effort: EffortName = "balanced",
+) -> Plan:
+    """Choose groups for documents micro-batch by micro-batch, so that the step ends as early as possible.
+
+    >>> from longspan.layout import Layout
+    >>> plan = plan_dynamic([5000, 600, 500, 400], Layout(ranks=8), max_tokens_per_slot=1024)
+    >>> plan.predicted_seconds / plan.lower_bound_seconds < 1.5
+    True
+
+    Groups have any degree from `min_cp` to `max_cp` (None: all slots), and stay inside a node of `node_size` slots where
+    they can; a slot may be in several groups of a micro-batch. `max_tokens_per_slot` limits the rows of a slot in a
+    micro-batch, in whole multiples of `row_multiple`. `mode` says who waits: all slots for the slowest of each
+    micro-batch ("lockstep"), or only those that share a group ("free"). Of `hierarchical_context_parallel_sizes` the
+    first, the all-to-all size, counts: a group uses what it has in common with its degree.
+
+    `warm` is the plan of an earlier step: its micro-batch durations are where the search begins, which is faster for a
+    batch like that one. `effort` is how long to search. The plan is a function of the arguments alone, `warm` included,
+    so it is the same on every rank.
+
+    Raises PlanError where a document fits no group, the degrees or sizes are impossible, or there are no documents
+    (unless `allow_empty`); LayoutError for a bad length.
+    """
+    request = Request.of(
+        lengths,
+        home,
+        targets=targets,
+        max_tokens_per_slot=max_tokens_per_slot,
+        cp_comm_type=cp_comm_type,
+        hierarchical_context_parallel_sizes=_hierarchy(hierarchical_context_parallel_sizes),
+        allow_empty=allow_empty,
+        cost=cost,
+        node_size=node_size,
+        micro_batch_multiple=micro_batch_multiple,
+        mode=mode,
+        row_multiple=row_multiple,
+    )
+    widest = _check_degrees(request, min_cp, max_cp)
+    check_choice("effort", effort, ("fast", "balanced", "thorough"))
+    if not request.lengths:
+        return request.plan((), "dynamic", max_cp=max_cp)
+    problem = Problem.of(request, int(min_cp), widest)
+    bound = request.lower_bound(max_cp).seconds
+    candidates: list[Candidate] = []
+    if mode == "free":
+        candidates.extend(_free(problem))
+    if mode == "lockstep" or candidates[0][0] > CLOSE * bound:
+        candidates.append(_lockstep(problem, _effort(effort, request.slots), warm))
+    best = min(seconds for seconds, _ in candidates)
+    if request.slots <= ALWAYS_COMPARED or best > DISTANT * bound:
+        candidates.extend(_fixed(problem, best))
+    _, make = min(candidates, key=lambda candidate: candidate[0])
+    return request.plan(make(), "dynamic", max_cp=max_cp)
+
+
+def _check_degrees(request: Request, min_cp: int, max_cp: int | None) -> int:
+    """The highest degree that a group may have. Raises PlanError where no degree is possible."""
+    slots = request.slots
+    check_count("min_cp", min_cp)
+    widest = slots if max_cp is None else min(check_count("max_cp", max_cp), slots)
+    if min_cp > slots:
+        raise PlanError(f"min_cp {min_cp} is above the {slots} slots; use at most {slots}")
+    if max_cp is not None and min_cp > max_cp:
+        raise PlanError(f"min_cp {min_cp} is above max_cp {max_cp}; lower min_cp or raise max_cp")
+    request.check_longest(widest)
+    return widest
+
+
+def _hierarchy(sizes: int | Sequence[int] | None) -> Sequence[int] | None:
+    return (sizes, 1) if isinstance(sizes, int) else sizes
+
+
+def _effort(name: EffortName, slots: int) -> Effort:
+    """How many drafts: fewer for more slots, on which one takes longer and luck matters less."""
+    some = 1 if name == "fast" else 4 if name == "balanced" else 16
+    steps = 10 if slots <= 128 else 5 if slots <= 512 else 1
+    return Effort(drafts=2 * some, steps=steps * some, sample_steps=8 * some)
+
+
+def _lockstep(problem: Problem, effort: Effort, warm: Plan | None) -> Candidate:
+    draft = search(problem, effort, _warm_settings(problem, warm))
+    division = divide(draft, level=True)
+    ends = [0.0] * len(draft.durations)
+    for m, seconds in zip(draft.cells.micro_batch, division.seconds.tolist(), strict=True):
+        ends[m] = max(ends[m], seconds)
+    return draft.step_seconds(ends), lambda: micro_batches(draft, division)
+
+
+def _warm_settings(problem: Problem, warm: Plan | None) -> list[Settings]:
+    """Where to begin, from the plan of an earlier step in lockstep; nowhere where there is none."""
+    if warm is None or warm.mode != "lockstep" or not warm.lengths:
+        return []
+    cost, tokens = problem.request.cost, sum(warm.lengths)
+    mean = float(cost.work_seconds(tokens, sum(n * n for n in warm.lengths))) / warm.slots
+    ends = warm.timeline(cost).end[:, 0].tolist()
+    durations = [b - a - cost.micro_batch_seconds for a, b in zip([0.0, *ends], ends, strict=False)]
+    return warm_starts(durations, mean)
+
+
+def _free(problem: Problem) -> list[Candidate]:
+    cost = problem.request.cost
+    mean = problem.mean_seconds + problem.least_micro_batches * cost.micro_batch_seconds
+    found = [plan_free(problem, goal * mean) for goal in (GOALS if problem.request.slots <= 1024 else GOALS[1:2])]
+    best = min(found, key=lambda plan: plan.seconds)
+    return [(best.seconds, lambda: micro_batches(best.draft, best.division))]
+
+
+def _fixed(problem: Problem, best: float) -> list[Candidate]:
+    """Plans of one degree, where they could be better than `best` seconds."""
+    request, candidates = problem.request, list[Candidate]()
+    for cp in range(problem.min_cp, problem.max_cp + 1):
+        launch = request.cost.micro_batch_seconds + request.cost.ring_step_seconds * (cp - 1)
+        least = problem.mean_seconds + problem.least_micro_batches * launch
+        if request.slots % cp or max(request.lengths) > cp * problem.cap or least >= best:
+            continue
+        packer = Packer.of(request, cp)
+        seconds, deal = min(((packer.seconds(deal), i, deal) for i, deal in enumerate(packer.deals())))[::2]
+        candidates.append((seconds, lambda packer=packer, deal=deal: packer.micro_batches(deal)))
+    return candidates

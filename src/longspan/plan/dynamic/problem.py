@@ -1,0 +1,149 @@
+"""The documents and slots of one step as the dynamic planner sees them: items, longest first, and blocks of slots.
+
+An item is a document, or a bundle of very short ones that stay together so that planning a batch of tiny documents
+takes no longer. A block is a run of slots inside one node (or of several nodes, where min_cp is above the node size).
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.plan.request import Request
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Parts = list[tuple[int, int]]  # (first slot, number of slots), one for each block
+
+BUNDLED_ABOVE = 16  # documents a slot on average, above which the short ones are bundled
+BUNDLES = 64  # bundles a slot that they make at most
+SMALLEST_ANCHOR = 0.1  # share of a block's work in a micro-batch, below which a document is never an anchor
+MORE_MICRO_BATCHES = 2  # than the caps demand
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One step to plan: items in falling order of rows, and what a slot and a group may hold."""
+
+    request: Request
+    min_cp: int
+    max_cp: int  # the highest degree that a group may have, at most the slots
+    cap: int  # rows of a slot, in whole row multiples
+    documents: tuple[tuple[int, ...], ...]  # of each item, ids
+    tokens: Ints  # (items,) rows
+    squares: Ints  # (items,) sum of squared document lengths
+    blocks: tuple[tuple[int, int], ...]  # first slot and number of slots
+
+    @classmethod
+    def of(cls, request: Request, min_cp: int, max_cp: int) -> "Problem":
+        """The problem of a request with at least one document; degrees and lengths are checked already."""
+        lengths = np.array(request.lengths, dtype=np.int64)
+        order = np.argsort(-lengths, kind="stable")
+        cap = int(lengths.sum()) if request.rows is None else request.rows
+        documents, tokens, squares = _items(order, lengths[order], request.slots, cap)
+        blocks = _blocks(request.slots, request.node_size, min_cp, max_cp)
+        return cls(request, min_cp, max_cp, cap, documents, tokens, squares, blocks)
+
+    def sample(self, factor: int) -> "Problem":
+        """A problem like this one on a `factor`-th of the slots, with every `factor`-th item."""
+        slots = self.request.slots // factor
+        kept = slice(factor // 2, None, factor)
+        return Problem(
+            replace(self.request, slots=slots),
+            self.min_cp,
+            min(self.max_cp, slots),
+            self.cap,
+            self.documents[kept],
+            self.tokens[kept],
+            self.squares[kept],
+            _blocks(slots, self.request.node_size, self.min_cp, min(self.max_cp, slots)),
+        )
+
+    @cached_property
+    def work(self) -> Floats:
+        """Seconds of each item on one slot, without communication (items,)."""
+        return self.request.cost.work_seconds(self.tokens, self.squares)
+
+    @cached_property
+    def mean_seconds(self) -> float:
+        """Seconds of all work spread evenly over the slots; from exact sums, so that all hosts agree."""
+        total = self.request.cost.work_seconds(int(self.tokens.sum()), int(self.squares.sum()))
+        return float(total) / self.request.slots
+
+    @cached_property
+    def least_anchor_work(self) -> float:
+        """Seconds of work below which a document is never an anchor; all are that fit no block."""
+        shortest = self.mean_seconds / (self.least_micro_batches + MORE_MICRO_BATCHES)
+        too_long = float(
+            self.request.cost.work_seconds(self.widest_cell * self.cap, (self.widest_cell * self.cap) ** 2)
+        )
+        return min(SMALLEST_ANCHOR * self.widest_block * shortest, too_long)
+
+    @cached_property
+    def widest_block(self) -> int:
+        """Slots of the largest block."""
+        return max(size for _, size in self.blocks)
+
+    @cached_property
+    def widest_cell(self) -> int:
+        """Slots of the widest group that a block without anchors makes."""
+        return max(w for _, size in self.blocks for _, w in runs(size, self.min_cp, self.max_cp))
+
+    @cached_property
+    def blocks_inside(self) -> bool:
+        """Whether every block lies within one node."""
+        return self.min_cp <= self.request.node_size
+
+    @cached_property
+    def least_micro_batches(self) -> int:
+        """Micro-batches below which the caps cannot hold all rows."""
+        return max(1, -(-int(self.tokens.sum()) // (self.request.slots * self.cap)))
+
+
+def _items(order: Ints, lengths: Ints, slots: int, cap: int) -> tuple[tuple[tuple[int, ...], ...], Ints, Ints]:
+    """Documents of each item, its rows and its squared rows; short documents are bundled where there are many."""
+    ids: list[int] = order.tolist()
+    if len(ids) <= BUNDLED_ABOVE * slots:
+        return tuple((d,) for d in ids), lengths, lengths * lengths
+    grain = max(1, min(cap // 16, int(lengths.sum()) // (BUNDLES * slots)))
+    long = int(np.searchsorted(-lengths, -grain, side="right"))
+    bundle = np.arange(long, dtype=np.int64)
+    if long < len(ids):
+        bundle = np.concatenate((bundle, long + (np.cumsum(lengths[long:]) - lengths[long:]) // grain))
+    _, bundle = np.unique(bundle, return_inverse=True)
+    count = int(bundle[-1]) + 1
+    tokens, squares = np.zeros((2, count), dtype=np.int64)
+    np.add.at(tokens, bundle, lengths)
+    np.add.at(squares, bundle, lengths * lengths)
+    first = np.searchsorted(bundle, np.arange(count + 1)).tolist()
+    documents = [tuple(ids[a:b]) for a, b in pairwise(first)]
+    rank = np.argsort(-tokens, kind="stable")
+    return tuple(documents[i] for i in rank.tolist()), tokens[rank], squares[rank]
+
+
+def _blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> tuple[tuple[int, int], ...]:
+    """Nodes; or, where a group needs more than a node, runs of nodes that hold one. What cannot hold one stays idle."""
+    size = node_size if min_cp <= node_size else -(-min_cp // node_size) * node_size
+    if size > max_cp and min_cp > node_size:
+        size = min_cp
+    size = min(size, slots)
+    starts = list(range(0, slots, size))
+    sizes = [min(size, slots - start) for start in starts]
+    if len(sizes) > 1 and sizes[-1] < min_cp and sizes[-2] + sizes[-1] <= max_cp:
+        sizes[-2:] = [sizes[-2] + sizes[-1]]
+    return tuple(zip(starts, sizes, strict=False))
+
+
+@cache
+def runs(slots: int, min_cp: int, max_cp: int) -> Parts:
+    """Even runs of at least min_cp and at most max_cp of so many slots, with as few slots left out as that allows."""
+    if slots < min_cp:
+        return []
+    pieces = -(-slots // max_cp)
+    if slots // pieces < min_cp:
+        pieces = slots // min_cp
+    used = min(slots, pieces * max_cp)
+    edges = [used * piece // pieces for piece in range(pieces + 1)]
+    return [(first, stop - first) for first, stop in pairwise(edges)]

@@ -1,0 +1,151 @@
+"""How long each micro-batch should be: the search over wanted durations in lockstep.
+
+Long documents want long micro-batches: their ring hides its traffic there, and the cap limits rows, not seconds. Short
+documents want short ones. So the search starts from durations between two extremes, all equal, and those of the sorted
+documents cut into equal parts, and then changes the best a little at a time. On many slots it looks for durations on a
+sample of the documents first. It counts drafts, not seconds, so that every host ends with the same plan.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+
+from longspan.plan.dynamic.degrees import Degrees
+from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, Problem
+from longspan.plan.dynamic.shelves import Anchor, Draft, shelve
+
+ANCHOR_SHARES = (0.15, 0.5)
+OTHER_SHARES = (0.1, 0.15, 0.25, 0.5, 0.8)
+STEEPNESS = (0.0, 0.4, 0.7, 1.0)
+SLACK = (1.005, 1.03)
+SAMPLED_SLOTS = 256  # that the durations are looked for on, if there are more than twice as many
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """What a draft is made of: wanted durations in units of the mean work of a slot, and what makes an anchor."""
+
+    durations: Floats
+    anchor_share: float
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How many drafts the search makes: of the full problem, in steps from the best; and on a sample of it."""
+
+    drafts: int
+    steps: int
+    sample_steps: int
+
+
+class Search:
+    """The best draft so far of one problem, and the settings that made it."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.degrees = Degrees.of(problem)
+        self.tried: list[tuple[float, int, Settings]] = []
+        self.best: Draft | None = None
+
+    def attempt(self, settings: Settings) -> bool:
+        """Make a draft by these settings; whether it is the best so far."""
+        durations = settings.durations * self.problem.mean_seconds
+        draft = shelve(self.problem, self.degrees, durations, settings.anchor_share)
+        self.tried.append((draft.seconds, len(self.tried), settings))
+        if self.best is not None and draft.seconds >= self.best.seconds:
+            return False
+        self.best, self.settings = draft, settings
+        return True
+
+    def climb(self, steps: int, seed: int = 0) -> None:
+        """Change the best settings a little, so many times, and keep what is better."""
+        random = Random(seed)
+        for _ in range(steps):
+            assert self.best is not None
+            self.attempt(_changed(self.best, self.settings, random))
+
+    def ranked(self) -> list[Settings]:
+        """The settings tried, best first."""
+        return [settings for _, _, settings in sorted(self.tried, key=lambda entry: entry[:2])]
+
+
+def search(problem: Problem, effort: Effort, warm: Sequence[Settings] = ()) -> Draft:
+    """The best draft found with so much effort, beginning with `warm` settings if there are any."""
+    full = Search(problem)
+    candidates = list(warm)
+    if not candidates:
+        slots = problem.request.slots
+        sample = Search(problem.sample(slots // SAMPLED_SLOTS)) if slots > 2 * SAMPLED_SLOTS else full
+        for settings in starts(sample.problem, sample.degrees):
+            sample.attempt(settings)
+        if sample is not full:
+            sample.climb(effort.sample_steps)
+            candidates = sample.ranked()
+    for settings in candidates[: effort.drafts]:
+        full.attempt(settings)
+    full.climb(effort.steps)
+    assert full.best is not None
+    return full.best
+
+
+def starts(problem: Problem, degrees: Degrees) -> Iterator[Settings]:
+    """The settings to begin with."""
+    least = problem.least_micro_batches
+    for count in range(least, least + MORE_MICRO_BATCHES + 1):
+        steep = _steep(problem, count)
+        for steepness in STEEPNESS:
+            shape = (1.0 - steepness) / count + steepness * steep
+            shape[0] = max(shape[0], degrees.least_seconds() / problem.mean_seconds)
+            for slack in SLACK:
+                for share in ANCHOR_SHARES:
+                    yield Settings(slack * shape, share)
+
+
+def warm_starts(durations: Sequence[float], mean_seconds: float) -> list[Settings]:
+    """Settings that give a plan like one whose micro-batches took so long, for another mean work of a slot."""
+    shape = np.array([seconds for seconds in durations if seconds > 0.0]) / mean_seconds
+    return [Settings(slack * shape, share) for slack in (0.995, 1.01) for share in reversed(ANCHOR_SHARES)]
+
+
+def _steep(problem: Problem, count: int) -> Floats:
+    """Shares of the work in so many equal parts of the rows, longest documents first."""
+    middle = np.cumsum(problem.tokens) - problem.tokens // 2
+    part = np.minimum(middle * count // int(problem.tokens.sum()), count - 1)
+    share = np.bincount(part, weights=problem.work, minlength=count)
+    return share / (problem.mean_seconds * problem.request.slots)
+
+
+def _changed(best: Draft, settings: Settings, random: Random) -> Settings:
+    """Nearby settings: one duration longer or shorter, two exchanged in part, one that just holds an anchor at another
+    degree, all as they came out, or other documents as anchors."""
+    durations, share, mean = settings.durations.copy(), settings.anchor_share, best.problem.mean_seconds
+    kind, m = int(5 * random.random()), int(len(durations) * random.random())
+    if kind == 0:
+        durations = best.durations / mean * (0.985 + 0.02 * random.random())
+    elif kind == 1:
+        durations[m] *= math.exp(0.2 * random.random() - 0.1)
+    elif kind == 2:
+        part = (0.1 * random.random() - 0.05) * durations[m]
+        durations[m] -= part
+        durations[int(len(durations) * random.random())] += part
+    elif kind == 3:
+        anchors = [anchor for anchor in best.anchors if anchor.micro_batch == m]
+        if anchors:
+            durations[m] = 1.0005 * _other_degree(best.problem, anchors, random) / mean
+    else:
+        share = OTHER_SHARES[int(len(OTHER_SHARES) * random.random())]
+        durations *= 0.98 + 0.04 * random.random()
+    return Settings(np.maximum(durations, 1e-6), share)
+
+
+def _other_degree(problem: Problem, anchors: list[Anchor], random: Random) -> float:
+    """Seconds that one of these anchors takes at a degree close to the one that it has."""
+    anchor = anchors[int(len(anchors) * random.random())]
+    degree = sum(count for _, count in anchor.parts) + int(5 * random.random()) - 2
+    degree = min(max(degree, problem.min_cp), problem.max_cp)
+    tokens = int(problem.tokens[anchor.item])
+    inside = problem.blocks_inside and degree <= problem.widest_block
+    return float(problem.request.cost.group_seconds(tokens, tokens * tokens, degree, inside))
