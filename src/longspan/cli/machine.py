@@ -23,6 +23,7 @@ def versions() -> dict[str, str]:
 def machine() -> dict[str, Any]:
     """Processor, memory and GPUs, as a JSON object."""
     import torch
+    from torch.cuda import nccl
 
     found: dict[str, Any] = {
         "processor": _processor(),
@@ -35,7 +36,7 @@ def machine() -> dict[str, Any]:
         found["gpu_memory_bytes"] = torch.cuda.get_device_properties(0).total_memory
         found["cuda"] = torch.version.cuda
         found["cudnn"] = torch.backends.cudnn.version()
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["nccl"] = ".".join(map(str, nccl.version()))
     return found
 
 

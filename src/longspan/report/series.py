@@ -58,7 +58,7 @@ def byte_ticks(low: float, high: float, count: int = 5) -> list[float]:
 def log_ticks(low: float, high: float) -> list[float]:
     """Powers of ten inside [low, high], with 2 and 5 between them where there is room."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    every = max(1, len(powers) // 6)
+    every = max(1, round(len(powers) / 6))
     inner = (1, 2, 5) if high / low <= 300 else (1,)
     found = [m * 10.0**p for p in powers if p % every == 0 for m in inner]
     return [t for t in found if low * (1 - 1e-9) <= t <= high * (1 + 1e-9)]
