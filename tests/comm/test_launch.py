@@ -82,10 +82,10 @@ def linger_somewhere(rank: int) -> None:
 
 def test_a_time_out_says_which_ranks_still_ran_and_where() -> None:
     before = time.monotonic()
-    with pytest.raises(CommError, match=r"after 1 seconds, rank\(s\) 0, 2 of 3 were still running") as raised:
-        run_ranks(linger_somewhere, 3, timeout=1)
+    with pytest.raises(CommError, match=r"after 3 seconds, rank\(s\) 0, 2 of 3 were still running") as raised:
+        run_ranks(linger_somewhere, 3, timeout=3)
     assert "in linger_somewhere" in str(raised.value)
-    assert time.monotonic() - before < 20
+    assert time.monotonic() - before < 50
 
 
 def fail_or_linger(rank: int) -> None:
@@ -98,7 +98,7 @@ def test_the_others_get_a_grace_and_are_then_killed() -> None:
     before = time.monotonic()
     with pytest.raises(ValueError, match="boom"):
         launch.run_local(fail_or_linger, 2, grace=0.5)
-    assert time.monotonic() - before < 20
+    assert time.monotonic() - before < 50
 
 
 def test_what_cannot_be_started_is_refused() -> None:

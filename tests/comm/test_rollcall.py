@@ -29,7 +29,7 @@ FAILURES = {  # what rank 2 does instead of entering -> what the launcher raises
 
 
 def walk(rank: int, how: str) -> None:
-    with World(Layout(ranks=4), backend=backend(), timeout=1 if how == "hang" else 60) as world:
+    with World(Layout(ranks=4), backend=backend(), timeout=3 if how == "hang" else 60) as world:
         world.step = 7
         world.barrier()
         if rank == 2:
@@ -54,8 +54,8 @@ def test_the_others_stop_and_say_which(how: str) -> None:
     kind, launcher, others = FAILURES[how]
     before = time.monotonic()
     with pytest.raises(kind, match=launcher) as raised:
-        run_local(walk, 4, (how,), timeout=60, grace=3, threads=1)
-    assert time.monotonic() - before < 30
+        run_local(walk, 4, (how,), timeout=100, grace=6, threads=1)
+    assert time.monotonic() - before < 50
     notes = getattr(raised.value, "__notes__", [])
     said = [note for note in notes if re.search(others, note)]
     assert len(said) >= (2 if how == "hang" else 3), notes
@@ -81,7 +81,7 @@ def test_a_rank_that_leaves_and_lives_on_is_quoted_at_once() -> None:
     found = run_ranks(outlive, 2)
     assert found[1] == "not today"
     assert re.search(r"'barrier' of step 0 .*rank 1 left with ValueError: not today", found[0])
-    assert time.monotonic() - before < 30
+    assert time.monotonic() - before < 50
 
 
 def lose_the_store(rank: int, port: int) -> None:

@@ -133,8 +133,8 @@ def test_misuse_is_named() -> None:
 
 def come_or_not(rank: int) -> None:
     if rank != 1:
-        with pytest.raises(CommError, match=r"world of 3 ranks in 1 s: rank\(s\) \(1\) did not come"):
-            World(Layout(ranks=3), backend="gloo", timeout=1).__enter__()
+        with pytest.raises(CommError, match=r"world of 3 ranks in 3 s: rank\(s\) \(1\) did not come"):
+            World(Layout(ranks=3), backend="gloo", timeout=3).__enter__()
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

@@ -186,8 +186,12 @@ class _Crew:
             rank.process.join(0)
             if rank.process.exitcode is None and rank.process.pid is not None:
                 os.kill(rank.process.pid, signal.SIGUSR2)  # the rank's faulthandler writes where it is
-        time.sleep(0.3)
-        where = "".join(f"\nrank {rank.index} was at:\n{_dump(self.folder, rank.index)}" for rank in running)
+        patience = time.monotonic() + 3
+        while time.monotonic() < patience and not all(_dump(self.folder, rank.index) for rank in running):
+            time.sleep(0.05)
+        where = "".join(
+            f"\nrank {rank.index} was at:\n{_dump(self.folder, rank.index) or '  (not known)'}" for rank in running
+        )
         names = ", ".join(str(rank.index) for rank in running)
         return CommError(
             f"after {timeout:g} seconds, rank(s) {names} of {len(self.ranks)} were still running and were killed; "
@@ -288,4 +292,4 @@ def _how_it_ended(code: int | None) -> str:
 def _dump(folder: Path, index: int) -> str:
     path = folder / f"rank-{index}.txt"
     text = path.read_text() if path.exists() else ""
-    return "\n".join(text.splitlines()[:14]) or "  (not known)"
+    return "\n".join(text.splitlines()[:14])
