@@ -12,6 +12,7 @@ import tyro
 
 from longspan.cli.bench_attention_ranks import Settings, attention_ranks
 from longspan.cli.machine import machine_text
+from longspan.cli.parse import parse_flags
 from longspan.cli.ranks import ranks_wanted, reports_here, under_torchrun
 from longspan.errors import ConfigError
 from longspan.report.series import write_bytes
@@ -52,8 +53,8 @@ class AttentionFlags:
     """Timed runs; their median counts."""
     world: int = 0
     """Local processes on the CPU; 0: one for each GPU, or torchrun's, or 4 where there is no GPU."""
-    peers: bool = True
-    """Measure torch's context_parallel too."""
+    no_peers: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Leave torch's context_parallel out."""
     out: str = ""
     """Write the record to this JSON file, and as a table to the .md file beside it."""
     timeout_seconds: float = 180.0
@@ -64,7 +65,7 @@ class AttentionFlags:
 
 def main(argv: Sequence[str]) -> int:
     """Run the bench; 0, or 1 where an output or gradient was wrong."""
-    flags = tyro.cli(AttentionFlags, prog="longspan bench attention", args=list(argv))
+    flags = parse_flags(AttentionFlags, argv, "longspan bench attention")
     ranks, backend = _ranks(flags)
     settings = make_settings(flags, ranks, backend, ["longspan", "bench", "attention", *argv])
     record = _run(settings, ranks)
@@ -100,7 +101,7 @@ def make_settings(flags: AttentionFlags, ranks: int, backend: str, command: Sequ
         dtype=flags.dtype or str(defaults["dtype"]),
         warmup=flags.warmup,
         repeats=flags.repeats,
-        peers=flags.peers,
+        peers=not flags.no_peers,
         ranks=ranks,
         backend=backend,
         timeout_seconds=flags.timeout_seconds,

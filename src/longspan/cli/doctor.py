@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from longspan.cli.machine import machine, machine_text, versions
+from longspan.cli.parse import parse_flags
 from longspan.cli.ranks import reports_here, under_torchrun
 from longspan.errors import ConfigError, LongspanError
 from longspan.report.series import write_bytes, write_seconds
@@ -50,7 +51,7 @@ class Check:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; 0 when every check is good, 1 otherwise."""
-    flags = tyro.cli(DoctorFlags, prog="longspan doctor", args=list(argv))
+    flags = parse_flags(DoctorFlags, argv, "longspan doctor")
     began = time.perf_counter()
     checks = [*version_checks(versions()), *device_checks(), *kernel_checks()]
     details: dict[str, Any] = {}

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from longspan.cli.lengths import SourceFlags, read_cost, read_lengths
+from longspan.cli.parse import parse_flags
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
@@ -60,7 +61,7 @@ class PlanFlags(SourceFlags):
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    flags = tyro.cli(PlanFlags, prog="longspan plan", args=list(argv))
+    flags = parse_flags(PlanFlags, argv, "longspan plan")
     lengths, source = read_lengths(flags, flags.slots)
     began = time.perf_counter()
     plan = make_plan(flags, lengths, read_cost(flags.cost))

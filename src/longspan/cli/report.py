@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from longspan.cli.parse import parse_flags
 from longspan.errors import ConfigError
 from longspan.plan import Plan
 from longspan.report import plan_page, write_report
@@ -27,7 +28,7 @@ class ReportFlags:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    flags = tyro.cli(ReportFlags, prog="longspan report", args=list(argv))
+    flags = parse_flags(ReportFlags, argv, "longspan report")
     target = Path(flags.target)
     if target.is_file():
         path = _plan_report(target, flags.out)

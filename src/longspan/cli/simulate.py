@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from longspan.cli.lengths import SourceFlags, read_cost, read_lengths
+from longspan.cli.parse import parse_flags
 from longspan.errors import ConfigError, LongspanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
@@ -59,7 +60,7 @@ class SimulateFlags(SourceFlags):
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    flags = tyro.cli(SimulateFlags, prog="longspan simulate", args=list(argv))
+    flags = parse_flags(SimulateFlags, argv, "longspan simulate")
     if flags.plans:
         rows = list(_saved(flags))
         total = sum(found.seconds for _, found in rows)
