@@ -120,7 +120,7 @@ def _curves(rank: int) -> dict[int, list[float]]:
     with World(HOME, backend=backend()) as world:
         for cp in (1, 2, 4):
             model = prepare(tiny("qwen3"), world)
-            optimizer = build_optimizer(model, "sgd", lr=0.3)
+            optimizer = build_optimizer(model, "sgd", lr=0.1)  # a rate at which rounding is not amplified
             plan = plan_fixed(LENGTHS, HOME, cp=cp, max_tokens_per_slot=64 // cp)
             curves[cp] = [
                 run_step(model, plan, texts(LENGTHS, seed=i % 4), world, optimizer, step=i).loss for i in range(STEPS)
