@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
 
 from longspan.testing import backend
 
@@ -29,10 +37,14 @@ SIZES = {
 }
 
 
-def config_of(family: str) -> LlamaConfig | Qwen3Config:
-    """Qwen3 with tied and Llama with untied embeddings."""
+def config_of(family: str) -> PreTrainedConfig:
+    """Qwen3 with tied and Llama with untied embeddings; Mistral with windows; Gemma 2 with windows and soft caps."""
     if family == "qwen3":
         return Qwen3Config(**SIZES, tie_word_embeddings=True)
+    if family == "mistral":
+        return MistralConfig(**SIZES, sliding_window=5)
+    if family == "gemma2":
+        return Gemma2Config(**SIZES, sliding_window=5, query_pre_attn_scalar=8)
     return LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
 
 

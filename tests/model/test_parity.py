@@ -91,3 +91,20 @@ def test_equals_the_stock_model(
     for found in (errors[family, dtype, kind, cp, cp_comm_type] for errors in _results(slots)):
         assert max(found.logits, found.gradients) < TOLERANCE[dtype], found
         assert found.loss < (1e-12 if dtype == torch.float64 else 1e-6), found
+
+
+def _other_families(rank: int) -> dict[str, float]:
+    found, documents = {}, texts(LENGTHS)
+    with World(Layout(ranks=2), backend=backend()) as world:
+        plan = plan_fixed(LENGTHS, world.home, cp=2)
+        for family in ("mistral", "gemma2"):
+            wanted = stock_answer(family, torch.float32, documents, world.device)
+            model = prepare(tiny(family), world)
+            loss = run_step(model, plan, documents, world).loss
+            found[family] = max(abs(loss / wanted.loss - 1), worst(gradients_of(model), wanted.gradients))
+    return found
+
+
+def test_windows_and_soft_caps_of_other_families() -> None:
+    for found in run_ranks(_other_families, 2):
+        assert max(found.values()) < 1e-5, found

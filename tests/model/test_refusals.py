@@ -84,6 +84,7 @@ PROBED = {
         r"FalconForCausalLM: transformer.h.0.self_attention, .*\(FalconAttention\) bypasses",
     ),
     "Bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}, r"BloomForCausalLM cannot be probed|bypasses"),
+    "Nemotron": ("NemotronConfig", {}, "cannot be probed: .*got no shard.*must hand keyword arguments down"),
     "bidirectional": ("LlamaConfig", {}, "model.layers.0.self_attn is not causal"),
 }
 

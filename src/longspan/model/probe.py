@@ -49,8 +49,6 @@ def probe_model(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
     try:
         with torch.no_grad():
             functional_call(model, state, (), inputs)
-    except ModelError:
-        raise
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} cannot be probed: model(input_ids, position_ids=, use_cache=, shard=) on the meta "
