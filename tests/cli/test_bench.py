@@ -1,0 +1,69 @@
+"""`longspan bench`: its list, and the attention bench on two CPU processes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longspan.cli.bench import BENCHES
+from longspan.cli.bench_attention import AttentionFlags, make_settings, record_markdown, record_text
+from longspan.cli.bench_attention_ranks import Settings, forward_flops
+from longspan.cli.main import main
+
+
+def settings(**changes: Any) -> Settings:
+    return make_settings(AttentionFlags(**changes), 2, "gloo", ["bench"])
+
+
+def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"]):
+        assert main(["bench", *words]) == 0
+        out = capsys.readouterr().out
+        assert all(f"  {name} " in out for name in BENCHES) and "attention" in BENCHES
+    assert main(["bench", "atention"]) == 2
+    assert "longspan bench has no 'atention'; it has attention" in capsys.readouterr().err
+
+
+def test_flops_of_the_lower_half() -> None:
+    """4 * S^2 * heads * head size / 2, for each document."""
+    assert forward_flops(settings(heads=32, head_size=128), 16384) == 4 * 16384**2 * 32 * 128 / 2
+    assert forward_flops(settings(heads=1, head_size=1, documents=3), 10) == 2 * (16 + 9 + 9)
+
+
+def test_attention_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "records" / "a.json"
+    words = ["--world", "2", "--lengths", "96,130", "--repeats", "2", "--warmup", "1", "--documents", "2"]
+    assert main(["bench", "attention", *words, "--out", str(out), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record == json.loads(out.read_text())
+    own = [row for row in record["rows"] if row["name"].startswith("longspan")]
+    assert [(row["name"], row["length"]) for row in own] == [
+        (f"longspan {kind}", length) for kind in ("p2p", "all_gather") for length in (96, 130)
+    ]
+    assert all(row["seconds"] > row["forward_seconds"] > 0 and row["tflops_per_device"] > 0 for row in own)
+    checks = {row["name"]: row for row in record["checks"]}
+    assert checks["longspan p2p"]["good"] and checks["longspan p2p"]["errors"].keys() == {"output", "dq", "dk", "dv"}
+    peers = [row for row in record["rows"] if "missing" in row]
+    assert len(peers) == 4 and all(row["name"].startswith("torch context_parallel") for row in peers)
+    assert {"machine", "versions", "command"} <= record.keys() and record["command"].startswith("longspan bench")
+    table = out.with_suffix(".md").read_text()
+    assert table == record_markdown(record) and "| longspan p2p | 96 |" in table and "2 packed documents" in table
+    assert "not available: ValueError: its attention kernels run on CUDA only" in record_text(record)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--types", "p2p,a2a"], "--types 'p2p,a2a': this release has p2p and all_gather"),
+        (["--types", ""], "this release has p2p and all_gather"),
+        (["--lengths", "16K"], "--lengths '16K' is not a list of integers"),
+        (["--lengths", "0"], "1 documents do not share 0 rows"),
+        (["--repeats", "0"], "--repeats 0"),
+        (["--world", "-2"], "--world is -2"),
+        (["--dtyp", "x"], "longspan bench attention has no flag --dtyp: did you mean '--dtype'?"),
+    ],
+)
+def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "attention", *words]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,203 @@
+"""`longspan plan`: what goes in, what comes out, and that it needs no torch."""
+
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longspan.cli.main import main
+from longspan.cli.plan import PlanFlags
+from longspan.plan import Cost, Plan
+
+FLAGS = [
+    "lengths",
+    "data",
+    "tokenizer",
+    "max_document_tokens",
+    "distribution",
+    "tokens",
+    "longest",
+    "seed",
+    "same",
+    "slots",
+    "max_tokens_per_slot",
+    "planner",
+    "cp",
+    "min_cp",
+    "max_cp",
+    "mode",
+    "cp_comm_type",
+    "hierarchical_context_parallel_sizes",
+    "node_size",
+    "micro_batch_multiple",
+    "row_multiple",
+    "cost",
+    "json",
+    "html",
+    "trace",
+    "png",
+]
+
+
+def test_flags_are_those_that_are_pinned() -> None:
+    assert sorted(field.name for field in dataclasses.fields(PlanFlags)) == sorted(FLAGS)
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> str:
+    path = tmp_path / "lengths.json"
+    path.write_text("[300, 20, 40, 900]")
+    return str(path)
+
+
+def planned(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[Plan, dict[str, Any]]:
+    assert main(["plan", *words, "--json"]) == 0
+    out = capsys.readouterr().out
+    return Plan.from_json(out), json.loads(out)
+
+
+def test_json_alone_and_no_torch(lengths: str) -> None:
+    code = (
+        "import sys; from longspan.cli.main import main\n"
+        f"code = main(['plan', '--lengths', {lengths!r}, '--slots', '4', '--max-tokens-per-slot', '512', '--json'])\n"
+        "assert code == 0 and not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["slots"] == 4 and found["tokens"] == 1260 and "planned in" in done.stderr
+    assert {"lengths", "micro_batches", "targets", "predicted_seconds", "lower_bound_seconds"} <= found.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ([], {"planner": "dynamic"}),
+        (["--cp", "2"], {"planner": "fixed"}),
+        (["--planner", "fixed"], {"planner": "fixed"}),
+        (["--planner", "padded"], {"planner": "padded"}),
+        (["--mode", "free", "--cp", "2"], {"mode": "free"}),
+        (["--node-size", "2"], {"node_size": 2}),
+        (["--row-multiple", "4", "--cp", "2"], {"row_multiple": 4}),
+        (["--row_multiple=4", "--cp=2"], {"row_multiple": 4}),
+    ],
+)
+def test_flags_reach_the_plan(
+    words: list[str], wanted: dict[str, Any], lengths: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, found = planned(["--lengths", lengths, "--slots", "4", "--max-tokens-per-slot", "512", *words], capsys)
+    assert {name: found[name] for name in wanted} == wanted and plan.max_tokens_per_slot == 512
+
+
+def test_a_fixed_plan_without_a_degree_takes_the_smallest_that_fits(
+    lengths: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["--lengths", lengths, "--slots", "6", "--planner", "fixed"]
+    for cap, degree in ((900, 1), (450, 2), (449, 3), (299, 6), (0, 1)):
+        plan, _ = planned([*base, "--max-tokens-per-slot", str(cap)], capsys)
+        assert {g.degree for m in plan.micro_batches for g in m.groups} == {degree}
+    plan, _ = planned([*base, "--cp", "2", "--micro-batch-multiple", "4", "--max-tokens-per-slot", "500"], capsys)
+    assert len(plan.micro_batches) == 4
+    words = ["--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "3", "--cp", "6"]
+    plan, _ = planned([*base, *words], capsys)
+    assert plan.micro_batches[0].groups[0].hierarchical_context_parallel_sizes == (2, 3)
+
+
+def test_lengths_from_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("x" * 400)
+    (tmp_path / "text" / "b.jsonl").write_text('{"text": "yyyyyyyy"}\n{"text": "zzzz"}\n')
+    (tmp_path / "text" / "binary.txt").write_bytes(b"\xff\xfe\xff")
+    base = ["--slots", "2", "--planner", "fixed"]
+    assert planned([*base, "--data", str(tmp_path / "text")], capsys)[0].lengths == (100, 2, 1)
+    cut = [*base, "--data", str(tmp_path / "text"), "--max-document-tokens", "40"]
+    assert planned(cut, capsys)[0].lengths == (40, 40, 20, 2, 1)
+    assert planned([*base, "--same", "3x50"], capsys)[0].lengths == (50, 50, 50)
+    drawn = planned([*base, "--distribution", "uniform", "--tokens", "9000", "--longest", "4000"], capsys)[0]
+    assert drawn.tokens >= 9000 and max(drawn.lengths) <= 4000
+    plan = tmp_path / "plan.json"
+    plan.write_text(drawn.to_json())
+    assert planned([*base, "--lengths", str(plan)], capsys)[0].lengths == drawn.lengths
+    monkeypatch.setattr(sys, "stdin", io.StringIO("[5, 6]"))
+    assert planned([*base, "--lengths", "-"], capsys)[0].lengths == (5, 6)
+
+
+def test_a_tokenizer_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.md").write_text("a b c a")
+    words = ["--slots", "1", "--data", str(tmp_path / "a.md"), "--tokenizer", str(tmp_path)]
+    assert planned(words, capsys)[0].lengths == (4,)
+    assert main(["plan", *words]) == 0
+    assert f"tokens counted with {tmp_path}" in capsys.readouterr().out
+
+
+def test_the_cost_is_read(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cost.json").write_text('{"micro_batch_seconds": 2.5}')
+    words = ["--lengths", lengths, "--slots", "4", "--cost", str(tmp_path / "cost.json"), "--cp", "4"]
+    plan, _ = planned(words, capsys)
+    assert plan.cost == Cost(micro_batch_seconds=2.5) and plan.predicted_seconds > 2.5
+
+
+def test_table_and_files(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {kind: tmp_path / f"plan.{kind}" for kind in ("html", "trace")}
+    words = [word for kind, path in files.items() for word in (f"--{kind}", str(path))]
+    assert main(["plan", "--lengths", lengths, "--slots", "4", "--cp", "2", *words]) == 0
+    out = capsys.readouterr().out
+    assert "fixed plan, lockstep: 4 slots" in out and "x the lower bound" in out and "planned in" in out
+    assert all(f"wrote {path}" in out for path in files.values())
+    assert files["html"].read_text().startswith("<!doctype html>")
+    assert json.loads(files["trace"].read_text())["traceEvents"]
+
+
+def test_png_file(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["plan", "--lengths", lengths, "--slots", "4", "--png", str(tmp_path / "a.png")]) == 0
+    assert (tmp_path / "a.png").stat().st_size > 1000 and "wrote" in capsys.readouterr().out
+
+
+BAD = [
+    (["--slots", "4"], "give one of --lengths FILE.json, --data PATH, "),
+    (["--slots", "4", "--same", "2x5", "--data", "x"], "got --data and --same"),
+    (["--slots", "4", "--same", "5"], "--same '5' is not COUNTxLENGTH"),
+    (["--slots", "4", "--same", "2x0"], "0"),
+    (["--slots", "4", "--distribution", "normal"], "--distribution 'normal' is unknown; use one of lognorm"),
+    (["--slots", "4", "--lengths", "nowhere.json"], "cannot read lengths from nowhere.json: No such file"),
+    (["--slots", "4", "--data", "nowhere"], "'nowhere' does not exist"),
+    (["--slots", "4", "--same", "2x5", "--cp", "3"], "cp 3 does not divide 4 slots"),
+    (["--slots", "4", "--same", "2x5", "--cp", "2", "--planner", "dynamic"], "use --min-cp and --max-cp"),
+    (["--slots", "4", "--same", "2x90", "--max-tokens-per-slot", "9"], "90"),
+    (["--slots", "0", "--same", "2x5"], "ranks is 0"),
+    (["--slots", "4", "--same", "2x5", "--html", "/nowhere/x.html"], "cannot write /nowhere/x.html"),
+    (["--slots", "4", "--same", "2x5", "--slts", "4"], "longspan plan has no flag --slts: did you mean '--slots'?"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD, ids=[" ".join(words) for words, _ in BAD])
+def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("error: ") and message in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1, 2.5]", "2.5"),
+        ("[1, true]", "True"),
+        ("[1, 0]", "0"),
+        ("[]", "no documents"),
+        ("[1", "it is not JSON"),
+        ('{"documents": []}', "holds no lengths"),
+    ],
+)
+def test_bad_lengths(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "l.json").write_text(text)
+    assert main(["plan", "--slots", "2", "--lengths", str(tmp_path / "l.json")]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,106 @@
+"""`longspan simulate`: planners beside each other, saved plans, and which evaluation degree."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from longspan.cli.main import main
+from longspan.cli.simulate import SimulateFlags
+from longspan.layout import Layout
+from longspan.plan import plan_fixed
+from longspan.plan.simulate import simulate
+from tests.report.runs import write_run
+
+FLAGS = [
+    "lengths",
+    "data",
+    "tokenizer",
+    "max_document_tokens",
+    "distribution",
+    "tokens",
+    "longest",
+    "seed",
+    "same",
+    "world",
+    "slots",
+    "tp",
+    "pp",
+    "vpp",
+    "max_tokens_per_slot",
+    "node_size",
+    "mode",
+    "evaluation",
+    "which_eval_degree",
+    "accumulation",
+    "plans",
+    "cost",
+    "json",
+]
+
+
+def test_flags_are_those_that_are_pinned() -> None:
+    assert sorted(field.name for field in dataclasses.fields(SimulateFlags)) == sorted(FLAGS)
+
+
+def test_the_case_of_8192_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "--world", "8192", "--tp", "2", "--pp", "4", "--same", "1024x8192", "--which-eval-degree"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "8,192 ranks = 1,024 slots x tp 2 x pp 4" in out
+    assert "cp 1, filled up to 4 micro-batches a pass to keep the pipeline full: 4,096 document-steps for 1,024" in out
+    assert "cp 4, planned: each document once, 1,024 document-steps in 4 micro-batches" in out
+
+
+def test_degrees_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--slots", "8", "--pp", "2", "--same", "8x64", "--which-eval-degree", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["cp"] for row in found["degrees"]] == [1, 2, 4, 8]
+    assert [row["filled_document_steps"] for row in found["degrees"]] == [16, 8, 8, 8]
+    assert found["best_cp"] in (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize("words", [[], ["--pp", "2", "--vpp", "2"], ["--tp", "2", "--evaluation"], ["--mode", "free"]])
+def test_planners_beside_each_other(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["simulate", "--slots", "8", "--distribution", "expo", "--longest", "30000", *words]
+    assert main(base) == 0
+    assert "fixed, cp 4" in capsys.readouterr().out
+    assert main([*base, "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["plans"]}
+    assert rows.keys() == {"padded, cp 4", "fixed, cp 4", "fixed, cp 8", "dynamic"}
+    assert all(row["seconds"] >= row["lower_bound_seconds"] * 0.999999 for row in rows.values())
+    assert rows["padded, cp 4"]["seconds"] > rows["fixed, cp 4"]["seconds"]
+
+
+def test_saved_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(tmp_path / "first")
+    assert main(["simulate", "--plans", str(path), str(path / "plans" / "step-000060.json"), "--pp", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "4 saved plans" in out and out.count("step-000060") == 2
+    assert main(["simulate", "--plans", str(path), "--json"]) == 0
+    plan = plan_fixed([900, 300, 250, 20, 700], Layout(4), cp=2, max_tokens_per_slot=512)
+    assert json.loads(capsys.readouterr().out)["plans"][0]["seconds"] == pytest.approx(simulate(plan).seconds)
+
+
+def test_a_planner_that_cannot_is_named_beside_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--slots", "6", "--same", "3x40000", "--max-tokens-per-slot", "9000"]) == 0
+    assert "fixed, cp 6" in capsys.readouterr().out
+    assert main(["simulate", "--slots", "4", "--same", "3x40000", "--max-tokens-per-slot", "9000"]) == 0
+    assert "fixed, cp 4: not possible: document 0 has 40000 rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--same", "2x5"], "give --world or --slots, one of them"),
+        (["--same", "2x5", "--world", "8", "--slots", "8"], "give --world or --slots, one of them"),
+        (["--same", "2x5", "--world", "9", "--tp", "2"], "9 ranks are not divisible by tp 2 x pp 1"),
+        (["--slots", "4"], "give one of --lengths"),
+        (["--plans", "nowhere"], "nowhere is neither a plan's JSON file nor a folder with plans"),
+        (["--slots", "4", "--same", "1x90", "--which-eval-degree", "--max-tokens-per-slot", "9"], "raise it to 23"),
+    ],
+)
+def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *words]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,197 @@
+"""Plans on pipeline stages, against closed forms and a slow simulation; which evaluation degree; drawn lengths."""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longspan.errors import LayoutError, PlanError
+from longspan.layout import Layout
+from longspan.plan import Cost, Group, MicroBatch, Plan, plan_fixed
+from longspan.plan.distributions import DISTRIBUTIONS, sample_lengths
+from longspan.plan.pipeline import run_pipeline
+from longspan.plan.simulate import RowBytes, shared_by, simulate, simulate_run
+from longspan.plan.which_degree import which_degree
+from tests.plan.cases import bounded, plans
+
+# ---- pipelines
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+def test_equal_micro_batches_have_the_textbook_bubble(stages: int, chunks: int, rounds: int) -> None:
+    """(p - 1) / v micro-batches' time of a stage, over the M that it works (Narayanan et al. 2021)."""
+    count = rounds * stages
+    run = run_pipeline([0.7] * count, stages, chunks)
+    assert run.seconds == pytest.approx(0.7 / stages * (count + (stages - 1) / chunks))
+    assert run.bubble == pytest.approx((stages - 1) / chunks / (count + (stages - 1) / chunks))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_fewer_micro_batches_than_stages(count: int) -> None:
+    assert run_pipeline([1.0] * count, 4).seconds == pytest.approx((count + 3) / 4)
+    assert run_pipeline([1.0] * count, 4, backward=False).seconds == pytest.approx((count + 3) / 12)
+
+
+times = st.lists(st.floats(0.01, 10), min_size=1, max_size=12)
+
+
+@bounded
+@given(times, st.integers(1, 6), st.integers(1, 3), st.booleans())
+def test_schedules_hold_every_action_once_and_beat_no_bound(
+    seconds: list[float], stages: int, chunks: int, backward: bool
+) -> None:
+    if chunks > 1:
+        stages = max(2, stages)
+        seconds = (seconds * stages)[: -(-len(seconds) // stages) * stages]
+    run = run_pipeline(seconds, stages, chunks, backward=backward)
+    share = 1.0 if backward else 1 / 3
+    assert run.seconds >= share * max(*seconds, sum(seconds) / stages) * (1 - 1e-12)
+    assert run.seconds <= share * sum(seconds) * (1 + 1e-12)
+    for actions in run.actions:
+        kinds = ("forward", "backward") if backward else ("forward",)
+        assert sorted(actions) == sorted((k, c, m) for k in kinds for c in range(chunks) for m in range(len(seconds)))
+        place = {action: i for i, action in enumerate(actions)}
+        assert all(place["forward", c, m] < place[k, c, m] for k, c, m in actions if k == "backward")
+
+
+def test_one_slow_micro_batch_delays_those_behind_it() -> None:
+    """By hand: two stages, forward 1 and 5, backward 2 and 10 a stage."""
+    assert run_pipeline([6.0, 30.0], 2).seconds == pytest.approx(
+        6 + 5 + 10 + 10
+    )  # F0 at 1, F1 at 6 | F1 11, B1 21 | B1 31
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1.0] * 3, 2, 2), "3 micro-batches do not interleave over 2 stages of 2 chunks; .* micro_batch_multiple=2"),
+        (([1.0] * 3, 1, 2), "use at least 2 stages"),
+        (([1.0], 0, 1), "0 pipeline stages"),
+    ],
+)
+def test_impossible_pipelines(arguments: tuple, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        run_pipeline(*arguments)
+
+
+# ---- simulation
+
+
+@bounded
+@given(plans(), st.integers(1, 4), st.booleans())
+def test_one_stage_takes_the_plan_s_time_and_none_beats_the_bound(plan: Plan, pp: int, backward: bool) -> None:
+    found = simulate(plan, pp=pp, backward=backward)
+    step = plan.timeline().step_seconds * (1 if backward else 1 / 3)
+    assert found.seconds >= found.lower_bound_seconds
+    assert found.seconds <= step * (1 + 1e-12)
+    if pp == 1:
+        assert found.seconds == pytest.approx(step) and found.bubble == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(("stages", "held"), [(1, 1), (2, 2), (4, 4), (8, 6)])
+def test_a_first_stage_keeps_as_many_micro_batches_as_there_are_stages(stages: int, held: int) -> None:
+    lengths = [100] * 12
+    plan = plan_fixed(lengths, Layout(2), 1, max_tokens_per_slot=100)
+    assert len(plan.micro_batches) == 6
+    found = simulate(plan, pp=stages, row_bytes=RowBytes(kept=10.0, between_stages=3.0))
+    assert found.peak_rows.tolist() == [100 * held / stages] * 2
+    assert found.activation_bytes.tolist() == [1000 * held / stages] * 2
+    assert found.stage_bytes == 1200 * (stages - 1) * 2 * 3.0
+    assert simulate(plan, pp=stages, backward=False).peak_rows.tolist() == [100 / stages] * 2
+
+
+def test_ring_bytes_by_hand() -> None:
+    """Each of c members sends (c - 1) / c of the rows: forward, backward and gradients."""
+    groups = (Group((0, 1), (0,), (100,)), Group((2, 3, 4), (1,), (60,)), Group((5,), (2,), (9,), pad_to=12))
+    plan = Plan(6, (100, 60, 9), (MicroBatch(groups),), 166, node_size=4)
+    found = simulate(plan, cost=Cost(ring_bytes=7.0))
+    assert (found.inside_bytes, found.across_bytes) == (7.0 * 100 * 1, 7.0 * 60 * 2)
+    assert simulate(plan, cost=Cost(ring_bytes=7.0), backward=False).inside_bytes == pytest.approx(700 / 3)
+
+
+def test_free_plans_have_no_pipeline() -> None:
+    plan = plan_fixed([50, 60, 70], Layout(2), 1, max_tokens_per_slot=80, mode="free")
+    assert simulate(plan).seconds == plan.predicted_seconds
+    with pytest.raises(PlanError, match="free mode has no 2 pipeline stages"):
+        simulate(plan, pp=2)
+
+
+def test_a_run_is_its_steps() -> None:
+    run = [plan_fixed([50 * i, 60], Layout(2), 2) for i in range(1, 4)]
+    assert [s.seconds for s in simulate_run(run, pp=2)] == [simulate(plan, pp=2).seconds for plan in run]
+
+
+def test_a_plan_of_dummies() -> None:
+    found = simulate(plan_fixed([], Layout(4), 2, allow_empty=True), pp=2)
+    assert found.seconds == pytest.approx(Cost().micro_batch_seconds) and not found.peak_rows.any()
+
+
+def test_tensor_parallel_slots_share_the_work() -> None:
+    cost = Cost()
+    half = shared_by(cost, 2)
+    assert half.group_seconds(1000, 10**6, 1, True) == pytest.approx(cost.group_seconds(1000, 10**6, 1, True) / 2)
+    assert half.micro_batch_seconds == cost.micro_batch_seconds and shared_by(cost, 1) == cost
+    with pytest.raises(PlanError, match="tp is 0"):
+        shared_by(cost, 0)
+
+
+# ---- which degree
+
+
+def test_the_case_of_8192_gpus() -> None:
+    """1024 documents at cp 1 on 1024 pipelines of 4 stages: filling them costs 4096 document-steps; cp 4 needs 1024."""
+    home = Layout(8192, tp=2, pp=4)
+    how: dict[str, Any] = {"cost": shared_by(Cost(), 2), "degrees": (1, 2, 4, 8), "node_size": 4}  # 8 GPUs a host
+    found = {c.cp: c for c in which_degree([8192] * 1024, home, **how)}
+    assert [found[cp].filled_steps for cp in (1, 2, 4, 8)] == [4096, 2048, 1024, 1024]
+    assert [found[cp].wasted_steps for cp in (1, 2, 4, 8)] == [3072, 1024, 0, 0]
+    assert (found[4].passes, found[4].groups, found[8].passes) == (1, 256, 2)
+    for choice in found.values():
+        plan = choice.planned.plan
+        assert sorted(d for m in plan.micro_batches for g in m.groups for d in g.documents) == list(range(1024))
+        assert choice.planned.seconds <= choice.filled_seconds * (1 + 1e-9)
+    assert len(found[4].planned.plan.micro_batches) == 4
+    assert min(found, key=lambda cp: found[cp].planned.seconds) == 4
+    assert found[1].filled_seconds / found[4].planned.seconds == pytest.approx(3.75, rel=0.02)
+
+
+def test_documents_that_do_not_fit_leave_degrees_out() -> None:
+    found = which_degree([4000, 10], Layout(8), max_tokens_per_slot=1024)
+    assert [choice.cp for choice in found] == [4, 8]
+    assert [choice.filled_steps for choice in found] == [2, 2]
+    with pytest.raises(PlanError, match=r"longest document of 9000 rows at max_tokens_per_slot 1024; raise it to 1125"):
+        which_degree([9000], Layout(8), max_tokens_per_slot=1024)
+    with pytest.raises(LayoutError):
+        which_degree([0], Layout(8))
+
+
+def test_accumulation_fills_each_pass() -> None:
+    choice = which_degree([64] * 10, Layout(4), accumulation=3, degrees=(2,))[0]
+    assert (choice.passes, choice.filled_steps, choice.wasted_steps) == (2, 12, 2)
+
+
+# ---- lengths
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_drawn_lengths(name: str) -> None:
+    found = sample_lengths(name, 200_000, seed=3, longest=30_000)
+    assert found.dtype == np.int64 and found.min() >= 16 and found.max() <= 30_000
+    assert found.sum() >= 200_000 > found[:-1].sum()
+    np.testing.assert_array_equal(found, sample_lengths(name, 200_000, seed=3, longest=30_000))
+    assert found.tolist() != sample_lengths(name, 200_000, seed=4, longest=30_000).tolist()
+    more = sample_lengths(name, 400_000, seed=3, longest=30_000)
+    np.testing.assert_array_equal(more[: len(found)], found)
+    assert all(len(sample_lengths(name, n)) <= len(sample_lengths(name, m)) for n, m in pairwise((1, 10**4, 10**6)))
+
+
+def test_lengths_that_cannot_be_drawn() -> None:
+    with pytest.raises(PlanError, match="unknown distribution 'normal'; use one of lognorm"):
+        sample_lengths("normal", 100)
+    with pytest.raises(PlanError, match="make no documents"):
+        sample_lengths("expo", 0)
