@@ -9,7 +9,8 @@ from longspan import World
 from longspan.train.config import RunConfig
 from longspan.train.config_check import check_config
 from longspan.train.config_file import load_config
-from longspan.train.outcome import Outcome, train
+from longspan.train.outcome import Outcome
+from longspan.train.run import train
 from longspan.train.screen import Screen
 
 WORDS = (
