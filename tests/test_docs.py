@@ -1,0 +1,34 @@
+"""The programs in the documentation and in examples/ run as they stand."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(script: Path) -> str:
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_tour_is_one_program(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tour.md").read_text(), flags=re.DOTALL)
+    script = tmp_path / "tour.py"
+    script.write_text("\n\n".join(blocks))
+    losses = re.findall(r"after it (\d+\.\d+)", run(script))
+    assert len(losses) == 3 and max(map(float, losses)) - min(map(float, losses)) <= 2e-6
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_examples_run_and_stay_short(script: Path) -> None:
+    assert len(script.read_text().splitlines()) <= 80
+    assert run(script)
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
