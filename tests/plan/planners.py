@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from longspan.errors import PlanError
@@ -15,8 +16,9 @@ def plan_step(step: int, cap: int | None = None) -> Plan:
     return plan_fixed([100 + step, 50, 7 * step + 1], Layout(4), 2, max_tokens_per_slot=cap)
 
 
-def noted(folder: Path, step: int) -> Plan:
-    """The same, leaving a line in `folder` for every step that is planned."""
+def noted(folder: Path, step: int, seconds: float = 0.0) -> Plan:
+    """The same, leaving a line in `folder` for every step that is planned, after so many seconds."""
+    time.sleep(seconds)
     with (folder / "steps").open("a") as file:
         file.write(f"{step}\n")
     return plan_step(step)

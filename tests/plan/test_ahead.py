@@ -70,6 +70,14 @@ def test_the_next_steps_are_planned_and_no_more(tmp_path: Path) -> None:
         assert len(planned()) == 10
 
 
+def test_going_on_elsewhere_voids_what_was_asked_for(tmp_path: Path) -> None:
+    with PlanAhead(partial(planners.noted, tmp_path, seconds=0.3), ahead=9) as plans:
+        plans.plan(5)
+        assert plans.plan(100) == planners.plan_step(100)
+    planned = [int(line) for line in (tmp_path / "steps").read_text().split()]
+    assert planned[0] == 5 and planned.index(100) <= 2
+
+
 def test_errors_come_at_the_step_that_they_belong_to() -> None:
     with PlanAhead(planners.troubled, ahead=8) as plans:  # pyright: ignore[reportArgumentType]
         for step in (0, 2, 4, 6, 8):
@@ -194,6 +202,7 @@ def planner(step):
     return planners.plan_step(step)
 
 def main():
+    print("rank", os.environ.get("RANK"), flush=True)
     with PlanAhead({planner}, ahead=1) as plans:
         print(plans.plan(2) == planners.plan_step(2), plans._helper._process.pid, flush=True)
         {end}
@@ -211,34 +220,34 @@ def _script(folder: Path, *, planner: str = "planner", end: str = "pass", guarde
     return [sys.executable, str(file)]
 
 
-def _run(command: list[str]) -> "subprocess.CompletedProcess[str]":
+def _run(command: list[str], folder: Path) -> tuple[int, str, str]:
+    """Exit code and outputs, which go to files: a process that is left behind may hold those open."""
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"PYTHONPATH": path}
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, env=env)
+    out, err = folder / "out", folder / "err"
+    with out.open("w") as stdout, err.open("w") as stderr:
+        env = os.environ | {"PYTHONPATH": path, "RANK": "5"}
+        done = subprocess.run(command, check=False, stdout=stdout, stderr=stderr, timeout=60, env=env)
+    return done.returncode, out.read_text(), err.read_text()
 
 
 def test_a_planner_that_a_script_defines(tmp_path: Path) -> None:
-    found = _run(_script(tmp_path))
-    assert found.stdout.startswith("True") and found.returncode == 0, found.stderr
+    code, out, err = _run(_script(tmp_path), tmp_path)
+    assert code == 0 and "True" in out, err
 
 
-def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
-    found = _run(_script(tmp_path, guarded=False))
-    assert found.returncode == 1 and 'under if __name__ == "__main__"' in found.stderr
+def test_a_script_without_a_guard_is_told_so_and_takes_no_rank(tmp_path: Path) -> None:
+    code, out, err = _run(_script(tmp_path, guarded=False), tmp_path)
+    assert code == 1 and 'under if __name__ == "__main__"' in err
+    assert [line for line in out.splitlines() if line.startswith("rank")] == ["rank 5", "rank None"]
 
 
 @pytest.mark.parametrize(
-    "end",
-    [
-        "os._exit(0)",
-        "os.kill(os.getpid(), 9)",
-        "os._exit(0) if os.fork() else (os.close(1), os.close(2), time.sleep(5))",
-    ],
+    "end", ["os._exit(0)", "os.kill(os.getpid(), 9)", "os._exit(0) if os.fork() else time.sleep(5)"]
 )
 def test_no_process_is_left_when_its_parent_ends_badly(tmp_path: Path, end: str) -> None:
-    found = _run(_script(tmp_path, planner="planners.plan_step", end=end))
-    right, pid = found.stdout.split()[:2]
-    assert right == "True" and _wait_for(lambda: _is_gone(int(pid)), 4)
+    _, out, err = _run(_script(tmp_path, planner="planners.plan_step", end=end), tmp_path)
+    assert "True" in out, err
+    assert _wait_for(lambda: _is_gone(int(out.split()[-1])), 4)
 
 
 # ---- warm starts
