@@ -105,6 +105,13 @@ def test_a_first_stage_keeps_as_many_micro_batches_as_there_are_stages(stages: i
     assert simulate(plan, pp=stages, backward=False).peak_rows.tolist() == [100 / stages] * 2
 
 
+def test_interleaving_keeps_more_in_flight() -> None:
+    """A first stage of v chunks starts 2 (p - 1) + (v - 1) p + 1 chunks before its first backward pass."""
+    plan = plan_fixed([100] * 16, Layout(2), 1, max_tokens_per_slot=100)
+    assert simulate(plan, pp=4, vpp=2).peak_rows.tolist() == [100 * (6 + 4 + 1) / 8] * 2
+    assert simulate(plan, pp=2, vpp=4).peak_rows.tolist() == [100 * (2 + 6 + 1) / 8] * 2
+
+
 def test_ring_bytes_by_hand() -> None:
     """Each of c members sends (c - 1) / c of the rows: forward, backward and gradients."""
     groups = (Group((0, 1), (0,), (100,)), Group((2, 3, 4), (1,), (60,)), Group((5,), (2,), (9,), pad_to=12))

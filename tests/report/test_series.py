@@ -33,7 +33,7 @@ def test_smooth_is_the_mean_of_the_window(window: int) -> None:
 
 
 @bounded
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(4, 60))
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=80), st.integers(4, 10))
 def test_thinning_keeps_ends_and_extremes(values: list[float], limit: int) -> None:
     x, y = np.arange(len(values)), np.array(values)
     tx, ty = thin(x, y, limit)
