@@ -8,7 +8,8 @@ from pathlib import Path
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan import Plan, plan_fixed
+from longspan.plan import Plan, plan_dynamic, plan_fixed
+from longspan.plan.distributions import sample_lengths
 
 
 def plan_step(step: int, cap: int | None = None) -> Plan:
@@ -24,16 +25,22 @@ def noted(folder: Path, step: int, seconds: float = 0.0) -> Plan:
     return plan_step(step)
 
 
-def with_settings(step: int, settings: int | None) -> tuple[Plan, int]:
-    """A planner whose plan shows which settings it went on from: the cap says so. It finds its own step."""
-    return plan_step(step, 10_000 if settings is None else 20_000 + settings), step
+def warmed(step: int, warm: Plan | None) -> Plan:
+    """A planner whose plan shows what it went on from: the cap says so."""
+    return plan_step(step, 10_000 if warm is None else 20_000 + warm.lengths[0])
 
 
-def fails_to_find(step: int, settings: int | None) -> tuple[Plan, int]:
+def cannot_begin(step: int, warm: Plan | None) -> Plan:
     """The same, but the first of ten steps cannot be planned."""
     if step % 10 == 0:
         raise PlanError(f"step {step} cannot be planned")
-    return with_settings(step, settings)
+    return warmed(step, warm)
+
+
+def dynamic(step: int, warm: Plan | None) -> Plan:
+    """The dynamic planner on documents of the step."""
+    lengths = sample_lengths("lognorm", 8 * 4096, seed=step, longest=8192)
+    return plan_dynamic(lengths.tolist(), Layout(8), max_tokens_per_slot=2048, warm=warm)
 
 
 class AwkwardError(Exception):

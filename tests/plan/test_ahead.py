@@ -255,27 +255,27 @@ def test_no_process_is_left_when_its_parent_ends_badly(tmp_path: Path, end: str)
 
 @pytest.mark.parametrize("order", [range(12), [7, 3, 11, 0, 4, 7, 8], [5], [4, 5, 3], [11, 10, 9]])
 def test_a_warm_plan_depends_on_its_step_alone(order: Any) -> None:
-    planner = WarmStart(planners.with_settings, every=4)
+    planner = WarmStart(planners.warmed, every=4)
     for step in order:
         first = step - step % 4
-        expected = planners.with_settings(step, None if step == first else first)[0]
-        assert planner(step) == expected == WarmStart(planners.with_settings, every=4)(step)
+        expected = planners.warmed(step, None if step == first else planners.warmed(first, None))
+        assert planner(step) == expected == WarmStart(planners.warmed, every=4)(step)
         assert pickle.loads(pickle.dumps(planner))(step) == expected
 
 
-def test_warm_plans_ahead_and_after_going_on_elsewhere() -> None:
-    cold = WarmStart(planners.with_settings, every=3)
-    with PlanAhead(cold, ahead=2) as plans:
-        for step in (4, 5, 6, 7, 2, 3):
-            assert plans.plan(step) == WarmStart(planners.with_settings, every=3)(step)
+def test_dynamic_plans_ahead_are_the_same_from_wherever_a_run_goes_on() -> None:
+    inline = {step: WarmStart(planners.dynamic, every=3)(step) for step in range(8)}
+    with PlanAhead(WarmStart(planners.dynamic, every=3), ahead=2) as plans:
+        for step in (4, 5, 6, 7, 2, 3, 0):
+            assert plans.plan(step) == inline[step]
 
 
 def test_a_block_is_planned_cold_once() -> None:
     asked: list[tuple[int, int | None]] = []
 
-    def plan_step(step: int, settings: int | None) -> tuple[Plan, int]:
-        asked.append((step, settings))
-        return planners.with_settings(step, settings)
+    def plan_step(step: int, warm: Plan | None) -> Plan:
+        asked.append((step, warm and warm.lengths[0] - 100))
+        return planners.warmed(step, warm)
 
     planner = WarmStart(plan_step, every=4)
     for step in (6, 7, 8, 9):
@@ -284,11 +284,11 @@ def test_a_block_is_planned_cold_once() -> None:
 
 
 def test_a_first_step_that_cannot_be_planned_leaves_its_block_cold() -> None:
-    planner = WarmStart(planners.fails_to_find, every=10)
-    assert planner(13) == planners.with_settings(13, None)[0]
+    planner = WarmStart(planners.cannot_begin, every=10)
+    assert planner(13) == planners.warmed(13, None)
     with pytest.raises(LongspanError, match="step 20"):
         planner(20)
-    assert planner(21) == planners.with_settings(21, None)[0]
+    assert planner(21) == planners.warmed(21, None)
 
 
 def _pid(plans: PlanAhead) -> int:

@@ -13,14 +13,12 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from longspan.errors import LongspanError, PlanError
 from longspan.plan.ahead_process import Failure, Request, checked, start_process
 from longspan.plan.check import check_count
 from longspan.plan.plan import Plan
-
-S = TypeVar("S")
 
 
 class PlanAhead:
@@ -33,7 +31,7 @@ class PlanAhead:
     `planner(step)` gives the Plan of any step, counted from 0, from the step alone: the same on every rank, whichever
     step was asked for before. Then so does `plan(step)`, whatever `ahead` and timing are, and a run may go on anywhere.
     It must pickle (a function at the top of a module, a `functools.partial` of one, an object); `ahead=0` plans inline,
-    without another process. `WarmStart` makes such a planner of one that goes on from an earlier step's settings.
+    without another process. `WarmStart` makes such a planner of one that goes on from an earlier step's plan.
 
     The process ends with the context, and with this process however that ends. Use it from one thread of the process
     that opened it.
@@ -93,40 +91,40 @@ class PlanAhead:
         return self._helper
 
 
-class WarmStart(Generic[S]):
+class WarmStart:
     """A planner for `PlanAhead` that warm-starts, with plans that still depend on the step alone.
 
-    >>> def plan_step(step, settings):  # doctest: +SKIP
-    ...     return plan, settings_found
+    >>> def plan_step(step, warm):  # doctest: +SKIP
+    ...     return plan_dynamic(lengths_of(step), home, max_tokens_per_slot=8192, warm=warm)
     >>> planner = WarmStart(plan_step, every=64)  # doctest: +SKIP
 
-    The rule: steps go in blocks of `every`. The first step of a block is planned cold (`settings` None); the settings
-    that it finds warm-start every other step of its block, and nothing else does. So a plan depends on its step and on
-    the first step of its block, not on which steps were planned before: a run that goes on in the middle of a block
-    plans the block's first step once more. A first step that cannot be planned leaves its block cold.
+    The rule: steps go in blocks of `every`. The first step of a block is planned cold (`warm` is None); its plan
+    warm-starts every other step of its block, and nothing else does. So a plan depends on its step and on the first
+    step of its block, not on which steps were planned before: a run that goes on in the middle of a block plans the
+    block's first step once more. A first step that cannot be planned leaves its block cold.
 
-    `plan_step(step, settings)` returns the plan and the settings that it found, and must be a pure function.
+    `plan_step(step, warm)` must be a pure function.
     """
 
-    def __init__(self, plan_step: Callable[[int, S | None], tuple[Plan, S]], *, every: int) -> None:
+    def __init__(self, plan_step: Callable[[int, Plan | None], Plan], *, every: int) -> None:
         self.every = check_count("every", every)
         self._plan_step = plan_step
-        self._found: tuple[int, S | None] | None = None  # the first step of the block at hand, and its settings
+        self._found: tuple[int, Plan | None] | None = None  # the first step of the block at hand, and its plan
 
     def __call__(self, step: int) -> Plan:
         """The plan of a step."""
         first = step - step % self.every
         if step == first:
-            plan, settings = self._plan_step(step, None)
-            self._found = (first, settings)
+            plan = self._plan_step(step, None)
+            self._found = (first, plan)
             return plan
         if self._found is None or self._found[0] != first:
-            self._found = (first, self._settings_of(first))
-        return self._plan_step(step, self._found[1])[0]
+            self._found = (first, self._first_plan(first))
+        return self._plan_step(step, self._found[1])
 
-    def _settings_of(self, first: int) -> S | None:
+    def _first_plan(self, first: int) -> Plan | None:
         try:
-            return self._plan_step(first, None)[1]
+            return self._plan_step(first, None)
         except LongspanError:
             return None
 
