@@ -1,7 +1,7 @@
 """Plans of coming steps, made in another process while this one trains; the same plans as made inline.
 
-Planning is Python code and holds the interpreter's lock, so that a thread would stop the training that it should not
-delay. What a planner is, is not decided here: any function from a step to its plan.
+Planning is Python code and holds the interpreter's lock: a thread would make training wait for it, up to 5 ms at a time
+(CPython's switch interval). What a planner is, is not decided here: any function from a step to its plan.
 """
 
 import os
