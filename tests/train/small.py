@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from longspan import World
+from longspan.testing import backend
 from longspan.train.config import RunConfig
 from longspan.train.config_check import check_config
 from longspan.train.config_file import load_config
@@ -67,7 +68,7 @@ def train_rank(rank: int, config: RunConfig, ranks: int) -> Outcome:
     """Train on this rank, without a screen."""
     home = check_config(config, ranks)
     with (
-        World(home, backend="gloo", timeout=config.run.timeout_seconds) as world,
+        World(home, backend=backend(), timeout=config.run.timeout_seconds) as world,
         Screen(config.train.steps, None) as screen,
     ):
         return train(config, world, screen)

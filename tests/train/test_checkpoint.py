@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from longspan import Layout, World
 from longspan.errors import CheckpointError, CommError
 from longspan.model import load_model, prepare
-from longspan.testing import run_ranks
+from longspan.testing import backend, run_ranks
 from longspan.train import checkpoint as checkpoint_module
 from longspan.train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from longspan.train.checkpoint_files import begin, check_files, finish, latest_checkpoint, prune, read_state
@@ -109,11 +109,12 @@ def contents(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """All weights and moments, whole, in order."""
     parameters = list(model.parameters())
     moments = [v for p in parameters for _, v in sorted(optimizer.state[p].items()) if isinstance(v, Tensor)]
-    return [t.full_tensor() if isinstance(t, DTensor) else t for t in [p.detach() for p in parameters] + moments]
+    whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in [p.detach() for p in parameters] + moments]
+    return [t.cpu() for t in whole]
 
 
 def save_rank(rank: int, ranks: int, root: Path, optimizer: str) -> list[Tensor]:
-    with World(Layout(ranks), backend="gloo", timeout=60) as world:
+    with World(Layout(ranks), backend=backend(), timeout=60) as world:
         model, optim = opened(world, optimizer)
         update(model, optim)
         save_checkpoint(root, model, optim, world, step=1, state={"note": "one"}, keep=0)
@@ -122,7 +123,7 @@ def save_rank(rank: int, ranks: int, root: Path, optimizer: str) -> list[Tensor]
 
 
 def load_rank(rank: int, ranks: int, root: Path, optimizer: str) -> list[Tensor]:
-    with World(Layout(ranks), backend="gloo", timeout=60) as world:
+    with World(Layout(ranks), backend=backend(), timeout=60) as world:
         model, optim = opened(world, optimizer, seed=7)
         path = find_checkpoint(root, world, print)
         assert path is not None
@@ -143,7 +144,7 @@ def test_weights_and_moments_come_back_bit_for_bit(tmp_path: Path, optimizer: st
 
 
 def other_model_rank(rank: int, ranks: int, root: Path) -> str:
-    with World(Layout(ranks), backend="gloo", timeout=60) as world:
+    with World(Layout(ranks), backend=backend(), timeout=60) as world:
         model, optim = opened(world, preset="llama-tiny")
         with pytest.raises(CheckpointError) as found:
             load_checkpoint(root / "step-000001", model, optim, world)
@@ -155,7 +156,7 @@ def other_model_rank(rank: int, ranks: int, root: Path) -> str:
 
 def interrupted_rank(rank: int, ranks: int, root: Path, how: str) -> str:
     """A second save that breaks after the ranks' files, before the manifest."""
-    with World(Layout(ranks), backend="gloo", timeout=20) as world:
+    with World(Layout(ranks), backend=backend(), timeout=20) as world:
         model, optim = opened(world)
         save_checkpoint(root, model, optim, world, step=1, state={"note": "one"}, keep=1)
 

@@ -4,7 +4,7 @@ import pytest
 
 from longspan import Layout, World
 from longspan.errors import CheckpointError, DataError
-from longspan.testing import run_ranks
+from longspan.testing import backend, run_ranks
 from longspan.train.together import Say, first_does, first_does_slowly, together
 
 
@@ -23,7 +23,7 @@ def rank_outcomes(rank: int) -> list[object]:
         if fail:
             raise DataError("line 7 is bad")
 
-    with World(Layout(3), backend="gloo", timeout=30) as world:
+    with World(Layout(3), backend=backend(), timeout=30) as world:
         said: list[str] = []
         found.append(together(world, lambda: failing(-1), refuse=DataError))
         found.append(first_does(world, lambda: f"from {rank}", refuse=DataError))

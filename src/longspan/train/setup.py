@@ -91,10 +91,11 @@ def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World
     Raises CheckpointError for a missing or damaged checkpoint, DataError where the run holds out no documents.
     """
     directory = Path(config.run.dir)
+    if checkpoint is not None:
+        first_does(world, lambda: check_files(checkpoint), refuse=CheckpointError)
     found = checkpoint or find_checkpoint(directory / "checkpoints", world, say)
     if found is None:
         raise CheckpointError(f"{directory} has no checkpoint; train it first: longspan train {directory}/config.toml")
-    first_does(world, lambda: check_files(found), refuse=CheckpointError)
     corpus = Corpus(directory / "corpus")
     documents = order_of(config, corpus).evaluation
     if not documents:
