@@ -170,7 +170,7 @@ def test_many_plans_are_sampled(tmp_path: Path) -> None:
     for step in range(2, 40):
         (path / "plans" / f"step-{step:06d}.json").write_text(plan)
     names = [name for name, _ in RunFolder.read(path).plans]
-    assert len(names) == 8 and names[0] == "evaluation-cp4" and names[-1] == "step 60"
+    assert len(names) == 8 and names[0] == "step 1" and names[-1] == "evaluation-cp4"
 
 
 @pytest.mark.parametrize("slots", [4, 1024])

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from longspan.attention import attend
 from longspan.cli.bench_attention_torch import PEERS, torch_attention
-from longspan.cli.machine import machine, versions
+from longspan.cli.machine import machine
 from longspan.comm import World, bind
 from longspan.layout import Layout
 from longspan.plan import Plan, plan_fixed
+from longspan.train.versions import versions
 
 CHECK_ROWS = 256  # of each rank, in the comparison with dense attention
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}  # relative, of the 2-norm

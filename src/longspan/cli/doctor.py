@@ -10,12 +10,13 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from longspan.cli.machine import machine, machine_text, versions
+from longspan.cli.machine import machine, machine_text
 from longspan.cli.parse import parse_flags
 from longspan.cli.ranks import reports_here, under_torchrun
 from longspan.errors import ConfigError, LongspanError
 from longspan.report.series import write_bytes, write_seconds
 from longspan.report.text_table import text_table
+from longspan.train.versions import versions
 
 SUPPORTED = {"python": ((3, 11), None), "torch": ((2, 11), (2, 14)), "transformers": ((5, 17), (6, 0))}
 LOCAL_RANKS = 4

@@ -1,23 +1,9 @@
-"""What this machine is and what is installed on it, for `doctor` and for the records of `bench`. No host names."""
+"""What this machine is, for `doctor` and for the records of `bench`. No host names."""
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-PACKAGES = ("longspan", "torch", "transformers", "tokenizers", "numpy", "flash-attn-4")
-
-
-def versions() -> dict[str, str]:
-    """Python and the packages that results depend on; those that are not installed are left out."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def machine() -> dict[str, Any]:

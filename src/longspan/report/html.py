@@ -65,7 +65,10 @@ def _legend() -> str:
         (key(tag("rect", class_="launch", **box)), "fixed time of a micro-batch"),
         (key(tag("rect", class_="panel", **box), tag("rect", fill="url(#idle)", **box)), "nothing to do"),
     )
-    note = "Within a micro-batch the documents of the widest groups come first here, whatever a slot's own order."
+    note = (
+        "Times are predicted by the plan's cost model, not measured. Within a micro-batch the documents of the widest "
+        "groups come first here, whatever a slot's own order."
+    )
     return tag("ul", *(tag("li", drawing, words) for drawing, words in keys), class_="legend") + tag(
         "p", note, class_="note"
     )

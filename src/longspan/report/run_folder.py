@@ -167,7 +167,7 @@ def _config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 def _plans(folder: Path) -> tuple[tuple[tuple[str, Plan], ...], list[str]]:
-    files = sorted(folder.glob("*.json")) if folder.is_dir() else []
+    files = sorted(folder.glob("*.json"), key=lambda file: (not file.stem.startswith("step-"), file.stem))
     if len(files) > MAX_PLANS:
         index = np.unique(np.linspace(0, len(files) - 1, MAX_PLANS).round().astype(int))
         files = [files[i] for i in index.tolist()]

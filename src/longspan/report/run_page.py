@@ -137,7 +137,7 @@ def _spread(rows: Sequence[EvalRow]) -> float:
 
 def _loss_chart(run: RunFolder) -> Chart:
     loss, vocab = run.train["loss"], run.vocab_size()
-    window = max(1, len(loss) // 30)
+    window = max(5, len(loss) // 30) if len(loss) >= 20 else 1
     series = [Series("training", run.step, loss, 0, "faint")]
     if window > 1:
         series.append(Series(f"training, averaged over {window} steps", run.step, smooth(loss, window), 0))
@@ -155,7 +155,7 @@ def _loss_chart(run: RunFolder) -> Chart:
 
 
 def _small_charts(run: RunFolder) -> Iterator[Chart]:
-    window = max(1, len(run.step) // 60)
+    window = max(5, len(run.step) // 60) if len(run.step) >= 100 else 1
 
     def curves(name: str, color: int, window: int = window) -> tuple[Series, ...]:
         values = run.train[name]
@@ -177,7 +177,7 @@ def _small_charts(run: RunFolder) -> Iterator[Chart]:
 def degrees_table(rows: Sequence[EvalRow]) -> str:
     """The same weights on the same documents at several degrees, beside each other."""
     base = rows[0]
-    names = ("cp", "loss", "perplexity", "predicted tokens", "relative difference", "")
+    names = ("cp", "loss", "perplexity", "tokens", "relative difference", "")
     head = tag("thead", tag("tr", *(tag("th", name) for name in names)))
     table = tag("table", head, tag("tbody", *(_degree_row(row, base) for row in rows)))
     note = (

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.plan import Plan
+from longspan.train.versions import versions
 
 LAST_STEPS = 10  # whose mean loss sums up a run
 
@@ -38,7 +39,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to: the steps that are done, why it stopped early, its last losses, its final evaluations."""
+    """What a run on `world` ranks came to: its steps, why it stopped early, its last losses, its final evaluations."""
 
     dir: Path
     done: int
@@ -47,6 +48,7 @@ class Outcome:
     last_loss: float
     vocab_size: int
     final: tuple[Evaluation, ...]
+    world: int = 1
 
     def summary(self) -> dict[str, Any]:
         """As it stands in summary.json."""
@@ -58,6 +60,8 @@ class Outcome:
             "loss_of_last_steps": self.last_loss,
             "share_of_ln_vocabulary": self.last_loss / math.log(self.vocab_size),
             "eval_at_degrees": [evaluation.row() for evaluation in self.final],
+            "world": self.world,
+            "versions": versions(),
         }
 
     def text(self) -> str:

@@ -55,6 +55,7 @@ def train(config: RunConfig, world: World, screen: Screen) -> Outcome:
         last_loss=_last_loss(path, done) if path else math.nan,
         vocab_size=job.corpus.manifest.tokenizer_size,
         final=final,
+        world=len(world.home.ranks),
     )
     if is_first(world):
         write_whole(job.dir / "summary.json", json.dumps(outcome.summary(), indent=1))

@@ -1,0 +1,20 @@
+"""What is installed: what records of runs and measurements keep beside their numbers. Imports none of it."""
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+PACKAGES = ("longspan", "torch", "transformers", "tokenizers", "numpy", "flash-attn-4")
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that results depend on; those that are not installed are left out.
+
+    >>> versions()["python"]
+    """
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
