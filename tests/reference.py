@@ -1,6 +1,6 @@
 """Dense attention in float64 on one process: what every distributed result is compared with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,14 +17,19 @@ def dense_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    factors: Callable[[int, int, int], Tensor] | None = None,
 ) -> Tensor:
     """Attention inside each document of packed rows; differentiable, in float64.
 
-    q (S, N, H), k (S, K, H), v (S, K, Hv), sinks (N,) -> (S, N, Hv).
+    q (S, N, H), k (S, K, H), v (S, K, Hv), sinks (N,) -> (S, N, Hv). `factors` (of document, rows, heads) gives what
+    dropout multiplies its weights by: (N, rows, rows).
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     documents = zip(*(x.double().split(list(lengths)) for x in (q, k, v)), strict=True)
-    out = [_document(*qkv, causal, window, sinks, softcap, scale) for qkv in documents]
+    out = [
+        _document(*qkv, causal, window, sinks, softcap, scale, factors and factors(d, len(qkv[0]), q.shape[1]))
+        for d, qkv in enumerate(documents)
+    ]
     return torch.cat(out) if out else q.new_zeros((0, q.shape[1], v.shape[2]), dtype=torch.float64)
 
 
@@ -37,6 +42,7 @@ def _document(
     sinks: Tensor | None,
     softcap: float | None,
     scale: float,
+    factors: Tensor | None,
 ) -> Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = torch.einsum("qnh,knh->nqk", q, k) * scale
@@ -54,6 +60,8 @@ def _document(
         extra = sinks.double()[:, None, None].expand(-1, len(q), 1)
         scores = torch.cat([scores, extra], dim=-1)
     weights = scores.softmax(-1)[..., : len(k)]
+    if factors is not None:
+        weights = weights * factors.to(weights.device)
     return torch.einsum("nqk,knh->qnh", weights, v)
 
 

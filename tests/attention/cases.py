@@ -2,26 +2,53 @@
 
 import itertools
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
+from longspan.attention.all_gather import gather_bytes_per_head
 from longspan.comm import SequenceShard
 from longspan.testing import backend
 from tests.reference import dense_attention, relative_error
 
 LIMIT = {"float64": 1e-12, "float32": 1e-5}
-HEADS = {"mha": (4, 4, 8, 8), "gqa": (4, 2, 16, 16), "mqa": (3, 1, 8, 8), "mla": (4, 2, 24, 16)}  # N, K, H, Hv
 RAGGED = (13, 1, 40, 2, 7)
+LEVELS = {1: (1, 1), 2: (2, 1), 3: (3, 1), 4: (2, 2), 6: (2, 3), 8: (4, 2)}  # of a2a+p2p by degree, in these layouts
+Sizes = tuple[int, int]
+
+
+def heads_of(name: str, slots: int) -> tuple[int, int, int, int]:
+    """N, K, H, Hv. Query heads divide by every degree up to the slots: key/value heads may be fewer, or cut through."""
+    n = 12 if 12 % slots == 0 else 8
+    return {
+        "mha": (n, n, 4, 4),
+        "gqa": (n, 4, 8, 8),
+        "mqa": (n, 1, 8, 8),
+        "mla": (n, n // 2, 12, 8),
+        "gqa 32/4 of 128": (32, 4, 128, 128),
+        "mla 192/128": (8, 8, 192, 128),
+        "64/8 of 64": (64, 8, 64, 64),
+    }[name]
 
 
 def micro_batch(*groups: tuple[tuple[int, ...], tuple[int, ...]], **options: Any) -> MicroBatch:
     """Groups given as (slots, lengths), with documents numbered through."""
     ids = itertools.count()
-    made = (Group(slots, tuple(next(ids) for _ in lengths), lengths, **options) for slots, lengths in groups)
+    made = (
+        Group(
+            slots,
+            tuple(next(ids) for _ in lengths),
+            lengths,
+            **{"hierarchical_context_parallel_sizes": LEVELS.get(len(slots)), **options},
+        )
+        for slots, lengths in groups
+    )
     return MicroBatch(tuple(made))
 
 
@@ -46,20 +73,38 @@ def layouts(slots: int) -> dict[str, MicroBatch]:
     return found
 
 
+def drawn_layout(slots: int, seed: int) -> MicroBatch:
+    """Groups drawn at random: members in any order, lengths, partitions and padding."""
+    draw = random.Random(seed)
+    degrees = [degree for degree in LEVELS if degree <= slots]
+    groups: list[Group] = []
+    document = 0
+    for _ in range(draw.randint(1, 4)):
+        degree = draw.choice(degrees)
+        lengths = tuple(draw.choice((1, 2, 5, 9, 24, draw.randint(1, 60))) for _ in range(draw.randint(1, 3)))
+        ids = tuple(range(document, document + len(lengths)))
+        sizes = draw.choice([(a, degree // a) for a in range(1, degree + 1) if degree % a == 0])
+        pad_to = draw.choice((None, None, max(lengths) + 3))
+        partition = draw.choice(("zigzag", "zigzag", "contiguous"))
+        kinds = tuple(draw.choice(("p2p", "all_gather", "a2a", "a2a+p2p", "auto")) for _ in range(2))  # by layer
+        members = tuple(draw.sample(range(slots), degree))
+        groups.append(Group(members, ids, lengths, kinds, sizes, partition, pad_to))
+        document += len(lengths)
+    return MicroBatch(tuple(groups))
+
+
 @dataclass(frozen=True)
-class Case:
-    """One call of attend on one layout, with the seed of its tensors."""
+class Question:
+    """What is asked of attend on one layout, with the seed of its tensors; the answer does not depend on the way."""
 
     layout: str
-    kind: str
     heads: str
     dtype: str = "float64"
     causal: bool = True
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    kernel: str | None = None
-    padding: int = 0  # rows to pad the shard to
+    dropout: float = 0.0
     seed: int = 0
 
     @property
@@ -67,93 +112,203 @@ class Case:
         return {"causal": self.causal, "window": self.window, "softcap": self.softcap}
 
 
-def table(slots: int, *, short: bool = False) -> list[Case]:
-    """Every layout × type × mask × head shape in float64, and a cut through the rest."""
-    cases = [
-        Case(layout, kind, heads, causal=causal)
-        for layout, kind in itertools.product(layouts(slots), ("p2p", "all_gather"))
-        for heads, causal in itertools.product(("gqa",) if short else ("mha", "gqa", "mqa"), (True, False))
-    ]
-    for layout, kind in itertools.product(layouts(slots), ("p2p", "all_gather")):
-        cases.append(Case(layout, kind, "gqa", "float32"))
-        cases.append(Case(layout, kind, "mla", window=5, sinks=True))
-        cases.append(Case(layout, kind, "gqa", padding=40))
-        if not short:
-            cases.append(Case(layout, kind, "mla", "float32", causal=False, sinks=True))
-            cases.append(Case(layout, kind, "mha", window=1))
-            cases.append(Case(layout, kind, "mqa", softcap=1.5, window=9))
-            cases.append(Case(layout, kind, "gqa", kernel="reference"))
-    return [replace(case, seed=seed) for seed, case in enumerate(cases)]
+@dataclass(frozen=True)
+class Way:
+    """How it is asked: by which communication, with which kernel."""
+
+    kind: str | None = "p2p"
+    sizes: Sizes | None = None
+    kernel: str | None = None
+    layer: int | None = None
+    padding: int = 0  # rows to pad the shard to
+    heads_at_once: int | None = None  # of all_gather, through its byte budget
+
+
+Case = tuple[Question, Way]
+WAYS = (Way("p2p"), Way("all_gather"), Way("a2a"), Way("a2a+p2p"))
+QUESTIONS = (
+    Question("", "gqa"),
+    Question("", "mha", causal=False),
+    Question("", "mla", window=5, sinks=True),
+    Question("", "mqa", softcap=1.5, window=9),
+    Question("", "gqa", dropout=0.3, sinks=True),
+    Question("", "mla", "float32"),
+)
+
+
+def cases_of(questions: Iterable[Question], ways: Iterable[Way]) -> list[Case]:
+    """Every question in every way, each question with tensors of its own."""
+    seeded = (replace(question, seed=seed) for seed, question in enumerate(questions))
+    return list(itertools.product(seeded, list(ways)))
+
+
+def table(slots: int) -> list[Case]:
+    """Every layout × mask, feature and head shape × type in float64, and a cut through the rest."""
+    names = [*layouts(slots)]
+    cases = cases_of((replace(q, layout=name) for name in names for q in QUESTIONS), WAYS)
+    window_1 = [Question(name, "mha", window=1, causal=True) for name in ("ragged", "padded")]
+    cases += cases_of(window_1, WAYS)
+    padded = [Question(name, "gqa", sinks=True) for name in names]
+    cases += cases_of(padded, [Way("p2p", padding=40), Way("a2a+p2p", padding=40)])
+    others = [Way("p2p", kernel="reference"), Way("all_gather", heads_at_once=1), Way("all_gather", heads_at_once=3)]
+    cases += cases_of([Question("ragged", "gqa", sinks=True), Question("ragged", "gqa", dropout=0.2)], others)
+    return cases
+
+
+def wide_table(slots: int) -> list[Case]:
+    """A cut through the table for many slots, in every pair of levels."""
+    names = ("ragged", "shares without rows", "even")
+    questions = (Question("", "gqa"), Question("", "mla", window=5, sinks=True), Question("", "mqa", causal=False))
+    levels = [Way("a2a+p2p", (a, slots // a)) for a in range(1, slots + 1) if slots % a == 0]
+    return cases_of((replace(q, layout=name) for name in names for q in questions), (*WAYS[:3], *levels))
+
+
+def head_shapes() -> list[Case]:
+    """Head shapes of well-known models at full size."""
+    shapes = ("gqa 32/4 of 128", "mla 192/128", "64/8 of 64")
+    questions = [Question("halves", name, dtype, sinks=True) for name in shapes for dtype in ("float64", "float32")]
+    return cases_of(questions, WAYS)
 
 
 def random_cases(slots: int, count: int, seed: int) -> list[Case]:
-    """Calls drawn at random."""
+    """Calls and layouts drawn at random; a way without a type takes each group's own."""
     draw = random.Random(seed)
+    kinds = (None, "p2p", "all_gather", "a2a", "a2a+p2p", "auto")
     return [
-        Case(
-            layout=draw.choice([*layouts(slots)]),
-            kind=draw.choice(("p2p", "all_gather")),
-            heads=draw.choice([*HEADS]),
-            window=draw.choice((None, 1, 2, 7, 30)),
-            softcap=draw.choice((None, None, 2.0)),
-            sinks=draw.random() < 0.5,
-            padding=draw.choice((0, 0, 33)),
-            seed=draw.randrange(1 << 30),
+        (
+            Question(
+                layout=f"drawn {draw.randrange(1 << 30)}",
+                heads=draw.choice(("mha", "gqa", "mqa", "mla")),
+                window=draw.choice((None, 1, 2, 7, 30)),
+                softcap=draw.choice((None, None, 2.0)),
+                sinks=draw.random() < 0.5,
+                dropout=draw.choice((0.0, 0.0, 0.25)),
+                seed=draw.randrange(1 << 30),
+            ),
+            Way(
+                kind=draw.choice(kinds),
+                layer=draw.randrange(2),
+                padding=draw.choice((0, 0, 33)),
+                heads_at_once=draw.choice((None, 1)),
+            ),
         )
         for _ in range(count)
     ]
 
 
-def tensors(case: Case, rows: int) -> list[Tensor]:
-    """q, k, v, dout, sinks in the case's dtype, the same on every rank."""
-    n, kv, size, v_size = HEADS[case.heads]
-    generator = torch.Generator().manual_seed(case.seed)
+def tensors(question: Question, slots: int, rows: int) -> list[Tensor]:
+    """q, k, v, dout, sinks in the question's dtype, the same on every rank."""
+    n, kv, size, v_size = heads_of(question.heads, slots)
+    generator = torch.Generator().manual_seed(question.seed)
     shapes = ((rows, n, size), (rows, kv, size), (rows, kv, v_size), (rows, n, v_size), (n,))
     made = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    return [x.to(getattr(torch, case.dtype)) for x in made]
+    return [x.to(getattr(torch, question.dtype)) for x in made]
 
 
-def wanted(case: Case, lengths: tuple[int, ...]) -> list[Tensor]:
+@lru_cache(maxsize=2)
+def wanted(question: Question, slots: int, lengths: tuple[int, ...]) -> list[Tensor]:
     """out, dq, dk, dv of the packed rows and dsinks, dense and in float64."""
-    *qkv, dout, sinks = tensors(case, sum(lengths))
+    *qkv, dout, sinks = tensors(question, slots, sum(lengths))
     leaves = [x.double().detach().requires_grad_() for x in (*qkv, sinks)]
-    out = dense_attention(*leaves[:3], lengths, sinks=leaves[3] if case.sinks else None, **case.options)
+    out = dense_attention(
+        *leaves[:3],
+        lengths,
+        sinks=leaves[3] if question.sinks else None,
+        factors=dropout_factors(question) if question.dropout else None,
+        **question.options,
+    )
     out.backward(dout.double())
-    return [out, *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)]
+    return [out.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)]
 
 
-def found(case: Case, shard: SequenceShard) -> list[Tensor]:
+def dropout_factors(question: Question) -> Callable[[int, int, int], Tensor]:
+    """(document, rows, heads) to the factors (N, L, L) of its weights, from the formula in `kernels/dropout.py`."""
+
+    def absorb(state: np.ndarray, word: np.ndarray) -> np.ndarray:
+        x = state + (word.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+    def factors(document: int, rows: int, heads: int) -> Tensor:
+        at = np.arange(rows)
+        state = absorb(np.zeros(1, np.uint64), np.array([question.seed]))
+        state = absorb(state, np.arange(heads))[:, None]
+        state = absorb(absorb(state, np.array([document])), at[None])[:, :, None]
+        word = absorb(state, at[None, None])
+        kept = (word >> np.uint64(33)) >= round(question.dropout * (1 << 31))
+        return torch.from_numpy(kept).double() / (1 - question.dropout)
+
+    return factors
+
+
+def found(case: Case, slots: int, shard: SequenceShard) -> list[Tensor]:
     """out, dq, dk, dv of this rank's rows, and its part of dsinks."""
-    *qkv, dout, sinks = (x.to(shard.device) for x in tensors(case, shard.tokens))
+    question = case[0]
+    *qkv, dout, sinks = (x.to(shard.device) for x in tensors(question, slots, shard.tokens))
     leaves = [x.requires_grad_() for x in (*(shard.scatter(x) for x in qkv), sinks)]
-    given = leaves[3] if case.sinks else None
-    out = attend(*leaves[:3], shard, sinks=given, cp_comm_type=case.kind, kernel=case.kernel, **case.options)
+    given = leaves[3] if question.sinks else None
+    out = attend(*leaves[:3], shard, sinks=given, **question.options, **options_of(case, shard, leaves))
     out.backward(shard.scatter(dout))
-    assert case.sinks == (leaves[3].grad is not None)
+    assert question.sinks == (leaves[3].grad is not None)
     for name, x in zip("qkv", leaves, strict=False):
         assert x.grad is not None, f"no gradient of {name} at {len(x)} rows"
     return [out.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)]
 
 
-def worst_error(case: Case, shard: SequenceShard, world: World) -> float:
-    """The largest relative error of out and of the gradients, each over the rows of all ranks."""
-    *rows, sinks = found(case, shard)
-    *full_rows, full_sinks = wanted(case, shard.micro_batch.lengths)
+def options_of(case: Case, shard: SequenceShard, leaves: list[Tensor]) -> dict[str, Any]:
+    """What the way passes to attend."""
+    question, way = case
+    rows = max(sum(group.laid_out) for group in shard.micro_batch.groups)
+    budget = gather_bytes_per_head(rows, leaves[1], leaves[2]) * (way.heads_at_once or 0)
+    return {
+        "cp_comm_type": way.kind,
+        "hierarchical_context_parallel_sizes": way.sizes,
+        "kernel": way.kernel,
+        "layer": way.layer,
+        "max_gather_bytes": budget or None,
+        "dropout": question.dropout,
+        "dropout_seed": question.seed,
+    }
+
+
+def squares_of(case: Case, slots: int, shard: SequenceShard) -> list[float]:
+    """Sums of squares of errors and of what is wanted of out, dq, dk, dv on this rank, and its part of dsinks."""
+    *rows, sinks = found(case, slots, shard)
+    *full_rows, _ = wanted(case[0], slots, shard.micro_batch.lengths)
     squares: list[float] = []
     for mine, full in zip(rows, full_rows, strict=True):
-        full_local = shard.scatter(full.detach().to(shard.device))
+        full_local = shard.scatter(full.to(shard.device))
         squares += [(mine.double() - full_local).square().sum().item(), full_local.square().sum().item()]
-    sums = world.reduce_sum([*squares, *sinks.tolist()])
-    errors = [(sums[i] / (sums[i + 1] or 1.0)) ** 0.5 for i in range(0, len(squares), 2)]
-    return max(*errors, relative_error(torch.tensor(sums[len(squares) :], dtype=torch.float64), full_sinks))
+    return [*squares, *sinks.tolist()]
 
 
 def run_cases(rank: int, slots: int, cases: list[Case]) -> list[float]:
-    """Worst error of each case; entered by every rank of a world of this many slots."""
+    """Worst error of each case: of out and of the gradients, each over the rows of all ranks."""
     with World(Layout(ranks=slots), backend=backend()) as world:
-        bound = {name: bind(batch, world) for name, batch in layouts(slots).items()}
-        return [worst_error(case, _padded(bound[case.layout], case.padding), world) for case in cases]
+        return worst_errors(cases, slots, world)
 
 
-def _padded(shard: SequenceShard, rows: int) -> SequenceShard:
-    return shard.with_padding(minimum=rows) if rows else shard
+def worst_errors(cases: list[Case], slots: int, world: World) -> list[float]:
+    """The same in a world that is open."""
+    named = layouts(slots)
+    bound: dict[tuple[str, int], SequenceShard] = {}
+    mine: list[list[float]] = []
+    for case in cases:
+        layout, padding = case[0].layout, case[1].padding
+        if (layout, padding) not in bound:
+            batch = named[layout] if layout in named else drawn_layout(slots, int(layout.split()[1]))
+            shard = bind(batch, world)
+            bound[layout, padding] = shard.with_padding(minimum=padding) if padding else shard
+        mine.append(squares_of(case, slots, bound[layout, padding]))
+    flat = iter(world.reduce_sum([x for squares in mine for x in squares]))
+    summed = [[next(flat) for _ in squares] for squares in mine]
+    return [_worst(case, sums, slots, named) for case, sums in zip(cases, summed, strict=True)]
+
+
+def _worst(case: Case, sums: list[float], slots: int, named: dict[str, MicroBatch]) -> float:
+    errors = [(sums[i] / (sums[i + 1] or 1.0)) ** 0.5 for i in range(0, 8, 2)]
+    layout = case[0].layout
+    batch = named[layout] if layout in named else drawn_layout(slots, int(layout.split()[1]))
+    sinks = wanted(case[0], slots, batch.lengths)[-1]
+    return max(*errors, relative_error(torch.tensor(sums[8:], dtype=torch.float64), sinks))

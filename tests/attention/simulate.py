@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention.block import Rule, add_block, add_block_gradients
+from longspan.attention.circle import Mask
 from longspan.attention.kernels.launch import Launch
 from longspan.attention.merge import Partial, RowSum
 from longspan.attention.tiles import tiles_between
@@ -13,7 +14,7 @@ from longspan.layout import Partition
 
 
 def simulate(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lengths: Sequence[int], degree: int, rule: Rule
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lengths: Sequence[int], degree: int, rule: Rule, mask: Mask
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, dq, dk, dv of packed rows (S, …), where every member meets every member's block, its own first."""
     shares = Partition.zigzag(lengths, degree)
@@ -22,7 +23,7 @@ def simulate(
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
     for member in range(degree):
         mine = rows[member]
-        blocks = [(rows[o], _launches(shares, member, o, rule, q.device)) for o in _ring(member, degree)]
+        blocks = [(rows[o], _launches(shares, member, o, mask, q.device)) for o in _ring(member, degree)]
         total = Partial(len(mine), q.shape[1], v.shape[2], like=q)
         for theirs, launches in blocks:
             add_block(total, q[mine], k[theirs], v[theirs], launches, rule)
@@ -42,6 +43,6 @@ def _ring(member: int, degree: int) -> list[int]:
     return [(member - step) % degree for step in range(degree)]
 
 
-def _launches(shares: Partition, member: int, owner: int, rule: Rule, device: torch.device) -> tuple[Launch, ...]:
-    tilings = tiles_between(shares.segments(member), shares.segments(owner), causal=rule.causal, window=rule.window)
+def _launches(shares: Partition, member: int, owner: int, mask: Mask, device: torch.device) -> tuple[Launch, ...]:
+    tilings = tiles_between(shares.segments(member), shares.segments(owner), causal=mask.causal, window=mask.window)
     return tuple(Launch(tiling, device) for tiling in tilings)

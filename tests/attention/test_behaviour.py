@@ -1,19 +1,18 @@
-"""What holds of every call of `attend`: bounded memory, no growing error, autograd's other ways to call it."""
+"""What holds of every call of `attend`: precision, autograd's and the compiler's ways to call it, types, blind rows."""
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import longspan.attention.ring as ring
 from longspan import Group, Layout, MicroBatch, World, attend, bind
 from longspan.attention import PATTERNS
-from longspan.comm import RingBlocks
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import micro_batch
 from tests.attention.test_attend import needs
 from tests.reference import dense_attention, relative_error
 
-TYPES = ("p2p", "all_gather")
+TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 def made(rows, *shapes, seed=0, dtype=torch.float64):
@@ -25,47 +24,11 @@ def leaves_of(shard, tensors):
     return [shard.scatter(x.to(shard.device)).requires_grad_() for x in tensors]
 
 
-# ---- memory
-
-
-class Recording(RingBlocks):
-    """Counts blocks that are alive at once, and distinct buffers that were handed out."""
-
-    seen: list["Recording"] = []  # noqa: RUF012
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.buffers = set()
-        Recording.seen.append(self)
-
-    def __iter__(self):
-        for owner, block in super().__iter__():
-            self.buffers.add(block[0].untyped_storage().data_ptr())
-            yield owner, block
-
-
-def peaks(rank, slots):
-    ring.RingBlocks = Recording  # in this process only
-    with World(Layout(ranks=slots), backend=backend()) as world:
-        shard = bind(micro_batch((tuple(range(slots)), (16 * slots, 5))), world)
-        q, k, v = leaves_of(shard, made(shard.tokens, (4, 8), (2, 8), (2, 8)))
-        attend(q, k, v, shard).sum().backward()
-    return [(blocks.peak_blocks, len(blocks.buffers)) for blocks in Recording.seen]
-
-
-@pytest.mark.parametrize("slots", [2, 4, 8])
-def test_a_ring_holds_at_most_three_blocks_forward_and_backward(slots):
-    needs(slots)
-    for found in run_ranks(peaks, slots, slots):
-        assert len(found) == 2, "one ring forward, one backward"
-        assert all(peak <= 3 and buffers <= 3 for peak, buffers in found), (slots, found)
-
-
 # ---- precision
 
 
 def half_errors(rank, slots, degrees):
-    """Relative errors of (out, dq, dk, dv) by degree and type, on the same rows."""
+    """Relative errors of (out, dq, dk, dv, dsinks) by degree and type, on the same rows."""
     with World(Layout(ranks=slots), backend=backend()) as world:
         return {(degree, kind): half_error(world, degree, kind) for degree in degrees for kind in TYPES}
 
@@ -73,12 +36,13 @@ def half_errors(rank, slots, degrees):
 def half_error(world, degree, kind):
     lengths = (90, 70)
     *qkv, dout = tensors = made(160, (4, 16), (2, 16), (2, 16), (4, 16), dtype=torch.bfloat16)
+    sinks = torch.linspace(-1, 1, 4, device=world.device)
     shard = bind(micro_batch((tuple(range(degree)), lengths)), world)
     leaves = leaves_of(shard, qkv)
-    out = attend(*leaves, shard, cp_comm_type=kind)
+    out = attend(*leaves, shard, cp_comm_type=kind, sinks=sinks)
     out.backward(shard.scatter(dout.to(shard.device)))
     full = [x.double().requires_grad_() for x in qkv]
-    wanted = dense_attention(*full, lengths)
+    wanted = dense_attention(*full, lengths, sinks=sinks.cpu())
     wanted.backward(tensors[3].double())
     found = [shard.gather(x.detach()).cpu() for x in (out, *(x.grad for x in leaves))]
     return [relative_error(f, w) for f, w in zip(found, [wanted, *(x.grad for x in full)], strict=True)]
@@ -95,13 +59,49 @@ def test_half_precision_error_does_not_grow_with_the_degree():
 # ---- other ways to call
 
 
+class Layer(nn.Module):
+    """A layer around attend, as a model has it."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.q, self.k, self.v = (nn.Linear(16, n, bias=False) for n in (48, 16, 16))
+        self.out = nn.Linear(48, 16, bias=False)
+
+    def forward(self, x, shard):
+        q, k, v = (f(x).unflatten(-1, (-1, 8)) for f in (self.q, self.k, self.v))
+        return x + self.out(attend(q, k, v, shard, cp_comm_type=self.kind, window=9).flatten(1))
+
+
+def through_layers(shard, x, kind, wrap):
+    """Output and gradients of two layers, each called through `wrap`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        layers = [Layer(kind).double().to(shard.device) for _ in range(2)]
+    x = shard.scatter(x.to(shard.device)).requires_grad_()
+    out = x
+    for layer in layers:
+        out = wrap(layer)(out, shard)
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad for layer in layers for p in layer.parameters())]
+
+
+def recomputed(layer):
+    return lambda x, shard: checkpoint(layer, x, shard, use_reentrant=False)
+
+
+def compiled(layer):
+    return torch.compile(layer, backend="aot_eager")
+
+
 def ways(rank, slots):
-    """Gradients through plain use, recomputation, two uses in one graph; outputs without a graph."""
+    """Gradients through plain use, recomputation, compilation, two uses in one graph; outputs without a graph."""
     found = {}
     with World(Layout(ranks=slots), backend=backend()) as world:
         batch = micro_batch(((0,), (3,)), (tuple(range(slots)), (20, 1, 9)), ((slots - 1, 0), (7,)))
         shard = bind(batch, world)
-        tensors = made(shard.tokens, (4, 8), (2, 8), (2, 8))
+        tensors = made(shard.tokens, (6, 8), (2, 8), (2, 8))
+        (rows,) = made(shard.tokens, (16,), seed=1)
         for kind in TYPES:
 
             def call(q, k, v, kind=kind, **options):
@@ -115,17 +115,24 @@ def ways(rank, slots):
 
             plain = gradients(call)
             again = gradients(call)
-            recomputed = gradients(lambda q, k, v, f=call: checkpoint(f, q, k, v, use_reentrant=False))
             twice = gradients(lambda q, k, v, f=call: f(f(q, k, v), k, v))
             apart = gradients(lambda q, k, v, f=call: f(checkpoint(f, q, k, v, use_reentrant=False), k, v))
             strided = gradients(lambda q, k, v, f=call: f(*(x.mT.contiguous().mT for x in (q, k, v))))
             with torch.no_grad():
                 bare = call(*leaves_of(shard, tensors))
+            dropped = [gradients(lambda *x, f=call, s=s: f(*x, dropout=0.5, dropout_seed=s)) for s in (1, 1, 2)]
+            by_step = []
+            for world.step in (1, 2):
+                by_step.append(gradients(lambda *x, f=call: checkpoint(f, *x, dropout=0.5, use_reentrant=False)))
+            layers = [through_layers(shard, rows, kind, wrap) for wrap in (lambda f: f, recomputed, compiled)]
             found[kind, "again"] = same(plain, again)
-            found[kind, "recomputed"] = same(plain, recomputed)
             found[kind, "twice"] = same(twice, apart)
             found[kind, "strided"] = same(plain, strided)
             found[kind, "without a graph"] = same(plain[:1], [bare]) and not bare.requires_grad
+            found[kind, "dropout by seed"] = same(*dropped[:2]) and not same(*dropped[1:])
+            found[kind, "dropout by step"] = not same(*by_step)
+            found[kind, "recomputed layer"] = same(layers[0], layers[1])
+            found[kind, "compiled layer"] = close(layers[0], layers[2])
     return found
 
 
@@ -133,10 +140,14 @@ def same(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_recomputation_double_use_and_no_grad_give_the_same_bits():
+def close(one, other):
+    return max(relative_error(a, b) for a, b in zip(one, other, strict=True)) < 1e-13
+
+
+def test_recomputation_compilation_double_use_and_no_grad_give_the_same():
     needs(3)
     for rank, found in enumerate(run_ranks(ways, 3, 3)):
-        assert all(found.values()), (rank, found)
+        assert all(found.values()), (rank, [what for what, good in found.items() if not good])
 
 
 def used(rank, slots):
@@ -145,22 +156,63 @@ def used(rank, slots):
     for kind, pattern in list(PATTERNS.items()):
 
         def forward(*args, kind=kind, pattern=pattern):
-            ran.append(kind)
+            ran.append((kind, args[3].inner))
             return pattern.forward(*args)
 
         PATTERNS[kind] = pattern._replace(forward=forward)
     with World(Layout(ranks=slots), backend=backend()) as world:
-        group = Group((0, 1), (0,), (8,), cp_comm_type=("all_gather", "p2p", "all_gather"))
+        kinds = ("all_gather", "p2p", "a2a", "a2a+p2p", "auto")
+        group = Group((0, 1), (0,), (8,), kinds, (1, 2))
         shard = bind(MicroBatch((group,)), world)
         q, k, v = (shard.scatter(x.to(shard.device)) for x in made(8, (2, 4), (1, 4), (1, 4)))
-        outs = [attend(q, k, v, shard, layer=layer) for layer in range(3)]
+        outs = [attend(q, k, v, shard, layer=layer) for layer in range(5)]
         outs.append(attend(q, k, v, shard, cp_comm_type="p2p", layer=0))
-        outs.append(attend(q, k, v, shard, cp_comm_type=["p2p", "all_gather"], layer=1))
+        outs.append(attend(q, k, v, shard, cp_comm_type=["p2p", "a2a"], layer=1))
+        outs.append(attend(q, k, v, shard, layer=3, hierarchical_context_parallel_sizes=(2, 1)))
     return ran, max((out - outs[0]).abs().max().item() for out in outs)
 
 
 def test_one_type_per_layer():
     needs(2)
     for ran, difference in run_ranks(used, 2, 2):
-        assert ran == ["all_gather", "p2p", "all_gather", "p2p", "all_gather"]
+        listed = [("all_gather", 1), ("p2p", 1), ("a2a", 2), ("a2a+p2p", 1)]
+        assert ran[:4] == listed and ran[5:] == [("p2p", 1), ("a2a", 2), ("a2a+p2p", 2)]
         assert difference < 1e-15
+
+
+# ---- rows that see nothing
+
+
+def blind(rank, slots):
+    """Largest absolute output and gradients of rows that pad documents out, and whether all numbers are finite."""
+    found = {}
+    with World(Layout(ranks=slots), backend=backend()) as world:
+        shard = bind(micro_batch((tuple(range(slots)), (3, 1, 9)), pad_to=20), world)
+        rows = shard.local_rows
+        for kind in TYPES:
+            for options in ({}, {"causal": False}, {"window": 2}, {"softcap": 2.0}, {"dropout": 0.5}):
+                q, k, v, dout = made(rows, (6, 8), (2, 8), (2, 8), (6, 8), seed=rank)
+                leaves = [x.to(shard.device).requires_grad_() for x in (q, k, v)]
+                sinks = torch.zeros(6, device=shard.device, requires_grad=True)
+                out = attend(*leaves, shard, sinks=sinks, cp_comm_type=kind, **options)
+                out.backward(dout.to(shard.device))
+                padding = shard.rows < 0
+                results = [out.detach(), *(x.grad for x in leaves)]
+                blank = max(x[padding].abs().max().item() for x in results)
+                finite = all(x.isfinite().all().item() for x in (*results, sinks.grad))
+                found[kind, str(options)] = (blank, finite, bool(padding.any()))
+    return found
+
+
+def test_rows_that_see_no_key_have_zero_output_and_gradients():
+    needs(3)
+    for found in run_ranks(blind, 3, 3):
+        assert all(each == (0.0, True, True) for each in found.values()), found
+
+
+@pytest.mark.parametrize("lengths", [(1,), (1, 1)])
+def test_a_single_process_needs_no_ranks(lengths):
+    with World(Layout(ranks=1), backend=backend()) as world:
+        shard = bind(micro_batch(((0,), lengths)), world)
+        q, k, v = (x.to(shard.device) for x in made(len(lengths), (2, 4), (1, 4), (1, 4)))
+        assert torch.equal(attend(q, k, v, shard), v.expand(-1, 2, -1))

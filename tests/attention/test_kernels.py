@@ -5,6 +5,7 @@ import torch
 
 from longspan.attention import KERNELS, Need, choose
 from longspan.attention.block import Rule
+from longspan.attention.circle import Mask
 from longspan.attention.kernels import cpu_flash, reference, torch_flash
 from longspan.attention.kernels.launch import Launch
 from longspan.attention.tiles import Tile, Tiling
@@ -37,9 +38,9 @@ def errors(kernel, dtype, heads, lengths, degree, seed=0, **options):
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     wanted = dense_attention(*leaves, lengths, **options)
     wanted.backward(dout.double())
-    scale = options.pop("scale", None)
-    rule = Rule(kernel=kernel, scale=size**-0.5 if scale is None else scale, **options)
-    found = simulate(q, k, v, dout, lengths, degree, rule)
+    rule = Rule(kernel=kernel, scale=options.get("scale", size**-0.5), softcap=options.get("softcap"))
+    mask = Mask(options.get("causal", True), options.get("window"))
+    found = simulate(q, k, v, dout, lengths, degree, rule, mask)
     return [relative_error(f, w) for f, w in zip(found, [wanted, *(x.grad for x in leaves)], strict=True)]
 
 

@@ -8,10 +8,12 @@ import torch
 
 from longspan import Group, MicroBatch, attend
 from longspan.comm import SequenceShard
-from longspan.errors import AttentionError, CommError, PlanError
+from longspan.errors import AttentionError, CommError
 
 BATCH = MicroBatch((Group((0, 1), (0,), (6,)),))  # three rows here
-LISTED = MicroBatch((Group((0, 1), (0,), (6,), cp_comm_type=("p2p", "a2a")),))
+LISTED = MicroBatch((Group((0, 1), (0,), (6,), cp_comm_type=("p2p", "ring")),))
+ELSEWHERE = MicroBatch((Group((0, 1), (0,), (6,)), Group((2, 3, 4), (1,), (9,), "a2a")))
+LEVELS = MicroBatch((Group((0, 1, 2, 3, 4, 5), (0,), (18,), "a2a+p2p", (2, 3)),))
 
 
 def shard(batch=BATCH, slot=0):
@@ -23,6 +25,7 @@ def x(*shape, dtype=torch.float32):
 
 
 GOOD = {"q": x(3, 4, 8), "k": x(3, 2, 8), "v": x(3, 2, 8), "shard": shard()}
+WIDE = {**GOOD, "shard": shard(LEVELS), "hierarchical_context_parallel_sizes": None}
 
 BAD = [
     ({"q": x(2, 4, 8), "k": x(2, 2, 8), "v": x(2, 2, 8)}, r"got 2 rows, the shard holds 3; q \(2, 4, 8\)"),
@@ -39,22 +42,46 @@ BAD = [
     ({"k": x(3, 2, 16)}, "q and k equal head sizes"),
     ({"shard": BATCH}, "shard is a MicroBatch; pass what bind"),
     ({"window": 0}, "window is 0; it is how many positions"),
+    ({"window": -3}, "window is -3; it is how many positions"),
     ({"window": 2.5}, "window is 2.5"),
     ({"window": 4, "causal": False}, "needs causal=True"),
     ({"softcap": 0.0}, "softcap is 0.0; give a finite number above 0"),
     ({"scale": float("nan")}, "scale is nan"),
-    ({"dropout": 0.1}, "dropout 0.1 is not in this release"),
+    ({"dropout": 1.0}, "dropout is 1.0; give the probability"),
+    ({"dropout": -0.1}, "dropout is -0.1"),
+    ({"dropout": float("nan")}, "dropout is nan"),
     ({"sinks": x(3)}, r"sinks has shape \(3,\); give one logit per query head: \(4,\)"),
     ({"sinks": x(4, dtype=torch.int64)}, "sinks is torch.int64"),
-    ({"cp_comm_type": "ring"}, "cp_comm_type 'ring' is unknown; use 'p2p' or 'all_gather'"),
-    ({"cp_comm_type": "a2a"}, "cp_comm_type 'a2a' is not in this release"),
-    ({"cp_comm_type": "a2a+p2p"}, r"cp_comm_type 'a2a\+p2p' is not in this release"),
+    ({"cp_comm_type": "ring"}, "cp_comm_type 'ring' is unknown; use one of p2p, all_gather, a2a, a2a.p2p, auto"),
     ({"cp_comm_type": ["p2p", "p2p"]}, "has 2 entries, one per layer; got layer=None"),
     ({"cp_comm_type": ["p2p", "p2p"], "layer": 2}, "got layer=2"),
-    ({"shard": shard(LISTED), "layer": 1}, "cp_comm_type 'a2a' of group 0 is not in this release"),
+    ({"shard": shard(LISTED), "layer": 1}, "cp_comm_type 'ring' of group 0 is unknown"),
+    ({"shard": shard(LISTED)}, "cp_comm_type of group 0 has 2 entries, one per layer; got layer=None"),
+    ({"cp_comm_type": "a2a+p2p"}, r"needs hierarchical_.*\(a2a, p2p\) with product 2: one of \(1, 2\), \(2, 1\)"),
+    (
+        {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)},
+        r"sizes \(2, 2\) of group 0 multiply to 4, but the group has cp 2; use one of \(1, 2\), \(2, 1\)",
+    ),
+    ({"hierarchical_context_parallel_sizes": (2,)}, r"is \(2,\); give \(a2a, p2p\), two sizes"),
+    ({"hierarchical_context_parallel_sizes": (0, 2)}, r"is \(0, 2\); give \(a2a, p2p\)"),
+    (
+        {**WIDE, "cp_comm_type": "a2a"},
+        r"4 query heads cannot be dealt to the 6 members .* of group 0 .*: 1, 2 \(.* \(1, 6\), \(2, 3\)\)",
+    ),
+    (
+        {**WIDE, "hierarchical_context_parallel_sizes": (3, 2)},
+        r"4 query heads cannot be dealt to the 3 members that cp_comm_type 'a2a\+p2p'",
+    ),
+    ({"shard": shard(ELSEWHERE)}, "4 query heads cannot be dealt to the 3 members .* of group 1"),
+    ({"max_gather_bytes": 0}, "max_gather_bytes is 0; give a number of bytes"),
+    (
+        {"cp_comm_type": "all_gather", "max_gather_bytes": 1000},
+        "max_gather_bytes 1000 does not hold one key/value head of a group of 6 rows, which takes 1920 bytes",
+    ),
     ({"kernel": "fast"}, "kernel 'fast' is unknown; available here: cpu_flash, reference"),
     ({"kernel": "torch_flash"}, "needs cuda tensors, got cpu; available here: cpu_flash, reference"),
     ({"kernel": "cpu_flash", "softcap": 2.0}, "needs a call without softcap, got softcap; available here: reference"),
+    ({"kernel": "cpu_flash", "dropout": 0.1, "dropout_seed": 0}, "got dropout; available here: reference"),
 ]
 
 
@@ -64,22 +91,40 @@ def test_a_bad_call_is_refused_before_communication(changes, message):
         attend(**{**GOOD, **changes})
 
 
-def test_a_type_per_layer_needs_the_layer():
-    with pytest.raises(PlanError, match="layer=None"):
-        attend(**{**GOOD, "shard": shard(LISTED)})
+TALKING = [
+    {"cp_comm_type": "p2p"},
+    {"cp_comm_type": "all_gather"},
+    {"cp_comm_type": "a2a"},
+    {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 1)},
+    {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (1, 2)},
+    {"cp_comm_type": "auto"},
+    {"window": 1},
+]
 
 
-def test_a_good_call_talks():
+@pytest.mark.parametrize("changes", TALKING, ids=str)
+def test_a_good_call_talks_whatever_its_type(changes):
+    """Never attention over the local rows: a level without its group is an error."""
     with pytest.raises(CommError, match="world -1"):
-        attend(**GOOD)
+        attend(**{**GOOD, **changes})
 
 
 def test_a_slot_without_groups_checks_as_well_and_has_no_rows():
     idle = {name: x(0, 4, 8) for name in "qkv"} | {"shard": shard(slot=2)}
     with pytest.raises(AttentionError, match="'ring' is unknown"):
         attend(**idle, cp_comm_type="ring")
+    with pytest.raises(AttentionError, match="of group 1"):
+        attend(**{**idle, "shard": shard(ELSEWHERE, slot=5)})
     leaves = [idle[name].requires_grad_() for name in "qkv"]
     out = attend(**idle, sinks=torch.ones(4, requires_grad=True))
     assert out.shape == (0, 4, 8)
     out.sum().backward()
     assert all(leaf.grad is not None and leaf.grad.shape == (0, 4, 8) for leaf in leaves)
+
+
+def test_one_member_needs_no_heads_and_no_levels():
+    alone = SequenceShard(MicroBatch((Group((0,), (0,), (3,)),)), 0, -1, torch.device("cpu"))
+    odd = {"q": x(3, 3, 8), "k": x(3, 1, 8), "v": x(3, 1, 8), "shard": alone}
+    wanted = attend(**odd)
+    for changes in (*TALKING[:3], {"cp_comm_type": "a2a+p2p"}):
+        assert torch.equal(attend(**odd, **changes), wanted)

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from longspan.attention import PATTERNS
+from longspan.attention import PATTERNS, TYPES
 from longspan.errors import ConfigError, LayoutError
+from longspan.plan.check import COMM_TYPES
 from longspan.train.config import RunConfig
-from longspan.train.config_check import RUNNING_COMM_TYPES, check_config, check_longest
+from longspan.train.config_check import check_config, check_longest
 from longspan.train.config_file import config_keys, load_config, to_toml
 from longspan.train.plans import degrees_to_compare
 
@@ -127,8 +128,7 @@ IMPOSSIBLE = [
     (4, {"context.planner": "padded", "context.max_tokens_per_slot": 512}, r"max_tokens_per_slot 512"),
     (4, {"context.cp_comm_type": "ring"}, r"context.cp_comm_type is 'ring'; known: p2p"),
     (4, {"context.cp_comm_type": ("p2p", "al_gather")}, r"'al_gather'; did you mean 'all_gather'"),
-    (4, {"context.eval_cp_comm_type": "a2a"}, r"context.eval_cp_comm_type is 'a2a', which this release does not run"),
-    (4, {"context.cp_comm_type": "a2a+p2p"}, r"'a2a\+p2p', which this release does not run; use p2p or all_gather"),
+    (4, {"context.eval_cp_comm_type": "a2b"}, r"context.eval_cp_comm_type is 'a2b'; did you mean 'a2a'"),
     (4, {"parallel.tp": 2}, r"parallel.tp is 2: this release trains without tensor parallelism"),
     (4, {"parallel.pp": 2}, r"parallel.pp is 2: this release trains without pipeline"),
     (4, {"parallel.vpp": 2}, r"parallel.vpp is 2"),
@@ -162,8 +162,8 @@ def test_the_longest_document_is_named_where_nothing_was_cut() -> None:
         check_longest(config, home, 2049, "a.txt")
 
 
-def test_this_release_runs_the_types_that_attention_has() -> None:
-    assert set(RUNNING_COMM_TYPES) == set(PATTERNS)
+def test_the_types_of_a_plan_are_those_that_attention_has() -> None:
+    assert set(COMM_TYPES) == set(TYPES) == {*PATTERNS, "auto"}
 
 
 @pytest.mark.parametrize(("ranks", "degrees"), [(1, (1,)), (2, (1, 2)), (3, (1, 3)), (4, (1, 2, 4)), (6, (1, 2, 6))])

@@ -1,6 +1,19 @@
-"""Exact attention over a sharded sequence: one function, and the table of kernels that it chooses from."""
+"""Exact attention over a sharded sequence: one function, the table of kernels, and the choice of communication."""
 
 from longspan.attention.attend import PATTERNS, attend
+from longspan.attention.auto import TYPES, Call, Choice, Machine, choose_type
 from longspan.attention.kernels import KERNELS, Kernel, Need, choose
 
-__all__ = ["KERNELS", "PATTERNS", "Kernel", "Need", "attend", "choose"]
+__all__ = [
+    "KERNELS",
+    "PATTERNS",
+    "TYPES",
+    "Call",
+    "Choice",
+    "Kernel",
+    "Machine",
+    "Need",
+    "attend",
+    "choose",
+    "choose_type",
+]

@@ -6,37 +6,50 @@ and the log-sum-exp of the local rows.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.attention.all_gather import all_gather_backward, all_gather_forward
+from longspan.attention.all_to_all import a2a_backward, a2a_forward
+from longspan.attention.auto import Call
 from longspan.attention.block import Rule
+from longspan.attention.circle import Circle, Mask
 from longspan.attention.kernels import Need, choose
+from longspan.attention.kernels.dropout import Dropout, mixed_seed
 from longspan.attention.merge import accumulation_dtype
 from longspan.attention.ring import ring_backward, ring_forward
-from longspan.attention.validate import check_features, check_sinks, check_tensors
-from longspan.comm import SequenceShard, ShardPart
-from longspan.errors import AttentionError
+from longspan.attention.routes import Asked, Route, routes_of
+from longspan.attention.validate import check_budget, check_features, check_sinks, check_tensors
+from longspan.comm import SequenceShard, ShardPart, world_of
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Pattern(NamedTuple):
     """How the members of a group share keys and values; both functions work on one part's local rows."""
 
-    forward: Callable[[Tensor, Tensor, Tensor, ShardPart, Rule], tuple[Tensor, Tensor]]
+    forward: Callable[[Tensor, Tensor, Tensor, Circle, Rule], tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 PATTERNS: dict[str, Pattern] = {
     "p2p": Pattern(ring_forward, ring_backward),
     "all_gather": Pattern(all_gather_forward, all_gather_backward),
+    "a2a": Pattern(a2a_forward, a2a_backward),
+    "a2a+p2p": Pattern(a2a_forward, a2a_backward),
 }
-_OF_LATER_RELEASES = ("a2a", "a2a+p2p")
 
 
+def _outside_graphs(fn: Function) -> Function:
+    """torch.compile ends its graph before this call and begins another after it."""
+    return cast(Function, torch.compiler.disable(fn))
+
+
+@_outside_graphs
 def attend(
     q: Tensor,
     k: Tensor,
@@ -49,7 +62,10 @@ def attend(
     softcap: float | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
+    dropout_seed: int | None = None,
     cp_comm_type: str | Sequence[str] | None = None,
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
+    max_gather_bytes: int | None = None,
     layer: int | None = None,
     kernel: str | None = None,
 ) -> Tensor:
@@ -63,9 +79,20 @@ def attend(
     >>> out = attend(q, k, v, shard, window=4096, layer=3)
 
     `window` w: position p sees p − w + 1 … p. `sinks` (N,): one logit per query head that takes weight and gives no
-    value. `softcap` c: scores become c · tanh(score / c). `scale` defaults to H ** −0.5. `cp_comm_type` wins over the
-    groups' own; where there is one per layer, `layer` picks. `kernel` names one of the support table
-    (`longspan.attention.KERNELS`); by default the first that can.
+    value. `softcap` c: scores become c · tanh(score / c). `scale` defaults to H ** −0.5. A row that sees no key (one
+    that pads a document out) has output and gradient 0.
+
+    `dropout` zeroes weights with this probability, by a hash of `dropout_seed`, head, document and both positions: the
+    same weights at every degree and under every type. By default the seed is mixed from `torch.initial_seed()`, the
+    world's step and `layer`. Pass 0.0 in evaluation.
+
+    `cp_comm_type` (p2p, all_gather, a2a, a2a+p2p, auto) and `hierarchical_context_parallel_sizes` (a2a, p2p) win over
+    the groups' own; of a list with one per layer, `layer` picks. `max_gather_bytes` bounds what all_gather holds of
+    other ranks' keys, values and their gradients at a time: it then works through the heads in slices.
+
+    `kernel` names one of the support table (`longspan.attention.KERNELS`); by default the first that can. All sums
+    over blocks and ranks are taken in a fixed order, so that a call gives the same bits again wherever its kernel
+    does; under `torch.use_deterministic_algorithms(True)` every kernel does.
 
     Raises AttentionError, before any communication, for tensors that do not fit each other or the shard, and for
     anything that could not be computed exactly.
@@ -73,65 +100,66 @@ def attend(
     check_tensors(q, k, v, shard)
     check_features(causal=causal, window=window, softcap=softcap, scale=scale, dropout=dropout)
     check_sinks(sinks, q)
-    kinds = _kinds(shard.parts, cp_comm_type, layer)
-    features = frozenset(n for n, asked in (("window", window), ("softcap", softcap)) if asked is not None)
-    need = Need(q.device, q.dtype, max(q.shape[2], v.shape[2]), features)
+    asked = Asked.of(cp_comm_type, hierarchical_context_parallel_sizes, layer)
+    call = Call(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size(), causal, window)
+    routes = routes_of(shard, asked, call)
+    check_budget(
+        max_gather_bytes, k, v, [g for i, g in enumerate(shard.micro_batch.groups) if routes[i].kind == "all_gather"]
+    )
+    features = {"window": window is not None, "softcap": softcap is not None, "dropout": dropout > 0}
+    need = Need(q.device, q.dtype, max(q.shape[2], v.shape[2]), frozenset(n for n, asked in features.items() if asked))
     rule = Rule(
         kernel=choose(need, kernel),
         scale=q.shape[2] ** -0.5 if scale is None else float(scale),
-        causal=causal,
-        window=window,
         softcap=softcap,
-        memo=shard.memo,
+        dropout=Dropout(dropout, _seed(dropout_seed, shard, layer)) if dropout else None,
+        max_gather_bytes=max_gather_bytes,
     )
-    return _Attend.apply(q, k, v, sinks, _Call(shard.parts, kinds, rule))  # pyright: ignore[reportReturnType]
+    parts = tuple(_Part.of(part, routes[part.index], Mask(causal, window), shard) for part in shard.parts)
+    return _Attend.apply(q, k, v, sinks, _Walk(parts, rule))  # pyright: ignore[reportReturnType]
 
 
-def _kinds(parts: Sequence[ShardPart], asked: str | Sequence[str] | None, layer: int | None) -> tuple[str, ...]:
-    """The communication type of each part; what was asked for is checked also where there is no part."""
-    if asked is None:
-        return tuple(_known(part.cp_comm_type(layer), f" of group {part.index}") for part in parts)
-    if not isinstance(asked, str):
-        if layer is None or not 0 <= layer < len(asked):
-            raise AttentionError(f"cp_comm_type has {len(asked)} entries, one per layer; got layer={layer}")
-        asked = asked[layer]
-    return (_known(asked, ""),) * len(parts)
+def _seed(given: int | None, shard: SequenceShard, layer: int | None) -> int:
+    if given is not None:
+        return mixed_seed(given)
+    return mixed_seed(torch.initial_seed(), world_of(shard.world_key).step, -1 if layer is None else layer)
 
 
-def _known(kind: str, where: str) -> str:
-    if kind in PATTERNS:
-        return kind
-    state = "is not in this release" if kind in _OF_LATER_RELEASES else "is unknown"
-    known = " or ".join(repr(name) for name in PATTERNS)
-    raise AttentionError(f"cp_comm_type {kind!r}{where} {state}; use {known}")
+class _Part(NamedTuple):
+    """Local rows of one group, how they communicate, and with whom."""
+
+    rows: slice
+    pattern: Pattern
+    circle: Circle
+
+    @classmethod
+    def of(cls, part: ShardPart, route: Route, mask: Mask, shard: SequenceShard) -> "_Part":
+        """Circles are kept with the shard, so that layers share their geometry."""
+        key = ("circle", part.index, route.inner, mask)
+        if key not in shard.memo:
+            shard.memo[key] = Circle(part, mask, shard.device, route.inner)
+        return cls(slice(part.start, part.stop), PATTERNS[route.kind], shard.memo[key])
 
 
 @dataclass(frozen=True)
-class _Call:
-    parts: tuple[ShardPart, ...]
-    kinds: tuple[str, ...]
-    rule: Rule
+class _Walk:
+    """One call: its parts in plan order, and what is computed in each."""
 
-    def walk(self) -> list[tuple[slice, ShardPart, Pattern]]:
-        """Rows, part and pattern, in plan order."""
-        return [
-            (slice(part.start, part.stop), part, PATTERNS[kind])
-            for part, kind in zip(self.parts, self.kinds, strict=True)
-        ]
+    parts: tuple[_Part, ...]
+    rule: Rule
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, walk: _Walk) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        found = [pattern.forward(q[rows], k[rows], v[rows], part, call.rule) for rows, part, pattern in call.walk()]
+        rule = replace(walk.rule, sinks=sinks)
+        found = [pattern.forward(q[rows], k[rows], v[rows], circle, rule) for rows, pattern, circle in walk.parts]
         dtype = accumulation_dtype(q.dtype)
         out = _joined([out for out, _ in found], q.new_empty((0, q.shape[1], v.shape[2]), dtype=dtype))
         lse = _joined([lse for _, lse in found], q.new_empty((0, q.shape[1]), dtype=dtype))
-        if sinks is not None:
-            out, lse = _with_sinks(out, lse, sinks)
         out = out.to(q.dtype).contiguous()
-        ctx.call = call
+        ctx.walk = walk
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out
 
@@ -141,9 +169,9 @@ class _Attend(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         dout = gradients[0].contiguous()
         found: list[list[Tensor]] = [[], [], []]
-        for rows, part, pattern in reversed(ctx.call.walk()):
-            local = (x[rows] for x in (dout, q, k, v, out, lse))
-            for parts, gradient in zip(found, pattern.backward(*local, part, ctx.call.rule), strict=True):
+        for part in reversed(ctx.walk.parts):
+            local = (x[part.rows] for x in (dout, q, k, v, out, lse))
+            for parts, gradient in zip(found, part.pattern.backward(*local, part.circle, ctx.walk.rule), strict=True):
                 parts.insert(0, gradient.to(q.dtype))
         dq, dk, dv = (_joined(parts, x[:0]).contiguous() for parts, x in zip(found, (q, k, v), strict=True))
         return dq, dk, dv, None if sinks is None else _sink_gradient(dout, out, lse, sinks), None
@@ -151,12 +179,6 @@ class _Attend(torch.autograd.Function):
 
 def _joined(parts: list[Tensor], empty: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat([empty, *parts])
-
-
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """A sink is one more key with value 0: it joins the log-sum-exp of each row and thins the output."""
-    total = torch.logaddexp(lse, sinks.to(lse.dtype))
-    return out * torch.exp(lse - total).unsqueeze(-1), total
 
 
 def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

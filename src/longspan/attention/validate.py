@@ -1,12 +1,15 @@
 """Checks of a call of `attend`, on the host and before any communication, so that every rank can fail alike."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from longspan.attention.all_gather import gather_bytes_per_head
 from longspan.comm import SequenceShard
 from longspan.errors import AttentionError
+from longspan.plan import Group
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -54,8 +57,10 @@ def check_features(
     *, causal: bool, window: int | None, softcap: float | None, scale: float | None, dropout: float
 ) -> None:
     """Raise AttentionError for masks and numbers that cannot be computed exactly."""
-    if dropout:
-        raise AttentionError(f"dropout {dropout} is not in this release; use dropout=0.0")
+    if not 0 <= dropout < 1:
+        raise AttentionError(
+            f"dropout is {dropout!r}; give the probability that a weight is dropped, from 0 to below 1"
+        )
     if window is not None:
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise AttentionError(f"window is {window!r}; it is how many positions a query sees, at least 1, or None")
@@ -64,6 +69,20 @@ def check_features(
     for name, value in (("softcap", softcap), ("scale", scale)):
         if value is not None and not (math.isfinite(value) and (value > 0 or name == "scale")):
             raise AttentionError(f"{name} is {value!r}; give a finite number{'' if name == 'scale' else ' above 0'}")
+
+
+def check_budget(budget: int | None, k: Tensor, v: Tensor, groups: Sequence[Group]) -> None:
+    """Raise AttentionError where a group that gathers cannot hold one head of its rows in the budget."""
+    if budget is None:
+        return
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
+        raise AttentionError(f"max_gather_bytes is {budget!r}; give a number of bytes, or None for no limit")
+    rows = max((sum(group.laid_out) for group in groups if group.degree > 1), default=0)
+    if (least := gather_bytes_per_head(rows, k, v)) > budget:
+        raise AttentionError(
+            f"max_gather_bytes {budget} does not hold one key/value head of a group of {rows} rows, which takes "
+            f"{least} bytes; raise it, or use p2p"
+        )
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from longspan.comm.groups import Handle as Handle
     from longspan.comm.groups import world_of as world_of
     from longspan.comm.launch import run_local as run_local
+    from longspan.comm.pairs import PairBlocks as PairBlocks
+    from longspan.comm.pairs import PairGradients as PairGradients
     from longspan.comm.ring import GradientRing as GradientRing
     from longspan.comm.ring import RingBlocks as RingBlocks
     from longspan.comm.rows import exchange_rows as exchange_rows
@@ -26,6 +28,7 @@ _HOME_OF = {
     **dict.fromkeys(("all_reduce_sum", "gather_rows", "scatter_rows"), "longspan.comm.collectives"),
     **dict.fromkeys(("Channel", "Handle", "world_of"), "longspan.comm.groups"),
     "run_local": "longspan.comm.launch",
+    **dict.fromkeys(("PairBlocks", "PairGradients"), "longspan.comm.pairs"),
     **dict.fromkeys(("GradientRing", "RingBlocks"), "longspan.comm.ring"),
     "exchange_rows": "longspan.comm.rows",
     **dict.fromkeys(("SequenceShard", "ShardPart", "bind"), "longspan.comm.shard"),
@@ -36,6 +39,8 @@ __all__ = [
     "Channel",
     "GradientRing",
     "Handle",
+    "PairBlocks",
+    "PairGradients",
     "RingBlocks",
     "SequenceShard",
     "ShardPart",

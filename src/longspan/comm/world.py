@@ -89,6 +89,8 @@ class World(HostValues):
         _worlds[self.key] = self
         try:
             self._make_groups()
+            # Slots of a node, as the home's first rank sees it: every rank must choose alike by it.
+            self.node_size = self.broadcast_object(max(1, _ranks_of_node(len(self.home.ranks)) // self.home.tp))
         except BaseException as error:
             self._leave(error)
             raise
@@ -272,6 +274,11 @@ def _running(home: Layout) -> Place:
     _check_size(home, dist.get_world_size())
     rank = dist.get_rank()
     return Place(rank, dist.get_world_size(), int(os.environ.get("LOCAL_RANK", rank)), "")
+
+
+def _ranks_of_node(ranks: int) -> int:
+    """How many ranks run on this machine: torchrun's LOCAL_WORLD_SIZE, all where it is not set."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
 def _check_size(home: Layout, size: int) -> None:

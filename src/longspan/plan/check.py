@@ -17,7 +17,7 @@ from longspan.plan.evaluate import slot_rows
 if TYPE_CHECKING:
     from longspan.plan.plan import Group, Plan
 
-COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p", "auto")
 PARTITIONS = ("zigzag", "contiguous")
 MODES = ("lockstep", "free")
 

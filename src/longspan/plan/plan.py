@@ -17,7 +17,7 @@ from longspan.plan.cost import DEFAULT_COST, Cost
 from longspan.plan.evaluate import Timeline, slot_rows, timeline
 from longspan.plan.table import plan_table
 
-CommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
+CommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p", "auto"]
 PartitionKind = Literal["zigzag", "contiguous"]
 Mode = Literal["lockstep", "free"]
 

@@ -43,7 +43,6 @@ _LEAST = {
     "run.keep_checkpoints": 0,
 }
 _POSITIVE = ("train.lr", "run.timeout_seconds")
-RUNNING_COMM_TYPES = ("p2p", "all_gather")
 # What this release runs; the rest of the house is laid out for it, and says so instead of running something else.
 _ONE_IN_THIS_RELEASE = {
     "tp": "tensor parallelism",
@@ -103,11 +102,6 @@ def _check_types(choice: PlanChoice) -> None:
     for kind in choice.comm_types:
         if kind not in COMM_TYPES:
             raise ConfigError(f"{choice.keys.comm_type} is {kind!r}; {nearest(kind, COMM_TYPES)}")
-        if kind not in RUNNING_COMM_TYPES:
-            raise ConfigError(
-                f"{choice.keys.comm_type} is {kind!r}, which this release does not run; "
-                f"use {' or '.join(RUNNING_COMM_TYPES)}"
-            )
 
 
 def _check_degree(choice: PlanChoice, home: Layout) -> None:

@@ -20,7 +20,7 @@ _FULL = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Need:
-    """What a call asks of a kernel. `features`: of "window", "softcap"."""
+    """What a call asks of a kernel. `features`: of "window", "softcap", "dropout"."""
 
     device: torch.device
     dtype: torch.dtype
@@ -90,7 +90,7 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=_HALF + _FULL,
         forward=reference.forward,
         backward=reference.backward,
-        features=frozenset({"window", "softcap"}),
+        features=frozenset({"window", "softcap", "dropout"}),
     ),
 )
 

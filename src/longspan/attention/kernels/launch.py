@@ -1,12 +1,22 @@
 """A tiling on a device: what a kernel is given besides its tensors."""
 
+from collections.abc import Callable
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.attention.tiles import Tile, Tiling
+from longspan.attention.tiles import Rows, Tile, Tiling
+
+
+class Tokens(NamedTuple):
+    """Who the rows of a block are: document id and position of every query row, position of every key row."""
+
+    document: Rows
+    q_position: Rows
+    k_position: Rows
 
 
 class Launch:
@@ -16,12 +26,13 @@ class Launch:
     each beginning where the one before ends; all have the mask `left`, `right` (see `Tile`).
     """
 
-    def __init__(self, tiling: Tiling, device: torch.device) -> None:
+    def __init__(self, tiling: Tiling, device: torch.device, tokens: Callable[[], Tokens] | None = None) -> None:
         self.tiling, self.device = tiling, device
         self.tiles = tiling.packed().tiles
         self.left, self.right = tiling.left, tiling.right
         self.q_rows = _on(tiling.q_rows(), device)
         self.k_rows = _on(tiling.k_rows(), device)
+        self._tokens = tokens
 
     @cached_property
     def cu_seqlens(self) -> tuple[Tensor, Tensor]:
@@ -34,6 +45,16 @@ class Launch:
     def longest(self) -> tuple[int, int]:
         """The most query rows and the most key rows of a tile."""
         return max(tile.queries for tile in self.tiles), max(tile.keys for tile in self.tiles)
+
+    @cached_property
+    def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Document id and position of the query rows that a kernel receives, and position of the key rows: int64."""
+        assert self._tokens is not None, "this launch was made without tokens"
+        document, q_position, k_position = self._tokens()
+        q_rows, k_rows = self.tiling.q_rows(), self.tiling.k_rows()
+        picked = (document[q_rows], q_position[q_rows], k_position[k_rows])
+        documents, q_positions, k_positions = (torch.from_numpy(x.copy()).to(self.device) for x in picked)
+        return documents, q_positions, k_positions
 
 
 def visible(tile: Tile, device: torch.device) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Attention tile by tile in plain tensor operations: any device, any floating dtype, every mask, softcap.
+"""Attention tile by tile in plain tensor operations: any device, any floating dtype, every mask, softcap, dropout.
 
 Scores are float32 (float64 for float64) and never held for more than a bounded piece of a tile.
 """
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from longspan.attention.kernels.dropout import Dropout
 from longspan.attention.kernels.launch import Launch, visible
 from longspan.attention.merge import accumulation_dtype
 from longspan.attention.tiles import Tile
@@ -16,7 +17,14 @@ _SCORES_AT_ONCE = 1 << 23  # elements: 32 MiB in float32
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, launch: Launch, *, scale: float, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    launch: Launch,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N)."""
     dtype = accumulation_dtype(q.dtype)
@@ -27,6 +35,8 @@ def forward(
         scores, _ = _scores(_grouped(q[rows], k.shape[1], dtype), k[keys].to(dtype), tile, scale, softcap)
         row_lse = scores.logsumexp(-1)  # (K, G, Tq)
         weights = torch.exp(scores - row_lse.unsqueeze(-1))
+        if dropout is not None:
+            weights *= _factors(dropout, launch, tile, weights)
         out[rows] = torch.einsum("kgqs,skh->qkgh", weights, v[keys].to(dtype)).flatten(1, 2)
         lse[rows] = row_lse.permute(2, 0, 1).flatten(1, 2)
     return out, lse
@@ -43,6 +53,7 @@ def backward(
     *,
     scale: float,
     softcap: float | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this block, where out (Tq, N, Hv) and lse (Tq, N) are over the keys of all blocks."""
     dtype = accumulation_dtype(q.dtype)
@@ -54,9 +65,14 @@ def backward(
         scores, slope = _scores(q_rows, k_rows, tile, scale, softcap)
         row_lse = lse[rows].unflatten(1, (k.shape[1], -1)).permute(1, 2, 0)
         weights = torch.exp(scores - row_lse.unsqueeze(-1))
-        dv[keys] += torch.einsum("kgqs,qkgh->skh", weights, dout_rows)
+        dweights = torch.einsum("qkgh,skh->kgqs", dout_rows, v_rows)
+        used = weights
+        if dropout is not None:
+            factors = _factors(dropout, launch, tile, weights)
+            used, dweights = weights * factors, dweights * factors
+        dv[keys] += torch.einsum("kgqs,qkgh->skh", used, dout_rows)
         delta = (dout_rows * out_rows).sum(-1).permute(1, 2, 0)
-        dscores = weights * (torch.einsum("qkgh,skh->kgqs", dout_rows, v_rows) - delta.unsqueeze(-1)) * scale
+        dscores = weights * (dweights - delta.unsqueeze(-1)) * scale
         dscores = dscores if slope is None else dscores * slope
         dq[rows] = torch.einsum("kgqs,skh->qkgh", dscores, k_rows).flatten(1, 2)
         dk[keys] += torch.einsum("kgqs,qkgh->skh", dscores, q_rows)
@@ -66,6 +82,12 @@ def backward(
 def _pieces(launch: Launch, heads: int) -> Iterator[Tile]:
     for tile in launch.tiles:
         yield from tile.pieces(max(1, _SCORES_AT_ONCE // (heads * tile.keys)))
+
+
+def _factors(dropout: Dropout, launch: Launch, tile: Tile, weights: Tensor) -> Tensor:
+    """(K, G, Tq, Tk)."""
+    kv_heads, per_head = weights.shape[:2]
+    return dropout.factors(launch, tile, kv_heads * per_head, weights.dtype).view_as(weights)
 
 
 def _grouped(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,130 @@
+"""How each group of a micro-batch communicates in one call: its type and levels, checked for every group on every rank.
+
+A rank checks the groups that it is in and the others alike, so that a call that cannot run fails everywhere, before any
+communication. Why `auto` takes which type is in `auto.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from longspan.attention.auto import TYPES, Call, choose_type
+from longspan.comm import SequenceShard, world_of
+from longspan.errors import AttentionError
+from longspan.plan import Group
+
+Sizes = tuple[int, int]
+
+
+class Route(NamedTuple):
+    """What a group does: its communication type, and how many neighbours exchange heads for rows (1: none)."""
+
+    kind: str
+    inner: int = 1
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the caller of `attend` says of communication; it wins over what the groups of the plan say."""
+
+    cp_comm_type: str | tuple[str, ...] | None
+    sizes: Sizes | None
+    layer: int | None
+
+    @classmethod
+    def of(cls, cp_comm_type: str | Sequence[str] | None, sizes: Sequence[int] | None, layer: int | None) -> "Asked":
+        """The arguments of `attend`, as values that can be remembered."""
+        kinds = cp_comm_type if cp_comm_type is None or isinstance(cp_comm_type, str) else tuple(cp_comm_type)
+        if sizes is not None and (len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes)):
+            raise AttentionError(f"hierarchical_context_parallel_sizes is {tuple(sizes)}; give (a2a, p2p), two sizes")
+        return cls(kinds, None if sizes is None else (sizes[0], sizes[1]), layer)
+
+
+def routes_of(shard: SequenceShard, asked: Asked, call: Call) -> dict[int, Route]:
+    """The route of each group by its index in the micro-batch (−1: padding rows of the shard).
+
+    Raises AttentionError, naming the group, for a type that is unknown, levels that do not make the degree, or heads
+    that cannot be dealt out.
+    """
+    key = ("routes", asked, call)
+    if key not in shard.memo:
+        if asked.cp_comm_type is not None:
+            _known(_of_layer(asked.cp_comm_type, asked.layer, "cp_comm_type"), "")
+        node_size = _node_size(shard, asked)
+        found = {i: _route(group, i, asked, call, node_size) for i, group in enumerate(shard.micro_batch.groups)}
+        shard.memo[key] = found | {-1: Route("p2p")}
+    return shard.memo[key]
+
+
+def _route(group: Group, index: int, asked: Asked, call: Call, node_size: int) -> Route:
+    where = f" of group {index}"
+    if asked.cp_comm_type is None:
+        kind = _of_layer(group.cp_comm_type, asked.layer, f"cp_comm_type{where}")
+    else:
+        kind = _of_layer(asked.cp_comm_type, asked.layer, "cp_comm_type")
+    _known(kind, where if asked.cp_comm_type is None else "")
+    if group.degree == 1:
+        return Route("p2p")
+    if kind == "auto":
+        choice = choose_type(group, call, node_size=node_size)
+        return Route(choice.cp_comm_type, choice.inner)
+    inner = 1
+    if kind == "a2a":
+        inner = group.degree
+    elif kind == "a2a+p2p":
+        inner = _inner(asked.sizes or group.hierarchical_context_parallel_sizes, group, where)
+    if call.heads % inner:
+        raise AttentionError(_undealt(kind, inner, group, call.heads, where))
+    return Route(kind, inner)
+
+
+def _of_layer(kinds: str | Sequence[str], layer: int | None, name: str) -> str:
+    if isinstance(kinds, str):
+        return kinds
+    if layer is None or not 0 <= layer < len(kinds):
+        raise AttentionError(
+            f"{name} has {len(kinds)} entries, one per layer; got layer={layer}: "
+            f"pass the global layer index, 0 to {len(kinds) - 1}"
+        )
+    return kinds[layer]
+
+
+def _known(kind: str, where: str) -> None:
+    if kind not in TYPES:
+        raise AttentionError(f"cp_comm_type {kind!r}{where} is unknown; use one of {', '.join(TYPES)}")
+
+
+def _inner(sizes: Sizes | None, group: Group, where: str) -> int:
+    degree = group.degree
+    if sizes is not None and sizes[0] * sizes[1] == degree:
+        return sizes[0]
+    fit = ", ".join(f"({a}, {degree // a})" for a in range(1, degree + 1) if degree % a == 0)
+    if sizes is None:
+        raise AttentionError(
+            f"cp_comm_type 'a2a+p2p'{where} needs hierarchical_context_parallel_sizes=(a2a, p2p) with product "
+            f"{degree}: one of {fit}"
+        )
+    raise AttentionError(
+        f"hierarchical_context_parallel_sizes {sizes}{where} multiply to {sizes[0] * sizes[1]}, but the group has cp "
+        f"{degree}; use one of {fit}"
+    )
+
+
+def _undealt(kind: str, inner: int, group: Group, heads: int, where: str) -> str:
+    fit = [size for size in range(1, group.degree + 1) if heads % size == 0 and group.degree % size == 0]
+    level = ", ".join(f"({size}, {group.degree // size})" for size in fit)
+    return (
+        f"{heads} query heads cannot be dealt to the {inner} members that cp_comm_type {kind!r}{where} exchanges heads "
+        f"between; sizes that divide both the heads and cp {group.degree}: {', '.join(map(str, fit))} (a2a+p2p with "
+        f"hierarchical_context_parallel_sizes {level}), or use p2p or all_gather"
+    )
+
+
+def _node_size(shard: SequenceShard, asked: Asked) -> int:
+    """Slots of a node, which `auto` alone asks for."""
+    kinds = (
+        [asked.cp_comm_type] if asked.cp_comm_type is not None else [g.cp_comm_type for g in shard.micro_batch.groups]
+    )
+    if not any(kind == "auto" or "auto" in tuple(kind or ()) for kind in kinds):
+        return 1
+    return world_of(shard.world_key).node_size

@@ -1,0 +1,144 @@
+"""What a call keeps, holds and sends: counted, at degrees 2, 4 and 8, for as many rows a member."""
+
+import weakref
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import longspan.attention.ring as ring
+from longspan import Layout, World, attend, bind
+from longspan.comm import Channel, RingBlocks
+from longspan.testing import backend, run_ranks
+from tests.attention.cases import micro_batch
+from tests.attention.test_attend import needs
+
+ROWS, HEADS, SIZE = 64, 8, 16  # rows of a member; heads, as many key/value heads
+BLOCK = ROWS * HEADS * SIZE * 4  # bytes of a member's rows of q, or of k, in float32
+WAYS = {
+    "p2p": {},
+    "window": {"cp_comm_type": "p2p", "window": 9},
+    "a2a": {},
+    "a2a+p2p": {},
+    "all_gather": {"max_gather_bytes": 8 * ROWS * 2 * SIZE * (2 * 4 + 3 * 4)},  # one head at degree 8
+    "all_gather, no budget": {"cp_comm_type": "all_gather"},
+}
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of storages made while it is active, and their largest sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.live = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.note(x.untyped_storage())
+        return out
+
+    def note(self, storage):
+        if storage._cdata in self.live:
+            return
+        self.live[storage._cdata] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self.forget, storage._cdata)
+
+    def forget(self, key):
+        self.now -= self.live.pop(key, 0)
+
+
+class Recording(RingBlocks):
+    """Counts blocks that are alive at once, and distinct buffers that were handed out."""
+
+    seen: list["Recording"] = []  # noqa: RUF012
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.buffers = set()
+        Recording.seen.append(self)
+
+    def __iter__(self):
+        for owner, block in super().__iter__():
+            self.buffers.add(block[0].untyped_storage().data_ptr())
+            yield owner, block
+
+
+def measured(rank, slots):
+    """By way: bytes saved for backward, peak bytes, elements sent forward and backward; and peaks of ring blocks."""
+    ring.RingBlocks = Recording  # in this process only
+    sent = []
+    exchange = Channel.exchange
+
+    def counted(self, sends, receives, what, result=None):
+        sent.append(sum(x.numel() for _, x in sends))
+        return exchange(self, sends, receives, what, result)
+
+    Channel.exchange = counted
+    found = {}
+    with World(Layout(ranks=slots), backend=backend()) as world:
+        shard = bind(micro_batch((tuple(range(slots)), (ROWS * slots,))), world)
+        for name, options in WAYS.items():
+            options = {"cp_comm_type": name, **options}
+            leaves = [torch.ones(ROWS, HEADS, SIZE, device=shard.device, requires_grad=True) for _ in range(3)]
+            attend(*leaves, shard, **options)  # geometry is derived once a shard
+            saved = []
+            sent.clear()
+            with Allocated() as memory:
+                with saved_tensors_hooks(lambda x, saved=saved: saved.append(x.nbytes) or x, lambda x: x):
+                    out = attend(*leaves, shard, **options)
+                forward = sum(sent)
+                sent.clear()
+                out.sum().backward()
+                assert all(x.grad is not None for x in leaves)
+            found[name] = (sum(saved), memory.peak, forward, sum(sent))
+            del out
+    return found, [(blocks.peak_blocks, len(blocks.buffers)) for blocks in Recording.seen]
+
+
+RESULTS = {}
+
+
+def results(slots):
+    needs(slots)
+    if slots not in RESULTS:
+        RESULTS[slots] = run_ranks(measured, slots, slots)
+    return RESULTS[slots]
+
+
+@pytest.mark.parametrize("slots", [2, 4, 8])
+def test_local_rows_alone_are_kept_for_backward(slots):
+    for found, _ in results(slots):
+        for name, (saved, *_) in found.items():
+            assert saved == 4 * BLOCK + ROWS * HEADS * 4, (name, saved)  # q, k, v, out and lse
+
+
+@pytest.mark.parametrize("slots", [2, 4, 8])
+def test_a_ring_holds_at_most_three_blocks_forward_and_backward(slots):
+    for _, blocks in results(slots):
+        assert blocks and all(peak <= 3 and buffers <= 3 for peak, buffers in blocks), (slots, blocks)
+
+
+def test_peaks_do_not_grow_with_the_degree():
+    """From 2 to 4 a ring gains its third block, and (degree − 1) / degree of what is gathered comes from others."""
+    peaks = {name: [max(found[name][1] for found, _ in results(slots)) / BLOCK for slots in (2, 4, 8)] for name in WAYS}
+    without = peaks.pop("all_gather, no budget")
+    for name, (two, four, eight) in peaks.items():
+        assert four <= 1.25 * two and eight <= 1.05 * four, (name, two, four, eight)
+    assert without[-1] > 2 * peaks["all_gather"][-1]
+
+
+def test_a_window_sends_what_is_seen_and_no_more():
+    for slots in (2, 4, 8):
+        forward, backward = (sum(found["window"][i] for found, _ in results(slots)) for i in (2, 3))
+        # All chunks but the last are seen by the next one, and the two in the middle lie on one member.
+        rows = (2 * slots - 2) * (WAYS["window"]["window"] - 1)
+        assert (forward, backward) == (rows * 2 * HEADS * SIZE, 2 * rows * 2 * HEADS * SIZE), slots
+        whole = sum(found["p2p"][2] for found, _ in results(slots))
+        assert whole == slots * (slots - 1) * 2 * ROWS * HEADS * SIZE
