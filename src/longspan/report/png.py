@@ -52,6 +52,8 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
     axes.set(xlim=(0, picture.end or 1.0), ylim=(plan.slots, 0), ylabel="slot")
     axes.set_xlabel("predicted seconds" if unit == "seconds" else "rows of a slot, micro-batch after micro-batch")
     axes.set_title(_title(plan), loc="left", fontsize=11)
+    if plan.slots <= 24:
+        axes.set_yticks([slot + 0.5 for slot in range(plan.slots)], [str(slot) for slot in range(plan.slots)])
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, dpi=150, facecolor="white")
