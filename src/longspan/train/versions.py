@@ -3,7 +3,9 @@
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-PACKAGES = ("longspan", "torch", "transformers", "tokenizers", "numpy", "flash-attn-4")
+from longspan import __version__
+
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "flash-attn-4")
 
 
 def versions() -> dict[str, str]:
@@ -11,7 +13,7 @@ def versions() -> dict[str, str]:
 
     >>> versions()["python"]
     """
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "longspan": __version__}
     for name in PACKAGES:
         try:
             found[name] = version(name)
