@@ -12,11 +12,12 @@ import tyro
 
 from longspan.cli.bench_calibrate_ranks import Settings, calibrate_ranks
 from longspan.cli.calibration import Calibration, Sample, calibrate
-from longspan.cli.machine import machine, machine_text, versions
+from longspan.cli.machine import machine, machine_text
 from longspan.cli.parse import parse_flags
 from longspan.cli.ranks import ranks_wanted, reports_here, run_on_ranks, under_torchrun
 from longspan.errors import ConfigError
 from longspan.report.text_table import text_table
+from longspan.train.versions import versions
 
 CPU_RANKS = 2
 GPU_DEFAULTS = {"tokens": "2048,4096,8192,16384", "lengths": "2048,8192,16384,32768", "document": 256}
@@ -51,9 +52,9 @@ class CalibrateFlags:
     across_gbps: float = 0.0
     """Speed of links between hosts, in 1e9 bytes/s; 0: as inside this host, at most 40."""
     warmup: int = 1
-    """Runs before the timed ones."""
-    repeats: int = 5
-    """Timed runs; each takes as long as its slowest rank, and their median counts."""
+    """Rounds through all measurements before the timed ones."""
+    repeats: int = 4
+    """Timed rounds; each takes as long as the slowest rank, and the fastest counts."""
     world: int = 0
     """Local processes on the CPU; 0: one for each GPU, or torchrun's, or 2 where there is no GPU."""
     out: str = "cost.json"

@@ -1,11 +1,10 @@
 """What each rank does for `bench calibrate`: whole steps, attention by itself, and rings, timed on all ranks."""
 
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -73,17 +72,20 @@ class Shape:
         return float(self.layers * (2 * self.block_bytes + self.block_bytes // self.dtype.itemsize * width))
 
 
+class Trial(NamedTuple):
+    """What is timed: a sample without its seconds, what runs, and by how much its time counts."""
+
+    sample: Sample
+    run: Callable[[], object]
+    times: int = 1
+
+
 def calibrate_ranks(rank: int, settings: Settings) -> tuple[list[Sample], float]:
     """Open a world and measure everything; the samples and the model's bytes per row, equal on every rank."""
     backend = None if settings.backend == "nccl" else "gloo"
     with World(Layout(settings.ranks), backend=backend, timeout=settings.timeout_seconds) as world:
         bench = _Bench(settings, world)
-        found: list[Sample] = []
-        for sample in bench.samples():
-            found.append(sample)
-            if rank == 0 and sys.stderr.isatty():
-                print(f"{sample.what}: {1e3 * sample.seconds:.2f} ms", file=sys.stderr)
-        return found, bench.shape.ring_bytes
+        return bench.samples(), bench.shape.ring_bytes
 
 
 class _Bench:
@@ -98,7 +100,19 @@ class _Bench:
         self.vocabulary = vocabulary_size(model) or 1
         self.model: nn.Module = prepare(model, world)
 
-    def samples(self) -> Iterator[Sample]:
+    def samples(self) -> list[Sample]:
+        """Everything, measured in rounds, so that what disturbs the machine for a while disturbs no sample always."""
+        trials, rounds = list(self._trials()), self.settings.warmup + self.settings.repeats
+        times: list[list[float]] = []
+        for i in range(rounds):
+            times.append([self._timed(trial.run) for trial in trials])
+            if self.world.rank == 0 and sys.stderr.isatty():
+                print(f"round {i + 1} of {rounds}", file=sys.stderr)
+        everywhere = np.array(self.world.gather_objects(times[self.settings.warmup :]))  # (ranks, rounds, trials)
+        seconds = everywhere.max(axis=0).min(axis=0)  # of the slowest rank in the fastest round
+        return [replace(t.sample, seconds=t.times * float(s)) for t, s in zip(trials, seconds, strict=True)]
+
+    def _trials(self) -> Iterator[Trial]:
         settings, slots = self.settings, self.world.home.slots
         for tokens in settings.tokens:
             yield self._steps(tokens, 1)
@@ -116,7 +130,7 @@ class _Bench:
         for degree in (1, *degrees):
             yield self._check(max(settings.lengths[-1], degree), degree)
 
-    def _steps(self, tokens: int, count: int) -> Sample:
+    def _steps(self, tokens: int, count: int) -> Trial:
         """Steps of `count` micro-batches in which every slot has short documents of so many tokens together."""
         length = min(self.settings.document, tokens)
         each = tokens // length
@@ -124,22 +138,21 @@ class _Bench:
         plan = plan_fixed(lengths, self.world.home, 1, max_tokens_per_slot=each * length)
         assert len(plan.micro_batches) == count, (len(plan.micro_batches), count)
         rows = each * length * count
-        return Sample(
+        sample = Sample(
             what=f"step: {count} x {each * length:,} tokens a slot, documents of {length:,}",
-            seconds=self._step_seconds(plan),
             steps=1,
             micro_batches=count,
             tokens=rows,
             squares=rows * length,
         )
+        return Trial(sample, self._step(plan))
 
-    def _check(self, length: int, degree: int) -> Sample:
+    def _check(self, length: int, degree: int) -> Trial:
         """A step with one document for every group of so many slots, which no constant is fitted to."""
         plan = plan_fixed([length] * (self.world.home.slots // degree), self.world.home, degree)
         turn = (degree - 1) / degree
-        return Sample(
+        sample = Sample(
             what=f"step: a document of {length:,} for {degree} slots",
-            seconds=self._step_seconds(plan),
             steps=1,
             micro_batches=1,
             tokens=length / degree,
@@ -148,36 +161,37 @@ class _Bench:
             ring_bytes=self.shape.ring_bytes * length * turn,
             fitted=False,
         )
+        return Trial(sample, self._step(plan))
 
-    def _step_seconds(self, plan: Plan) -> float:
+    def _step(self, plan: Plan) -> Callable[[], object]:
         self.world.prepare(plan)
         random = np.random.default_rng(0)
         documents = [random.integers(0, self.vocabulary, length) for length in plan.lengths]
-        return self._timed(lambda: run_step(self.model, plan, documents, self.world))
+        return lambda: run_step(self.model, plan, documents, self.world)
 
-    def _attention(self, length: int, degree: int) -> Sample:
+    def _attention(self, length: int, degree: int) -> Trial:
         """Attention of one document for every group of so many slots, forward and backward, times the layers."""
         plan = plan_fixed([length] * (self.world.home.slots // degree), self.world.home, degree)
         self.world.prepare(plan)
         shard = bind(plan.micro_batches[0], self.world)
         layers, turn = self.shape.full_layers, (degree - 1) / degree
-        return Sample(
+        sample = Sample(
             what=f"attention: a document of {length:,} for {degree} slots"
             if degree > 1
             else f"attention: {length:,} rows",
-            seconds=layers * self._timed(self._attend(shard)),
             squares=length**2 / degree,
             calls=1,
             ring_steps=degree - 1,
             ring_bytes=self.shape.ring_bytes * length * turn * layers / self.shape.layers,
         )
+        return Trial(sample, self._attend(shard), layers)
 
     def _attend(self, shard: SequenceShard) -> Callable[[], object]:
         q, k, v = (self._rows(shard.local_rows, heads) for heads in self._heads())
         gradient = self._rows(shard.local_rows, self.shape.heads).detach()
         return lambda: torch.autograd.grad(attend(q, k, v, shard), (q, k, v), gradient)
 
-    def _wire(self, rows: int) -> Sample:
+    def _wire(self, rows: int) -> Trial:
         """Blocks of keys and values around all slots, without attention."""
         channel = self.world.channel(range(self.world.home.slots))
         block = tuple(self._rows(rows, self.shape.key_value_heads).detach() for _ in "kv")
@@ -187,12 +201,12 @@ class _Bench:
             for _ in RingBlocks(channel, block, counts, "bench calibrate"):
                 pass
 
-        return Sample(
+        sample = Sample(
             what=f"wire: blocks of {rows:,} rows around {channel.degree} slots",
-            seconds=self._timed(turn),
             wire_steps=channel.degree - 1,
             wire_bytes=(channel.degree - 1) * rows * self.shape.block_bytes,
         )
+        return Trial(sample, turn)
 
     def _heads(self) -> Sequence[int]:
         return self.shape.heads, self.shape.key_value_heads, self.shape.key_value_heads
@@ -202,17 +216,13 @@ class _Bench:
         return torch.randn(size, device=self.world.device).to(self.shape.dtype).requires_grad_()
 
     def _timed(self, run: Callable[[], object]) -> float:
-        """Median seconds until the slowest rank has ended; all ranks begin together."""
-        times: list[float] = []
-        for _ in range(self.settings.warmup + self.settings.repeats):
-            self.world.barrier()
-            self._finish()
-            began = time.perf_counter()
-            run()
-            self._finish()
-            times.append(time.perf_counter() - began)
-        runs = zip(*self.world.gather_objects(times[self.settings.warmup :]), strict=True)
-        return statistics.median(max(run) for run in runs)
+        """Seconds on this rank; all ranks begin together."""
+        self.world.barrier()
+        self._finish()
+        began = time.perf_counter()
+        run()
+        self._finish()
+        return time.perf_counter() - began
 
     def _finish(self) -> None:
         if self.world.device.type == "cuda":

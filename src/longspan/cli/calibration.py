@@ -25,7 +25,7 @@ class Sample:
     """
 
     what: str
-    seconds: float
+    seconds: float = 0.0
     steps: int = 0
     micro_batches: int = 0
     tokens: float = 0.0
