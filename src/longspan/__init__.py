@@ -47,7 +47,29 @@ _HOME_OF = {
     "run_step": "longspan.train",
 }
 
-__all__ = ["__version__", *_HOME_OF]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [
+    "Bridge",
+    "Cost",
+    "Exchange",
+    "Group",
+    "Layout",
+    "LongspanError",
+    "MicroBatch",
+    "Packing",
+    "Partition",
+    "Plan",
+    "PlanAhead",
+    "SequenceShard",
+    "World",
+    "__version__",
+    "attend",
+    "bind",
+    "plan_dynamic",
+    "plan_fixed",
+    "plan_padded",
+    "prepare",
+    "run_step",
+]
 
 
 def __getattr__(name: str) -> object:
