@@ -10,12 +10,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from longspan.testing import backend
@@ -38,13 +41,24 @@ SIZES = {
 
 
 def config_of(family: str) -> PreTrainedConfig:
-    """Qwen3 with tied and Llama with untied embeddings; Mistral with windows; Gemma 2 with windows and soft caps."""
+    """Qwen3 with tied and Llama with untied embeddings; Mistral with windows; Gemma 2 with windows and soft caps;
+    gpt-oss with sinks and a window in every other layer; DeepSeek-V3 with values unlike queries (MLA). The attention of
+    mixture-of-experts models alone: they have one expert, or dense layers in its place."""
     if family == "qwen3":
         return Qwen3Config(**SIZES, tie_word_embeddings=True)
     if family == "mistral":
         return MistralConfig(**SIZES, sliding_window=5)
     if family == "gemma2":
         return Gemma2Config(**SIZES, sliding_window=5, query_pre_attn_scalar=8)
+    if family == "gpt-oss":
+        return GptOssConfig(**SIZES, sliding_window=5, num_local_experts=1, num_experts_per_tok=1)
+    if family == "qwen3-moe":
+        return Qwen3MoeConfig(**SIZES, num_experts=1, num_experts_per_tok=1, mlp_only_layers=[0, 1])
+    if family == "deepseek-v3":
+        mla = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+        experts = {"n_routed_experts": 1, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+        sizes = {name: size for name, size in SIZES.items() if name != "head_dim"} | {"num_key_value_heads": 4}
+        return DeepseekV3Config(**sizes, **mla, **experts, first_k_dense_replace=2)
     return LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
 
 

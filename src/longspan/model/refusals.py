@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -24,7 +23,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
             f"prepare takes a transformers model (PreTrainedModel), got {type(model).__name__}; "
             "a model of your own calls longspan.attend itself and needs no prepare"
         )
-    rules = (_architecture, _rope, _dropout, _layer_types, _experts, _convolutions)
+    rules = (_architecture, _rope, _layer_types, _experts, _convolutions)
     reasons = [reason for rule in rules for reason in rule(model)]
     if reasons:
         raise ModelError(f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(reasons)}")
@@ -68,12 +67,6 @@ def _rope_types(owner: object) -> set[str]:
         if isinstance(each, dict):
             found.add(str(each.get("rope_type", each.get("type", "default"))))
     return found
-
-
-def _dropout(model: PreTrainedModel) -> Iterator[str]:
-    for name in _DROPOUTS:
-        if isinstance(value := getattr(model.config, name, 0.0), int | float) and value > 0:
-            yield f"{name} is {value}, dropout inside attention is not supported; set it to 0.0"
 
 
 def _layer_types(model: PreTrainedModel) -> Iterator[str]:
