@@ -112,7 +112,7 @@ REFUSED = [
     ("torch_flash", Need(torch.device("cpu"), torch.bfloat16, 8), "torch_flash needs cuda tensors, got cpu"),
     ("cpu_flash", Need(torch.device("cpu"), torch.int32, 8), "cpu_flash needs bfloat16 or float16 or .*, got int32"),
     ("cpu_flash", Need(torch.device("cpu"), torch.float32, 8, frozenset({"softcap"})), "a call without softcap"),
-    (None, Need(torch.device("cpu"), torch.int32, 8), "no kernel fits: torch_flash needs"),
+    (None, Need(torch.device("cpu"), torch.int32, 8), "no kernel fits: fa4 needs"),
 ]
 
 

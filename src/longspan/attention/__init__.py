@@ -1,7 +1,7 @@
 """Exact attention over a sharded sequence: one function, the table of kernels, and the choice of communication."""
 
 from longspan.attention.attend import PATTERNS, attend
-from longspan.attention.auto import TYPES, Call, Choice, Machine, choose_type
+from longspan.attention.auto import TYPES, Call, Choice, Estimate, Machine, choose_type, estimates_of
 from longspan.attention.kernels import KERNELS, Kernel, Need, choose
 
 __all__ = [
@@ -10,10 +10,12 @@ __all__ = [
     "TYPES",
     "Call",
     "Choice",
+    "Estimate",
     "Kernel",
     "Machine",
     "Need",
     "attend",
     "choose",
     "choose_type",
+    "estimates_of",
 ]

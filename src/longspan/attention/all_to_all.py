@@ -58,7 +58,7 @@ class _Swap:
     """The exchange inside one neighbourhood: (T, all heads) of the local rows for (R, some heads) of all its rows."""
 
     def __init__(self, circle: Circle, deal: Deal) -> None:
-        self.deal = deal
+        self.deal, self._circle = deal, circle
         self._channel, self._counts, self._places = circle.inside(), circle.inside_counts, circle.places
         self._me = self._channel.index
         self._uses = deal.uses(self._me)
@@ -104,7 +104,7 @@ class _Swap:
         """(R, dealt key/value heads, …) with one head for each run of query heads."""
         if self._uses == list(range(x.shape[1])):
             return x
-        return x[:, torch.tensor(self._uses, device=x.device)]
+        return x.index_select(1, self._circle.index(self._uses))
 
     def _as_dealt(self, x: Tensor) -> Tensor:
         """The transpose of `_as_used`: gradients of the runs that use one head are summed."""
@@ -112,7 +112,7 @@ class _Swap:
         if self._uses == list(range(dealt.stop - dealt.start)):
             return x
         total = x.new_zeros((len(x), dealt.stop - dealt.start, *x.shape[2:]))
-        return total.index_add_(1, torch.tensor(self._uses, device=x.device), x)
+        return total.index_add_(1, self._circle.index(self._uses), x)
 
     def _exchange(self, sends: Sequence[Pieces], receives: Sequence[Pieces], what: str) -> None:
         """Every member's matrices to that member; one's own are copied."""

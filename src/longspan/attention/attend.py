@@ -154,7 +154,8 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, walk: _Walk) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         rule = replace(walk.rule, sinks=sinks)
-        found = [pattern.forward(q[rows], k[rows], v[rows], circle, rule) for rows, pattern, circle in walk.parts]
+        with _given_dtypes(q):
+            found = [pattern.forward(q[rows], k[rows], v[rows], circle, rule) for rows, pattern, circle in walk.parts]
         dtype = accumulation_dtype(q.dtype)
         out = _joined([out for out, _ in found], q.new_empty((0, q.shape[1], v.shape[2]), dtype=dtype))
         lse = _joined([lse for _, lse in found], q.new_empty((0, q.shape[1]), dtype=dtype))
@@ -169,12 +170,19 @@ class _Attend(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         dout = gradients[0].contiguous()
         found: list[list[Tensor]] = [[], [], []]
-        for part in reversed(ctx.walk.parts):
-            local = (x[part.rows] for x in (dout, q, k, v, out, lse))
-            for parts, gradient in zip(found, part.pattern.backward(*local, part.circle, ctx.walk.rule), strict=True):
+        for rows, pattern, circle in reversed(ctx.walk.parts):
+            local = (x[rows] for x in (dout, q, k, v, out, lse))
+            with _given_dtypes(q):
+                parts_of_gradients = pattern.backward(*local, circle, ctx.walk.rule)
+            for parts, gradient in zip(found, parts_of_gradients, strict=True):
                 parts.insert(0, gradient.to(q.dtype))
         dq, dk, dv = (_joined(parts, x[:0]).contiguous() for parts, x in zip(found, (q, k, v), strict=True))
         return dq, dk, dv, None if sinks is None else _sink_gradient(dout, out, lse, sinks), None
+
+
+def _given_dtypes(x: Tensor) -> torch.autocast:
+    """Inside autocast, products of float32 scores would be rounded to half precision."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def _joined(parts: list[Tensor], empty: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ communication attention cannot hide. Every rank computes it from the same intege
 >>> choice = choose_type(group, Call(heads=32, kv_heads=8, head_size=128, value_size=128), node_size=8)
 >>> print(choice)
 
-Not covered: what the types do (`ring.py`, `all_gather.py`, `all_to_all.py`).
+Not weighed: memory, of which all_gather takes more the longer the group's documents are.
 """
 
 from collections.abc import Iterator
@@ -33,25 +33,31 @@ class Call:
 
 @dataclass(frozen=True)
 class Machine:
-    """Constants of the estimate; the defaults are an H200 node with FlashAttention-4, and 400 Gbit/s between nodes.
+    """Constants of the estimate; the defaults fit figures of H200 nodes with FlashAttention-4 and 400 Gbit/s between.
 
-    A kernel reaches half of `flops_per_second` on pieces of `half_speed_rows` rows; `step_seconds` is what a batch of
-    messages, with the launches around it, takes however small it is.
+    A kernel reaches half of `flops_per_second` on pieces of `half_speed_rows` rows. Bytes per second are those of one
+    member and include the packing of what is sent; `step_seconds` is what a batch of messages, with the launches around
+    it, takes however small it is. A step of a ring makes `merge_passes` passes over the output's rows in float32.
     """
 
     flops_per_second: float = 6.2e14
     half_speed_rows: int = 300
-    inside_bytes_per_second: float = 350e9
+    inside_bytes_per_second: float = 180e9
     across_bytes_per_second: float = 40e9
+    memory_bytes_per_second: float = 4e12
+    merge_passes: int = 40
     step_seconds: float = 50e-6
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of one layer, forward and backward, under one type; `inner` members exchange heads for rows."""
+    """Seconds of one layer, forward and backward, under one type; `sizes` (a2a, p2p) members exchange heads and blocks.
+
+    `attention` includes merging; `exposed` is the communication over `links` that does not hide behind it.
+    """
 
     cp_comm_type: str
-    inner: int
+    sizes: tuple[int, int]
     attention: float
     exposed: float
     links: str
@@ -63,18 +69,17 @@ class Estimate:
 
     def __str__(self) -> str:
         return (
-            f"{self.seconds * 1e3:.3g} ms: {self.attention * 1e3:.3g} ms of attention and "
-            f"{self.exposed * 1e3:.3g} ms of communication {self.links} that it does not hide"
+            f"{_name(self.cp_comm_type, self.sizes)} takes {self.seconds * 1e3:.3g} ms: {self.attention * 1e3:.3g} ms "
+            f"of attention, and {self.exposed * 1e3:.3g} ms of communication {self.links} nodes that it does not hide"
         )
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A type for a group, its levels where it is a2a+p2p, and one sentence for each thing that was weighed."""
+    """A type for a group, its levels where it is a2a+p2p, and a line for each thing that was weighed."""
 
     cp_comm_type: str
     hierarchical_context_parallel_sizes: tuple[int, int] | None
-    inner: int
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -83,58 +88,73 @@ class Choice:
 
 def choose_type(group: Group, call: Call, *, node_size: int, machine: Machine | None = None) -> Choice:
     """The fastest type for this group by estimate. Never raises: p2p and all_gather take any heads and lengths."""
-    machine = machine or Machine()
     if group.degree == 1:
-        return Choice("p2p", None, 1, ("one member holds all rows: nothing is communicated",))
-    about = [_facts(group, call, node_size)]
-    found: list[tuple[Estimate, str]] = []
-    for kind, inner in _candidates(group.degree):
-        name = kind if kind != "a2a+p2p" else f"a2a+p2p ({inner}, {group.degree // inner})"
-        if call.heads % inner:
-            about.append(f"{name} cannot: {call.heads} query heads do not divide by {inner}")
-            continue
-        found.append((_estimate(kind, inner, group, call, node_size, machine), name))
-        about.append(f"{name} takes {found[-1][0]}")
-    best, name = min(found, key=lambda each: each[0].seconds)
-    sizes = (best.inner, group.degree // best.inner) if best.cp_comm_type == "a2a+p2p" else None
-    return Choice(best.cp_comm_type, sizes, best.inner, (*about, f"so {name}, the fastest"))
+        return Choice("p2p", None, ("one member holds all rows: nothing is communicated",))
+    found = estimates_of(group, call, node_size=node_size, machine=machine)
+    cannot = [
+        f"{_name(kind, sizes)} cannot: {call.heads} query heads do not divide by {sizes[0]}"
+        for kind, sizes in _candidates(group.degree)
+        if call.heads % sizes[0]
+    ]
+    best = min(found, key=lambda each: each.seconds)
+    so = f"so {_name(best.cp_comm_type, best.sizes)}, the fastest"
+    levels = best.sizes if best.cp_comm_type == "a2a+p2p" else None
+    return Choice(best.cp_comm_type, levels, (_facts(group, call, node_size), *map(str, found), *cannot, so))
 
 
-def _candidates(degree: int) -> Iterator[tuple[str, int]]:
-    yield from (("a2a", degree), ("p2p", 1), ("all_gather", 1))
-    yield from (("a2a+p2p", inner) for inner in range(2, degree) if degree % inner == 0)
+def estimates_of(group: Group, call: Call, *, node_size: int, machine: Machine | None = None) -> list[Estimate]:
+    """An estimate of each type and pair of levels that the heads allow."""
+    able = [(kind, sizes) for kind, sizes in _candidates(group.degree) if call.heads % sizes[0] == 0]
+    return [_estimate(kind, sizes, group, call, node_size, machine or Machine()) for kind, sizes in able]
+
+
+def _candidates(degree: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    yield from (("a2a", (degree, 1)), ("p2p", (1, degree)), ("all_gather", (1, degree)))
+    yield from (("a2a+p2p", (inner, degree // inner)) for inner in range(2, degree) if degree % inner == 0)
+
+
+def _name(kind: str, sizes: tuple[int, int]) -> str:
+    return f"{kind} {sizes}" if kind == "a2a+p2p" else kind
 
 
 def _facts(group: Group, call: Call, node_size: int) -> str:
-    nodes = len({slot // node_size for slot in group.slots})
+    nodes, documents = len({slot // node_size for slot in group.slots}), len(group.lengths)
     window = "" if call.window is None else f", window {call.window}"
     return (
-        f"{group.degree} members on {nodes} node{'s' * (nodes > 1)} of {node_size} slots; {len(group.lengths)} "
-        f"document{'s' * (len(group.lengths) > 1)} of {sum(group.lengths)} rows together, {max(group.lengths)} at "
-        f"most; {call.heads} query and {call.kv_heads} key/value heads{window}"
+        f"{group.degree} members on {nodes} node{'s' * (nodes > 1)} of {node_size} slots; {documents} "
+        f"document{'s' * (documents > 1)} of {sum(group.lengths)} rows together, {max(group.lengths)} at most; "
+        f"{call.heads} query and {call.kv_heads} key/value heads{window}"
     )
 
 
-def _estimate(kind: str, inner: int, group: Group, call: Call, node_size: int, machine: Machine) -> Estimate:
+def _estimate(
+    kind: str, sizes: tuple[int, int], group: Group, call: Call, node_size: int, machine: Machine
+) -> Estimate:
     """One layer forward and backward on the fullest member."""
-    around, rows = group.degree // inner, sum(group.lengths) / group.degree
-    piece = _typical_length(group) / (around if kind != "all_gather" else group.degree)
-    speed = machine.flops_per_second * piece / (piece + machine.half_speed_rows)
-    attention = _flops(group, call) / group.degree / speed
+    inner, around = sizes
+    near, far = machine.inside_bytes_per_second, machine.across_bytes_per_second
     inside = all(_in_one_node(group.slots[i : i + inner], node_size) for i in range(0, group.degree, inner))
     outside = all(_in_one_node(group.slots[i::inner], node_size) for i in range(inner))
-    near, far = machine.inside_bytes_per_second, machine.across_bytes_per_second
-    exposed, links = 0.0, "inside a node" if _in_one_node(group.slots, node_size) else "across nodes"
+    attention, exposed = _attention_seconds(kind, sizes, group, call, machine), 0.0
     if inner > 1:
-        exposed += _swap_bytes(rows, inner, call) / (near if inside else far) + 4 * machine.step_seconds
-        links = "inside nodes" if inside else "across nodes"
+        exposed += _swap_bytes(sizes, group, call) / (near if inside else far) + 4 * machine.step_seconds
     if around > 1:
-        seconds = _block_bytes(kind, rows * inner, around, inner, group, call) / (near if outside else far)
+        seconds = _block_bytes(kind, sizes, group, call) / (near if outside else far)
         hidden = 0.0 if kind == "all_gather" else attention * (around - 1) / around
-        steps = 3 if kind == "all_gather" else 3 * (around - 1)
-        exposed += max(0.0, seconds - hidden) + steps * machine.step_seconds
-        links += f" and {'inside' if outside else 'across'} nodes" if inner > 1 else ""
-    return Estimate(kind, inner, attention, exposed, links)
+        exposed += max(0.0, seconds - hidden)
+        exposed += 3 * (1 if kind == "all_gather" else around - 1) * machine.step_seconds
+    words = {"inside" if near else "across" for near, size in ((inside, inner), (outside, around)) if size > 1}
+    return Estimate(kind, sizes, attention, exposed, " and ".join(sorted(words, reverse=True)))
+
+
+def _attention_seconds(kind: str, sizes: tuple[int, int], group: Group, call: Call, machine: Machine) -> float:
+    inner, around = sizes
+    rows = sum(group.lengths) / around  # of a member of the ring, for heads / inner heads
+    piece = _typical_length(group) / around
+    speed = machine.flops_per_second * piece / (piece + machine.half_speed_rows)
+    merges = 0 if kind == "all_gather" else machine.merge_passes * (around - 1)
+    merged_bytes = merges * rows * call.heads / inner * call.value_size * 4
+    return _flops(group, call) / group.degree / speed + merged_bytes / machine.memory_bytes_per_second
 
 
 def _in_one_node(slots: tuple[int, ...], node_size: int) -> bool:
@@ -154,23 +174,21 @@ def _flops(group: Group, call: Call) -> float:
     return 3.5 * 2 * pairs * call.heads * (call.head_size + call.value_size)
 
 
-def _kv_width(heads: int, call: Call) -> int:
-    return heads * (call.head_size + call.value_size)
-
-
-def _swap_bytes(rows: float, inner: int, call: Call) -> float:
+def _swap_bytes(sizes: tuple[int, int], group: Group, call: Call) -> float:
     """What a member sends to exchange heads for rows: q, k, v and out; then these and dout, and dq, dk, dv."""
+    inner, rows = sizes[0], sum(group.lengths) / group.degree
     deal = Deal(call.heads, call.kv_heads, inner)
-    kv = _kv_width(sum(deal.kv(m).stop - deal.kv(m).start for m in range(inner)), call)
-    q, out = call.heads * call.head_size, call.heads * call.value_size
-    return rows * (inner - 1) / inner * call.itemsize * (3 * (q + kv) + 3 * out)
+    kv_heads = sum(deal.kv(m).stop - deal.kv(m).start for m in range(inner))
+    width = 3 * call.heads * (call.head_size + call.value_size) + 3 * kv_heads * (call.head_size + call.value_size)
+    return rows * (inner - 1) / inner * call.itemsize * width
 
 
-def _block_bytes(kind: str, rows: float, around: int, inner: int, group: Group, call: Call) -> float:
+def _block_bytes(kind: str, sizes: tuple[int, int], group: Group, call: Call) -> float:
     """What a member gets of the others' keys and values, twice, and sends of their gradients in float32."""
-    deal = Deal(call.heads, call.kv_heads, inner)
-    others = rows * (around - 1)
+    inner, around = sizes
+    others = sum(group.lengths) * (around - 1) / around
     if call.window is not None and kind != "all_gather":
         others = min(others, 2.0 * (call.window - 1) * len(group.lengths))
-    width = _kv_width(deal.kv(0).stop - deal.kv(0).start, call)
+    mine = Deal(call.heads, call.kv_heads, inner).kv(0)
+    width = (mine.stop - mine.start) * (call.head_size + call.value_size)
     return others * width * (2 * call.itemsize + max(4, call.itemsize))

@@ -95,6 +95,10 @@ class Circle:
 
         return self._once("places of members", find)
 
+    def index(self, values: Sequence[int]) -> Tensor:
+        """These integers on the device, kept: copying them there each time would make the host wait."""
+        return self._once(("index", *values), lambda: torch.tensor(values, device=self.device))
+
     # ---- what they see
 
     def launches(self, owner: int | None) -> tuple[Launch, ...]:

@@ -50,32 +50,45 @@ def routes_of(shard: SequenceShard, asked: Asked, call: Call) -> dict[int, Route
     if key not in shard.memo:
         if asked.cp_comm_type is not None:
             _known(_of_layer(asked.cp_comm_type, asked.layer, "cp_comm_type"), "")
-        node_size = _node_size(shard, asked)
-        found = {i: _route(group, i, asked, call, node_size) for i, group in enumerate(shard.micro_batch.groups)}
+        found = {i: _route(shard, i, asked, call) for i in range(len(shard.micro_batch.groups))}
         shard.memo[key] = found | {-1: Route("p2p")}
     return shard.memo[key]
 
 
-def _route(group: Group, index: int, asked: Asked, call: Call, node_size: int) -> Route:
-    where = f" of group {index}"
+def _route(shard: SequenceShard, index: int, asked: Asked, call: Call) -> Route:
+    group, where = shard.micro_batch.groups[index], f" of group {index}"
     if asked.cp_comm_type is None:
         kind = _of_layer(group.cp_comm_type, asked.layer, f"cp_comm_type{where}")
+        _known(kind, where)
     else:
         kind = _of_layer(asked.cp_comm_type, asked.layer, "cp_comm_type")
-    _known(kind, where if asked.cp_comm_type is None else "")
     if group.degree == 1:
         return Route("p2p")
     if kind == "auto":
+        return _chosen(shard, index, call)
+    sizes = asked.sizes or group.hierarchical_context_parallel_sizes
+    if kind == "a2a+p2p":
+        _check_levels(sizes, group.degree, where)
+    route = _of(kind, group, sizes)
+    if call.heads % route.inner:
+        raise AttentionError(_undealt(kind, route.inner, group, call.heads, where))
+    return route
+
+
+def _of(kind: str, group: Group, sizes: Sizes | None) -> Route:
+    if kind == "a2a+p2p":
+        assert sizes is not None
+        return Route(kind, sizes[0])
+    return Route(kind, group.degree if kind == "a2a" else 1)
+
+
+def _chosen(shard: SequenceShard, index: int, call: Call) -> Route:
+    key = ("chosen", index, call)
+    if key not in shard.memo:
+        group, node_size = shard.micro_batch.groups[index], world_of(shard.world_key).node_size
         choice = choose_type(group, call, node_size=node_size)
-        return Route(choice.cp_comm_type, choice.inner)
-    inner = 1
-    if kind == "a2a":
-        inner = group.degree
-    elif kind == "a2a+p2p":
-        inner = _inner(asked.sizes or group.hierarchical_context_parallel_sizes, group, where)
-    if call.heads % inner:
-        raise AttentionError(_undealt(kind, inner, group, call.heads, where))
-    return Route(kind, inner)
+        shard.memo[key] = _of(choice.cp_comm_type, group, choice.hierarchical_context_parallel_sizes)
+    return shard.memo[key]
 
 
 def _of_layer(kinds: str | Sequence[str], layer: int | None, name: str) -> str:
@@ -94,10 +107,9 @@ def _known(kind: str, where: str) -> None:
         raise AttentionError(f"cp_comm_type {kind!r}{where} is unknown; use one of {', '.join(TYPES)}")
 
 
-def _inner(sizes: Sizes | None, group: Group, where: str) -> int:
-    degree = group.degree
+def _check_levels(sizes: Sizes | None, degree: int, where: str) -> None:
     if sizes is not None and sizes[0] * sizes[1] == degree:
-        return sizes[0]
+        return
     fit = ", ".join(f"({a}, {degree // a})" for a in range(1, degree + 1) if degree % a == 0)
     if sizes is None:
         raise AttentionError(
@@ -118,13 +130,3 @@ def _undealt(kind: str, inner: int, group: Group, heads: int, where: str) -> str
         f"between; sizes that divide both the heads and cp {group.degree}: {', '.join(map(str, fit))} (a2a+p2p with "
         f"hierarchical_context_parallel_sizes {level}), or use p2p or all_gather"
     )
-
-
-def _node_size(shard: SequenceShard, asked: Asked) -> int:
-    """Slots of a node, which `auto` alone asks for."""
-    kinds = (
-        [asked.cp_comm_type] if asked.cp_comm_type is not None else [g.cp_comm_type for g in shard.micro_batch.groups]
-    )
-    if not any(kind == "auto" or "auto" in tuple(kind or ()) for kind in kinds):
-        return 1
-    return world_of(shard.world_key).node_size

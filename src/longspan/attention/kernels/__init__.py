@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.attention.kernels import cpu_flash, reference, torch_flash
+from longspan.attention.kernels import cpu_flash, fa4, reference, torch_flash
 from longspan.errors import AttentionError
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -66,6 +66,16 @@ def _flash_missing(device: torch.device) -> str:
 
 
 KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        name="fa4",
+        devices=("cuda",),
+        dtypes=_HALF,
+        forward=fa4.forward,
+        backward=fa4.backward,
+        features=frozenset({"window"}),
+        max_head_size=256,
+        missing=fa4.missing,
+    ),
     Kernel(
         name="torch_flash",
         devices=("cuda",),

@@ -1,0 +1,97 @@
+"""FlashAttention-4 (`flash-attn-4`, the `fa4` extra): bfloat16 and float16 on Hopper and Blackwell.
+
+One tile is a dense call; several are one variable-length call. Masks are aligned to the last key, as tiles are. Head
+sizes are multiples of 8, which smaller ones are padded to. The first call of each kind of shape compiles for about two
+seconds. Source: Dao-AILab/flash-attention, `flash_attn/cute` (seen with 4.0.0b36).
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from longspan.attention.kernels.launch import Launch
+
+_CAPABILITIES = (9, 10, 11)
+
+
+@cache
+def missing(device: torch.device) -> str:
+    """What this installation or device lacks for the kernel; "" where nothing."""
+    if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
+        return "needs the extra fa4, which is not installed: pip install 'longspan[fa4]'"
+    major, minor = torch.cuda.get_device_capability(device)
+    return "" if major in _CAPABILITIES else f"needs compute capability 9 to 11, got {major}.{minor}"
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, launch: Launch, *, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N) float32."""
+    from flash_attn.cute.interface import _flash_attn_fwd  # pyright: ignore[reportMissingImports]
+
+    assert softcap is None
+    tensors, lengths = _arguments(launch, q, k, v)
+    out, lse, *_ = _flash_attn_fwd(*tensors, softmax_scale=scale, return_lse=True, **lengths, **_mask(launch))
+    if out.ndim == 4:
+        out, lse = out[0], lse[0]
+    return out[..., : v.shape[2]], lse.transpose(0, 1)
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    launch: Launch,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of this block, where out (Tq, N, Hv) and lse (Tq, N) are over the keys of all blocks."""
+    from flash_attn.cute.interface import _flash_attn_bwd  # pyright: ignore[reportMissingImports]
+
+    assert softcap is None
+    tensors, lengths = _arguments(launch, q, k, v, out, dout)
+    heads_first = lse.transpose(0, 1).contiguous()
+    dq, dk, dv, *_ = _flash_attn_bwd(
+        *tensors,
+        heads_first[None] if tensors[0].ndim == 4 else heads_first,
+        softmax_scale=scale,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **lengths,
+        **_mask(launch),
+    )
+    if dq.ndim == 4:
+        dq, dk, dv = dq[0], dk[0], dv[0]
+    return dq[..., : q.shape[2]], dk[..., : k.shape[2]], dv[..., : v.shape[2]]
+
+
+def _arguments(launch: Launch, *tensors: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
+    """The tensors as the kernel takes them, dense (1, T, heads, size) for one tile, and the lengths of several."""
+    padded = [_padded(x) for x in tensors]
+    if len(launch.tiles) == 1:
+        return [x.unsqueeze(0) for x in padded], {}
+    cu_seqlens_q, cu_seqlens_k = launch.cu_seqlens
+    queries, keys = launch.longest
+    return padded, {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": queries,
+        "max_seqlen_k": keys,
+    }
+
+
+def _mask(launch: Launch) -> dict[str, Any]:
+    if launch.left is None and launch.right == 0:
+        return {"causal": True}
+    return {"window_size_left": launch.left, "window_size_right": launch.right}
+
+
+def _padded(x: Tensor) -> Tensor:
+    return x if x.shape[2] % 8 == 0 else pad(x, (0, -x.shape[2] % 8))

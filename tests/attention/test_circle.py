@@ -1,0 +1,113 @@
+"""Geometry of groups: heads are dealt once, rows exchanged land in document order, rings see few tiles."""
+
+import numpy as np
+import pytest
+import torch
+
+from longspan import Group, MicroBatch
+from longspan.attention.circle import Circle, Mask
+from longspan.attention.heads import Deal
+from longspan.attention.kernels.dropout import Dropout
+from longspan.attention.kernels.launch import Launch, Tokens
+from longspan.attention.tiles import Tile, Tiling
+from longspan.comm import SequenceShard
+
+CPU = torch.device("cpu")
+LENGTHS = [(64,), (13, 1, 40, 2, 7), (1,), (5, 200, 5)]
+LEVELS = [(2, 2), (4, 2), (2, 4), (2, 3), (3, 2), (1, 4), (4, 1), (6, 1), (1, 6)]
+
+
+def circles(lengths, inner, outer, mask=Mask(), **options):  # noqa: B008
+    """The circle of every member of a group."""
+    degree = inner * outer
+    batch = MicroBatch((Group(tuple(range(degree)), tuple(range(len(lengths))), lengths, **options),))
+    parts = (SequenceShard(batch, slot, -1, CPU).parts[0] for slot in range(degree))
+    return [Circle(part, mask, CPU, inner) for part in parts]
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(12, 12), (12, 4), (12, 1), (12, 6), (32, 8), (64, 8), (24, 2), (8, 8)])
+def test_every_query_head_is_dealt_once_with_the_key_value_head_that_it_uses(heads, kv_heads):
+    for members in (m for m in range(1, heads + 1) if heads % m == 0):
+        deal, uses = Deal(heads, kv_heads, members), []
+        for m in range(members):
+            kv, runs = range(kv_heads)[deal.kv(m)], deal.uses(m)
+            per_run = (deal.q(m).stop - deal.q(m).start) // len(runs)
+            uses += [kv[run] for run in runs for _ in range(per_run)]
+            assert set(runs) == set(range(len(kv))), "nothing is sent that is not used"
+        assert uses == [head * kv_heads // heads for head in range(heads)], (heads, kv_heads, members)
+        dealt = sum(len(range(kv_heads)[deal.kv(m)]) for m in range(members))
+        assert deal.shares == (dealt > kv_heads)
+
+
+@pytest.mark.parametrize("partition", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("inner, outer", LEVELS)
+def test_exchanged_rows_land_in_document_order(inner, outer, partition):
+    for lengths in LENGTHS:
+        for circle in circles(lengths, inner, outer, partition=partition):
+            shares = circle.part.group.shares
+            first = circle.member * inner
+            arriving = np.concatenate([shares.rows(first + i) for i in range(inner)])
+            held = circle.held(circle.member)
+            starts = np.cumsum((0, *lengths))
+            wanted = starts[np.repeat(held.document, held.stop - held.start)] + held.positions
+            landed = np.empty_like(arriving)
+            landed[np.arange(len(arriving)) if circle.places is None else circle.places.numpy()] = arriving
+            assert (landed == wanted).all() and len(arriving) == circle.counts[circle.member]
+            assert inner == 1 or (np.diff(landed) > 0).all()
+            assert sum(circle.inside_counts) == len(arriving)
+
+
+@pytest.mark.parametrize("inner, outer", [(2, 2), (4, 2), (2, 4), (3, 2), (2, 3), (6, 1)])
+def test_zigzag_composes_with_levels(inner, outer):
+    """A neighbourhood holds two runs of a document, or one where it is the group; a block takes a tile a document."""
+    lengths = (48 * inner * outer, 7, 96)
+    for circle in circles(lengths, inner, outer):
+        assert len(circle.held(circle.member)) <= len(lengths) * (2 if outer > 1 else 1)
+        for owner in range(outer):
+            assert len(circle.launches(owner)) <= (1 if owner == circle.member else 2)
+            assert sum(len(launch.tiles) for launch in circle.launches(owner)) <= len(lengths)
+
+
+@pytest.mark.parametrize("partition", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("window", [1, 2, 5, 30])
+def test_what_is_read_is_what_is_seen(window, partition):
+    for lengths in LENGTHS:
+        for inner, outer in ((1, 4), (2, 3)):
+            for circle in circles(lengths, inner, outer, Mask(True, window), partition=partition):
+                for owner in range(outer):
+                    assert circle.reads(circle.member, owner).tolist() == seen_rows(circle, owner, window)
+
+
+def seen_rows(circle, owner, window):
+    """Rows of the owner that some row here sees, one by one."""
+    mine, theirs = circle.held(circle.member), circle.held(owner)
+    q, k = ((s.document.repeat(s.stop - s.start), s.positions) for s in (mine, theirs))
+    ago = q[1][:, None] - k[1]
+    return np.flatnonzero(((q[0][:, None] == k[0]) & (ago >= 0) & (ago < window)).any(0)).tolist()
+
+
+NARROW = [((4096,), 8, 897, True), ((4096,), 8, 898, False), ((4096,), 8, None, False), ((4,), 2, 1, True)]
+
+
+@pytest.mark.parametrize("lengths, degree, window, narrow", NARROW)
+def test_a_window_is_narrow_where_half_of_a_ring_would_do(lengths, degree, window, narrow):
+    found = circles(lengths, 1, degree, Mask(True, window))
+    assert [circle.is_narrow for circle in found] == [narrow] * degree
+    if narrow:  # the bound holds
+        read = sum(len(circle.reads(circle.member, o)) for circle in found for o in range(degree) if o != circle.member)
+        assert 2 * read <= (degree - 1) * sum(lengths)
+
+
+def test_dropout_drops_at_its_rate_whatever_the_head_document_or_position():
+    rows, heads = 300, 8
+    tiling = Tiling((Tile(0, rows, 0, rows),))
+    tokens = Tokens(np.repeat([3, 1 << 40], rows // 2), np.arange(rows), np.arange(rows) + 100_000)
+    launch = Launch(tiling, CPU, lambda: tokens)
+    for rate in (0.1, 0.5, 0.9):
+        kept = Dropout(rate, seed=-7).factors(launch, launch.tiles[0], heads, torch.float64) > 0
+        for dim in ((1, 2), (0, 2), (0, 1)):
+            shares = 1 - kept.double().mean(dim)
+            count = kept.numel() / len(shares)
+            assert (shares - rate).abs().max() < 5 * (rate * (1 - rate) / count) ** 0.5, (rate, dim)
+    half = Dropout(0.5, seed=-7).from_head(3).factors(launch, launch.tiles[0], 2, torch.float64)
+    assert torch.equal(half, Dropout(0.5, seed=-7).factors(launch, launch.tiles[0], heads, torch.float64)[3:5])
