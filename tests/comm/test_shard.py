@@ -1,6 +1,5 @@
 """What a rank holds in a micro-batch: rows, positions, segments, padding; scatter and gather are inverse."""
 
-
 import pytest
 import torch
 
