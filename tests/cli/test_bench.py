@@ -29,6 +29,8 @@ def test_flops_of_the_lower_half() -> None:
     """4 * S^2 * heads * head size / 2, for each document."""
     assert forward_flops(settings(heads=32, head_size=128), 16384) == 4 * 16384**2 * 32 * 128 / 2
     assert forward_flops(settings(heads=1, head_size=1, documents=3), 10) == 2 * (16 + 9 + 9)
+    assert forward_flops(settings(heads=1, head_size=1, window=4), 10) == 4 * (10 * 4 - 8)
+    assert forward_flops(settings(heads=1, head_size=1, window=400), 10) == 2 * 100
 
 
 def test_attention_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +41,7 @@ def test_attention_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert record == json.loads(out.read_text())
     own = [row for row in record["rows"] if row["name"].startswith("longspan")]
     assert [(row["name"], row["length"]) for row in own] == [
-        (f"longspan {kind}", length) for kind in ("p2p", "all_gather") for length in (96, 130)
+        (f"longspan {kind}", length) for kind in ("p2p", "all_gather", "a2a", "a2a+p2p") for length in (96, 130)
     ]
     assert all(row["seconds"] > row["forward_seconds"] > 0 and row["tflops_per_device"] > 0 for row in own)
     checks = {row["name"]: row for row in record["checks"]}
@@ -55,8 +57,13 @@ def test_attention_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--types", "p2p,a2a"], "--types 'p2p,a2a': this release has p2p and all_gather"),
+        (["--types", "p2p,ring"], "--types 'p2p,ring': this release has p2p and all_gather and a2a and a2a+p2p"),
         (["--types", ""], "this release has p2p and all_gather"),
+        (
+            ["--world", "2", "--hierarchical", "2,2"],
+            "--hierarchical '2,2': give two sizes whose product is the 2 ranks",
+        ),
+        (["--window", "-1"], "--window -1: at least 1"),
         (["--lengths", "16K"], "--lengths '16K' is not a list of integers"),
         (["--lengths", "0"], "1 documents do not share 0 rows"),
         (["--repeats", "0"], "--repeats 0"),

@@ -18,7 +18,7 @@ from longspan.errors import ConfigError
 from longspan.report.series import write_bytes
 from longspan.report.text_table import markdown_table, text_table
 
-TYPES = ("p2p", "all_gather")
+TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 CPU_RANKS = 4
 GPU_DEFAULTS = {"lengths": "16384,65536", "heads": 32, "key_value_heads": 8, "head_size": 128, "dtype": "bfloat16"}
 CPU_DEFAULTS = {"lengths": "1024,2048", "heads": 8, "key_value_heads": 2, "head_size": 64, "dtype": "float32"}
@@ -39,6 +39,12 @@ class AttentionFlags:
     """Sequence lengths, with commas between; empty: 16384,65536 on GPUs, 1024,2048 on CPUs."""
     documents: int = 1
     """Equal packed documents that share the sequence."""
+    window: int = 0
+    """Positions that a query sees, its own included; 0: all before it."""
+    kernel: str = ""
+    """Kernel by name (fa4, torch_flash, cpu_flash, reference); empty: the first that can."""
+    hierarchical: str = ""
+    """Sizes of a2a+p2p, as in 2,4; empty: 2 and half of the ranks, or 1 and all where they are odd."""
     heads: int = 0
     """Query heads; 0: 32 on GPUs, 8 on CPUs."""
     key_value_heads: int = 0
@@ -89,12 +95,17 @@ def make_settings(flags: AttentionFlags, ranks: int, backend: str, command: Sequ
         raise ConfigError(f"--lengths {flags.lengths!r} is not a list of integers such as 16384,65536") from None
     if min(lengths) < flags.documents or flags.documents < 1:
         raise ConfigError(f"{flags.documents} documents do not share {min(lengths)} rows; use at least a row each")
+    if flags.window < 0:
+        raise ConfigError(f"--window {flags.window}: at least 1, or 0 for none")
     if flags.repeats < 1 or flags.warmup < 0:
         raise ConfigError(f"--repeats {flags.repeats} --warmup {flags.warmup}: at least 1 and 0")
     return Settings(
         types=types,
         lengths=lengths,
         documents=flags.documents,
+        window=flags.window,
+        kernel=flags.kernel,
+        hierarchical=_sizes(flags.hierarchical, ranks),
         heads=flags.heads or int(defaults["heads"]),
         key_value_heads=flags.key_value_heads or int(defaults["key_value_heads"]),
         head_size=flags.head_size or int(defaults["head_size"]),
@@ -110,6 +121,15 @@ def make_settings(flags: AttentionFlags, ranks: int, backend: str, command: Sequ
     )
 
 
+def _sizes(text: str, ranks: int) -> tuple[int, int]:
+    if not text:
+        return (1, ranks) if ranks % 2 else (2, ranks // 2)
+    sizes = tuple(int(size) for size in text.split(",") if size.isdecimal())
+    if len(sizes) != 2 or sizes[0] * sizes[1] != ranks:
+        raise ConfigError(f"--hierarchical {text!r}: give two sizes whose product is the {ranks} ranks, as in 2,2")
+    return sizes
+
+
 def record_text(record: dict[str, Any]) -> str:
     """A record for a terminal."""
     return f"{_title(record)}\n\n{text_table(_NAMES, _rows(record))}\n\n{_checks(record)}{_missing(record)}"
@@ -122,8 +142,9 @@ def record_markdown(record: dict[str, Any]) -> str:
         f"# {_title(record)}\n\n"
         f"Machine: {machine_text(record['machine'])}. Versions: {found}. Command: `{record['command']}`.\n\n"
         f"{markdown_table(_NAMES, _rows(record))}\n\n"
-        "TFLOP/s per device count 3.5 × the forward FLOPs (4 · S² · heads · head size / 2 a document) for forward and "
-        f"backward together. Median of {record['repeats']} runs after {record['warmup']}, the slowest rank.\n\n"
+        "TFLOP/s per device count 3.5 × the forward FLOPs (4 · heads · head size · the pairs of positions that see "
+        "each other, which are S² / 2 a document without a window) for forward and backward together. "
+        f"Median of {record['repeats']} runs after {record['warmup']}, the slowest rank.\n\n"
         f"{_checks(record)}{_missing(record)}\n"
     )
 
@@ -143,9 +164,11 @@ _NAMES = ("attention", "length", "forward ms", "both ms", "TFLOP/s per device", 
 
 def _title(record: dict[str, Any]) -> str:
     packed = f", {record['documents']} packed documents" if record["documents"] > 1 else ""
+    packed += f", window {record['window']}" if record["window"] else ""
     return (
         f"Causal attention over {record['ranks']} ranks ({record['backend']}): {record['heads']} query and "
-        f"{record['key_value_heads']} key/value heads of {record['head_size']}, {record['dtype']}{packed}"
+        f"{record['key_value_heads']} key/value heads of {record['head_size']}, {record['dtype']}{packed}, "
+        f"kernel {record['kernel']}"
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.attention import attend
+from longspan.attention import Need, attend, choose
 from longspan.cli.bench_attention_torch import PEERS, torch_attention
 from longspan.cli.machine import machine
 from longspan.comm import World, bind
@@ -33,6 +33,9 @@ class Settings:
     types: tuple[str, ...]
     lengths: tuple[int, ...]
     documents: int
+    window: int  # 0: none
+    kernel: str  # "": the first that can
+    hierarchical: tuple[int, int]
     heads: int
     key_value_heads: int
     head_size: int
@@ -85,10 +88,22 @@ def attention_ranks(rank: int, settings: Settings) -> dict[str, Any]:
 
 
 def _empty_record(settings: Settings, world: World) -> dict[str, Any]:
-    names = ("documents", "heads", "key_value_heads", "head_size", "dtype", "warmup", "repeats", "ranks", "command")
+    names = (
+        "documents",
+        "window",
+        "heads",
+        "key_value_heads",
+        "head_size",
+        "dtype",
+        "warmup",
+        "repeats",
+        "ranks",
+        "command",
+    )
     return {
         "bench": "attention",
         **{name: getattr(settings, name) for name in names},
+        "kernel": _kernel(settings, world),
         "backend": world.backend,
         "check_length": CHECK_ROWS * settings.ranks,
         "machine": machine(),
@@ -96,6 +111,12 @@ def _empty_record(settings: Settings, world: World) -> dict[str, Any]:
         "checks": [],
         "rows": [],
     }
+
+
+def _kernel(settings: Settings, world: World) -> str:
+    features = frozenset({"window"} if settings.window else ())
+    need = Need(world.device, getattr(torch, settings.dtype), settings.head_size, features)
+    return choose(need, settings.kernel or None).name
 
 
 def _keep(record: dict[str, Any], settings: Settings, rank: int) -> None:
@@ -125,17 +146,25 @@ def _own_run(settings: Settings, qkv: tuple[Tensor, ...], world: World, *, kind:
     shard = bind(plan.micro_batches[0], world)
     q, k, v, gradient = (shard.scatter(x).contiguous() for x in qkv)
     inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
-    yield Run(inputs, gradient, lambda: attend(*inputs, shard), shard.gather)
+    call = partial(attend, *inputs, shard, window=settings.window or None, kernel=settings.kernel or None)
+    yield Run(inputs, gradient, call, shard.gather)
 
 
 def _plan(settings: Settings, length: int, world: World, kind: str) -> Plan:
+    sizes = settings.hierarchical if kind == "a2a+p2p" else None
+    lengths = _lengths(settings, length)
+    return plan_fixed(lengths, world.home, settings.ranks, cp_comm_type=kind, hierarchical_context_parallel_sizes=sizes)
+
+
+def _lengths(settings: Settings, length: int) -> list[int]:
     base, rest = divmod(length, settings.documents)
-    lengths = [base + (d < rest) for d in range(settings.documents)]
-    return plan_fixed(lengths, world.home, settings.ranks, cp_comm_type=kind)
+    return [base + (d < rest) for d in range(settings.documents)]
 
 
 @contextmanager
 def _peer_run(settings: Settings, qkv: tuple[Tensor, ...], world: World, *, peer: str) -> Iterator[Run]:
+    if settings.window:
+        raise ValueError("it has no window")
     with torch_attention(peer, qkv, world, settings.documents) as (inputs, gradient, forward, whole):
         yield Run(inputs, gradient, forward, whole)
 
@@ -180,13 +209,14 @@ def _dense(settings: Settings, qkv: tuple[Tensor, ...]) -> list[Tensor]:
     q, k, v, gradient = (x.float() for x in qkv)
     q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
     repeat = settings.heads // settings.key_value_heads
-    base, rest = divmod(len(q), settings.documents)
-    sizes = [base + (d < rest) for d in range(settings.documents)]
+    sizes = _lengths(settings, len(q))
     outs = []
     for a, b, c in zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
         b, c = b.repeat_interleave(repeat, 1), c.repeat_interleave(repeat, 1)
         scores = torch.einsum("snh,tnh->nst", a, b) * settings.head_size**-0.5
         seen = torch.ones(len(a), len(a), dtype=torch.bool, device=a.device).tril()
+        if settings.window:
+            seen = seen.triu(1 - settings.window)
         outs.append(torch.einsum("nst,tnh->snh", scores.masked_fill(~seen, float("-inf")).softmax(-1), c))
     out = torch.cat(outs)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), gradient)]
@@ -219,10 +249,12 @@ def _timed(settings: Settings, case: Case, length: int, world: World) -> dict[st
 
 
 def forward_flops(settings: Settings, length: int) -> float:
-    """FLOPs of two matrix products over the lower half of each document's square."""
-    base, rest = divmod(length, settings.documents)
-    squares = sum((base + (d < rest)) ** 2 for d in range(settings.documents))
-    return 4 * squares * settings.heads * settings.head_size / 2
+    """FLOPs of two matrix products over the lower half of each document's square, or over the window's band in it."""
+    pairs = 0.0
+    for n in _lengths(settings, length):
+        window = min(settings.window or n, n)
+        pairs += n * window - window * window / 2
+    return 4 * pairs * settings.heads * settings.head_size
 
 
 def _times(run: Run, settings: Settings, cuda: bool) -> Sequence[tuple[float, float]]:
