@@ -6,6 +6,7 @@ import torch
 
 from longspan import Group, MicroBatch
 from longspan.attention.circle import Circle, Mask
+from longspan.attention.halo import Halo, is_narrow, seen_by
 from longspan.attention.heads import Deal
 from longspan.attention.kernels.dropout import Dropout
 from longspan.attention.kernels.launch import Launch, Tokens
@@ -70,32 +71,55 @@ def test_zigzag_composes_with_levels(inner, outer):
 
 @pytest.mark.parametrize("partition", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("window", [1, 2, 5, 30])
-def test_what_is_read_is_what_is_seen(window, partition):
+def test_a_halo_is_what_is_seen_in_one_band_a_run(window, partition):
     for lengths in LENGTHS:
         for inner, outer in ((1, 4), (2, 3)):
-            for circle in circles(lengths, inner, outer, Mask(True, window), partition=partition):
-                for owner in range(outer):
-                    assert circle.reads(circle.member, owner).tolist() == seen_rows(circle, owner, window)
+            for pad_to in (None, max(lengths) + 3):
+                found = circles(lengths, inner, outer, Mask(True, window), partition=partition, pad_to=pad_to)
+                for circle in found:
+                    check_halo(circle, found, window)
+
+
+def check_halo(circle, members, window):
+    halo, keys = Halo.of(circle), seen_by(circle, circle.member)
+    arriving = []
+    for owner in members:
+        if owner.part.member % owner.inner == circle.part.member % circle.inner:
+            rows = Halo.of(owner).sends[circle.member].numpy()
+            assert rows.tolist() == seen_rows(circle, owner.member, window)
+            assert len(rows) == halo.receives[owner.member]
+            held = owner.held(owner.member)
+            arriving += zip(held.document.repeat(held.stop - held.start)[rows], held.positions[rows], strict=True)
+    landed = [arriving[i] for i in np.argsort(halo.places.numpy())]
+    assert landed == list(zip(keys.document.repeat(keys.stop - keys.start), keys.positions, strict=True))
+    assert {(launch.left, launch.right) for launch in halo.launches} <= {
+        (None, None),
+        (None, 0),
+        (window - 1, 0),
+        (window - 1, None),
+    }
 
 
 def seen_rows(circle, owner, window):
     """Rows of the owner that some row here sees, one by one."""
+    lengths = np.asarray(circle.part.group.lengths)
     mine, theirs = circle.held(circle.member), circle.held(owner)
     q, k = ((s.document.repeat(s.stop - s.start), s.positions) for s in (mine, theirs))
     ago = q[1][:, None] - k[1]
-    return np.flatnonzero(((q[0][:, None] == k[0]) & (ago >= 0) & (ago < window)).any(0)).tolist()
+    seen = (q[0][:, None] == k[0]) & (ago >= 0) & (ago < window) & (q[1] < lengths[q[0]])[:, None]
+    return np.flatnonzero(seen.any(0)).tolist()
 
 
-NARROW = [((4096,), 8, 897, True), ((4096,), 8, 898, False), ((4096,), 8, None, False), ((4,), 2, 1, True)]
+NARROW = [((4096,), 8, 512, True), ((4096,), 8, 514, False), ((4096,), 8, None, False), ((4,), 2, 1, True)]
 
 
 @pytest.mark.parametrize("lengths, degree, window, narrow", NARROW)
-def test_a_window_is_narrow_where_half_of_a_ring_would_do(lengths, degree, window, narrow):
+def test_a_window_is_narrow_where_half_of_a_ring_and_twice_the_own_rows_would_do(lengths, degree, window, narrow):
     found = circles(lengths, 1, degree, Mask(True, window))
-    assert [circle.is_narrow for circle in found] == [narrow] * degree
-    if narrow:  # the bound holds
-        read = sum(len(circle.reads(circle.member, o)) for circle in found for o in range(degree) if o != circle.member)
-        assert 2 * read <= (degree - 1) * sum(lengths)
+    assert [is_narrow(circle) for circle in found] == [narrow] * degree
+    if narrow:  # the bounds hold
+        halos = [len(Halo.of(circle).places) - circle.counts[circle.member] for circle in found]
+        assert 2 * sum(halos) <= (degree - 1) * sum(lengths) and sum(halos) <= 2 * sum(lengths)
 
 
 def test_dropout_drops_at_its_rate_whatever_the_head_document_or_position():

@@ -5,7 +5,7 @@ A `Circle` is what a ring goes round, or what gathers. Its members are those of 
 each holds all rows of the run for some heads. Moves no tensors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention.kernels.launch import Launch, Tokens
-from longspan.attention.tiles import Rows, Tile, Tiling, tiles_between
+from longspan.attention.tiles import Rows, tiles_between
 from longspan.comm import Channel, ShardPart, world_of
 from longspan.layout import Segments
 from longspan.layout.segments import expand, segments_of
@@ -43,7 +43,7 @@ class Circle:
         blocks = np.asarray(part.counts, dtype=np.int64).reshape(self.degree, inner)
         self.counts: tuple[int, ...] = tuple(blocks.sum(1).tolist())
         self.inside_counts: tuple[int, ...] = tuple(blocks[self.member].tolist())
-        self._kept: dict[object, object] = {}
+        self._kept: dict[Hashable, object] = {}
 
     # ---- who talks
 
@@ -93,40 +93,38 @@ class Circle:
             held = (self.part.group.shares.rows(member) for member in range(self.degree))
             return [torch.tensor(rows, dtype=torch.int64, device=self.device) for rows in held]
 
-        return self._once("places of members", find)
+        return self.once("places of members", find)
 
     def index(self, values: Sequence[int]) -> Tensor:
         """These integers on the device, kept: copying them there each time would make the host wait."""
-        return self._once(("index", *values), lambda: torch.tensor(values, device=self.device))
+        return self.once(("index", *values), lambda: torch.tensor(values, device=self.device))
 
     # ---- what they see
 
     def launches(self, owner: int | None) -> tuple[Launch, ...]:
-        """The launches of this member's rows against the block of `owner`, or against all rows (None).
+        """The launches of this member's rows against the block of `owner`, or against all rows (None)."""
 
-        On a narrow circle the block of another member is the rows that are read here, `reads(self.member, owner)`.
-        """
-        return self._once(("launches", owner), lambda: self._launches(owner))
+        if owner is not None:
+            return self.once(
+                ("launches", owner), lambda: self.launches_on(self.real(owner), lambda: self.held(owner).positions)
+            )
+        laid_out = np.asarray(self.part.group.laid_out, dtype=np.int64)
+        return self.once(
+            "launches on all", lambda: self.launches_on(self._all_rows(), lambda: expand(0 * laid_out, laid_out))
+        )
 
-    def _launches(self, owner: int | None) -> tuple[Launch, ...]:
+    def launches_on(self, keys: Segments, positions: Callable[[], Rows]) -> tuple[Launch, ...]:
+        """The launches of this member's rows against other rows; `positions` are those of all rows of their tensor."""
+
         def tokens() -> Tokens:
-            mine, theirs = self._tokens(self.member), self._tokens(owner)
-            return Tokens(*mine, theirs[1] if rows is None else theirs[1][rows])
+            ids, held = np.asarray(self.part.group.documents, dtype=np.int64), self.held(self.member)
+            return Tokens(np.repeat(ids[held.document], held.stop - held.start), held.positions, positions())
 
-        tilings, rows = self._tilings(self.member, owner), None
-        if self.is_narrow and owner is not None and owner != self.member:
-            rows = self.reads(self.member, owner)
-            tilings = tuple(_compacted(tiling, rows) for tiling in tilings)
+        mine = self.real(self.member)
+        tilings = tiles_between(mine, keys, causal=self.mask.causal, window=self.mask.window)
         return tuple(Launch(tiling, self.device, tokens) for tiling in tilings)
 
-    def _tilings(self, reader: int, owner: int | None) -> tuple[Tiling, ...]:
-        def find() -> tuple[Tiling, ...]:
-            keys = self._all_rows() if owner is None else self._real(owner)
-            return tiles_between(self._real(reader), keys, causal=self.mask.causal, window=self.mask.window)
-
-        return self._once(("tilings", reader, owner), find)
-
-    def _real(self, member: int) -> Segments:
+    def real(self, member: int) -> Segments:
         """The rows of one member without those that pad documents out: padding takes no part in attention."""
         held, group = self.held(member), self.part.group
         if group.pad_to is None:
@@ -141,63 +139,8 @@ class Circle:
         lengths = np.asarray(self.part.group.lengths, dtype=np.int64)
         return Segments(np.arange(len(lengths)), np.zeros_like(lengths), lengths, np.cumsum(laid_out) - laid_out)
 
-    def _tokens(self, member: int | None) -> tuple[Rows, Rows]:
-        """(document id, position) of each row of a member's tensors, or of all rows in document order (None)."""
-        ids, laid_out = (np.asarray(x, dtype=np.int64) for x in (self.part.group.documents, self.part.group.laid_out))
-        if member is None:
-            return np.repeat(ids, laid_out), expand(np.zeros_like(laid_out), laid_out)
-        held = self.held(member)
-        return np.repeat(ids[held.document], held.stop - held.start), held.positions
-
-    # ---- narrow windows
-
-    @cached_property
-    def is_narrow(self) -> bool:
-        """Whether a window leaves so little to be seen of other members' rows that each sends what is read, directly.
-
-        A bound from lengths alone, and so the same on every member: a document lies in at most 2 · degree runs, each of
-        which sees at most window − 1 rows before it. Narrow: at most half of the rows that would go round a ring.
-        """
-        if self.mask.window is None or self.degree == 1:
-            return False
-        lengths = np.asarray(self.part.group.lengths, dtype=np.int64)
-        before = min(self.mask.window - 1, int(lengths.max()))
-        around = (self.degree - 1) * lengths
-        return 2 * int(np.minimum(2 * self.degree * before, around).sum()) <= int(around.sum())
-
-    def reads(self, reader: int, owner: int) -> Rows:
-        """Which rows of `owner` the rows of `reader` see, ascending."""
-
-        def find() -> Rows:
-            change = np.zeros(self.counts[owner] + 1, dtype=np.int64)
-            for tile in (tile for tiling in self._tilings(reader, owner) for tile in tiling.tiles):
-                change[tile.k_start] += 1
-                change[tile.k_stop] -= 1
-            return np.flatnonzero(np.cumsum(change)[:-1])
-
-        return self._once(("reads", reader, owner), find)
-
-    @cached_property
-    def sends(self) -> list[Tensor]:
-        """Per member, which of this rank's rows it reads."""
-        return [torch.from_numpy(self.reads(m, self.member)).to(self.device) for m in range(self.degree)]
-
-    @cached_property
-    def receives(self) -> list[int]:
-        """Per member, how many of its rows are read here."""
-        return [len(self.reads(self.member, m)) for m in range(self.degree)]
-
-    def _once(self, key: object, make: Callable[[], T]) -> T:
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns, kept as long as the shard."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]  # pyright: ignore[reportReturnType]
-
-
-def _compacted(tiling: Tiling, rows: Rows) -> Tiling:
-    """The same tiles where the keys are only these rows, which hold every tile's keys without a gap."""
-    first = np.searchsorted(rows, [tile.k_start for tile in tiling.tiles]).tolist()
-    moved = (
-        Tile(tile.q_start, tile.q_stop, at, at + tile.keys, tile.left, tile.right)
-        for tile, at in zip(tiling.tiles, first, strict=True)
-    )
-    return Tiling(tuple(moved))

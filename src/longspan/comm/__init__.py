@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from longspan.comm.collectives import all_reduce_sum as all_reduce_sum
+    from longspan.comm.collectives import all_to_all as all_to_all
     from longspan.comm.collectives import gather_rows as gather_rows
     from longspan.comm.collectives import scatter_rows as scatter_rows
     from longspan.comm.groups import Channel as Channel
     from longspan.comm.groups import Handle as Handle
     from longspan.comm.groups import world_of as world_of
     from longspan.comm.launch import run_local as run_local
-    from longspan.comm.pairs import PairBlocks as PairBlocks
-    from longspan.comm.pairs import PairGradients as PairGradients
     from longspan.comm.ring import GradientRing as GradientRing
     from longspan.comm.ring import RingBlocks as RingBlocks
     from longspan.comm.rows import exchange_rows as exchange_rows
@@ -25,10 +24,9 @@ if TYPE_CHECKING:
     from longspan.comm.world import World as World
 
 _HOME_OF = {
-    **dict.fromkeys(("all_reduce_sum", "gather_rows", "scatter_rows"), "longspan.comm.collectives"),
+    **dict.fromkeys(("all_reduce_sum", "all_to_all", "gather_rows", "scatter_rows"), "longspan.comm.collectives"),
     **dict.fromkeys(("Channel", "Handle", "world_of"), "longspan.comm.groups"),
     "run_local": "longspan.comm.launch",
-    **dict.fromkeys(("PairBlocks", "PairGradients"), "longspan.comm.pairs"),
     **dict.fromkeys(("GradientRing", "RingBlocks"), "longspan.comm.ring"),
     "exchange_rows": "longspan.comm.rows",
     **dict.fromkeys(("SequenceShard", "ShardPart", "bind"), "longspan.comm.shard"),
@@ -39,13 +37,12 @@ __all__ = [
     "Channel",
     "GradientRing",
     "Handle",
-    "PairBlocks",
-    "PairGradients",
     "RingBlocks",
     "SequenceShard",
     "ShardPart",
     "World",
     "all_reduce_sum",
+    "all_to_all",
     "bind",
     "exchange_rows",
     "gather_rows",

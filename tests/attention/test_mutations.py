@@ -1,0 +1,125 @@
+"""The parity table would tell: with one term of the source changed, some case of it is wrong.
+
+Every rank changes the same line, runs cases until one is wrong, and puts the line back.
+"""
+
+import inspect
+from importlib import import_module
+from types import FunctionType, ModuleType
+
+from longspan import Layout, World
+from longspan.testing import backend, run_ranks
+from tests.attention.cases import LIMIT, WAYS, Question, cases_of, worst_errors
+from tests.attention.test_attend import needs
+
+CASES = cases_of(
+    (
+        Question("ragged", "mla", window=5, sinks=True),
+        Question("several groups a slot", "gqa", sinks=True),
+        Question("ragged", "mla", dropout=0.3, softcap=1.5, sinks=True),
+        Question("padded", "mqa", causal=False),
+        Question("ragged", "mha", window=30, softcap=2.0),
+    ),
+    WAYS,
+)
+
+MUTATIONS = [
+    # merging blocks
+    ("attention.merge", "step = torch.sigmoid(lse - held_lse)", "step = torch.full_like(lse, 0.5)"),
+    ("attention.merge", "held_lse = torch.logaddexp(held_lse, lse)", "held_lse = torch.maximum(held_lse, lse)"),
+    ("attention.merge", "self.result()[rows] += x", "self.result()[rows] = x"),
+    ("attention.merge", "self.result().index_add_(0, rows,", "self.result().index_copy_(0, rows,"),
+    # one ring step
+    ("attention.ring", "(owner), rule)\n    return", "(owner) if owner else (), rule)\n    return"),
+    ("attention.ring", "(owner), rule))", "(owner) if owner else (), rule))"),
+    # sums of dK and dV
+    ("comm.ring", "into.add_(gradient)", "into.copy_(gradient)"),
+    ("attention.halo", "total.index_add_(0, sent, arrived)", "total.index_copy_(0, sent, arrived)"),
+    ("comm.groups", "result.add_(addend)", "result.add_(addend, alpha=0)"),
+    ("attention.all_to_all", "into.add_(x)", "into.copy_(x)"),
+    ("attention.all_to_all", "total.index_add_(1,", "total.index_copy_(1,"),
+    # rows and heads where they belong
+    ("attention.all_gather", "full.index_copy_(0, rows, share)", "full.index_copy_(0, rows.flip(0), share)"),
+    ("attention.all_to_all", "x if self._places is None else x.index_select(0, self._places)", "x"),
+    ("attention.halo", "index_copy_(0, self.places, x)", "index_copy_(0, self.places.flip(0), x)"),
+    ("attention.heads", "[head // group - self", "[mine.start // group - self"),
+    # sinks
+    ("attention.block", "out * torch.exp(lse - with_sinks).unsqueeze(-1), with_sinks", "out, with_sinks"),
+    ("attention.block", "self.sinks[start:stop]", "self.sinks[: stop - start]"),
+    ("attention.attend", "return -(weight *", "return (weight *"),
+    # edges of masks
+    ("attention.tiles", "else window - 1 - ahead", "else window - ahead"),
+    ("attention.tiles", "last - window <= k_first", "last - window <= k_first + 1"),
+    ("attention.tiles", "k.stop + window - 1", "k.stop + window - 2"),
+    ("attention.tiles", "k_offset + last - k_start, right=0)", "k_offset + last - k_start)"),
+    (
+        "attention.circle",
+        "held.stop, np.asarray(group.lengths)[held.document]",
+        "held.stop, np.asarray(group.laid_out)[held.document]",
+    ),
+    # dropout and softcap
+    ("attention.kernels.dropout", "self.first_head, self.first_head + heads", "0, heads"),
+    ("attention.kernels.dropout", "document[rows]), q_position[rows]", "document[rows]), 0 * q_position[rows]"),
+    ("attention.circle", "lambda: self.held(owner).positions", "lambda: 0 * self.held(owner).positions"),
+    ("attention.kernels.reference", "dscores if slope is None else dscores * slope", "dscores"),
+    ("attention.kernels.reference", "(dweights - delta.unsqueeze(-1))", "dweights"),
+    (
+        "attention.kernels.reference",
+        "used, dweights = weights * factors, dweights * factors",
+        "dweights = dweights * factors",
+    ),
+    # kernels
+    ("attention.kernels.cpu_flash", "if tile.keys > tile.queries:", "if False:"),
+    ("attention.kernels.cpu_flash", "total[rows] += x[0].transpose(0, 1)", "total[rows] = x[0].transpose(0, 1)"),
+]
+
+
+def functions(module: ModuleType) -> dict[str, FunctionType]:
+    """Functions and methods that a module defines, by qualified name."""
+    found: dict[str, FunctionType] = {}
+    for value in (inspect.unwrap(x) if callable(x) else x for x in vars(module).values()):
+        inner = vars(value).values() if isinstance(value, type) and value.__module__ == module.__name__ else [value]
+        for each in inner:
+            for attribute in ("fget", "func", "__func__", "_torchdynamo_orig_callable"):
+                each = getattr(each, attribute, None) or each
+            if isinstance(each, FunctionType) and each.__module__ == module.__name__:
+                found[each.__qualname__] = each
+    return found
+
+
+def mutate(name: str, old: str, new: str) -> list[tuple[FunctionType, object]]:
+    """Give the functions of a module the code that they would have with this change; returns what to put back."""
+    module = import_module(f"longspan.{name}")
+    source = inspect.getsource(module)
+    assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times in {name}: change the mutation with it"
+    changed = ModuleType(module.__name__)
+    changed.__file__ = module.__file__
+    exec(compile(source.replace(old, new), f"{name} mutated", "exec"), vars(changed))
+    after, undo = functions(changed), []
+    for qualified, function in functions(module).items():
+        code = after[qualified].__code__
+        if code != function.__code__:
+            undo.append((function, function.__code__))
+            function.__code__ = code
+    return undo
+
+
+def survivors(rank: int, slots: int) -> list[str]:
+    """Mutations that no case notices, and cases that are wrong without one."""
+    with World(Layout(ranks=slots), backend=backend()) as world:
+        errors = worst_errors(CASES, slots, world)
+        found = [str(case) for case, error in zip(CASES, errors, strict=True) if not error <= LIMIT["float64"]]
+        for name, old, new in MUTATIONS:
+            undo = mutate(name, old, new)
+            assert undo, f"{name}: {old!r} -> {new!r} changes nothing"
+            if not any(not worst_errors([case], slots, world)[0] <= LIMIT["float64"] for case in CASES):
+                found.append(f"{name}: {old} -> {new}")
+            for function, code in undo:
+                function.__code__ = code
+    return found
+
+
+def test_every_dropped_term_is_noticed():
+    needs(4)
+    for left in run_ranks(survivors, 4, 4):
+        assert not left, "\n".join(left)
