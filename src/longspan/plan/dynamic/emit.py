@@ -5,7 +5,8 @@ slots are one group.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from longspan.plan.dynamic.cells import Division
 from longspan.plan.dynamic.problem import Problem
@@ -29,10 +30,11 @@ def micro_batches(draft: Draft, division: Division) -> list[MicroBatch]:
         for position, item in enumerate(fillers):
             slots = whole if position < shared[cell] else (start + places[cell][position],)
             groups.setdefault(slots, []).append(item)
-    return [_micro_batch(draft.problem, groups) for groups in held]
+    return [micro_batch_of(draft.problem, groups) for groups in held if groups]
 
 
-def _micro_batch(problem: Problem, groups: dict[tuple[int, ...], list[int]]) -> MicroBatch:
+def micro_batch_of(problem: Problem, groups: Mapping[tuple[int, ...], list[int]]) -> MicroBatch:
+    """The micro-batch in which these slots have these items."""
     ordered = sorted(groups.items(), key=lambda pair: (len(pair[0]), pair[0]))
     return MicroBatch(tuple(_group(problem, slots, items) for slots, items in ordered))
 
@@ -42,6 +44,16 @@ def _group(problem: Problem, slots: tuple[int, ...], items: list[int]) -> Group:
     documents = tuple(d for item in sorted(items) for d in problem.documents[item])
     lengths = tuple(request.lengths[d] for d in documents)
     return Group(slots, documents, lengths, request.cp_comm_type, group_hierarchy(request, len(slots)))
+
+
+def longest_first(batch: MicroBatch) -> MicroBatch:
+    """The same groups with their documents by falling length, so that ids do not matter."""
+    groups: list[Group] = []
+    for group in batch.groups:
+        order = sorted(range(len(group.documents)), key=lambda i: (-group.lengths[i], group.documents[i]))
+        documents, lengths = (tuple(values[i] for i in order) for values in (group.documents, group.lengths))
+        groups.append(replace(group, documents=documents, lengths=lengths))
+    return MicroBatch(tuple(groups))
 
 
 def group_hierarchy(request: Request, degree: int) -> tuple[int, int] | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from longspan.plan.dynamic.cells import Division, divide
-from longspan.plan.dynamic.problem import Floats, Parts, Problem, runs
+from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem, runs
 from longspan.plan.dynamic.shelves import Anchor, CellQueue, Cells, Draft
 from longspan.plan.pack import first_fit
 
@@ -31,9 +31,9 @@ class FreePlan:
 def plan_free(problem: Problem, goal: float) -> FreePlan:
     """Place all items on lanes, with gangs where a lane would end after `goal` seconds."""
     lanes = _Lanes(problem)
-    lane_rows = int(lanes.width.max()) * problem.cap
-    gangs = problem.tokens > lane_rows
-    large = ~gangs & (problem.work / lanes.width.max() > LARGE * goal)
+    own = lanes.width[lanes.width >= problem.min_cp]
+    gangs = problem.tokens > own.max() * problem.cap
+    large = ~gangs & ((problem.work / own.max() > LARGE * goal) | (problem.tokens > own.min() * problem.cap))
     for item in np.flatnonzero(gangs).tolist():
         lanes.place_gang(item)
     for item in np.flatnonzero(large).tolist():
@@ -47,11 +47,7 @@ class _Lanes:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, cost = problem, problem.request.cost
-        self.parts: Parts = [
-            (start + offset, width)
-            for start, size in problem.blocks
-            for offset, width in runs(size, problem.min_cp, problem.max_cp)
-        ]
+        self.parts = [part for block in problem.blocks for part in _lanes_of(block, problem)]
         self.width = np.array([width for _, width in self.parts], dtype=np.int64)
         self.launch = cost.micro_batch_seconds
         self.gang_end: Floats = np.zeros(len(self.parts))
@@ -66,25 +62,23 @@ class _Lanes:
     def place_gang(self, item: int) -> None:
         """Give a document that fits no lane to the lanes that are free first, as many as waste least."""
         order = np.argsort(self.end, kind="stable")
-        best, chosen = (np.inf, np.inf), order[:1]
-        for count in range(2, len(order) + 1):
+        best, chosen = (np.inf, np.inf), order
+        for count in range(1, len(order) + 1):
             lanes = order[:count]
-            degree = int(self.width[lanes].sum())
-            if degree > self.problem.max_cp:
-                break
-            if -(-int(self.problem.tokens[item]) // degree) > self.problem.cap:
+            degree = self._degree(lanes)
+            if degree < max(self.problem.min_cp, -(-int(self.problem.tokens[item]) // self.problem.cap)):
                 continue
             seconds = self._seconds(item, lanes)
             score = (degree * seconds, seconds)
             if score < best:
                 best, chosen = score, lanes
-            elif degree * seconds > 1.5 * best[0]:
+            if degree == self.problem.max_cp or degree * seconds > 1.5 * best[0]:
                 break
         self._gang(item, chosen)
 
     def place_large(self, item: int, goal: float) -> None:
         """Give an item to the lane that ends earliest with it; to several if that is after the goal."""
-        fits = self.width * self.problem.cap >= self.problem.tokens[item]
+        fits = (self.width * self.problem.cap >= self.problem.tokens[item]) & (self.width >= self.problem.min_cp)
         ends = np.where(fits, self.end + self.work[item] / self.width, np.inf)
         lane = int(ends.argmin())
         gang, end = self._earlier_gang(item, goal) if ends[lane] > goal else (None, np.inf)
@@ -94,7 +88,7 @@ class _Lanes:
             self.end[lane] = ends[lane]
             self.held[lane].append(item)
 
-    def _earlier_gang(self, item: int, goal: float) -> tuple[np.ndarray | None, float]:
+    def _earlier_gang(self, item: int, goal: float) -> tuple[Ints | None, float]:
         """The fewest lanes that end a document by the goal, or those that end it earliest, and when they end."""
         best, earliest = None, np.inf
         order = np.argsort(self.end, kind="stable")[:MOST_LANES]
@@ -102,8 +96,8 @@ class _Lanes:
             return None, earliest
         for count in range(2, len(order) + 1):
             lanes = order[:count]
-            if int(self.width[lanes].sum()) > self.problem.max_cp:
-                break
+            if not self.problem.min_cp <= int(self.width[lanes].sum()) <= self.problem.max_cp:
+                continue
             gang_end = self.gang_end[lanes].max() + self._seconds(item, lanes)
             end = float((self.end[lanes] - self.gang_end[lanes]).max() + gang_end)
             if end < earliest:
@@ -112,11 +106,15 @@ class _Lanes:
                 break
         return best, earliest
 
-    def _seconds(self, item: int, lanes: np.ndarray) -> float:
-        tokens, degree = int(self.problem.tokens[item]), int(self.width[lanes].sum())
+    def _degree(self, lanes: Ints) -> int:
+        """Slots of a gang of these lanes; of the last it takes what max_cp lets it."""
+        return min(int(self.width[lanes].sum()), self.problem.max_cp)
+
+    def _seconds(self, item: int, lanes: Ints) -> float:
+        tokens, degree = int(self.problem.tokens[item]), self._degree(lanes)
         return self.launch + float(self.problem.request.cost.group_seconds(tokens, tokens * tokens, degree, False))
 
-    def _gang(self, item: int, lanes: np.ndarray) -> None:
+    def _gang(self, item: int, lanes: Ints) -> None:
         """Let these lanes work on a document together, after the gangs that they already are in."""
         seconds, local = self._seconds(item, lanes), self.end[lanes] - self.gang_end[lanes]
         self.gang_end[lanes] = self.gang_end[lanes].max() + seconds
@@ -125,8 +123,10 @@ class _Lanes:
         m = max(self.next[lane] for lane in members)
         for lane in members:
             self.next[lane] = m + 1
-        parts = [self.parts[lane] for lane in members]
-        rows = -(-int(self.problem.tokens[item]) // int(self.width[lanes].sum()))
+        degree, parts = self._degree(lanes), Parts()
+        for start, width in (self.parts[lane] for lane in members):
+            parts.append((start, min(width, degree - sum(count for _, count in parts))))
+        rows = -(-int(self.problem.tokens[item]) // degree)
         self.anchors.append(Anchor(m, item, parts, rows, seconds - self.launch))
 
     def place_small(self, items: list[int]) -> None:
@@ -159,3 +159,12 @@ class _Lanes:
         end = self.gang_end.copy()
         np.add.at(end, np.array(lane_of, dtype=np.int64), division.seconds + self.launch)
         return FreePlan(draft, division, float(end.max()))
+
+
+def _lanes_of(block: tuple[int, int], problem: Problem) -> Parts:
+    """Runs of a block's slots that hold a group; and what is left, which only a gang can use."""
+    start, size = block
+    found = runs(size, problem.min_cp, problem.max_cp)
+    used = sum(width for _, width in found)
+    lanes = [(start + offset, width) for offset, width in found]
+    return lanes + ([(start + used, size - used)] if used < size else [])

@@ -7,10 +7,11 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.check import check_choice, check_count
 from longspan.plan.cost import DEFAULT_COST, Cost
+from longspan.plan.dynamic.bundles import plan_bundles
 from longspan.plan.dynamic.cells import divide
-from longspan.plan.dynamic.emit import micro_batches
+from longspan.plan.dynamic.emit import longest_first, micro_batches
 from longspan.plan.dynamic.free import plan_free
-from longspan.plan.dynamic.problem import Problem
+from longspan.plan.dynamic.problem import Ints, Problem
 from longspan.plan.dynamic.targets import Effort, Settings, search, warm_starts
 from longspan.plan.fixed import Packer
 from longspan.plan.plan import MicroBatch, Mode, Plan
@@ -19,8 +20,9 @@ from longspan.plan.request import Request
 EffortName = Literal["fast", "balanced", "thorough"]
 Candidate = tuple[float, Callable[[], list[MicroBatch]]]  # seconds, and the micro-batches if they are wanted
 
+USUAL_NODE_SIZE = 8
 GOALS = (1.003, 1.01, 1.02)  # when lanes should end in free mode, against the mean work of a slot
-CLOSE = 1.01  # of the lower bound: a plan so good is not compared with others in free mode
+CLOSE = 1.02  # of the lower bound: a plan so good is not compared with others in free mode
 ALWAYS_COMPARED = 1024  # slots up to which fixed degrees are tried whatever the ratio; above, from DISTANT on
 DISTANT = 1.05
 
@@ -33,7 +35,7 @@ def plan_dynamic(
     min_cp: int = 1,
     max_cp: int | None = None,
     cost: Cost = DEFAULT_COST,
-    node_size: int = 8,
+    node_size: int = USUAL_NODE_SIZE,
     micro_batch_multiple: int = 1,
     mode: Mode = "lockstep",
     targets: int | None = None,
@@ -51,8 +53,8 @@ def plan_dynamic(
     >>> plan.predicted_seconds / plan.lower_bound_seconds < 1.5
     True
 
-    Groups have any degree from `min_cp` to `max_cp` (None: all slots), and stay inside a node of `node_size` slots where
-    they can; a slot may be in several groups of a micro-batch. `max_tokens_per_slot` limits the rows of a slot in a
+    Groups have any degree from `min_cp` to `max_cp` (None: all slots), and stay inside a node of `node_size` slots
+    where they can; a slot may be in several groups of a micro-batch. `max_tokens_per_slot` limits the rows of a slot in a
     micro-batch, in whole multiples of `row_multiple`. `mode` says who waits: all slots for the slowest of each
     micro-batch ("lockstep"), or only those that share a group ("free"). Of `hierarchical_context_parallel_sizes` the
     first, the all-to-all size, counts: a group uses what it has in common with its degree.
@@ -78,6 +80,7 @@ def plan_dynamic(
         mode=mode,
         row_multiple=row_multiple,
     )
+    _check_node_size(request)
     widest = _check_degrees(request, min_cp, max_cp)
     check_choice("effort", effort, ("fast", "balanced", "thorough"))
     if not request.lengths:
@@ -88,12 +91,26 @@ def plan_dynamic(
     if mode == "free":
         candidates.extend(_free(problem))
     if mode == "lockstep" or candidates[0][0] > CLOSE * bound:
-        candidates.append(_lockstep(problem, _effort(effort, request.slots), warm))
+        candidates.append(_lockstep(problem, _effort(effort, problem), warm))
     best = min(seconds for seconds, _ in candidates)
+    bundled = plan_bundles(problem) if best > CLOSE * bound else None
+    if bundled is not None:
+        candidates.append((bundled.seconds, bundled.micro_batches))
     if request.slots <= ALWAYS_COMPARED or best > DISTANT * bound:
-        candidates.extend(_fixed(problem, best))
+        candidates.extend(_fixed(problem, min(seconds for seconds, _ in candidates)))
     _, make = min(candidates, key=lambda candidate: candidate[0])
     return request.plan(make(), "dynamic", max_cp=max_cp)
+
+
+def _check_node_size(request: Request) -> None:
+    """Raise PlanError where nodes do not divide the slots; at the usual size, the default, the last may be smaller."""
+    slots, size = request.slots, request.node_size
+    if slots > size and slots % size and size != USUAL_NODE_SIZE:
+        fit = ", ".join(str(d) for d in range(1, slots + 1) if slots % d == 0)
+        raise PlanError(
+            f"node_size {size} does not divide {slots} slots; use one of {fit}, or {USUAL_NODE_SIZE}, the default, with "
+            f"which the last node may be smaller"
+        )
 
 
 def _check_degrees(request: Request, min_cp: int, max_cp: int | None) -> int:
@@ -113,11 +130,11 @@ def _hierarchy(sizes: int | Sequence[int] | None) -> Sequence[int] | None:
     return (sizes, 1) if isinstance(sizes, int) else sizes
 
 
-def _effort(name: EffortName, slots: int) -> Effort:
-    """How many drafts: fewer for more slots, on which one takes longer and luck matters less."""
+def _effort(name: EffortName, problem: Problem) -> Effort:
+    """How many drafts: fewer of more items and slots, where one takes longer and luck matters less."""
     some = 1 if name == "fast" else 4 if name == "balanced" else 16
-    steps = 10 if slots <= 128 else 5 if slots <= 512 else 1
-    return Effort(drafts=2 * some, steps=steps * some, sample_steps=8 * some)
+    size = len(problem.tokens) + problem.request.slots
+    return Effort(drafts=2 * some, steps=some * max(1, min(40, 4000 // size)), sample_steps=6 * some)
 
 
 def _lockstep(problem: Problem, effort: Effort, warm: Plan | None) -> Candidate:
@@ -158,5 +175,9 @@ def _fixed(problem: Problem, best: float) -> list[Candidate]:
             continue
         packer = Packer.of(request, cp)
         seconds, deal = min(((packer.seconds(deal), i, deal) for i, deal in enumerate(packer.deals())))[::2]
-        candidates.append((seconds, lambda packer=packer, deal=deal: packer.micro_batches(deal)))
+        candidates.append((seconds, lambda packer=packer, deal=deal: _emit_fixed(packer, deal)))
     return candidates
+
+
+def _emit_fixed(packer: Packer, deal: Ints) -> list[MicroBatch]:
+    return [longest_first(batch) for batch in packer.micro_batches(deal)]

@@ -21,6 +21,7 @@ BUNDLED_ABOVE = 16  # documents a slot on average, above which the short ones ar
 BUNDLES = 64  # bundles a slot that they make at most
 SMALLEST_ANCHOR = 0.1  # share of a block's work in a micro-batch, below which a document is never an anchor
 MORE_MICRO_BATCHES = 2  # than the caps demand
+SAMPLED_SLOTS = 256  # of a sample, which is used for at least twice as many
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +47,19 @@ class Problem:
         blocks = _blocks(request.slots, request.node_size, min_cp, max_cp)
         return cls(request, min_cp, max_cp, cap, documents, tokens, squares, blocks)
 
-    def sample(self, factor: int) -> "Problem":
-        """A problem like this one on a `factor`-th of the slots, with every `factor`-th item."""
-        slots = self.request.slots // factor
-        kept = slice(factor // 2, None, factor)
+    @cached_property
+    def sampled(self) -> int:
+        """How many times smaller a sample is on which settings are looked for; 1: none is needed or would do."""
+        slots, widest = self.request.slots, -(-int(self.tokens[0]) // self.cap)
+        if slots < 2 * SAMPLED_SLOTS:
+            return 1
+        least = max(4 * widest, 4 * self.min_cp, SAMPLED_SLOTS)
+        return max(1, min(slots // least, 2 * len(self.tokens) // SAMPLED_SLOTS))
+
+    def sample(self) -> "Problem":
+        """A problem like this one on a share of the slots, with every so many-th item."""
+        factor = self.sampled
+        slots, kept = self.request.slots // factor, slice(factor // 2, None, factor)
         return Problem(
             replace(self.request, slots=slots),
             self.min_cp,
@@ -73,8 +83,15 @@ class Problem:
         return float(total) / self.request.slots
 
     @cached_property
+    def few(self) -> bool:
+        """Whether there are so few items that each may need slots of its own."""
+        return len(self.tokens) <= max(2 * len(self.blocks), self.request.slots // 2)
+
+    @cached_property
     def least_anchor_work(self) -> float:
         """Seconds of work below which a document is never an anchor; all are that fit no block."""
+        if self.few:
+            return 0.0
         shortest = self.mean_seconds / (self.least_micro_batches + MORE_MICRO_BATCHES)
         too_long = float(
             self.request.cost.work_seconds(self.widest_cell * self.cap, (self.widest_cell * self.cap) ** 2)

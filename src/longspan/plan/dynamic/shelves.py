@@ -66,10 +66,10 @@ class Draft:
         return self.step_seconds(self.durations.tolist())
 
     def step_seconds(self, ends: list[float]) -> float:
-        """The step's time in lockstep if its micro-batches took so long, with launches and dummies."""
+        """The step's time in lockstep if its micro-batches took so long (0: has no documents), with launches."""
         request = self.problem.request
         multiple = request.micro_batch_multiple
-        count = -(-len(ends) // multiple) * multiple
+        count = -(-sum(end > 0.0 for end in ends) // multiple) * multiple
         return math.fsum(ends) + count * request.cost.micro_batch_seconds
 
 

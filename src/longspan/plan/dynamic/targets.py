@@ -18,10 +18,11 @@ from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, Problem
 from longspan.plan.dynamic.shelves import Anchor, Draft, shelve
 
 ANCHOR_SHARES = (0.15, 0.5)
-OTHER_SHARES = (0.1, 0.15, 0.25, 0.5, 0.8)
+ANCHOR_SHARES_OF_FEW = (0.0, 0.15)
+OTHER_SHARES = (0.0, 0.05, 0.1, 0.15, 0.25, 0.5, 0.8)
 STEEPNESS = (0.0, 0.4, 0.7, 1.0)
 SLACK = (1.005, 1.03)
-SAMPLED_SLOTS = 256  # that the durations are looked for on, if there are more than twice as many
+SLACK_OF_FEW = (1.07, 1.15, 1.3, 1.6)  # besides, where there are few documents for each block
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,11 +35,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Effort:
-    """How many drafts the search makes: of the full problem, in steps from the best; and on a sample of it."""
+    """How many drafts the search makes, besides those that it always begins with."""
 
-    drafts: int
-    steps: int
-    sample_steps: int
+    drafts: int  # of the settings that were best on a sample, where there is one
+    steps: int  # from the best draft
+    sample_steps: int  # from the best draft of the sample
 
 
 class Search:
@@ -74,33 +75,38 @@ class Search:
 
 def search(problem: Problem, effort: Effort, warm: Sequence[Settings] = ()) -> Draft:
     """The best draft found with so much effort, beginning with `warm` settings if there are any."""
-    full = Search(problem)
-    candidates = list(warm)
-    if not candidates:
-        slots = problem.request.slots
-        sample = Search(problem.sample(slots // SAMPLED_SLOTS)) if slots > 2 * SAMPLED_SLOTS else full
-        for settings in starts(sample.problem, sample.degrees):
-            sample.attempt(settings)
-        if sample is not full:
-            sample.climb(effort.sample_steps)
-            candidates = sample.ranked()
-    for settings in candidates[: effort.drafts]:
+    full, candidates = Search(problem), list(warm)
+    if problem.sampled == 1:
+        candidates.extend(starts(problem, full.degrees))
+    elif not candidates:
+        candidates = _sampled(problem, effort)
+    for settings in candidates:
         full.attempt(settings)
     full.climb(effort.steps)
     assert full.best is not None
     return full.best
 
 
+def _sampled(problem: Problem, effort: Effort) -> list[Settings]:
+    """The settings that give the best drafts of a sample: of those to begin with, and of one improved."""
+    sample = Search(problem.sample())
+    for settings in starts(sample.problem, sample.degrees):
+        sample.attempt(settings)
+    ranked = sample.ranked()[: effort.drafts]
+    sample.climb(effort.sample_steps)
+    return [sample.settings, *ranked]
+
+
 def starts(problem: Problem, degrees: Degrees) -> Iterator[Settings]:
     """The settings to begin with."""
-    least = problem.least_micro_batches
+    least, few = problem.least_micro_batches, problem.few
     for count in range(least, least + MORE_MICRO_BATCHES + 1):
         steep = _steep(problem, count)
         for steepness in STEEPNESS:
             shape = (1.0 - steepness) / count + steepness * steep
             shape[0] = max(shape[0], degrees.least_seconds() / problem.mean_seconds)
-            for slack in SLACK:
-                for share in ANCHOR_SHARES:
+            for slack in (*SLACK, *SLACK_OF_FEW) if few else SLACK:
+                for share in ANCHOR_SHARES_OF_FEW if few else ANCHOR_SHARES:
                     yield Settings(slack * shape, share)
 
 
