@@ -63,6 +63,7 @@ def layouts(slots: int) -> dict[str, MicroBatch]:
         "shares without rows": micro_batch((everyone, (1, 1))),
     }
     if slots >= 2:
+        found["long"] = micro_batch((everyone, (90, 30)))
         found["slots without rows"] = micro_batch((everyone[1:], (9, 4)))
         found["degree 1"] = micro_batch(*(((slot,), (5 + slot, 3)) for slot in everyone))
     if slots >= 4:
@@ -130,7 +131,7 @@ QUESTIONS = (
     Question("", "gqa"),
     Question("", "mha", causal=False),
     Question("", "mla", window=5, sinks=True),
-    Question("", "mqa", softcap=1.5, window=9),
+    Question("", "mqa", softcap=1.5, window=19),
     Question("", "gqa", dropout=0.3, sinks=True),
     Question("", "mla", "float32"),
 )
@@ -157,7 +158,7 @@ def table(slots: int) -> list[Case]:
 
 def wide_table(slots: int) -> list[Case]:
     """A cut through the table for many slots, in every pair of levels."""
-    names = ("ragged", "shares without rows", "even")
+    names = ("ragged", "shares without rows", "long")
     questions = (Question("", "gqa"), Question("", "mla", window=5, sinks=True), Question("", "mqa", causal=False))
     levels = [Way("a2a+p2p", (a, slots // a)) for a in range(1, slots + 1) if slots % a == 0]
     return cases_of((replace(q, layout=name) for name in names for q in questions), (*WAYS[:3], *levels))

@@ -1,11 +1,15 @@
 """`auto`: what it takes, that it can say why, and that its estimate orders the types as they were measured."""
 
+import os
 from dataclasses import replace
 
 import pytest
+import torch
 
-from longspan import Group
+from longspan import Group, Layout, MicroBatch, World, attend, bind
 from longspan.attention import Call, Machine, choose_type, estimates_of
+from longspan.testing import backend, run_ranks
+from tests.attention.test_attend import needs
 
 QWEN3_8B = Call(heads=32, kv_heads=8, head_size=128, value_size=128)
 
@@ -78,3 +82,17 @@ def test_the_estimate_fits_what_was_measured():
         estimates = {e.cp_comm_type: e.seconds for e in estimates_of(group(4, rows), QWEN3_8B, node_size=8)}
         for kind, measured in seconds.items():
             assert estimates[kind] == pytest.approx(measured, rel=0.15), (rows, kind)
+
+
+def node_sizes(rank, slots):
+    """The node size where the first rank says 3, and whether auto runs by it."""
+    os.environ["LOCAL_WORLD_SIZE"] = "3" if rank == 0 else "1"
+    with World(Layout(ranks=slots), backend=backend()) as world:
+        shard = bind(MicroBatch((Group((0, 1), (0,), (8,), "auto"),)), world)
+        q, k, v = (torch.ones(shard.local_rows, 2, 4, device=shard.device) for _ in range(3))
+        return world.node_size, torch.equal(attend(q, k, v, shard), v)
+
+
+def test_every_rank_goes_by_one_node_size():
+    needs(3)
+    assert run_ranks(node_sizes, 3, 3) == [(3, True)] * 3

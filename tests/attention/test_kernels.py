@@ -76,7 +76,7 @@ def test_pieces_of_long_tiles(monkeypatch):
 def test_half_precision_error_does_not_grow_with_the_degree(dtype):
     for kernel in usable(dtype):
         alone = errors(kernel, dtype, HEADS["gqa"], (128,), 1)
-        for degree in (2, 8, 32):
+        for degree in (8, 64):
             split = errors(kernel, dtype, HEADS["gqa"], (128,), degree)
             for name, one, many in zip(("out", "dq", "dk", "dv"), alone, split, strict=True):
                 assert many <= 2 * one, (kernel.name, degree, name, one, many)

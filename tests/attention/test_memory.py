@@ -16,13 +16,14 @@ from tests.attention.cases import micro_batch
 from tests.attention.test_attend import needs
 
 ROWS, HEADS, SIZE = 64, 8, 16  # rows of a member; heads, as many key/value heads
-BLOCK = ROWS * HEADS * SIZE * 4  # bytes of a member's rows of q, or of k, in float32
+DTYPE = torch.float32 if backend() == "gloo" else torch.bfloat16  # which a kernel takes that holds no scores
+BLOCK = ROWS * HEADS * SIZE * DTYPE.itemsize  # bytes of a member's rows of q, or of k
 WAYS = {
     "p2p": {},
     "window": {"cp_comm_type": "p2p", "window": 9},
     "a2a": {},
     "a2a+p2p": {},
-    "all_gather": {"max_gather_bytes": 8 * ROWS * 2 * SIZE * (2 * 4 + 3 * 4)},  # one head at degree 8
+    "all_gather": {"max_gather_bytes": 8 * ROWS * 2 * SIZE * (2 * DTYPE.itemsize + 3 * 4)},  # one head at degree 8
     "all_gather, no budget": {"cp_comm_type": "all_gather"},
 }
 
@@ -86,7 +87,9 @@ def measured(rank, slots):
         shard = bind(micro_batch((tuple(range(slots)), (ROWS * slots,))), world)
         for name, options in WAYS.items():
             options = {"cp_comm_type": name, **options}
-            leaves = [torch.ones(ROWS, HEADS, SIZE, device=shard.device, requires_grad=True) for _ in range(3)]
+            leaves = [
+                torch.ones(ROWS, HEADS, SIZE, dtype=DTYPE, device=shard.device, requires_grad=True) for _ in range(3)
+            ]
             attend(*leaves, shard, **options)  # geometry is derived once a shard
             saved = []
             sent.clear()
