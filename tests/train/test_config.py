@@ -11,7 +11,7 @@ from longspan.plan.check import COMM_TYPES
 from longspan.train.config import RunConfig
 from longspan.train.config_check import check_config, check_longest
 from longspan.train.config_file import config_keys, load_config, to_toml
-from longspan.train.plans import degrees_to_compare
+from longspan.train.plans import PlanChoice, degrees_to_compare
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -170,3 +170,13 @@ def test_the_types_of_a_plan_are_those_that_attention_has() -> None:
 def test_degrees_that_are_compared(ranks: int, degrees: tuple[int, ...]) -> None:
     one = {"data.eval_documents": 0, "context.context_parallel_size": 1, "context.max_tokens_per_slot": 0}
     assert degrees_to_compare(check_config(load_config(None, one), ranks)) == degrees
+
+
+def test_levels_follow_the_degree_that_is_compared() -> None:
+    context = {"context.eval_cp_comm_type": "a2a+p2p", "context.cp_comm_type": "a2a+p2p", "context.planner": "dynamic"}
+    config = load_config(None, context | {"context.hierarchical_context_parallel_sizes": 2})
+    home, choice = check_config(config, 4), PlanChoice.evaluation(config.context)
+    plans = [choice.at_degree(degree, longest=40).plan((40, 9), home) for degree in (1, 2, 4)]
+    plans.append(PlanChoice.training(config.context).plan((4000, 9), home))
+    found = [plan.micro_batches[0].groups[0].hierarchical_context_parallel_sizes for plan in plans]
+    assert found == [(1, 1), (2, 1), (2, 2), (2, 2)]

@@ -3,6 +3,7 @@
 Planning itself is `longspan.plan`'s business. Nothing here needs torch or a process group.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -88,9 +89,15 @@ class PlanChoice:
         return (self.cp_comm_type,) if isinstance(self.cp_comm_type, str) else self.cp_comm_type
 
     def at_degree(self, degree: int, *, longest: int) -> "PlanChoice":
-        """The same documents at another fixed degree, under a cap that holds the longest of them."""
+        """The same documents at another fixed degree, under a cap that holds the longest of them.
+
+        Of hierarchical sizes, the a2a level keeps what divides the degree.
+        """
         cap = max(self.max_tokens_per_slot, -(-longest // degree)) if self.max_tokens_per_slot else 0
-        return replace(self, planner="fixed", degree=degree, max_tokens_per_slot=cap)
+        given = self.hierarchical_sizes
+        inner = math.gcd(given if isinstance(given, int) else given[0], degree)
+        sizes = (inner, degree // inner)
+        return replace(self, planner="fixed", degree=degree, max_tokens_per_slot=cap, hierarchical_sizes=sizes)
 
     def plan(self, lengths: Sequence[int], home: Layout) -> Plan:
         """The plan of these documents. Raises PlanError where they do not fit."""
@@ -104,6 +111,7 @@ class PlanChoice:
                 min_cp=self.min_degree,
                 max_cp=self.max_degree or None,
                 cp_comm_type=self.cp_comm_type,
+                hierarchical_context_parallel_sizes=None if sizes is None else self.hierarchical_sizes,
                 node_size=self.node_size,
             )
         planner = plan_padded if self.planner == "padded" else plan_fixed
