@@ -201,7 +201,7 @@ def test_three_long_documents_share_sixteen_slots_side_by_side() -> None:
 
 
 def power_of_two_seconds(lengths: list[int], slots: int, cap: int, spread: float) -> float:
-    """A scheduler of the usual kind: micro-batch by micro-batch, longest first, one power-of-two degree for each slot."""
+    """The usual scheduler: micro-batch by micro-batch, longest first, one power-of-two degree for each slot."""
     todo, total = sorted(lengths, reverse=True), 0.0
 
     def seconds(group: list[int], start: int = 0) -> float:

@@ -85,7 +85,7 @@ class _Floor:
     node_size: int
 
     def _wire_seconds(self, degree: Ints) -> Floats:
-        """Slot seconds of traffic for each row of a group of this degree in the best place; they rise with the degree."""
+        """Slot seconds of traffic for each row of a group of this degree in the best place; more for a higher one."""
         fast = max(self.cost.inside_bytes_per_second, self.cost.across_bytes_per_second)
         speed = np.where(degree <= self.node_size, fast, self.cost.across_bytes_per_second)
         return self.cost.ring_bytes * (degree.astype(np.float64) - 1) / speed

@@ -1,8 +1,9 @@
 """Plans in which every micro-batch has the groups that suit its documents, of any degree.
 
-`problem` sees documents and slots as numbers; `shelves` places documents for wanted durations of the micro-batches, with
-`degrees` and `slots`; `targets` searches those durations; `free` plans without a barrier between micro-batches; `cells`
-and `emit` turn what they found into groups. What a plan costs is priced by `plan.evaluate`, not here.
+`problem` sees documents and slots as numbers. `shelves` places documents for wanted durations of the micro-batches,
+with `degrees`, `slots` and `queue`; `targets` searches those durations; `cells` and `emit` turn the best `draft` into
+groups. `free` plans without a barrier between micro-batches; `bundles` and `greedy` are for a handful of documents.
+`planner` checks what is asked and takes the fastest. What a plan costs is priced by `plan.evaluate`, not here.
 
 >>> from longspan.layout import Layout
 >>> plan = plan_dynamic([5000, 600, 500, 400], Layout(ranks=8), max_tokens_per_slot=1024)

@@ -20,7 +20,7 @@ MOST_ITEMS = 40
 MOST_SLOTS = 64
 MOST_BUNDLES = 24  # in a micro-batch
 MOST_MOVES = 60  # tried in a micro-batch
-SPREADS = (1.0, 1.05, 1.3, 3.0)  # of greedy micro-batches
+PATIENCE = (1.0, 1.05, 1.3, 3.0)  # of greedy micro-batches
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ def _bundled(problem: Problem) -> Iterator[list[Shelf]]:
 
 def _greedy(problem: Problem) -> Iterator[list[Shelf]]:
     """Greedy micro-batches as they are, or with the widths that suit their bundles best."""
-    for deal in (greedy_deal(problem, spread) for spread in SPREADS):
+    for deal in (greedy_deal(problem, patience) for patience in PATIENCE):
         shelves: list[Shelf] = []
         for batch in deal:
             bundles, widths = [items for items, _ in batch], np.array([width for _, width in batch], dtype=np.int64)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from longspan.plan.dynamic.draft import Draft
 from longspan.plan.dynamic.problem import Floats, Ints
-from longspan.plan.dynamic.shelves import Draft
 
 TRIED = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # numbers of shared fillers, besides all
 
@@ -33,7 +33,8 @@ class _Table:
         self.cell = np.argsort(-counts, kind="stable")[: int((counts > 0).sum())]
         self.count = counts[self.cell]
         most = int(self.count.max(initial=0))
-        flat = np.array([item for c in self.cell.tolist() for item in cells.fillers[c]], dtype=np.int64)
+        order: list[int] = self.cell.tolist()
+        flat = np.array([item for c in order for item in cells.fillers[c]], dtype=np.int64)
         column = np.arange(len(flat)) - np.repeat(np.cumsum(self.count) - self.count, self.count)
         row = np.repeat(np.arange(len(self.cell)), self.count)
         self.tokens, self.squares = np.zeros((2, len(self.cell), most), dtype=np.int64)

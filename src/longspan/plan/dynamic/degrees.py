@@ -70,7 +70,7 @@ class Degrees:
 
 
 def _classes(lengths: Ints) -> Ints:
-    """The longest of each class of sorted lengths that agree in their first seven bits; each its own if they are few."""
+    """The longest of each class of sorted lengths, which agree in their first seven bits; each its own if few."""
     if len(lengths) <= CLASSES:
         return lengths if len(lengths) else np.ones(1, dtype=np.int64)
     kept = np.maximum(np.frexp(lengths)[1] - 7, 0)

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from longspan.plan.dynamic.cells import Division
+from longspan.plan.dynamic.draft import Draft
 from longspan.plan.dynamic.problem import Problem
-from longspan.plan.dynamic.shelves import Draft
 from longspan.plan.plan import Group, MicroBatch
 from longspan.plan.request import Request
 

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from longspan.plan.dynamic.cells import Division, divide
+from longspan.plan.dynamic.draft import Anchor, Cells, Draft
 from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem, runs
-from longspan.plan.dynamic.shelves import Anchor, CellQueue, Cells, Draft
+from longspan.plan.dynamic.queue import CellQueue
 from longspan.plan.pack import first_fit
 
+GOALS = (1.003, 1.01, 1.02)  # when lanes should end, against the mean work of a slot
+FEW_SLOTS = 1024  # up to which all goals are tried; else the one in the middle
 FILLED = 0.9  # of the rows of a lane's micro-batches, on average
 LARGE = 0.03  # share of the step on a lane, above which an item may become a gang
 MOST_LANES = 16  # in a gang that is made to end earlier
@@ -28,7 +31,14 @@ class FreePlan:
     seconds: float
 
 
-def plan_free(problem: Problem, goal: float) -> FreePlan:
+def plan_free(problem: Problem) -> FreePlan:
+    """The best plan for a few times at which lanes should end."""
+    mean = problem.mean_seconds + problem.least_micro_batches * problem.request.cost.micro_batch_seconds
+    goals = GOALS if problem.request.slots <= FEW_SLOTS else GOALS[1:2]
+    return min((_plan_for(problem, goal * mean) for goal in goals), key=lambda plan: plan.seconds)
+
+
+def _plan_for(problem: Problem, goal: float) -> FreePlan:
     """Place all items on lanes, with gangs where a lane would end after `goal` seconds."""
     lanes = _Lanes(problem)
     own = lanes.width[lanes.width >= problem.min_cp]
@@ -141,7 +151,7 @@ class _Lanes:
 
     def finish(self) -> FreePlan:
         """Cut the items of each lane into micro-batches, and say when the last lane ends."""
-        cells, lane_of, tokens = Cells(), [], self.problem.tokens.tolist()
+        cells, lane_of, tokens = Cells(), list[int](), self.problem.tokens.tolist()
         for lane, (part, items) in enumerate(zip(self.parts, self.held, strict=True)):
             if not items:
                 continue

@@ -11,14 +11,14 @@ from longspan.plan.dynamic.problem import Ints, Problem
 Bundled = list[tuple[list[int], int]]  # the items of each group of a micro-batch, and its degree
 
 
-def greedy_deal(problem: Problem, spread: float) -> list[Bundled]:
-    """Micro-batches that may last `spread` times as long as their longest document makes them."""
+def greedy_deal(problem: Problem, patience: float) -> list[Bundled]:
+    """Micro-batches that may last `patience` times as long as their longest document makes them."""
     todo, batches = list(range(len(problem.tokens))), list[Bundled]()
     powers = {d for p in range(problem.max_cp.bit_length()) if (d := 1 << p) >= problem.min_cp}
     degrees = np.array(sorted(powers | {problem.max_cp}), dtype=np.int64)
     while todo:
         batch = _Batch(problem, degrees)
-        rest = [item for item in todo if not batch.add(item, spread)]
+        rest = [item for item in todo if not batch.add(item, patience)]
         if len(rest) == len(todo):
             return []
         batch.widen()
@@ -39,7 +39,7 @@ class _Batch:
         inside = (degree <= self.problem.widest_block) & self.problem.blocks_inside
         return self.problem.request.cost.group_seconds(tokens, squares, degree, inside)
 
-    def add(self, item: int, spread: float) -> bool:
+    def add(self, item: int, patience: float) -> bool:
         """Put an item where the micro-batch ends earliest with it; False where it would end after its limit."""
         problem, count = self.problem, len(self.items)
         free = problem.request.slots - int(self.degree.sum())
@@ -55,7 +55,7 @@ class _Batch:
         if not ends[chosen] <= self.limit or not fits[chosen]:
             return False
         if not self.items:
-            self.limit = float(ends[chosen]) * spread
+            self.limit = float(ends[chosen]) * patience
         if chosen < count:
             self.items[chosen].append(item)
             self.tokens[chosen], self.squares[chosen] = tokens[chosen], squares[chosen]

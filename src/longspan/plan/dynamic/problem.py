@@ -137,7 +137,8 @@ def _items(order: Ints, lengths: Ints, slots: int, cap: int) -> tuple[tuple[tupl
     first = np.searchsorted(bundle, np.arange(count + 1)).tolist()
     documents = [tuple(ids[a:b]) for a, b in pairwise(first)]
     rank = np.argsort(-tokens, kind="stable")
-    return tuple(documents[i] for i in rank.tolist()), tokens[rank], squares[rank]
+    ranked: list[int] = rank.tolist()
+    return tuple(documents[i] for i in ranked), tokens[rank], squares[rank]
 
 
 def _blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> tuple[tuple[int, int], ...]:

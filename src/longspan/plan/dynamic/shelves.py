@@ -1,76 +1,18 @@
 """Documents into micro-batches of wanted durations: long ones side by side, the others into the gaps that they leave.
 
-Long documents (*anchors*) take slots of their own, each in the micro-batch and at the degree that waste least. That cuts
-every micro-batch into *cells*: runs of slots inside a block that are equally busy. All other documents (*fillers*),
-longest first, go to the cell that ends earliest with it, measured against the wanted duration of its micro-batch; the
-slots of a cell are taken to share its fillers evenly (`cells.py` decides how).
+Long documents (*anchors*) take slots of their own, each in the micro-batch and at the degree that waste least. That
+cuts every micro-batch into *cells*: runs of slots inside a block that are equally busy. All other documents, the
+*fillers*, longest first, go to the cell that ends earliest with it, measured against the wanted duration of its
+micro-batch; the slots of a cell are taken to share its fillers evenly (`cells.py` decides how).
 """
-
-import math
-from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
 from longspan.plan.dynamic.degrees import Degrees
-from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem
+from longspan.plan.dynamic.draft import Anchor, Cells, Draft
+from longspan.plan.dynamic.problem import Floats, Ints, Problem
+from longspan.plan.dynamic.queue import CellQueue
 from longspan.plan.dynamic.slots import FreeSlots
-
-
-@dataclass(frozen=True)
-class Anchor:
-    """A document that has slots for itself, but for fillers in its cells."""
-
-    micro_batch: int
-    item: int
-    parts: Parts
-    rows: int  # a slot
-    seconds: float
-
-
-@dataclass(eq=False)
-class Cells:
-    """Runs of equally busy slots inside a block, as columns; `anchor` is −1 where no anchor takes them."""
-
-    micro_batch: list[int] = field(default_factory=list)
-    start: list[int] = field(default_factory=list)
-    width: list[int] = field(default_factory=list)
-    anchor: list[int] = field(default_factory=list)
-    level: list[float] = field(default_factory=list)  # seconds until it ends
-    room: list[int] = field(default_factory=list)  # rows of fillers that it can still hold
-    fillers: list[list[int]] = field(default_factory=list)
-
-    def add(self, micro_batch: int, part: tuple[int, int], anchor: int, level: float, rows: int) -> None:
-        """A cell with so many rows left on each slot."""
-        self.micro_batch.append(micro_batch)
-        self.start.append(part[0])
-        self.width.append(part[1])
-        self.anchor.append(anchor)
-        self.level.append(level)
-        self.room.append(rows * part[1])
-        self.fillers.append([])
-
-
-@dataclass(frozen=True, eq=False)
-class Draft:
-    """Where every item goes, before it is decided how the slots of a cell share its fillers."""
-
-    problem: Problem
-    durations: Floats  # (micro-batches,) when the last cell ends, without the launch, if fillers are shared evenly
-    anchors: list[Anchor]
-    cells: Cells
-
-    @property
-    def seconds(self) -> float:
-        """The step's time in lockstep, launches included."""
-        return self.step_seconds(self.durations.tolist())
-
-    def step_seconds(self, ends: list[float]) -> float:
-        """The step's time in lockstep if its micro-batches took so long (0: has no documents), with launches."""
-        request = self.problem.request
-        multiple = request.micro_batch_multiple
-        count = -(-sum(end > 0.0 for end in ends) // multiple) * multiple
-        return math.fsum(ends) + count * request.cost.micro_batch_seconds
 
 
 def shelve(problem: Problem, degrees: Degrees, durations: Floats, anchor_share: float) -> Draft:
@@ -178,49 +120,3 @@ class _Shelves:
             shared = step * (width - 1) if fillers else 0.0
             ends[m] = max(ends[m], level + shared)
         return Draft(self.problem, np.array(ends), self.anchors, cells)
-
-
-class CellQueue:
-    """Cells by how late they end against the duration of their micro-batch, in one heap for each width.
-
-    A cell that is too full for an item waits in another heap, by its room, until the items have become short enough.
-    """
-
-    def __init__(self, cells: Cells, durations: list[float], problem: Problem) -> None:
-        self.cells = cells
-        self.late = [level - durations[m] for level, m in zip(cells.level, cells.micro_batch, strict=True)]
-        idle: list[list[tuple[float, int]]] = [[] for _ in range(problem.widest_block + 1)]
-        for cell, (width, late) in enumerate(zip(cells.width, self.late, strict=True)):
-            if width >= problem.min_cp:
-                idle[width].append((late, cell))
-        self.queues: list[tuple[int, list[tuple[float, int]], list[tuple[int, int]]]] = []
-        for width, heap in enumerate(idle):
-            if heap:
-                heapify(heap)
-                self.queues.append((width, heap, []))
-
-    def place(self, items: list[int], at: int, tokens: list[int], work: list[float]) -> int:
-        """Place items from `at` on until one fits no cell; the position of that one, or the number of items."""
-        room, late, level, fillers = self.cells.room, self.late, self.cells.level, self.cells.fillers
-        queues = self.queues
-        for position in range(at, len(items)):
-            item = items[position]
-            rows, seconds, earliest, taken, chosen = tokens[item], work[item], np.inf, 0, None
-            for width, idle, full in queues:
-                while full and -full[0][0] >= rows:
-                    cell = heappop(full)[1]
-                    heappush(idle, (late[cell], cell))
-                while idle and room[idle[0][1]] < rows:
-                    cell = heappop(idle)[1]
-                    heappush(full, (-room[cell], cell))
-                if idle and (end := idle[0][0] + seconds / width) < earliest:
-                    earliest, taken, chosen = end, width, idle
-            if chosen is None:
-                return position
-            cell = chosen[0][1]
-            heapreplace(chosen, (earliest, cell))
-            late[cell] = earliest
-            level[cell] += seconds / taken
-            room[cell] -= rows
-            fillers[cell].append(item)
-        return len(items)

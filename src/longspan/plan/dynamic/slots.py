@@ -16,7 +16,7 @@ class FreeSlots:
             self.by_left[self.left[block]].append(block)
 
     def take(self, width: int) -> Parts:
-        """So many slots, from one block if one has them, else from as few as possible; `total` says how many there are."""
+        """So many slots, from one block if one has them, else from as few as possible; at most `total`."""
         parts: Parts = []
         while width:
             size = self._fitting(width, alone=not parts) or self._largest()

@@ -14,8 +14,9 @@ from random import Random
 import numpy as np
 
 from longspan.plan.dynamic.degrees import Degrees
+from longspan.plan.dynamic.draft import Anchor, Draft
 from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, Problem
-from longspan.plan.dynamic.shelves import Anchor, Draft, shelve
+from longspan.plan.dynamic.shelves import shelve
 
 ANCHOR_SHARES = (0.15, 0.5)
 ANCHOR_SHARES_OF_FEW = (0.0, 0.15)
