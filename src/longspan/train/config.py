@@ -101,7 +101,7 @@ class TrainConfig:
     """Peak learning rate, reached after the warm-up; a cosine leads down from it."""
     min_lr_ratio: float = 0.1
     """Learning rate of the last step, as a share of lr."""
-    warmup_steps: int = 20
+    warmup_steps: int = 100
     """Steps of linear warm-up."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """adamw or sgd."""
