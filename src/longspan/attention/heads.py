@@ -10,7 +10,7 @@ class Deal:
 
     >>> deal = Deal(heads=12, kv_heads=4, members=6)
     >>> [(deal.q(m).start, deal.kv(m).start, deal.uses(m)) for m in (0, 1)]
-    [(0, 0, [0]), (2, 0, [0, 1])]
+    [(0, 0, [0, 0]), (2, 0, [0, 1])]
     """
 
     heads: int
