@@ -13,6 +13,7 @@ from longspan.plan.dynamic.problem import Floats, Ints, Problem
 
 CLASSES = 192  # different lengths, above which nearly equal ones share their degrees
 EXACT_WIDTHS = 40  # every degree up to this is considered, then multiples of the node size ever farther apart
+LITTLE_MORE = 1.03  # slot seconds of a document at a high degree, against those at its best
 GAP_LOST = 0.3  # share of a gap that is taken for lost although short documents could fill it
 
 
@@ -59,14 +60,22 @@ class Degrees:
         best = waste.argmin(axis=2)
         return self.width[best], np.take_along_axis(waste, best[:, :, None], axis=2)[:, :, 0]
 
-    def quickest(self, item: int) -> int:
-        """The degree at which a document ends soonest when it has its slots for itself."""
+    def stretch(self, item: int, duration: float, free: int) -> tuple[float, int, float]:
+        """What an item costs that makes a micro-batch with so many free slots longer, in slot seconds; the degree at
+        which that is least, and the seconds that it then takes. Infinite where it does not fit the slots."""
         at = int(self.item_class[item])
-        return int(self.width[np.where(self.fits[at], self.seconds[at], np.inf).argmin()])
+        seconds = self.seconds[at]
+        cost = self.width * np.maximum(seconds, duration)
+        cost = cost + self.problem.request.slots * np.maximum(seconds - duration, 0.0)
+        cost = np.where(self.fits[at] & (self.width <= free), cost, np.inf)
+        best = int(cost.argmin())
+        return float(cost[best]), int(self.width[best]), float(seconds[best])
 
     def least_seconds(self) -> float:
-        """Seconds of the longest document at its best degree: no micro-batch that holds it is shorter."""
-        return float(np.where(self.fits[-1], self.seconds[-1], np.inf).min())
+        """Seconds of the longest document at the highest degree at which it costs hardly more than on few slots."""
+        seconds = np.where(self.fits[-1], self.seconds[-1], np.inf)
+        cost = seconds * self.width
+        return float(seconds[cost <= LITTLE_MORE * cost.min()].min())
 
 
 def _classes(lengths: Ints) -> Ints:

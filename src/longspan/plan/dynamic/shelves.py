@@ -82,16 +82,24 @@ class _Shelves:
         self.anchors.append(Anchor(m, item, parts, rows, seconds))
 
     def _house(self, item: int) -> None:
-        """A place for an anchor that no micro-batch has slots for: in a cell, or in a micro-batch of its own."""
-        problem = self.problem
-        if problem.tokens[item] <= problem.widest_cell * problem.cap:
+        """A place for an anchor that no micro-batch has time and slots for: a cell, or a micro-batch made longer."""
+        if self.problem.tokens[item] <= self.problem.widest_cell * self.problem.cap:
             self.homeless.append(item)
             return
-        width = self.degrees.quickest(item)
-        seconds = float(self._alone([item], np.array([width]), width <= problem.widest_block)[0])
-        self.durations.append(seconds)
-        self.free.append(FreeSlots(problem))
-        self._take(item, len(self.durations) - 1, width, seconds)
+        least, chosen, width, seconds = np.inf, 0, 0, 0.0
+        for m, duration in enumerate([*self.durations, 0.0]):
+            free = self.free[m].total if m < len(self.free) else self.problem.request.slots
+            loss, degree, end = self.degrees.stretch(item, duration, free)
+            if loss < least:
+                least, chosen, width, seconds = loss, m, degree, end
+        if chosen == len(self.durations):
+            self._add_micro_batch(seconds)
+        self.durations[chosen] = max(self.durations[chosen], seconds)
+        self._take(item, chosen, width, seconds)
+
+    def _add_micro_batch(self, duration: float) -> None:
+        self.durations.append(duration)
+        self.free.append(FreeSlots(self.problem))
 
     def place_fillers(self, items: list[int]) -> None:
         """Give each item to the cell that ends earliest with it, measured against its micro-batch's duration."""
@@ -102,8 +110,7 @@ class _Shelves:
         tokens: list[int] = self.problem.tokens.tolist()
         at = 0
         while (at := queue.place(items, at, tokens, work)) < len(items):
-            self.durations.append(self.durations[-1])
-            self.free.append(FreeSlots(self.problem))
+            self._add_micro_batch(self.durations[-1])
             self._open(len(self.durations) - 1)
             queue = CellQueue(self.cells, self.durations, self.problem)
 

@@ -49,14 +49,14 @@ class Search:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.degrees = Degrees.of(problem)
-        self.tried: list[tuple[float, int, Settings]] = []
+        self.tried: list[float] = []
         self.best: Draft | None = None
 
     def attempt(self, settings: Settings) -> bool:
         """Make a draft by these settings; whether it is the best so far."""
         durations = settings.durations * self.problem.mean_seconds
         draft = shelve(self.problem, self.degrees, durations, settings.anchor_share)
-        self.tried.append((draft.seconds, len(self.tried), settings))
+        self.tried.append(draft.seconds)
         if self.best is not None and draft.seconds >= self.best.seconds:
             return False
         self.best, self.settings = draft, settings
@@ -69,9 +69,9 @@ class Search:
             assert self.best is not None
             self.attempt(_changed(self.best, self.settings, random))
 
-    def ranked(self) -> list[Settings]:
-        """The settings tried, best first."""
-        return [settings for _, _, settings in sorted(self.tried, key=lambda entry: entry[:2])]
+    def ranked(self) -> list[int]:
+        """Numbers of the settings tried, best first."""
+        return sorted(range(len(self.tried)), key=lambda i: (self.tried[i], i))
 
 
 def search(problem: Problem, effort: Effort, warm: Sequence[Settings] = ()) -> Draft:
@@ -80,7 +80,7 @@ def search(problem: Problem, effort: Effort, warm: Sequence[Settings] = ()) -> D
     if problem.sampled == 1:
         candidates.extend(starts(problem, full.degrees))
     elif not candidates:
-        candidates = _sampled(problem, effort)
+        candidates = _sampled(problem, full.degrees, effort)
     for settings in candidates:
         full.attempt(settings)
     full.climb(effort.steps)
@@ -88,14 +88,14 @@ def search(problem: Problem, effort: Effort, warm: Sequence[Settings] = ()) -> D
     return full.best
 
 
-def _sampled(problem: Problem, effort: Effort) -> list[Settings]:
-    """The settings that give the best drafts of a sample: of those to begin with, and of one improved."""
-    sample = Search(problem.sample())
+def _sampled(problem: Problem, degrees: Degrees, effort: Effort) -> list[Settings]:
+    """Settings that give good drafts of a sample: one improved; and of those to begin with, as the whole has them."""
+    sample, own = Search(problem.sample()), list(starts(problem, degrees))
     for settings in starts(sample.problem, sample.degrees):
         sample.attempt(settings)
-    ranked = sample.ranked()[: effort.drafts]
+    ranked = sample.ranked()
     sample.climb(effort.sample_steps)
-    return [sample.settings, *ranked]
+    return [sample.settings, *[own[i] for i in ranked[: effort.drafts]]]
 
 
 def starts(problem: Problem, degrees: Degrees) -> Iterator[Settings]:
@@ -151,7 +151,8 @@ def _changed(best: Draft, settings: Settings, random: Random) -> Settings:
 def _other_degree(problem: Problem, anchors: list[Anchor], random: Random) -> float:
     """Seconds that one of these anchors takes at a degree close to the one that it has."""
     anchor = anchors[int(len(anchors) * random.random())]
-    degree = sum(count for _, count in anchor.parts) + int(5 * random.random()) - 2
+    degree = sum(count for _, count in anchor.parts)
+    degree += int((5 + degree // 2) * random.random()) - 2 - degree // 4
     degree = min(max(degree, problem.min_cp), problem.max_cp)
     tokens = int(problem.tokens[anchor.item])
     inside = problem.blocks_inside and degree <= problem.widest_block
