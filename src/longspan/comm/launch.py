@@ -119,7 +119,7 @@ class _Crew:
     def __init__(self, n: int, payload: bytes, folder: Path, threads: int) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOAD))
-        forkserver.ensure_running()  # imports in the background while this process imports torch
+        _start_fork_server()
         self.store = _meeting_point()
         self.folder = folder
         self.failure: BaseException | None = None
@@ -244,6 +244,24 @@ class _Forwarding:
         """Ranks that failed because of a forwarded signal: let it have its usual effect here too."""
         if self.seen is not None:
             signal.raise_signal(self.seen)
+
+
+def _start_fork_server() -> None:
+    """Start the fork server if it does not run; it imports in the background while this process imports torch.
+
+    What it imports may ask torch for GPUs, which makes CUDA unusable in everything forked from it unless torch asks the
+    driver's management library (PYTORCH_NVML_BASED_CUDA_CHECK, torch 2.11 to 2.13).
+    """
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _payload(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
