@@ -44,5 +44,6 @@ def _show(outcome: "Outcome", *, as_json: bool) -> None:
 
     out = sys.stderr if as_json else sys.stdout
     print(f"report: {write_report(outcome.dir)}", file=out)
-    print(f"checkpoints: {outcome.dir / 'checkpoints'}, Hugging Face folder: {outcome.dir / 'model'}", file=out)
+    model = "" if outcome.stopped else f", Hugging Face folder: {outcome.dir / 'model'}"
+    print(f"checkpoints: {outcome.dir / 'checkpoints'}{model}", file=out)
     print(json.dumps(outcome.summary()) if as_json else outcome.text())
