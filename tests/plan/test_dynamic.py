@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.errors import LongspanError, PlanError
@@ -129,7 +129,7 @@ def random_case(rng: random.Random) -> tuple[list[int], int, dict]:
 @pytest.mark.parametrize("seed", range(6))
 def test_random_plans_are_sound_and_never_worse_than_a_fixed_degree(seed: int) -> None:
     rng = random.Random(seed)
-    for _ in range(50):
+    for _ in range(40):
         lengths, slots, arguments = random_case(rng)
         plan = plan_dynamic(lengths, Layout(slots), **arguments)
         widest = min(arguments["max_cp"] or slots, slots)
@@ -143,7 +143,7 @@ def test_random_plans_are_sound_and_never_worse_than_a_fixed_degree(seed: int) -
                 assert plan.predicted_seconds <= fixed.predicted_seconds * (1 + 1e-9), (lengths, slots, arguments, cp)
 
 
-@bounded
+@settings(bounded, max_examples=40)
 @given(
     st.lists(st.one_of(st.integers(1, 60), st.integers(1, 4000)), min_size=1, max_size=30),
     st.sampled_from([1, 4, 7, 8, 13, 16]),
@@ -241,10 +241,10 @@ def power_of_two_seconds(lengths: list[int], slots: int, cap: int, spread: float
     return total
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_never_worse_than_powers_of_two(seed: int) -> None:
     rng = random.Random(seed)
-    for _ in range(60):
+    for _ in range(40):
         slots, cap = rng.choice([2, 4, 8, 16, 32]), rng.choice([1024, 4096, 8192, 16384])
         longest = rng.choice([0.05, 0.2, 0.5, 1.0]) * cap * slots
         bend = rng.choice([1, 3])

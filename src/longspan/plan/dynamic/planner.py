@@ -23,7 +23,10 @@ Candidate = tuple[float, Callable[[], list[MicroBatch]]]  # seconds, and the mic
 
 USUAL_NODE_SIZE = 8
 CLOSE = 1.02  # of the lower bound: a plan so good is not compared with other kinds of plans
-ALWAYS_COMPARED = 1024  # slots up to which fixed degrees are tried whatever the ratio; above, from DISTANT on
+COMPARED_SLOTS, COMPARED_DOCUMENTS = (
+    1024,
+    20000,
+)  # up to which fixed degrees are tried at any ratio; above, from DISTANT
 DISTANT = 1.05
 
 
@@ -62,7 +65,7 @@ def plan_dynamic(
     `warm` is the plan of an earlier step: its micro-batch durations are where the search begins, which is faster for
     many slots. `effort` is how long to search. The plan is a function of the arguments alone, `warm` included, so it is
     the same on every rank. It is not slower than `plan_fixed` at any degree in the range, except that above 1024 slots
-    these are only tried where the plan is more than 5 % above its bound.
+    or 20,000 documents these are only tried where the plan is more than 5 % above its bound.
 
     Raises PlanError where a document fits no group, the degrees or sizes are impossible, or there are no documents
     (unless `allow_empty`); LayoutError for a bad length.
@@ -124,7 +127,8 @@ def _fastest(problem: Problem, bound: float, effort: EffortName, warm: Plan | No
         if min(candidates, key=_seconds)[0] > CLOSE * bound and (bundled := plan_bundles(problem)) is not None:
             candidates.append((bundled.seconds, bundled.micro_batches))
     best = min(candidates, key=_seconds)[0]
-    if problem.request.slots <= ALWAYS_COMPARED or best > DISTANT * bound:
+    small = problem.request.slots <= COMPARED_SLOTS and len(problem.request.lengths) <= COMPARED_DOCUMENTS
+    if small or best > DISTANT * bound:
         candidates.extend(_fixed(problem, best))
     return min(candidates, key=_seconds)[1]()
 

@@ -21,6 +21,7 @@ BUNDLED_ABOVE = 16  # documents a slot on average, above which the short ones ar
 BUNDLES = 64  # bundles a slot that they make at most
 SMALLEST_ANCHOR = 0.1  # share of a block's work in a micro-batch, below which a document is never an anchor
 MORE_MICRO_BATCHES = 2  # than the caps demand
+LARGE_DRAFT = 5000  # items and cells, from which on fewer settings are tried
 SAMPLED_SLOTS = 256  # of a sample, which is used for at least twice as many
 
 
@@ -55,6 +56,12 @@ class Problem:
             return 1
         least = max(4 * widest, 4 * self.min_cp, SAMPLED_SLOTS)
         return max(1, min(slots // least, 2 * len(self.tokens) // SAMPLED_SLOTS))
+
+    @property
+    def stride(self) -> int:
+        """Of the settings to begin with, every so many-th is tried: all, unless a draft takes long."""
+        size = len(self.tokens) + self.least_micro_batches * len(self.blocks)
+        return max(1, size // LARGE_DRAFT)
 
     def sample(self) -> "Problem":
         """A problem like this one on a share of the slots, with every so many-th item."""

@@ -6,7 +6,6 @@ documents cut into equal parts, and then changes the best a little at a time. On
 sample of the documents first. It counts drafts, not seconds, so that every host ends with the same plan.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -78,7 +77,7 @@ def search(problem: Problem, effort: Effort, warm: Sequence[Settings] = ()) -> D
     """The best draft found with so much effort, beginning with `warm` settings if there are any."""
     full, candidates = Search(problem), list(warm)
     if problem.sampled == 1:
-        candidates.extend(starts(problem, full.degrees))
+        candidates.extend(list(starts(problem, full.degrees))[:: problem.stride])
     elif not candidates:
         candidates = _sampled(problem, full.degrees, effort)
     for settings in candidates:
@@ -100,8 +99,8 @@ def _sampled(problem: Problem, degrees: Degrees, effort: Effort) -> list[Setting
 
 def starts(problem: Problem, degrees: Degrees) -> Iterator[Settings]:
     """The settings to begin with."""
-    least, few = problem.least_micro_batches, problem.few
-    for count in range(least, least + MORE_MICRO_BATCHES + 1):
+    few = problem.few
+    for count in _counts(problem):
         steep = _steep(problem, count)
         for steepness in STEEPNESS:
             shape = (1.0 - steepness) / count + steepness * steep
@@ -109,6 +108,13 @@ def starts(problem: Problem, degrees: Degrees) -> Iterator[Settings]:
             for slack in (*SLACK, *SLACK_OF_FEW) if few else SLACK:
                 for share in ANCHOR_SHARES_OF_FEW if few else ANCHOR_SHARES:
                     yield Settings(slack * shape, share)
+
+
+def _counts(problem: Problem) -> list[int]:
+    """Numbers of micro-batches: the fewest and some more, and as many as are launched anyway."""
+    least, multiple = problem.least_micro_batches, problem.request.micro_batch_multiple
+    counts = range(least, least + MORE_MICRO_BATCHES + 1)
+    return sorted({*counts, *(-(-count // multiple) * multiple for count in counts)})
 
 
 def warm_starts(durations: Sequence[float], mean_seconds: float) -> list[Settings]:
@@ -133,7 +139,7 @@ def _changed(best: Draft, settings: Settings, random: Random) -> Settings:
     if kind == 0:
         durations = best.durations / mean * (0.985 + 0.02 * random.random())
     elif kind == 1:
-        durations[m] *= math.exp(0.2 * random.random() - 0.1)
+        durations[m] *= 0.9 + 0.2 * random.random()
     elif kind == 2:
         part = (0.1 * random.random() - 0.05) * durations[m]
         durations[m] -= part
