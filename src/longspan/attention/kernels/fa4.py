@@ -5,6 +5,7 @@ sizes are multiples of 8, which smaller ones are padded to. The first call of ea
 seconds. Source: Dao-AILab/flash-attention, `flash_attn/cute` (seen with 4.0.0b36).
 """
 
+import warnings
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -27,15 +28,25 @@ def missing(device: torch.device) -> str:
     return "" if major in _CAPABILITIES else f"needs compute capability 9 to 11, got {major}.{minor}"
 
 
+@cache
+def _interface() -> Any:
+    """The module with the kernel's two calls, imported once; its compiler's notes to its own authors are left out."""
+    warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import flash_attn.cute.interface as interface  # pyright: ignore[reportMissingImports]
+    return interface
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, launch: Launch, *, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N) float32."""
-    from flash_attn.cute.interface import _flash_attn_fwd  # pyright: ignore[reportMissingImports]
-
     assert softcap is None
     tensors, lengths = _arguments(launch, q, k, v)
-    out, lse, *_ = _flash_attn_fwd(*tensors, softmax_scale=scale, return_lse=True, **lengths, **_mask(launch))
+    out, lse, *_ = _interface()._flash_attn_fwd(
+        *tensors, softmax_scale=scale, return_lse=True, **lengths, **_mask(launch)
+    )
     if out.ndim == 4:
         out, lse = out[0], lse[0]
     return out[..., : v.shape[2]], lse.transpose(0, 1)
@@ -54,12 +65,10 @@ def backward(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this block, where out (Tq, N, Hv) and lse (Tq, N) are over the keys of all blocks."""
-    from flash_attn.cute.interface import _flash_attn_bwd  # pyright: ignore[reportMissingImports]
-
     assert softcap is None
     tensors, lengths = _arguments(launch, q, k, v, out, dout)
     heads_first = lse.transpose(0, 1).contiguous()
-    dq, dk, dv, *_ = _flash_attn_bwd(
+    dq, dk, dv, *_ = _interface()._flash_attn_bwd(
         *tensors,
         heads_first[None] if tensors[0].ndim == 4 else heads_first,
         softmax_scale=scale,
