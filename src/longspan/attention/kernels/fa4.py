@@ -1,7 +1,8 @@
 """FlashAttention-4 (`flash-attn-4`, the `fa4` extra): bfloat16 and float16 on Hopper and Blackwell.
 
 One tile is a dense call; several are one variable-length call. Masks are aligned to the last key, as tiles are. Head
-sizes are multiples of 8, which smaller ones are padded to. The first call of each kind of shape compiles for about two
+sizes are padded to one multiple of 32: its backward wants equal sizes for grouped heads, and at others than those, such as 8 and 16, the gradients of a variable-length call are wrong and
+nothing says so (seen on an H200 with 4.0.0b36; 32 and 64 are right). The first call of each kind of shape compiles for about two
 seconds. Source: Dao-AILab/flash-attention, `flash_attn/cute` (seen with 4.0.0b36).
 """
 
@@ -17,6 +18,7 @@ from torch.nn.functional import pad
 from longspan.attention.kernels.launch import Launch
 
 _CAPABILITIES = (9, 10, 11)
+_HEAD_SIZES = 32  # multiples of this are right
 
 
 @cache
@@ -83,7 +85,8 @@ def backward(
 
 def _arguments(launch: Launch, *tensors: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
     """The tensors as the kernel takes them, dense (1, T, heads, size) for one tile, and the lengths of several."""
-    padded = [_padded(x) for x in tensors]
+    size = -(-max(x.shape[2] for x in tensors) // _HEAD_SIZES) * _HEAD_SIZES
+    padded = [x if x.shape[2] == size else pad(x, (0, size - x.shape[2])) for x in tensors]
     if len(launch.tiles) == 1:
         return [x.unsqueeze(0) for x in padded], {}
     cu_seqlens_q, cu_seqlens_k = launch.cu_seqlens
@@ -100,7 +103,3 @@ def _mask(launch: Launch) -> dict[str, Any]:
     if launch.left is None and launch.right == 0:
         return {"causal": True}
     return {"window_size_left": launch.left, "window_size_right": launch.right}
-
-
-def _padded(x: Tensor) -> Tensor:
-    return x if x.shape[2] % 8 == 0 else pad(x, (0, -x.shape[2] % 8))
