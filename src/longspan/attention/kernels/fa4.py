@@ -1,9 +1,9 @@
 """FlashAttention-4 (`flash-attn-4`, the `fa4` extra): bfloat16 and float16 on Hopper and Blackwell.
 
 One tile is a dense call; several are one variable-length call. Masks are aligned to the last key, as tiles are. Head
-sizes are padded to one multiple of 32: its backward wants equal sizes for grouped heads, and at others than those, such as 8 and 16, the gradients of a variable-length call are wrong and
-nothing says so (seen on an H200 with 4.0.0b36; 32 and 64 are right). The first call of each kind of shape compiles for about two
-seconds. Source: Dao-AILab/flash-attention, `flash_attn/cute` (seen with 4.0.0b36).
+sizes are padded to one multiple of 32: backward wants equal sizes for grouped heads, and at other sizes, such as 8 and
+16, the gradients of a variable-length call are wrong without an error (seen on an H200 with 4.0.0b36). The first call
+of each kind of shape compiles for about two seconds. Source: Dao-AILab/flash-attention, `flash_attn/cute`.
 """
 
 import warnings
