@@ -5,6 +5,7 @@ documents as far as the cap on rows lets them in. The degree that wastes the few
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,18 @@ CLASSES = 192  # different lengths, above which nearly equal ones share their de
 EXACT_WIDTHS = 40  # every degree up to this is considered, then multiples of the node size ever farther apart
 LITTLE_MORE = 1.03  # slot seconds of a document at a high degree, against those at its best
 GAP_LOST = 0.3  # share of a gap that is taken for lost although short documents could fill it
+
+
+class Anchoring(NamedTuple):
+    """Which documents get slots of their own, and how many.
+
+    `share` is the least work of an anchor, in units of what a block does in a mean micro-batch. `reach` is how much an
+    anchor gains by taking slots that short documents alone could not keep busy, because the cap is full before: 0
+    nothing, 1 all that these slots would lose.
+    """
+
+    share: float
+    reach: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +59,7 @@ class Degrees:
         density = float(problem.work[short] / problem.tokens[short])
         return cls(problem, item_class, longest, width, seconds, rows, rows <= problem.cap, density)
 
-    def choices(self, durations: Floats) -> tuple[Ints, Floats]:
+    def choices(self, durations: Floats, reach: float) -> tuple[Ints, Floats]:
         """For each class and micro-batch, the best degree and the slot seconds that it wastes (inf: does not fit)."""
         problem = self.problem
         cost = problem.request.cost
@@ -56,6 +69,8 @@ class Degrees:
         fillable = np.minimum(gap, (self.filler_density * (problem.cap - self.rows))[:, None, :])
         work = cost.work_seconds(self.longest, self.longest**2)[:, None, None]
         waste = self.width * (durations[None, :, None] - (1.0 - GAP_LOST) * fillable) - work
+        lack = np.maximum(durations - problem.light_density * problem.cap, 0.0)
+        waste = waste - reach * self.width * lack[:, None]
         waste = np.where((room >= 0.0) & self.fits[:, None, :], waste, np.inf)
         best = waste.argmin(axis=2)
         return self.width[best], np.take_along_axis(waste, best[:, :, None], axis=2)[:, :, 0]

@@ -62,8 +62,8 @@ def plan_dynamic(
     micro-batch ("lockstep"), or only those that share a group ("free"). Of `hierarchical_context_parallel_sizes` the
     first, the all-to-all size, counts: a group uses what it has in common with its degree.
 
-    `warm` is the plan of an earlier step: its micro-batch durations are where the search begins, which is faster for
-    many slots. `effort` is how long to search. The plan is a function of the arguments alone, `warm` included, so it is
+    `warm` is the plan of an earlier step in lockstep: its micro-batch durations are where the search begins, which is
+    faster for many slots. `effort` is how long to search. The plan is a function of the arguments alone, `warm` included, so it is
     the same on every rank. It is not slower than `plan_fixed` at any degree in the range, except that above 1024 slots
     or 20,000 documents these are only tried where the plan is more than 5 % above its bound.
 

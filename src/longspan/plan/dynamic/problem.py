@@ -84,6 +84,13 @@ class Problem:
         return self.request.cost.work_seconds(self.tokens, self.squares)
 
     @cached_property
+    def light_density(self) -> float:
+        """Seconds of work a row of the short documents that hold half of all rows."""
+        light = 2 * np.cumsum(self.tokens) > int(self.tokens.sum())
+        tokens, squares = int(self.tokens[light].sum()), int(self.squares[light].sum())
+        return float(self.request.cost.work_seconds(tokens, squares)) / tokens
+
+    @cached_property
     def mean_seconds(self) -> float:
         """Seconds of all work spread evenly over the slots; from exact sums, so that all hosts agree."""
         total = self.request.cost.work_seconds(int(self.tokens.sum()), int(self.squares.sum()))

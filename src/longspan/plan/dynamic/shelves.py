@@ -8,25 +8,24 @@ micro-batch; the slots of a cell are taken to share its fillers evenly (`cells.p
 
 import numpy as np
 
-from longspan.plan.dynamic.degrees import Degrees
+from longspan.plan.dynamic.degrees import Anchoring, Degrees
 from longspan.plan.dynamic.draft import Anchor, Cells, Draft
 from longspan.plan.dynamic.problem import Floats, Ints, Problem
 from longspan.plan.dynamic.queue import CellQueue
 from longspan.plan.dynamic.slots import FreeSlots
 
 
-def shelve(problem: Problem, degrees: Degrees, durations: Floats, anchor_share: float) -> Draft:
+def shelve(problem: Problem, degrees: Degrees, durations: Floats, anchoring: Anchoring) -> Draft:
     """Place all items in micro-batches of about these durations, and in further ones where they do not fit.
 
-    An item becomes an anchor if it has at least `anchor_share` of the work that a block does in a mean micro-batch, or
-    does not fit a block at all.
+    An item becomes an anchor if it has work enough, or does not fit a block at all.
     """
     shelves = _Shelves(problem, degrees, durations)
-    least = anchor_share * problem.widest_block * float(durations.max() + durations.min()) / 2.0
+    least = anchoring.share * problem.widest_block * float(durations.max() + durations.min()) / 2.0
     long = (problem.work >= least) | (problem.tokens > problem.widest_cell * problem.cap)
     anchors = np.flatnonzero(long & (degrees.item_class >= 0)).tolist()
     fillers = np.flatnonzero(~long | (degrees.item_class < 0)).tolist()
-    shelves.place_anchors(anchors)
+    shelves.place_anchors(anchors, anchoring.reach)
     shelves.place_fillers(sorted(shelves.homeless + fillers))
     return shelves.draft()
 
@@ -42,11 +41,11 @@ class _Shelves:
         self.homeless: list[int] = []  # anchors for which no slots were left, but which fit a cell
         self.cells = Cells()
 
-    def place_anchors(self, items: list[int]) -> None:
+    def place_anchors(self, items: list[int], reach: float) -> None:
         """Give each item the slots that waste least; longest first."""
         if not items:
             return
-        width, waste = self.degrees.choices(np.array(self.durations))
+        width, waste = self.degrees.choices(np.array(self.durations), reach)
         order = np.argsort(waste, axis=1, kind="stable").tolist()
         possible = np.isfinite(waste).sum(axis=1).tolist()
         widths, classes = width.tolist(), self.degrees.item_class[items]

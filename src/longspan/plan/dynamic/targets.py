@@ -12,14 +12,15 @@ from random import Random
 
 import numpy as np
 
-from longspan.plan.dynamic.degrees import Degrees
+from longspan.plan.dynamic.degrees import Anchoring, Degrees
 from longspan.plan.dynamic.draft import Anchor, Draft
 from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, Problem
 from longspan.plan.dynamic.shelves import shelve
 
-ANCHOR_SHARES = (0.15, 0.5)
-ANCHOR_SHARES_OF_FEW = (0.0, 0.15)
-OTHER_SHARES = (0.0, 0.05, 0.1, 0.15, 0.25, 0.5, 0.8)
+ANCHORINGS = (Anchoring(0.15, 0.8), Anchoring(0.5, 0.4))
+ANCHORINGS_OF_FEW = (Anchoring(0.0, 0.0), Anchoring(0.15, 0.4))
+REACHES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+SHARES = (0.0, 0.05, 0.1, 0.15, 0.25, 0.5, 0.8)
 STEEPNESS = (0.0, 0.4, 0.7, 1.0)
 SLACK = (1.005, 1.03)
 SLACK_OF_FEW = (1.07, 1.15, 1.3, 1.6)  # besides, where there are few documents for each block
@@ -30,7 +31,7 @@ class Settings:
     """What a draft is made of: wanted durations in units of the mean work of a slot, and what makes an anchor."""
 
     durations: Floats
-    anchor_share: float
+    anchoring: Anchoring
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Search:
     def attempt(self, settings: Settings) -> bool:
         """Make a draft by these settings; whether it is the best so far."""
         durations = settings.durations * self.problem.mean_seconds
-        draft = shelve(self.problem, self.degrees, durations, settings.anchor_share)
+        draft = shelve(self.problem, self.degrees, durations, settings.anchoring)
         self.tried.append(draft.seconds)
         if self.best is not None and draft.seconds >= self.best.seconds:
             return False
@@ -106,8 +107,8 @@ def starts(problem: Problem, degrees: Degrees) -> Iterator[Settings]:
             shape = (1.0 - steepness) / count + steepness * steep
             shape[0] = max(shape[0], degrees.least_seconds() / problem.mean_seconds)
             for slack in (*SLACK, *SLACK_OF_FEW) if few else SLACK:
-                for share in ANCHOR_SHARES_OF_FEW if few else ANCHOR_SHARES:
-                    yield Settings(slack * shape, share)
+                for anchoring in ANCHORINGS_OF_FEW if few else ANCHORINGS:
+                    yield Settings(slack * shape, anchoring)
 
 
 def _counts(problem: Problem) -> list[int]:
@@ -120,7 +121,7 @@ def _counts(problem: Problem) -> list[int]:
 def warm_starts(durations: Sequence[float], mean_seconds: float) -> list[Settings]:
     """Settings that give a plan like one whose micro-batches took so long, for another mean work of a slot."""
     shape = np.array([seconds for seconds in durations if seconds > 0.0]) / mean_seconds
-    return [Settings(slack * shape, share) for slack in (0.995, 1.01) for share in reversed(ANCHOR_SHARES)]
+    return [Settings(slack * shape, anchoring) for slack in (0.995, 1.01) for anchoring in ANCHORINGS]
 
 
 def _steep(problem: Problem, count: int) -> Floats:
@@ -134,7 +135,7 @@ def _steep(problem: Problem, count: int) -> Floats:
 def _changed(best: Draft, settings: Settings, random: Random) -> Settings:
     """Nearby settings: one duration longer or shorter, two exchanged in part, one that just holds an anchor at another
     degree, all as they came out, or other documents as anchors."""
-    durations, share, mean = settings.durations.copy(), settings.anchor_share, best.problem.mean_seconds
+    durations, anchoring, mean = settings.durations.copy(), settings.anchoring, best.problem.mean_seconds
     kind, m = int(5 * random.random()), int(len(durations) * random.random())
     if kind == 0:
         durations = best.durations / mean * (0.985 + 0.02 * random.random())
@@ -149,9 +150,10 @@ def _changed(best: Draft, settings: Settings, random: Random) -> Settings:
         if anchors:
             durations[m] = 1.0005 * _other_degree(best.problem, anchors, random) / mean
     else:
-        share = OTHER_SHARES[int(len(OTHER_SHARES) * random.random())]
+        share, reach = (values[int(len(values) * random.random())] for values in (SHARES, REACHES))
+        anchoring = Anchoring(share, reach)
         durations *= 0.98 + 0.04 * random.random()
-    return Settings(np.maximum(durations, 1e-6), share)
+    return Settings(np.maximum(durations, 1e-6), anchoring)
 
 
 def _other_degree(problem: Problem, anchors: list[Anchor], random: Random) -> float:

@@ -1,0 +1,72 @@
+"""Tiny cases in which every plan can be tried: dynamic plans are hardly ever slower than the best, no bound is."""
+
+import itertools
+import random
+
+import pytest
+
+from longspan.layout import Layout
+from longspan.plan import Cost, lower_bound_seconds, plan_dynamic
+from longspan.plan.bound_strong import strong_bound
+
+COST = Cost()
+
+
+def group_seconds(lengths: list[int], slots: tuple[int, ...], node_size: int) -> float:
+    tokens, squares, c = sum(lengths), sum(n * n for n in lengths), len(slots)
+    inside = len({slot // node_size for slot in slots}) == 1
+    speed = COST.inside_bytes_per_second if inside else COST.across_bytes_per_second
+    wire = COST.ring_bytes * tokens * (c - 1) / c / speed
+    work = COST.linear_seconds * tokens / c + max(COST.attention_seconds * squares / c, wire)
+    return work + COST.ring_step_seconds * (c - 1)
+
+
+def best_micro_batch(lengths: list[int], slots: int, cap: int, node_size: int) -> float:
+    """The shortest micro-batch of these documents, over every choice of slots for each; inf where none holds them."""
+    subsets = [s for count in range(1, slots + 1) for s in itertools.combinations(range(slots), count)]
+    best = float("inf")
+    for choice in itertools.product(subsets, repeat=len(lengths)):
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for length, members in zip(lengths, choice, strict=True):
+            groups.setdefault(members, []).append(length)
+        rows, seconds = [0] * slots, [0.0] * slots
+        for members, held in groups.items():
+            for slot in members:
+                rows[slot] += -(-sum(held) // len(members))
+                seconds[slot] += group_seconds(held, members, node_size)
+        if max(rows) <= cap:
+            best = min(best, max(seconds))
+    return best
+
+
+def best_step(lengths: list[int], slots: int, cap: int, node_size: int) -> float:
+    """The shortest step in lockstep, over every way to divide the documents into micro-batches."""
+    everything = (1 << len(lengths)) - 1
+    best = {0: 0.0}
+    alone = {}
+    for mask in range(1, everything + 1):
+        alone[mask] = best_micro_batch([n for d, n in enumerate(lengths) if mask >> d & 1], slots, cap, node_size)
+        subsets = [sub for sub in range(1, mask + 1) if sub & mask == sub]
+        best[mask] = min(alone[sub] + COST.micro_batch_seconds + best[mask ^ sub] for sub in subsets)
+    return best[everything]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tiny_plans_against_all_plans(seed: int) -> None:
+    rng, ratios = random.Random(seed), []
+    for _ in range(10):
+        slots = rng.choice([2, 3, 3, 4])
+        cap, node_size = rng.choice([1024, 8192]), rng.choice([2, 8]) if slots % 2 == 0 else 8
+        most = cap * slots * rng.choice([0.2, 0.5, 1])
+        lengths = [rng.randint(16, int(most)) for _ in range(rng.choice([1, 2, 3] if slots == 4 else [2, 3, 4]))]
+        optimum = best_step(lengths, slots, cap, node_size)
+        plan = plan_dynamic(lengths, Layout(slots), max_tokens_per_slot=cap, node_size=node_size)
+        bounds = (
+            lower_bound_seconds(lengths, slots, cap, COST, node_size=node_size),
+            strong_bound(lengths, slots, cap, COST, node_size=node_size),
+        )
+        assert all(bound.seconds <= optimum for bound in bounds), (lengths, slots, cap, node_size)
+        assert bounds[0].seconds <= bounds[1].seconds * (1 + 1e-12)
+        ratios.append(plan.predicted_seconds / optimum)
+        assert 1 - 1e-9 <= ratios[-1] <= 1.03, (lengths, slots, cap, node_size)
+    assert sum(ratio < 1 + 1e-9 for ratio in ratios) >= 8

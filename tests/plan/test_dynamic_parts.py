@@ -1,0 +1,174 @@
+"""Parts of the dynamic planner: runs and blocks of slots, the queue of cells, items, divisions, the strong bound."""
+
+import random
+
+import numpy as np
+import pytest
+
+from longspan.errors import PlanError
+from longspan.layout import Layout
+from longspan.plan import Cost, lower_bound_seconds
+from longspan.plan.bound_strong import strong_bound
+from longspan.plan.distributions import sample_lengths
+from longspan.plan.dynamic.cells import divide
+from longspan.plan.dynamic.degrees import Anchoring, Degrees
+from longspan.plan.dynamic.draft import Cells
+from longspan.plan.dynamic.problem import Problem, runs
+from longspan.plan.dynamic.queue import CellQueue
+from longspan.plan.dynamic.shelves import shelve
+from longspan.plan.dynamic.slots import FreeSlots
+from longspan.plan.request import Request
+
+
+def problem(lengths: list[int], slots: int, cap: int | None = 8192, min_cp: int = 1, max_cp: int = 0) -> Problem:
+    request = Request.of(
+        lengths,
+        Layout(slots),
+        targets=None,
+        max_tokens_per_slot=cap,
+        cp_comm_type="p2p",
+        hierarchical_context_parallel_sizes=None,
+        allow_empty=False,
+        cost=Cost(),
+        node_size=8,
+        micro_batch_multiple=1,
+        mode="lockstep",
+        row_multiple=1,
+    )
+    return Problem.of(request, min_cp, max_cp or slots)
+
+
+@pytest.mark.parametrize(
+    ("slots", "min_cp", "max_cp", "widths"),
+    [
+        (8, 1, 64, [8]),
+        (8, 1, 3, [2, 3, 3]),
+        (8, 3, 3, [3, 3]),
+        (8, 5, 5, [5]),
+        (8, 5, 8, [8]),
+        (2, 3, 8, []),
+        (19, 5, 6, [6, 6, 6]),
+        (16, 5, 5, [5, 5, 5]),
+    ],
+)
+def test_runs_hold_a_group_and_leave_few_slots_out(slots: int, min_cp: int, max_cp: int, widths: list[int]) -> None:
+    found = runs(slots, min_cp, max_cp)
+    assert [width for _, width in found] == widths
+    assert [start for start, _ in found] == np.cumsum([0, *widths]).tolist()[:-1]
+
+
+@pytest.mark.parametrize(
+    ("slots", "min_cp", "max_cp", "sizes"),
+    [
+        (16, 1, 16, [8, 8]),
+        (13, 1, 13, [8, 5]),
+        (13, 6, 13, [13]),
+        (6, 1, 6, [6]),
+        (64, 12, 64, [16] * 4),
+        (20, 12, 12, [12, 8]),
+        (29, 3, 3, [8, 8, 8, 5]),
+    ],
+)
+def test_blocks_are_nodes_or_hold_a_group(slots: int, min_cp: int, max_cp: int, sizes: list[int]) -> None:
+    assert [size for _, size in problem([9], slots, min_cp=min_cp, max_cp=max_cp).blocks] == sizes
+
+
+def test_free_slots_are_given_once_and_inside_a_block_where_one_has_them() -> None:
+    rng = random.Random(0)
+    for slots in (8, 13, 24, 64):
+        free, taken = FreeSlots(problem([9], slots)), set[int]()
+        while free.total:
+            width = rng.randint(1, min(free.total, 12))
+            had = free.has_block(width)
+            parts = free.take(width)
+            members = {slot for start, count in parts for slot in range(start, start + count)}
+            assert len(members) == width
+            assert not members & taken
+            assert (len(parts) == 1) == had
+            taken |= members
+        assert taken == set(range(slots))
+
+
+def test_the_queue_takes_the_cell_that_ends_earliest_among_those_with_room() -> None:
+    rng = random.Random(1)
+    lengths = sorted((rng.randint(1, 3000) for _ in range(200)), reverse=True)
+    mine = problem(lengths, 24)
+    cells, twin = Cells(), []
+    for cell in range(12):
+        width, level, rows = rng.choice([1, 3, 8]), rng.random(), rng.randint(500, 9000)
+        cells.add(cell % 3, (0, width), -1, level, rows)
+        twin.append([level - (1.0, 1.5, 2.0)[cell % 3], width, rows * width])
+    placed = CellQueue(cells, [1.0, 1.5, 2.0], mine).place(
+        list(range(200)), 0, mine.tokens.tolist(), mine.work.tolist()
+    )
+    for item in range(placed):
+        fits = [c for c, (_, _, room) in enumerate(twin) if room >= lengths[item]]
+        best = min(twin[c][0] + mine.work[item] / twin[c][1] for c in fits)
+        cell = next(c for c in range(12) if item in cells.fillers[c])
+        assert twin[cell][0] + mine.work[item] / twin[cell][1] == pytest.approx(best, rel=1e-12)
+        twin[cell][0] = best
+        twin[cell][2] -= lengths[item]
+    assert placed == 200 or all(room < lengths[placed] for _, _, room in twin)
+
+
+def test_items_are_documents_or_bundles_of_tiny_ones() -> None:
+    few, many = problem([5, 3000, 9], 8), problem([5, 3000, 9] * 400, 8)
+    assert few.documents == ((1,), (2,), (0,))
+    assert sorted(d for item in many.documents for d in item) == list(range(1200))
+    assert len(many.documents) < 1200
+    assert many.tokens.tolist() == sorted(many.tokens.tolist(), reverse=True)
+    for item, tokens in zip(many.documents, many.tokens.tolist(), strict=True):
+        assert sum(many.request.lengths[d] for d in item) == tokens <= many.cap
+
+
+@pytest.mark.parametrize("level", [True, False])
+@pytest.mark.parametrize("name", ["lognorm", "files", "expo"])
+def test_a_division_holds_the_cap_and_is_no_slower_than_sharing_all(name: str, level: bool) -> None:
+    mine = problem(sample_lengths(name, 16 * 32768, longest=65536).tolist(), 16)
+    draft = shelve(mine, Degrees.of(mine), np.full(6, 1.05 * mine.mean_seconds / 6), Anchoring(0.5, 0.4))
+    division = divide(draft, level=level)
+    cells, ends = draft.cells, np.zeros(len(draft.durations))
+    np.maximum.at(ends, cells.micro_batch, division.seconds)
+    assert ends.sum() <= draft.durations.sum() * 1.01
+    for cell, fillers in enumerate(cells.fillers):
+        shared, width = int(division.shared[cell]), cells.width[cell]
+        anchor = draft.anchors[cells.anchor[cell]] if cells.anchor[cell] >= 0 else None
+        rows = [(anchor.rows if anchor else 0) - (-sum(mine.tokens[fillers[:shared]].tolist()) // width)] * width
+        for position, item in enumerate(fillers[shared:], start=shared):
+            rows[division.slot[cell, position]] += int(mine.tokens[item])
+        assert max(rows) <= mine.cap
+
+
+def test_a_sample_is_a_problem_of_the_same_kind() -> None:
+    mine = problem(sample_lengths("expo", 1024 * 32768).tolist(), 1024)
+    small = mine.sample()
+    assert (mine.sampled, small.request.slots, len(small.blocks)) == (4, 256, 32)
+    assert small.mean_seconds == pytest.approx(mine.mean_seconds, rel=0.02)
+    assert problem([1000000, 5], 1024).sampled == 1
+
+
+def test_the_strong_bound_knows_what_caps_and_least_degrees_cost() -> None:
+    cost = Cost()
+    plain = lower_bound_seconds([15000] * 4, 16, 1024, cost)
+    strong = strong_bound([15000] * 4, 16, 1024, cost)
+    assert strong.seconds > 1.8 * plain.seconds  # each document needs 15 of 16 slots: four micro-batches
+    free = strong_bound([15000] * 4, 16, 1024, cost, "free")
+    assert free.serial == pytest.approx(strong.serial, rel=1e-12)
+    apart = strong_bound([500] * 64, 64, 8192, cost, min_cp=16)
+    assert apart.seconds > 2 * strong_bound([500] * 64, 64, 8192, cost).seconds
+
+
+@pytest.mark.parametrize("mode", ["lockstep", "free"])
+def test_the_strong_bound_is_at_least_the_other(mode: str) -> None:
+    rng = random.Random(3)
+    for _ in range(100):
+        slots, cap = rng.randint(1, 40), rng.choice([64, 1024, 8192, None])
+        lengths = [1 + int(rng.random() ** 3 * ((cap or 4000) * slots - 1)) for _ in range(rng.randint(1, 30))]
+        strong = strong_bound(lengths, slots, cap, Cost(), mode).seconds
+        assert strong >= lower_bound_seconds(lengths, slots, cap, Cost(), mode).seconds * (1 - 1e-9)
+
+
+def test_the_strong_bound_refuses_what_fits_no_group() -> None:
+    with pytest.raises(PlanError, match="9000 rows needs 9 slots"):
+        strong_bound([9000], 8, 1024, Cost())
+    assert strong_bound([], 8, 1024, Cost()).seconds == pytest.approx(0.01)
