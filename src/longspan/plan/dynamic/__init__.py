@@ -6,9 +6,9 @@ groups. `free` plans without a barrier between micro-batches; `bundles` and `gre
 `planner` checks what is asked and takes the fastest. What a plan costs is priced by `plan.evaluate`, not here.
 
 >>> from longspan.layout import Layout
->>> plan = plan_dynamic([5000, 600, 500, 400], Layout(ranks=8), max_tokens_per_slot=1024)
+>>> plan = plan_dynamic([20000, 7000, 6000, 5000], Layout(ranks=16), max_tokens_per_slot=8192)
 >>> [(len(group.slots), group.lengths) for group in plan.micro_batches[0].groups]
-[(1, (400,)), (1, (500,)), (1, (600,)), (5, (5000,))]
+[(2, (6000,)), (2, (5000,)), (3, (7000,)), (8, (20000,))]
 """
 
 from longspan.plan.dynamic.planner import plan_dynamic

@@ -64,8 +64,8 @@ def plan_dynamic(
 
     `warm` is the plan of an earlier step in lockstep: its micro-batch durations are where the search begins, which is
     faster for many slots. `effort` is how long to search. The plan is a function of the arguments alone, `warm`
-    included, so it is the same on every rank. It is not slower than `plan_fixed` at any degree in the range, except that
-    above 1024 slots or 20,000 documents these are only tried where the plan is more than 5 % above its bound.
+    included, so it is the same on every rank. It is not slower than `plan_fixed` at any degree in the range, except
+    that above 1024 slots or 20,000 documents these are only tried where the plan is more than 5 % above its bound.
 
     Raises PlanError where a document fits no group, the degrees or sizes are impossible, or there are no documents
     (unless `allow_empty`); LayoutError for a bad length.
