@@ -1,7 +1,7 @@
 """Train at context-parallel degree 2, evaluate at 1 and 4: same ranks, same weights, nothing rebound.
 
-    python examples/eval_wider.py                        four local CPU processes
-    torchrun --nproc_per_node=4 examples/eval_wider.py   the same on four GPUs
+`python examples/eval_wider.py` starts four local CPU processes;
+`torchrun --nproc_per_node=4 examples/eval_wider.py` runs the same on four GPUs.
 """
 
 import os
