@@ -29,6 +29,7 @@ _LEAST = {
     "context.max_dynamic_context_parallel_size": 0,
     "context.max_tokens_per_slot": 0,
     "context.node_size": 1,
+    "context.plan_ahead": 0,
     "context.eval_context_parallel_size": 1,
     "context.eval_max_tokens_per_slot": 0,
     "train.steps": 1,

@@ -6,6 +6,7 @@ World size, degrees and planner do not enter, so a run goes on with the same doc
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +40,13 @@ class StepOrder:
         self.training: tuple[int, ...] = tuple(sorted(shuffled[eval_documents:].tolist()))
         self._budget, self._seed = tokens_per_step, seed
         self._starts = [0]  # of every step so far, in the endless stream of epochs
+        self._epoch = lru_cache(maxsize=2)(self._shuffled_epoch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_epoch"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
         self._epoch = lru_cache(maxsize=2)(self._shuffled_epoch)
 
     def documents_of_step(self, step: int) -> tuple[int, ...]:

@@ -1,5 +1,7 @@
 """The plan of a step or of an evaluation, from the configuration and the lengths of its documents.
 
+Plans of coming steps may be made in another process while this one trains (`plans_of_steps`).
+
 Planning itself is `longspan.plan`'s business. Nothing here needs torch or a process group.
 """
 
@@ -7,10 +9,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from longspan.errors import ConfigError, LongspanError
 from longspan.layout import Layout
-from longspan.plan import Plan, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan import Plan, PlanAhead, WarmStart, plan_dynamic, plan_fixed, plan_padded
 from longspan.train.config import ContextConfig, ParallelConfig
+from longspan.train.order import StepOrder
+
+WARM_STEPS = 64  # dynamic plans of so many steps begin from what was found for the first of them
 
 
 @dataclass(frozen=True)
@@ -99,8 +106,8 @@ class PlanChoice:
         sizes = (inner, degree // inner)
         return replace(self, planner="fixed", degree=degree, max_tokens_per_slot=cap, hierarchical_sizes=sizes)
 
-    def plan(self, lengths: Sequence[int], home: Layout) -> Plan:
-        """The plan of these documents. Raises PlanError where they do not fit."""
+    def plan(self, lengths: Sequence[int], home: Layout, warm: Plan | None = None) -> Plan:
+        """The plan of these documents; the dynamic planner may begin from `warm`. Raises PlanError where they do not fit."""
         cap = self.max_tokens_per_slot or None
         sizes = self._sizes()
         if self.planner == "dynamic":
@@ -113,6 +120,7 @@ class PlanChoice:
                 cp_comm_type=self.cp_comm_type,
                 hierarchical_context_parallel_sizes=None if sizes is None else self.hierarchical_sizes,
                 node_size=self.node_size,
+                warm=warm,
             )
         planner = plan_padded if self.planner == "padded" else plan_fixed
         return planner(
@@ -140,6 +148,32 @@ class PlanChoice:
             return None
         inner = self.hierarchical_sizes
         return (inner, max(1, self.degree // inner)) if isinstance(inner, int) else inner
+
+
+@dataclass(frozen=True)
+class StepPlanner:
+    """The plan of any training step, from the step alone. Pickles, so that another process may plan."""
+
+    choice: PlanChoice
+    order: StepOrder
+    home: Layout
+
+    def __call__(self, step: int, warm: Plan | None = None) -> Plan:
+        """The plan of a step, counted from 0; its documents are numbered as `documents_of_step` gives them."""
+        documents = np.asarray(self.order.documents_of_step(step), dtype=np.int64)
+        return self.choice.plan(self.order.lengths[documents].tolist(), self.home, warm)
+
+
+def plans_of_steps(context: ContextConfig, order: StepOrder, home: Layout) -> PlanAhead:
+    """The plans of a run's training steps; a context manager.
+
+    Dynamic plans are made `context.plan_ahead` steps ahead in another process; those of the other planners take a
+    millisecond and are made when their step begins.
+    """
+    planner = StepPlanner(PlanChoice.training(context), order, home)
+    if context.planner != "dynamic":
+        return PlanAhead(planner, ahead=0)
+    return PlanAhead(WarmStart(planner, every=WARM_STEPS), ahead=context.plan_ahead)
 
 
 def home_of(parallel: ParallelConfig, ranks: int) -> Layout:

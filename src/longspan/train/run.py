@@ -18,14 +18,14 @@ import torch
 from longspan.comm import World
 from longspan.errors import LongspanError
 from longspan.model import save_model
-from longspan.plan import Plan
+from longspan.plan import Plan, PlanAhead
 from longspan.train.checkpoint import save_checkpoint
 from longspan.train.config import RunConfig
 from longspan.train.evaluate import compare_degrees, evaluate, save_plan
 from longspan.train.metrics import MetricsLog, memory_bytes, read_rows, write_whole
 from longspan.train.optim import lr_at
 from longspan.train.outcome import LAST_STEPS, Evaluation, Outcome
-from longspan.train.plans import PlanChoice
+from longspan.train.plans import PlanChoice, plans_of_steps
 from longspan.train.screen import Screen
 from longspan.train.setup import Job, set_up
 from longspan.train.step import run_step
@@ -44,7 +44,8 @@ def train(config: RunConfig, world: World, screen: Screen) -> Outcome:
         job = set_up(config, world, screen.say)
         path = job.dir / "metrics.jsonl" if is_first(world) else None
         with MetricsLog(path, after_step=job.done) as log:
-            done, stopped = _steps(job, log, screen, stop)
+            with plans_of_steps(config.context, job.order, world.home) as plans:
+                done, stopped = _steps(job, plans, log, screen, stop)
             screen.end_bar()
             final = () if stopped else _finish(job, log, screen)
     outcome = Outcome(
@@ -62,13 +63,13 @@ def train(config: RunConfig, world: World, screen: Screen) -> Outcome:
     return outcome
 
 
-def _steps(job: Job, log: MetricsLog, screen: Screen, stop: StopSignal) -> tuple[int, str]:
+def _steps(job: Job, plans: PlanAhead, log: MetricsLog, screen: Screen, stop: StopSignal) -> tuple[int, str]:
     """The steps that are left; returns the number that is done, and what stopped them."""
     done, steps, settings = job.done, job.config.train.steps, job.config.train
     if _due(done, settings.eval_every) and not job.world.broadcast_object(done in log.evaluated):
         _evaluate(job, log, screen, done)
     while done < steps:
-        row, plan = _step(job, done)
+        row, plan = _step(job, plans, done)
         done += 1
         log.write(row)
         screen.step(row)
@@ -84,12 +85,12 @@ def _steps(job: Job, log: MetricsLog, screen: Screen, stop: StopSignal) -> tuple
     return done, ""
 
 
-def _step(job: Job, step: int) -> tuple[dict[str, Any], Plan]:
+def _step(job: Job, plans: PlanAhead, step: int) -> tuple[dict[str, Any], Plan]:
     """One optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
     started = time.perf_counter()
     config, world = job.config.train, job.world
     documents = job.corpus.select(job.order.documents_of_step(step))
-    plan = PlanChoice.training(job.config.context).plan(documents.lengths, world.home)
+    plan = plans.plan(step)
     world.prepare(plan)
     torch.manual_seed(_seed(config.seed, step, world.slot))
     lr = lr_at(step, config.steps, config.warmup_steps, config.lr, config.min_lr_ratio)
