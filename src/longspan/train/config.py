@@ -78,7 +78,7 @@ class ContextConfig:
     node_size: int = 8
     """Slots of one host: what the plan's cost model takes as near."""
     plan_ahead: int = 2
-    """Steps whose dynamic plans another process makes while this one trains; 0: each is planned when its step begins."""
+    """Coming steps whose dynamic plans another process makes meanwhile; 0: each when its step begins."""
     eval_planner: Literal["fixed", "padded", "dynamic"] = "fixed"
     """Planner of evaluation."""
     eval_context_parallel_size: int = 4

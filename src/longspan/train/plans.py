@@ -107,7 +107,10 @@ class PlanChoice:
         return replace(self, planner="fixed", degree=degree, max_tokens_per_slot=cap, hierarchical_sizes=sizes)
 
     def plan(self, lengths: Sequence[int], home: Layout, warm: Plan | None = None) -> Plan:
-        """The plan of these documents; the dynamic planner may begin from `warm`. Raises PlanError where they do not fit."""
+        """The plan of these documents; the dynamic planner may begin from `warm`.
+
+        Raises PlanError where they do not fit.
+        """
         cap = self.max_tokens_per_slot or None
         sizes = self._sizes()
         if self.planner == "dynamic":
