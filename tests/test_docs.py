@@ -16,12 +16,21 @@ def run(script: Path) -> str:
     return done.stdout
 
 
-def test_the_tour_is_one_program(tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tour.md").read_text(), flags=re.DOTALL)
-    script = tmp_path / "tour.py"
+def run_page(name: str, folder: Path) -> str:
+    """What the Python blocks of a page print, run as one program."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), flags=re.DOTALL)
+    script = folder / "page.py"
     script.write_text("\n\n".join(blocks))
-    losses = re.findall(r"after it (\d+\.\d+)", run(script))
+    return run(script)
+
+
+def test_the_tour_is_one_program(tmp_path: Path) -> None:
+    losses = re.findall(r"after it (\d+\.\d+)", run_page("tour.md", tmp_path))
     assert len(losses) == 3 and max(map(float, losses)) - min(map(float, losses)) <= 2e-6
+
+
+def test_the_page_on_planning_is_one_program(tmp_path: Path) -> None:
+    assert "x the lower bound" in run_page("planning.md", tmp_path)
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)

@@ -204,7 +204,7 @@ def planner(step):
 def main():
     print("rank", os.environ.get("RANK"), flush=True)
     with PlanAhead({planner}, ahead=1) as plans:
-        print(plans.plan(2) == planners.plan_step(2), plans._helper._process.pid, flush=True)
+        print(plans.plan(2) == planners.plan_step(2), plans._planning._process.pid, flush=True)
         {end}
 
 {guard}
@@ -292,5 +292,5 @@ def test_a_first_step_that_cannot_be_planned_leaves_its_block_cold() -> None:
 
 
 def _pid(plans: PlanAhead) -> int:
-    assert plans._helper is not None
-    return plans._helper._process.pid
+    assert plans._planning is not None
+    return plans._planning._process.pid

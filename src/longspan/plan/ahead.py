@@ -40,13 +40,13 @@ class PlanAhead:
     def __init__(self, planner: Callable[[int], Plan], *, ahead: int = 2) -> None:
         self.ahead = check_count("ahead", ahead, least=0)
         self._planner = planner
-        self._helper: _Helper | None = None
+        self._planning: _Planning | None = None
         self._window: range | None = None
         self._generation = 0
 
     def __enter__(self) -> "PlanAhead":
-        if self.ahead and self._helper is None:
-            self._helper = _Helper(self._planner)
+        if self.ahead and self._planning is None:
+            self._planning = _Planning(self._planner)
         return self
 
     def __exit__(
@@ -62,11 +62,11 @@ class PlanAhead:
         if self._window is None or step not in self._window:
             self._generation += 1
             self._window = range(step, step)
-        helper, asked = self._open_helper(), self._window.stop
+        planning, asked = self._open_planning(), self._window.stop
         self._window = range(step, step + 1 + self.ahead)
-        helper.keep(self._generation, self._window)
+        planning.keep(self._generation, self._window)
         for following in range(asked, self._window.stop):
-            helper.ask(Request(self._generation, following))
+            planning.ask(Request(self._generation, following))
 
     def plan(self, step: int) -> Plan:
         """The plan of this step, waited for if need be; the plans of the next steps are begun.
@@ -76,19 +76,19 @@ class PlanAhead:
         self.start(step)
         if not self.ahead:
             return checked(self._planner(step), step)
-        return self._open_helper().take(Request(self._generation, step))
+        return self._open_planning().take(Request(self._generation, step))
 
     def close(self) -> None:
         """End the planning process."""
-        if self._helper is not None:
-            self._helper.close()
-        self._helper, self._window = None, None
+        if self._planning is not None:
+            self._planning.close()
+        self._planning, self._window = None, None
 
-    def _open_helper(self) -> "_Helper":
-        if self._helper is None:
+    def _open_planning(self) -> "_Planning":
+        if self._planning is None:
             raise PlanError("plans are made ahead inside a with block: with PlanAhead(planner) as plans: …")
-        self._helper.check_process()
-        return self._helper
+        self._planning.check_process()
+        return self._planning
 
 
 class WarmStart:
@@ -133,7 +133,7 @@ class PlannerError(Exception):
     """Where in the planning process an error was raised, as text: the cause of the error that `PlanAhead` raises."""
 
 
-class _Helper:
+class _Planning:
     """The planning process, and a thread that takes its answers as they come, as bytes and without the lock."""
 
     def __init__(self, planner: Callable[[int], Plan]) -> None:
