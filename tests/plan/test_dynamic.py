@@ -268,7 +268,7 @@ BAD = [
     ({"lengths": [10, True]}, "True"),
     ({"lengths": [10, 2.5]}, "2.5"),
     ({"lengths": [float("nan"), 10]}, "nan"),
-    ({"lengths": []}, "no documents to plan; pass allow_empty=True"),
+    ({"lengths": [], "allow_empty": False}, "no documents to plan and allow_empty is False"),
     ({"min_cp": 5, "max_cp": 4}, "min_cp 5 is above max_cp 4"),
     ({"min_cp": 9}, "min_cp 9 is above the 8 slots"),
     ({"min_cp": 0}, "min_cp is 0"),
@@ -293,8 +293,8 @@ def test_bad_input_is_refused_with_numbers(arguments: dict, message: str) -> Non
 
 
 @pytest.mark.parametrize("mode", ["lockstep", "free"])
-def test_an_empty_batch_is_dummies_only_where_allowed(mode: str) -> None:
-    plan = plan_dynamic([], Layout(4), max_tokens_per_slot=8, allow_empty=True, micro_batch_multiple=3, mode=mode)
+def test_an_empty_batch_is_dummies_only(mode: str) -> None:
+    plan = plan_dynamic([], Layout(4), max_tokens_per_slot=8, micro_batch_multiple=3, mode=mode)
     assert plan.micro_batches == (MicroBatch(),) * 3
 
 

@@ -193,7 +193,7 @@ def test_layers_and_hierarchy_go_into_the_groups() -> None:
 def test_targets_and_dummies() -> None:
     assert plan_fixed([5, 5], Layout(2), 1, targets=3).targets == 3
     for planner in PLANNERS.values():
-        plan = planner([], Layout(4), 2, allow_empty=True, micro_batch_multiple=3)
+        plan = planner([], Layout(4), 2, micro_batch_multiple=3)
         assert [batch.groups for batch in plan.micro_batches] == [(), (), ()]
         assert (plan.tokens, plan.targets, plan.efficiency) == (0, 0, 0.0)
         assert plan.predicted_seconds == pytest.approx(0.03)
@@ -226,7 +226,7 @@ BAD: list[tuple[str, list[Any], Layout, int, dict[str, Any], str]] = [
         "document 0 has 35 rows, more than the 32 .* hold in multiples of 16 .* raise max_tokens_per_slot to 32",
     ),
     ("too long by one", [41], Layout(4), 2, {"max_tokens_per_slot": 20}, "document 0 has 41 rows, more than the 40"),
-    ("empty", [], Layout(4), 2, {}, "there are no documents to plan; pass allow_empty=True"),
+    ("empty", [], Layout(4), 2, {"allow_empty": False}, "there are no documents to plan and allow_empty is False"),
     ("zero", [3, 0], Layout(4), 2, {}, "length 1 is 0"),
     ("negative", [-3], Layout(4), 2, {}, "length 0 is -3"),
     ("float", [3, 4.5], Layout(4), 2, {}, "length 1 is 4.5"),

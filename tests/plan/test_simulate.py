@@ -134,7 +134,7 @@ def test_a_run_is_its_steps() -> None:
 
 
 def test_a_plan_of_dummies() -> None:
-    found = simulate(plan_fixed([], Layout(4), 2, allow_empty=True), pp=2)
+    found = simulate(plan_fixed([], Layout(4), 2), pp=2)
     assert found.seconds == pytest.approx(Cost().micro_batch_seconds) and not found.peak_rows.any()
 
 

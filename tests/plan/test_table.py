@@ -39,5 +39,5 @@ def test_degrees_are_counted_widest_first() -> None:
 
 
 def test_no_documents() -> None:
-    text = plan_fixed([], Layout(2), 1, allow_empty=True).table()
+    text = plan_fixed([], Layout(2), 1).table()
     assert "none" in text and "dummy" in text

@@ -36,7 +36,7 @@ def plan_fixed(
     micro_batch_multiple: int = 1,
     mode: Mode = "lockstep",
     row_multiple: int = 1,
-    allow_empty: bool = False,
+    allow_empty: bool = True,
 ) -> Plan:
     """Pack documents into micro-batches for groups of `cp` slots each.
 
@@ -48,8 +48,10 @@ def plan_fixed(
     `max_tokens_per_slot` rows in each, in whole multiples of `row_multiple`. `targets` is what divides the loss
     (default length − 1 a document). `hierarchical_context_parallel_sizes` count where a layer uses a2a+p2p.
 
-    Raises PlanError where cp does not divide the slots, a document is longer than cp x max_tokens_per_slot, there are
-    no documents (unless `allow_empty`), or a type or number is impossible; LayoutError for a bad length.
+    No documents give a step of dummy micro-batches; with `allow_empty=False`, an error.
+
+    Raises PlanError where cp does not divide the slots, a document is longer than cp x max_tokens_per_slot, or a type
+    or number is impossible; LayoutError for a bad length.
     """
     request = Request.of(
         lengths,

@@ -25,7 +25,7 @@ def plan_padded(
     micro_batch_multiple: int = 1,
     mode: Mode = "lockstep",
     row_multiple: int = 1,
-    allow_empty: bool = False,
+    allow_empty: bool = True,
 ) -> Plan:
     """Deal documents, in the order given, to groups of `cp` slots, each padded to the longest of the batch.
 

@@ -47,7 +47,10 @@ class Request:
         """Check what a caller asked of a planner. Raises PlanError, or LayoutError for a bad length."""
         found = check_lengths(lengths)
         if not found and not allow_empty:
-            raise PlanError("there are no documents to plan; pass allow_empty=True for a step of dummy micro-batches")
+            raise PlanError(
+                "there are no documents to plan and allow_empty is False; give lengths, or leave allow_empty out for a "
+                "step of dummy micro-batches"
+            )
         check_size(len(found), max(found, default=0))
         types, sizes = check_comm_types(cp_comm_type), hierarchical_context_parallel_sizes
         request = cls(

@@ -45,7 +45,7 @@ def plan_dynamic(
     cp_comm_type: str | Sequence[str] = "p2p",
     hierarchical_context_parallel_sizes: int | Sequence[int] | None = None,
     row_multiple: int = 1,
-    allow_empty: bool = False,
+    allow_empty: bool = True,
     warm: Plan | None = None,
     effort: EffortName = "balanced",
 ) -> Plan:
@@ -67,8 +67,10 @@ def plan_dynamic(
     included, so it is the same on every rank. It is not slower than `plan_fixed` at any degree in the range, except
     that above 1024 slots or 20,000 documents these are only tried where the plan is more than 5 % above its bound.
 
-    Raises PlanError where a document fits no group, the degrees or sizes are impossible, or there are no documents
-    (unless `allow_empty`); LayoutError for a bad length.
+    No documents give a step of dummy micro-batches; with `allow_empty=False`, an error.
+
+    Raises PlanError where a document fits no group, or the degrees or sizes are impossible; LayoutError for a bad
+    length.
     """
     sizes = hierarchical_context_parallel_sizes
     request = Request.of(
