@@ -69,6 +69,8 @@ def lengths_from_json(path: str) -> tuple[int, ...]:
         value = value.get("lengths")
     if not isinstance(value, list):
         raise ConfigError(f'{path} holds no lengths; give a JSON list such as [300, 20], or an object with "lengths"')
+    if not value:
+        raise ConfigError(f"{path} holds no documents: its list of lengths is empty; give at least one length")
     return check_lengths(value)
 
 
