@@ -110,18 +110,22 @@ def choose(need: Need, name: str | None = None) -> Kernel:
 
     Raises AttentionError where the named kernel is unknown or cannot, or where none can.
     """
-    able = [kernel.name for kernel in KERNELS if not kernel.lacks(need)]
-    here = f"available here: {', '.join(able) or 'none'}"
     if name is None:
-        if not able:
+        found = next((kernel for kernel in KERNELS if not kernel.lacks(need)), None)
+        if found is None:
             raise AttentionError("no kernel fits: " + "; ".join(f"{k.name} {k.lacks(need)}" for k in KERNELS))
-        name = able[0]
+        return found
     found = next((kernel for kernel in KERNELS if kernel.name == name), None)
     if found is None:
-        raise AttentionError(f"kernel {name!r} is unknown; {here}")
+        raise AttentionError(f"kernel {name!r} is unknown; {_available(need)}")
     if lack := found.lacks(need):
-        raise AttentionError(f"kernel {name} {lack}; {here}")
+        raise AttentionError(f"kernel {name} {lack}; {_available(need)}")
     return found
+
+
+def _available(need: Need) -> str:
+    able = [kernel.name for kernel in KERNELS if not kernel.lacks(need)]
+    return f"available here: {', '.join(able) or 'none'}"
 
 
 def _short(value: Any) -> str:
