@@ -41,8 +41,8 @@ def world_of(key: int) -> "World":
 class GroupRecord:
     """One communicator that a world made: its ranks, what it is for, and the seconds that it took.
 
-    `kind` is "control" (host values), "parent" (point-to-point of a plane), "everyone" (of all planes), "slots" and
-    "replicate" (the axes of the FSDP2 mesh), or "communicator" (a plan's group).
+    `kind` is "control" (host values), "parent" (point-to-point of a plane), "everyone" (of all planes), "slots",
+    "replicate", "tp", "outer" and "ep" (axes of device meshes), or "communicator" (a plan's group).
     """
 
     ranks: tuple[int, ...]

@@ -19,6 +19,7 @@ from longspan.comm.family import Family
 from longspan.comm.groups import Channel, GroupRecord, Groups, _worlds
 from longspan.comm.host import HostValues
 from longspan.comm.meeting import BOTH, Place, begin, choose_device, corner, end, meet, own_connection
+from longspan.comm.meshes import Meshes
 from longspan.comm.rollcall import Watch, short
 from longspan.errors import CommError
 from longspan.layout import Coordinates, Layout
@@ -86,6 +87,7 @@ class World(HostValues):
         self._watch = Watch(self.rank, self.home.ranks, self.timeout, own, asking, gpu=gpu)
         self._watch.open()
         self._groups = Groups(backend=self.backend, timeout=self.timeout, watch=self._watch)
+        self._meshes = Meshes(self.home, self.coordinates.pp, self._groups, self.device.type)
         _worlds[self.key] = self
         try:
             self._make_groups()
@@ -123,7 +125,7 @@ class World(HostValues):
         self._watch.close()
         del _worlds[self.key]
         self._channels.clear()
-        for name in ("fsdp_mesh", "everyone", "_control"):
+        for name in ("_meshes", "everyone", "_control"):
             vars(self).pop(name, None)
         end(self._groups.forget(), default=self._made_default, patient=error is None)
 
@@ -207,29 +209,31 @@ class World(HostValues):
         self._warm(group, self.home.ranks, channel)
         return channel
 
-    @cached_property
-    def fsdp_mesh(self) -> DeviceMesh:
-        """A mesh over this plane's ranks for FSDP2, with groups of its own; first asked for by all ranks together.
-
-        One axis "slots"; with `dp_replicate` > 1 two axes "replicate" × "slots".
-        """
+    @property
+    def meshes(self) -> Meshes:
+        """Device meshes of this rank's pipeline stage for FSDP2 and DTensor: `.fsdp`, `.tp`, `.expert`, `.ep`."""
         self._check_open()
-        copies = self.home.dp_replicate
-        width = self.home.slots // copies
-        mine: dict[str, ProcessGroup] = {}
-        for plane in self.home.planes():
-            rows = [plane[i * width : (i + 1) * width] for i in range(copies)]
-            columns = [plane[i::width] for i in range(width)] if copies > 1 else []
-            wanted = [("slots", row) for row in rows] + [("replicate", column) for column in columns]
-            for kind, members in wanted:
-                group = self._groups.make(members, kind)
-                if group is not None:
-                    mine[kind] = group
-        if copies == 1:
-            return DeviceMesh.from_group(mine["slots"], self.device.type, mesh_dim_names=("slots",))
-        mesh = torch.tensor(self.plane, dtype=torch.int).view(copies, width)
-        groups = [mine["replicate"], mine["slots"]]
-        return DeviceMesh.from_group(groups, self.device.type, mesh, mesh_dim_names=("replicate", "slots"))
+        return self._meshes
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """`meshes.fsdp`: axis "slots", or "replicate" × "slots"; first asked for by all ranks together."""
+        return self.meshes.fsdp
+
+    @property
+    def tp_mesh(self) -> DeviceMesh:
+        """`meshes.tp`: the tensor-parallel ranks of this slot."""
+        return self.meshes.tp
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """`meshes.expert`: FSDP2's mesh of expert parameters, the slots without ep."""
+        return self.meshes.expert
+
+    @property
+    def ep_mesh(self) -> DeviceMesh:
+        """`meshes.ep`: the neighbouring slots that this rank shares its experts with."""
+        return self.meshes.ep
 
     def prepare(self, plan: Plan) -> None:
         """Make the communicators of their own that this plan's groups gain from and lack; entered by all ranks.

@@ -1,0 +1,137 @@
+"""Device meshes of every home: who is in which axis, that FSDP2 takes DTensors of the same root, what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from longspan.comm import World
+from longspan.errors import CommError
+from longspan.layout import Layout
+from longspan.testing import backend, run_ranks
+
+HOMES = [
+    Layout(ranks=4, tp=2),
+    Layout(ranks=4, pp=2, tp=2),
+    Layout(ranks=4, tp=2, dp_replicate=2),
+    Layout(ranks=4, ep=2),
+    Layout(ranks=4, ep=2, dp_replicate=2),
+    Layout(ranks=4, ep=4),
+    Layout(ranks=8, tp=2, ep=2, dp_replicate=2),
+]
+
+Members = dict[str, tuple[int, ...]]
+
+
+def _members(mesh: DeviceMesh) -> Members:
+    """The ranks of this rank's group along each axis, by what they add up to and how many they are."""
+    names = mesh.mesh_dim_names or ()
+    return {name: tuple(dist.get_process_group_ranks(mesh.get_group(name))) for name in names}
+
+
+def _visit(rank: int, home: Layout) -> tuple[dict[str, Members], list[str]]:
+    with World(home, backend=backend(), timeout=60) as world:
+        meshes = {"fsdp": world.fsdp_mesh, "expert": world.expert_mesh}
+        if home.tp > 1:
+            meshes |= {"tp": world.tp_mesh, "expert_tp": world.meshes.expert_tp}
+        if home.ep > 1:
+            meshes["ep"] = world.ep_mesh
+        assert world.fsdp_mesh is meshes["fsdp"] and world.expert_mesh is meshes["expert"]
+        for names, over in (("fsdp", "tp"), ("expert", "expert_tp"), ("expert", "ep")):
+            if over in meshes:
+                _shard_twice(world, meshes[names], meshes[over])
+        kinds = [record.kind for record in world.groups_made]
+        return {name: _members(mesh) for name, mesh in meshes.items()}, kinds
+
+
+def _shard_twice(world: World, outer: DeviceMesh, inner: DeviceMesh) -> None:
+    """FSDP2 on one mesh over a DTensor on the other: the whole parameter and its gradient come back."""
+    layer = nn.Linear(8, 16, bias=False, device=world.device)
+    whole = torch.arange(128.0, device=world.device).view(16, 8)
+    layer.weight = nn.Parameter(distribute_tensor(whole, inner, [Shard(0)], src_data_rank=None))
+    fully_shard(layer, mesh=outer)
+    layer.set_force_sum_reduction_for_comms(True)
+    layer.set_gradient_divide_factor(1.0)
+    x = DTensor.from_local(torch.ones(2, 8, device=world.device), inner)
+    layer(x).sum().backward()
+    assert isinstance(layer.weight, DTensor) and torch.equal(layer.weight.full_tensor(), whole)
+    gradient = layer.weight.grad
+    assert isinstance(gradient, DTensor) and (gradient.full_tensor() == 2 * outer.size()).all()
+
+
+def _wanted(home: Layout, rank: int) -> dict[str, Members]:
+    """By integers alone: ranks of this stage that differ from `rank` in one coordinate."""
+    copies, width = home.dp_replicate, home.slots // home.dp_replicate
+
+    def place(other: int) -> dict[str, int]:
+        pp, slot, tp = home.coordinates(other)
+        replicate, slots = divmod(slot, width)
+        found = {"pp": pp, "replicate": replicate, "slots": slots, "tp": tp}
+        return found | {"outer": slots // home.ep, "ep": slots % home.ep}
+
+    def line(*free: str) -> tuple[int, ...]:
+        own = place(rank)
+        same = [r for r in home.ranks if all(place(r)[axis] == own[axis] for axis in own if axis not in free)]
+        return tuple(sorted(same))
+
+    first: Members = {"replicate": line("replicate")} if copies > 1 else {}
+    found: dict[str, Members] = {"fsdp": first | {"slots": line("slots", "outer", "ep")}}
+    found["expert"] = found["fsdp"] if home.ep == 1 else first | {"outer": line("slots", "outer")}
+    if home.tp > 1:
+        found |= {"tp": {"tp": line("tp")}, "expert_tp": {"tp": line("tp")}}
+    if home.ep > 1:
+        found["ep"] = {"ep": line("slots", "ep")}
+    return found
+
+
+@pytest.mark.parametrize("home", HOMES, ids=str)
+def test_axes_hold_their_ranks_and_fsdp2_takes_tensors_of_the_same_root(home: Layout) -> None:
+    for rank, (found, kinds) in enumerate(run_ranks(_visit, len(home.ranks), home)):
+        assert found == _wanted(home, rank)
+        axes = [kind for kind in kinds if kind not in ("control", "parent")]
+        assert len(axes) == len(set(axes)) == len({a for mesh in found.values() for a in mesh}), "one group an axis"
+
+
+def _refused(rank: int, cases: list[tuple[Layout, str]]) -> list[str]:
+    found = []
+    for home, name in cases:
+        with World(home, backend=backend(), timeout=60) as world:
+            before = len(world.groups_made)
+            with pytest.raises(CommError) as caught:
+                getattr(world, name)
+            assert len(world.groups_made) == before
+            found.append(str(caught.value))
+    return found
+
+
+def test_homes_without_such_a_mesh_are_refused() -> None:
+    cases: list[tuple[Any, str, str]] = [
+        (Layout(ranks=4), "tp_mesh", "the home has tp 1, so it has no tp mesh"),
+        (Layout(ranks=4), "ep_mesh", "the home has ep 1, so it has no ep mesh"),
+        (Layout(ranks=4, ep=4, dp_replicate=2), "ep_mesh", "ep 4 does not divide the 2 slots of a replica .4 slots"),
+        (Layout(ranks=(0, 1, 3, 2), tp=2), "tp_mesh", r"ranks \(3, 2\) descend along tp"),
+        (Layout(ranks=(2, 3, 0, 1), tp=2), "fsdp_mesh", r"ranks \(2, 0\) descend along slots"),
+        (Layout(ranks=(1, 0, 2, 3), ep=2), "expert_mesh", r"ranks \(1, 0\) descend along ep"),
+    ]
+    for told in run_ranks(_refused, 4, [(home, name) for home, name, _ in cases]):
+        for message, (_, _, says) in zip(told, cases, strict=True):
+            with pytest.raises(CommError, match=says):
+                raise CommError(message)
+
+
+def _shuffled(rank: int) -> None:
+    """With slots alone, any order of ranks: the whole parameter comes back in order."""
+    with World(Layout(ranks=(2, 0, 3, 1), dp_replicate=2), backend=backend(), timeout=60) as world:
+        layer = nn.Linear(8, 16, bias=False, device=world.device)
+        whole = layer.weight.detach().fill_(0).add_(torch.arange(128.0, device=world.device).view(16, 8)).clone()
+        fully_shard(layer, mesh=world.fsdp_mesh)
+        assert isinstance(layer.weight, DTensor) and torch.equal(layer.weight.full_tensor(), whole)
+
+
+def test_slots_in_any_order_of_ranks() -> None:
+    run_ranks(_shuffled, 4)
