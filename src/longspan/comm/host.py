@@ -90,3 +90,18 @@ class HostValues(ABC):
         with self.watch.during(what, self.plane):
             dist.all_gather(parts, own, group=self.plane_group)
         return torch.stack(parts).sum(0).tolist()
+
+    def gather_values(self, values: Sequence[float], what: str = "gather of numbers") -> dict[int, tuple[float, ...]]:
+        """Every rank's numbers, as many on each, in float64, by rank; the same on every rank of the home."""
+        own = torch.tensor(list(values), dtype=torch.float64)
+        parts = [torch.empty_like(own) for _ in self.home.ranks]
+        with self.watch.during(what, self.home.ranks):
+            dist.all_gather(parts, own, group=self.control)
+        ranks = sorted(self.home.ranks)  # torch sorts the ranks of a group
+        return {rank: tuple(part.tolist()) for rank, part in zip(ranks, parts, strict=True)}
+
+    def sum_of_stage(self, values: Sequence[float], stage: int, what: str = "sum over slots") -> list[float]:
+        """Sums over the slots of pipeline stage `stage`, on every rank of the home; `values` count there alone."""
+        found = self.gather_values(values, what)
+        plane = self.home.plane(pp=stage)
+        return torch.tensor([found[rank] for rank in plane], dtype=torch.float64).sum(0).tolist()

@@ -30,17 +30,18 @@ class Operation:
     """One collective of this rank, from entering to leaving: `with watch.during("ring forward", ranks): ...`.
 
     A backend's error or time-out inside becomes a CommError that names the collective, the step, the ranks and the
-    outcome of a roll call.
+    outcome of a roll call. Inside another one, this rank is in the inner one until it ends.
     """
 
-    __slots__ = ("ranks", "started", "watch", "what")
+    __slots__ = ("outer", "ranks", "started", "watch", "what")
 
     def __init__(self, watch: "Watch", what: str, ranks: Sequence[int]) -> None:
         self.watch, self.what, self.ranks, self.started = watch, what, ranks, 0.0
+        self.outer: Operation | None = None
 
     def __enter__(self) -> "Operation":
         self.started = time.monotonic()
-        self.watch.current = self
+        self.outer, self.watch.current = self.watch.current, self
         return self
 
     def __exit__(
@@ -48,7 +49,7 @@ class Operation:
     ) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, LongspanError):
             raise self.watch.failed(self, error) from error
-        self.watch.finished, self.watch.current = self.what, None
+        self.watch.finished, self.watch.current = self.what, self.outer
 
     def __str__(self) -> str:
         return f"'{self.what}' of step {self.watch.step} between ranks {short(self.ranks)}"

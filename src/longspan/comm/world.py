@@ -125,7 +125,7 @@ class World(HostValues):
         self._watch.close()
         del _worlds[self.key]
         self._channels.clear()
-        for name in ("_meshes", "everyone", "_control"):
+        for name in ("_meshes", "everyone", "pipeline", "_control"):
             vars(self).pop(name, None)
         end(self._groups.forget(), default=self._made_default, patient=error is None)
 
@@ -191,6 +191,34 @@ class World(HostValues):
             ranks = tuple(self.plane[slot] for slot in slots)
             self._channels[slots] = Channel(self._groups, ranks, slots.index(self.slot), self.device)
         return self._channels[slots]
+
+    @cached_property
+    def pipeline(self) -> Channel:
+        """This slot's pipeline stages, first to last, on a group of their own; first asked for by all ranks together.
+
+        Raises CommError for a home whose ranks descend along its stages: torch orders the members of a group by rank.
+        """
+        self._check_open()
+        pipelines = self.home.pp_groups()
+        if descending := next((ranks for ranks in pipelines if sorted(ranks) != list(ranks)), None):
+            raise CommError(
+                f"the home's ranks {short(descending)} descend along its pipeline stages, but torch orders the members "
+                "of a group by rank; with pp, give the home its ranks in ascending order"
+            )
+        for ranks in pipelines:
+            group = self._groups.make(ranks, "pipeline")
+            if group is not None:
+                self._groups.set_parent("pipeline", group)
+        own = next(ranks for ranks in pipelines if self.rank in ranks)
+        channel = Channel(self._groups, own, own.index(self.rank), self.device, "pipeline")
+        self._warm(self._groups.parent("pipeline"), own, channel)
+        return channel
+
+    @property
+    def pp_group(self) -> ProcessGroup:
+        """The group of `pipeline`, for torch's pipelining; first asked for by all ranks together."""
+        _ = self.pipeline
+        return self._groups.parent("pipeline")
 
     @cached_property
     def everyone(self) -> Channel:
