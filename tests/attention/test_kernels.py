@@ -6,7 +6,7 @@ import torch
 from longspan.attention import KERNELS, Need, choose
 from longspan.attention.block import Rule
 from longspan.attention.circle import Mask
-from longspan.attention.kernels import cpu_flash, reference, torch_flash
+from longspan.attention.kernels import cpu_flash, cudnn, reference, torch_flash
 from longspan.attention.kernels.launch import Launch
 from longspan.attention.tiles import Tile, Tiling
 from longspan.errors import AttentionError
@@ -14,6 +14,7 @@ from longspan.testing import backend
 from tests.attention.simulate import simulate
 from tests.reference import dense_attention, relative_error
 
+CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if backend() == "nccl" else "cpu")
 LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5}
 HEADS = {"mha": (4, 4, 8, 8), "gqa": (8, 2, 16, 16), "mqa": (3, 1, 8, 8), "mla": (4, 2, 24, 16), "wide": (2, 2, 8, 24)}
@@ -26,13 +27,13 @@ def usable(dtype, **needs):
     return [kernel for kernel in KERNELS if not kernel.lacks(need)]
 
 
-def errors(kernel, dtype, heads, lengths, degree, seed=0, **options):
+def errors(kernel, dtype, heads, lengths, degree, seed=0, device=DEVICE, **options):
     """Relative errors of out, dq, dk, dv."""
     generator = torch.Generator().manual_seed(seed)
     n, kv, size, v_size = heads
     rows = sum(lengths)
     q, k, v, dout = (
-        torch.randn(rows, h, d, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+        torch.randn(rows, h, d, generator=generator, dtype=torch.float64).to(device, dtype)
         for h, d in ((n, size), (kv, size), (kv, v_size), (n, v_size))
     )
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
@@ -92,18 +93,73 @@ def test_half_precision_masks_and_head_shapes(dtype, limit, options):
                 assert max(found) <= limit, (kernel.name, heads, lengths, seed, found)
 
 
-def test_torch_flash_takes_these_arguments():
+FULL_SIZES = {"gqa 32/8": (32, 8, 128, 128), "mla 192/128": (16, 16, 192, 128), "64/8 of 64": (64, 8, 64, 64)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", MASKS[:2], ids=str)
+@pytest.mark.parametrize("name", FULL_SIZES)
+def test_kernels_at_the_head_sizes_of_models(name, options):
+    """Twice the error of torch's own kernel on whole documents, at each degree; half precision, on a GPU."""
+    shape, cuda = FULL_SIZES[name], torch.device("cuda")
+    settings = {"device": cuda, **options}
+    bound = errors(torch_kernel("torch_flash"), torch.bfloat16, shape, (700, 1, 323), 1, **settings)
+    need = Need(cuda, torch.bfloat16, shape[2], value_size=shape[3])
+    for kernel in (kernel for kernel in KERNELS if not kernel.lacks(need)):
+        for degree in (1, 2, 4):
+            found = errors(kernel, torch.bfloat16, shape, (700, 1, 323), degree, **settings)
+            assert all(e <= 2 * b for e, b in zip(found, bound, strict=True)), (kernel.name, degree, found, bound)
+
+
+def torch_kernel(name):
+    return next(kernel for kernel in KERNELS if kernel.name == name)
+
+
+def cudnn_on_the_cpu(monkeypatch):
+    """Dense calls as cuDNN takes them, computed by the reference: what `cudnn` does around them is all its own."""
+
+    def one(causal, rows, keys):
+        assert min(rows, keys) > 1 and (rows == keys or not causal), (causal, rows, keys)
+        return Launch(Tiling((Tile(0, rows, 0, keys, right=0 if causal else None),)), CPU)
+
+    def forward(q, k, v, causal, scale):
+        return reference.forward(q, k, v, one(causal, len(q), len(k)), scale=scale)
+
+    def backward(dout, q, k, v, out, lse, causal, scale):
+        return reference.backward(dout, q, k, v, out, lse, one(causal, len(q), len(k)), scale=scale)
+
+    monkeypatch.setattr(cudnn, "_forward", forward)
+    monkeypatch.setattr(cudnn, "_backward", backward)
+
+
+@pytest.mark.parametrize("options", MASKS[:2], ids=str)
+def test_cudnn_splits_launches_into_dense_calls(monkeypatch, options):
+    cudnn_on_the_cpu(monkeypatch)
+    for heads in HEADS.values():
+        for lengths in LENGTHS:
+            for degree in (1, 2, 3):
+                worst = max(errors(torch_kernel("cudnn"), torch.float64, heads, lengths, degree, device=CPU, **options))
+                assert worst <= 1e-12, (heads, lengths, degree, worst)
+
+
+def test_torch_flash_and_cudnn_take_these_arguments():
     """Shapes through torch's own meta functions, where there is no GPU to run on."""
-    for tiles in ([Tile(0, 5, 0, 7), Tile(6, 7, 9, 12)], [Tile(0, 5, 0, 7, right=0)], [Tile(0, 5, 0, 7, 2, 1)]):
+    for kernel in (torch_flash, cudnn):
+        takes_these_arguments(kernel)
+
+
+def takes_these_arguments(kernel):
+    windows = [] if kernel is cudnn else [[Tile(0, 5, 0, 7, 2, 1)]]
+    for tiles in ([Tile(0, 5, 0, 7), Tile(6, 8, 9, 12)], [Tile(0, 5, 0, 7, right=0)], *windows):
         launch = Launch(Tiling(tuple(tiles)), torch.device("meta"))
         rows, keys = sum(tile.queries for tile in tiles), sum(tile.keys for tile in tiles)
         q, k, v = (
             torch.empty(shape, device="meta", dtype=torch.bfloat16)
             for shape in ((rows, 4, 20), (keys, 2, 20), (keys, 2, 12))
         )
-        out, lse = torch_flash.forward(q, k, v, launch, scale=0.1)
+        out, lse = kernel.forward(q, k, v, launch, scale=0.1)
         assert (out.shape, lse.shape, lse.dtype) == ((rows, 4, 12), (rows, 4), torch.float32)
-        gradients = torch_flash.backward(out, q, k, v, out, lse, launch, scale=0.1)
+        gradients = kernel.backward(out.to(q.dtype), q, k, v, out, lse, launch, scale=0.1)
         assert [x.shape for x in gradients] == [x.shape for x in (q, k, v)]
 
 

@@ -2,7 +2,7 @@
 
 from longspan.attention.attend import PATTERNS, attend
 from longspan.attention.auto import TYPES, Call, Choice, Estimate, Machine, choose_type, estimates_of
-from longspan.attention.kernels import KERNELS, Kernel, Need, choose
+from longspan.attention.kernels import KERNELS, HeadSizes, Kernel, Need, choose
 
 __all__ = [
     "KERNELS",
@@ -11,6 +11,7 @@ __all__ = [
     "Call",
     "Choice",
     "Estimate",
+    "HeadSizes",
     "Kernel",
     "Machine",
     "Need",

@@ -4,58 +4,16 @@
 name and cannot is an error that says what it lacks. Kernels know nothing of ranks and communication.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
-
 import torch
-from torch import Tensor
 
-from longspan.attention.kernels import cpu_flash, fa4, reference, torch_flash
+from longspan.attention.kernels import cpu_flash, cudnn, fa4, reference, torch_flash
+from longspan.attention.kernels.kernel import FEATURES, HeadSizes, Kernel, Need
 from longspan.errors import AttentionError
+
+__all__ = ["FEATURES", "KERNELS", "HeadSizes", "Kernel", "Need", "choose", "named"]
 
 _HALF = (torch.bfloat16, torch.float16)
 _FULL = (torch.float32, torch.float64)
-
-
-@dataclass(frozen=True)
-class Need:
-    """What a call asks of a kernel. `features`: of "window", "softcap", "dropout"."""
-
-    device: torch.device
-    dtype: torch.dtype
-    head_size: int  # the larger of the query's and the value's
-    features: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A row of the support table: what a kernel can do, and its two functions.
-
-    `missing` says what this installation or device lacks for it ("" where nothing).
-    """
-
-    name: str
-    devices: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-    forward: Callable[..., tuple[Tensor, Tensor]] = field(repr=False)
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = field(repr=False)
-    features: frozenset[str] = frozenset()
-    max_head_size: int | None = None
-    missing: Callable[[torch.device], str] = field(default=lambda device: "", repr=False)
-
-    def lacks(self, need: Need) -> str:
-        """Why this kernel cannot do it, as "needs …, got …"; "" where it can."""
-        if need.device.type not in self.devices:
-            return f"needs {' or '.join(self.devices)} tensors, got {need.device.type}"
-        if need.dtype not in self.dtypes:
-            return f"needs {' or '.join(_short(d) for d in self.dtypes)}, got {_short(need.dtype)}"
-        if self.max_head_size is not None and need.head_size > self.max_head_size:
-            return f"needs a head size of at most {self.max_head_size}, got {need.head_size}"
-        if need.features - self.features:
-            extra = " and ".join(sorted(need.features - self.features))
-            return f"needs a call without {extra}, got {extra}"
-        return self.missing(need.device)
 
 
 def _flash_missing(device: torch.device) -> str:
@@ -73,8 +31,23 @@ KERNELS: tuple[Kernel, ...] = (
         forward=fa4.forward,
         backward=fa4.backward,
         features=frozenset({"window"}),
-        max_head_size=128,  # 32, 64 and 128 were compared with dense attention; 192 and 256 were not
+        head_sizes=HeadSizes(multiple=32, largest=128),  # 192 and 256 were not compared with dense attention
+        packed="one variable-length call",
+        needs="the extra `fa4`; compute capability 9 to 11",
         missing=fa4.missing,
+    ),
+    Kernel(
+        name="cudnn",
+        devices=("cuda",),
+        dtypes=_HALF,
+        forward=cudnn.forward,
+        backward=cudnn.backward,
+        head_sizes=HeadSizes(multiple=8, largest=128, pairs=((192, 128),)),
+        deterministic=False,
+        dense_only=True,
+        packed="a call for each document, and two for a causal tile with more keys than rows",
+        needs="cuDNN 9.11; compute capability 9 or 10",
+        missing=cudnn.missing,
     ),
     Kernel(
         name="torch_flash",
@@ -83,7 +56,9 @@ KERNELS: tuple[Kernel, ...] = (
         forward=torch_flash.forward,
         backward=torch_flash.backward,
         features=frozenset({"window"}),
-        max_head_size=256,
+        head_sizes=HeadSizes(multiple=8, largest=256),
+        packed="one variable-length call",
+        needs="compute capability 8.0",
         missing=_flash_missing,
     ),
     Kernel(
@@ -93,6 +68,8 @@ KERNELS: tuple[Kernel, ...] = (
         forward=cpu_flash.forward,
         backward=cpu_flash.backward,
         features=frozenset({"window"}),
+        packed="a call for each document",
+        needs="nothing",
     ),
     Kernel(
         name="reference",
@@ -100,33 +77,38 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=_HALF + _FULL,
         forward=reference.forward,
         backward=reference.backward,
-        features=frozenset({"window", "softcap", "dropout"}),
+        features=frozenset(FEATURES),
+        packed="document by document, 32 MiB of scores at a time",
+        needs="nothing",
     ),
 )
 
 
 def choose(need: Need, name: str | None = None) -> Kernel:
-    """The kernel of this name, or the first that can do what is needed.
+    """The kernel of this name, or the first that suits what is needed.
 
     Raises AttentionError where the named kernel is unknown or cannot, or where none can.
     """
     if name is None:
-        found = next((kernel for kernel in KERNELS if not kernel.lacks(need)), None)
+        found = next((kernel for kernel in KERNELS if kernel.suits(need)), None)
         if found is None:
             raise AttentionError("no kernel fits: " + "; ".join(f"{k.name} {k.lacks(need)}" for k in KERNELS))
         return found
-    found = next((kernel for kernel in KERNELS if kernel.name == name), None)
-    if found is None:
-        raise AttentionError(f"kernel {name!r} is unknown; {_available(need)}")
+    found = named(name, f"; {_available(need)}")
     if lack := found.lacks(need):
         raise AttentionError(f"kernel {name} {lack}; {_available(need)}")
     return found
 
 
+def named(name: str, hint: str | None = None) -> Kernel:
+    """The row of the table with this name. Raises AttentionError where there is none."""
+    for kernel in KERNELS:
+        if kernel.name == name:
+            return kernel
+    names = f"; use one of {', '.join(kernel.name for kernel in KERNELS)}" if hint is None else hint
+    raise AttentionError(f"kernel {name!r} is unknown{names}")
+
+
 def _available(need: Need) -> str:
     able = [kernel.name for kernel in KERNELS if not kernel.lacks(need)]
     return f"available here: {', '.join(able) or 'none'}"
-
-
-def _short(value: Any) -> str:
-    return str(value).removeprefix("torch.")

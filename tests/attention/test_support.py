@@ -1,0 +1,110 @@
+"""One table for documentation, errors and choices."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from longspan.attention import KERNELS, PATTERNS, TYPES, HeadSizes, Need, choose
+from longspan.attention.support import COMMUNICATIONS, NOT_OFFERED, filled, tables
+from longspan.errors import AttentionError
+from longspan.plan.check import COMM_TYPES
+
+PAGE = Path(__file__).parents[2] / "docs" / "attention.md"
+CPU = torch.device("cpu")
+
+
+def test_the_page_holds_the_tables_of_this_version() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert set(re.findall(r"<!-- table: (\w+) -->", page)) == set(tables())
+    assert page == filled(page), "run: python -m longspan.attention.support docs/attention.md"
+
+
+def test_the_table_knows_every_type_and_no_other() -> None:
+    named = tuple(c.name for c in COMMUNICATIONS)
+    assert (*named, "auto") == TYPES == COMM_TYPES and set(named) == set(PATTERNS)
+
+
+def test_a_row_that_is_missing_in_the_page_is_noticed() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert filled(page.replace("| `cudnn` |", "| `other` |")) != page.replace("| `cudnn` |", "| `other` |")
+
+
+def test_masks_that_are_not_offered_are_listed() -> None:
+    text = " ".join(what for what, _ in NOT_OFFERED)
+    assert "bias" in text and "looks ahead" in text
+
+
+SIZES = [
+    (HeadSizes(), 512, 1024, True),
+    (HeadSizes(8, 128), 128, 128, True),
+    (HeadSizes(8, 128), 136, 8, False),
+    (HeadSizes(8, 128), 8, 136, False),
+    (HeadSizes(8, 128, ((192, 128),)), 192, 128, True),
+    (HeadSizes(8, 128, ((192, 128),)), 128, 192, False),
+    (HeadSizes(8, 128, ((192, 128),)), 192, 192, False),
+]
+
+
+@pytest.mark.parametrize("sizes, query, value, taken", SIZES, ids=str)
+def test_head_sizes(sizes: HeadSizes, query: int, value: int, taken: bool) -> None:
+    assert sizes.take(query, value) == taken
+
+
+def kernel(name: str):
+    return next(kernel for kernel in KERNELS if kernel.name == name)
+
+
+CUDA = torch.device("cuda")
+LACKING = [
+    ("cudnn", Need(CUDA, torch.float32, 64), "needs bfloat16 or float16, got float32"),
+    (
+        "cudnn",
+        Need(CUDA, torch.bfloat16, 192),
+        "needs a head size of at most 128, or 192 with values of 128, got 192",
+    ),
+    (
+        "fa4",
+        Need(CUDA, torch.bfloat16, 192, value_size=128),
+        "needs a head size of at most 128, got 192 with values of 128",
+    ),
+    ("torch_flash", Need(CUDA, torch.bfloat16, 264), "needs a head size of at most 256, got 264"),
+    (
+        "cudnn",
+        Need(CUDA, torch.bfloat16, 64, frozenset({"window"}), dense=True),
+        "needs a call without window, got window",
+    ),
+    (
+        "cudnn",
+        Need(CUDA, torch.bfloat16, 64, deterministic=True),
+        "needs torch.use_deterministic_algorithms(False), got deterministic mode",
+    ),
+]
+
+
+@pytest.mark.parametrize("name, need, message", LACKING, ids=str)
+def test_what_a_kernel_lacks_comes_from_its_row(name: str, need: Need, message: str) -> None:
+    assert kernel(name).lacks(need) == message
+
+
+def test_one_that_runs_documents_one_by_one_is_chosen_of_itself_for_dense_calls_alone(monkeypatch) -> None:
+    cudnn = kernel("cudnn")
+    monkeypatch.setitem(cudnn.__dict__, "missing", lambda device: "")
+    assert cudnn.suits(Need(CUDA, torch.bfloat16, 64, dense=True))
+    assert not cudnn.suits(Need(CUDA, torch.bfloat16, 64)) and not cudnn.lacks(Need(CUDA, torch.bfloat16, 64))
+
+
+def test_deterministic_mode_is_asked_of_torch() -> None:
+    assert not Need(CPU, torch.float32, 8).deterministic
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert Need(CPU, torch.float32, 8).deterministic
+        assert choose(Need(CPU, torch.float32, 8)).name == "cpu_flash"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_name_that_is_in_no_row_is_an_error() -> None:
+    with pytest.raises(AttentionError, match="kernel 'fa5' is unknown; available here: cpu_flash, reference"):
+        choose(Need(CPU, torch.float32, 8), "fa5")
