@@ -38,11 +38,11 @@ def _visit(rank: int, home: Layout) -> tuple[dict[str, Members], list[str]]:
     with World(home, backend=backend(), timeout=60) as world:
         meshes = {"fsdp": world.fsdp_mesh, "expert": world.expert_mesh}
         if home.tp > 1:
-            meshes |= {"tp": world.tp_mesh, "expert_tp": world.meshes.expert_tp}
+            meshes["tp"] = world.tp_mesh
         if home.ep > 1:
             meshes["ep"] = world.ep_mesh
         assert world.fsdp_mesh is meshes["fsdp"] and world.expert_mesh is meshes["expert"]
-        for names, over in (("fsdp", "tp"), ("expert", "expert_tp"), ("expert", "ep")):
+        for names, over in (("fsdp", "tp"), ("expert", "ep")):
             if over in meshes:
                 _shard_twice(world, meshes[names], meshes[over])
         kinds = [record.kind for record in world.groups_made]
@@ -81,9 +81,10 @@ def _wanted(home: Layout, rank: int) -> dict[str, Members]:
 
     first: Members = {"replicate": line("replicate")} if copies > 1 else {}
     found: dict[str, Members] = {"fsdp": first | {"slots": line("slots", "outer", "ep")}}
-    found["expert"] = found["fsdp"] if home.ep == 1 else first | {"outer": line("slots", "outer")}
+    alone = home.ep == home.tp == 1
+    found["expert"] = found["fsdp"] if alone else first | {"outer": line("slots", "outer", "tp")}
     if home.tp > 1:
-        found |= {"tp": {"tp": line("tp")}, "expert_tp": {"tp": line("tp")}}
+        found["tp"] = {"tp": line("tp")}
     if home.ep > 1:
         found["ep"] = {"ep": line("slots", "ep")}
     return found

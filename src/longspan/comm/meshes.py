@@ -1,7 +1,8 @@
-"""Device meshes of a home, for FSDP2 and DTensor: slices of one root mesh, over groups that the world makes.
+"""Device meshes of a home, for FSDP2 and DTensor: slices of root meshes, over groups that the world makes.
 
 A root mesh covers one pipeline stage. That of most parameters has the axes "replicate" × "slots" × "tp", that of expert
-parameters "replicate" × "outer" × "ep" × "tp", where outer × ep are the slots of one replica in order; an axis
+parameters "replicate" × "outer" × "ep": outer × ep are the slots of one replica in order, and the tensor-parallel ranks
+of a slot, each of which computes its part of the rows with the same experts, stand side by side on "outer". An axis
 "replicate", "ep" or "tp" of size 1 is left out. FSDP2 over DTensors asks that its own mesh and theirs are slices of one
 root. Groups are made when a mesh that needs them is first asked for, by all ranks together, and shared by both roots.
 """
@@ -48,8 +49,13 @@ class Meshes:
 
     @cached_property
     def expert(self) -> DeviceMesh:
-        """Over what FSDP2 shards expert parameters: the slots without "ep". That is `fsdp` where ep is 1."""
-        return self.fsdp if self._home.ep == 1 else self._slice(self._expert_root, (REPLICATE, OUTER))
+        """Over what FSDP2 shards expert parameters: all ranks of a stage that hold the same experts.
+
+        Those are the slots without "ep", with every slot's tensor-parallel ranks: where tp and ep are 1, `fsdp`.
+        """
+        if self._home.ep == self._home.tp == 1:
+            return self.fsdp
+        return self._slice(self._expert_root, (REPLICATE, OUTER))
 
     @cached_property
     def ep(self) -> DeviceMesh:
@@ -58,18 +64,10 @@ class Meshes:
         return self._slice(self._expert_root, (EP,))
 
     @cached_property
-    def expert_tp(self) -> DeviceMesh:
-        """The tensor-parallel ranks, a slice of the root that `expert` is a slice of."""
-        if self._home.ep == 1:
-            return self.tp
-        self._check_axis(TP, self._home.tp)
-        return self._slice(self._expert_root, (TP,))
-
-    @cached_property
     def _root(self) -> DeviceMesh:
         home = self._home
-        width = home.slots // home.dp_replicate
-        return self._build((REPLICATE, SLOTS, TP), (home.dp_replicate, width, home.tp))
+        sizes = (home.dp_replicate, home.slots // home.dp_replicate, home.tp)
+        return self._build((REPLICATE, SLOTS, TP), np.asarray(home.ranks).reshape(home.pp, *sizes))
 
     @cached_property
     def _expert_root(self) -> DeviceMesh:
@@ -80,10 +78,14 @@ class Meshes:
                 f"ep {home.ep} does not divide the {width} slots of a replica ({home.slots} slots / dp_replicate "
                 f"{home.dp_replicate}), so copies of experts would not line up; use an ep that divides {width}"
             )
-        return self._build((REPLICATE, OUTER, EP, TP), (home.dp_replicate, width // home.ep, home.ep, home.tp))
+        ranks = np.asarray(home.ranks).reshape(home.pp, home.dp_replicate, width // home.ep, home.ep, home.tp)
+        ranks = ranks.swapaxes(3, 4).reshape(home.pp, home.dp_replicate, -1, home.ep)
+        return self._build((REPLICATE, OUTER, EP), ranks)
 
-    def _build(self, axes: Sequence[str], sizes: Sequence[int]) -> DeviceMesh:
-        ranks = self._in_group_order(np.asarray(self._home.ranks).reshape(self._home.pp, *sizes), axes)
+    def _build(self, axes: Sequence[str], ranks: Ranks) -> DeviceMesh:
+        """The root mesh of ranks (pp, one dim for each axis) at this rank's stage."""
+        ranks = self._in_group_order(ranks, axes)
+        sizes = ranks.shape[1:]
         kept = [i for i, (axis, size) in enumerate(zip(axes, sizes, strict=True)) if axis in (SLOTS, OUTER) or size > 1]
         groups = [self._group(axes[i], np.moveaxis(ranks, i + 1, -1).reshape(-1, sizes[i])) for i in kept]
         names = tuple(axes[i] for i in kept)
