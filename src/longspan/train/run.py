@@ -1,7 +1,7 @@
 """`train`: the loop of a run, from its configuration to its last evaluation, on every rank inside an open world.
 
 A step is: documents of the step, a plan of their lengths, `run_step`. What a run leaves in its folder: config.toml,
-corpus/, tokenizer.json, metrics.jsonl, plans/, checkpoints/, model/ (Hugging Face) and summary.json.
+corpus/, tokenizer.json, metrics.jsonl, groups.jsonl, plans/, checkpoints/, model/ (Hugging Face) and summary.json.
 """
 
 import json
@@ -22,6 +22,7 @@ from longspan.plan import Plan, PlanAhead
 from longspan.train.checkpoint import save_checkpoint
 from longspan.train.config import RunConfig
 from longspan.train.evaluate import compare_degrees, evaluate, save_plan
+from longspan.train.group_log import GroupLog
 from longspan.train.metrics import MetricsLog, memory_bytes, read_rows, write_whole
 from longspan.train.optim import lr_at
 from longspan.train.outcome import LAST_STEPS, Evaluation, Outcome
@@ -45,7 +46,8 @@ def train(config: RunConfig, world: World, screen: Screen) -> Outcome:
         path = job.dir / "metrics.jsonl" if is_first(world) else None
         with MetricsLog(path, after_step=job.done) as log:
             with plans_of_steps(config.context, job.order, world.home) as plans:
-                done, stopped = _steps(job, plans, log, screen, stop)
+                groups = GroupLog(world, job.dir / "groups.jsonl" if is_first(world) else None, screen.say)
+                done, stopped = _steps(job, plans, log, screen, stop, groups)
             screen.end_bar()
             final = () if stopped else _finish(job, log, screen)
     outcome = Outcome(
@@ -63,13 +65,16 @@ def train(config: RunConfig, world: World, screen: Screen) -> Outcome:
     return outcome
 
 
-def _steps(job: Job, plans: PlanAhead, log: MetricsLog, screen: Screen, stop: StopSignal) -> tuple[int, str]:
+def _steps(
+    job: Job, plans: PlanAhead, log: MetricsLog, screen: Screen, stop: StopSignal, groups: GroupLog
+) -> tuple[int, str]:
     """The steps that are left; returns the number that is done, and what stopped them."""
     done, steps, settings = job.done, job.config.train.steps, job.config.train
     if _due(done, settings.eval_every) and not job.world.broadcast_object(done in log.evaluated):
         _evaluate(job, log, screen, done)
     while done < steps:
         row, plan = _step(job, plans, done)
+        groups.note(plan)
         done += 1
         log.write(row)
         screen.step(row)
@@ -77,7 +82,9 @@ def _steps(job: Job, plans: PlanAhead, log: MetricsLog, screen: Screen, stop: St
         if is_first(job.world) and (done in (job.done + 1, steps) or stopped):
             save_plan(plan, job.dir / "plans", f"step-{done:06d}")
         if _due(done, settings.eval_every) and done < steps and not stopped:
-            _evaluate(job, log, screen, done)
+            found = _evaluate(job, log, screen, done)
+            if found is not None:
+                groups.note(found.plan)
         if _due(done, settings.save_every) or done == steps or stopped:
             _save(job, done)
         if stopped:

@@ -1,0 +1,53 @@
+"""The two levels of hierarchical groups (`a2a+p2p`): which slots exchange heads, and which stand in a ring."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from longspan.errors import PlanError
+from longspan.plan.plan import Group, Plan
+
+Slots = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Level one, `a2a`: runs of neighbouring members. Level two, `p2p`: every a2a-th member.
+
+    >>> levels_of(Group((0, 1, 2, 3), (0,), (64,), "a2a+p2p", (2, 2)))
+    Levels(a2a=((0, 1), (2, 3)), p2p=((0, 2), (1, 3)))
+    """
+
+    a2a: tuple[Slots, ...]
+    p2p: tuple[Slots, ...]
+
+    def __str__(self) -> str:
+        inner, outer = (
+            " ".join(f"({', '.join(map(str, slots))})" for slots in level) for level in (self.a2a, self.p2p)
+        )
+        return f"level one, a2a: {inner}; level two, p2p: {outer}"
+
+
+def levels_of(group: Group) -> Levels:
+    """The levels of a group. Raises PlanError where it has no sizes, or sizes that do not make its degree."""
+    sizes, slots = group.hierarchical_context_parallel_sizes, group.slots
+    if sizes is None or sizes[0] * sizes[1] != len(slots):
+        raise PlanError(
+            f"hierarchical_context_parallel_sizes {sizes} do not make the degree {len(slots)} of slots {slots}"
+        )
+    inner = sizes[0]
+    return Levels(
+        tuple(slots[first : first + inner] for first in range(0, len(slots), inner)),
+        tuple(slots[i::inner] for i in range(inner)),
+    )
+
+
+def hierarchical_groups(plan: Plan) -> Iterator[Group]:
+    """The groups of a plan that have two levels, each set of slots with its sizes once, in plan order."""
+    seen: set[tuple[Slots, object]] = set()
+    for batch in plan.micro_batches:
+        for group in batch.groups:
+            kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
+            key = (group.slots, group.hierarchical_context_parallel_sizes)
+            if group.degree > 1 and "a2a+p2p" in kinds and key not in seen:
+                seen.add(key)
+                yield group
