@@ -4,10 +4,14 @@ import json
 
 import pytest
 
+from longspan.attention import KERNELS, PATTERNS
 from longspan.cli import doctor
 from longspan.cli.doctor import Check, rank_checks, version_checks
 from longspan.cli.main import main
 from longspan.errors import CommError
+
+FLAT = ["p2p", "all_gather", "a2a", "auto"]
+TYPES = {1: ["p2p"], 2: FLAT, 3: [], 4: [*FLAT, "a2a+p2p (2, 2)"]}  # by degree
 
 
 @pytest.mark.parametrize(
@@ -39,14 +43,42 @@ def test_ranks() -> None:
     assert "loss nan" in checks[2].found and "allowed 1.0e-12" in checks[1].found
 
 
-def test_it_runs_and_is_good(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--world", "2", "--backend", "gloo", "--json"]) == 0
+def test_levels_and_reasons_are_said_once_whatever_the_dtype() -> None:
+    levels = "level one, a2a: (0, 1) (2, 3); level two, p2p: (0, 2) (1, 3)"
+    hierarchical = _parity(cp=4, cp_comm_type="a2a+p2p", sizes=(2, 2), levels=(levels,), why=())
+    auto = _parity(cp=4, cp_comm_type="auto", sizes=None, levels=(), why=("a2a cannot", "so p2p, the fastest"))
+    details = {"ranks": 4, "device": "cpu", "backend": "gloo", "groups": []}
+    checks = list(rank_checks(details | {"parity": [hierarchical, auto, hierarchical | {"dtype": "float32"}, auto]}))
+    assert checks[0].name == "float64, cp 4, a2a+p2p (2, 2)"
+    assert checks[4:] == [
+        Check("group", "cp 4, a2a+p2p (2, 2)", f"ranks of {levels}", None),
+        Check("group", "cp 4, auto", "so p2p, the fastest", None),
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_it_runs_and_is_good(capsys: pytest.CaptureFixture[str], ranks: int) -> None:
+    assert main(["doctor", "--world", str(ranks), "--backend", "gloo", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     names = {(check["area"], check["name"]): check["good"] for check in found["checks"]}
     assert found["good"] and names["backend", "gloo"] and names["version", "torch"]
-    wanted = {f"{t}, cp {cp}, {c}" for t in ("float64", "float32") for cp in (1, 2) for c in ("p2p", "all_gather")}
+    wanted = {f"{t}, cp {cp}, {w}" for t in ("float64", "float32") for cp in range(1, ranks + 1) for w in TYPES[cp]}
     assert {name for (area, name), good in names.items() if area == "parity" and good} == wanted
     assert [record["kind"] for record in found["ranks"]["groups"]][:2] == ["control", "parent"]
+    levels = [check["found"] for check in found["checks"] if "level one" in check["found"]]
+    assert levels == ["ranks of level one, a2a: (0, 1) (2, 3); level two, p2p: (0, 2) (1, 3)"] * (ranks == 4)
+    assert any(name == "fa4" and good is None for (area, name), good in names.items() if area == "kernel")
+
+
+def test_the_kernels_in_words_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--kernels"]) == 0
+    text = capsys.readouterr().out
+    assert "  torch_flash\n    tensors: cuda: bfloat16, float16" in text and "  a2a+p2p\n" in text
+    assert main(["doctor", "--kernels", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    here = {row["kernel"]: row["here"] for row in found["kernels"]}
+    assert list(here) == [kernel.name for kernel in KERNELS] and here["cpu_flash"] == here["reference"] == "yes"
+    assert [row["type"] for row in found["types"]] == [*PATTERNS]
 
 
 def test_a_failure_is_a_cross_and_exit_code_1(

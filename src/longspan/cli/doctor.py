@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -18,6 +18,9 @@ from longspan.report.series import write_bytes, write_seconds
 from longspan.report.text_table import text_table
 from longspan.train.versions import versions
 
+if TYPE_CHECKING:
+    from longspan.attention import Kernel
+
 SUPPORTED = {"python": ((3, 11), None), "torch": ((2, 11), (2, 14)), "transformers": ((5, 17), (6, 0))}
 LOCAL_RANKS = 4
 
@@ -26,9 +29,14 @@ LOCAL_RANKS = 4
 class DoctorFlags:
     """Check versions, devices, backends, kernels and process groups, and compare a small model with the stock one.
 
-    A Qwen3 of two layers runs at context-parallel degrees 1, 2 and 4 with each communication type, on four local
-    processes, or over NCCL where there are several GPUs (or under torchrun, on its ranks).
+    A Qwen3 of two layers runs at context-parallel degrees 1, 2 and 4 with each communication type (p2p, all_gather,
+    a2a, a2a+p2p in levels, auto), on four local processes, or over NCCL where there are several GPUs (or under
+    torchrun, on its ranks). The result names the groups that were made, and which ranks each level of a hierarchical
+    group joins.
     """
+
+    kernels: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the tables of attention kernels and communication types, with what this machine lacks, and nothing else."""
 
     world: int = 0
     """Local processes of the comparison; 0: one for each GPU up to 4 where there are several, else 4 on the CPU."""
@@ -53,6 +61,9 @@ class Check:
 def main(argv: Sequence[str]) -> int:
     """Run the verb; 0 when every check is good, 1 otherwise."""
     flags = parse_flags(DoctorFlags, argv, "longspan doctor")
+    if flags.kernels:
+        print(kernel_report(as_json=flags.json))
+        return 0
     began = time.perf_counter()
     checks = [*version_checks(versions()), *device_checks(), *kernel_checks()]
     details: dict[str, Any] = {}
@@ -104,19 +115,63 @@ def device_checks() -> Iterator[Check]:
 
 
 def kernel_checks() -> Iterator[Check]:
-    """Which attention kernel runs for each device and dtype, and what the others lack."""
+    """Which attention kernel runs for each device and dtype, and why the others do not run here."""
     import torch
 
-    from longspan.attention.kernels import KERNELS, Need
+    from longspan.attention import KERNELS, Need
 
-    devices = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
-    for device in devices:
+    for device in _devices():
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
-            need = Need(torch.device(device), dtype, 128)
-            able = [kernel.name for kernel in KERNELS if not kernel.lacks(need)]
+            need = Need(torch.device(device), dtype, 128, dense=True)
+            able = [kernel.name for kernel in KERNELS if kernel.suits(need)]
             name = f"{device.split(':')[0]} {str(dtype).removeprefix('torch.')}"
             others = f" (also {', '.join(able[1:])})" if len(able) > 1 else ""
             yield Check("kernel", name, able[0] + others if able else "none", bool(able))
+    for kernel in KERNELS:
+        if lack := _lacking(kernel):
+            yield Check("kernel", kernel.name, f"not here: {lack}", None)
+
+
+def _devices() -> list[str]:
+    import torch
+
+    return ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
+
+
+def _lacking(kernel: "Kernel") -> str:
+    """Why a kernel runs on no device of this machine; "" where it runs on one."""
+    import torch
+
+    from longspan.attention import Need
+
+    lacks = [kernel.lacks(Need(torch.device(d), kernel.dtypes[0], 64, deterministic=False)) for d in _devices()]
+    return "" if "" in lacks else lacks[-1]
+
+
+def kernel_report(*, as_json: bool) -> str:
+    """The support tables of docs/attention.md, with one column more: whether a kernel runs here, or what it lacks."""
+    from longspan.attention import KERNELS
+    from longspan.attention.support import feature_rows, kernel_rows, type_rows
+
+    here = ["here", *(_lacking(kernel) or "yes" for kernel in KERNELS)]
+    kernels = [(*row, found) for row, found in zip(kernel_rows(), here, strict=True)]
+    tables = {"kernels": kernels, "types": type_rows(), "features": feature_rows()}
+    if as_json:
+        rows = {name: [dict(zip(header, row, strict=True)) for row in body] for name, (header, *body) in tables.items()}
+        return json.dumps(rows, indent=1, ensure_ascii=False).replace("`", "")
+    return "\n\n".join(_listed(name, header, body) for name, (header, *body) in tables.items())
+
+
+def _listed(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table with a line for each cell, because its cells are sentences."""
+    lines = [name]
+    for first, *cells in rows:
+        lines += [
+            "",
+            f"  {first}",
+            *(f"    {key}: {cell}" for key, cell in zip(header[1:], cells, strict=True) if cell),
+        ]
+    return "\n".join(lines).replace("`", "")
 
 
 def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
@@ -126,12 +181,23 @@ def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
         name = f"{record['kind']} of {len(record['ranks'])}"
         yield Check("group", name, f"made in {write_seconds(record['seconds'])} ({where})", None)
     for found in details["parity"]:
-        name = f"{found['dtype']}, cp {found['cp']}, {found['cp_comm_type']}"
+        sizes = f" {tuple(found['sizes'])}" if found.get("sizes") else ""
+        name = f"{found['dtype']}, cp {found['cp']}, {found['cp_comm_type']}{sizes}"
         text = (
             f"loss {found['loss_error']:.1e}, gradients {found['gradient_error']:.1e} from the stock model, "
             f"allowed {found['tolerance']:.1e}"
         )
         yield Check("parity", name, text, found["good"])
+    yield from _said(details["parity"])
+
+
+def _said(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
+    """Which ranks the levels of hierarchical groups join, and what `auto` took; each once, whatever the dtype."""
+    for found in {(f["cp"], f["cp_comm_type"], str(f.get("sizes"))): f for f in parity}.values():
+        for levels in found.get("levels", ()):
+            yield Check("group", f"cp {found['cp']}, a2a+p2p {tuple(found['sizes'])}", f"ranks of {levels}", None)
+        if found.get("why"):
+            yield Check("group", f"cp {found['cp']}, auto", found["why"][-1], None)
 
 
 def _run_ranks(flags: DoctorFlags) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,22 +10,26 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from longspan.attention import Call, choose_type
 from longspan.comm import World
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
-from longspan.plan import plan_fixed
+from longspan.plan import Plan, plan_fixed
+from longspan.plan.levels import Levels, hierarchical_groups, levels_of
 from longspan.train import run_step
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 96, 41)  # ragged, some shorter than twice the degree, one without a target
 VOCABULARY = 97
 DEGREES = (1, 2, 4)
-TYPES = ("p2p", "all_gather")
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 @dataclass(frozen=True)
 class Parity:
-    """One way to run the model: its relative errors against the stock model, and what they may be."""
+    """One way to run the model: its relative errors against the stock model, and what they may be.
+
+    `levels` says which ranks a hierarchical group's levels are; `why` what `auto` took, and its reasons.
+    """
 
     dtype: str
     cp: int
@@ -33,6 +37,9 @@ class Parity:
     loss_error: float
     gradient_error: float
     tolerance: float
+    sizes: tuple[int, int] | None = None
+    levels: tuple[str, ...] = ()
+    why: tuple[str, ...] = ()
 
     @property
     def good(self) -> bool:
@@ -66,13 +73,58 @@ def _parity(dtype: torch.dtype, world: World) -> Iterator[Parity]:
     tolerance = EXACT.get(dtype) or _rounding(dtype, documents, wanted)
     model = prepare(_model(dtype), world)
     for cp in (d for d in DEGREES if world.home.slots % d == 0):
-        for cp_comm_type in TYPES:
-            plan = plan_fixed(LENGTHS, world.home, cp, cp_comm_type=cp_comm_type)
+        for way in ways(cp):
+            plan = plan_fixed(
+                LENGTHS,
+                world.home,
+                cp,
+                cp_comm_type=way.cp_comm_type,
+                hierarchical_context_parallel_sizes=way.sizes,
+                node_size=world.node_size,
+            )
             world.prepare(plan)
             found = _Answer(run_step(model, plan, documents, world).loss, _gradients(model))
             model.zero_grad()
             loss, gradient = _errors(found, wanted)
-            yield Parity(str(dtype).removeprefix("torch."), cp, cp_comm_type, loss, gradient, tolerance)
+            levels = tuple(str(_as_ranks(levels_of(group), world)) for group in hierarchical_groups(plan))
+            why = _why(model, plan, dtype, world) if way.cp_comm_type == "auto" else ()
+            name = str(dtype).removeprefix("torch.")
+            yield Parity(name, cp, way.cp_comm_type, loss, gradient, tolerance, way.sizes, levels, why)
+
+
+class Way(NamedTuple):
+    """A communication type, and the levels of a hierarchical one."""
+
+    cp_comm_type: str
+    sizes: tuple[int, int] | None = None
+
+
+def ways(cp: int) -> list[Way]:
+    """Every type at a degree, the hierarchical one with each pair of levels above 1; one member has nothing to send."""
+    if cp == 1:
+        return [Way("p2p")]
+    sizes = [(a, cp // a) for a in range(2, cp) if cp % a == 0]
+    return [
+        Way("p2p"),
+        Way("all_gather"),
+        Way("a2a"),
+        *(Way("a2a+p2p", levels) for levels in sizes),
+        Way("auto"),
+    ]
+
+
+def _as_ranks(levels: Levels, world: World) -> Levels:
+    """Levels of slots as those of this rank's plane."""
+    a2a, p2p = (tuple(tuple(world.plane[s] for s in slots) for slots in level) for level in (levels.a2a, levels.p2p))
+    return Levels(a2a, p2p)
+
+
+def _why(model: Any, plan: Plan, dtype: torch.dtype, world: World) -> tuple[str, ...]:
+    """Why `auto` took what it took for the first group of the plan."""
+    config = model.config
+    size = config.head_dim
+    call = Call(config.num_attention_heads, config.num_key_value_heads, size, size, dtype.itemsize)
+    return choose_type(plan.micro_batches[0].groups[0], call, node_size=world.node_size).reasons
 
 
 def _rounding(dtype: torch.dtype, documents: Sequence[np.ndarray], wanted: _Answer) -> float:
