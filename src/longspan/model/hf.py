@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from longspan.attention import attend
 from longspan.comm import SequenceShard, World
 from longspan.errors import ModelError
+from longspan.model.head import open_head
 from longspan.model.parallelize import recompute_activations, shard_over_slots
 from longspan.model.probe import AttentionCall, Probe, probe_model, unknown_tensors
 from longspan.model.refusals import refuse_unsupported
@@ -56,6 +57,7 @@ def prepare(
     if probe:
         probe_model(model)
     model.config.use_cache = False
+    open_head(model, probe=probe)
     if activation_checkpointing:
         recompute_activations(model)
     if shard_parameters:

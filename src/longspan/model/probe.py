@@ -8,6 +8,7 @@ configurations (`refusals.py`).
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.model.stages import Absent
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,8 @@ def probe_model(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
     layer does not reach the attention function or asks for what it cannot do exactly.
     """
     probe = Probe()
-    ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    state = {n: torch.empty_like(t, device="meta") for n, t in (*model.named_parameters(), *model.named_buffers())}
-    inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False, "shard": probe}
     try:
-        with torch.no_grad():
-            functional_call(model, state, (), inputs)
+        run_on_meta(model, probe)
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} cannot be probed: model(input_ids, position_ids=, use_cache=, shard=) on the meta "
@@ -60,12 +58,21 @@ def probe_model(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
     return calls
 
 
+def run_on_meta(model: PreTrainedModel, probe: Probe, **more: Any) -> Any:
+    """What the model's forward returns for two rows, on the meta device, with `more` keyword arguments."""
+    ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    state = {n: torch.empty_like(t, device="meta") for n, t in (*model.named_parameters(), *model.named_buffers())}
+    inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False, "shard": probe, **more}
+    with torch.no_grad():
+        return functional_call(model, state, (), inputs)
+
+
 def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The model's decoder layers by qualified name, in order. Raises ModelError where they cannot be found."""
+    """The model's decoder layers that are here, by qualified name, in order. Raises ModelError where they cannot be found."""
     count = model.config.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
-            return {f"{name}.{i}": layer for i, layer in enumerate(module)}
+            return {f"{name}.{i}": layer for i, layer in enumerate(module) if not isinstance(layer, Absent)}
     raise ModelError(f"{type(model).__name__} has no list of {count} decoder layers (num_hidden_layers) to be found")
 
 

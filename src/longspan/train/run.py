@@ -104,7 +104,16 @@ def _step(job: Job, plans: PlanAhead, step: int) -> tuple[dict[str, Any], Plan]:
     for group in job.optimizer.param_groups:
         group["lr"] = lr
     norm = config.max_grad_norm or None
-    result = run_step(job.model, plan, documents, world, optimizer=job.optimizer, max_grad_norm=norm, step=step + 1)
+    result = run_step(
+        job.model,
+        plan,
+        documents,
+        world,
+        optimizer=job.optimizer,
+        max_grad_norm=norm,
+        step=step + 1,
+        loss_chunk_rows=config.loss_chunk_rows,
+    )
     if not math.isfinite(result.loss):
         raise LongspanError(
             f"the loss of step {step + 1} is {result.loss} (gradient norm {result.grad_norm}); "

@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 
 from longspan.comm import SequenceShard, World, bind
 from longspan.errors import DataError, ModelError, PlanError
-from longspan.model.hf import refuse_unprepared, vocabulary_size
+from longspan.model.hf import is_prepared, refuse_unprepared, vocabulary_size
 from longspan.model.parallelize import fsdp_modules, gradients_summed_over_slots, reshard
 from longspan.plan import Plan
+from longspan.train.chunked_loss import chunked_cross_entropy
 from longspan.train.loss import NO_TARGET, Rows, read_rows, summed_cross_entropy
 from longspan.train.optim import clip_gradients, grad_norm
 
@@ -61,6 +62,7 @@ def run_step(
     backward: bool = True,
     max_grad_norm: float | None = None,
     step: int | None = None,
+    loss_chunk_rows: int = 0,
 ) -> StepResult:
     """Run every micro-batch of a plan and return the loss, a sum over targets divided by the plan's targets.
 
@@ -68,6 +70,7 @@ def run_step(
     rank asks for its own. With `backward`, gradients are added to `.grad` as a plain sum over slots; with an
     `optimizer`, they are zeroed before, clipped to `max_grad_norm` if given, and a step is taken. Without `backward`,
     the model runs in evaluation mode and keeps no graph; its mode is restored. `step` appears in errors.
+    `loss_chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes).
 
     All ranks call it together, with the same plan. Raises PlanError for a plan that does not fit the home or the
     documents, CommError where ranks hold different plans, DataError for documents that cannot be read or hold ids
@@ -82,7 +85,7 @@ def run_step(
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
     with _mode(model, training=backward), torch.set_grad_enabled(backward):
-        loss_sum = _run_micro_batches(model, plan, work, world, backward)
+        loss_sum = _run_micro_batches(model, plan, work, world, backward, loss_chunk_rows)
     totals = world.reduce_sum([loss_sum, float(sum((w.labels != NO_TARGET).sum() for w in work))])
     _check_count(plan, totals[1])
     norm = _finish(model, optimizer, max_grad_norm) if backward else None
@@ -98,23 +101,28 @@ def run_step(
     )
 
 
-def _run_micro_batches(model: nn.Module, plan: Plan, work: Sequence[_Work], world: World, backward: bool) -> float:
+def _run_micro_batches(
+    model: nn.Module, plan: Plan, work: Sequence[_Work], world: World, backward: bool, chunk_rows: int
+) -> float:
     """This rank's sum of the loss; with backward, gradients of the sum over slots, divided by the plan's targets."""
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     with gradients_summed_over_slots(model, world) if backward else _resharded(model):
         for shard, ids, labels in work:
-            loss = summed_cross_entropy(_logits(model, ids, shard), torch.from_numpy(labels).to(world.device))
+            loss = _loss(model, ids, torch.from_numpy(labels).to(world.device), shard, chunk_rows)
             if backward:
                 (loss / max(plan.targets, 1)).backward()
             total += loss.detach()
     return total.item()
 
 
-def _logits(model: nn.Module, ids: Rows, shard: SequenceShard) -> Tensor:
-    """Logits (T, V) of the local rows."""
-    tokens = torch.from_numpy(ids).to(shard.device)
-    out = model(input_ids=tokens[None], position_ids=shard.position_ids[None], shard=shard)
-    return (out if isinstance(out, Tensor) else out.logits).squeeze(0)
+def _loss(model: nn.Module, ids: Rows, labels: Tensor, shard: SequenceShard, chunk_rows: int) -> Tensor:
+    """The sum of the cross entropy of the local rows; a model of the caller's own returns logits (1, T, V)."""
+    inputs: dict[str, Any] = {"input_ids": torch.from_numpy(ids).to(shard.device)[None], "shard": shard}
+    inputs["position_ids"] = shard.position_ids[None]
+    if is_prepared(model):
+        return model(**inputs, row_loss=lambda hidden, head: chunked_cross_entropy(hidden, labels, head, chunk_rows))
+    out = model(**inputs)
+    return summed_cross_entropy((out if isinstance(out, Tensor) else out.logits).squeeze(0), labels)
 
 
 def _finish(model: nn.Module, optimizer: Optimizer | None, max_grad_norm: float | None) -> float:

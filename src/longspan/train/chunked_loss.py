@@ -1,0 +1,132 @@
+"""Cross entropy from hidden states, a few rows at a time: the logits of all rows never exist at once.
+
+What turns hidden states into logits is a head (`longspan.model.head`). Gradients are made in forward, chunk by chunk,
+so that no logits are computed twice.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longspan.train.loss import NO_TARGET
+
+RowRule = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
+CHUNK_BYTES = {"cuda": 2 << 30}  # of logits and what is computed from them, at a time
+CHUNK_BYTES_ELSEWHERE = 64 << 20
+
+
+class RowHead(Protocol):
+    """What makes logits (t, V) of hidden states (t, D); `longspan.model.head.Head` is one."""
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """What the logits depend on beside the hidden states."""
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """V, as it is formed on this rank."""
+        ...
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits (t, V) of hidden states (t, D), differentiable in them and in the parameters."""
+        ...
+
+
+def cross_entropy_rows(logits: Tensor, labels: Tensor, differentiate: bool) -> tuple[Tensor, Tensor | None]:
+    """The sum of the cross entropy (a float64 scalar) over rows with a label, and its gradient by the logits (t, V).
+
+    The softmax is in float32 (float64 for float64 logits); rows labelled −100 add nothing and get a zero gradient. One
+    copy of the logits is made, in the softmax's type.
+    """
+    wide = logits.detach().to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
+    real = labels != NO_TARGET
+    at = labels.masked_fill(~real, 0).unsqueeze(1)  # (t, 1)
+    wide -= wide.amax(-1, keepdim=True)
+    own = wide.gather(1, at).squeeze(1)  # (t,)
+    total = wide.exp_().sum(-1)  # (t,)
+    loss = (total.log() - own).masked_fill(~real, 0).sum(dtype=torch.float64)
+    if not differentiate:
+        return loss, None
+    wide *= (real / total).unsqueeze(1)
+    wide.scatter_add_(1, at, -real.to(wide.dtype).unsqueeze(1))
+    return loss, wide.to(logits.dtype)
+
+
+def chunked_cross_entropy(
+    hidden: Tensor, labels: Tensor, head: RowHead, rows: int = 0, rule: RowRule = cross_entropy_rows
+) -> Tensor:
+    """The sum of the cross entropy of hidden states (T, D) under a head, `rows` rows at a time: a float64 scalar.
+
+    >>> loss = model(**inputs, row_loss=lambda hidden, head: chunked_cross_entropy(hidden, labels, head))
+
+    Forward makes the gradients of hidden states and head as well, so that no logits are made twice; backward scales
+    them. Gradients of the head are summed over chunks in float32 (float64 for float64). `rows` 0 takes what keeps a
+    chunk within 2 GiB on a GPU, 64 MiB elsewhere. `rule` is what a vocabulary split over ranks would replace.
+    """
+    rows = rows or rows_of_chunk(head.vocabulary, hidden.dtype, hidden.device.type)
+    parameters = head.parameters
+    if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
+        return _ChunkedLoss.apply(hidden, labels, head, rows, rule, *parameters)  # pyright: ignore[reportReturnType]
+    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    for part in _chunks(len(hidden), rows):
+        total += rule(head(hidden[part]), labels[part], False)[0]
+    return total
+
+
+def rows_of_chunk(vocabulary: int, dtype: torch.dtype, device: str) -> int:
+    """How many rows' logits are formed at a time: logits, their softmax and their gradient fit the chunk's bytes."""
+    each = vocabulary * (2 * dtype.itemsize + max(4, dtype.itemsize))
+    return max(1, CHUNK_BYTES.get(device, CHUNK_BYTES_ELSEWHERE) // each)
+
+
+def _chunks(total: int, rows: int) -> Iterator[slice]:
+    """Runs of at most `rows` rows, as even as can be."""
+    count = max(1, -(-total // rows))
+    for i in range(count):
+        yield slice(total * i // count, total * (i + 1) // count)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, labels: Tensor, head: RowHead, rows: int, rule: RowRule, *parameters: Tensor
+    ) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        gradient = torch.empty_like(hidden) if hidden.requires_grad else None
+        sums: list[Tensor] = []
+        for part in _chunks(len(hidden), rows):
+            with torch.enable_grad():
+                own = hidden[part].detach().requires_grad_(gradient is not None)
+                logits = head(own)
+            loss, by_logits = rule(logits, labels[part], True)
+            total += loss
+            wanted = (*([own] if gradient is not None else []), *parameters)
+            found = list(torch.autograd.grad(logits, wanted, by_logits))
+            del logits, by_logits
+            if gradient is not None:
+                gradient[part] = found.pop(0)
+            sums = _added(sums, found, last=part.stop == len(hidden))
+        ctx.save_for_backward(*([gradient] if gradient is not None else []), *sums)
+        ctx.through, ctx.dtypes = gradient is not None, [p.dtype for p in parameters]
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        saved = list(ctx.saved_tensors)
+        by_hidden = saved.pop(0) * gradients[0] if ctx.through else None
+        by_parameters = [(x * gradients[0]).to(dtype) for x, dtype in zip(saved, ctx.dtypes, strict=True)]
+        return by_hidden, None, None, None, None, *by_parameters
+
+
+def _added(sums: list[Tensor], found: list[Tensor], *, last: bool) -> list[Tensor]:
+    """Sums of gradients over chunks; a single chunk's stay as they are, others are summed in float32 at least."""
+    if not sums:
+        return found if last else [x.to(torch.promote_types(x.dtype, torch.float32)) for x in found]
+    for total, more in zip(sums, found, strict=True):
+        total += more
+    return sums
