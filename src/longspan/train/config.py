@@ -115,8 +115,6 @@ class TrainConfig:
     """Recompute each layer in the backward pass instead of keeping it."""
     loss_chunk_rows: int = 0
     """Rows whose logits are formed at a time; 0: as many as 2 GiB hold on a GPU, 64 MiB on a CPU."""
-    loss_chunk_rows: int = 0
-    """Rows whose logits are formed at a time; 0: as many as 2 GiB hold on a GPU, 64 MiB on a CPU."""
     seed: int = 0
     """Of weights, document order and held-out documents."""
     eval_every: int = 100

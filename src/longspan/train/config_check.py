@@ -39,7 +39,6 @@ _LEAST = {
     "train.weight_decay": 0,
     "train.max_grad_norm": 0,
     "train.loss_chunk_rows": 0,
-    "train.loss_chunk_rows": 0,
     "train.seed": 0,
     "train.eval_every": 0,
     "train.save_every": 0,
