@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from longspan.comm.ring import GradientRing, RingBlocks
+from longspan.comm.ring import Addend, GradientRing, RingBlocks
 from longspan.comm.world import World
 from longspan.layout import Layout
 from longspan.testing import backend, run_ranks
@@ -35,7 +35,7 @@ def walk(rank: int, degree: int, counts: tuple[int, ...]) -> int:
             owners.append(owner)
             for found, expected in zip(block, blocks(owner, counts[owner]), strict=True):
                 assert torch.equal(found.cpu(), expected), (rank, owner, found, expected)
-            home.add(owner, [t * (rank + 1) for t in block])
+            home.add(owner, [Addend(slice(0, counts[owner]), [t * (rank + 1) for t in block])])
         assert owners == [(rank - step) % degree for step in range(degree)]
         factor = sum(range(1, degree + 1))
         for found, expected in zip(home.finish(), own, strict=True):

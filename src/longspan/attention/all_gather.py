@@ -13,12 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.attention.block import Rule, add_block, add_block_gradients
+from longspan.attention.block import Attended, Gradients, Kept, Rule, Saved, add_block, block_gradients, summed
 from longspan.attention.circle import Circle
 from longspan.attention.merge import Partial, RowSum, accumulation_dtype
-from longspan.comm import Handle
+from longspan.comm import Addend, Handle, columns, side_by_side
 
 _Pair = tuple[Tensor, Tensor]
+
+SLICES = 2
+SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost (H200)
 
 
 class HeadSlice(NamedTuple):
@@ -39,16 +42,23 @@ def gather_bytes_per_head(rows: int, k: Tensor, v: Tensor) -> int:
 
 
 def head_slices(q: Tensor, k: Tensor, v: Tensor, rows: int, budget: int | None) -> list[HeadSlice]:
-    """Slices of equal numbers of heads (the last may have fewer) that fit the budget; at least one head each."""
+    """Slices of equal numbers of heads (the last may have fewer) that fit the budget; at least one head each.
+
+    Without a budget, two where they are large, so that one travels while the other is computed.
+    """
     heads, kv_heads = q.shape[1], k.shape[1]
-    fit = kv_heads if budget is None else budget // max(1, gather_bytes_per_head(rows, k, v))
+    if budget is None:
+        large = rows * kv_heads * (k.shape[2] + v.shape[2]) * k.element_size() >= SLICE_BYTES
+        fit = -(-kv_heads // SLICES) if large else kv_heads
+    else:
+        fit = budget // max(1, gather_bytes_per_head(rows, k, v))
     at_once, each = max(1, min(fit, kv_heads)), heads // kv_heads
     bounds = [(start, min(start + at_once, kv_heads)) for start in range(0, kv_heads, at_once)]
     return [HeadSlice(slice(a, b), slice(a * each, b * each)) for a, b in bounds]
 
 
-def all_gather_forward(q: Tensor, k: Tensor, v: Tensor, circle: Circle, rule: Rule) -> tuple[Tensor, Tensor]:
-    """q (T, N, H), k (T, K, H), v (T, K, Hv) of one group's local rows -> out (T, N, Hv), lse (T, N)."""
+def all_gather_forward(q: Tensor, k: Tensor, v: Tensor, circle: Circle, rule: Rule) -> Attended:
+    """q (T, N, H), k (T, K, H), v (T, K, Hv) of one group's local rows."""
     slices = head_slices(q, k, v, sum(circle.counts), rule.max_gather_bytes)
     found: list[_Pair] = []
     for heads, (all_k, all_v) in _gathered(circle, (k, v), slices, "attention all-gather forward"):
@@ -58,23 +68,22 @@ def all_gather_forward(q: Tensor, k: Tensor, v: Tensor, circle: Circle, rule: Ru
         found.append(part.finish(total))
         del all_k, all_v
     out, lse = (_joined(parts) for parts in zip(*found, strict=True))
-    return out, lse
+    return Attended(out, (q, k, v, None, lse))
 
 
-def all_gather_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, circle: Circle, rule: Rule
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v in the accumulation dtype; those of k and v are summed over the group."""
+def all_gather_backward(dout: Tensor, kept: Kept, circle: Circle, rule: Rule) -> Gradients:
+    """Gradients of the local rows; those of k and v in the accumulation dtype."""
+    q, k, v, out, lse = kept
     slices = head_slices(q, k, v, sum(circle.counts), rule.max_gather_bytes)
     dq_parts, home = list[Tensor](), _Home(circle)
     for heads, (all_k, all_v) in _gathered(circle, (k, v), slices, "attention all-gather backward"):
-        saved = (dout[:, heads.q], q[:, heads.q], out[:, heads.q], lse[:, heads.q])
-        dq, part = RowSum(tuple(saved[1].shape), q), rule.for_heads(heads.q.start, heads.q.stop)
-        home.send(add_block_gradients(dq, saved, all_k, all_v, circle.launches(None), part))
+        saved = Saved(*(x[:, heads.q] for x in (dout, q, out, lse)))
+        dq, part = RowSum(tuple(saved.q.shape), q), rule.for_heads(heads.q.start, heads.q.stop)
+        home.send(block_gradients(dq, saved, all_k, all_v, circle.launches(None), part), all_k, all_v)
         dq_parts.append(dq.result())
         del all_k, all_v
     dk, dv = home.finish()
-    return _joined(dq_parts), dk, dv
+    return Gradients(_joined(dq_parts), dk, dv, rule.sink_gradient(Saved(dout, q, out, lse)))
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -85,21 +94,18 @@ def _gathered(
     circle: Circle, tensors: _Pair, slices: Sequence[HeadSlice], what: str
 ) -> Iterator[tuple[HeadSlice, _Pair]]:
     """(heads, their keys and values of all rows of the group in document order); the next slice is on its way."""
-    channel, places = circle.channel(), circle.places_of_members()
+    channel = circle.channel()
+    order = circle.order_of_gathered(channel.starts(circle.counts))
 
-    def start(heads: HeadSlice) -> list[Handle]:
-        return [channel.all_gather(x[:, heads.kv].contiguous(), circle.counts, what) for x in tensors]
-
-    def in_order(x: Tensor, heads: HeadSlice, handle: Handle) -> Tensor:
-        full = x.new_empty((sum(circle.counts), heads.kv.stop - heads.kv.start, x.shape[2]))
-        for rows, share in zip(places, handle.wait(), strict=True):
-            full.index_copy_(0, rows, share)
-        return full
+    def start(heads: HeadSlice) -> Handle:
+        return channel.all_gather_rows(side_by_side([x[:, heads.kv] for x in tensors]), circle.counts, what)
 
     started = start(slices[0])
     for i, heads in enumerate(slices):
-        k, v = (in_order(x, heads, started.pop(0)) for x in tensors)
-        started = start(slices[i + 1]) if i + 1 < len(slices) else []
+        in_order = started.wait().index_select(0, order)
+        started = start(slices[i + 1]) if i + 1 < len(slices) else started
+        k, v = columns(in_order, [(heads.kv.stop - heads.kv.start, x.shape[2]) for x in tensors])
+        del in_order
         yield heads, (k, v)
         del k, v
 
@@ -108,16 +114,19 @@ class _Home:
     """Sums each slice's gradients over the members, to each its own rows, while the next slice is computed."""
 
     def __init__(self, circle: Circle) -> None:
-        self._channel, self._places = circle.channel(), circle.places_of_members()
-        self._started: list[Handle] = []
-        self._done: list[list[Tensor]] = []
+        self._circle, self._channel = circle, circle.channel()
+        self._started: Handle | None = None
+        self._shapes: list[torch.Size] = []
+        self._done: list[_Pair] = []
 
-    def send(self, gradients: _Pair) -> None:
-        """Start with the gradients of all rows, each (S, heads, …), after the slice before has arrived."""
+    def send(self, addends: list[Addend], k: Tensor, v: Tensor) -> None:
+        """Start with the gradients of all rows k (S, heads, H) and v, after the slice before has arrived."""
         self._collect()
+        self._shapes = [x.shape[1:] for x in (k, v)]
+        packed = self._by_member(addends, k, v)
+        rows, members = self._circle.counts[self._circle.member], self._circle.degree
         what = "attention all-gather backward, gradients"
-        by_member = [[x[rows] for rows in self._places] for x in gradients]
-        self._started = [self._channel.reduce_scatter(parts, what) for parts in by_member]
+        self._started = self._channel.all_to_all_rows(packed, self._circle.counts, [rows] * members, what)
 
     def finish(self) -> _Pair:
         """The summed gradients of the own rows, of all heads."""
@@ -125,7 +134,16 @@ class _Home:
         dk, dv = (_joined(parts) for parts in zip(*self._done, strict=True))
         return dk, dv
 
+    def _by_member(self, addends: list[Addend], k: Tensor, v: Tensor) -> Tensor:
+        """The sums, (S, columns of k and v) in the accumulation dtype, the rows of one member after another's."""
+        rows, dtype = self._circle.rows_by_member(), accumulation_dtype(k.dtype)
+        return side_by_side([x.to(dtype) for x in summed(addends, k, v)]).index_select(0, rows)
+
     def _collect(self) -> None:
-        if self._started:
-            self._done.append([handle.wait() for handle in self._started])
-            self._started = []
+        if self._started is None:
+            return
+        arrived = self._started.wait()  # of every member, the gradients of the own rows
+        total = arrived.unflatten(0, (self._circle.degree, -1)).sum(0) if len(arrived) else arrived
+        dk, dv = columns(total, self._shapes)
+        self._done.append((dk, dv))
+        self._started = None

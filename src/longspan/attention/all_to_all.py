@@ -7,8 +7,9 @@ document order, so that a neighbourhood's rows of a document are few runs, under
 Query heads are dealt out in equal numbers (`heads.py`). With fewer key/value heads than neighbours, the same head goes
 to several, and their gradients are summed.
 
-Kept for backward are the local q, k, v, out and log-sum-exp alone; backward exchanges them again. That costs the wire
-of q, k, v and out once more, and saves a second copy of out, which the output projection keeps anyway.
+Large tensors go in slices of the heads: the next slice travels while one is computed, and the results of one while the
+next is. Kept for backward are the exchanged q, k, v, out and log-sum-exp, as many numbers as the local ones, which are
+not needed then. Forward sends q, k, v and out, backward dout and the gradients.
 """
 
 from collections.abc import Sequence
@@ -16,132 +17,136 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longspan.attention.block import Rule
+from longspan.attention.block import KEPT, Attended, Gradients, Kept, Rule
 from longspan.attention.circle import Circle
 from longspan.attention.heads import Deal
 from longspan.attention.merge import accumulation_dtype
 from longspan.attention.ring import ring_backward, ring_forward
+from longspan.comm import Handle, columns, side_by_side
 
-Pieces = list[Tensor]
+SLICES = 2
+SLICE_BYTES = 64 << 20  # of a member's queries: from here on slices hide more than their launches cost (H200)
 
 
-def a2a_forward(q: Tensor, k: Tensor, v: Tensor, circle: Circle, rule: Rule) -> tuple[Tensor, Tensor]:
-    """q (T, N, H), k (T, K, H), v (T, K, Hv) of one group's local rows -> out (T, N, Hv), lse (T, N)."""
+def a2a_forward(q: Tensor, k: Tensor, v: Tensor, circle: Circle, rule: Rule) -> Attended:
+    """q (T, N, H), k (T, K, H), v (T, K, Hv) of one group's local rows."""
     if circle.inner == 1:
         return ring_forward(q, k, v, circle, rule)
-    swap = _Swap(circle, Deal(q.shape[1], k.shape[1], circle.inner))
-    q_all, k_all, v_all = swap.to_heads((q,), (k, v), "attention all-to-all forward")
-    out, lse = ring_forward(q_all, k_all, v_all, circle, swap.rule_of(rule))
-    what = "attention all-to-all forward, back"
-    out, lse = swap.to_rows((out.to(q.dtype), lse), (), what)
-    return out, lse
+    deal = Deal(q.shape[1], k.shape[1], circle.inner)
+    swap, what = _Swap(circle, deal, _slices(circle, deal, q)), "attention all-to-all forward"
+    given = (q, *(x if deal.copies == 1 else x.repeat_interleave(deal.copies, 1) for x in (k, v)))
+    arriving = [swap.to_heads(given, part, what) for part in range(swap.slices)]
+    leaving, kept = list[Handle](), list[Tensor | None]()
+    for part, handle in enumerate(arriving):
+        q_all, k_all, v_all = swap.heads(handle, given)
+        inside = ring_forward(q_all, k_all, v_all, circle, swap.rule_of(rule, part))
+        out = inside.out.to(q.dtype)
+        leaving.append(swap.to_rows((out,), f"{what}, back"))
+        kept += [out if x is None else x for x in inside.kept]
+    out = q.new_empty((*q.shape[:2], v.shape[2]))
+    for part, handle in enumerate(leaving):
+        swap.lay(handle, (out,), part)
+    return Attended(out, tuple(kept))
 
 
-def a2a_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, circle: Circle, rule: Rule
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v; those of k and v are summed over the group."""
+def a2a_backward(dout: Tensor, kept: Kept, circle: Circle, rule: Rule) -> Gradients:
+    """Gradients of the local rows."""
     if circle.inner == 1:
-        return ring_backward(dout, q, k, v, out, lse, circle, rule)
-    swap = _Swap(circle, Deal(q.shape[1], k.shape[1], circle.inner))
-    given = swap.to_heads((dout, q, out, lse), (k, v), "attention all-to-all backward")
-    dout, q_all, out, lse, k_all, v_all = given
-    dq, dk, dv = ring_backward(dout, q_all, k_all, v_all, out, lse, circle, swap.rule_of(rule))
-    # Sums that are whole are as exact in the input's dtype; parts of a sum are not.
-    kv_dtype = accumulation_dtype(q.dtype) if swap.deal.shares else q.dtype
-    what = "attention all-to-all backward, gradients"
-    dq, dk, dv = swap.to_rows((dq.to(q.dtype),), (dk.to(kv_dtype), dv.to(kv_dtype)), what)
-    return dq, dk, dv
+        return ring_backward(dout, kept, circle, rule)
+    deal = Deal(dout.shape[1], rule.kv_heads, circle.inner)
+    swap, what = _Swap(circle, deal, len(kept) // KEPT), "attention all-to-all backward"
+    arriving = [swap.to_heads((dout,), part, what) for part in range(swap.slices)]
+    totals = _totals(dout, kept, deal)
+    messages = (totals,) if deal.copies == 1 else (totals[:1], totals[1:])  # of one dtype each
+    leaving, sinks = list[list[Handle]](), list[Tensor]()
+    for part, handle in enumerate(arriving):
+        (dout_all,), own = swap.heads(handle, (dout,)), kept[part * KEPT : (part + 1) * KEPT]
+        inside = ring_backward(dout_all, own, circle, swap.rule_of(rule, part))
+        gradients = iter((inside.q, inside.k, inside.v))
+        sends = [[x.to(total.dtype) for total, x in zip(into, gradients, strict=False)] for into in messages]
+        leaving.append([swap.to_rows(send, f"{what}, gradients") for send in sends])
+        sinks += [] if inside.sinks is None else [inside.sinks]
+    for part, handles in enumerate(leaving):
+        for handle, into in zip(handles, messages, strict=True):
+            swap.lay(handle, into, part)
+    dq, dk, dv = totals
+    if deal.copies > 1:
+        dk, dv = (x.unflatten(1, (deal.kv_heads, deal.copies)).sum(2) for x in (dk, dv))
+    return Gradients(dq, dk, dv, swap.own_heads(torch.cat(sinks)) if sinks else None)
+
+
+def _slices(circle: Circle, deal: Deal, q: Tensor) -> int:
+    """The same on every member: by the most rows that one holds."""
+    large = max(circle.part.counts) * q.shape[1] * q.shape[2] * q.element_size() >= SLICE_BYTES
+    return deal.slices(SLICES) if large and circle.degree == 1 else 1
+
+
+def _totals(dout: Tensor, kept: Kept, deal: Deal) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the gradients of q, k and v go: (T, dealt heads, size).
+
+    Sums that are whole are as exact in the input's dtype; parts of a sum are not.
+    """
+    dtype = dout.dtype if deal.copies == 1 else accumulation_dtype(dout.dtype)
+    kv_heads = deal.kv_heads * deal.copies
+    q, k, v = kept[:3]
+    return (
+        dout.new_empty((len(dout), deal.heads, q.shape[2])),
+        dout.new_empty((len(dout), kv_heads, k.shape[2]), dtype=dtype),
+        dout.new_empty((len(dout), kv_heads, v.shape[2]), dtype=dtype),
+    )
 
 
 class _Swap:
-    """The exchange inside one neighbourhood: (T, all heads) of the local rows for (R, some heads) of all its rows."""
+    """The exchange inside one neighbourhood of M members: (T, all heads) of the local rows for (R, some heads) of all.
 
-    def __init__(self, circle: Circle, deal: Deal) -> None:
-        self.deal, self._circle = deal, circle
-        self._channel, self._counts, self._places = circle.inside(), circle.inside_counts, circle.places
+    Heads (N) are M runs of those that a member computes, each cut into `slices` parts.
+    """
+
+    def __init__(self, circle: Circle, deal: Deal, slices: int) -> None:
+        self.deal, self.slices = deal, slices
+        self._circle, self._channel, self._counts = circle, circle.inside(), circle.inside_counts
         self._me = self._channel.index
-        self._uses = deal.uses(self._me)
 
-    def rule_of(self, rule: Rule) -> Rule:
-        """The rule for the query heads that are computed here."""
-        mine = self.deal.q(self._me)
-        return rule.for_heads(mine.start, mine.stop)
+    def rule_of(self, rule: Rule, part: int) -> Rule:
+        """The rule for the query heads of a part that are computed here."""
+        count = self.deal.each // self.slices
+        start = self.deal.q(self._me).start + part * count
+        return rule.for_heads(start, start + count)
 
-    def to_heads(self, q_like: Sequence[Tensor], kv_like: Sequence[Tensor], what: str) -> Pieces:
-        """Tensors (T, N, …) and (T, K, …) to (R, heads computed here, …), rows in document order."""
-        dealt = [self._dealt(q_like, kv_like, member) for member in range(self.deal.members)]
-        sends = [_packed(pieces) for pieces in dealt]
-        arrived = [x.new_empty((sum(self._counts), x.shape[1])) for x in sends[self._me]]
-        self._exchange(sends, [list(x) for x in zip(*(x.split(self._counts) for x in arrived), strict=True)], what)
-        del sends
-        if self._places is not None:
-            arrived = [torch.empty_like(x).index_copy_(0, self._places, x) for x in arrived]
-        found = _unpacked(arrived, dealt[self._me])
-        return found[: len(q_like)] + [self._as_used(x) for x in found[len(q_like) :]]
-
-    def to_rows(self, q_like: Sequence[Tensor], kv_like: Sequence[Tensor], what: str) -> Pieces:
-        """Tensors (R, heads computed here, …) to (T, N, …) and (T, K, …), where a shared K head is summed."""
-        own = [*q_like, *(self._as_dealt(x) for x in kv_like)]
-        packed = [x if self._places is None else x.index_select(0, self._places) for x in _packed(own)]
-        sends = [list(x) for x in zip(*(x.split(self._counts) for x in packed), strict=True)]
-        rows = self._counts[self._me]
-        whole = [x.new_zeros((rows, self.deal.heads, *x.shape[2:])) for x in q_like]
-        whole += [x.new_zeros((rows, self.deal.kv_heads, *x.shape[2:])) for x in kv_like]
-        parts = [self._dealt(whole[: len(q_like)], whole[len(q_like) :], m) for m in range(self.deal.members)]
-        arrived = [[whole[0].new_empty((rows, w), dtype=t) for t, w in _widths(pieces).items()] for pieces in parts]
-        self._exchange(sends, arrived, what)
-        for pieces, matrices in zip(parts, arrived, strict=True):
-            for into, x in zip(pieces, _unpacked(matrices, pieces), strict=True):
-                into.add_(x)
+    def own_heads(self, x: Tensor) -> Tensor:
+        """What belongs to the query heads computed here, among those of all: (N,), zero elsewhere."""
+        whole = x.new_zeros(self.deal.heads)
+        whole[self.deal.q(self._me)] = x
         return whole
 
-    def _dealt(self, q_like: Sequence[Tensor], kv_like: Sequence[Tensor], member: int) -> Pieces:
-        """Views of the heads that one member computes."""
-        return [x[:, self.deal.q(member)] for x in q_like] + [x[:, self.deal.kv(member)] for x in kv_like]
+    def to_heads(self, tensors: Sequence[Tensor], part: int, what: str) -> Handle:
+        """Start sending a part of the heads of tensors (T, N, size), to every member its own."""
+        rows, members = len(tensors[0]), self.deal.members
+        dealt = [self._dealt(x, part) for x in tensors]  # (T, M, n, size)
+        width = sum(x.shape[2:].numel() for x in dealt)
+        packed = tensors[0].new_empty((members, rows, width))
+        for into, x in zip(packed.split([x.shape[2:].numel() for x in dealt], 2), dealt, strict=True):
+            into.unflatten(2, x.shape[2:]).copy_(x.transpose(0, 1))
+        return self._channel.all_to_all_rows(packed.flatten(0, 1), [rows] * members, self._counts, what)
 
-    def _as_used(self, x: Tensor) -> Tensor:
-        """(R, dealt key/value heads, …) with one head for each run of query heads."""
-        if self._uses == list(range(x.shape[1])):
-            return x
-        return x.index_select(1, self._circle.index(self._uses))
+    def heads(self, handle: Handle, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What arrives of `to_heads`: (R, n, size) of all rows in document order, for tensors like those sent."""
+        arrived = self._circle.in_order(handle.wait())
+        return columns(arrived, [(x.shape[1] // (self.deal.members * self.slices), x.shape[2]) for x in like])
 
-    def _as_dealt(self, x: Tensor) -> Tensor:
-        """The transpose of `_as_used`: gradients of the runs that use one head are summed."""
-        dealt = self.deal.kv(self._me)
-        if self._uses == list(range(dealt.stop - dealt.start)):
-            return x
-        total = x.new_zeros((len(x), dealt.stop - dealt.start, *x.shape[2:]))
-        return total.index_add_(1, self._circle.index(self._uses), x)
+    def to_rows(self, tensors: Sequence[Tensor], what: str) -> Handle:
+        """Start sending tensors (R, n, size) of one dtype, to every member its rows."""
+        packed, rows = self._circle.by_member(side_by_side(tensors)), self._counts[self._me]
+        return self._channel.all_to_all_rows(packed, self._counts, [rows] * self.deal.members, what)
 
-    def _exchange(self, sends: Sequence[Pieces], receives: Sequence[Pieces], what: str) -> None:
-        """Every member's matrices to that member; one's own are copied."""
-        for own, into in zip(sends[self._me], receives[self._me], strict=True):
-            into.copy_(own)
-        others = [member for member in range(self.deal.members) if member != self._me]
-        sent = [(member, x) for member in others for x in sends[member]]
-        self._channel.exchange(sent, [(member, x) for member in others for x in receives[member]], what).wait()
+    def lay(self, handle: Handle, into: Sequence[Tensor], part: int) -> None:
+        """Lay what arrives of `to_rows` into a part of the heads of tensors (T, N, size)."""
+        dealt = [self._dealt(x, part) for x in into]
+        arrived = columns(handle.wait(), [x.shape[2:] for x in dealt])
+        for x, found in zip(dealt, arrived, strict=True):
+            x.copy_(found.unflatten(0, (self.deal.members, len(x))).transpose(0, 1))
 
-
-def _packed(pieces: Pieces) -> Pieces:
-    """Tensors (rows, …) side by side: one matrix (rows, columns) for each dtype, so that a peer gets one message."""
-    return [torch.cat([x.flatten(1) for x in pieces if x.dtype == dtype], 1) for dtype in _widths(pieces)]
-
-
-def _widths(pieces: Pieces) -> dict[torch.dtype, int]:
-    """Columns of those matrices."""
-    widths: dict[torch.dtype, int] = {}
-    for x in pieces:
-        widths[x.dtype] = widths.get(x.dtype, 0) + x.shape[1:].numel()
-    return widths
-
-
-def _unpacked(matrices: Pieces, like: Pieces) -> Pieces:
-    """Views of the columns of `_packed`, in the shapes of other rows of the same tensors."""
-    at = dict.fromkeys(_widths(like), 0)
-    by_dtype, found = {x.dtype: x for x in matrices}, list[Tensor]()
-    for piece in like:
-        start, width = at[piece.dtype], piece.shape[1:].numel()
-        found.append(by_dtype[piece.dtype][:, start : start + width].unflatten(1, piece.shape[1:]))
-        at[piece.dtype] += width
-    return found
+    def _dealt(self, x: Tensor, part: int) -> Tensor:
+        """A part of the heads of (T, N, size), as a view (T, M, n, size)."""
+        count = x.shape[1] // (self.deal.members * self.slices)
+        return x.unflatten(1, (self.deal.members, self.slices, count))[:, :, part]

@@ -6,6 +6,7 @@ and the log-sum-exp of the local rows.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from longspan.attention.all_gather import all_gather_backward, all_gather_forward
 from longspan.attention.all_to_all import a2a_backward, a2a_forward
 from longspan.attention.auto import Call
-from longspan.attention.block import Rule
+from longspan.attention.block import Attended, Gradients, Kept, Rule
 from longspan.attention.circle import Circle, Mask
 from longspan.attention.kernels import Need, choose
 from longspan.attention.kernels.dropout import Dropout, mixed_seed
@@ -32,8 +33,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Pattern(NamedTuple):
     """How the members of a group share keys and values; both functions work on one part's local rows."""
 
-    forward: Callable[[Tensor, Tensor, Tensor, Circle, Rule], tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    forward: Callable[[Tensor, Tensor, Tensor, Circle, Rule], Attended]
+    backward: Callable[[Tensor, Kept, Circle, Rule], Gradients]
 
 
 PATTERNS: dict[str, Pattern] = {
@@ -97,26 +98,78 @@ def attend(
     Raises AttentionError, before any communication, for tensors that do not fit each other or the shard, and for
     anything that could not be computed exactly.
     """
-    check_tensors(q, k, v, shard)
-    check_features(causal=causal, window=window, softcap=softcap, scale=scale, dropout=dropout)
-    check_sinks(sinks, q)
-    asked = Asked.of(cp_comm_type, hierarchical_context_parallel_sizes, layer)
-    call = Call(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size(), causal, window)
-    routes = routes_of(shard, asked, call)
-    check_budget(
-        max_gather_bytes, k, v, [g for i, g in enumerate(shard.micro_batch.groups) if routes[i].kind == "all_gather"]
-    )
-    features = {"window": window is not None, "softcap": softcap is not None, "dropout": dropout > 0}
-    need = Need(q.device, q.dtype, max(q.shape[2], v.shape[2]), frozenset(n for n, asked in features.items() if asked))
-    rule = Rule(
-        kernel=choose(need, kernel),
-        scale=q.shape[2] ** -0.5 if scale is None else float(scale),
+    asked = _Call(
+        causal=causal,
+        window=window,
         softcap=softcap,
-        dropout=Dropout(dropout, _seed(dropout_seed, shard, layer)) if dropout else None,
+        scale=scale,
+        dropout=dropout,
+        cp_comm_type=cp_comm_type if isinstance(cp_comm_type, str | None) else tuple(cp_comm_type),
+        sizes=None if hierarchical_context_parallel_sizes is None else tuple(hierarchical_context_parallel_sizes),
         max_gather_bytes=max_gather_bytes,
+        layer=layer,
+        kernel=kernel,
     )
-    parts = tuple(_Part.of(part, routes[part.index], Mask(causal, window), shard) for part in shard.parts)
-    return _Attend.apply(q, k, v, sinks, _Walk(parts, rule))  # pyright: ignore[reportReturnType]
+    walk = _remembered(q, k, v, sinks, shard, asked)
+    if dropout:
+        seeded = Dropout(dropout, _seed(dropout_seed, shard, layer))
+        walk = replace(walk, rule=replace(walk.rule, dropout=seeded))
+    return _Attend.apply(q, k, v, sinks, walk)  # pyright: ignore[reportReturnType]
+
+
+class _Call(NamedTuple):
+    """The arguments of a call but for its tensors and its seed."""
+
+    causal: bool
+    window: int | None
+    softcap: float | None
+    scale: float | None
+    dropout: float
+    cp_comm_type: str | tuple[str, ...] | None
+    sizes: tuple[int, ...] | None
+    max_gather_bytes: int | None
+    layer: int | None
+    kernel: str | None
+
+
+def _remembered(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, call: _Call) -> "_Walk":
+    """What `_checked` says, kept with the shard: a model asks the same in every layer, and checks take their time."""
+    try:
+        tensors = [None if x is None else (x.shape, x.dtype, x.device) for x in (q, k, v, sinks)]
+        key = ("walk", *tensors, call, *map(type, call))  # True is 1, but no window
+        if key not in shard.memo:
+            shard.memo[key] = _checked(q, k, v, sinks, shard, call)
+        return shard.memo[key]
+    except (AttributeError, TypeError):  # no tensor, no shard, or no value that could be a key: an error says which
+        return _checked(q, k, v, sinks, shard, call)
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, asked: _Call) -> "_Walk":
+    check_tensors(q, k, v, shard)
+    check_features(
+        causal=asked.causal, window=asked.window, softcap=asked.softcap, scale=asked.scale, dropout=asked.dropout
+    )
+    check_sinks(sinks, q)
+    call = Call(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size(), asked.causal, asked.window)
+    routes = routes_of(shard, Asked.of(asked.cp_comm_type, asked.sizes, asked.layer), call)
+    gathering = [g for i, g in enumerate(shard.micro_batch.groups) if routes[i].kind == "all_gather"]
+    check_budget(asked.max_gather_bytes, k, v, gathering)
+    rule = Rule(
+        kernel=choose(_need(q, v, asked), asked.kernel),
+        scale=q.shape[2] ** -0.5 if asked.scale is None else float(asked.scale),
+        kv_heads=k.shape[1],
+        softcap=asked.softcap,
+        max_gather_bytes=asked.max_gather_bytes,
+    )
+    mask = Mask(asked.causal, asked.window)
+    return _Walk(tuple(_Part.of(part, routes[part.index], mask, shard) for part in shard.parts), rule)
+
+
+def _need(q: Tensor, v: Tensor, asked: _Call) -> Need:
+    features = {"window": asked.window is not None, "softcap": asked.softcap is not None, "dropout": asked.dropout > 0}
+    return Need(
+        q.device, q.dtype, max(q.shape[2], v.shape[2]), frozenset(name for name, given in features.items() if given)
+    )
 
 
 def _seed(given: int | None, shard: SequenceShard, layer: int | None) -> int:
@@ -153,43 +206,48 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, walk: _Walk) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        rule = replace(walk.rule, sinks=sinks)
+        rule = walk.rule if sinks is None else replace(walk.rule, sinks=sinks)
         with _given_dtypes(q):
             found = [pattern.forward(q[rows], k[rows], v[rows], circle, rule) for rows, pattern, circle in walk.parts]
-        dtype = accumulation_dtype(q.dtype)
-        out = _joined([out for out, _ in found], q.new_empty((0, q.shape[1], v.shape[2]), dtype=dtype))
-        lse = _joined([lse for _, lse in found], q.new_empty((0, q.shape[1]), dtype=dtype))
-        out = out.to(q.dtype).contiguous()
-        ctx.walk = walk
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        outs = [part.out.to(q.dtype) for part in found]
+        out = _joined(outs, q.new_empty((0, q.shape[1], v.shape[2]))).contiguous()
+        kept = [x for part in found for x in part.kept]
+        ctx.walk, ctx.sizes = walk, [len(part.kept) for part in found]
+        ctx.shapes = [x.shape[1:] for x in (q, k, v)]
+        ctx.save_for_backward(sinks, out if None in kept else None, *kept)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, out, lse, sinks = ctx.saved_tensors
-        dout = gradients[0].contiguous()
-        found: list[list[Tensor]] = [[], [], []]
-        for rows, pattern, circle in reversed(ctx.walk.parts):
-            local = (x[rows] for x in (dout, q, k, v, out, lse))
-            with _given_dtypes(q):
-                parts_of_gradients = pattern.backward(*local, circle, ctx.walk.rule)
-            for parts, gradient in zip(found, parts_of_gradients, strict=True):
-                parts.insert(0, gradient.to(q.dtype))
-        dq, dk, dv = (_joined(parts, x[:0]).contiguous() for parts, x in zip(found, (q, k, v), strict=True))
-        return dq, dk, dv, None if sinks is None else _sink_gradient(dout, out, lse, sinks), None
+        sinks, out, *kept = ctx.saved_tensors
+        dout, walk = gradients[0].contiguous(), ctx.walk
+        rule = walk.rule if sinks is None else replace(walk.rule, sinks=sinks)
+        found: list[Gradients] = []
+        for (rows, pattern, circle), size in zip(reversed(walk.parts), reversed(ctx.sizes), strict=True):
+            own, kept = kept[len(kept) - size :], kept[: len(kept) - size]
+            own = [out[rows] if x is None else x for x in own]
+            with _given_dtypes(dout):
+                found.insert(0, pattern.backward(dout[rows], own, circle, rule))
+        empty = [dout.new_empty((0, *shape)) for shape in ctx.shapes]
+        dq, dk, dv = (
+            _joined([part[:3][i].to(dout.dtype) for part in found], x).contiguous() for i, x in enumerate(empty)
+        )
+        return dq, dk, dv, None if sinks is None else _sum_of([part.sinks for part in found], sinks), None
 
 
-def _given_dtypes(x: Tensor) -> torch.autocast:
+def _given_dtypes(x: Tensor) -> AbstractContextManager[object]:
     """Inside autocast, products of float32 scores would be rounded to half precision."""
-    return torch.autocast(x.device.type, enabled=False)
+    return torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext()
 
 
 def _joined(parts: list[Tensor], empty: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat([empty, *parts])
 
 
-def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """−Σ rows weight of the sink · (dout · out): with lse over keys and sink, softmax's gradient at value 0."""
-    weight = torch.exp(sinks.to(lse.dtype) - lse)
-    return -(weight * (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum(0).to(sinks.dtype)
+def _sum_of(parts: Sequence[Tensor | None], sinks: Tensor) -> Tensor:
+    total = torch.zeros_like(sinks, dtype=accumulation_dtype(sinks.dtype))
+    for part in parts:
+        assert part is not None
+        total += part
+    return total.to(sinks.dtype)

@@ -175,11 +175,10 @@ def _flops(group: Group, call: Call) -> float:
 
 
 def _swap_bytes(sizes: tuple[int, int], group: Group, call: Call) -> float:
-    """What a member sends to exchange heads for rows: q, k, v and out; then these and dout, and dq, dk, dv."""
+    """What a member sends to exchange heads for rows: q, k, v and out; then dout, dq, dk and dv."""
     inner, rows = sizes[0], sum(group.lengths) / group.degree
     deal = Deal(call.heads, call.kv_heads, inner)
-    kv_heads = sum(deal.kv(m).stop - deal.kv(m).start for m in range(inner))
-    width = 3 * call.heads * (call.head_size + call.value_size) + 3 * kv_heads * (call.head_size + call.value_size)
+    width = 2 * (call.heads + call.kv_heads * deal.copies) * (call.head_size + call.value_size)
     return rows * (inner - 1) / inner * call.itemsize * width
 
 
@@ -189,6 +188,5 @@ def _block_bytes(kind: str, sizes: tuple[int, int], group: Group, call: Call) ->
     others = sum(group.lengths) * (around - 1) / around
     if call.window is not None and kind != "all_gather":
         others = min(others, 2.0 * (call.window - 1) * len(group.lengths))
-    mine = Deal(call.heads, call.kv_heads, inner).kv(0)
-    width = (mine.stop - mine.start) * (call.head_size + call.value_size)
+    width = Deal(call.heads, call.kv_heads, inner).runs * (call.head_size + call.value_size)
     return others * width * (2 * call.itemsize + max(4, call.itemsize))

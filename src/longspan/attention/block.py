@@ -4,8 +4,9 @@ The communication patterns (`ring.py`, `all_gather.py`, `all_to_all.py`) decide 
 is computed with them is here, and is the same for all patterns.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,18 +15,20 @@ from longspan.attention.kernels import Kernel
 from longspan.attention.kernels.dropout import Dropout
 from longspan.attention.kernels.launch import Launch
 from longspan.attention.merge import Partial, RowSum
+from longspan.comm import Addend
 
 
 @dataclass(frozen=True)
 class Rule:
     """What is computed with the rows that see each other, whatever the communication (what sees what: `circle.py`).
 
-    `sinks` (N,) are given in forward only: backward knows them from the log-sum-exp. `max_gather_bytes` bounds what
-    `all_gather` holds at a time.
+    `kv_heads` is how many key/value heads the call has.
+    `sinks` (N,) are those of the heads at hand. `max_gather_bytes` bounds what `all_gather` holds at a time.
     """
 
     kernel: Kernel
     scale: float
+    kv_heads: int
     softcap: float | None = None
     dropout: Dropout | None = None
     sinks: Tensor | None = None
@@ -53,6 +56,47 @@ class Rule:
         with_sinks = torch.logaddexp(lse, self.sinks.to(lse.dtype))
         return out * torch.exp(lse - with_sinks).unsqueeze(-1), with_sinks
 
+    def sink_gradient(self, saved: "Saved") -> Tensor | None:
+        """−Σ rows weight of the sink · (dout · out): with lse over keys and sink, softmax's gradient at value 0."""
+        if self.sinks is None:
+            return None
+        dtype = saved.lse.dtype
+        weight = torch.exp(self.sinks.to(dtype) - saved.lse)
+        return -(weight * (saved.dout.to(dtype) * saved.out.to(dtype)).sum(-1)).sum(0)
+
+
+KEPT = 5  # q, k, v, out and lse, as the kernel had them
+Kept = Sequence[Tensor]
+
+
+class Attended(NamedTuple):
+    """What one part's forward pass gives: out (T, N, Hv) of the local rows, and what its backward pass is given.
+
+    `kept` is q, k, v, out and lse of what was computed here, once or for one slice of the heads after another; None
+    stands for the local out.
+    """
+
+    out: Tensor
+    kept: tuple[Tensor | None, ...]
+
+
+class Gradients(NamedTuple):
+    """Gradients of the local q, k and v, those of k and v summed over the group; of the sinks, this rank's part."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+
+
+class Saved(NamedTuple):
+    """What a block's backward starts from: dout, q, out and lse (T, N, …), the last two over the keys of all blocks."""
+
+    dout: Tensor
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+
 
 def add_block(total: Partial, q: Tensor, k: Tensor, v: Tensor, launches: tuple[Launch, ...], rule: Rule) -> None:
     """Add to `total` the attention of q (T, N, H) to this block's k (Tk, K, H), v (Tk, K, Hv)."""
@@ -62,23 +106,24 @@ def add_block(total: Partial, q: Tensor, k: Tensor, v: Tensor, launches: tuple[L
         total.add(rows, out, lse)
 
 
-def add_block_gradients(
-    dq: RowSum,
-    saved: tuple[Tensor, Tensor, Tensor, Tensor],
-    k: Tensor,
-    v: Tensor,
-    launches: tuple[Launch, ...],
-    rule: Rule,
-) -> tuple[Tensor, Tensor]:
-    """Add this block's part of the query's gradient to `dq`; return dk (Tk, K, H) and dv (Tk, K, Hv).
-
-    `saved` is dout (T, N, Hv), q (T, N, H), out (T, N, Hv), lse (T, N), the last two over the keys of all blocks.
-    """
-    dk, dv = RowSum(tuple(k.shape), k), RowSum(tuple(v.shape), v)
+def block_gradients(
+    dq: RowSum, saved: Saved, k: Tensor, v: Tensor, launches: tuple[Launch, ...], rule: Rule
+) -> list[Addend]:
+    """Add this block's part of the query's gradient to `dq`; return the keys' and values', in parts."""
+    found: list[Addend] = []
     for launch in launches:
         rows, keys = launch.q_rows, launch.k_rows
         dout, q, out, lse = (x[rows] for x in saved)
-        gradients = rule.kernel.backward(dout, q, k[keys], v[keys], out, lse, launch, **rule.options)
-        for total, where, gradient in zip((dq, dk, dv), (rows, keys, keys), gradients, strict=True):
-            total.add(where, gradient)
+        gradient, *of_keys = rule.kernel.backward(dout, q, k[keys], v[keys], out, lse, launch, **rule.options)
+        dq.add(rows, gradient)
+        found.append(Addend(keys, of_keys))
+    return found
+
+
+def summed(addends: list[Addend], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums dk (Tk, K, H) and dv (Tk, K, Hv) of a block's parts."""
+    dk, dv = RowSum(tuple(k.shape), k), RowSum(tuple(v.shape), v)
+    for rows, (of_k, of_v) in addends:
+        dk.add(rows, of_k)
+        dv.add(rows, of_v)
     return dk.result(), dv.result()

@@ -75,29 +75,48 @@ class Circle:
         document, start, stop = (np.concatenate(column) for column in zip(*columns, strict=True))
         return document, start, stop
 
+    def in_order(self, x: Tensor) -> Tensor:
+        """Rows (R, …) that are one inside member's after another, in document order."""
+        return x if self._orders is None else x.index_select(0, self._orders[0])
+
+    def by_member(self, x: Tensor) -> Tensor:
+        """The inverse of `in_order`."""
+        return x if self._orders is None else x.index_select(0, self._orders[1])
+
     @cached_property
-    def places(self) -> Tensor | None:
-        """Where the rows go that arrive one inside member after another: (R,), or None where they are in order."""
+    def _orders(self) -> tuple[Tensor, Tensor] | None:
+        """Which arriving row each row in document order is, and the inverse; None where they are in order."""
         document, start, stop = self._runs_inside(self.member)
         order, sizes = np.lexsort((start, document)), stop - start
         at = np.empty_like(start)
         at[order] = np.cumsum(sizes[order]) - sizes[order]
         places = expand(at, at + sizes)
-        return None if (np.diff(places) == 1).all() else torch.from_numpy(places).to(self.device)
+        if (np.diff(places) == 1).all():
+            return None
+        inverse = np.empty_like(places)
+        inverse[places] = np.arange(len(places))
+        return torch.from_numpy(inverse).to(self.device), torch.from_numpy(places).to(self.device)
 
-    def places_of_members(self) -> list[Tensor]:
-        """Per member, where its rows go among all rows of the circle in document order."""
+    def order_of_gathered(self, starts: tuple[int, ...]) -> Tensor:
+        """Which gathered row each of the group's rows is, in document order; member m's begin at `starts[m]`: (S,)."""
         assert self.inner == 1, "only members of the group itself gather"
 
-        def find() -> list[Tensor]:
-            held = (self.part.group.shares.rows(member) for member in range(self.degree))
-            return [torch.tensor(rows, dtype=torch.int64, device=self.device) for rows in held]
+        def find() -> Tensor:
+            order = np.empty(sum(self.counts), dtype=np.int64)
+            for member, start in enumerate(starts):
+                order[self.part.group.shares.rows(member)] = np.arange(start, start + self.counts[member])
+            return torch.from_numpy(order).to(self.device)
 
-        return self.once("places of members", find)
+        return self.once(("order of gathered", starts), find)
 
-    def index(self, values: Sequence[int]) -> Tensor:
-        """These integers on the device, kept: copying them there each time would make the host wait."""
-        return self.once(("index", *values), lambda: torch.tensor(values, device=self.device))
+    def rows_by_member(self) -> Tensor:
+        """The group's rows, in document order numbered, as they lie one member after another: (S,)."""
+
+        def find() -> Tensor:
+            rows = [self.part.group.shares.rows(member) for member in range(self.degree)]
+            return torch.from_numpy(np.concatenate(rows)).to(self.device)
+
+        return self.once("rows by member", find)
 
     # ---- what they see
 

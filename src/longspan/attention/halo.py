@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.attention.block import Rule, add_block, add_block_gradients
+from longspan.attention.block import Attended, Gradients, Rule, Saved, add_block, block_gradients, summed
 from longspan.attention.circle import Circle
 from longspan.attention.kernels.launch import Launch
-from longspan.attention.merge import Partial, RowSum
+from longspan.attention.merge import Partial, RowSum, accumulation_dtype
 from longspan.attention.tiles import Rows
-from longspan.comm import all_to_all
+from longspan.comm import columns, side_by_side
 from longspan.layout import Segments
 from longspan.layout.segments import expand, segments_of
 
@@ -40,38 +40,43 @@ def _is_narrow(circle: Circle) -> bool:
     return halos <= min((circle.degree - 1) / 2, 2) * int(lengths.sum())
 
 
-def halo_forward(q: Tensor, k: Tensor, v: Tensor, circle: Circle, rule: Rule) -> tuple[Tensor, Tensor]:
-    """q (T, N, H), k (T, K, H), v (T, K, Hv) of this member's rows -> out (T, N, Hv), lse (T, N)."""
+def halo_forward(q: Tensor, k: Tensor, v: Tensor, circle: Circle, rule: Rule) -> Attended:
+    """q (T, N, H), k (T, K, H), v (T, K, Hv) of this member's rows."""
     halo = Halo.of(circle)
     total = Partial(q.shape[0], q.shape[1], v.shape[2], like=q)
     seen_k, seen_v = halo.fetch((k, v), "attention halo forward")
     add_block(total, q, seen_k, seen_v, halo.launches, rule)
-    return rule.finish(total)
+    out, lse = rule.finish(total)
+    return Attended(out, (q, k, v, None, lse))
 
 
-def halo_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, circle: Circle, rule: Rule
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v in the accumulation dtype; those of k and v are summed over the circle."""
-    halo, dq = Halo.of(circle), RowSum(tuple(q.shape), q)
+def halo_backward(saved: Saved, k: Tensor, v: Tensor, circle: Circle, rule: Rule) -> Gradients:
+    """Gradients of this member's rows."""
+    halo, dq = Halo.of(circle), RowSum(tuple(saved.q.shape), saved.q)
     seen_k, seen_v = halo.fetch((k, v), "attention halo backward")
-    gradients = add_block_gradients(dq, (dout, q, out, lse), seen_k, seen_v, halo.launches, rule)
+    gradients = summed(block_gradients(dq, saved, seen_k, seen_v, halo.launches, rule), seen_k, seen_v)
     dk, dv = halo.bring_home(gradients, "attention halo backward, gradients")
-    return dq.result(), dk, dv
+    return Gradients(dq.result(), dk, dv, rule.sink_gradient(saved))
 
 
 @dataclass(frozen=True)
 class Halo:
     """The rows that one member's rows see, its own among them, in document order.
 
-    `sends[m]` are the rows of this member that member m sees; what arrives, member after member, goes to `places`.
+    `sends[m]` are the rows of this member that member m sees, none for itself, and `sent` all of those; from member m
+    come `receives[m]` rows, and what arrives, member after member, goes to `places`. The own rows `own` go to
+    `own_places`.
     """
 
     circle: Circle
     launches: tuple[Launch, ...]
     sends: tuple[Tensor, ...]
+    sent: Tensor
     receives: tuple[int, ...]
     places: Tensor
+    own: Tensor
+    own_places: Tensor
+    seen: int
 
     @classmethod
     def of(cls, circle: Circle) -> "Halo":
@@ -80,49 +85,47 @@ class Halo:
 
     @classmethod
     def _made(cls, circle: Circle) -> "Halo":
-        me, members = circle.member, range(circle.degree)
+        me, members, none = circle.member, range(circle.degree), np.empty(0, dtype=np.int64)
         keys = seen_by(circle, me)
         found = [_among(circle, owner, keys) for owner in members]
-        sends = (_among(circle, me, seen_by(circle, reader))[0] for reader in members)
+        sends = [none if m == me else _among(circle, me, seen_by(circle, m))[0] for m in members]
+
+        def on(rows: Rows) -> Tensor:
+            return torch.from_numpy(rows).to(circle.device)
+
         return cls(
             circle,
             circle.launches_on(keys, lambda: keys.positions),
-            tuple(torch.from_numpy(rows).to(circle.device) for rows in sends),
-            tuple(len(rows) for rows, _ in found),
-            torch.from_numpy(np.concatenate([places for _, places in found])).to(circle.device),
+            sends=tuple(on(rows) for rows in sends),
+            sent=on(np.concatenate(sends)),
+            receives=tuple(0 if m == me else len(rows) for m, (rows, _) in enumerate(found)),
+            places=on(np.concatenate([none if m == me else places for m, (_, places) in enumerate(found)])),
+            own=on(found[me][0]),
+            own_places=on(found[me][1]),
+            seen=keys.rows,
         )
 
     def fetch(self, tensors: tuple[Tensor, Tensor], what: str) -> tuple[Tensor, ...]:
         """The members' tensors (T, …) to the rows seen here."""
-        channel = self.circle.channel()
-        handles = [
-            all_to_all(channel, [x.index_select(0, rows) for rows in self.sends], self._shapes(x), what)
-            for x in tensors
-        ]
-        arrived = (torch.cat(handle.wait()) for handle in handles)
-        return tuple(torch.empty_like(x).index_copy_(0, self.places, x) for x in arrived)
+        rows = side_by_side(tensors)
+        counts = [len(sent) for sent in self.sends]
+        handle = self.circle.channel().all_to_all_rows(rows.index_select(0, self.sent), counts, self.receives, what)
+        seen = rows.new_empty((self.seen, rows.shape[1]))
+        seen.index_copy_(0, self.own_places, rows.index_select(0, self.own))
+        seen.index_copy_(0, self.places, handle.wait())
+        return columns(seen, [x.shape[1:] for x in tensors])
 
     def bring_home(self, gradients: tuple[Tensor, Tensor], what: str) -> tuple[Tensor, ...]:
         """Gradients of the rows seen here to the sums over members of those of the own rows; summed in member order."""
-        channel, rows = self.circle.channel(), self.circle.counts[self.circle.member]
-        shapes = [len(sent) for sent in self.sends]
-        handles = [
-            all_to_all(
-                channel,
-                x.index_select(0, self.places).split(self.receives),
-                [(n, *x.shape[1:]) for n in shapes],
-                what,
-            )
-            for x in gradients
-        ]
-        totals = tuple(x.new_zeros((rows, *x.shape[1:])) for x in gradients)
-        for total, handle in zip(totals, handles, strict=True):
-            for sent, arrived in zip(self.sends, handle.wait(), strict=True):
+        rows, dtype = side_by_side(gradients), accumulation_dtype(gradients[0].dtype)
+        away, counts = rows.index_select(0, self.places).to(dtype), [len(sent) for sent in self.sends]
+        handle = self.circle.channel().all_to_all_rows(away, self.receives, counts, what)
+        total = rows.new_zeros((self.circle.counts[self.circle.member], rows.shape[1]), dtype=dtype)
+        total.index_copy_(0, self.own, rows.index_select(0, self.own_places).to(dtype))
+        for sent, arrived in zip(self.sends, handle.wait().split(counts), strict=True):
+            if len(sent):
                 total.index_add_(0, sent, arrived)
-        return totals
-
-    def _shapes(self, x: Tensor) -> list[tuple[int, ...]]:
-        return [(rows, *x.shape[1:]) for rows in self.receives]
+        return columns(total, [x.shape[1:] for x in gradients])
 
 
 def seen_by(circle: Circle, reader: int) -> Segments:

@@ -8,35 +8,38 @@ from math import gcd
 class Deal:
     """`heads` query and `kv_heads` key/value heads for `members`, which divide the query heads.
 
+    A member computes `each` query heads, in `runs` equally long runs that use one key/value head each: kernels know no
+    other sharing. Where members cut through the queries of a key/value head, or runs would be unlike, every key/value
+    head is dealt out `copies` times, one after another.
+
     >>> deal = Deal(heads=12, kv_heads=4, members=6)
-    >>> [(deal.q(m).start, deal.kv(m).start, deal.uses(m)) for m in (0, 1)]
-    [(0, 0, [0, 0]), (2, 0, [0, 1])]
+    >>> deal.each, deal.runs, deal.copies  # member 1 computes heads 2 and 3, which use key/value heads 0 and 1
+    (2, 2, 3)
     """
 
     heads: int
     kv_heads: int
     members: int
 
-    def q(self, member: int) -> slice:
-        """The member's query heads."""
-        each = self.heads // self.members
-        return slice(member * each, (member + 1) * each)
-
-    def kv(self, member: int) -> slice:
-        """The key/value heads that those use."""
-        group, mine = self.heads // self.kv_heads, self.q(member)
-        return slice(mine.start // group, (mine.stop - 1) // group + 1)
-
-    def uses(self, member: int) -> list[int]:
-        """Which of `kv(member)` its query heads use, one entry for each run of them, all runs equally long.
-
-        Kernels know no other sharing of heads, so where members cut through the queries of a head it appears twice.
-        """
-        group, mine = self.heads // self.kv_heads, self.q(member)
-        run = gcd(group, mine.stop - mine.start)
-        return [head // group - self.kv(member).start for head in range(mine.start, mine.stop, run)]
+    @property
+    def each(self) -> int:
+        """Query heads of a member."""
+        return self.heads // self.members
 
     @property
-    def shares(self) -> bool:
-        """Whether some key/value head goes to several members."""
-        return sum(self.kv(m).stop - self.kv(m).start for m in range(self.members)) > self.kv_heads
+    def runs(self) -> int:
+        """Key/value heads that a member receives."""
+        return self.each // gcd(self.heads // self.kv_heads, self.each)
+
+    @property
+    def copies(self) -> int:
+        """How often every key/value head is dealt out."""
+        return self.members * self.runs // self.kv_heads
+
+    def q(self, member: int) -> slice:
+        """The member's query heads."""
+        return slice(member * self.each, (member + 1) * self.each)
+
+    def slices(self, at_most: int) -> int:
+        """Into how many equal slices of whole runs, at most so many, the heads of every member can be cut."""
+        return next(n for n in range(min(at_most, self.runs), 0, -1) if self.runs % n == 0)

@@ -1,10 +1,14 @@
 """Sums over blocks: attention of disjoint key sets by their log-sum-exp, gradients by rows.
 
-Both accumulate in float32 (float64 for float64 inputs), so that the error does not grow with the number of blocks.
+Both accumulate in float32 (float64 for float64 inputs), so that the error does not grow with the number of blocks. What
+has one addend alone stays in the dtype in which it came: nothing would be gained by widening it.
 """
 
 import torch
 from torch import Tensor
+
+from longspan.attention import fused
+from longspan.comm.ring import covers
 
 Rows = slice | Tensor
 
@@ -27,14 +31,17 @@ class Partial:
 
     def add(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
         """Merge the attention of some rows to further keys: out (rows, N, Hv), lse (rows, N), which is finite."""
-        if self._held is None and _covers(rows, self._shape[0]):
-            self._held = out.to(self._dtype), lse
+        if self._held is None and covers(rows, self._shape[0]):
+            self._held = out, lse
             return
         total_out, total_lse = self.result()
+        if total_out.dtype != self._dtype:
+            total_out = total_out.to(self._dtype)
+            self._held = total_out, total_lse
         merge_(total_out, total_lse, rows, out, lse)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """out (T, N, Hv) and lse (T, N), both in the accumulation dtype."""
+        """out (T, N, Hv) and lse (T, N), in the accumulation dtype; out in the kernel's where it gave all of it."""
         if self._held is None:
             out = self._like.new_zeros(self._shape, dtype=self._dtype)
             self._held = out, self._like.new_full(self._shape[:2], -torch.inf, dtype=self._dtype)
@@ -47,6 +54,9 @@ def merge_(total_out: Tensor, total_lse: Tensor, rows: Rows, out: Tensor, lse: T
     out ← (e^L · total + e^l · out) / (e^L + e^l), written as a step of size σ(l − L) from one to the other: exact at
     L = −inf, and without an exponential that could overflow.
     """
+    if fused.available(total_out):
+        fused.merge_(total_out, total_lse, rows, out, lse)
+        return
     held_out, held_lse = total_out[rows], total_lse[rows]
     step = torch.sigmoid(lse - held_lse)
     held_out = held_out.lerp_(out.to(held_out.dtype), step.unsqueeze(-1))
@@ -68,19 +78,19 @@ class RowSum:
 
     def add(self, rows: Rows, x: Tensor) -> None:
         """Add x (rows, …) to distinct rows."""
-        if self._held is None and _covers(rows, self._shape[0]):
-            self._held = x.to(self._dtype)
-        elif isinstance(rows, Tensor):
-            self.result().index_add_(0, rows, x.to(self._dtype))
+        if self._held is None and covers(rows, self._shape[0]):
+            self._held = x
+            return
+        total = self.result()
+        if total.dtype != self._dtype:
+            total = self._held = total.to(self._dtype)
+        if isinstance(rows, Tensor):
+            total.index_add_(0, rows, x.to(self._dtype))
         else:
-            self.result()[rows] += x
+            total[rows] += x
 
     def result(self) -> Tensor:
-        """The sum, in the accumulation dtype."""
+        """The sum, in the accumulation dtype; one addend that covers all rows, in its own."""
         if self._held is None:
             self._held = self._like.new_zeros(self._shape, dtype=self._dtype)
         return self._held
-
-
-def _covers(rows: Rows, count: int) -> bool:
-    return isinstance(rows, slice) and rows.start == 0 and rows.stop == count

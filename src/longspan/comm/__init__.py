@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from longspan.comm.groups import Handle as Handle
     from longspan.comm.groups import world_of as world_of
     from longspan.comm.launch import run_local as run_local
+    from longspan.comm.matrix import columns as columns
+    from longspan.comm.matrix import side_by_side as side_by_side
+    from longspan.comm.ring import Addend as Addend
     from longspan.comm.ring import GradientRing as GradientRing
     from longspan.comm.ring import RingBlocks as RingBlocks
     from longspan.comm.rows import exchange_rows as exchange_rows
@@ -25,15 +28,17 @@ if TYPE_CHECKING:
 
 _HOME_OF = {
     **dict.fromkeys(("all_reduce_sum", "all_to_all", "gather_rows", "scatter_rows"), "longspan.comm.collectives"),
+    **dict.fromkeys(("columns", "side_by_side"), "longspan.comm.matrix"),
     **dict.fromkeys(("Channel", "Handle", "world_of"), "longspan.comm.groups"),
     "run_local": "longspan.comm.launch",
-    **dict.fromkeys(("GradientRing", "RingBlocks"), "longspan.comm.ring"),
+    **dict.fromkeys(("Addend", "GradientRing", "RingBlocks"), "longspan.comm.ring"),
     "exchange_rows": "longspan.comm.rows",
     **dict.fromkeys(("SequenceShard", "ShardPart", "bind"), "longspan.comm.shard"),
     "World": "longspan.comm.world",
 }
 
 __all__ = [
+    "Addend",
     "Channel",
     "GradientRing",
     "Handle",
@@ -44,10 +49,12 @@ __all__ = [
     "all_reduce_sum",
     "all_to_all",
     "bind",
+    "columns",
     "exchange_rows",
     "gather_rows",
     "run_local",
     "scatter_rows",
+    "side_by_side",
     "world_of",
 ]
 

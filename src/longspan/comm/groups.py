@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-ParentName = Literal["plane", "everyone"]
+ParentName = Literal["plane", "everyone", "pipeline"]
 
 _worlds: dict[int, "World"] = {}
 
@@ -42,7 +42,8 @@ class GroupRecord:
     """One communicator that a world made: its ranks, what it is for, and the seconds that it took.
 
     `kind` is "control" (host values), "parent" (point-to-point of a plane), "everyone" (of all planes), "slots",
-    "replicate", "tp", "outer" and "ep" (axes of device meshes), or "communicator" (a plan's group).
+    "replicate", "tp", "outer" and "ep" (axes of device meshes), "pipeline" (the stages of a slot), or "communicator"
+    (a plan's group).
     """
 
     ranks: tuple[int, ...]
@@ -88,7 +89,8 @@ class Channel:
 
     `ranks` are the members' global ranks in the order of the group's slots, `index` this rank's place among them.
     Every method is entered by all members, in one order on every rank. Point-to-point runs on
-    the parent group, which is the plane's, or with `parent="everyone"` that of all ranks.
+    the parent group, which is the plane's, or with `parent="everyone"` that of all ranks, with "pipeline" that of the
+    stages of a slot.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Channel:
         parent: ParentName = "plane",
     ) -> None:
         self.ranks, self.index, self.device = ranks, index, device
+        self._ascending = list(ranks) == sorted(ranks)
         self._groups = groups
         self._parent: ParentName = parent
         group = groups.parent(parent)
@@ -122,6 +125,12 @@ class Channel:
         Tensors without elements are dropped on both sides. Between two members, tensors match in the order given.
         `result` makes what the handle's `wait()` returns.
         """
+        works, ops = self._started(sends, receives, what)
+        return Handle(self.watch, what, self.ranks, works, keep=ops, finish=result)
+
+    def _started(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], what: str
+    ) -> tuple[Sequence[Work], list[dist.P2POp]]:
         parent = self._groups.parent(self._parent)
         ops: list[dist.P2POp] = []
         for member, tensor in sends:
@@ -131,41 +140,95 @@ class Channel:
             assert tensor.is_contiguous(), f"{what}: a receive buffer must be contiguous"
             if tensor.numel():
                 ops.append(dist.P2POp(dist.irecv, tensor, group=parent, group_peer=self._peer(member)))
-        works: Sequence[Work] = ()
-        if ops:
-            with self.watch.during(what, self.ranks):
-                works = dist.batch_isend_irecv(ops)
-        return Handle(self.watch, what, self.ranks, works, keep=ops, finish=result)
+        if not ops:
+            return (), ops
+        with self.watch.during(what, self.ranks):
+            return dist.batch_isend_irecv(ops), ops
+
+    def all_to_all_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int], what: str) -> Handle:
+        """Start sending runs of rows of x (sum of sends, …), `sends[m]` to member m, one after another.
+
+        `wait()` returns the rows that arrive, `receives[m]` from member m, one after another: (sum of receives, …).
+        What a member sends itself is copied. One call of the members' own communicator where there is one.
+        """
+        into = x.new_empty((sum(receives), *x.shape[1:]))
+        assert x.shape[0] == sum(sends) and sends[self.index] == receives[self.index], (what, x.shape, sends, receives)
+        own = self._own_in_order()
+        if own is not None:
+            return self._all_to_all(own, x.contiguous(), into, sends, receives, what)
+        parts, arriving = x.split(list(sends)), into.split(list(receives))
+        arriving[self.index].copy_(parts[self.index])
+        others = [member for member in range(self.degree) if member != self.index]
+        return self.exchange(
+            [(m, parts[m]) for m in others], [(m, arriving[m]) for m in others], what, result=lambda: into
+        )
+
+    def shift(self, x: Tensor, into: Tensor, what: str) -> Handle:
+        """Start sending x to the next member and receiving `into`, contiguous, from the one before; rows may differ."""
+        right, left = (self.index + 1) % self.degree, (self.index - 1) % self.degree
+        own = self._own_in_order()
+        if own is None:
+            return self.exchange([(right, x)], [(left, into)], what)
+        sends, receives = [0] * self.degree, [0] * self.degree
+        sends[right], receives[left] = x.shape[0], into.shape[0]
+        return self._all_to_all(own, x.contiguous(), into, sends, receives, what)
+
+    def _own_in_order(self) -> ProcessGroup | None:
+        """The members' own communicator, if it has them in this channel's order: torch sorts the ranks of a group."""
+        return self._groups.communicator(self.ranks) if self._ascending else None
+
+    def _all_to_all(
+        self,
+        group: ProcessGroup,
+        x: Tensor,
+        into: Tensor,
+        sends: Sequence[int],
+        receives: Sequence[int],
+        what: str,
+    ) -> Handle:
+        with self.watch.during(what, self.ranks):
+            work = group.alltoall_base(into, x, list(receives), list(sends))
+        return Handle(self.watch, what, self.ranks, (work,), keep=x, finish=lambda: into)
 
     def all_gather(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
         """Start gathering every member's rows; `wait()` returns a list of (counts[m], …) tensors, views of one buffer.
 
         `x` is (counts[index], …). Uses the members' own communicator where `World.prepare` made one.
         """
+        buffer, works, keep = self._started_all_gather(x, counts, what)
+        parts = [buffer[start : start + n] for start, n in zip(self.starts(counts), counts, strict=True)]
+        return Handle(self.watch, what, self.ranks, works, keep=keep, finish=lambda: parts)
+
+    def all_gather_rows(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
+        """The same as `all_gather`, but `wait()` returns the buffer: member m's rows begin at `starts(counts)[m]`."""
+        buffer, works, keep = self._started_all_gather(x, counts, what)
+        return Handle(self.watch, what, self.ranks, works, keep=keep, finish=lambda: buffer)
+
+    def starts(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Where each member's rows begin in what `all_gather_rows` returns."""
+        own = self._gathering(counts)
+        if own is None:
+            return tuple(sum(counts[:member]) for member in range(self.degree))
+        # torch sorts the ranks of a group, and every member sends as many rows
+        return tuple(dist.get_group_rank(own, rank) * max(counts) for rank in self.ranks)
+
+    def _gathering(self, counts: Sequence[int]) -> ProcessGroup | None:
+        return self._groups.communicator(self.ranks) if max(counts) > 0 and self.degree > 1 else None
+
+    def _started_all_gather(self, x: Tensor, counts: Sequence[int], what: str) -> tuple[Tensor, Sequence[Work], object]:
         assert x.shape[0] == counts[self.index] and len(counts) == self.degree, (what, x.shape, counts, self.index)
-        own = self._groups.communicator(self.ranks)
-        if own is not None and max(counts) > 0 and self.degree > 1:
-            return self._all_gather_padded(own, x, counts, what)
+        own = self._gathering(counts)
+        if own is not None:
+            padded = _padded(x, max(counts))
+            buffer = x.new_empty((self.degree * max(counts), *x.shape[1:]))
+            with self.watch.during(what, self.ranks):
+                return buffer, (_all_gather_single(buffer, padded, group=own, async_op=True),), padded
         buffer = x.new_empty((sum(counts), *x.shape[1:]))
-        parts = list(buffer.split(list(counts)))
+        parts = buffer.split(list(counts))
         parts[self.index].copy_(x)
         others = [member for member in range(self.degree) if member != self.index]
-        sends, receives = [(m, parts[self.index]) for m in others], [(m, parts[m]) for m in others]
-        return self.exchange(sends, receives, what, result=lambda: parts)
-
-    def _all_gather_padded(self, group: ProcessGroup, x: Tensor, counts: Sequence[int], what: str) -> Handle:
-        most = max(counts)
-        if x.shape[0] == most:
-            padded = x.contiguous()
-        else:
-            padded = x.new_zeros((most, *x.shape[1:]))
-            padded[: x.shape[0]].copy_(x)
-        buffer = x.new_empty((self.degree * most, *x.shape[1:]))
-        with self.watch.during(what, self.ranks):
-            work = _all_gather_single(buffer, padded, group=group, async_op=True)
-        places = [dist.get_group_rank(group, rank) for rank in self.ranks]  # torch sorts the ranks of a group
-        parts = [buffer[p * most : p * most + n] for p, n in zip(places, counts, strict=True)]
-        return Handle(self.watch, what, self.ranks, (work,), keep=padded, finish=lambda: parts)
+        works, ops = self._started([(m, parts[self.index]) for m in others], [(m, parts[m]) for m in others], what)
+        return buffer, works, ops
 
     def reduce_scatter(self, parts: Sequence[Tensor], what: str) -> Handle:
         """Start sending `parts[m]` to member m; `wait()` returns the sum of what the members sent here.
@@ -250,3 +313,12 @@ class Groups:
         self._parents.clear()
         self._by_ranks.clear()
         return mine
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """x (n, …) with zero rows appended, contiguous: (rows, …)."""
+    if x.shape[0] == rows:
+        return x.contiguous()
+    padded = x.new_zeros((rows, *x.shape[1:]))
+    padded[: x.shape[0]].copy_(x)
+    return padded
