@@ -128,6 +128,7 @@ IMPOSSIBLE = [
     (4, {"context.planner": "padded", "context.max_tokens_per_slot": 512}, r"max_tokens_per_slot 512"),
     (4, {"context.cp_comm_type": "ring"}, r"context.cp_comm_type is 'ring'; known: p2p"),
     (4, {"context.cp_comm_type": ("p2p", "al_gather")}, r"'al_gather'; did you mean 'all_gather'"),
+    (4, {"context.attention_kernel": "fa5"}, r"context.attention_kernel is 'fa5'; did you mean 'fa4'"),
     (4, {"context.eval_cp_comm_type": "a2b"}, r"context.eval_cp_comm_type is 'a2b'; did you mean 'a2a'"),
     (4, {"parallel.tp": 2}, r"parallel.tp is 2: this release trains without tensor parallelism"),
     (4, {"parallel.pp": 2}, r"parallel.pp is 2: this release trains without pipeline"),

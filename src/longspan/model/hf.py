@@ -18,6 +18,7 @@ from longspan.attention import attend
 from longspan.comm import SequenceShard, World
 from longspan.errors import ModelError
 from longspan.model.head import open_head
+from longspan.model.kernels import check_kernel, keep_kernel, with_kernel
 from longspan.model.parallelize import recompute_activations, shard_over_slots
 from longspan.model.probe import AttentionCall, Probe, probe_model, unknown_tensors
 from longspan.model.refusals import refuse_unsupported
@@ -33,6 +34,7 @@ def prepare(
     reshard_after_forward: bool = True,
     activation_checkpointing: bool = False,
     compute_dtype: torch.dtype | None = None,
+    attention_kernel: str | None = None,
     probe: bool = True,
 ) -> PreTrainedModel:
     """Bring a Hugging Face causal language model under the world's home; returns the same model.
@@ -44,8 +46,9 @@ def prepare(
     All ranks call it together, with equal weights. `shard_parameters` shards them over the slots with FSDP2, otherwise
     every rank keeps a copy; `reshard_after_forward` frees a layer's gathered parameters between forward and backward;
     `activation_checkpointing` recomputes each decoder layer in backward; `compute_dtype` (bfloat16, say) is what FSDP2
-    computes in, over parameters and gradient sums in their own type. `probe=False` skips the trial forward pass
-    that shows whether every layer reaches `attend`.
+    computes in, over parameters and gradient sums in their own type. `attention_kernel` names a row of
+    `longspan.attention.KERNELS`; without it each call takes the first that can. `probe=False` skips the trial forward
+    pass that shows whether every layer reaches `attend`.
 
     Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
     """
@@ -54,8 +57,8 @@ def prepare(
         raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
     refuse_unsupported(model)
     model.set_attn_implementation(IMPLEMENTATION)
-    if probe:
-        probe_model(model)
+    calls = probe_model(model) if probe else ()
+    check_kernel(model, attention_kernel, calls, device=world.device, dtype=compute_dtype or model.dtype)
     model.config.use_cache = False
     open_head(model, probe=probe)
     if activation_checkpointing:
@@ -66,6 +69,7 @@ def prepare(
         raise ModelError("compute_dtype is FSDP2's mixed precision; it needs shard_parameters=True")
     else:
         nn.Module.to(model, world.device)
+    keep_kernel(model, attention_kernel)
     # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
     model.register_forward_pre_hook(check_call, with_kwargs=True, prepend=True)
     return model
@@ -97,6 +101,7 @@ def attention(
     softcap: float | None = None,
     is_causal: bool | None = None,
     shard: SequenceShard | Probe | None = None,
+    attention_kernel: str | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query (1, N, T, H), key and value (1, K, T, H) to (1, T, N, H) and no weights.
@@ -105,13 +110,15 @@ def attention(
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if isinstance(shard, Probe):
-        call = AttentionCall(module, causal, sliding_window, softcap, s_aux is not None, unknown_tensors(others))
+        sizes, unknown = (query.shape[-1], value.shape[-1]), unknown_tensors(others)
+        call = AttentionCall(module, causal, sliding_window, softcap, s_aux is not None, unknown, *sizes)
         shard.calls.append(call)
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
     rows = _checked_shard(module, query, attention_mask, shard)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, N, H), (T, K, H), (T, K, H)
     settings = {"causal": causal, "window": sliding_window, "sinks": s_aux, "softcap": softcap}
-    out = attend(q, k, v, rows, scale=scaling, dropout=dropout, layer=layer_index(module), **settings)
+    where = {"layer": layer_index(module), "kernel": attention_kernel}
+    out = attend(q, k, v, rows, scale=scaling, dropout=dropout, **where, **settings)
     return out.unsqueeze(0), None
 
 
@@ -138,7 +145,7 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     for name in ("input_ids", "inputs_embeds", "position_ids"):
         if name in given:
             given[name] = _one_row_of(name, given[name], shard)
-    return (), given | {"use_cache": False}
+    return (), with_kernel(model, given) | {"use_cache": False}
 
 
 def _refuse_arguments(model: nn.Module, given: Mapping[str, Any]) -> None:

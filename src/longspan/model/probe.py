@@ -29,6 +29,8 @@ class AttentionCall:
     softcap: float | None
     sinks: bool
     unknown: tuple[str, ...]
+    head_size: int = 0
+    value_size: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -66,7 +66,9 @@ class ContextConfig:
     context_parallel_size: int = 2
     """Slots that share a document in training (fixed and padded)."""
     cp_comm_type: str | tuple[str, ...] = "p2p"
-    """How they share it: p2p (ring) or all_gather; one, or one for each layer."""
+    """How they share it: p2p, all_gather, a2a, a2a+p2p or auto (docs/attention.md); one, or one for each layer."""
+    attention_kernel: str = ""
+    """Attention kernel, in training and evaluation (longspan doctor --kernels); empty: the first that can."""
     hierarchical_context_parallel_sizes: int | tuple[int, ...] = (2, 2)
     """Sizes (a2a, p2p) of a2a+p2p; read with that type only."""
     min_dynamic_context_parallel_size: int = 1

@@ -64,6 +64,7 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     _check_numbers(config)
     home = home_of(config.parallel, ranks)
     _check_release(config)
+    _check_kernel(config)
     for choice in _choices(config, training=training):
         _check_types(choice)
         if choice.planner != "dynamic":
@@ -98,6 +99,16 @@ def _check_release(config: RunConfig) -> None:
             raise ConfigError(f"parallel.{key} is {degree}: this release trains without {what}; use 1")
     if config.parallel.sequence_parallel:
         raise ConfigError("parallel.sequence_parallel is true: it belongs to tensor parallelism; use false")
+
+
+def _check_kernel(config: RunConfig) -> None:
+    if not (name := config.context.attention_kernel):
+        return
+    from longspan.attention import KERNELS  # brings torch, which --help does without
+
+    names = [kernel.name for kernel in KERNELS]
+    if name not in names:
+        raise ConfigError(f"context.attention_kernel is {name!r}; {nearest(name, names)}")
 
 
 def _check_types(choice: PlanChoice) -> None:
