@@ -33,7 +33,8 @@ REFUSED = {
         {"layer_types": ["chunked_attention", "full_attention"]},
         "layers 0 are of type 'chunked_attention'",
     ),
-    "experts": ("Qwen3MoeConfig", {"num_experts": 4}, "num_experts 4"),
+    "experts": ("Qwen2MoeConfig", {"num_experts": 4}, r"experts \(num_experts 4\).* for qwen3_moe, .* not qwen2_moe"),
+    "noise": ("MixtralConfig", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
 }
 
 
@@ -48,7 +49,7 @@ def test_configurations_refused_by_name(case: str) -> None:
 
 def test_every_reason_is_told() -> None:
     with pytest.raises(ModelError, match=r"rope type 'longrope'.*; it has experts \(num_experts 4\)"):
-        refuse_unsupported(build("Qwen3MoeConfig", rope_parameters=LONGROPE, num_experts=4))
+        refuse_unsupported(build("Qwen2MoeConfig", rope_parameters=LONGROPE, num_experts=4))
 
 
 def test_other_kinds_of_model() -> None:

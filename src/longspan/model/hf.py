@@ -19,6 +19,7 @@ from longspan.comm import SequenceShard, World
 from longspan.errors import ModelError
 from longspan.model.head import open_head
 from longspan.model.kernels import check_kernel, keep_kernel, with_kernel
+from longspan.model.moe import use_experts
 from longspan.model.parallelize import recompute_activations, shard_over_slots
 from longspan.model.probe import AttentionCall, Probe, probe_model, unknown_tensors
 from longspan.model.refusals import refuse_unsupported
@@ -57,6 +58,7 @@ def prepare(
         raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
     refuse_unsupported(model)
     model.set_attn_implementation(IMPLEMENTATION)
+    use_experts(model)
     calls = probe_model(model) if probe else ()
     check_kernel(model, attention_kernel, calls, device=world.device, dtype=compute_dtype or model.dtype)
     model.config.use_cache = False

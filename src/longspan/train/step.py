@@ -20,7 +20,9 @@ from torch.optim import Optimizer
 from longspan.comm import SequenceShard, World, bind
 from longspan.errors import DataError, ModelError, PlanError
 from longspan.model.hf import is_prepared, refuse_unprepared, vocabulary_size
+from longspan.model.moe import router_step
 from longspan.model.parallelize import fsdp_modules, gradients_summed_over_slots, reshard
+from longspan.model.router import RouterCoefficients, RouterLosses, RouterStep
 from longspan.plan import Plan
 from longspan.train.chunked_loss import chunked_cross_entropy
 from longspan.train.loss import NO_TARGET, Rows, read_rows, summed_cross_entropy
@@ -32,7 +34,8 @@ class StepResult:
     """What a step came to, equal on every rank but for `seconds` and `rows`.
 
     `loss` is `loss_sum / targets`; `tokens` the documents' rows; `rows` those that this rank computed, padding
-    included; `grad_norm` (before clipping) is None without a backward pass.
+    included; `grad_norm` (before clipping) is None without a backward pass. `router`: balance and z of a model with
+    experts, without their coefficients; they are not in `loss`.
     """
 
     loss: float
@@ -43,6 +46,7 @@ class StepResult:
     seconds: float
     rows: int
     micro_batches: int
+    router: RouterLosses | None = None
 
 
 class _Work(NamedTuple):
@@ -63,6 +67,7 @@ def run_step(
     max_grad_norm: float | None = None,
     step: int | None = None,
     loss_chunk_rows: int = 0,
+    router: RouterCoefficients | None = None,
 ) -> StepResult:
     """Run every micro-batch of a plan and return the loss, a sum over targets divided by the plan's targets.
 
@@ -70,7 +75,8 @@ def run_step(
     rank asks for its own. With `backward`, gradients are added to `.grad` as a plain sum over slots; with an
     `optimizer`, they are zeroed before, clipped to `max_grad_norm` if given, and a step is taken. Without `backward`,
     the model runs in evaluation mode and keeps no graph; its mode is restored. `step` appears in errors.
-    `loss_chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes).
+    `loss_chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes). `router` says what the
+    losses of routers weigh in the gradient (None: what the model's configuration says).
 
     All ranks call it together, with the same plan. Raises PlanError for a plan that does not fit the home or the
     documents, CommError where ranks hold different plans, DataError for documents that cannot be read or hold ids
@@ -81,12 +87,14 @@ def run_step(
     if step is not None:
         world.step = step
     world.agree(plan.digest())
+    routing = router_step(model, world, plan.tokens, router)
     work = _read_together(model, plan, documents, world)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
     with _mode(model, training=backward), torch.set_grad_enabled(backward):
-        loss_sum = _run_micro_batches(model, plan, work, world, backward, loss_chunk_rows)
-    totals = world.reduce_sum([loss_sum, float(sum((w.labels != NO_TARGET).sum() for w in work))])
+        loss_sum = _run_micro_batches(model, plan, work, world, backward, loss_chunk_rows, routing)
+    own = [loss_sum, float(sum((w.labels != NO_TARGET).sum() for w in work))]
+    totals = world.reduce_sum([*own, *(routing.sums() if routing else [])])
     _check_count(plan, totals[1])
     norm = _finish(model, optimizer, max_grad_norm) if backward else None
     return StepResult(
@@ -98,27 +106,51 @@ def run_step(
         seconds=time.perf_counter() - started,
         rows=sum(w.shard.local_rows for w in work),
         micro_batches=len(plan.micro_batches),
+        router=routing.losses(totals[2:]) if routing else None,
     )
 
 
 def _run_micro_batches(
-    model: nn.Module, plan: Plan, work: Sequence[_Work], world: World, backward: bool, chunk_rows: int
+    model: nn.Module,
+    plan: Plan,
+    work: Sequence[_Work],
+    world: World,
+    backward: bool,
+    chunk_rows: int,
+    routing: RouterStep | None,
 ) -> float:
     """This rank's sum of the loss; with backward, gradients of the sum over slots, divided by the plan's targets."""
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     with gradients_summed_over_slots(model, world) if backward else _resharded(model):
-        for shard, ids, labels in work:
-            loss = _loss(model, ids, torch.from_numpy(labels).to(world.device), shard, chunk_rows)
+        if routing is not None and backward and routing.coefficients.balance:
+            _count_loads(model, work[1:], routing)
+        for i, (shard, ids, labels) in enumerate(work):
+            loss = _loss(model, ids, torch.from_numpy(labels).to(world.device), shard, chunk_rows, routing)
             if backward:
+                if routing is not None and i == 0:
+                    routing.settle()
                 (loss / max(plan.targets, 1)).backward()
             total += loss.detach()
     return total.item()
 
 
-def _loss(model: nn.Module, ids: Rows, labels: Tensor, shard: SequenceShard, chunk_rows: int) -> Tensor:
+@torch.no_grad()
+def _count_loads(model: nn.Module, work: Sequence[_Work], routing: RouterStep) -> None:
+    """A forward pass of micro-batches whose routing must be known before the first backward pass."""
+    for shard, ids, _ in work:
+        tokens, positions = torch.from_numpy(ids).to(shard.device)[None], shard.position_ids[None]
+        none: dict[str, Any] = {"row_loss": lambda hidden, head: hidden.new_zeros(())}
+        model(input_ids=tokens, position_ids=positions, shard=shard, router=routing.tally(counting=True), **none)
+
+
+def _loss(
+    model: nn.Module, ids: Rows, labels: Tensor, shard: SequenceShard, chunk_rows: int, routing: RouterStep | None
+) -> Tensor:
     """The sum of the cross entropy of the local rows; a model of the caller's own returns logits (1, T, V)."""
     inputs: dict[str, Any] = {"input_ids": torch.from_numpy(ids).to(shard.device)[None], "shard": shard}
     inputs["position_ids"] = shard.position_ids[None]
+    if routing is not None:
+        inputs["router"] = routing.tally()
     if is_prepared(model):
         return model(**inputs, row_loss=lambda hidden, head: chunked_cross_entropy(hidden, labels, head, chunk_rows))
     out = model(**inputs)

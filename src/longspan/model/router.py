@@ -1,0 +1,153 @@
+"""Losses of routers, over all tokens of a step, so that they do not depend on its plan.
+
+Rows here are pairs (real token, layer with experts); N is their number in the step: micro-batches, slots, layers.
+
+    balance = E · Σ_e F_e · P_e      F_e: rows that chose expert e / N;  P_e: mean over the rows of softmax(logits)_e
+    z       = mean over the rows of logsumexp(logits)²
+
+Balance is transformers' `load_balancing_loss_func`, which lays the tokens of all layers end to end (Switch
+Transformer, https://arxiv.org/abs/2101.03961, eq. 4 to 6), of one batch that holds every document of the step; over a
+whole batch it lets experts specialise (https://arxiv.org/abs/2501.11873). z is that of ST-MoE
+(https://arxiv.org/abs/2202.08906, eq. 5), averaged over layers too. Megatron-LM adds its losses up over layers instead:
+multiply its coefficients by the number of layers with experts.
+
+F has no gradient but weighs every row's, so it must be known before the first backward pass. A step of one micro-batch
+knows it after its forward pass; of a step of several, all but the first run forward once more beforehand, without a
+graph (with dropout in the model those are of another draw). The gradient enters where a router's weights leave it,
+inside the layer, as in Megatron-LM's MoEAuxLossAutoScaler: nothing is carried out of the model, and recomputation
+repeats it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from longspan.comm import World
+
+
+@dataclass(frozen=True)
+class RouterCoefficients:
+    """What the losses of routers weigh beside the cross entropy (a mean over targets); 0 leaves one out."""
+
+    balance: float = 0.0
+    z: float = 0.0
+
+    @property
+    def any(self) -> bool:
+        """Whether a loss is added at all."""
+        return bool(self.balance or self.z)
+
+
+class RouterLosses(NamedTuple):
+    """The losses of a step, without their coefficients."""
+
+    balance: float
+    z: float
+
+
+class RouterTally:
+    """What the routers of one rank see in one micro-batch. Not a dataclass: FSDP2 rebuilds those in arguments.
+
+    It travels beside the shard, as `router=`. Seeing a layer again, in recomputation, changes nothing.
+    """
+
+    __slots__ = ("seen", "step")
+
+    def __init__(self, step: "RouterStep") -> None:
+        self.step = step
+        self.seen: dict[int, Tensor] = {}  # by router: (2 E + 1,) loads, sums of probabilities, sum of z
+
+    def see(self, router: nn.Module, logits: Tensor, weights: Tensor, chosen: Tensor, rows: Tensor) -> Tensor:
+        """Note a layer's routing of its real `rows` (R,); returns the weights (T, k), with the losses' gradient."""
+        with torch.no_grad():
+            self.seen[id(router)] = _sums(logits[rows], chosen[rows])
+        if not torch.is_grad_enabled() or not self.step.coefficients.any:
+            return weights
+        return _WithRouterLosses.apply(weights, logits, rows, self.step)  # pyright: ignore[reportReturnType]
+
+
+class RouterStep:
+    """The routers of all micro-batches of one step: `tokens` of the plan, through `layers` with `experts` each."""
+
+    def __init__(
+        self, coefficients: RouterCoefficients, world: World, *, tokens: int, layers: int, experts: int
+    ) -> None:
+        self.coefficients, self.world, self.experts = coefficients, world, experts
+        self.rows = max(tokens * layers, 1)
+        self.tallies: list[RouterTally] = []
+        self.counted: list[RouterTally] = []
+        self.fractions: Tensor | None = None  # F (E,)
+
+    def tally(self, *, counting: bool = False) -> RouterTally:
+        """For one more micro-batch; `counting` where it will run again, with a graph."""
+        tallies = self.counted if counting else self.tallies
+        tallies.append(RouterTally(self))
+        return tallies[-1]
+
+    def settle(self) -> None:
+        """Fix F by the tallies so far, which must cover the step; entered by all slots, before any backward pass."""
+        if self.coefficients.balance:
+            local = _total([*self.counted, *self.tallies], self.experts)[: self.experts]
+            loads = self.world.reduce_sum(local, "loads of experts")
+            self.fractions = torch.tensor(loads, dtype=torch.float64, device=self.world.device) / self.rows
+        self.counted.clear()
+
+    def sums(self) -> list[float]:
+        """This rank's loads, sums of probabilities (E each) and sum of z: to be summed over slots for `losses`."""
+        return _total(self.tallies, self.experts)
+
+    def losses(self, sums: Sequence[float]) -> RouterLosses:
+        """The step's losses from the sums over all slots."""
+        loads, probabilities = torch.tensor(sums[:-1], dtype=torch.float64).view(2, -1) / self.rows
+        return RouterLosses(float(self.experts * (loads * probabilities).sum()), sums[-1] / self.rows)
+
+
+def _total(tallies: Sequence[RouterTally], experts: int) -> list[float]:
+    seen = [sums for tally in tallies for sums in tally.seen.values()]
+    return torch.stack(seen).sum(0).tolist() if seen else [0.0] * (2 * experts + 1)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _sums(logits: Tensor, chosen: Tensor) -> Tensor:
+    """(2 E + 1,) float64 of rows (R, E) and their experts (R, k)."""
+    wide = _wide(logits)
+    loads = torch.zeros(logits.shape[1], dtype=torch.float64, device=logits.device)
+    loads.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.float64))
+    probabilities = wide.softmax(-1).sum(0, dtype=torch.float64)
+    z = wide.logsumexp(-1).square().sum(dtype=torch.float64)
+    return torch.cat([loads, probabilities, z[None]])
+
+
+class _WithRouterLosses(torch.autograd.Function):
+    """A router's weights as they are; backward adds the gradient of its losses to its logits."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, logits: Tensor, rows: Tensor, step: RouterStep) -> Tensor:
+        ctx.save_for_backward(logits, rows)
+        ctx.step = step
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        logits, rows = ctx.saved_tensors
+        own = _logit_gradient(_wide(logits[rows]), ctx.step).to(logits.dtype)
+        return gradients[0], torch.zeros_like(logits).index_copy(0, rows, own), None, None
+
+
+def _logit_gradient(logits: Tensor, step: RouterStep) -> Tensor:
+    """Of both losses times their coefficients: (R, E), p (g − Σ g p) with g = E F / N, and 2 lse p / N."""
+    p = logits.softmax(-1)
+    gradient = torch.zeros_like(p)
+    if step.coefficients.balance:
+        assert step.fractions is not None, "a backward pass before settle()"
+        g = step.fractions.to(p.dtype) * (step.coefficients.balance * step.experts / step.rows)
+        gradient += p * (g - (p * g).sum(-1, keepdim=True))
+    if step.coefficients.z:
+        gradient += logits.logsumexp(-1, keepdim=True) * p * (2 * step.coefficients.z / step.rows)
+    return gradient

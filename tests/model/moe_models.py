@@ -1,0 +1,117 @@
+"""Tiny mixture-of-experts models, and what the stock model says with the losses of its routers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from longspan.model.moe import router_modules
+from longspan.testing import backend
+from tests.model.stock import SIZES, _norms_in_float64, gradients_of
+
+EXPERTS = 8
+
+
+def moe_config(family: str) -> PreTrainedConfig:
+    """Qwen3-MoE with a dense layer between; gpt-oss with sinks and a window in every other layer; and others."""
+    no_head: dict[str, Any] = {name: size for name, size in SIZES.items() if name != "head_dim"}
+    if family == "qwen3-moe":
+        sizes: dict[str, Any] = SIZES | {"num_hidden_layers": 3, "moe_intermediate_size": 24}
+        return Qwen3MoeConfig(**sizes, num_experts=EXPERTS, num_experts_per_tok=2, mlp_only_layers=[1])
+    if family == "gpt-oss":
+        return GptOssConfig(**SIZES, sliding_window=5, num_local_experts=EXPERTS, num_experts_per_tok=2)
+    if family == "mixtral":
+        return MixtralConfig(**SIZES, num_local_experts=EXPERTS, num_experts_per_tok=3)
+    if family == "olmoe":
+        return OlmoeConfig(**no_head, num_experts=EXPERTS, num_experts_per_tok=2)
+    heads = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+    mla: dict[str, Any] = {"q_lora_rank": 24, "kv_lora_rank": 16, **heads}
+    routing: dict[str, Any] = {"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
+    sizes = no_head | {"num_key_value_heads": 4, "moe_intermediate_size": 24}
+    return DeepseekV3Config(**sizes, **mla, **routing, first_k_dense_replace=1)
+
+
+def moe_model(family: str, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
+    """A tiny model whose weights depend on the seed alone; expert 0 of its first router gets no token.
+
+    Eager attention's softmax is float32 always, but for gpt-oss, so float64 takes torch's own attention.
+    """
+    attention = "eager" if dtype == torch.float32 or family == "gpt-oss" else "sdpa"
+    settings: dict[str, Any] = {"attn_implementation": attention, "experts_implementation": "eager"}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(moe_config(family), **settings)
+        for parameter in model.parameters():  # biases start at zero, which would hide them
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        _shun_expert_0(model)
+    if dtype == torch.float64 and backend() == "nccl":
+        _norms_in_float64(model)
+    return model.to(dtype)
+
+
+def _shun_expert_0(model: PreTrainedModel) -> None:
+    router: Any = next(iter(router_modules(model).values()))
+    if getattr(router, "bias", None) is not None:
+        router.bias.data[0] = -100.0
+    elif hasattr(router, "e_score_correction_bias"):
+        router.e_score_correction_bias[0] = -100.0
+
+
+@dataclass(frozen=True)
+class MoeStock:
+    """The mean cross entropy, the losses of routers, and every gradient of their weighted sum."""
+
+    loss: float
+    balance: float
+    z: float
+    gradients: dict[str, Tensor]
+
+
+def moe_answer(
+    model: PreTrainedModel, documents: Sequence[np.ndarray], balance: float, z: float, device: torch.device | str
+) -> MoeStock:
+    """The stock model sees documents one by one; its routers' losses are over all tokens and layers of them."""
+    torch.nn.Module.to(model.eval(), device)
+    logits: list[list[Tensor]] = []
+    hooks = [
+        router.register_forward_hook(lambda _, __, output: logits[-1].append(output[0]))
+        for router in router_modules(model).values()
+    ]
+    targets, loss = sum(len(document) - 1 for document in documents), torch.zeros((), device=device).double()
+    for document in documents:
+        logits.append([])
+        ids = torch.from_numpy(document).to(device)
+        out = model(input_ids=ids[None], use_cache=False).logits[0]
+        loss = loss + F.cross_entropy(out[:-1], ids[1:], reduction="none").sum(dtype=torch.float64) / targets
+    layers = tuple(torch.cat(layer) for layer in zip(*logits, strict=True))
+    losses = router_losses(layers, model.config.num_experts_per_tok)
+    (loss + balance * losses[0] + z * losses[1]).backward()
+    for hook in hooks:
+        hook.remove()
+    return MoeStock(loss.item(), losses[0].item(), losses[1].item(), gradients_of(model))
+
+
+def router_losses(layers: Sequence[Tensor], top_k: int) -> tuple[Tensor, Tensor]:
+    """Balance and z of each layer's logits (T, E), as float64; balance as transformers has it in float32."""
+    rows = torch.cat([layer.double() for layer in layers])  # (layers T, E)
+    chosen = F.one_hot(rows.topk(top_k).indices, rows.shape[1]).double()
+    balance = rows.shape[1] * (chosen.sum((0, 1)) / len(rows) * rows.softmax(-1).mean(0)).sum()
+    detached: Any = tuple(layer.detach() for layer in layers)
+    stock = load_balancing_loss_func(detached, rows.shape[1], top_k)
+    assert isinstance(stock, Tensor) and abs(stock.item() - balance.item()) < 1e-5 * balance.item()
+    return balance, rows.logsumexp(-1).square().mean()
