@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longspan.attention.block import Rule, add_block, add_block_gradients
+from longspan.attention.block import Rule, Saved, add_block, block_gradients, summed
 from longspan.attention.circle import Mask
 from longspan.attention.kernels.launch import Launch
 from longspan.attention.merge import Partial, RowSum
@@ -31,8 +31,9 @@ def simulate(
         out[mine] = total_out.to(q.dtype)
         part = RowSum(tuple(q[mine].shape), q)
         for theirs, launches in blocks:
-            saved = (dout[mine], q[mine], out[mine], lse)
-            block = add_block_gradients(part, saved, k[theirs], v[theirs], launches, rule)
+            saved = Saved(dout[mine], q[mine], out[mine], lse)
+            addends = block_gradients(part, saved, k[theirs], v[theirs], launches, rule)
+            block = summed(addends, k[theirs], v[theirs])
             dk[theirs] += block[0]
             dv[theirs] += block[1]
         dq[mine] = part.result().double()

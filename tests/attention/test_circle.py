@@ -29,15 +29,13 @@ def circles(lengths, inner, outer, mask=Mask(), **options):  # noqa: B008
 @pytest.mark.parametrize("heads, kv_heads", [(12, 12), (12, 4), (12, 1), (12, 6), (32, 8), (64, 8), (24, 2), (8, 8)])
 def test_every_query_head_is_dealt_once_with_the_key_value_head_that_it_uses(heads, kv_heads):
     for members in (m for m in range(1, heads + 1) if heads % m == 0):
-        deal, uses = Deal(heads, kv_heads, members), []
-        for m in range(members):
-            kv, runs = range(kv_heads)[deal.kv(m)], deal.uses(m)
-            per_run = (deal.q(m).stop - deal.q(m).start) // len(runs)
-            uses += [kv[run] for run in runs for _ in range(per_run)]
-            assert set(runs) == set(range(len(kv))), "nothing is sent that is not used"
+        deal = Deal(heads, kv_heads, members)
+        dealt = [head for head in range(kv_heads) for _ in range(deal.copies)]
+        assert len(dealt) == members * deal.runs, "every head as often"
+        uses = [dealt[run] for run in range(len(dealt)) for _ in range(deal.each // deal.runs)]
         assert uses == [head * kv_heads // heads for head in range(heads)], (heads, kv_heads, members)
-        dealt = sum(len(range(kv_heads)[deal.kv(m)]) for m in range(members))
-        assert deal.shares == (dealt > kv_heads)
+        for at_most in (1, 2, 3):
+            assert deal.runs % deal.slices(at_most) == 0 and deal.slices(at_most) <= at_most
 
 
 @pytest.mark.parametrize("partition", ["zigzag", "contiguous"])
@@ -51,8 +49,8 @@ def test_exchanged_rows_land_in_document_order(inner, outer, partition):
             held = circle.held(circle.member)
             starts = np.cumsum((0, *lengths))
             wanted = starts[np.repeat(held.document, held.stop - held.start)] + held.positions
-            landed = np.empty_like(arriving)
-            landed[np.arange(len(arriving)) if circle.places is None else circle.places.numpy()] = arriving
+            landed = circle.in_order(torch.from_numpy(arriving)).numpy()
+            assert (circle.by_member(torch.from_numpy(landed)).numpy() == arriving).all()
             assert (landed == wanted).all() and len(arriving) == circle.counts[circle.member]
             assert inner == 1 or (np.diff(landed) > 0).all()
             assert sum(circle.inside_counts) == len(arriving)
@@ -85,13 +83,17 @@ def check_halo(circle, members, window):
     arriving = []
     for owner in members:
         if owner.part.member % owner.inner == circle.part.member % circle.inner:
-            rows = Halo.of(owner).sends[circle.member].numpy()
+            mine = owner.member == circle.member
+            rows = (halo.own if mine else Halo.of(owner).sends[circle.member]).numpy()
             assert rows.tolist() == seen_rows(circle, owner.member, window)
-            assert len(rows) == halo.receives[owner.member]
+            assert halo.receives[owner.member] == (0 if mine else len(rows))
             held = owner.held(owner.member)
-            arriving += zip(held.document.repeat(held.stop - held.start)[rows], held.positions[rows], strict=True)
-    landed = [arriving[i] for i in np.argsort(halo.places.numpy())]
+            held_rows = zip(held.document.repeat(held.stop - held.start)[rows], held.positions[rows], strict=True)
+            arriving.insert(0, [*held_rows]) if mine else arriving.append([*held_rows])
+    places = np.concatenate([halo.own_places.numpy(), halo.places.numpy()])
+    landed = [sum(arriving, [])[i] for i in np.argsort(places)]
     assert landed == list(zip(keys.document.repeat(keys.stop - keys.start), keys.positions, strict=True))
+    assert halo.seen == len(landed) and len(halo.sends[circle.member]) == 0
     assert {(launch.left, launch.right) for launch in halo.launches} <= {
         (None, None),
         (None, 0),
@@ -118,7 +120,7 @@ def test_a_window_is_narrow_where_half_of_a_ring_and_twice_the_own_rows_would_do
     found = circles(lengths, 1, degree, Mask(True, window))
     assert [is_narrow(circle) for circle in found] == [narrow] * degree
     if narrow:  # the bounds hold
-        halos = [len(Halo.of(circle).places) - circle.counts[circle.member] for circle in found]
+        halos = [len(Halo.of(circle).places) for circle in found]
         assert 2 * sum(halos) <= (degree - 1) * sum(lengths) and sum(halos) <= 2 * sum(lengths)
 
 

@@ -22,17 +22,17 @@ from longspan.comm import Addend
 class Rule:
     """What is computed with the rows that see each other, whatever the communication (what sees what: `circle.py`).
 
-    `kv_heads` is how many key/value heads the call has.
-    `sinks` (N,) are those of the heads at hand. `max_gather_bytes` bounds what `all_gather` holds at a time.
+    `sinks` (N,) are those of the heads at hand. `max_gather_bytes` bounds what `all_gather` holds at a time;
+    `kv_heads` is how many key/value heads the call has, which an exchange of heads needs to know.
     """
 
     kernel: Kernel
     scale: float
-    kv_heads: int
     softcap: float | None = None
     dropout: Dropout | None = None
     sinks: Tensor | None = None
     max_gather_bytes: int | None = None
+    kv_heads: int = 0
 
     @property
     def options(self) -> dict[str, Any]:
