@@ -100,8 +100,13 @@ class HostValues(ABC):
         ranks = sorted(self.home.ranks)  # torch sorts the ranks of a group
         return {rank: tuple(part.tolist()) for rank, part in zip(ranks, parts, strict=True)}
 
-    def sum_of_stage(self, values: Sequence[float], stage: int, what: str = "sum over slots") -> list[float]:
-        """Sums over the slots of pipeline stage `stage`, on every rank of the home; `values` count there alone."""
+    def sum_over_stages(self, values: Sequence[float], what: str = "sum over slots") -> list[float]:
+        """Sums over the slots of all pipeline stages, in float64 and in one order: the same bits on every rank.
+
+        As `reduce_sum` where there is one stage.
+        """
+        if self.home.pp == 1:
+            return self.reduce_sum(values, what)
         found = self.gather_values(values, what)
-        plane = self.home.plane(pp=stage)
-        return torch.tensor([found[rank] for rank in plane], dtype=torch.float64).sum(0).tolist()
+        ranks = [rank for stage in range(self.home.pp) for rank in self.home.plane(pp=stage)]
+        return torch.tensor([found[rank] for rank in ranks], dtype=torch.float64).sum(0).tolist()

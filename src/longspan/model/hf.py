@@ -8,6 +8,7 @@ Sharding of parameters is in `parallelize.py`, refusals in `refusals.py` and `pr
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,11 @@ from longspan.model.head import open_head
 from longspan.model.kernels import check_kernel, keep_kernel, with_kernel
 from longspan.model.moe import use_experts
 from longspan.model.parallelize import recompute_activations, shard_over_slots
+from longspan.model.pipeline import PipelinedModel, cut_into_stages
 from longspan.model.probe import AttentionCall, Probe, probe_model, unknown_tensors
 from longspan.model.refusals import refuse_unsupported
+from longspan.model.schedules import check_schedule
+from longspan.model.tensor_parallel import refuse_tensor_parallel, split_over_tp
 
 IMPLEMENTATION = "longspan"
 
@@ -37,7 +41,10 @@ def prepare(
     compute_dtype: torch.dtype | None = None,
     attention_kernel: str | None = None,
     probe: bool = True,
-) -> PreTrainedModel:
+    virtual_stages: int = 1,
+    pipeline_schedule: str = "1f1b",
+    sequence_parallel: bool = False,
+) -> PreTrainedModel | PipelinedModel:
     """Bring a Hugging Face causal language model under the world's home; returns the same model.
 
     >>> model = prepare(Qwen3ForCausalLM(config), world)
@@ -51,30 +58,78 @@ def prepare(
     `longspan.attention.KERNELS`; without it each call takes the first that can. `probe=False` skips the trial forward
     pass that shows whether every layer reaches `attend`.
 
+    Where `home.pp` is above 1, this rank's stages are cut out, `virtual_stages` of them, and returned as a
+    PipelinedModel; the rest of the model is freed. `pipeline_schedule` is "1f1b" (interleaved with several virtual
+    stages), "gpipe", "zero_bubble" or "zbv" (two virtual stages, folded). Parameters then stay gathered from the first
+    forward to the last backward pass of a step, whatever `reshard_after_forward` says.
+
+    Where `home.tp` is above 1, heads, widths and vocabulary are split over the tensor-parallel ranks of a slot by the
+    model's plan; with `sequence_parallel`, norms and residuals hold rows / tp of a slot's rows, which must be a
+    multiple of tp: plan with `row_multiple=home.tp`.
+
     Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
     """
     _check_home(world)
+    check_schedule(pipeline_schedule, world.home.pp, virtual_stages)
     if is_prepared(model):
         raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
     refuse_unsupported(model)
+    refuse_tensor_parallel(model, world, sequence_parallel=sequence_parallel)
     model.set_attn_implementation(IMPLEMENTATION)
     use_experts(model)
     calls = probe_model(model) if probe else ()
     check_kernel(model, attention_kernel, calls, device=world.device, dtype=compute_dtype or model.dtype)
     model.config.use_cache = False
     open_head(model, probe=probe)
+    place = partial(
+        _place,
+        world=world,
+        shard_parameters=shard_parameters,
+        reshard_after_forward=reshard_after_forward and world.home.pp == 1,  # see schedules.SPLIT_BACKWARD
+        activation_checkpointing=activation_checkpointing,
+        compute_dtype=compute_dtype,
+        sequence_parallel=sequence_parallel,
+    )
+    prepared: PreTrainedModel | PipelinedModel = model
+    if world.home.pp == 1:
+        place(model, root=model)
+    else:
+        dtype = compute_dtype or model.dtype
+        stages = cut_into_stages(model, world, virtual_stages=virtual_stages, schedule=pipeline_schedule)
+        for stage in stages:
+            if stage.last:
+                open_head(stage.model, probe=False)
+            place(stage.model, root=stage)
+        prepared = PipelinedModel(model, world, stages, pipeline_schedule, dtype)
+    keep_kernel(prepared, attention_kernel)
+    # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
+    prepared.register_forward_pre_hook(check_call, with_kwargs=True, prepend=True)
+    return prepared
+
+
+def _place(
+    model: PreTrainedModel,
+    *,
+    root: nn.Module,
+    world: World,
+    shard_parameters: bool,
+    reshard_after_forward: bool,
+    activation_checkpointing: bool,
+    compute_dtype: torch.dtype | None,
+    sequence_parallel: bool,
+) -> None:
+    """Bring the layers that are here under the home; `root` is what will be called: the model, or a stage around it."""
+    if world.home.tp > 1:
+        split_over_tp(model, world, sequence_parallel=sequence_parallel, sum_expert_gradients=True)
     if activation_checkpointing:
         recompute_activations(model)
     if shard_parameters:
-        shard_over_slots(model, world, reshard_after_forward=reshard_after_forward, compute_dtype=compute_dtype)
+        settings = {"reshard_after_forward": reshard_after_forward, "compute_dtype": compute_dtype}
+        shard_over_slots(model, world, root=root, **settings)
     elif compute_dtype is not None:
         raise ModelError("compute_dtype is FSDP2's mixed precision; it needs shard_parameters=True")
     else:
-        nn.Module.to(model, world.device)
-    keep_kernel(model, attention_kernel)
-    # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
-    model.register_forward_pre_hook(check_call, with_kwargs=True, prepend=True)
-    return model
+        nn.Module.to(root, world.device)
 
 
 def is_prepared(model: nn.Module) -> bool:
@@ -210,7 +265,7 @@ def layer_index(module: nn.Module) -> int | None:
 
 def _check_home(world: World) -> None:
     home = world.home
-    for name in ("tp", "pp", "ep"):
+    for name in ("ep",):
         if (degree := getattr(home, name)) > 1:
             raise ModelError(
                 f"the home has {name} {degree}; prepare brings models under slots alone: "

@@ -20,14 +20,23 @@ _BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat b
 
 
 def shard_over_slots(
-    model: PreTrainedModel, world: World, *, reshard_after_forward: bool, compute_dtype: torch.dtype | None = None
+    model: PreTrainedModel,
+    world: World,
+    *,
+    reshard_after_forward: bool,
+    compute_dtype: torch.dtype | None = None,
+    root: nn.Module | None = None,
 ) -> None:
-    """Shard each decoder layer, then the rest, over all slots. All ranks call it together."""
+    """Shard each decoder layer, then the rest, over all slots. All ranks call it together.
+
+    `root` is what will be called: the model itself, or the pipeline stage around it.
+    """
     policy = _precision(model, compute_dtype)
     for layer in decoder_layers(model).values():
         fully_shard(layer, mesh=world.fsdp_mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
-    fully_shard(model, mesh=world.fsdp_mesh, mp_policy=policy)
-    for module in fsdp_modules(model):
+    root = model if root is None else root
+    fully_shard(root, mesh=world.fsdp_mesh, mp_policy=policy)
+    for module in fsdp_modules(root):
         # gloo has no premultiplied sum, which is what a divide factor alone would ask for
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)

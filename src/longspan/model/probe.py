@@ -16,6 +16,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.model.stages import Absent
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,14 @@ def run_on_meta(model: PreTrainedModel, probe: Probe, **more: Any) -> Any:
 
 
 def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The model's decoder layers by qualified name, in order. Raises ModelError where they cannot be found."""
+    """The model's decoder layers that are here, by qualified name, in order.
+
+    Raises ModelError where they cannot be found.
+    """
     count = model.config.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
-            return {f"{name}.{i}": layer for i, layer in enumerate(module)}
+            return {f"{name}.{i}": layer for i, layer in enumerate(module) if not isinstance(layer, Absent)}
     raise ModelError(f"{type(model).__name__} has no list of {count} decoder layers (num_hidden_layers) to be found")
 
 

@@ -4,7 +4,7 @@
     result = run_step(model, wide_plan, documents, world, backward=False)       # evaluation, at any other degree
 
 Nothing is installed or rebound between the two: they are two plans. Not covered: plans in free mode over sharded
-parameters, pipelines, and the learning rate, which is the caller's.
+parameters, and the learning rate, which is the caller's.
 """
 
 import time
@@ -22,11 +22,13 @@ from longspan.errors import DataError, ModelError, PlanError
 from longspan.model.hf import is_prepared, refuse_unprepared, vocabulary_size
 from longspan.model.moe import router_step
 from longspan.model.parallelize import fsdp_modules, gradients_summed_over_slots, reshard
+from longspan.model.pipeline import PipelinedModel
 from longspan.model.router import RouterCoefficients, RouterLosses, RouterStep
 from longspan.plan import Plan
 from longspan.train.chunked_loss import chunked_cross_entropy
 from longspan.train.loss import NO_TARGET, Rows, read_rows, summed_cross_entropy
 from longspan.train.optim import clip_gradients, grad_norm
+from longspan.train.pipelined import counted_parameters, makes_loss, no_rows, norm_over_stages, run_through_stages
 
 
 @dataclass(frozen=True)
@@ -93,10 +95,10 @@ def run_step(
         optimizer.zero_grad(set_to_none=True)
     with _mode(model, training=backward), torch.set_grad_enabled(backward):
         loss_sum = _run_micro_batches(model, plan, work, world, backward, loss_chunk_rows, routing)
-    own = [loss_sum, float(sum((w.labels != NO_TARGET).sum() for w in work))]
-    totals = world.reduce_sum([*own, *(routing.sums() if routing else [])])
+    own = [loss_sum, float(sum((w.labels != NO_TARGET).sum() for w in work)) if makes_loss(model) else 0.0]
+    totals = world.sum_over_stages([*own, *(routing.sums() if routing else [])])
     _check_count(plan, totals[1])
-    norm = _finish(model, optimizer, max_grad_norm) if backward else None
+    norm = _finish(model, world, optimizer, max_grad_norm) if backward else None
     return StepResult(
         loss=totals[0] / max(plan.targets, 1),
         loss_sum=totals[0],
@@ -122,6 +124,9 @@ def _run_micro_batches(
     """This rank's sum of the loss; with backward, gradients of the sum over slots, divided by the plan's targets."""
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     with gradients_summed_over_slots(model, world) if backward else _resharded(model):
+        if isinstance(model, PipelinedModel):
+            settings = {"backward": backward, "chunk_rows": chunk_rows, "routing": routing}
+            return run_through_stages(model, plan, work, world, **settings)
         if routing is not None and backward and routing.coefficients.balance:
             _count_loads(model, work[1:], routing)
         for i, (shard, ids, labels) in enumerate(work):
@@ -157,9 +162,11 @@ def _loss(
     return summed_cross_entropy((out if isinstance(out, Tensor) else out.logits).squeeze(0), labels)
 
 
-def _finish(model: nn.Module, optimizer: Optimizer | None, max_grad_norm: float | None) -> float:
+def _finish(model: nn.Module, world: World, optimizer: Optimizer | None, max_grad_norm: float | None) -> float:
     parameters = list(model.parameters())
-    norm = grad_norm(parameters)
+    norm = grad_norm(counted_parameters(model))
+    if isinstance(model, PipelinedModel):
+        norm = norm_over_stages(norm, world)
     if optimizer is not None:
         if max_grad_norm is not None:
             clip_gradients(parameters, max_grad_norm, norm)
@@ -173,7 +180,8 @@ def _read_together(model: nn.Module, plan: Plan, documents: Any, world: World) -
     try:
         for micro_batch in plan.micro_batches:
             shard = bind(micro_batch, world).with_padding(minimum=1, multiple=plan.row_multiple)
-            work.append(_Work(shard, *read_rows(documents, shard, vocabulary)))
+            reads = not isinstance(model, PipelinedModel) or model.reads_tokens
+            work.append(_Work(shard, *(read_rows(documents, shard, vocabulary) if reads else no_rows(shard))))
     except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
         failure = error
     if world.any_rank(failure is not None):
@@ -187,6 +195,11 @@ def _check(
     model: nn.Module, plan: Plan, documents: Any, world: World, optimizer: Optimizer | None, backward: bool
 ) -> None:
     refuse_unprepared(model)
+    if world.home.pp > 1 and not isinstance(model, PipelinedModel):
+        raise ModelError(
+            f"the home has pp {world.home.pp}, but {type(model).__name__} is not cut into stages; call model = "
+            "longspan.prepare(model, world), or use a home without pp"
+        )
     if plan.slots != world.home.slots:
         raise PlanError(f"the plan is for {plan.slots} slots, the home has {world.home.slots}; plan for this home")
     if optimizer is not None and not backward:

@@ -1,0 +1,248 @@
+"""A model under a home with pipeline stages: this rank's stages under the model's own names, and steps through all.
+
+`prepare` returns a PipelinedModel where `home.pp` is above 1. Parameters of the other stages are freed; those that are
+here have the names that they have in the whole model, so that optimizers, checkpoints and saved folders do not depend
+on the pipeline. How a model is cut is in `stages.py`, torch's schedules are in `schedules.py`, a head that is tied to
+the embedding in `tied.py`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from longspan.comm import SequenceShard, World, world_of
+from longspan.errors import ModelError
+from longspan.model.kernels import with_kernel
+from longspan.model.probe import Probe, run_on_meta
+from longspan.model.schedules import (
+    SPLIT_BACKWARD,
+    HandOff,
+    make_schedule,
+    micro_batch_multiple,
+    stages_of_rank,
+)
+from longspan.model.stages import Absent, Call, Stage, cut, layers_of_stages, parts_of, refuse_inexact
+from longspan.model.tied import TiedCopies
+
+
+class Vocabulary(NamedTuple):
+    """What is asked of an embedding on ranks that hold none."""
+
+    num_embeddings: int
+
+
+class _Ready(NamedTuple):
+    step: Callable[[], None]
+    stages: list[HandOff]
+
+
+class PipelinedModel(nn.Module):
+    """This rank's stages of a causal language model; train and evaluate it with `run_step`.
+
+    Parameters, buffers and `state_dict` keys have the names of the whole model; together, the ranks of a pipeline hold
+    each once, and a tied embedding on the first and on the last stage.
+
+    >>> model = prepare(Qwen3ForCausalLM(config), world, virtual_stages=2)     # home.pp == 2
+    >>> logits = model(input_ids=ids[None], position_ids=shard.position_ids[None], shard=shard).logits  # (1, T, V)
+
+    Calling it is for looking at logits: all stages of a slot enter with the same rows, every rank gets them, and they
+    carry no gradient. What the pipeline computes in is `dtype`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, world: World, stages: Sequence[Stage], schedule: str, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.config, self.generation_config, self.architecture = model.config, model.generation_config, type(model)
+        self.stages, self.schedule, self.dtype = tuple(stages), schedule, dtype  # a tuple: not by these names
+        self.virtual_stages = len(self.stages)
+        self.tied = TiedCopies(self.stages)
+        self._world_key = world.key
+        _ = world.pipeline  # makes its group, on all ranks together
+        self._vocabulary = Vocabulary(model.config.get_text_config().vocab_size)
+        self._ready: dict[tuple[int, bool], _Ready] = {}
+        for stage in self.stages:
+            _graft(self, stage.model, shared=_shared(stage.model))
+
+    def get_input_embeddings(self) -> Vocabulary:
+        """How many ids the vocabulary has, on every rank."""
+        return self._vocabulary
+
+    def named_modules(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[Any]:
+        """The modules by their names in the whole model, then the stages, which FSDP2 manages as roots."""
+        memo = set[nn.Module]() if memo is None else memo
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+        for stage in self.stages:
+            for name, module in (("", stage), (".model", stage.model), (".base_model", stage.model.base_model)):
+                if module not in memo:
+                    memo.add(module)
+                    yield f"{prefix}{'.' if prefix else ''}stages.{stage.index}{name}", module
+
+    def train(self, mode: bool = True) -> "PipelinedModel":
+        """Training or evaluation mode of all stages."""
+        for stage in self.stages:
+            stage.train(mode)
+        super().train(mode)
+        return self
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """What the number of micro-batches of a training step must be a multiple of."""
+        return micro_batch_multiple(self.schedule, world_of(self._world_key).home.pp, self.virtual_stages)
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether a stage here needs token ids or labels."""
+        return any(stage.first or stage.last for stage in self.stages)
+
+    @property
+    def loss_stage(self) -> int:
+        """The pipeline position of the ranks that hold the last stage."""
+        return 0 if self.schedule == "zbv" else world_of(self._world_key).home.pp - 1
+
+    def run(self, calls: Sequence[Call], *, backward: bool) -> None:
+        """One step: every call through every stage, and back with `backward`, which adds to `.grad`.
+
+        All ranks enter with the same number of calls; those of a slot's stages are of the same rows. Raises CommError
+        that names a rank which does not answer.
+        """
+        world = world_of(self._world_key)
+        self.tied.make_equal()
+        with self.tied.gradients_summed(world) if backward else _nothing():
+            step, stages = self._schedule(len(calls), backward, world)
+            for call in calls:
+                call.more = with_kernel(self, call.more)
+            for stage in stages:
+                stage.calls = calls
+            try:
+                _watched(step, world)
+            finally:
+                for stage in stages:
+                    stage.close()
+
+    def _schedule(self, micro_batches: int, backward: bool, world: World) -> _Ready:
+        key = (micro_batches, backward)
+        if key not in self._ready:
+            hidden = self.config.get_text_config().hidden_size
+            stages = [HandOff(stage, world, hidden, self.dtype) for stage in self.stages]
+            self._ready[key] = _Ready(make_schedule(self.schedule, stages, micro_batches, backward=backward), stages)
+        return self._ready[key]
+
+    @torch.no_grad()
+    def forward(self, *, input_ids: Tensor, position_ids: Tensor, shard: SequenceShard, **others: Any) -> Any:
+        """Logits (1, T, V) of one micro-batch's local rows, on every rank of the pipeline, without a gradient."""
+        if not torch.equal(position_ids[0], shard.position_ids):
+            raise ModelError("position_ids are not those of the shard; use position_ids=shard.position_ids[None]")
+        found: list[Tensor] = []
+
+        def finish(model: nn.Module, arguments: Any) -> Tensor:
+            found.append(model(**arguments).logits)
+            return found[0].new_zeros((), dtype=torch.float64)
+
+        more = {name: value for name, value in others.items() if name != "use_cache"}
+        self.run([Call(shard, input_ids, finish, more)], backward=False)
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return CausalLMOutput(logits=self._to_all_stages(found, shard))
+
+    def _to_all_stages(self, found: list[Tensor], shard: SequenceShard) -> Tensor:
+        pipeline = world_of(self._world_key).pipeline
+        holder = self.loss_stage
+        if pipeline.index == holder:
+            sends = [(other, found[0].contiguous()) for other in range(pipeline.degree) if other != holder]
+            pipeline.exchange(sends, [], "logits to all stages").wait()
+            return found[0]
+        logits = torch.empty(
+            1, shard.local_rows, self._vocabulary.num_embeddings, dtype=self.dtype, device=shard.device
+        )
+        pipeline.exchange([], [(holder, logits)], "logits to all stages").wait()
+        return logits
+
+
+def cut_into_stages(model: PreTrainedModel, world: World, *, virtual_stages: int, schedule: str) -> tuple[Stage, ...]:
+    """This rank's stages of a model; the rest of it is freed.
+
+    Raises ModelError or PlanError, before anything is changed, for what would not be exact or not fit.
+    """
+    pp = world.home.pp
+    parts = parts_of(model)
+    layers = layers_of_stages(len(getattr(model.base_model, parts.layers)), pp * virtual_stages)
+    refuse_inexact(model, parts)
+    if schedule in SPLIT_BACKWARD:
+        refuse_reused_parameters(model)
+    return cut(model, parts, layers, stages_of_rank(schedule, world.coordinates.pp, pp, virtual_stages))
+
+
+def refuse_reused_parameters(model: PreTrainedModel) -> None:
+    """Raise ModelError where a forward pass uses a parameter of a layer twice.
+
+    torch's zero-bubble schedules would count its gradient twice, or fail (pytorch issue 180952). The embedding and the
+    head may be one parameter: they are on two stages. The forward pass is one over two rows on the meta device.
+    """
+    own = {m: [id(p) for p in m.parameters(recurse=False)] for m in model.base_model.modules()}
+    uses, names = Counter[int](), {id(p): name for name, p in model.named_parameters()}
+    hooks = [m.register_forward_pre_hook(lambda module, _: uses.update(own[module])) for m in own if own[m]]
+    try:
+        run_on_meta(model, Probe())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if twice := [names[parameter] for parameter, count in uses.items() if count > 1]:
+        raise ModelError(
+            f"{type(model).__name__} uses {', '.join(twice[:4])} ({len(twice)} parameters) twice in a forward pass, "
+            "which zero-bubble schedules would count wrongly; use pipeline_schedule='1f1b'"
+        )
+
+
+def _watched(step: Callable[[], None], world: World) -> None:
+    """Run a schedule; an error of the model is raised as it was, one of a hand-off after a roll call."""
+    failure: BaseException | None = None
+    with world.watch.during("pipeline of micro-batches", world.pipeline.ranks):
+        try:
+            step()
+        except RuntimeError as error:
+            failure = _origin(error)
+            if failure is None:
+                raise
+    if failure is not None:
+        raise failure
+
+
+def _origin(error: BaseException) -> BaseException | None:
+    """What torch wrapped into this error of a stage's forward or backward pass; None where nothing is wrapped."""
+    origin = error.__cause__
+    while origin is not None and origin.__cause__ is not None and "stage" in str(origin).lower():
+        origin = origin.__cause__
+    return origin
+
+
+def _shared(model: PreTrainedModel) -> set[nn.Module]:
+    """The modules of a stage's copy that every stage has a copy of: its base model and its list of layers."""
+    base = model.base_model
+    return {base, getattr(base, parts_of(model).layers)}
+
+
+def _graft(into: nn.Module, source: nn.Module, *, shared: set[nn.Module]) -> None:
+    """Put what a stage holds under the names of the whole model; what another stage of this rank holds comes first."""
+    for name, child in source.named_children():
+        if child in shared:
+            if name not in into._modules:
+                into.add_module(name, nn.Module())
+            _graft(into.get_submodule(name), child, shared=shared)
+        elif not isinstance(child, Absent) and name not in into._modules:
+            into.add_module(name, child)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield

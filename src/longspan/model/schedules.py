@@ -1,0 +1,208 @@
+"""Pipeline schedules over micro-batches of unequal sizes: torch's own, over a stage that sizes its buffers by the plan.
+
+torch's `PipelineStage` allocates receive buffers once, from the first micro-batch. `HandOff` is given a template of one
+row, so that torch runs no forward pass to infer shapes, and replaces every buffer by one of the micro-batch's rows
+before it is received into; what else a micro-batch needs is handed to its forward pass here, so that `step()` takes no
+arguments. A schedule belongs to one number of micro-batches and to training or evaluation: each has its own stages.
+
+Written for torch 2.11 to 2.13. In 2.11 stages compare every micro-batch with the first (`_validate_fwd_input`,
+`_validate_fwd_outputs`), and greet their neighbours, themselves too in a V schedule (`_get_init_p2p_neighbors_ops`):
+our groups are warm already, so both are left out.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+
+from longspan.comm import World
+from longspan.errors import ModelError, PlanError
+from longspan.model.stages import Call, Stage
+
+ScheduleName = Literal["gpipe", "1f1b", "zero_bubble", "zbv"]
+SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
+SPLIT_BACKWARD = ("zero_bubble", "zbv")  # the gradients of weights are computed apart from those of inputs
+
+
+def check_schedule(name: str, pp: int, virtual_stages: int) -> None:
+    """Raise PlanError for a schedule that is not there or not for so many stages a rank."""
+    if name not in SCHEDULES:
+        raise PlanError(f"pipeline_schedule is {name!r}; use {', '.join(SCHEDULES)}")
+    if virtual_stages < 1:
+        raise PlanError(f"virtual_stages is {virtual_stages}; a rank holds at least one pipeline stage")
+    if pp == 1 and virtual_stages > 1:
+        raise PlanError(f"virtual_stages is {virtual_stages} with pp 1; interleaved stages need a pipeline: use pp 2")
+    if name == "zbv" and virtual_stages != 2:
+        raise PlanError(
+            f"pipeline_schedule 'zbv' folds two stages onto each rank, virtual_stages is {virtual_stages}; use 2, or "
+            "'zero_bubble'"
+        )
+
+
+def micro_batch_multiple(name: str, pp: int, virtual_stages: int) -> int:
+    """What the number of a step's micro-batches is made a multiple of, by dummies where the plan does not suit."""
+    return pp if pp > 1 and (virtual_stages > 1 or name == "zero_bubble") and name in ("1f1b", "zero_bubble") else 1
+
+
+def stages_of_rank(name: str, place: int, pp: int, virtual_stages: int) -> tuple[int, ...]:
+    """The stages, in model order, that the ranks at pipeline position `place` hold: round and round, or V for zbv."""
+    if name == "zbv":
+        return place, 2 * pp - 1 - place
+    return tuple(range(place, pp * virtual_stages, pp))
+
+
+class HandOff(PipelineStage):
+    """A stage in one schedule: receives hidden states (1, T, D), T by micro-batch, and sends its own on.
+
+    Set `calls`, one for each micro-batch, before each step.
+    """
+
+    def __init__(self, stage: Stage, world: World, hidden_size: int, dtype: torch.dtype) -> None:
+        row = torch.empty(1, 1, hidden_size, dtype=dtype, device="meta", requires_grad=True)
+        ids = torch.empty(1, 1, dtype=torch.long, device="meta")
+        loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)
+        super().__init__(
+            stage,
+            stage.index,
+            stage.count,
+            world.device,
+            input_args=(ids if stage.first else row,),
+            output_args=(loss if stage.last else row,),
+            group=world.pp_group,
+        )
+        self.calls: Sequence[Call] = ()
+        self._row, self._world = row, world
+        self._freed = torch.empty(0, dtype=dtype, device=world.device)
+
+    def _buffer(self, micro_batch: int) -> Tensor:
+        rows = self.calls[micro_batch].shard.local_rows
+        return torch.empty(1, rows, self._row.shape[2], dtype=self._row.dtype, device=self.device)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """As torch's, into a buffer of this micro-batch's rows."""
+        if not self.is_first:
+            (info,) = self.args_recv_info[fwd_chunk_id]
+            info.buffer = self._buffer(fwd_chunk_id)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """As torch's, into a buffer of this micro-batch's rows."""
+        if self.has_backward and not self.is_last:
+            (info,) = self.grad_recv_info[bwd_chunk_id]
+            info.buffer = self._buffer(bwd_chunk_id)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None, *others: Any, **more: Any
+    ) -> Any:
+        """As torch's, with this micro-batch's ids and arguments."""
+        call = self.calls[fwd_chunk_id]
+        if not self.is_first:
+            with self._world.watch.during("hand-off between pipeline stages", self._world.pipeline.ranks) as operation:
+                self._world.watch.mark(operation)
+            (info,) = self.args_recv_info[fwd_chunk_id]
+            assert info.buffer is not None
+            info.buffer.requires_grad_(self.has_backward)
+        out = super().forward_one_chunk(fwd_chunk_id, (call.ids,), {"call": call}, *others, **more)
+        if not self.is_last:
+            self._check_output(out, call)
+        return out
+
+    def _check_output(self, out: Tensor, call: Call) -> None:
+        wanted = (1, call.shard.local_rows, self._row.shape[2])
+        if tuple(out.shape) != wanted or out.dtype != self._row.dtype:
+            raise ModelError(
+                f"stage {self.stage_index} made hidden states {tuple(out.shape)} of {out.dtype}, the next stage awaits "
+                f"{wanted} of {self._row.dtype}; use one dtype for parameters and hidden states"
+            )
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """As torch's; without a backward pass nothing of the micro-batch is kept."""
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        if not self.has_backward:
+            self.fwd_cache.pop(fwd_chunk_id)
+        return ops
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """As torch's; what was received for the micro-batch is freed."""
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if self.has_backward:
+            self._free(bwd_chunk_id)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """As torch's, and nothing in evaluation, where torch's V schedules fail."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """As torch's, and nothing in evaluation."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """As torch's, and nothing in evaluation, where there is no gradient."""
+        if self.has_backward:
+            super().perform_reduce_grad(grad_scale_factor)
+
+    def close(self) -> None:
+        """Keep nothing of a step: a schedule of another number of micro-batches may come next."""
+        self.clear_runtime_states()
+        self.backward_state.clear()
+        self.bwd_cache.clear()
+        self.dw_runner.clear()
+        for micro_batch in self.args_recv_info:
+            self._free(micro_batch)
+        self.calls = ()
+
+    def _free(self, micro_batch: int) -> None:
+        for info in (*self.args_recv_info.get(micro_batch, ()), *self.grad_recv_info.get(micro_batch, ())):
+            if getattr(info, "buffer", None) is not None:
+                info.buffer = self._freed
+
+    def _validate_fwd_input(self, *_: Any) -> None:
+        """torch 2.11 compares with the first micro-batch."""
+
+    def _validate_fwd_outputs(self, *_: Any) -> None:
+        """torch 2.11 compares with the first micro-batch."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """torch 2.11 greets neighbours, in a V schedule itself; our group is warm."""
+        return []
+
+
+def make_schedule(name: str, stages: Sequence[HandOff], micro_batches: int, *, backward: bool) -> Callable[[], None]:
+    """One step of this schedule over `micro_batches` micro-batches: call it once the stages have their calls.
+
+    Few micro-batches for 1F1B, and evaluation, run all forward passes first: there 1F1B would do the same.
+    """
+    settings: dict[str, Any] = {"loss_fn": _as_it_is if backward else None, "scale_grads": False}
+    one, pp = len(stages) == 1, stages[0].group_size
+    if name == "zbv":
+        schedule: Any = ScheduleZBVZeroBubble(list(stages), micro_batches, **settings)
+    elif name == "zero_bubble" and backward:
+        schedule = ScheduleInterleavedZeroBubble(list(stages), micro_batches, **settings)
+    elif not one:
+        looped = ScheduleInterleaved1F1B if name == "1f1b" and backward else ScheduleLoopedBFS
+        schedule = looped(list(stages), micro_batches, **settings)
+    else:
+        single = Schedule1F1B if name == "1f1b" and backward and micro_batches >= pp else ScheduleGPipe
+        schedule = single(stages[0], micro_batches, **settings)
+
+    def step() -> None:
+        schedule.step(target=torch.arange(micro_batches), return_outputs=False)
+
+    return step
+
+
+def _as_it_is(output: Tensor, _: Tensor) -> Tensor:
+    """The last stage makes the loss itself."""
+    return output
