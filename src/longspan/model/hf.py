@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from longspan.attention import attend
 from longspan.comm import SequenceShard, World
 from longspan.errors import ModelError
+from longspan.model.expert_parallel import check_experts
 from longspan.model.head import open_head
 from longspan.model.kernels import check_kernel, keep_kernel, with_kernel
 from longspan.model.moe import use_experts
@@ -69,12 +70,12 @@ def prepare(
 
     Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
     """
-    _check_home(world)
     check_schedule(pipeline_schedule, world.home.pp, virtual_stages)
     if is_prepared(model):
         raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
     refuse_unsupported(model)
     refuse_tensor_parallel(model, world, sequence_parallel=sequence_parallel)
+    check_experts(model, world.home, shard_parameters=shard_parameters)
     model.set_attn_implementation(IMPLEMENTATION)
     use_experts(model)
     calls = probe_model(model) if probe else ()
@@ -261,16 +262,6 @@ def vocabulary_size(model: nn.Module) -> int | None:
 def layer_index(module: nn.Module) -> int | None:
     """The global layer index that transformers gives an attention module."""
     return getattr(module, "layer_idx", None)
-
-
-def _check_home(world: World) -> None:
-    home = world.home
-    for name in ("ep",):
-        if (degree := getattr(home, name)) > 1:
-            raise ModelError(
-                f"the home has {name} {degree}; prepare brings models under slots alone: "
-                f"use Layout(ranks={len(home.ranks)})"
-            )
 
 
 def _call(model: nn.Module) -> str:

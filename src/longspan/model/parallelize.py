@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
+from longspan.model.expert_parallel import shard_experts
 from longspan.model.probe import decoder_layers
 
 _BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat buffers of at most this many elements
@@ -32,6 +33,7 @@ def shard_over_slots(
     `root` is what will be called: the model itself, or the pipeline stage around it.
     """
     policy = _precision(model, compute_dtype)
+    shard_experts(model, world, policy, reshard=reshard_after_forward)
     for layer in decoder_layers(model).values():
         fully_shard(layer, mesh=world.fsdp_mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
     root = model if root is None else root
