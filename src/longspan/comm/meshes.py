@@ -7,6 +7,7 @@ of a slot, each of which computes its part of the rows with the same experts, st
 root. Groups are made when a mesh that needs them is first asked for, by all ranks together, and shared by both roots.
 """
 
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -91,6 +92,8 @@ class Meshes:
         names = tuple(axes[i] for i in kept)
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0], self._device_type, mesh_dim_names=names)
+        # DTensor warns of every norm and every whole tensor that two axes take two messages for (torch 2.13).
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         mesh = torch.from_numpy(ranks[self._stage].reshape([sizes[i] for i in kept])).to(torch.int)
         return DeviceMesh.from_group(groups, self._device_type, mesh, mesh_dim_names=names)
 

@@ -24,6 +24,7 @@ from longspan.model.moe import router_step
 from longspan.model.parallelize import fsdp_modules, gradients_summed_over_slots, reshard
 from longspan.model.pipeline import PipelinedModel
 from longspan.model.router import RouterCoefficients, RouterLosses, RouterStep
+from longspan.model.tensor_parallel import row_multiple
 from longspan.plan import Plan
 from longspan.train.chunked_loss import chunked_cross_entropy
 from longspan.train.loss import NO_TARGET, Rows, read_rows, summed_cross_entropy
@@ -208,6 +209,11 @@ def _check(
         raise PlanError(
             "the plan is in free mode, where slots are at different micro-batches, but the parameters are sharded over "
             "the slots, which then wait for each other in every layer; use mode='lockstep', or shard_parameters=False"
+        )
+    if plan.row_multiple % (multiple := row_multiple(model)):
+        raise PlanError(
+            f"the plan has row_multiple {plan.row_multiple}, the model is sequence-parallel over tp {multiple}; plan "
+            f"with row_multiple={multiple}"
         )
     _check_documents(plan, documents)
 
