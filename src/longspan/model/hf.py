@@ -121,7 +121,7 @@ def _place(
 ) -> None:
     """Bring the layers that are here under the home; `root` is what will be called: the model, or a stage around it."""
     if world.home.tp > 1:
-        split_over_tp(model, world, sequence_parallel=sequence_parallel, sum_expert_gradients=True)
+        split_over_tp(model, world, sequence_parallel=sequence_parallel, sum_expert_gradients=not shard_parameters)
     if activation_checkpointing:
         recompute_activations(model)
     if shard_parameters:
