@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from longspan.comm import World
@@ -86,11 +87,15 @@ def gradients_summed_over_slots(model: nn.Module, world: World) -> Iterator[None
     for parameter in parameters:
         parameter.grad = None
     yield
-    for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
+    for bucket in _buckets([_local(p.grad) for p in parameters if p.grad is not None]):
         _sum_over_slots(bucket, world)
     for parameter, gradient in zip(parameters, earlier, strict=True):
         if gradient is not None:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
