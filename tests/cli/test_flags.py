@@ -116,7 +116,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     wanted = {
         "train.steps": 9,
         "train.lr": 1.0,
-        "train.activation_checkpointing": True,
+        "train.activation_checkpointing": "full",
         "parallel.reshard_after_forward": False,
         "context.cp_comm_type": ("p2p", "all_gather"),
     }

@@ -70,6 +70,12 @@ def test_toml_there_and_back(tmp_path: Path) -> None:
     assert changed.train.weight_decay == 1.0 and isinstance(changed.train.weight_decay, float)
 
 
+def test_true_and_false_of_what_became_a_choice(tmp_path: Path) -> None:
+    for word, choice in (("true", "full"), ("false", "none"), ('"selective"', "selective")):
+        (tmp_path / "a.toml").write_text(f"[train]\nactivation_checkpointing = {word}\n")
+        assert load_config(tmp_path / "a.toml").train.activation_checkpointing == choice
+
+
 def test_keys_are_those_of_the_dataclasses() -> None:
     assert set(config_keys()) == {f"{section}.{key}" for section, keys in asdict(RunConfig()).items() for key in keys}
 
@@ -130,6 +136,7 @@ IMPOSSIBLE = [
     (4, {"context.cp_comm_type": ("p2p", "al_gather")}, r"'al_gather'; did you mean 'all_gather'"),
     (4, {"context.attention_kernel": "fa5"}, r"context.attention_kernel is 'fa5'; did you mean 'fa4'"),
     (4, {"context.eval_cp_comm_type": "a2b"}, r"context.eval_cp_comm_type is 'a2b'; did you mean 'a2a'"),
+    (4, {"train.offload_activations": True}, 'train.activation_checkpointing is "none"; use "full" or "selective"'),
     (4, {"parallel.tp": 2}, r"parallel.tp is 2: this release trains without tensor parallelism"),
     (4, {"parallel.pp": 2}, r"parallel.pp is 2: this release trains without pipeline"),
     (4, {"parallel.vpp": 2}, r"parallel.vpp is 2"),

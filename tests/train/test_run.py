@@ -121,7 +121,8 @@ PLANNERS = [
     {"context__planner": "padded", "context__cp_comm_type": "all_gather", "context__eval_planner": "padded"},
     {"context__planner": "dynamic", "context__eval_planner": "dynamic", "context__cp_comm_type": ["p2p", "all_gather"]},
     {
-        "train__activation_checkpointing": True,
+        "train__activation_checkpointing": "selective",
+        "train__offload_activations": True,
         "parallel__reshard_after_forward": False,
         "context__eval_context_parallel_size": 1,
     },

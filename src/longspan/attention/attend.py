@@ -22,6 +22,7 @@ from longspan.attention.circle import Circle, Mask
 from longspan.attention.kernels import Need, choose
 from longspan.attention.kernels.dropout import Dropout, mixed_seed
 from longspan.attention.merge import accumulation_dtype
+from longspan.attention.recall import recalled
 from longspan.attention.ring import ring_backward, ring_forward
 from longspan.attention.routes import Asked, Route, routes_of
 from longspan.attention.validate import check_budget, check_features, check_sinks, check_tensors
@@ -207,12 +208,8 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, walk: _Walk) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         rule = walk.rule if sinks is None else replace(walk.rule, sinks=sinks)
-        with _given_dtypes(q):
-            found = [pattern.forward(q[rows], k[rows], v[rows], circle, rule) for rows, pattern, circle in walk.parts]
-        outs = [part.out.to(q.dtype) for part in found]
-        out = _joined(outs, q.new_empty((0, q.shape[1], v.shape[2]))).contiguous()
-        kept = [x for part in found for x in part.kept]
-        ctx.walk, ctx.sizes = walk, [len(part.kept) for part in found]
+        out, kept, sizes = recalled(lambda: _attended(q, k, v, walk, rule), (q, k, v))
+        ctx.walk, ctx.sizes = walk, sizes
         ctx.shapes = [x.shape[1:] for x in (q, k, v)]
         ctx.save_for_backward(sinks, out if None in kept else None, *kept)
         return out
@@ -234,6 +231,17 @@ class _Attend(torch.autograd.Function):
             _joined([part[:3][i].to(dout.dtype) for part in found], x).contiguous() for i, x in enumerate(empty)
         )
         return dq, dk, dv, None if sinks is None else _sum_of([part.sinks for part in found], sinks), None
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, walk: _Walk, rule: Rule
+) -> tuple[Tensor, list[Tensor | None], list[int]]:
+    """Output (T, N, Hv) of all parts, and what they keep for backward, so many tensors each."""
+    with _given_dtypes(q):
+        found = [pattern.forward(q[rows], k[rows], v[rows], circle, rule) for rows, pattern, circle in walk.parts]
+    outs = [part.out.to(q.dtype) for part in found]
+    out = _joined(outs, q.new_empty((0, q.shape[1], v.shape[2]))).contiguous()
+    return out, [x for part in found for x in part.kept], [len(part.kept) for part in found]
 
 
 def _given_dtypes(x: Tensor) -> AbstractContextManager[object]:

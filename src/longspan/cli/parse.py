@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import tyro
 
 from longspan.errors import ConfigError
-from longspan.train.config_file import nearest
+from longspan.train.config_file import nearest, present_word
 
 Flags = TypeVar("Flags")
 
@@ -60,7 +60,7 @@ def _check_name(flag: str, known: dict[str, Any], prog: str) -> None:
 
 
 def _as_python(value: str, kind: Any) -> str:
-    return value.capitalize() if kind is bool and value in ("true", "false") else value
+    return value.capitalize() if kind is bool and value in ("true", "false") else str(present_word(value, kind))
 
 
 def _is_positional(kind: type, name: str) -> bool:

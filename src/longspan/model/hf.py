@@ -22,9 +22,10 @@ from longspan.model.expert_parallel import check_experts
 from longspan.model.head import open_head
 from longspan.model.kernels import check_kernel, keep_kernel, with_kernel
 from longspan.model.moe import use_experts
-from longspan.model.parallelize import recompute_activations, shard_over_slots
+from longspan.model.parallelize import shard_over_slots
 from longspan.model.pipeline import PipelinedModel, cut_into_stages
 from longspan.model.probe import AttentionCall, Probe, probe_model, unknown_tensors
+from longspan.model.recompute import recompute_activations
 from longspan.model.refusals import refuse_unsupported
 from longspan.model.schedules import check_schedule
 from longspan.model.tensor_parallel import refuse_tensor_parallel, split_over_tp
@@ -38,7 +39,8 @@ def prepare(
     *,
     shard_parameters: bool = True,
     reshard_after_forward: bool = True,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: bool | str = False,
+    offload_activations: bool = False,
     compute_dtype: torch.dtype | None = None,
     attention_kernel: str | None = None,
     probe: bool = True,
@@ -54,8 +56,10 @@ def prepare(
 
     All ranks call it together, with equal weights. `shard_parameters` shards them over the slots with FSDP2, otherwise
     every rank keeps a copy; `reshard_after_forward` frees a layer's gathered parameters between forward and backward;
-    `activation_checkpointing` recomputes each decoder layer in backward; `compute_dtype` (bfloat16, say) is what FSDP2
-    computes in, over parameters and gradient sums in their own type. `attention_kernel` names a row of
+    `activation_checkpointing` recomputes each decoder layer in backward: "full" (or True) all of it, "selective" all
+    but attention, whose output is kept; `offload_activations` keeps in the host's memory what recomputation starts
+    from. `compute_dtype` (bfloat16, say) is what FSDP2 computes in, over parameters and gradient sums in their own
+    type. `attention_kernel` names a row of
     `longspan.attention.KERNELS`; without it each call takes the first that can. `probe=False` skips the trial forward
     pass that shows whether every layer reaches `attend`.
 
@@ -88,6 +92,7 @@ def prepare(
         shard_parameters=shard_parameters,
         reshard_after_forward=reshard_after_forward and world.home.pp == 1,  # see schedules.SPLIT_BACKWARD
         activation_checkpointing=activation_checkpointing,
+        offload_activations=offload_activations,
         compute_dtype=compute_dtype,
         sequence_parallel=sequence_parallel,
     )
@@ -115,15 +120,15 @@ def _place(
     world: World,
     shard_parameters: bool,
     reshard_after_forward: bool,
-    activation_checkpointing: bool,
+    activation_checkpointing: bool | str,
+    offload_activations: bool,
     compute_dtype: torch.dtype | None,
     sequence_parallel: bool,
 ) -> None:
     """Bring the layers that are here under the home; `root` is what will be called: the model, or a stage around it."""
     if world.home.tp > 1:
         split_over_tp(model, world, sequence_parallel=sequence_parallel, sum_expert_gradients=not shard_parameters)
-    if activation_checkpointing:
-        recompute_activations(model)
+    recompute_activations(model, activation_checkpointing, offload=offload_activations)
     if shard_parameters:
         settings = {"reshard_after_forward": reshard_after_forward, "compute_dtype": compute_dtype}
         shard_over_slots(model, world, root=root, **settings)

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.errors import ModelError
 from longspan.model.expert_parallel import shard_experts
 from longspan.model.probe import decoder_layers
 
@@ -60,17 +59,6 @@ def reshard(model: nn.Module) -> None:
     """Free parameters that FSDP2 kept gathered after a forward pass without a backward pass."""
     for module in fsdp_modules(model):
         module.reshard()
-
-
-def recompute_activations(model: PreTrainedModel) -> None:
-    """Recompute each decoder layer in backward; the shard is bound into that call with its other arguments."""
-    settings = {"use_reentrant": False}
-    if not model.supports_gradient_checkpointing:
-        raise ModelError(f"{type(model).__name__} does not support activation checkpointing; switch it off")
-    if hasattr(model, "activation_checkpointing_enable"):  # transformers 5.23; its older name warns there
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
 
 
 @contextmanager

@@ -113,8 +113,10 @@ class TrainConfig:
     """Decoupled weight decay of matrices."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0: never."""
-    activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of keeping it."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Recompute layers in the backward pass: none, full, or selective (all but attention); true is full."""
+    offload_activations: bool = False
+    """Keep what checkpointed layers start from in the host's memory meanwhile."""
     loss_chunk_rows: int = 0
     """Rows whose logits are formed at a time; 0: as many as 2 GiB hold on a GPU, 64 MiB on a CPU."""
     seed: int = 0

@@ -64,6 +64,7 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     _check_numbers(config)
     home = home_of(config.parallel, ranks)
     _check_release(config)
+    _check_memory(config)
     _check_kernel(config)
     for choice in _choices(config, training=training):
         _check_types(choice)
@@ -109,6 +110,14 @@ def _check_kernel(config: RunConfig) -> None:
     names = [kernel.name for kernel in KERNELS]
     if name not in names:
         raise ConfigError(f"context.attention_kernel is {name!r}; {nearest(name, names)}")
+
+
+def _check_memory(config: RunConfig) -> None:
+    if config.train.offload_activations and config.train.activation_checkpointing == "none":
+        raise ConfigError(
+            "train.offload_activations is true: it moves what checkpointed layers keep, and "
+            'train.activation_checkpointing is "none"; use "full" or "selective"'
+        )
 
 
 def _check_types(choice: PlanChoice) -> None:

@@ -90,6 +90,7 @@ def _key_hint(section: str, key: str, siblings: Iterable[str]) -> str:
 
 def _converted(key: str, value: object, kind: Any, source: str) -> object:
     """The value as `kind` holds it: a list becomes a tuple, an integer may stand for a float."""
+    value = present_word(value, kind)
     for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
         found = _fitting(value, option)
         if found is not None:
@@ -98,6 +99,16 @@ def _converted(key: str, value: object, kind: Any, source: str) -> object:
     if get_origin(kind) is Literal and isinstance(value, str):
         hint = f" ({nearest(value, get_args(kind))})"
     raise ConfigError(f"{key} is {value!r} in {source}; it must be {_wanted(kind)}{hint}")
+
+
+def present_word(value: object, kind: Any) -> object:
+    """A value as it is written now: true and false of what became a choice are "full" and "none"."""
+    word = {True: "full", "true": "full", False: "none", "false": "none"}.get(value) if _is_word(value) else None
+    return word if get_origin(kind) is Literal and word in get_args(kind) else value
+
+
+def _is_word(value: object) -> bool:
+    return isinstance(value, bool | str)
 
 
 def _fitting(value: object, option: Any) -> object | None:

@@ -134,6 +134,7 @@ def model_under_home(
         world,
         reshard_after_forward=config.parallel.reshard_after_forward,
         activation_checkpointing=config.train.activation_checkpointing,
+        offload_activations=config.train.offload_activations,
         attention_kernel=config.context.attention_kernel or None,
     )
 

@@ -1,0 +1,158 @@
+"""Recomputed layers give the gradients of the stock model; kept attention is neither computed nor sent again."""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from longspan.attention import attend
+from longspan.attention.recall import Recording
+from longspan.comm import Channel, World, bind
+from longspan.errors import ModelError
+from longspan.layout import Layout
+from longspan.model import prepare
+from longspan.model.offload import Parking, hooks
+from longspan.plan import Group, MicroBatch, Plan, plan_fixed
+from longspan.testing import backend, run_ranks
+from longspan.train import run_step
+from tests.model.stock import gradients_of, stock_answer, texts, tiny, worst
+
+LENGTHS = (13, 1, 30, 7, 2, 18)
+TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+WAYS = {"none": {}, "full": {}, "selective": {}, "full, offloaded": {}, "selective, offloaded": {}}
+TOLERANCE = {torch.float64: (1e-12, 1e-12), torch.float32: (1e-6, 1e-5)}
+
+
+def _settings(way: str) -> dict[str, Any]:
+    kind, _, offload = way.partition(", ")
+    return {"activation_checkpointing": kind, "offload_activations": bool(offload)}
+
+
+def by_hand() -> Plan:
+    """Slots in several groups, and in none, and several micro-batches."""
+    first = MicroBatch((Group((0,), (0,), (13,)), Group((0, 1), (2, 1), (30, 1)), Group((1,), (3,), (7,))))
+    second = MicroBatch((Group((1, 0), (5,), (18,), "a2a"), Group((1,), (4,), (2,))))
+    return Plan(2, LENGTHS, (first, second, MicroBatch()), targets=sum(LENGTHS) - len(LENGTHS))
+
+
+class Counting:
+    """Counts what is sent in forward passes of attention, by wrapping the channel of this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+        for name in ("exchange", "shift", "all_gather_rows", "all_to_all_rows"):
+            monkeypatch.setattr(Channel, name, self._counted(getattr(Channel, name)))
+
+    def _counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return method(*args, **kwargs)
+
+        return counted
+
+
+def _compare(rank: int) -> dict[object, tuple[float, float, int]]:
+    """Errors of loss and gradients, and messages sent, for every way, dtype and communication type."""
+    found, documents = {}, texts(LENGTHS)
+    with pytest.MonkeyPatch.context() as monkeypatch, World(Layout(ranks=2), backend=backend()) as world:
+        counting = Counting(monkeypatch)
+        sizes: dict[str, Any] = {"hierarchical_context_parallel_sizes": (2, 1)}
+        plans = {kind: plan_fixed(LENGTHS, world.home, cp=2, cp_comm_type=kind, **sizes) for kind in TYPES}
+        plans["by hand"] = by_hand()
+        for family, dtype in (("qwen3", torch.float64), ("gpt-oss", torch.float32)):
+            wanted = stock_answer(family, dtype, documents, world.device)
+            for way in WAYS:
+                model = tiny(family, dtype, attention="eager")
+                prepare(model, world, probe=family != "gpt-oss", **_settings(way))
+                for name, plan in plans.items():
+                    counting.calls = 0
+                    loss = run_step(model, plan, documents, world).loss
+                    errors = abs(loss / wanted.loss - 1), worst(gradients_of(model), wanted.gradients)
+                    found[way, family, dtype, name] = (*errors, counting.calls)
+                    model.zero_grad()
+    return found
+
+
+def test_gradients_and_messages() -> None:
+    """Selective sends what no recomputation sends; full sends attention's forward twice."""
+    for found in run_ranks(_compare, 2):
+        for (way, family, dtype, name), (loss, gradients, sent) in found.items():
+            bounds = TOLERANCE[dtype]
+            assert loss < bounds[0] and gradients < bounds[1], (way, family, name, loss, gradients)
+            without = found["none", family, dtype, name][2]
+            if way.startswith("selective"):
+                assert sent == without, (way, family, name)
+            elif way.startswith("full"):
+                assert sent > without, (way, family, name)
+
+
+def test_other_choices_are_refused() -> None:
+    with World(Layout(ranks=1), backend="gloo") as world:
+        with pytest.raises(ModelError, match="activation_checkpointing is 'some'; use one of none, full, selective"):
+            prepare(tiny("qwen3"), world, activation_checkpointing="some")
+        with pytest.raises(ModelError, match="needs activation_checkpointing 'full' or 'selective'"):
+            prepare(tiny("qwen3"), world, offload_activations=True)
+
+
+class Layer(nn.Module):
+    """Two attention calls, of which the second sees what the first gave, and weights around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(8, 8, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x: Tensor, shard: Any) -> Tensor:
+        for projection in self.projections:
+            q = projection(x).unflatten(1, (2, 4))
+            x = x + attend(q, q, q.tanh(), shard).flatten(1)
+        return x
+
+
+def _layer() -> tuple[Layer, Tensor]:
+    torch.manual_seed(0)
+    return Layer(), torch.randn(9, 8, dtype=torch.float64, requires_grad=True)
+
+
+def _gradients(layer: Layer, x: Tensor, out: Tensor, *, twice: bool = False) -> list[Tensor]:
+    if twice:
+        torch.autograd.grad(out.square().sum(), (x, *layer.parameters()), retain_graph=True)
+    return list(torch.autograd.grad(out.square().sum(), (x, *layer.parameters())))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("twice", [False, True])
+def test_several_calls_in_flight(offload: bool, twice: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward passes of three micro-batches before their backwards, first in first out, and a graph that is kept."""
+    computed = list[int]()
+    layer, x = _layer()
+    with World(Layout(ranks=1), backend="gloo") as world:
+        shards = [bind(MicroBatch((Group((0,), (0, 1), (n, 9 - n)),)), world) for n in (1, 4, 6)]
+        wanted = [_gradients(layer, x, layer(x, shard)) for shard in shards]
+        module = import_module("longspan.attention.attend")
+        monkeypatch.setattr(module, "_attended", _noting(module._attended, computed))
+        parking, outs = Parking() if offload else None, []
+        for shard in shards:
+            recording = Recording(parking)
+            if parking is not None:
+                parking.begin()
+                with hooks(parking):
+                    outs.append(checkpoint(layer, x, shard, use_reentrant=False, context_fn=recording.contexts))
+            else:
+                outs.append(checkpoint(layer, x, shard, use_reentrant=False, context_fn=recording.contexts))
+        assert len(computed) == 9
+        found = [_gradients(layer, x, out, twice=twice) for out in outs]
+    assert len(computed) == 9, "attention ran again"
+    for gradients, exact in zip(found, wanted, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(gradients, exact, strict=True))
+
+
+def _noting(original: Callable[..., Any], computed: list[int]) -> Callable[..., Any]:
+    def noting(*args: Any) -> Any:
+        computed.append(1)
+        return original(*args)
+
+    return noting
