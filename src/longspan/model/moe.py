@@ -83,7 +83,7 @@ def router_step(
     Without `coefficients`, balance weighs the configuration's `router_aux_loss_coef` where `output_router_logits` is
     set, as in transformers, and else nothing. Raises ModelError for losses of routers that are not a softmax.
     """
-    routers = router_modules(model)
+    routers = getattr(model, "routers", None) or tuple(router_modules(model).values())  # those of all pipeline stages
     config = getattr(model, "config", None)
     known = routers and hasattr(config, "router_aux_loss_coef")
     if coefficients is None:
@@ -93,7 +93,7 @@ def router_step(
         if coefficients.any:
             raise ModelError(f"{type(model).__name__} has no routers with a softmax; set the losses of routers to 0")
         return None
-    experts = int(next(iter(routers.values())).num_experts)  # pyright: ignore[reportArgumentType]
+    experts = int(routers[0].num_experts)  # pyright: ignore[reportArgumentType]
     return RouterStep(coefficients, world, tokens=tokens, layers=len(routers), experts=experts)
 
 

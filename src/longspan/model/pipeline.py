@@ -20,6 +20,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from longspan.comm import SequenceShard, World, world_of
 from longspan.errors import ModelError
 from longspan.model.kernels import with_kernel
+from longspan.model.moe import router_modules
 from longspan.model.probe import Probe, run_on_meta
 from longspan.model.schedules import (
     SPLIT_BACKWARD,
@@ -36,6 +37,12 @@ class Vocabulary(NamedTuple):
     """What is asked of an embedding on ranks that hold none."""
 
     num_embeddings: int
+
+
+class RouterSize(NamedTuple):
+    """A router of any stage: how many experts it chooses from."""
+
+    num_experts: int
 
 
 class _Ready(NamedTuple):
@@ -57,9 +64,15 @@ class PipelinedModel(nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, world: World, stages: Sequence[Stage], schedule: str, dtype: torch.dtype
+        self,
+        model: PreTrainedModel,
+        world: World,
+        stages: Sequence[Stage],
+        schedule: str,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        # What the whole model is, whatever stages are here.
         self.config, self.generation_config, self.architecture = model.config, model.generation_config, type(model)
         self.stages, self.schedule, self.dtype = tuple(stages), schedule, dtype  # a tuple: not by these names
         self.virtual_stages = len(self.stages)
@@ -67,6 +80,7 @@ class PipelinedModel(nn.Module):
         self._world_key = world.key
         _ = world.pipeline  # makes its group, on all ranks together
         self._vocabulary = Vocabulary(model.config.get_text_config().vocab_size)
+        self.routers = tuple(RouterSize(int(router.num_experts)) for router in router_modules(model).values())  # pyright: ignore[reportArgumentType]
         self._ready: dict[tuple[int, bool], _Ready] = {}
         for stage in self.stages:
             _graft(self, stage.model, shared=_shared(stage.model))

@@ -91,7 +91,7 @@ class RouterStep:
         """Fix F by the tallies so far, which must cover the step; entered by all slots, before any backward pass."""
         if self.coefficients.balance:
             local = _total([*self.counted, *self.tallies], self.experts)[: self.experts]
-            loads = self.world.reduce_sum(local, "loads of experts")
+            loads = self.world.sum_over_stages(local, "loads of experts")
             self.fractions = torch.tensor(loads, dtype=torch.float64, device=self.world.device) / self.rows
         self.counted.clear()
 
