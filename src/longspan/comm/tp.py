@@ -93,12 +93,13 @@ def _summed(x: Tensor, key: int, what: str) -> Tensor:
 def _gathered(x: Tensor, key: int, dim: int, what: str) -> Tensor:
     tp = _ranks_of(key)
     x = x.detach().contiguous()
-    found = x.new_empty((tp.degree, *x.shape))
+    in_place = x.shape[:dim].numel() == 1
+    found = x.new_empty(
+        (*x.shape[:dim], tp.degree * x.shape[dim], *x.shape[dim + 1 :]) if in_place else (tp.degree, *x.shape)
+    )
     flat, own = found.view(-1), x.view(-1)
     tp.run(what, lambda group: _all_gather_single(flat, own, group=group, async_op=True))
-    if x.shape[:dim].numel() == 1:
-        return found.view(*x.shape[:dim], tp.degree * x.shape[dim], *x.shape[dim + 1 :])
-    return torch.cat(found.unbind(), dim)
+    return found if in_place else torch.cat(found.unbind(), dim)
 
 
 def _summed_slice(x: Tensor, key: int, dim: int, what: str) -> Tensor:

@@ -175,7 +175,8 @@ def split_rows_of_experts(experts: nn.Module, key: int, *, sum_gradients: bool) 
         rows = (args[0] if args else kwargs["hidden_states"]).shape[0]
         own = partial(_own_rows, rows=rows, key=key)
         found = inner(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
-        return tp_gather(found, key, 0, gradient="identical")[:rows]
+        found = tp_gather(found, key, 0, gradient="identical")
+        return found if found.shape[0] == rows else found[:rows].clone()  # FSDP2 warns of modules that return views
 
     experts.forward = forward
 
