@@ -22,6 +22,8 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.hf import vocabulary_size
 from longspan.model.parallelize import fsdp_modules
+from longspan.model.pipeline import PipelinedModel
+from longspan.model.pipeline_state import state_of_all_stages
 from longspan.model.presets import PRESETS, preset_config
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -122,13 +124,15 @@ def _check_index(folder: Path, index: Path) -> None:
         raise ModelError(f"{folder} lacks {len(missing)} of {len(files)} weight files: {', '.join(missing[:4])}")
 
 
-def save_model(model: PreTrainedModel, folder: str | Path, world: World, tokenizer: Any = None) -> None:
+def save_model(
+    model: PreTrainedModel | PipelinedModel, folder: str | Path, world: World, tokenizer: Any = None
+) -> None:
     """Write the full weights to a folder that stock transformers loads; all ranks call it together.
 
     Rank 0 writes safetensors, configuration and tokenizer next to `folder` and renames, so an interrupted save
     leaves what was there. Raises ModelError on every rank where writing failed.
     """
-    full = full_state_dict(model)
+    full = state_of_all_stages(model, world) if isinstance(model, PipelinedModel) else full_state_dict(model)
     failure: Exception | None = None
     if world.rank == 0:
         try:
@@ -148,7 +152,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
 
 
-def _write(model: PreTrainedModel, full: dict[str, Tensor], folder: Path, tokenizer: Any) -> None:
+def _write(model: PreTrainedModel | PipelinedModel, full: dict[str, Tensor], folder: Path, tokenizer: Any) -> None:
     partial, old = (folder.with_name(f"{folder.name}{ending}") for ending in (".partial", ".old"))
     for leftover in (partial, old):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -162,12 +166,13 @@ def _write(model: PreTrainedModel, full: dict[str, Tensor], folder: Path, tokeni
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _stock_twin(model: PreTrainedModel, full: dict[str, Tensor]) -> PreTrainedModel:
+def _stock_twin(model: PreTrainedModel | PipelinedModel, full: dict[str, Tensor]) -> PreTrainedModel:
     """The unprepared model class over the gathered weights, tied where the original ties."""
     config = deepcopy(model.config)
     config._attn_implementation = "eager"
     config.use_cache = True  # prepare turned it off for training; who loads the folder wants transformers' default
-    stock = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    own = model.architecture if isinstance(model, PipelinedModel) else type(model)
+    stock: Any = next(kind for kind in own.__mro__ if not issubclass(kind, FSDPModule))
     with torch.device("meta"):
         twin = stock(config)
     twin.load_state_dict(full, assign=True)

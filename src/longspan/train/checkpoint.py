@@ -2,9 +2,10 @@
 
 A checkpoint is a folder `step-000100` with the ranks' `.distcp` files, `state.json` (step, configuration) and, written
 last, `manifest.json` (size and SHA-256 of every file). It is written as `step-000100.partial`, synced and renamed, so
-an interrupted save never damages an older one. Weights and optimizer state are stored by name and global shape: any
-number of ranks may load them. The data position is the step alone (`order.py`), and random numbers are seeded by
-(seed, step, slot), so neither needs a state of its own. What stands in a folder is judged by `checkpoint_files.py`.
+an interrupted save never damages an older one. Weights and optimizer state are stored by name and global shape, as they
+are in the whole model: any number of ranks may load them, in any number of pipeline stages. The data position is the
+step alone (`order.py`), and random numbers are seeded by (seed, step, slot), so neither needs a state of its own. What
+stands in a folder is judged by `checkpoint_files.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
 from longspan.comm import World
@@ -34,6 +35,7 @@ from longspan.train.checkpoint_files import (
 from longspan.train.together import first_does, is_first, together
 
 Say = Callable[[str], None]
+_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # no list of parameters, which differs between stages
 
 
 def save_checkpoint(
@@ -80,25 +82,29 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None, w
     """
     state = read_state(path)
     tensors = _tensors(model, optimizer)
-    _check_names(path, tensors["model"])
+    _check_names(path, {name for names in world.gather_objects(list(tensors["model"])) for name in names})
     try:
         dcp.load(tensors, checkpoint_id=path, process_group=world.control)
     except (Exception, CheckpointException) as error:  # other shapes and unreadable files alike
         raise CheckpointError(f"checkpoint {path} does not fit this model: {_reason(error)}") from error
     optimizers = [] if optimizer is None else [optimizer]
-    set_state_dict(model, optimizers, model_state_dict=tensors["model"], optim_state_dict=tensors.get("optimizer", {}))
+    moments = tensors.get("optimizer", {})
+    set_state_dict(model, optimizers, model_state_dict=tensors["model"], optim_state_dict=moments, options=_BY_NAME)
     return state
 
 
-def _check_names(path: Path, weights: Mapping[str, Any]) -> None:
-    """torch refuses weights that the checkpoint lacks; those that the model lacks would be passed over in silence."""
+def _check_names(path: Path, weights: set[str]) -> None:
+    """torch refuses weights that the checkpoint lacks; those that the model lacks would be passed over in silence.
+
+    `weights` are those of all ranks.
+    """
     try:
         stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     except Exception as error:  # an unreadable pickle raises anything
         raise CheckpointError(f"checkpoint {path}: .metadata cannot be read: {error}") from error
     saved = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
-    if saved != weights.keys():
-        lacks, extra = sorted(weights.keys() - saved), sorted(saved - weights.keys())
+    if saved != weights:
+        lacks, extra = sorted(weights - saved), sorted(saved - weights)
         raise CheckpointError(
             f"checkpoint {path} is of another model: it lacks {len(lacks)} of this model's weights "
             f"({', '.join(lacks[:2]) or 'none'}) and has {len(extra)} that this model has not "
@@ -125,5 +131,5 @@ def _finish(
 
 
 def _tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    weights, moments = get_state_dict(model, [] if optimizer is None else [optimizer])
+    weights, moments = get_state_dict(model, [] if optimizer is None else [optimizer], options=_BY_NAME)
     return {"model": weights} | ({} if optimizer is None else {"optimizer": moments})
