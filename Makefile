@@ -8,12 +8,13 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN    ?= runs/first
 
-.PHONY: train test test-gpu check format bench size clean help
+.PHONY: train test test-all test-gpu check format bench size clean help
 
 help:
 	@sed -n '1,4p' Makefile
 	@echo "#   make check    format, lint, types, import contracts"
 	@echo "#   make format   let ruff rewrite what make check would complain of"
+	@echo "#   make test-all the tests, and the whole parity table of attention (an hour on two cores)"
 	@echo "#   make test-gpu the same tests over NCCL, one rank a GPU"
 	@echo "#   make size     lines by folder, and the largest files"
 
@@ -33,6 +34,9 @@ train: $(VENV)/.core
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-all: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "whole or not whole"
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest --backend nccl tests/comm tests/attention tests/model tests/train/test_step.py

@@ -1,0 +1,139 @@
+"""The whole parity table of attention, and its record: how many combinations, the worst error of each way and dtype.
+
+    python bench/attention_parity.py --out bench/records/attention-parity.json            # an hour or two on two cores
+    python bench/attention_parity.py --degrees 2,4                                         # a part
+    python bench/attention_parity.py --backend nccl --degrees 2,4                          # one rank a GPU
+
+The table is that of `tests/attention/parity.py`; `make test-all` runs it too. Degrees that the record has already, of
+the same commit, are not run again.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from longspan.cli.machine import machine, machine_text
+from longspan.comm import run_local
+from longspan.train.versions import versions
+from tests.attention.parity import DEGREES, DTYPES, REFUSED, WAYS, Combination, run, whole
+
+ROOT = Path(__file__).parents[1]
+AT_ONCE = 1500  # combinations of one call: what a broken run loses
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--degrees", default=",".join(map(str, DEGREES)))
+    flags.add_argument("--backend", default="gloo", choices=("gloo", "nccl"))
+    flags.add_argument("--out", type=Path)
+    given = flags.parse_args()
+    os.environ["LONGSPAN_TEST_BACKEND"] = given.backend
+    record = _begun(given.out, given.backend)
+    for degree in map(int, given.degrees.split(",")):
+        if str(degree) not in record["degrees"]:
+            record["degrees"][str(degree)] = _degree(degree)
+            _keep(record, given.out)
+    print(_text(record))
+
+
+def _begun(out: Path | None, backend: str) -> dict[str, Any]:
+    commit = _commit()
+    if out is not None and out.exists():
+        before = json.loads(out.read_text(encoding="utf-8"))
+        if before["commit"] == commit and before["backend"] == backend:
+            return before
+    command = " ".join(["python", *sys.argv])
+    about = {"machine": machine(), "versions": versions(), "commit": commit, "command": command, "backend": backend}
+    return {"bench": "attention parity", **about, "degrees": {}}
+
+
+def _commit() -> str:
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()
+
+
+def _degree(degree: int) -> dict[str, Any]:
+    combinations, began, found = whole(degree), time.perf_counter(), list[float]()
+    for start in range(0, len(combinations), AT_ONCE):
+        piece = combinations[start : start + AT_ONCE]
+        found += run_local(run, degree, (degree, piece), timeout=7200)[0]
+        print(f"degree {degree}: {len(found)} of {len(combinations)}, {time.perf_counter() - began:.0f} s", flush=True)
+    pairs = list(zip(combinations, found, strict=True))
+    wrong = [{"combination": str(c), "error over limit": e} for c, e in pairs if not e <= 1]
+    refused = sum(error == REFUSED for error in found)
+    worst = {f"{way}; {dtype}": _worst(pairs, way, dtype) for way in WAYS for dtype in DTYPES}
+    return {
+        "combinations": len(found) - refused,
+        "refused": refused,
+        "wrong": wrong,
+        "worst": {name: error for name, error in worst.items() if error is not None},
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def _worst(pairs: list[tuple[Combination, float]], way: str, dtype: str) -> float | None:
+    errors = [error for c, error in pairs if (c.way, c.dtype) == (way, dtype) and error != REFUSED]
+    return max(errors) if errors else None
+
+
+def _keep(record: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        out.with_suffix(".md").write_text(_text(record), encoding="utf-8")
+
+
+def _text(record: dict[str, Any]) -> str:
+    degrees = record["degrees"]
+    names = ", ".join(f"{name} {text}" for name, text in record["versions"].items())
+    total = sum(found["combinations"] for found in degrees.values())
+    refused, wrong = sum(f["refused"] for f in degrees.values()), sum(len(f["wrong"]) for f in degrees.values())
+    lines = [
+        f"# Parity of attention ({record['backend']}): {total} combinations, {wrong} wrong, {refused} refused",
+        "",
+        f"Machine: {machine_text(record['machine'])}. Versions: {names}. Commit {record['commit']}. Command: "
+        f"`{record['command']}`.",
+        "",
+        "Types × degrees × features × lengths × head shapes × dtypes (`tests/attention/parity.py`), each against "
+        "dense attention in float64: out, dq, dk, dv and the gradient of sinks, relative 2-norms. In the tables, the "
+        "worst error over its limit: 1e-12 in float64, 1e-5 in float32, in bfloat16 twice the error of the same kernel "
+        "on whole documents in one process. Refused are calls whose query heads cannot be dealt out, by name.",
+        "",
+        "| degree | combinations | refused | wrong | " + " | ".join(DTYPES) + " | seconds |",
+        "| --- " * (5 + len(DTYPES)) + "|",
+    ]
+    lines += [_line(degree, found) for degree, found in degrees.items()]
+    lines += ["", "| way | " + " | ".join(DTYPES) + " |", "| --- " * (1 + len(DTYPES)) + "|"]
+    lines += [_way_line(way, degrees) for way in WAYS]
+    return "\n".join(lines) + "\n"
+
+
+def _line(degree: str, found: dict[str, Any]) -> str:
+    errors = (max(e for name, e in found["worst"].items() if name.endswith(dtype)) for dtype in DTYPES)
+    counts = (found["combinations"], found["refused"], len(found["wrong"]))
+    cells = [degree, *map(str, counts), *(f"{e:.2g}" for e in errors), f"{found['seconds']:.0f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def _way_line(way: str, degrees: dict[str, Any]) -> str:
+    cells = []
+    for dtype in DTYPES:
+        errors = [found["worst"][name] for found in degrees.values() if (name := f"{way}; {dtype}") in found["worst"]]
+        cells.append(f"{max(errors):.2g}" if errors else "–")
+    return f"| {way} | {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()
