@@ -236,6 +236,7 @@ BAD: list[tuple[str, list[Any], Layout, int, dict[str, Any], str]] = [
     ("node", [3], Layout(4), 2, {"node_size": 0}, "node_size is 0"),
     ("targets", [3], Layout(4), 2, {"targets": -1}, "targets is -1; give an integer of at least 0"),
     ("mode", [3], Layout(4), 2, {"mode": "loose"}, "mode is 'loose'; use one of lockstep, free"),
+    ("mode, ep", [3], Layout(4, ep=2), 2, {"mode": "free"}, "the home has ep 2: slots that share experts wait"),
     (
         "type",
         [3],
