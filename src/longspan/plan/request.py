@@ -63,6 +63,11 @@ class Request:
             **others,
         )
         request._check_numbers()
+        if request.mode == "free" and home.ep > 1:
+            raise PlanError(
+                f"mode is 'free' and the home has ep {home.ep}: slots that share experts wait for each other in every "
+                "layer; use mode='lockstep', or ep 1"
+            )
         return request
 
     def _check_numbers(self) -> None:
