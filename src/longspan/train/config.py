@@ -44,9 +44,11 @@ class ParallelConfig:
     tp: int = 1
     """Tensor-parallel degree (1 in this release)."""
     pp: int = 1
-    """Pipeline stages (1 in this release)."""
+    """Pipeline stages: ranks that each hold a part of the layers."""
     vpp: int = 1
-    """Virtual pipeline stages a rank (1 in this release)."""
+    """Virtual pipeline stages a rank, each a part of the layers of its own; more than 1 interleaves them."""
+    pipeline_schedule: Literal["1f1b", "gpipe", "zero_bubble", "zbv"] = "1f1b"
+    """Order of forward and backward passes: 1f1b, gpipe, zero_bubble, or zbv (vpp = 2, folded like a V)."""
     ep: int = 1
     """Expert-parallel degree (1 in this release)."""
     dp_replicate: int = 1
@@ -54,7 +56,7 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Split activations over the tensor-parallel ranks (off in this release)."""
     reshard_after_forward: bool = True
-    """Free gathered weights after the forward pass: less memory, one more gather."""
+    """Free gathered weights after the forward pass: less memory, one more gather; never with pp above 1."""
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,6 @@ _POSITIVE = ("train.lr", "run.timeout_seconds")
 # What this release runs; the rest of the house is laid out for it, and says so instead of running something else.
 _ONE_IN_THIS_RELEASE = {
     "tp": "tensor parallelism",
-    "pp": "pipeline parallelism",
-    "vpp": "virtual pipeline stages",
     "ep": "expert parallelism",
     "dp_replicate": "replicated weights (HSDP)",
 }
@@ -65,6 +63,7 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     home = home_of(config.parallel, ranks)
     _check_release(config)
     _check_memory(config)
+    _check_pipeline(config)
     _check_kernel(config)
     for choice in _choices(config, training=training):
         _check_types(choice)
@@ -117,6 +116,17 @@ def _check_memory(config: RunConfig) -> None:
         raise ConfigError(
             "train.offload_activations is true: it moves what checkpointed layers keep, and "
             'train.activation_checkpointing is "none"; use "full" or "selective"'
+        )
+
+
+def _check_pipeline(config: RunConfig) -> None:
+    pp, vpp, schedule = config.parallel.pp, config.parallel.vpp, config.parallel.pipeline_schedule
+    if pp == 1 and vpp > 1:
+        raise ConfigError(f"parallel.vpp is {vpp} and parallel.pp is 1: virtual stages need a pipeline; use pp = 2")
+    if schedule == "zbv" and vpp != 2:
+        raise ConfigError(
+            f'parallel.pipeline_schedule is "zbv", which folds two stages onto each rank, and parallel.vpp is {vpp}; '
+            'use vpp = 2 and pp = 2 or more, or "zero_bubble"'
         )
 
 

@@ -109,7 +109,8 @@ class PlanChoice:
     def plan(self, lengths: Sequence[int], home: Layout, warm: Plan | None = None) -> Plan:
         """The plan of these documents; the dynamic planner may begin from `warm`.
 
-        Raises PlanError where they do not fit.
+        Micro-batches are a multiple of the pipeline stages, as interleaved schedules need them. Raises PlanError where
+        the documents do not fit.
         """
         cap = self.max_tokens_per_slot or None
         sizes = self._sizes()
@@ -123,6 +124,7 @@ class PlanChoice:
                 cp_comm_type=self.cp_comm_type,
                 hierarchical_context_parallel_sizes=None if sizes is None else self.hierarchical_sizes,
                 node_size=self.node_size,
+                micro_batch_multiple=home.pp,
                 warm=warm,
             )
         planner = plan_padded if self.planner == "padded" else plan_fixed
@@ -134,6 +136,7 @@ class PlanChoice:
             cp_comm_type=self.cp_comm_type,
             hierarchical_context_parallel_sizes=sizes,
             node_size=self.node_size,
+            micro_batch_multiple=home.pp,
         )
 
     def check(self, longest: int, home: Layout, what: str) -> None:

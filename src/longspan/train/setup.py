@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.errors import CheckpointError, ConfigError, DataError
 from longspan.model import load_model, prepare
+from longspan.model.pipeline import PipelinedModel
 from longspan.train.checkpoint import find_checkpoint, load_checkpoint
 from longspan.train.checkpoint_files import check_files, read_state
 from longspan.train.config import RunConfig
@@ -44,7 +45,7 @@ class Job:
 
     config: RunConfig
     world: World
-    model: PreTrainedModel
+    model: PreTrainedModel | PipelinedModel
     optimizer: Optimizer
     corpus: Corpus
     order: StepOrder
@@ -119,7 +120,7 @@ def order_of(config: RunConfig, corpus: Corpus) -> StepOrder:
 
 def model_under_home(
     config: RunConfig, world: World, corpus: Corpus, model: PreTrainedModel | None = None
-) -> PreTrainedModel:
+) -> PreTrainedModel | PipelinedModel:
     """The run's model, loaded unless it is given, checked against the corpus and the configuration, and prepared."""
     size = corpus.manifest.tokenizer_size
     if model is None:
@@ -133,6 +134,8 @@ def model_under_home(
         model,
         world,
         reshard_after_forward=config.parallel.reshard_after_forward,
+        virtual_stages=config.parallel.vpp,
+        pipeline_schedule=config.parallel.pipeline_schedule,
         activation_checkpointing=config.train.activation_checkpointing,
         offload_activations=config.train.offload_activations,
         attention_kernel=config.context.attention_kernel or None,
