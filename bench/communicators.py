@@ -135,7 +135,7 @@ def _text(record: dict[str, Any]) -> str:
         "",
         "Descriptors, threads and MiB are what a rank holds after the last plan less what it held after opening the "
         "world, of the rank with the most. Groups without a communicator of their own talk point to point on the "
-        "parent group of all slots, which every world has; besides it there are a group for the host's integers and, in "
+        "parent group of all slots, which every world has; besides it there are one for the host's integers and, in "
         "training, FSDP2's.",
     ]
     return "\n".join(lines) + "\n"
