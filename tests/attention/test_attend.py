@@ -5,8 +5,21 @@ import os
 import pytest
 import torch
 
+from longspan import Layout, World, plan_fixed
+from longspan.attention import all_gather, all_to_all
 from longspan.testing import backend, run_ranks
-from tests.attention.cases import LIMIT, head_shapes, random_cases, run_cases, table, wide_table
+from tests.attention.cases import (
+    LIMIT,
+    WAYS,
+    Question,
+    cases_of,
+    head_shapes,
+    random_cases,
+    run_cases,
+    table,
+    wide_table,
+    worst_errors,
+)
 
 SEED = int(os.environ.get("LONGSPAN_TEST_SEED", "0"))
 
@@ -17,8 +30,8 @@ def needs(ranks):
         pytest.skip(f"{ranks} ranks need {ranks} GPUs, this machine has {torch.cuda.device_count()}")
 
 
-def check(slots, cases):
-    errors = run_ranks(run_cases, slots, slots, cases)
+def check(slots, cases, run=run_cases):
+    errors = run_ranks(run, slots, slots, cases)
     assert errors == [errors[0]] * slots
     wrong = [(case, e) for case, e in zip(cases, errors[0], strict=True) if not e <= LIMIT[case[0].dtype]]
     assert not wrong, f"{len(wrong)} of {len(cases)} cases:\n" + "\n".join(f"{e:.1e} {q}\n  {w}" for (q, w), e in wrong)
@@ -34,6 +47,23 @@ def test_parity(slots):
 def test_parity_of_wide_groups(slots):
     needs(slots)
     check(slots, wide_table(slots))
+
+
+def sliced_cases(rank, slots, cases):
+    """Cases with tensors taken for large, over communicators of the members' own."""
+    all_gather.SLICE_BYTES = all_to_all.SLICE_BYTES = 0  # in this process only
+    with World(home := Layout(ranks=slots), backend=backend(), max_groups=4) as world:
+        for cp in (slots, 2):
+            world.prepare(plan_fixed([9] * slots, home, cp=cp))
+        assert world.channel(range(slots))._own_in_order() is not None
+        return worst_errors(cases, slots, world)
+
+
+def test_parity_in_slices_and_over_own_communicators():
+    needs(4)
+    questions = (Question("ragged", "gqa", sinks=True), Question("ragged", "mha", dropout=0.2, softcap=2.0))
+    questions += (Question("halves", "mla", window=5), Question("shares without rows", "mqa", "float32"))
+    check(4, cases_of(questions, WAYS) + random_cases(4, 20, SEED + 1), sliced_cases)
 
 
 def test_parity_of_random_calls():

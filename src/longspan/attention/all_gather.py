@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.attention.block import Attended, Gradients, Kept, Rule, Saved, add_block, block_gradients, summed
+from longspan.attention.block import Attended, Gradients, Kept, Rule, Saved, add_block, block_gradients
 from longspan.attention.circle import Circle
 from longspan.attention.merge import Partial, RowSum, accumulation_dtype
-from longspan.comm import Addend, Handle, columns, side_by_side
+from longspan.attention.rows import matrix_of, sum_rows
+from longspan.comm import Addend, Handle, columns
 
 _Pair = tuple[Tensor, Tensor]
 
@@ -98,11 +99,11 @@ def _gathered(
     order = circle.order_of_gathered(channel.starts(circle.counts))
 
     def start(heads: HeadSlice) -> Handle:
-        return channel.all_gather_rows(side_by_side([x[:, heads.kv] for x in tensors]), circle.counts, what)
+        return channel.all_gather_rows(matrix_of([x[:, heads.kv] for x in tensors]), circle.counts, what)
 
     started = start(slices[0])
     for i, heads in enumerate(slices):
-        in_order = started.wait().index_select(0, order)
+        in_order = matrix_of((started.wait(),), order)
         started = start(slices[i + 1]) if i + 1 < len(slices) else started
         k, v = columns(in_order, [(heads.kv.stop - heads.kv.start, x.shape[2]) for x in tensors])
         del in_order
@@ -124,6 +125,7 @@ class _Home:
         self._collect()
         self._shapes = [x.shape[1:] for x in (k, v)]
         packed = self._by_member(addends, k, v)
+        del addends
         rows, members = self._circle.counts[self._circle.member], self._circle.degree
         what = "attention all-gather backward, gradients"
         self._started = self._channel.all_to_all_rows(packed, self._circle.counts, [rows] * members, what)
@@ -136,8 +138,11 @@ class _Home:
 
     def _by_member(self, addends: list[Addend], k: Tensor, v: Tensor) -> Tensor:
         """The sums, (S, columns of k and v) in the accumulation dtype, the rows of one member after another's."""
-        rows, dtype = self._circle.rows_by_member(), accumulation_dtype(k.dtype)
-        return side_by_side([x.to(dtype) for x in summed(addends, k, v)]).index_select(0, rows)
+        places, widths = self._circle.keys_by_member(), [x.shape[1:].numel() for x in (k, v)]
+        total = k.new_empty((len(k), sum(widths)), dtype=accumulation_dtype(k.dtype))
+        for i, into in enumerate(total.split(widths, 1)):
+            sum_rows(into, [(x.tensors[i].flatten(1), index) for x, index in zip(addends, places, strict=True)])
+        return total
 
     def _collect(self) -> None:
         if self._started is None:

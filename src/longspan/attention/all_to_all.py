@@ -22,7 +22,8 @@ from longspan.attention.circle import Circle
 from longspan.attention.heads import Deal
 from longspan.attention.merge import accumulation_dtype
 from longspan.attention.ring import ring_backward, ring_forward
-from longspan.comm import Handle, columns, side_by_side
+from longspan.attention.rows import copy_rows, matrix_of
+from longspan.comm import Handle, columns
 
 SLICES = 2
 SLICE_BYTES = 64 << 20  # of a member's queries: from here on slices hide more than their launches cost (H200)
@@ -122,31 +123,31 @@ class _Swap:
     def to_heads(self, tensors: Sequence[Tensor], part: int, what: str) -> Handle:
         """Start sending a part of the heads of tensors (T, N, size), to every member its own."""
         rows, members = len(tensors[0]), self.deal.members
-        dealt = [self._dealt(x, part) for x in tensors]  # (T, M, n, size)
-        width = sum(x.shape[2:].numel() for x in dealt)
-        packed = tensors[0].new_empty((members, rows, width))
-        for into, x in zip(packed.split([x.shape[2:].numel() for x in dealt], 2), dealt, strict=True):
-            into.unflatten(2, x.shape[2:]).copy_(x.transpose(0, 1))
+        dealt = [self._dealt(x, part) for x in tensors]
+        widths = [x.shape[2] for x in dealt]
+        packed = tensors[0].new_empty((members, rows, sum(widths)))
+        copy_rows(list(zip(dealt, packed.transpose(0, 1).split(widths, 2), strict=True)))
         return self._channel.all_to_all_rows(packed.flatten(0, 1), [rows] * members, self._counts, what)
 
     def heads(self, handle: Handle, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What arrives of `to_heads`: (R, n, size) of all rows in document order, for tensors like those sent."""
-        arrived = self._circle.in_order(handle.wait())
-        return columns(arrived, [(x.shape[1] // (self.deal.members * self.slices), x.shape[2]) for x in like])
+        arrived, orders = handle.wait(), self._circle.orders
+        in_order = arrived if orders is None else matrix_of((arrived,), orders[0])
+        return columns(in_order, [(x.shape[1] // (self.deal.members * self.slices), x.shape[2]) for x in like])
 
     def to_rows(self, tensors: Sequence[Tensor], what: str) -> Handle:
         """Start sending tensors (R, n, size) of one dtype, to every member its rows."""
-        packed, rows = self._circle.by_member(side_by_side(tensors)), self._counts[self._me]
+        orders, rows = self._circle.orders, self._counts[self._me]
+        packed = matrix_of(tensors, None if orders is None else orders[1])
         return self._channel.all_to_all_rows(packed, self._counts, [rows] * self.deal.members, what)
 
     def lay(self, handle: Handle, into: Sequence[Tensor], part: int) -> None:
         """Lay what arrives of `to_rows` into a part of the heads of tensors (T, N, size)."""
         dealt = [self._dealt(x, part) for x in into]
-        arrived = columns(handle.wait(), [x.shape[2:] for x in dealt])
-        for x, found in zip(dealt, arrived, strict=True):
-            x.copy_(found.unflatten(0, (self.deal.members, len(x))).transpose(0, 1))
+        arrived = handle.wait().unflatten(0, (self.deal.members, len(into[0]))).transpose(0, 1)
+        copy_rows(list(zip(arrived.split([x.shape[2] for x in dealt], 2), dealt, strict=True)))
 
     def _dealt(self, x: Tensor, part: int) -> Tensor:
-        """A part of the heads of (T, N, size), as a view (T, M, n, size)."""
+        """A part of the heads of (T, N, size) as (T, M, columns): a view where a row's heads follow each other."""
         count = x.shape[1] // (self.deal.members * self.slices)
-        return x.unflatten(1, (self.deal.members, self.slices, count))[:, :, part]
+        return x.unflatten(1, (self.deal.members, self.slices, count))[:, :, part].flatten(2)

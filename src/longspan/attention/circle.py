@@ -75,17 +75,12 @@ class Circle:
         document, start, stop = (np.concatenate(column) for column in zip(*columns, strict=True))
         return document, start, stop
 
-    def in_order(self, x: Tensor) -> Tensor:
-        """Rows (R, …) that are one inside member's after another, in document order."""
-        return x if self._orders is None else x.index_select(0, self._orders[0])
-
-    def by_member(self, x: Tensor) -> Tensor:
-        """The inverse of `in_order`."""
-        return x if self._orders is None else x.index_select(0, self._orders[1])
-
     @cached_property
-    def _orders(self) -> tuple[Tensor, Tensor] | None:
-        """Which arriving row each row in document order is, and the inverse; None where they are in order."""
+    def orders(self) -> tuple[Tensor, Tensor] | None:
+        """Where rows that arrive one inside member's after another lie in document order; None where they do.
+
+        Two of (R,): which arriving row each row in document order is, and the inverse.
+        """
         document, start, stop = self._runs_inside(self.member)
         order, sizes = np.lexsort((start, document)), stop - start
         at = np.empty_like(start)
@@ -109,14 +104,18 @@ class Circle:
 
         return self.once(("order of gathered", starts), find)
 
-    def rows_by_member(self) -> Tensor:
-        """The group's rows, in document order numbered, as they lie one member after another: (S,)."""
+    def keys_by_member(self) -> list[Tensor]:
+        """For each launch on all rows, which of its keys each row of the group is, one member's after another: (S,).
 
-        def find() -> Tensor:
-            rows = [self.part.group.shares.rows(member) for member in range(self.degree)]
-            return torch.from_numpy(np.concatenate(rows)).to(self.device)
+        −1 where the launch does not have the row.
+        """
 
-        return self.once("rows by member", find)
+        def find() -> list[Tensor]:
+            by_member = np.concatenate([self.part.group.shares.rows(member) for member in range(self.degree)])
+            found = (_places(launch.tiling.k_rows(), len(by_member))[by_member] for launch in self.launches(None))
+            return [torch.from_numpy(places).to(self.device) for places in found]
+
+        return self.once("keys by member", find)
 
     # ---- what they see
 
@@ -163,3 +162,10 @@ class Circle:
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]  # pyright: ignore[reportReturnType]
+
+
+def _places(rows: slice | Rows, count: int) -> Rows:
+    """Which of `rows` each of `count` rows is, −1 for none of them."""
+    found = np.full(count, -1, dtype=np.int64)
+    found[rows] = np.arange(len(found[rows]))
+    return found

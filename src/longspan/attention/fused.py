@@ -1,39 +1,39 @@
-"""Sums over blocks in one pass over memory: the arithmetic of `merge.py` as Triton kernels, for GPUs.
+"""Merges, sums and copies of rows in one pass over memory, as Triton kernels for GPUs.
 
-Triton comes with torch's CUDA builds. Where it is missing, or on a CPU, `available` is False and torch's own operations
-do the same in several passes.
+Triton comes with torch's CUDA builds. Where it is missing, or on a CPU, `available` is False, and `merge.py` and
+`rows.py` do the same with torch's own operations in several passes.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-import torch
 from torch import Tensor
 
-_PAIRS = 16  # (row, head) pairs that one program takes
+_PAIRS = 16  # (row, head) pairs that one program merges
+_COPIES = 3  # of one launch
 
 
 def available(x: Tensor) -> bool:
-    """Whether the kernels can take totals like this one."""
-    return x.is_cuda and x.dtype == torch.float32 and _has_triton()
+    """Whether the kernels can take tensors of this one's device."""
+    return x.is_cuda and _kernels() is not None
 
 
 @cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+def _kernels() -> Any:
+    return None if find_spec("triton") is None else import_module("longspan.attention.triton_kernels")
 
 
 def merge_(total_out: Tensor, total_lse: Tensor, rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge out (R, N, Hv) and lse (R, N) into some rows of total_out (T, N, Hv) and total_lse (T, N), in place."""
-    merge: Any = import_module("longspan.attention.triton_kernels").merge
     count, heads, size = out.shape
     if count == 0:
         return
     if isinstance(rows, slice):
         total_out, total_lse = total_out[rows], total_lse[rows]
-    merge[(-(-count * heads // _PAIRS),)](
+    _kernels().merge[(-(-count * heads // _PAIRS),)](
         total_out,
         total_lse,
         out,
@@ -48,5 +48,48 @@ def merge_(total_out: Tensor, total_lse: Tensor, rows: slice | Tensor, out: Tens
         *lse.stride(),
         HAS_INDEX=isinstance(rows, Tensor),
         PAIRS=_PAIRS,
-        WIDTH=1 << (size - 1).bit_length(),
+        WIDTH=_power(size),
     )
+
+
+def copy_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
+    """into[r] ← source[index[r]] for pairs (source, into) of (rows, members, width), whose columns are contiguous."""
+    rows, members, _ = moves[0][1].shape
+    if not rows or not members:
+        return
+    for first in range(0, len(moves), _COPIES):
+        some = moves[first : first + _COPIES]
+        arguments: list[Any] = []
+        for source, into in (*some, *[some[0]] * (_COPIES - len(some))):
+            arguments += [source, *source.stride()[:2], into, *into.stride()[:2], into.shape[2]]
+        widths = [_power(into.shape[2]) for _, into in (*some, *[some[0]] * (_COPIES - len(some)))]
+        a, b, c = widths
+        grid = (rows, members)
+        _kernels().copy_rows[grid](index, *arguments, COUNT=len(some), HAS_INDEX=index is not None, A=a, B=b, C=c)
+
+
+def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """total[r] ← sum of x[index[r]] over addends (x, index), for total (R, W) in float32; index −1 adds nothing."""
+    if not total.shape[0]:
+        return
+    for first in range(0, len(addends), 2):
+        (a, a_index), (b, b_index) = addends[first], addends[min(first + 1, len(addends) - 1)]
+        _kernels().sum_rows[(total.shape[0],)](
+            total,
+            total.stride(0),
+            a,
+            a_index,
+            a.stride(0),
+            b,
+            b_index,
+            b.stride(0),
+            total.shape[1],
+            HAS_B=first + 1 < len(addends),
+            FRESH=first == 0,
+            WIDTH=_power(total.shape[1]),
+        )
+
+
+def _power(size: int) -> int:
+    """The next power of two, which Triton's ranges must be."""
+    return 1 << (size - 1).bit_length()

@@ -15,8 +15,9 @@ from longspan.attention.block import Attended, Gradients, Rule, Saved, add_block
 from longspan.attention.circle import Circle
 from longspan.attention.kernels.launch import Launch
 from longspan.attention.merge import Partial, RowSum, accumulation_dtype
+from longspan.attention.rows import matrix_of
 from longspan.attention.tiles import Rows
-from longspan.comm import columns, side_by_side
+from longspan.comm import columns
 from longspan.layout import Segments
 from longspan.layout.segments import expand, segments_of
 
@@ -107,21 +108,23 @@ class Halo:
 
     def fetch(self, tensors: tuple[Tensor, Tensor], what: str) -> tuple[Tensor, ...]:
         """The members' tensors (T, …) to the rows seen here."""
-        rows = side_by_side(tensors)
         counts = [len(sent) for sent in self.sends]
-        handle = self.circle.channel().all_to_all_rows(rows.index_select(0, self.sent), counts, self.receives, what)
-        seen = rows.new_empty((self.seen, rows.shape[1]))
-        seen.index_copy_(0, self.own_places, rows.index_select(0, self.own))
+        sent = matrix_of(tensors, self.sent)
+        handle = self.circle.channel().all_to_all_rows(sent, counts, self.receives, what)
+        seen = sent.new_empty((self.seen, sent.shape[1]))
+        seen.index_copy_(0, self.own_places, matrix_of(tensors, self.own))
         seen.index_copy_(0, self.places, handle.wait())
         return columns(seen, [x.shape[1:] for x in tensors])
 
     def bring_home(self, gradients: tuple[Tensor, Tensor], what: str) -> tuple[Tensor, ...]:
         """Gradients of the rows seen here to the sums over members of those of the own rows; summed in member order."""
-        rows, dtype = side_by_side(gradients), accumulation_dtype(gradients[0].dtype)
-        away, counts = rows.index_select(0, self.places).to(dtype), [len(sent) for sent in self.sends]
+        dtype, counts = accumulation_dtype(gradients[0].dtype), [len(sent) for sent in self.sends]
+        away = matrix_of(gradients, self.places, dtype)
         handle = self.circle.channel().all_to_all_rows(away, self.receives, counts, what)
-        total = rows.new_zeros((self.circle.counts[self.circle.member], rows.shape[1]), dtype=dtype)
-        total.index_copy_(0, self.own, rows.index_select(0, self.own_places).to(dtype))
+        total = matrix_of(gradients, self.own_places, dtype)
+        rows = self.circle.counts[self.circle.member]
+        if len(total) < rows:  # rows that pad documents out see nothing, and nothing sees them
+            total = total.new_zeros((rows, total.shape[1])).index_copy_(0, self.own, total)
         for sent, arrived in zip(self.sends, handle.wait().split(counts), strict=True):
             if len(sent):
                 total.index_add_(0, sent, arrived)

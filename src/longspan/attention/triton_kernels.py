@@ -47,3 +47,82 @@ def merge(
     before = tl.load(at, mask=inside, other=0.0)
     after = tl.load(out + (row * out_row + head * out_head)[:, None] + column[None, :], mask=inside, other=0.0)
     tl.store(at, before + step[:, None] * (after.to(tl.float32) - before), mask=inside)
+
+
+@triton.jit
+def _move(source, into, width, WIDTH: tl.constexpr):
+    column = tl.arange(0, WIDTH)
+    x = tl.load(source + column, mask=column < width)
+    tl.store(into + column, x.to(into.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def copy_rows(
+    index,
+    a,
+    a_row,
+    a_member,
+    a_into,
+    a_into_row,
+    a_into_member,
+    a_width,
+    b,
+    b_row,
+    b_member,
+    b_into,
+    b_into_row,
+    b_into_member,
+    b_width,
+    c,
+    c_row,
+    c_member,
+    c_into,
+    c_into_row,
+    c_into_member,
+    c_width,
+    COUNT: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
+):
+    """into[row, member] ← source[index[row], member] for up to three pairs of (rows, members, width)."""
+    row, member = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = row
+    if HAS_INDEX:
+        at = tl.load(index + row)
+    _move(a + at * a_row + member * a_member, a_into + row * a_into_row + member * a_into_member, a_width, A)
+    if COUNT > 1:
+        _move(b + at * b_row + member * b_member, b_into + row * b_into_row + member * b_into_member, b_width, B)
+    if COUNT > 2:
+        _move(c + at * c_row + member * c_member, c_into + row * c_into_row + member * c_into_member, c_width, C)
+
+
+@triton.jit
+def sum_rows(
+    total,
+    total_row,
+    a,
+    a_index,
+    a_row,
+    b,
+    b_index,
+    b_row,
+    width,
+    HAS_B: tl.constexpr,
+    FRESH: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """total[row] ← (0 if FRESH, else total[row]) + a[a_index[row]] + b[b_index[row]]; an index of −1 adds nothing."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    inside = column < width
+    at = total + row * total_row + column
+    found = tl.zeros([WIDTH], tl.float32)
+    if not FRESH:
+        found += tl.load(at, mask=inside, other=0.0)
+    from_a = tl.load(a_index + row)
+    found += tl.load(a + from_a * a_row + column, mask=inside & (from_a >= 0), other=0.0).to(tl.float32)
+    if HAS_B:
+        from_b = tl.load(b_index + row)
+        found += tl.load(b + from_b * b_row + column, mask=inside & (from_b >= 0), other=0.0).to(tl.float32)
+    tl.store(at, found, mask=inside)

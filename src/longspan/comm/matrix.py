@@ -18,4 +18,4 @@ def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
 def columns(matrix: Tensor, shapes: Shapes) -> tuple[Tensor, ...]:
     """Views (rows, *shape) of the columns of `side_by_side`, one for each shape."""
     widths = [torch.Size(shape).numel() for shape in shapes]
-    return tuple(x.unflatten(1, shape) for x, shape in zip(matrix.split(widths, 1), shapes, strict=True))
+    return tuple(x.view(len(x), *shape) for x, shape in zip(matrix.split(widths, 1), shapes, strict=True))
