@@ -1,13 +1,15 @@
 """The cost model, against values computed with the research model that it stands for."""
 
 import doctest
+from functools import partial
 
 import numpy as np
 import pytest
 
 import longspan.plan
 from longspan.errors import PlanError
-from longspan.plan import Cost
+from longspan.layout import Layout
+from longspan.plan import Cost, plan_dynamic, plan_fixed
 
 CASES = [  # tokens, squares, degree, inside a node, seconds
     (65536, 65536**2, 8, True, 2.32021665099776),
@@ -34,10 +36,25 @@ def test_every_constant_counts() -> None:
     # the wire inside a node, the wire across, and attention are the longer in turn
     groups = (np.full(3, 9e4), np.array([1e6, 1e6, 1e12]), np.full(3, 4), np.array([True, False, True]))
     values = Cost().to_json()
-    del values["micro_batch_seconds"]
+    del values["micro_batch_seconds"], values["closing_seconds"]
     for name, value in values.items():
         changed = Cost.from_json(values | {name: 2 * value})
         assert (changed.group_seconds(*groups) != Cost().group_seconds(*groups)).any(), name
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_free_step_over_sharded_parameters_pays_for_its_closing(inside: bool) -> None:
+    cost = Cost().with_closing(1e9, 4, inside=inside)
+    wire = 1e9 * 6 * 3 / 4 / (350e9 if inside else 40e9)
+    assert cost.closing_seconds == pytest.approx(10e-3 + wire, rel=1e-12)
+    home, lengths = Layout(ranks=4), (900, 700, 30, 20, 10)
+    for planner in (partial(plan_fixed, cp=2), plan_dynamic):
+        free, plain = (planner(lengths, home, max_tokens_per_slot=512, mode="free", cost=c) for c in (cost, Cost()))
+        assert free.micro_batches == plain.micro_batches
+        added = free.predicted_seconds - plain.predicted_seconds
+        assert added == pytest.approx(cost.closing_seconds, rel=1e-9) and free.ratio >= 1
+        lockstep = planner(lengths, home, max_tokens_per_slot=512, cost=cost)
+        assert lockstep.predicted_seconds == planner(lengths, home, max_tokens_per_slot=512).predicted_seconds
 
 
 def test_degree_one_pays_no_wire() -> None:

@@ -136,6 +136,7 @@ IMPOSSIBLE = [
     (4, {"context.cp_comm_type": ("p2p", "al_gather")}, r"'al_gather'; did you mean 'all_gather'"),
     (4, {"context.attention_kernel": "fa5"}, r"context.attention_kernel is 'fa5'; did you mean 'fa4'"),
     (4, {"context.eval_cp_comm_type": "a2b"}, r"context.eval_cp_comm_type is 'a2b'; did you mean 'a2a'"),
+    (4, {"context.mode": "free", "parallel.ep": 2}, r'context.mode is "free" and parallel.ep is 2|parallel.ep is 2'),
     (4, {"train.offload_activations": True}, 'train.activation_checkpointing is "none"; use "full" or "selective"'),
     (4, {"parallel.tp": 2}, r"parallel.tp is 2: this release trains without tensor parallelism"),
     (4, {"parallel.pp": 2}, r"parallel.pp is 2: this release trains without pipeline"),

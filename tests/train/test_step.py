@@ -231,11 +231,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[LongspanError], str]] = {
         PlanError,
         "the plan is for 2 slots, the home has 4",
     ),
-    "free mode": (
-        {"plan": lambda p: replace(p, mode="free")},
-        PlanError,
-        "free mode.*use mode='lockstep', or shard_parameters=False",
-    ),
     "optimizer in evaluation": ({"backward": False, "optimizer": True}, ModelError, "leave out one of optimizer"),
     "unprepared": ({"model": "stock"}, ModelError, "Qwen3ForCausalLM was not prepared"),
 }

@@ -6,6 +6,7 @@ here divides. Tensor and pipeline parallelism are not in this module.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from longspan.comm import World
 from longspan.model.expert_parallel import shard_experts
 from longspan.model.probe import decoder_layers
 
+_RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
 _BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat buffers of at most this many elements
 
 
@@ -42,6 +44,7 @@ def shard_over_slots(
         # gloo has no premultiplied sum, which is what a divide factor alone would ask for
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
+        _RESHARDS[module] = reshard_after_forward and module is not root  # as FSDP2 itself treats a root
 
 
 def _precision(model: nn.Module, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
@@ -53,6 +56,31 @@ def _precision(model: nn.Module, compute_dtype: torch.dtype | None) -> MixedPrec
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """Every module that FSDP2 manages, children after parents; empty where parameters are not sharded."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def parameters_gathered(model: nn.Module) -> Iterator[None]:
+    """Parameters stay whole inside, and gradients are kept whole and not summed: no slot waits for another.
+
+    All ranks enter together. What backward passes inside leave is summed over the slots by the next backward pass
+    after it, which all slots must run. Every rank then holds all parameters and, unsummed, all gradients. Nothing
+    happens where parameters are not sharded.
+    """
+    modules = fsdp_modules(model)
+    for module in modules:
+        _keep_gathered(module, True, reshard_after_forward=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            _keep_gathered(module, False, reshard_after_forward=_RESHARDS.get(module, False))
+
+
+def _keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: bool) -> None:
+    module.set_requires_gradient_sync(not keep, recurse=False)
+    module.set_reshard_after_backward(not keep, recurse=False)
+    module.set_reshard_after_forward(reshard_after_forward, recurse=False)
 
 
 def reshard(model: nn.Module) -> None:

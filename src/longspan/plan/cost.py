@@ -27,7 +27,9 @@ class Cost:
     row squared of one document in causal attention, `ring_bytes` that each row's keys, values and gradients put on the
     wire for a full turn, at `inside_bytes_per_second` where all slots of a group share a node and at
     `across_bytes_per_second` elsewhere; `ring_step_seconds` of latency for each of the degree − 1 steps, and
-    `micro_batch_seconds` of launches for each micro-batch. Raises PlanError for a value that is negative or not finite.
+    `micro_batch_seconds` of launches for each micro-batch. `closing_seconds` are added to a step in free mode: where
+    parameters are sharded over slots, they are gathered before it and gradients are summed after it (`with_closing`).
+    Raises PlanError for a value that is negative or not finite.
     """
 
     linear_seconds: float = 45.4e9 / 4e14  # 6 FLOPs for each of 7.57e9 weights
@@ -37,6 +39,7 @@ class Cost:
     across_bytes_per_second: float = 40e9
     ring_step_seconds: float = 36 * 2 * 10e-6
     micro_batch_seconds: float = 10e-3
+    closing_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -63,6 +66,21 @@ class Cost:
         ring = self.ring_bytes * tokens * (degree - 1) / degree / speed
         attention = np.maximum(self.attention_seconds * _floats(squares) / degree, ring)
         return self.linear_seconds * tokens / degree + attention + self.ring_step_seconds * (degree - 1)
+
+    def with_closing(
+        self, weights: float, slots: int, *, inside: bool, gather_bytes: float = 2, reduce_bytes: float = 4
+    ) -> "Cost":
+        """This cost for free plans over `weights` parameters that are sharded over `slots`.
+
+        >>> round(Cost().with_closing(8.19e9, 8, inside=True).closing_seconds, 3)
+        0.133
+
+        Beside a closing micro-batch of launches, every slot takes in what it lacks of each weight, of `gather_bytes`,
+        and of the sums of gradients, of `reduce_bytes`; `inside` says that all slots share a node.
+        """
+        speed = self.inside_bytes_per_second if inside else self.across_bytes_per_second
+        wire = weights * (gather_bytes + reduce_bytes) * (slots - 1) / slots / speed
+        return dataclasses.replace(self, closing_seconds=self.micro_batch_seconds + wire)
 
     @classmethod
     def for_model(

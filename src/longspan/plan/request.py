@@ -144,6 +144,7 @@ class Request:
             cost=self.cost,
         ).check()
         seconds, bound = plan.timeline().step_seconds, self.lower_bound(max_cp).seconds
+        bound += self.cost.closing_seconds if self.mode == "free" else 0.0
         return replace(plan, predicted_seconds=seconds, lower_bound_seconds=bound)
 
     def lower_bound(self, max_cp: int | None = None) -> Bound:

@@ -81,6 +81,8 @@ class ContextConfig:
     """Rows of one micro-batch on one slot, at most; 0: no limit."""
     node_size: int = 8
     """Slots of one host: what the plan's cost model takes as near."""
+    mode: Literal["lockstep", "free"] = "lockstep"
+    """In training, who waits: lockstep: all slots for the slowest of a micro-batch; free: those that share a group."""
     plan_ahead: int = 2
     """Coming steps whose dynamic plans another process makes meanwhile; 0: each when its step begins."""
     eval_planner: Literal["fixed", "padded", "dynamic"] = "fixed"

@@ -63,6 +63,7 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     home = home_of(config.parallel, ranks)
     _check_release(config)
     _check_memory(config)
+    _check_mode(config)
     _check_pipeline(config)
     _check_kernel(config)
     for choice in _choices(config, training=training):
@@ -128,6 +129,16 @@ def _check_pipeline(config: RunConfig) -> None:
             f'parallel.pipeline_schedule is "zbv", which folds two stages onto each rank, and parallel.vpp is {vpp}; '
             'use vpp = 2 and pp = 2 or more, or "zero_bubble"'
         )
+
+
+def _check_mode(config: RunConfig) -> None:
+    """Stages and exchanges of experts join slots in every layer, whatever their groups."""
+    for key in ("pp", "ep"):
+        if config.context.mode == "free" and (degree := getattr(config.parallel, key)) > 1:
+            raise ConfigError(
+                f'context.mode is "free" and parallel.{key} is {degree}, under which all slots wait for each other in '
+                f'every micro-batch; use context.mode = "lockstep", or parallel.{key} = 1'
+            )
 
 
 def _check_types(choice: PlanChoice) -> None:

@@ -13,7 +13,8 @@ import numpy as np
 
 from longspan.errors import ConfigError, LongspanError
 from longspan.layout import Layout
-from longspan.plan import Plan, PlanAhead, WarmStart, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan import Cost, Mode, Plan, PlanAhead, WarmStart, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan.cost import DEFAULT_COST
 from longspan.train.config import ContextConfig, ParallelConfig
 from longspan.train.order import StepOrder
 
@@ -59,10 +60,12 @@ class PlanChoice:
     min_degree: int
     max_degree: int
     keys: "Keys"
+    mode: Mode = "lockstep"
+    weights: int = 0  # parameters that are sharded over the slots, whose gathering a free step pays for
 
     @classmethod
-    def training(cls, context: ContextConfig) -> "PlanChoice":
-        """How training steps are planned."""
+    def training(cls, context: ContextConfig, *, weights: int = 0) -> "PlanChoice":
+        """How training steps of a model of so many weights are planned."""
         return cls(
             planner=context.planner,
             degree=context.context_parallel_size,
@@ -73,6 +76,8 @@ class PlanChoice:
             min_degree=context.min_dynamic_context_parallel_size,
             max_degree=context.max_dynamic_context_parallel_size,
             keys=Keys("context."),
+            mode=context.mode,
+            weights=weights,
         )
 
     @classmethod
@@ -125,6 +130,8 @@ class PlanChoice:
                 hierarchical_context_parallel_sizes=None if sizes is None else self.hierarchical_sizes,
                 node_size=self.node_size,
                 micro_batch_multiple=home.pp,
+                mode=self.mode,
+                cost=self._cost(home),
                 warm=warm,
             )
         planner = plan_padded if self.planner == "padded" else plan_fixed
@@ -137,6 +144,8 @@ class PlanChoice:
             hierarchical_context_parallel_sizes=sizes,
             node_size=self.node_size,
             micro_batch_multiple=home.pp,
+            mode=self.mode,
+            cost=self._cost(home),
         )
 
     def check(self, longest: int, home: Layout, what: str) -> None:
@@ -148,6 +157,12 @@ class PlanChoice:
                 f"{self.keys.degree} {self.degree} and {self.keys.cap} {self.max_tokens_per_slot} do not suit {what} "
                 f"on {len(home.ranks)} ranks: {error}"
             ) from error
+
+    def _cost(self, home: Layout) -> Cost:
+        """The default cost; in free mode with what gathering the weights adds to a step."""
+        if self.mode == "lockstep" or not self.weights:
+            return DEFAULT_COST
+        return DEFAULT_COST.with_closing(self.weights, home.slots, inside=home.slots <= self.node_size)
 
     def _sizes(self) -> tuple[int, ...] | None:
         if "a2a+p2p" not in self.comm_types:
@@ -170,13 +185,13 @@ class StepPlanner:
         return self.choice.plan(self.order.lengths[documents].tolist(), self.home, warm)
 
 
-def plans_of_steps(context: ContextConfig, order: StepOrder, home: Layout) -> PlanAhead:
-    """The plans of a run's training steps; a context manager.
+def plans_of_steps(context: ContextConfig, order: StepOrder, home: Layout, *, weights: int = 0) -> PlanAhead:
+    """The plans of a run's training steps, for a model of so many sharded weights; a context manager.
 
     Dynamic plans are made `context.plan_ahead` steps ahead in another process; those of the other planners take a
     millisecond and are made when their step begins.
     """
-    planner = StepPlanner(PlanChoice.training(context), order, home)
+    planner = StepPlanner(PlanChoice.training(context, weights=weights), order, home)
     if context.planner != "dynamic":
         return PlanAhead(planner, ahead=0)
     return PlanAhead(WarmStart(planner, every=WARM_STEPS), ahead=context.plan_ahead)

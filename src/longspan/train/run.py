@@ -45,7 +45,8 @@ def train(config: RunConfig, world: World, screen: Screen) -> Outcome:
         job = set_up(config, world, screen.say)
         path = job.dir / "metrics.jsonl" if is_first(world) else None
         with MetricsLog(path, after_step=job.done) as log:
-            with plans_of_steps(config.context, job.order, world.home) as plans:
+            weights = sum(parameter.numel() for parameter in job.model.parameters())
+            with plans_of_steps(config.context, job.order, world.home, weights=weights) as plans:
                 groups = GroupLog(world, job.dir / "groups.jsonl" if is_first(world) else None, screen.say)
                 done, stopped = _steps(job, plans, log, screen, stop, groups)
             screen.end_bar()

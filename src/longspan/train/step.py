@@ -3,13 +3,14 @@
     result = run_step(model, plan, documents, world, optimizer=optimizer)       # training
     result = run_step(model, wide_plan, documents, world, backward=False)       # evaluation, at any other degree
 
-Nothing is installed or rebound between the two: they are two plans. Not covered: plans in free mode over sharded
-parameters, and the learning rate, which is the caller's.
+Nothing is installed or rebound between the two: they are two plans. In free mode a slot runs the micro-batches that it
+is in, at its own pace; over sharded parameters these are gathered before, and a closing micro-batch sums gradients. Not
+covered: the learning rate, which is the caller's.
 """
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,11 +22,11 @@ from longspan.comm import SequenceShard, World, bind
 from longspan.errors import DataError, ModelError, PlanError
 from longspan.model.hf import is_prepared, refuse_unprepared, vocabulary_size
 from longspan.model.moe import router_step
-from longspan.model.parallelize import fsdp_modules, gradients_summed_over_slots, reshard
+from longspan.model.parallelize import fsdp_modules, gradients_summed_over_slots, parameters_gathered, reshard
 from longspan.model.pipeline import PipelinedModel
 from longspan.model.router import RouterCoefficients, RouterLosses, RouterStep
 from longspan.model.tensor_parallel import row_multiple
-from longspan.plan import Plan
+from longspan.plan import MicroBatch, Plan
 from longspan.train.chunked_loss import chunked_cross_entropy
 from longspan.train.loss import NO_TARGET, Rows, read_rows, summed_cross_entropy
 from longspan.train.optim import clip_gradients, grad_norm
@@ -128,16 +129,29 @@ def _run_micro_batches(
         if isinstance(model, PipelinedModel):
             settings = {"backward": backward, "chunk_rows": chunk_rows, "routing": routing}
             return run_through_stages(model, plan, work, world, **settings)
-        if routing is not None and backward and routing.coefficients.balance:
-            _count_loads(model, work[1:], routing)
-        for i, (shard, ids, labels) in enumerate(work):
-            loss = _loss(model, ids, torch.from_numpy(labels).to(world.device), shard, chunk_rows, routing)
-            if backward:
-                if routing is not None and i == 0:
-                    routing.settle()
-                (loss / max(plan.targets, 1)).backward()
-            total += loss.detach()
+        free = plan.mode == "free"
+        with parameters_gathered(model) if free else nullcontext():
+            if routing is not None and backward and routing.coefficients.balance:
+                _count_loads(model, work[0 if free else 1 :], routing)
+            if routing is not None and backward and free:
+                routing.settle()
+            for i, (shard, ids, labels) in enumerate(work):
+                loss = _loss(model, ids, torch.from_numpy(labels).to(world.device), shard, chunk_rows, routing)
+                if backward:
+                    if routing is not None and i == 0 and not free:
+                        routing.settle()
+                    (loss / max(plan.targets, 1)).backward()
+                total += loss.detach()
+        if backward and free and (fsdp_modules(model) or not work):
+            _closing_micro_batch(model, plan, world, routing)
     return total.item()
+
+
+def _closing_micro_batch(model: nn.Module, plan: Plan, world: World, routing: RouterStep | None) -> None:
+    """A pass over padding alone: over sharded parameters it sums the gradients of all slots, which all enter it."""
+    shard = bind(MicroBatch(), world).with_padding(minimum=1, multiple=plan.row_multiple)
+    ids, labels = no_rows(shard)
+    _loss(model, ids, torch.from_numpy(labels).to(world.device), shard, 0, routing).backward()
 
 
 @torch.no_grad()
@@ -180,6 +194,8 @@ def _read_together(model: nn.Module, plan: Plan, documents: Any, world: World) -
     work, failure, vocabulary = list[_Work](), None, vocabulary_size(model)
     try:
         for micro_batch in plan.micro_batches:
+            if plan.mode == "free" and not micro_batch.groups_of(world.slot):
+                continue  # in lockstep: a dummy
             shard = bind(micro_batch, world).with_padding(minimum=1, multiple=plan.row_multiple)
             reads = not isinstance(model, PipelinedModel) or model.reads_tokens
             work.append(_Work(shard, *(read_rows(documents, shard, vocabulary) if reads else no_rows(shard))))
@@ -205,11 +221,12 @@ def _check(
         raise PlanError(f"the plan is for {plan.slots} slots, the home has {world.home.slots}; plan for this home")
     if optimizer is not None and not backward:
         raise ModelError("an optimizer without backward has no gradients; leave out one of optimizer, backward=False")
-    if plan.mode == "free" and fsdp_modules(model):
-        raise PlanError(
-            "the plan is in free mode, where slots are at different micro-batches, but the parameters are sharded over "
-            "the slots, which then wait for each other in every layer; use mode='lockstep', or shard_parameters=False"
-        )
+    for name in ("pp", "ep"):
+        if plan.mode == "free" and (degree := getattr(world.home, name)) > 1:
+            raise PlanError(
+                f"the plan is in free mode, where slots are at different micro-batches, but the home has {name} "
+                f"{degree}, under which all of them wait for each other in every layer; plan with mode='lockstep'"
+            )
     if plan.row_multiple % (multiple := row_multiple(model)):
         raise PlanError(
             f"the plan has row_multiple {plan.row_multiple}, the model is sequence-parallel over tp {multiple}; plan "
