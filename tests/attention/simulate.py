@@ -8,7 +8,7 @@ from torch import Tensor
 from longspan.attention.block import Rule, Saved, add_block, block_gradients, summed
 from longspan.attention.circle import Mask
 from longspan.attention.kernels.launch import Launch
-from longspan.attention.merge import Partial, RowSum
+from longspan.attention.merge import Partial, RowSum, accumulation_dtype
 from longspan.attention.tiles import tiles_between
 from longspan.layout import Partition
 
@@ -16,11 +16,14 @@ from longspan.layout import Partition
 def simulate(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lengths: Sequence[int], degree: int, rule: Rule, mask: Mask
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, dq, dk, dv of packed rows (S, …), where every member meets every member's block, its own first."""
+    """out, dq, dk, dv of packed rows (S, …), where every member meets every member's block, its own first.
+
+    Sums over members accumulate as those that travel a ring do.
+    """
     shares = Partition.zigzag(lengths, degree)
     rows = [torch.from_numpy(shares.rows(member).copy()).to(q.device) for member in range(degree)]
     out = torch.zeros((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
-    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
+    dq, dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (q, k, v))
     for member in range(degree):
         mine = rows[member]
         blocks = [(rows[o], _launches(shares, member, o, mask, q.device)) for o in _ring(member, degree)]
@@ -36,7 +39,7 @@ def simulate(
             block = summed(addends, k[theirs], v[theirs])
             dk[theirs] += block[0]
             dv[theirs] += block[1]
-        dq[mine] = part.result().double()
+        dq[mine] = part.result()
     return out, dq, dk, dv
 
 
