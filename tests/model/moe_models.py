@@ -21,6 +21,7 @@ from transformers import (
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from longspan.model.moe import router_modules
+from longspan.model.router import RouterCoefficients
 from longspan.testing import backend
 from tests.model.stock import SIZES, _norms_in_float64, gradients_of
 
@@ -83,7 +84,7 @@ class MoeStock:
 
 
 def moe_answer(
-    model: PreTrainedModel, documents: Sequence[np.ndarray], balance: float, z: float, device: torch.device | str
+    model: PreTrainedModel, documents: Sequence[np.ndarray], weights: RouterCoefficients, device: torch.device | str
 ) -> MoeStock:
     """The stock model sees documents one by one; its routers' losses are over all tokens and layers of them."""
     torch.nn.Module.to(model.eval(), device)
@@ -100,7 +101,7 @@ def moe_answer(
         loss = loss + F.cross_entropy(out[:-1], ids[1:], reduction="none").sum(dtype=torch.float64) / targets
     layers = tuple(torch.cat(layer) for layer in zip(*logits, strict=True))
     losses = router_losses(layers, model.config.num_experts_per_tok)
-    (loss + balance * losses[0] + z * losses[1]).backward()
+    (loss + (weights.balance or 0.0) * losses[0] + weights.z * losses[1]).backward()
     for hook in hooks:
         hook.remove()
     return MoeStock(loss.item(), losses[0].item(), losses[1].item(), gradients_of(model))

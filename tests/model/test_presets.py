@@ -9,7 +9,7 @@ from longspan.model.presets import PRESETS, preset_config
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_the_promised_sizes(name: str) -> None:
     config = preset_config(name, vocab_size=2048)
-    assert config.model_type == name.removesuffix("-tiny")
+    assert config.model_type == name.removesuffix("-tiny").replace("-", "_")
     assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (192, 2, 2048)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (8, 4, 24)
     assert config.tie_word_embeddings
@@ -21,6 +21,7 @@ def test_a_preset_has_the_promised_sizes(name: str) -> None:
         ("qwen3-tyni", 64, "did you mean 'qwen3-tiny'"),
         ("lama", 64, "did you mean 'llama-tiny'"),
         ("zzz", 64, "presets: llama-tiny, qwen3-tiny"),
+        ("gpt-os", 64, "did you mean 'gpt-oss-tiny'"),
         ("qwen3-tiny", 0, "vocab_size is 0"),
         ("qwen3-tiny", 2.5, "vocab_size is 2.5"),
     ],

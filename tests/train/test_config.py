@@ -141,7 +141,8 @@ IMPOSSIBLE = [
     (4, {"parallel.tp": 2}, r"parallel.tp is 2: this release trains without tensor parallelism"),
     (4, {"parallel.pp": 2}, r"parallel.pp is 2: this release trains without pipeline"),
     (4, {"parallel.vpp": 2}, r"parallel.vpp is 2"),
-    (4, {"parallel.ep": 2}, r"parallel.ep is 2: .* expert"),
+    (4, {"train.router_balance_loss": -0.5}, r"train.router_balance_loss is -0.5; it must be at least 0, or -1"),
+    (4, {"train.router_z_loss": -1.0}, r"train.router_z_loss is -1.0"),
     (4, {"parallel.dp_replicate": 2}, r"parallel.dp_replicate is 2"),
     (4, {"parallel.sequence_parallel": True}, r"sequence_parallel is true"),
 ]

@@ -80,21 +80,21 @@ def router_step(
 ) -> RouterStep | None:
     """What follows the routers of a model through a step of so many tokens; None for a model without routers.
 
-    Without `coefficients`, balance weighs the configuration's `router_aux_loss_coef` where `output_router_logits` is
-    set, as in transformers, and else nothing. Raises ModelError for losses of routers that are not a softmax.
+    Raises ModelError for losses of routers that are not a softmax, or not there.
     """
     routers = getattr(model, "routers", None) or tuple(router_modules(model).values())  # those of all pipeline stages
-    config = getattr(model, "config", None)
-    known = routers and hasattr(config, "router_aux_loss_coef")
-    if coefficients is None:
-        asked = known and getattr(config, "output_router_logits", False)
-        coefficients = RouterCoefficients(balance=float(config.router_aux_loss_coef) if asked else 0.0)  # pyright: ignore
-    if not known:
-        if coefficients.any:
-            raise ModelError(f"{type(model).__name__} has no routers with a softmax; set the losses of routers to 0")
+    config, asked = getattr(model, "config", None), coefficients or RouterCoefficients()
+    if not routers or not hasattr(config, "router_aux_loss_coef"):
+        if asked.any:
+            raise ModelError(
+                f"{type(model).__name__} has no routers whose losses are known; set the balance and z losses to 0"
+            )
         return None
+    if asked.balance is None:
+        own = getattr(config, "output_router_logits", False)
+        asked = RouterCoefficients(float(config.router_aux_loss_coef) if own else 0.0, asked.z)  # pyright: ignore
     experts = int(routers[0].num_experts)  # pyright: ignore[reportArgumentType]
-    return RouterStep(coefficients, world, tokens=tokens, layers=len(routers), experts=experts)
+    return RouterStep(asked, world, tokens=tokens, layers=len(routers), experts=experts)
 
 
 def _bind(attention: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

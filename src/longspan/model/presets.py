@@ -36,6 +36,16 @@ class Preset:
 PRESETS: dict[str, Preset] = {
     "llama-tiny": Preset("LlamaConfig", _TINY),
     "qwen3-tiny": Preset("Qwen3Config", _TINY),
+    "qwen3-moe-tiny": Preset(
+        "Qwen3MoeConfig", _TINY | {"moe_intermediate_size": 192, "num_experts": 8, "num_experts_per_tok": 2}
+    ),
+    # Its layers alternate: a window of 128 rows, then full attention; every head has a sink.
+    "gpt-oss-tiny": Preset(
+        "GptOssConfig",
+        _TINY
+        | {"intermediate_size": 192, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
+    ),
 }
 
 

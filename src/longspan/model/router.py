@@ -30,9 +30,13 @@ from longspan.comm import World
 
 @dataclass(frozen=True)
 class RouterCoefficients:
-    """What the losses of routers weigh beside the cross entropy (a mean over targets); 0 leaves one out."""
+    """What the losses of routers weigh beside the cross entropy (a mean over targets); 0 leaves one out.
 
-    balance: float = 0.0
+    A balance of None is what the model's configuration says, as transformers reads it: `router_aux_loss_coef` where
+    `output_router_logits` is set, and else 0.
+    """
+
+    balance: float | None = None
     z: float = 0.0
 
     @property

@@ -50,7 +50,7 @@ class ParallelConfig:
     pipeline_schedule: Literal["1f1b", "gpipe", "zero_bubble", "zbv"] = "1f1b"
     """Order of forward and backward passes: 1f1b, gpipe, zero_bubble, or zbv (vpp = 2, folded like a V)."""
     ep: int = 1
-    """Expert-parallel degree (1 in this release)."""
+    """Expert-parallel degree: neighbouring slots that share out the experts of every layer."""
     dp_replicate: int = 1
     """Copies of the sharded weights (1 in this release)."""
     sequence_parallel: bool = False
@@ -123,6 +123,10 @@ class TrainConfig:
     """Keep what checkpointed layers start from in the host's memory meanwhile."""
     loss_chunk_rows: int = 0
     """Rows whose logits are formed at a time; 0: as many as 2 GiB hold on a GPU, 64 MiB on a CPU."""
+    router_balance_loss: float = -1.0
+    """Weight of the load-balancing loss of experts' routers; -1: what the model's configuration says, 0: none."""
+    router_z_loss: float = 0.0
+    """Weight of the z-loss of experts' routers: the mean square of the logsumexp of their logits."""
     seed: int = 0
     """Of weights, document order and held-out documents."""
     eval_every: int = 100

@@ -39,6 +39,8 @@ _LEAST = {
     "train.weight_decay": 0,
     "train.max_grad_norm": 0,
     "train.loss_chunk_rows": 0,
+    "train.router_balance_loss": -1,
+    "train.router_z_loss": 0,
     "train.seed": 0,
     "train.eval_every": 0,
     "train.save_every": 0,
@@ -48,7 +50,6 @@ _POSITIVE = ("train.lr", "run.timeout_seconds")
 # What this release runs; the rest of the house is laid out for it, and says so instead of running something else.
 _ONE_IN_THIS_RELEASE = {
     "tp": "tensor parallelism",
-    "ep": "expert parallelism",
     "dp_replicate": "replicated weights (HSDP)",
 }
 
@@ -85,6 +86,11 @@ def _check_numbers(config: RunConfig) -> None:
             raise ConfigError(f"{key} is {values[key]}; it must be above 0")
     if config.train.min_lr_ratio > 1:
         raise ConfigError(f"train.min_lr_ratio is {config.train.min_lr_ratio}; it must be between 0 and 1")
+    if -1 < config.train.router_balance_loss < 0:
+        raise ConfigError(
+            f"train.router_balance_loss is {config.train.router_balance_loss}; it must be at least 0, or -1 for what "
+            "the model's configuration says"
+        )
     if config.data.max_document_tokens == 1:
         raise ConfigError("data.max_document_tokens is 1; a document of one token predicts nothing: use 2 or more")
     if not config.run.dir:

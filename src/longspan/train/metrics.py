@@ -1,7 +1,8 @@
 """What a run writes down: one JSON object a line in metrics.jsonl, whole plans of a few steps, and a summary.
 
 Rows of training: step, loss, tokens, targets, grad_norm, lr, seconds, tokens_per_second, memory_bytes, micro_batches,
-efficiency. Rows of evaluation: step, eval_loss, eval_tokens, cp, seconds. One rank writes.
+efficiency, and router_balance_loss and router_z_loss of models with experts. Rows of evaluation: step, eval_loss,
+eval_tokens, cp, seconds. One rank writes.
 """
 
 import json

@@ -18,9 +18,10 @@ import torch
 from longspan.comm import World
 from longspan.errors import LongspanError
 from longspan.model import save_model
+from longspan.model.router import RouterCoefficients
 from longspan.plan import Plan, PlanAhead
 from longspan.train.checkpoint import save_checkpoint
-from longspan.train.config import RunConfig
+from longspan.train.config import RunConfig, TrainConfig
 from longspan.train.evaluate import compare_degrees, evaluate, save_plan
 from longspan.train.group_log import GroupLog
 from longspan.train.metrics import MetricsLog, memory_bytes, read_rows, write_whole
@@ -114,6 +115,7 @@ def _step(job: Job, plans: PlanAhead, step: int) -> tuple[dict[str, Any], Plan]:
         max_grad_norm=norm,
         step=step + 1,
         loss_chunk_rows=config.loss_chunk_rows,
+        router=router_coefficients(config),
     )
     if not math.isfinite(result.loss):
         raise LongspanError(
@@ -134,7 +136,15 @@ def _step(job: Job, plans: PlanAhead, step: int) -> tuple[dict[str, Any], Plan]:
         "micro_batches": result.micro_batches,
         "efficiency": round(plan.efficiency, 6),
     }
+    if result.router is not None:
+        row |= {"router_balance_loss": result.router.balance, "router_z_loss": result.router.z}
     return row, plan
+
+
+def router_coefficients(config: TrainConfig) -> RouterCoefficients:
+    """What the losses of routers weigh; a balance of -1 is what the model's configuration says."""
+    balance = config.router_balance_loss
+    return RouterCoefficients(balance=None if balance < 0 else balance, z=config.router_z_loss)
 
 
 def _evaluate(job: Job, log: MetricsLog, screen: Screen, done: int) -> Evaluation | None:
