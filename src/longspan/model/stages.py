@@ -28,7 +28,7 @@ def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
     activations of more micro-batches.
 
     >>> [len(part) for part in layers_of_stages(36, 4)]
-    [8, 10, 10, 8]
+    [8, 9, 10, 9]
 
     Raises ModelError where there are more stages than layers.
     """

@@ -1,0 +1,242 @@
+"""Stages of a pipeline: which layers go where, the model's own forward over them, names, tied copies, refusals."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config
+
+from longspan.comm import World, bind
+from longspan.errors import LongspanError, ModelError, PlanError
+from longspan.layout import Layout
+from longspan.model import prepare, save_model
+from longspan.model.pipeline import PipelinedModel, refuse_reused_parameters
+from longspan.model.schedules import check_schedule, micro_batch_multiple, stages_of_rank
+from longspan.model.stages import Call, Stage, cut, layers_of_stages, parts_of, refuse_inexact
+from longspan.plan import plan_fixed
+from longspan.testing import backend, run_ranks
+from longspan.train import build_optimizer, run_step
+from tests.model.deep import answer, deep
+from tests.model.stock import SIZES, error, gradients_of, texts, weights_of, worst
+
+LENGTHS = (13, 1, 30, 7, 2, 18)
+
+BALANCED = [
+    (2, 2, (1, 1)),
+    (5, 2, (2, 3)),
+    (4, 4, (1, 1, 1, 1)),
+    (7, 3, (2, 3, 2)),
+    (8, 4, (1, 2, 3, 2)),
+    (36, 4, (8, 9, 10, 9)),
+    (3, 1, (3,)),
+]
+
+
+@pytest.mark.parametrize(("layers", "stages", "counts"), BALANCED)
+def test_layers_are_balanced_with_embedding_and_head(layers: int, stages: int, counts: tuple[int, ...]) -> None:
+    parts = layers_of_stages(layers, stages)
+    assert tuple(len(part) for part in parts) == counts
+    assert [layer for part in parts for layer in part] == list(range(layers))
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(ModelError, match=r"6 pipeline stages .* for 4 layers.*use at most 4 stages"):
+        layers_of_stages(4, 6)
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+@pytest.mark.parametrize(("schedule", "vpp"), [("1f1b", 1), ("1f1b", 3), ("zero_bubble", 2), ("zbv", 2)])
+def test_every_stage_is_on_one_rank(schedule: str, vpp: int, pp: int) -> None:
+    held = [stages_of_rank(schedule, place, pp, vpp) for place in range(pp)]
+    assert sorted(stage for stages in held for stage in stages) == list(range(pp * vpp))
+    assert all(len(stages) == vpp for stages in held)
+    assert 0 in held[0] and (pp * vpp - 1 in held[0 if schedule == "zbv" else pp - 1])
+
+
+SCHEDULES = [
+    ("2f2b", 2, 1, r"'2f2b'; use gpipe, 1f1b, zero_bubble, zbv|'2f2b'; use .*1f1b"),
+    ("1f1b", 2, 0, r"virtual_stages is 0"),
+    ("1f1b", 1, 2, r"virtual_stages is 2 with pp 1"),
+    ("zbv", 2, 1, r"folds two stages onto each rank, virtual_stages is 1; use 2"),
+    ("zbv", 2, 3, r"virtual_stages is 3"),
+]
+
+
+@pytest.mark.parametrize(("name", "pp", "vpp", "says"), SCHEDULES)
+def test_schedules_that_are_refused(name: str, pp: int, vpp: int, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        check_schedule(name, pp, vpp)
+
+
+def test_interleaved_schedules_want_multiples_of_the_stages() -> None:
+    wanted = {("1f1b", 1): 1, ("1f1b", 2): 3, ("gpipe", 2): 1, ("zero_bubble", 1): 3, ("zero_bubble", 2): 3}
+    assert {key: micro_batch_multiple(key[0], 3, key[1]) for key in wanted} == wanted
+    assert micro_batch_multiple("zbv", 3, 2) == micro_batch_multiple("1f1b", 1, 1) == 1
+
+
+class _Positions:
+    """What the stock attention needs of a shard."""
+
+    position_ids = torch.arange(9)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3-moe"])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_stages_one_after_another_are_the_model(family: str, count: int) -> None:
+    whole = deep(family, torch.float64)
+    ids = torch.arange(9)[None]
+    wanted = whole(input_ids=ids, position_ids=_Positions.position_ids[None], use_cache=False).logits
+    names = {name for name, _ in whole.named_parameters()}
+    x, held = ids, list[str]()
+    for index in range(count):
+        (stage,) = _stages(family, count, index)
+        shard: Any = _Positions()
+        x = stage(x, call=Call(shard, ids, lambda model, arguments: model(**_without_shard(arguments)).logits))
+        held += [name.removeprefix("model.") for name, _ in stage.named_parameters()]
+    assert torch.equal(x, wanted)
+    assert set(held) == names and len(held) == len(names) + (family == "qwen3")  # the tied embedding is held twice
+
+
+def _stages(family: str, count: int, *mine: int) -> tuple[Stage, ...]:
+    model = deep(family, torch.float64)
+    parts = parts_of(model)
+    refuse_inexact(model, parts)
+    stages = cut(model, parts, layers_of_stages(4, count), mine)
+    kept = sum(parameter.numel() for stage in stages for parameter in stage.parameters())
+    assert sum(parameter.numel() for parameter in model.parameters()) <= kept  # the rest is freed
+    return stages
+
+
+def _without_shard(arguments: Any) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name != "shard"}
+
+
+def test_two_stages_of_one_rank_have_tied_copies_of_their_own() -> None:
+    first, last = _stages("qwen3", 4, 0, 3)
+    copies = first.model.get_input_embeddings().weight, last.model.get_output_embeddings().weight
+    assert copies[0] is not copies[1] and torch.equal(*copies)
+    assert last.model.get_input_embeddings().weight is copies[1]
+
+
+def test_a_model_that_scales_its_embedding_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(Gemma2Config(**SIZES, query_pre_attn_scalar=8))
+    try:
+        refuse_inexact(model, parts_of(model))
+    except ModelError as refusal:
+        assert "Gemma2ForCausalLM changes hidden states outside its embedding" in str(refusal)
+    else:  # where the embedding scales itself
+        assert not isinstance(model.get_input_embeddings(), torch.nn.Embedding) or type(
+            model.get_input_embeddings()
+        ).__name__.endswith("ScaledWordEmbedding")
+
+
+def test_layers_that_share_parameters_are_refused_for_a_split_backward_pass() -> None:
+    model = deep("llama", torch.float32)
+    model.set_attn_implementation("longspan")
+    refuse_reused_parameters(model)
+    model.model.layers[2].mlp = model.model.layers[1].mlp
+    with pytest.raises(ModelError, match=r"uses model.layers.1.mlp.gate_proj.weight, .* \(3 parameters\) twice"):
+        refuse_reused_parameters(model)
+
+
+# ---- with ranks
+
+PIPELINES = [("1f1b", 1, "qwen3"), ("zero_bubble", 2, "llama"), ("zbv", 2, "qwen3")]
+
+
+def _pipelines(rank: int, folder: str) -> dict[tuple[str, int, str], dict[str, Any]]:
+    found = {}
+    documents = texts(LENGTHS)
+    with World(Layout(ranks=4, pp=2), backend=backend()) as world:
+        for schedule, vpp, family in PIPELINES:
+            stock = deep(family, torch.float64)
+            wanted = answer(torch.nn.Module.to(stock, world.device), documents)
+            model = prepare(deep(family, torch.float64), world, virtual_stages=vpp, pipeline_schedule=schedule)
+            assert isinstance(model, PipelinedModel)
+            optimizer = build_optimizer(model, "adamw", 1e-2, 0.1)
+            plan = plan_fixed(LENGTHS, world.home, cp=2, max_tokens_per_slot=20)
+            worst_logits = 0.0
+            for micro_batch in plan.micro_batches:
+                shard = bind(micro_batch, world).with_padding()
+                ids = torch.cat([torch.from_numpy(documents[d]) for d in micro_batch.documents]).to(world.device)
+                arguments = {"position_ids": shard.position_ids[None], "shard": shard}
+                logits = model(input_ids=shard.scatter(ids)[None], **arguments).logits[0]
+                packed = shard.gather(logits).cpu().split(list(micro_batch.lengths))
+                errors = [error(x, wanted.logits[d]) for x, d in zip(packed, micro_batch.documents, strict=True)]
+                worst_logits = max(worst_logits, *errors)
+            for _ in range(3):
+                run_step(model, plan, documents, world, optimizer, max_grad_norm=0.5)
+            own = weights_of(model)
+            where = Path(folder) / f"{schedule}-{family}"
+            save_model(model, where, world)
+            loaded = weights_of(AutoModelForCausalLM.from_pretrained(where, dtype=torch.float64))
+            found[schedule, vpp, family] = {
+                "logits": worst_logits,
+                "names": (set(own), set(loaded), set(model.state_dict()), set(stock.state_dict())),
+                "saved": worst(own, {name: loaded[name] for name in own}),
+                "tied": [
+                    None if c is None else c.detach().to_local().cpu() for c in (model.tied.first, model.tied.last)
+                ],
+            }
+    return found
+
+
+def test_names_logits_and_saved_folders_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    answers = run_ranks(_pipelines, 4, str(tmp_path))
+    for key in answers[0]:
+        each = [found[key] for found in answers]
+        assert all(found["logits"] < 1e-12 and found["saved"] == 0 for found in each), key
+        own = set[str]().union(*(found["names"][0] for found in each))
+        states = set[str]().union(*(found["names"][2] for found in each))
+        assert own == each[0]["names"][1] and states == each[0]["names"][3], key
+        assert key[2] == "llama" or _copies_are_equal(each, key[0])
+
+
+def _copies_are_equal(each: list[dict[str, Any]], schedule: str) -> bool:
+    """The shards of slot 0 and of slot 1, on the first and on the last stage, bit by bit after three AdamW steps."""
+    if schedule == "zbv":  # both on one rank; the second follows at the next step
+        return all(found["tied"][0] is not None for found in each[:2])
+    return all(torch.equal(each[slot]["tied"][0], each[2 + slot]["tied"][1]) for slot in (0, 1))
+
+
+def _refused(rank: int) -> dict[str, str]:
+    found = {}
+
+    def note(name: str, call: Any) -> None:
+        with pytest.raises(LongspanError) as caught:
+            call()
+        found[name] = str(caught.value)
+
+    with World(Layout(ranks=2, pp=2), backend=backend(), timeout=60) as world:
+        note("stages", lambda: prepare(deep("llama", torch.float32), world, virtual_stages=3))
+        note("unknown", lambda: prepare(deep("llama", torch.float32), world, pipeline_schedule="2f2b"))
+        shared = deep("llama", torch.float32)
+        shared.model.layers[2].mlp = shared.model.layers[1].mlp
+        note("shared", lambda: prepare(shared, world, pipeline_schedule="zero_bubble"))
+        plan = plan_fixed((9,), world.home, cp=1)
+        note("whole", lambda: run_step(torch.nn.Linear(2, 2), plan, texts((9,)), world))
+        found["afterwards"] = str(gradients_of(prepare(deep("llama", torch.float32), world)))
+    return found
+
+
+def test_what_is_refused_on_every_rank() -> None:
+    for found in run_ranks(_refused, 2):
+        assert "6 pipeline stages" in found["stages"] and "for 4 layers" in found["stages"]
+        assert "'2f2b'" in found["unknown"]
+        assert "twice in a forward pass" in found["shared"]
+        assert "pp 2, but Linear is not cut into stages" in found["whole"]
+        assert found["afterwards"] == "{}"
+
+
+def _descending(rank: int) -> str:
+    with (
+        World(Layout(ranks=(1, 0), pp=2), backend=backend(), timeout=60) as world,
+        pytest.raises(LongspanError) as caught,
+    ):
+        prepare(deep("llama", torch.float32), world)
+    return str(caught.value)
+
+
+def test_a_home_whose_ranks_descend_along_its_stages_is_refused() -> None:
+    assert all("(1, 0) descend along its pipeline stages" in told for told in run_ranks(_descending, 2))
