@@ -1,0 +1,77 @@
+"""Attention at the size of models, on GPUs: errors of every type and kernel against dense float32, and their record.
+
+    python bench/attention_full_size.py --ranks 4 --out bench/records/attention-full-size.json
+
+Two documents of 4096 rows (whole, and unequal), bfloat16; the bound is twice the error of the same kernel on whole
+documents on one GPU. The configurations are those of `tests/attention/full_size.py`.
+"""
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from longspan.cli.machine import machine, machine_text
+from longspan.comm import run_local
+from longspan.train.versions import versions
+from tests.attention.full_size import CONFIGURATIONS, NAMES, Measured, measure
+
+
+def main() -> int:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--ranks", type=int, default=4)
+    flags.add_argument("--backend", default="nccl", choices=("gloo", "nccl"))
+    flags.add_argument("--names", default=",".join(CONFIGURATIONS))
+    flags.add_argument("--kernels", default="", help="names of the support table; empty: all that can")
+    flags.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    flags.add_argument("--rows", type=int, default=0, help="of a document, in place of the configuration's")
+    flags.add_argument("--out", type=Path)
+    given = flags.parse_args()
+    os.environ["LONGSPAN_TEST_BACKEND"] = given.backend
+    kernels = tuple(name for name in given.kernels.split(",") if name)
+    args = (given.ranks, tuple(given.names.split(",")), given.dtype, given.rows, kernels)
+    found: list[Measured] = run_local(measure, given.ranks, args, timeout=3600)[0]
+    about = {"machine": machine(), "versions": versions(), "command": " ".join(["python", *sys.argv])}
+    rows = [asdict(m) | {"good": m.good} for m in found]
+    record = {"bench": "attention full size", **about, "ranks": given.ranks, "dtype": given.dtype, "rows": rows}
+    if given.out is not None:
+        given.out.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        given.out.with_suffix(".md").write_text(_text(record), encoding="utf-8")
+    print(_text(record))
+    return 0 if all(m.good for m in found) else 1
+
+
+def _text(record: dict[str, Any]) -> str:
+    names = ", ".join(f"{name} {text}" for name, text in record["versions"].items())
+    rows = record["rows"]
+    header = ["configuration", "lengths", "type", "kernel", *(f"{name} (one GPU)" for name in NAMES), "good"]
+    lines = [
+        f"# Attention at the size of models: {record['ranks']} ranks, {record['dtype']}, {len(rows)} comparisons, "
+        f"{sum(not row['good'] for row in rows)} beyond their bound",
+        "",
+        f"Machine: {machine_text(record['machine'])}. Versions: {names}. Command: `{record['command']}`.",
+        "",
+        "Relative 2-norms against dense attention in float32; in brackets those of the kernel on whole documents on "
+        "one GPU. The bound is twice that.",
+        "",
+        f"| {' | '.join(header)} |",
+        "| --- " * len(header) + "|",
+        *(_line(row) for row in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: dict[str, Any]) -> str:
+    pairs = [f"{e:.1e} ({one:.1e})" for e, one in zip(row["errors"], row["alone"], strict=True)]
+    pairs += ["–"] * (len(NAMES) - len(pairs))
+    lengths = " + ".join(map(str, row["lengths"]))
+    return f"| {' | '.join([row['name'], lengths, row['cp_comm_type'], row['kernel'], *pairs])} | {row['good']} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
