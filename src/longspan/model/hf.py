@@ -28,7 +28,7 @@ from longspan.model.probe import AttentionCall, Probe, probe_model, unknown_tens
 from longspan.model.recompute import recompute_activations
 from longspan.model.refusals import refuse_unsupported
 from longspan.model.schedules import check_schedule
-from longspan.model.tensor_parallel import refuse_tensor_parallel, split_over_tp
+from longspan.model.tensor_parallel import ask_for_rows, refuse_tensor_parallel, split_over_tp
 
 IMPLEMENTATION = "longspan"
 
@@ -108,6 +108,8 @@ def prepare(
             place(stage.model, root=stage)
         prepared = PipelinedModel(model, world, stages, pipeline_schedule, dtype)
     keep_kernel(prepared, attention_kernel)
+    if sequence_parallel:
+        ask_for_rows(prepared, world.home.tp)
     # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
     prepared.register_forward_pre_hook(check_call, with_kwargs=True, prepend=True)
     return prepared

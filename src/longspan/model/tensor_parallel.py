@@ -154,7 +154,6 @@ def _split_residuals(model: PreTrainedModel, placed: list[Placed], world: World)
     norm = _final_norm(model)
     partial_gradients(norm, key)
     wrap_forward(norm, leave=partial(tp_gather, key=key, dim=ROWS, gradient="identical"))
-    model.register_forward_pre_hook(RowsDivide(world.home.tp), with_kwargs=True)
 
 
 def _regions(name: str, layer: nn.Module, placed: list[Placed]) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -196,6 +195,11 @@ class RowsDivide:
                 f"the shard holds {shard.local_rows} rows, which sequence parallelism cannot split over tp {self.tp}; "
                 f"use shard.with_padding(multiple={self.tp}), and plans with row_multiple={self.tp}"
             )
+
+
+def ask_for_rows(model: nn.Module, tp: int) -> None:
+    """Let a sequence-parallel model refuse rows that tp does not divide; after FSDP2, whose hook must come later."""
+    model.register_forward_pre_hook(RowsDivide(tp), with_kwargs=True, prepend=True)
 
 
 def row_multiple(model: nn.Module) -> int:
