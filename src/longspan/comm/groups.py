@@ -77,7 +77,7 @@ class Handle:
             with self._watch.during(self._what, self._ranks) as operation:
                 for work in self._works:
                     work.wait()
-                self._watch.mark(operation)
+                self._watch.queued(operation, self._works)
         if self._finish is not None:
             self._result = self._finish()
         self._works, self._keep, self._finish = (), None, None

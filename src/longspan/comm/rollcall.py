@@ -11,13 +11,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch.distributed import Store
+from torch.distributed import Store, Work
 
 from longspan.comm.child import DEAD_KEY
 from longspan.errors import CommError, LongspanError
@@ -78,8 +78,9 @@ class Watch:
         self.current: Operation | None = None
         self.finished = "nothing yet"
         self._store, self._root = store, root
-        self._passed = torch.cuda.Event() if gpu else None  # recorded behind the last collective that was waited for
-        self._last: Operation | None = None
+        self._passed = torch.cuda.Event() if gpu else None
+        # The last collective that was waited for, and how to ask whether the device is past it.
+        self._last: tuple[Operation, Callable[[], bool]] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -87,11 +88,16 @@ class Watch:
         """A context in which this rank is in the collective `what` with `ranks`."""
         return Operation(self, what, ranks)
 
+    def queued(self, operation: Operation, works: Sequence[Work]) -> None:
+        """Note that the device's stream is now ordered behind these works of a collective, which may still run."""
+        if self._passed is not None:
+            self._last = operation, lambda: all(work.is_completed() for work in works)
+
     def mark(self, operation: Operation) -> None:
-        """Note that the device's stream is now ordered behind this collective."""
+        """The same for a collective without works at hand: the device is past it when the stream is past this point."""
         if self._passed is not None and not torch.cuda.is_current_stream_capturing():
             self._passed.record()
-            self._last = operation
+            self._last = operation, self._passed.query
 
     def open(self) -> None:
         """Start the thread that answers roll calls."""
@@ -150,11 +156,12 @@ class Watch:
 
         NCCL's own watchdog ends it too, but only after a minute or more of dumping (torch 2.11).
         """
-        operation, passed = self._last, self._passed
-        if operation is None or passed is None or time.monotonic() - operation.started < self.timeout:
+        last = self._last
+        if last is None or time.monotonic() - last[0].started < self.timeout:
             return
-        if passed.query() or self._last is not operation:
-            self._last = None
+        operation, done = last
+        if done():
+            self._last = None if self._last is last else self._last
             return
         failure = self.failed(operation, RuntimeError(f"timed out: the GPU of rank {self.rank} has not got past it"))
         print(f"longspan: {failure}", file=sys.stderr, flush=True)
