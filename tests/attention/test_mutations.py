@@ -56,8 +56,8 @@ MUTATIONS = [
     ("attention.block", "return -(weight *", "return (weight *"),
     ("attention.attend", "total += part", "total = part"),
     # edges of masks
-    ("attention.tiles", "else window - 1 - ahead", "else window - ahead"),
-    ("attention.tiles", "last - window <= k_first", "last - window <= k_first + 1"),
+    ("attention.tiles", "left=window - 1 - ahead", "left=window - ahead"),
+    ("attention.tiles", "tile.left < tile.keys - 1", "tile.left < tile.keys // 2"),
     ("attention.tiles", "k.stop + window - 1", "k.stop + window - 2"),
     ("attention.tiles", "k_offset + last - k_start, right=0)", "k_offset + last - k_start)"),
     (

@@ -114,7 +114,16 @@ def tiles_between(q: Segments, k: Segments, *, causal: bool, window: int | None 
             mask = (tile.left, tile.right)
             launches.setdefault((*mask, turns[mask]), []).append(tile)
             turns[mask] += 1
-    return tuple(Tiling(tuple(tiles)) for tiles in launches.values())
+    return tuple(Tiling(_loosened(tiles)) for tiles in launches.values())
+
+
+def _loosened(tiles: list[Tile]) -> tuple[Tile, ...]:
+    """The tiles of one launch, without a limit that hides no key from a row of any of them."""
+    left = any(tile.left is not None and tile.left < tile.keys - 1 for tile in tiles)
+    right = any(tile.right is not None and tile.right < tile.queries - 1 for tile in tiles)
+    return tuple(
+        tile._replace(left=tile.left if left else None, right=tile.right if right else None) for tile in tiles
+    )
 
 
 def _runs(segments: Segments) -> dict[int, list[Segment]]:
@@ -186,8 +195,8 @@ def _band(q: Segment, k: Segment, window: int) -> Tile | None:
         last - q.start + q.offset,
         k_first - k.start + k.offset,
         k_last - k.start + k.offset,
-        left=None if last - window <= k_first else window - 1 - ahead,
-        right=None if k_last - 1 <= first else ahead,
+        left=window - 1 - ahead,
+        right=ahead,
     )
 
 
