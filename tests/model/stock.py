@@ -62,11 +62,19 @@ def config_of(family: str) -> PreTrainedConfig:
     return LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
 
 
-def tiny(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, attention: str = "sdpa") -> PreTrainedModel:
-    """A tiny model whose weights depend on the seed alone."""
+def tiny(
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    attention: str = "sdpa",
+    vocabulary: int = VOCABULARY,
+) -> PreTrainedModel:
+    """A tiny model whose weights depend on the seed and its vocabulary alone."""
+    config = config_of(family)
+    config.vocab_size = vocabulary
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config_of(family), attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
         for parameter in model.parameters():  # norms start at one and biases at zero, which would hide their gradients
             parameter.data += 0.1 * torch.randn_like(parameter)
     if dtype == torch.float64 and backend() == "nccl":
@@ -99,10 +107,15 @@ class Stock:
 
 
 def stock_answer(
-    family: str, dtype: torch.dtype, documents: Sequence[np.ndarray], device: torch.device | str, seed: int = 0
+    family: str,
+    dtype: torch.dtype,
+    documents: Sequence[np.ndarray],
+    device: torch.device | str,
+    seed: int = 0,
+    vocabulary: int = VOCABULARY,
 ) -> Stock:
     """Eager attention in float32; its softmax is float32 always, so float64 takes torch's own attention in float64."""
-    model = tiny(family, dtype, seed, "eager" if dtype == torch.float32 else "sdpa").eval()
+    model = tiny(family, dtype, seed, "eager" if dtype == torch.float32 else "sdpa", vocabulary).eval()
     model.to(device)
     targets = sum(len(document) - 1 for document in documents)
     logits, loss = [], torch.zeros((), dtype=torch.float64, device=device)
