@@ -33,6 +33,10 @@ def test_the_page_on_planning_is_one_program(tmp_path: Path) -> None:
     assert "x the lower bound" in run_page("planning.md", tmp_path)
 
 
+def test_the_page_on_attention_has_a_program(tmp_path: Path) -> None:
+    assert "so a2a, the fastest" in run_page("attention.md", tmp_path)
+
+
 @pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
 def test_examples_run_and_stay_short(script: Path) -> None:
     assert len(script.read_text().splitlines()) <= 80
