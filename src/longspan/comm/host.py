@@ -39,14 +39,17 @@ class HostValues(ABC):
     def plane_group(self) -> ProcessGroup:
         """The group over this rank's plane."""
 
-    def agree(self, digest: str) -> None:
-        """Compare a hexadecimal digest over all ranks. Raises CommError that says which ranks hold what."""
+    def agree(self, digest: str, *, flag: bool = False) -> bool:
+        """Compare a hexadecimal digest over all ranks; returns whether the `flag` is set on any of them.
+
+        Raises CommError that says which ranks hold what.
+        """
         words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
-        both = torch.stack([words, ~words])  # the largest of ~w is ~(the smallest w)
+        both = torch.cat([words, ~words, torch.tensor([int(flag)])])  # the largest of ~w is ~(the smallest w)
         with self.watch.during("comparison of plans", self.home.ranks):
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.control)
-        if torch.equal(both[0], ~both[1]):
-            return
+        if torch.equal(both[:4], ~both[4:8]):
+            return bool(both[8].item())
         held: dict[str, list[int]] = {}
         for rank, other in zip(self.home.ranks, self.gather_objects(digest), strict=True):
             held.setdefault(other, []).append(rank)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from longspan.comm import SequenceShard, World, bind
 from longspan.errors import DataError, ModelError, PlanError
+from longspan.layout import Partition
 from longspan.model.hf import is_prepared, refuse_unprepared, vocabulary_size
 from longspan.model.moe import router_step
 from longspan.model.parallelize import fsdp_modules, gradients_summed_over_slots, parameters_gathered, reshard
@@ -31,6 +32,7 @@ from longspan.train.chunked_loss import chunked_cross_entropy
 from longspan.train.loss import NO_TARGET, Rows, read_rows, summed_cross_entropy
 from longspan.train.optim import clip_gradients, grad_norm
 from longspan.train.pipelined import counted_parameters, makes_loss, no_rows, norm_over_stages, run_through_stages
+from longspan.train.readers import exchange_of, move_to_owners, read_held
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ def run_step(
     step: int | None = None,
     loss_chunk_rows: int = 0,
     router: RouterCoefficients | None = None,
+    readers: Partition | None = None,
 ) -> StepResult:
     """Run every micro-batch of a plan and return the loss, a sum over targets divided by the plan's targets.
 
@@ -82,6 +85,9 @@ def run_step(
     `loss_chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes). `router` says what the
     losses of routers weigh in the gradient (None: what the model's configuration says).
 
+    `readers` says which rows each slot reads, counted through the plan's documents by their ids (`whole_documents`):
+    rows that another slot computes then travel there. By default each rank reads what it computes.
+
     All ranks call it together, with the same plan. Raises PlanError for a plan that does not fit the home or the
     documents, CommError where ranks hold different plans, DataError for documents that cannot be read or hold ids
     outside the vocabulary, on every rank, before the model runs.
@@ -90,9 +96,8 @@ def run_step(
     _check(model, plan, documents, world, optimizer, backward)
     if step is not None:
         world.step = step
-    world.agree(plan.digest())
     routing = router_step(model, world, plan.tokens, router)
-    work = _read_together(model, plan, documents, world)
+    work = _read_together(model, plan, documents, world, readers)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
     with _mode(model, training=backward), torch.set_grad_enabled(backward):
@@ -189,22 +194,32 @@ def _finish(model: nn.Module, world: World, optimizer: Optimizer | None, max_gra
     return norm.item()
 
 
-def _read_together(model: nn.Module, plan: Plan, documents: Any, world: World) -> list[_Work]:
-    """Bind every micro-batch and read this rank's rows; where any rank cannot, every rank raises DataError."""
-    work, failure, vocabulary = list[_Work](), None, vocabulary_size(model)
+def _read_together(
+    model: nn.Module, plan: Plan, documents: Any, world: World, readers: Partition | None
+) -> list[_Work]:
+    """Bind every micro-batch and get this rank's rows; where any rank cannot read, every rank raises DataError."""
+    work, failure, vocabulary, held = list[_Work](), None, vocabulary_size(model), None
+    exchange = None if readers is None else exchange_of(plan, readers)
+    reads = not isinstance(model, PipelinedModel) or model.reads_tokens
     try:
         for micro_batch in plan.micro_batches:
             if plan.mode == "free" and not micro_batch.groups_of(world.slot):
                 continue  # in lockstep: a dummy
             shard = bind(micro_batch, world).with_padding(minimum=1, multiple=plan.row_multiple)
-            reads = not isinstance(model, PipelinedModel) or model.reads_tokens
-            work.append(_Work(shard, *(read_rows(documents, shard, vocabulary) if reads else no_rows(shard))))
+            here = reads and readers is None
+            work.append(_Work(shard, *(read_rows(documents, shard, vocabulary) if here else no_rows(shard))))
+        if readers is not None and reads:
+            held = read_held(documents, plan, readers, world.slot, vocabulary)
     except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
         failure = error
-    if world.any_rank(failure is not None):
+    # The first collective of a step: it compares the plans too, of which a rank has none if it cannot read them.
+    if world.agree(plan.digest(), flag=failure is not None):
         told = world.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
         rank, message = next((rank, m) for rank, m in zip(world.home.ranks, told, strict=True) if m is not None)
         raise DataError(f"rank {rank} could not read its rows: {message}") from failure
+    if held is not None and exchange is not None:
+        moved = move_to_owners(held, exchange, [w.shard for w in work], world)
+        return [_Work(w.shard, *rows) for w, rows in zip(work, moved, strict=True)]
     return work
 
 
