@@ -138,13 +138,12 @@ IMPOSSIBLE = [
     (4, {"context.eval_cp_comm_type": "a2b"}, r"context.eval_cp_comm_type is 'a2b'; did you mean 'a2a'"),
     (4, {"context.mode": "free", "parallel.ep": 2}, r'context.mode is "free" and parallel.ep is 2|parallel.ep is 2'),
     (4, {"train.offload_activations": True}, 'train.activation_checkpointing is "none"; use "full" or "selective"'),
-    (4, {"parallel.tp": 2}, r"parallel.tp is 2: this release trains without tensor parallelism"),
-    (4, {"parallel.pp": 2}, r"parallel.pp is 2: this release trains without pipeline"),
+    (4, {"parallel.pp": 2}, r"eval_context_parallel_size 4 does not divide 2 slots .*pp 2"),
     (4, {"parallel.vpp": 2}, r"parallel.vpp is 2"),
     (4, {"train.router_balance_loss": -0.5}, r"train.router_balance_loss is -0.5; it must be at least 0, or -1"),
     (4, {"train.router_z_loss": -1.0}, r"train.router_z_loss is -1.0"),
-    (4, {"parallel.dp_replicate": 2}, r"parallel.dp_replicate is 2"),
-    (4, {"parallel.sequence_parallel": True}, r"sequence_parallel is true"),
+    (4, {"parallel.ep": 4, "parallel.dp_replicate": 2}, r"parallel.ep 4 does not divide the 2 slots of each"),
+    (4, {"parallel.sequence_parallel": True}, r"sequence_parallel is true: .* parallel.tp is 1"),
 ]
 
 

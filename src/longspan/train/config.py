@@ -42,7 +42,7 @@ class ParallelConfig:
     """Where the weights live. Context parallelism is not here: it moves no weight."""
 
     tp: int = 1
-    """Tensor-parallel degree (1 in this release)."""
+    """Tensor-parallel degree: neighbouring ranks that share out heads, widths and vocabulary."""
     pp: int = 1
     """Pipeline stages: ranks that each hold a part of the layers."""
     vpp: int = 1
@@ -52,9 +52,9 @@ class ParallelConfig:
     ep: int = 1
     """Expert-parallel degree: neighbouring slots that share out the experts of every layer."""
     dp_replicate: int = 1
-    """Copies of the sharded weights (1 in this release)."""
+    """Copies of the sharded weights (HSDP): each copy is sharded over slots / copies."""
     sequence_parallel: bool = False
-    """Split activations over the tensor-parallel ranks (off in this release)."""
+    """Split the rows of norms and residuals over the tensor-parallel ranks; needs tp above 1."""
     reshard_after_forward: bool = True
     """Free gathered weights after the forward pass: less memory, one more gather; never with pp above 1."""
 

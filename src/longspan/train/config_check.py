@@ -13,7 +13,7 @@ from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
 from longspan.train.config import RunConfig
 from longspan.train.config_file import nearest
-from longspan.train.plans import PlanChoice, home_of
+from longspan.train.plans import PlanChoice, home_of, row_multiple_of
 
 _LEAST = {
     "data.vocab_size": 257,  # 256 bytes and the end of text
@@ -47,11 +47,6 @@ _LEAST = {
     "run.keep_checkpoints": 0,
 }
 _POSITIVE = ("train.lr", "run.timeout_seconds")
-# What this release runs; the rest of the house is laid out for it, and says so instead of running something else.
-_ONE_IN_THIS_RELEASE = {
-    "tp": "tensor parallelism",
-    "dp_replicate": "replicated weights (HSDP)",
-}
 
 
 def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Layout:
@@ -62,10 +57,10 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     """
     _check_numbers(config)
     home = home_of(config.parallel, ranks)
-    _check_release(config)
+    _check_parallel(config, home)
     _check_memory(config)
-    _check_mode(config)
     _check_pipeline(config)
+    _check_mode(config)
     _check_kernel(config)
     for choice in _choices(config, training=training):
         _check_types(choice)
@@ -99,13 +94,18 @@ def _check_numbers(config: RunConfig) -> None:
         raise ConfigError(f"model.preset is {config.model.preset!r}; {nearest(config.model.preset, PRESETS)}")
 
 
-def _check_release(config: RunConfig) -> None:
-    for key, what in _ONE_IN_THIS_RELEASE.items():
-        degree = getattr(config.parallel, key)
-        if degree > 1:
-            raise ConfigError(f"parallel.{key} is {degree}: this release trains without {what}; use 1")
-    if config.parallel.sequence_parallel:
-        raise ConfigError("parallel.sequence_parallel is true: it belongs to tensor parallelism; use false")
+def _check_parallel(config: RunConfig, home: Layout) -> None:
+    if config.parallel.sequence_parallel and home.tp == 1:
+        raise ConfigError(
+            "parallel.sequence_parallel is true: it splits rows over tensor-parallel ranks, and parallel.tp is 1; "
+            "use false, or a higher tp"
+        )
+    width = home.slots // home.dp_replicate
+    if width % home.ep:
+        raise ConfigError(
+            f"parallel.ep {home.ep} does not divide the {width} slots of each of parallel.dp_replicate "
+            f"{home.dp_replicate} copies; use an ep that divides {width}, or fewer copies"
+        )
 
 
 def _check_kernel(config: RunConfig) -> None:
@@ -126,6 +126,16 @@ def _check_memory(config: RunConfig) -> None:
         )
 
 
+def _check_mode(config: RunConfig) -> None:
+    """Stages and exchanges of experts join slots in every layer, whatever their groups."""
+    for key in ("pp", "ep"):
+        if config.context.mode == "free" and (degree := getattr(config.parallel, key)) > 1:
+            raise ConfigError(
+                f'context.mode is "free" and parallel.{key} is {degree}, under which all slots wait for each other in '
+                f'every micro-batch; use context.mode = "lockstep", or parallel.{key} = 1'
+            )
+
+
 def _check_pipeline(config: RunConfig) -> None:
     pp, vpp, schedule = config.parallel.pp, config.parallel.vpp, config.parallel.pipeline_schedule
     if pp == 1 and vpp > 1:
@@ -135,16 +145,6 @@ def _check_pipeline(config: RunConfig) -> None:
             f'parallel.pipeline_schedule is "zbv", which folds two stages onto each rank, and parallel.vpp is {vpp}; '
             'use vpp = 2 and pp = 2 or more, or "zero_bubble"'
         )
-
-
-def _check_mode(config: RunConfig) -> None:
-    """Stages and exchanges of experts join slots in every layer, whatever their groups."""
-    for key in ("pp", "ep"):
-        if config.context.mode == "free" and (degree := getattr(config.parallel, key)) > 1:
-            raise ConfigError(
-                f'context.mode is "free" and parallel.{key} is {degree}, under which all slots wait for each other in '
-                f'every micro-batch; use context.mode = "lockstep", or parallel.{key} = 1'
-            )
 
 
 def _check_types(choice: PlanChoice) -> None:
@@ -168,8 +168,9 @@ def _check_degree(choice: PlanChoice, home: Layout) -> None:
 def _choices(config: RunConfig, *, training: bool) -> list[PlanChoice]:
     """The halves of [context] that will be used."""
     evaluated = config.data.eval_documents > 0
-    choices = [PlanChoice.training(config.context)] if training else []
-    return choices + ([PlanChoice.evaluation(config.context)] if evaluated or not training else [])
+    rows = row_multiple_of(config.parallel)
+    choices = [PlanChoice.training(config.context, row_multiple=rows)] if training else []
+    return choices + ([PlanChoice.evaluation(config.context, row_multiple=rows)] if evaluated or not training else [])
 
 
 def check_longest(config: RunConfig, home: Layout, longest: int, name: str) -> None:

@@ -62,9 +62,10 @@ class PlanChoice:
     keys: "Keys"
     mode: Mode = "lockstep"
     weights: int = 0  # parameters that are sharded over the slots, whose gathering a free step pays for
+    row_multiple: int = 1  # of a slot's rows: tp under sequence parallelism
 
     @classmethod
-    def training(cls, context: ContextConfig, *, weights: int = 0) -> "PlanChoice":
+    def training(cls, context: ContextConfig, *, weights: int = 0, row_multiple: int = 1) -> "PlanChoice":
         """How training steps of a model of so many weights are planned."""
         return cls(
             planner=context.planner,
@@ -78,10 +79,11 @@ class PlanChoice:
             keys=Keys("context."),
             mode=context.mode,
             weights=weights,
+            row_multiple=row_multiple,
         )
 
     @classmethod
-    def evaluation(cls, context: ContextConfig) -> "PlanChoice":
+    def evaluation(cls, context: ContextConfig, *, row_multiple: int = 1) -> "PlanChoice":
         """How evaluations are planned."""
         return cls(
             planner=context.eval_planner,
@@ -93,6 +95,7 @@ class PlanChoice:
             min_degree=context.min_dynamic_context_parallel_size,
             max_degree=context.max_dynamic_context_parallel_size,
             keys=Keys("context.eval_"),
+            row_multiple=row_multiple,
         )
 
     @property
@@ -132,6 +135,7 @@ class PlanChoice:
                 micro_batch_multiple=home.pp,
                 mode=self.mode,
                 cost=self._cost(home),
+                row_multiple=self.row_multiple,
                 warm=warm,
             )
         planner = plan_padded if self.planner == "padded" else plan_fixed
@@ -146,6 +150,7 @@ class PlanChoice:
             micro_batch_multiple=home.pp,
             mode=self.mode,
             cost=self._cost(home),
+            row_multiple=self.row_multiple,
         )
 
     def check(self, longest: int, home: Layout, what: str) -> None:
@@ -185,16 +190,23 @@ class StepPlanner:
         return self.choice.plan(self.order.lengths[documents].tolist(), self.home, warm)
 
 
-def plans_of_steps(context: ContextConfig, order: StepOrder, home: Layout, *, weights: int = 0) -> PlanAhead:
+def plans_of_steps(
+    context: ContextConfig, order: StepOrder, home: Layout, *, weights: int = 0, row_multiple: int = 1
+) -> PlanAhead:
     """The plans of a run's training steps, for a model of so many sharded weights; a context manager.
 
     Dynamic plans are made `context.plan_ahead` steps ahead in another process; those of the other planners take a
     millisecond and are made when their step begins.
     """
-    planner = StepPlanner(PlanChoice.training(context, weights=weights), order, home)
+    planner = StepPlanner(PlanChoice.training(context, weights=weights, row_multiple=row_multiple), order, home)
     if context.planner != "dynamic":
         return PlanAhead(planner, ahead=0)
     return PlanAhead(WarmStart(planner, every=WARM_STEPS), ahead=context.plan_ahead)
+
+
+def row_multiple_of(parallel: ParallelConfig) -> int:
+    """What the rows of a slot are a multiple of: under sequence parallelism its tp ranks take equal parts of them."""
+    return parallel.tp if parallel.sequence_parallel else 1
 
 
 def home_of(parallel: ParallelConfig, ranks: int) -> Layout:

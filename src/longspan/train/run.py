@@ -27,9 +27,9 @@ from longspan.train.group_log import GroupLog
 from longspan.train.metrics import MetricsLog, memory_bytes, read_rows, write_whole
 from longspan.train.optim import lr_at
 from longspan.train.outcome import LAST_STEPS, Evaluation, Outcome
-from longspan.train.plans import PlanChoice, plans_of_steps
+from longspan.train.plans import plans_of_steps, row_multiple_of
 from longspan.train.screen import Screen
-from longspan.train.setup import Job, set_up
+from longspan.train.setup import Job, evaluation_choice, set_up
 from longspan.train.step import run_step
 from longspan.train.stop import StopSignal
 from longspan.train.together import is_first
@@ -47,7 +47,8 @@ def train(config: RunConfig, world: World, screen: Screen) -> Outcome:
         path = job.dir / "metrics.jsonl" if is_first(world) else None
         with MetricsLog(path, after_step=job.done) as log:
             weights = sum(parameter.numel() for parameter in job.model.parameters())
-            with plans_of_steps(config.context, job.order, world.home, weights=weights) as plans:
+            rows = row_multiple_of(config.parallel)
+            with plans_of_steps(config.context, job.order, world.home, weights=weights, row_multiple=rows) as plans:
                 groups = GroupLog(world, job.dir / "groups.jsonl" if is_first(world) else None, screen.say)
                 done, stopped = _steps(job, plans, log, screen, stop, groups)
             screen.end_bar()
@@ -150,7 +151,7 @@ def router_coefficients(config: TrainConfig) -> RouterCoefficients:
 def _evaluate(job: Job, log: MetricsLog, screen: Screen, done: int) -> Evaluation | None:
     if not job.order.evaluation:
         return None
-    choice = PlanChoice.evaluation(job.config.context)
+    choice = evaluation_choice(job.config)
     found = evaluate(job.model, job.corpus, job.order.evaluation, choice, job.world, step=done)
     _record(job, log, screen, [found])
     return found
@@ -163,7 +164,7 @@ def _finish(job: Job, log: MetricsLog, screen: Screen) -> tuple[Evaluation, ...]
     save_model(job.model, job.dir / "model", world, tokenizer)
     if not job.order.evaluation:
         return ()
-    choice, recorded = PlanChoice.evaluation(job.config.context), done in log.evaluated
+    choice, recorded = evaluation_choice(job.config), done in log.evaluated
     final = compare_degrees(job.model, job.corpus, job.order.evaluation, choice, world, step=done)
     if choice.planner != "fixed" or choice.degree not in [evaluation.cp for evaluation in final]:
         _evaluate(job, log, screen, done)

@@ -28,7 +28,7 @@ from longspan.train.metrics import write_whole
 from longspan.train.optim import build_optimizer
 from longspan.train.order import StepOrder
 from longspan.train.outcome import Evaluation
-from longspan.train.plans import PlanChoice
+from longspan.train.plans import PlanChoice, row_multiple_of
 from longspan.train.together import first_does, first_does_slowly, together
 from longspan.train.tokenizer import check_vocabulary
 
@@ -105,7 +105,12 @@ def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World
         )
     model = model_under_home(config, world, corpus)
     step = int(load_checkpoint(found, model, None, world)["step"])
-    return evaluate(model, corpus, documents, PlanChoice.evaluation(config.context), world, step=step)
+    return evaluate(model, corpus, documents, evaluation_choice(config), world, step=step)
+
+
+def evaluation_choice(config: RunConfig) -> PlanChoice:
+    """How evaluations of this configuration are planned."""
+    return PlanChoice.evaluation(config.context, row_multiple=row_multiple_of(config.parallel))
 
 
 def order_of(config: RunConfig, corpus: Corpus) -> StepOrder:
@@ -139,6 +144,7 @@ def model_under_home(
         activation_checkpointing=config.train.activation_checkpointing,
         offload_activations=config.train.offload_activations,
         attention_kernel=config.context.attention_kernel or None,
+        sequence_parallel=config.parallel.sequence_parallel,
     )
 
 
