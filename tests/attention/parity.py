@@ -248,6 +248,7 @@ def _alone(combination: Combination, slot: int, world_key: int, device: torch.de
 
 def run(rank: int, degree: int, combinations: list[Combination]) -> list[float]:
     """The error of each combination over its limit, so that 1 is the most; REFUSED where it is refused, as it says."""
+    torch.set_num_threads(1)  # these are small tensors
     with World(Layout(ranks=degree), backend=backend()) as world:
         return list(_run_in_pieces(world, combinations))
 

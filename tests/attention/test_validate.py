@@ -8,11 +8,13 @@ import torch
 
 from longspan import Group, MicroBatch, attend
 from longspan.comm import SequenceShard
-from longspan.errors import AttentionError, CommError
+from longspan.errors import AttentionError, CommError, LayoutError
 
 BATCH = MicroBatch((Group((0, 1), (0,), (6,)),))  # three rows here
 LISTED = MicroBatch((Group((0, 1), (0,), (6,), cp_comm_type=("p2p", "ring")),))
 ELSEWHERE = MicroBatch((Group((0, 1), (0,), (6,)), Group((2, 3, 4), (1,), (9,), "a2a")))
+UNLEVELLED = MicroBatch((Group((0, 1, 2, 3), (0,), (12,), "a2a+p2p"),))
+UNEVEN = MicroBatch((Group((0, 1, 2, 3), (0,), (12,), "a2a+p2p", (3, 2)),))
 LEVELS = MicroBatch((Group((0, 1, 2, 3, 4, 5), (0,), (18,), "a2a+p2p", (2, 3)),))
 
 
@@ -62,6 +64,9 @@ BAD = [
         {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)},
         r"sizes \(2, 2\) of group 0 multiply to 4, but the group has cp 2; use one of \(1, 2\), \(2, 1\)",
     ),
+    ({"shard": shard(UNLEVELLED)}, r"'a2a\+p2p' of group 0 needs .* product 4: one of \(1, 4\), \(2, 2\), \(4, 1\)"),
+    ({"shard": shard(UNLEVELLED, slot=9), **{n: x(0, 4, 8) for n in "qkv"}}, "of group 0 needs hierarchical_"),
+    ({"shard": shard(UNEVEN)}, r"sizes \(3, 2\) of group 0 multiply to 6, but the group has cp 4"),
     ({"hierarchical_context_parallel_sizes": (2,)}, r"is \(2,\); give \(a2a, p2p\), two sizes"),
     ({"hierarchical_context_parallel_sizes": (0, 2)}, r"is \(0, 2\); give \(a2a, p2p\)"),
     (
@@ -120,6 +125,12 @@ def test_a_slot_without_groups_checks_as_well_and_has_no_rows():
     assert out.shape == (0, 4, 8)
     out.sum().backward()
     assert all(leaf.grad is not None and leaf.grad.shape == (0, 4, 8) for leaf in leaves)
+
+
+def test_a_document_without_rows_is_refused_where_it_is_laid_out():
+    for lengths in ((0,), (3, 0, 2)):
+        with pytest.raises(LayoutError, match="is 0 .*; a document has at least 1 row: leave empty documents out"):
+            shard(MicroBatch((Group((0,), tuple(range(len(lengths))), lengths),)))
 
 
 def test_one_member_needs_no_heads_and_no_levels():
