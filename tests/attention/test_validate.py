@@ -129,7 +129,7 @@ def test_a_slot_without_groups_checks_as_well_and_has_no_rows():
 
 def test_a_document_without_rows_is_refused_where_it_is_laid_out():
     for lengths in ((0,), (3, 0, 2)):
-        with pytest.raises(LayoutError, match="is 0 .*; a document has at least 1 row: leave empty documents out"):
+        with pytest.raises(LayoutError, match=r"is 0 .*; a document has at least 1 row: leave empty documents out"):
             shard(MicroBatch((Group((0,), tuple(range(len(lengths))), lengths),)))
 
 
