@@ -1,29 +1,144 @@
-"""Experts over the slots of a home equal the stock model: losses, every gradient, weights after steps."""
+"""Experts over the slots of a home equal the stock model: losses, gradients, weights after steps, saved weights."""
 
 from functools import cache
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from longspan.comm import World
+from longspan.errors import ModelError, PlanError
 from longspan.layout import Layout
-from longspan.testing import run_ranks
-from tests.model.test_moe import PLANS, TOLERANCE, Errors, _compare
+from longspan.model import prepare, save_model
+from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
+from longspan.testing import backend, run_ranks
+from longspan.train import build_optimizer, run_step
+from tests.model.moe_models import moe_answer, moe_model
+from tests.model.stock import texts, tiny, weights_of, worst
+from tests.model.test_moe import LENGTHS, PLANS, WEIGHTS, Case, Errors, compare, errors_of, gradients_of
 
-FAMILIES = ("qwen3-moe", "gpt-oss")
-MODELS = [(family, dtype) for family in FAMILIES for dtype in (torch.float64, torch.float32)]
-HOMES = [Layout(ranks=2, ep=2), Layout(ranks=4, ep=2), Layout(ranks=4, ep=4)]
+CASES: dict[Layout, list[Case]] = {
+    Layout(ranks=2, ep=2): [
+        ("gpt-oss", torch.float64, "sharded"),
+        ("gpt-oss", torch.float32, "recomputed"),
+        ("mixtral", torch.float64, "recomputed"),
+        ("deepseek-v3", torch.float32, "recomputed"),
+    ],
+    Layout(ranks=4, ep=2): [("qwen3-moe", torch.float64, "recomputed"), ("gpt-oss", torch.float64, "recomputed")],
+    Layout(ranks=4, ep=4): [("qwen3-moe", torch.float32, "sharded"), ("gpt-oss", torch.float64, "recomputed")],
+    Layout(ranks=4, ep=2, dp_replicate=2): [("qwen3-moe", torch.float64, "sharded")],
+    Layout(ranks=4, ep=2, tp=2): [
+        ("qwen3-moe", torch.float64, "sequence-parallel"),
+        ("gpt-oss", torch.float64, "recomputed"),
+    ],
+    Layout(ranks=4, tp=2): [("qwen3-moe", torch.float64, "sequence-parallel"), ("gpt-oss", torch.float64, "copies")],
+}
 
 
 @cache
-def _results(home: Layout) -> list[dict[tuple[object, ...], Errors]]:
-    return run_ranks(_compare, len(home.ranks), home, MODELS)
+def _results(home: Layout) -> list[dict[tuple[Case, str], Errors]]:
+    return run_ranks(compare, len(home.ranks), home, CASES[home])
 
 
-@pytest.mark.parametrize("home", HOMES, ids=str)
-@pytest.mark.parametrize(("family", "dtype"), MODELS)
-def test_equals_the_stock_model_with_experts_dealt_out(home: Layout, family: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("home", "case"), [(home, case) for home, cases in CASES.items() for case in cases], ids=str)
+def test_equals_the_stock_model_with_experts_dealt_out(home: Layout, case: Case) -> None:
     for answer in _results(home):
-        cases = {key: errors for key, errors in answer.items() if key[:2] == (family, dtype)}
-        assert len(cases) == 2 * len(PLANS)
-        for key, (losses, gradients) in cases.items():
-            assert gradients < TOLERANCE[dtype] and losses < min(TOLERANCE[dtype], 1e-6), (key, cases[key])
+        found = {plan: errors for (of, plan), errors in answer.items() if of == case}
+        assert found.keys() == PLANS.keys()
+        assert all(errors.within(case[1]) for errors in found.values()), found
+
+
+def random_plan(seed: int, slots: int) -> Plan:
+    """Up to four micro-batches of groups of any slots, in any order, some slots in several groups, some in none."""
+    draw = np.random.default_rng(seed)
+    lengths = tuple(int(n) for n in draw.lognormal(2.0, 1.0, size=draw.integers(2, 12)).clip(1, 80))
+    batches: list[list[Group]] = [[] for _ in range(draw.integers(1, 5))]
+    for document, length in enumerate(lengths):
+        members = tuple(draw.permutation(slots)[: draw.integers(1, slots + 1)].tolist())
+        kind = str(draw.choice(["p2p", "all_gather"]))
+        batches[draw.integers(len(batches))].append(Group(members, (document,), (length,), cp_comm_type=kind))
+    return Plan(slots, lengths, tuple(MicroBatch(tuple(b)) for b in batches), targets=sum(lengths) - len(lengths))
+
+
+def _random_plans(rank: int, home: Layout) -> list[Errors]:
+    found = []
+    with World(home, backend=backend(), timeout=60) as world:
+        model = prepare(moe_model("gpt-oss", torch.float64), world, activation_checkpointing=True)
+        for seed in range(4):
+            plan = random_plan(seed, home.slots)
+            documents = texts(plan.lengths, seed)
+            wanted = moe_answer(moe_model("gpt-oss", torch.float64), documents, WEIGHTS, world.device)
+            found.append(
+                errors_of(run_step(model, plan, documents, world, router=WEIGHTS), gradients_of(model), wanted)
+            )
+            model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_groups_of_any_slots_neither_wait_for_each_other_nor_differ(ep: int) -> None:
+    for errors in run_ranks(_random_plans, 4, Layout(ranks=4, ep=ep)):
+        assert len(errors) == 4 and all(each.within(torch.float64) for each in errors), errors
+
+
+def _trained(rank: int, family: str) -> float:
+    """Worst weight after three steps of SGD, against the stock model's."""
+    with World(Layout(ranks=4, ep=2), backend=backend()) as world:
+        model = prepare(moe_model(family, torch.float64), world)
+        stock = moe_model(family, torch.float64)
+        optimizer, plain = build_optimizer(model, "sgd", lr=0.1), build_optimizer(stock, "sgd", lr=0.1)
+        for step in range(3):
+            documents = texts(LENGTHS, seed=step)
+            plain.zero_grad()
+            moe_answer(stock, documents, WEIGHTS, world.device)
+            plain.step()
+            plan = plan_dynamic(LENGTHS, world.home, max_tokens_per_slot=20)
+            run_step(model, plan, documents, world, optimizer, router=WEIGHTS)
+        return worst(weights_of(model), weights_of(stock))
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_weights_after_three_steps(family: str) -> None:
+    assert max(run_ranks(_trained, 4, family)) < 1e-12
+
+
+def _saved(rank: int, family: str, folder: Path) -> dict[str, torch.Tensor]:
+    with World(Layout(ranks=4, ep=2), backend=backend()) as world:
+        model = prepare(moe_model(family, torch.float32), world)
+        build_optimizer(model, "adamw", lr=0.1)
+        save_model(model, folder / family, world)
+        return weights_of(model)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_a_saved_model_holds_all_experts(family: str, tmp_path: Path) -> None:
+    gathered = run_ranks(_saved, 4, family, tmp_path)[0]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / family)
+    assert worst(weights_of(loaded), gathered) == worst(weights_of(moe_model(family, torch.float32)), gathered) == 0
+
+
+def _refused(rank: int) -> list[str]:
+    found = []
+    with World(Layout(ranks=3, ep=3), backend=backend()) as world:
+        for model, sharded in (
+            (moe_model("gpt-oss", torch.float32), True),
+            (moe_model("gpt-oss", torch.float32), False),
+            (tiny("qwen3"), True),
+        ):
+            with pytest.raises(ModelError) as caught:
+                prepare(model, world, shard_parameters=sharded)
+            found.append(str(caught.value))
+    return found
+
+
+def test_homes_that_do_not_suit_the_experts() -> None:
+    for sizes, copies, dense in run_ranks(_refused, 3):
+        assert "ep 3 does not divide the 8 experts of model.layers.0.mlp.experts; over 3 slots use ep 1" in sizes
+        assert "ep 3, which needs sharded parameters" in copies and "Qwen3ForCausalLM has no experts" in dense
+
+
+def test_free_mode_is_refused() -> None:
+    with pytest.raises(PlanError, match="the home has ep 2: slots that share experts wait for each other"):
+        plan_fixed(LENGTHS, Layout(ranks=4, ep=2), cp=2, mode="free")

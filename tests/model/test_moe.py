@@ -1,20 +1,23 @@
 """Mixture-of-experts models under a home equal the stock model document by document, losses of routers included."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
 import torch
 
 from longspan.comm import World
+from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.router import RouterCoefficients
+from longspan.model.moe import IMPLEMENTATION
+from longspan.model.router import RouterCoefficients, RouterLosses
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.testing import backend, run_ranks
-from longspan.train import run_step
-from tests.model.moe_models import moe_answer, moe_model
-from tests.model.stock import gradients_of, texts, worst
+from longspan.train import StepResult, run_step
+from tests.model.moe_models import MoeStock, moe_answer, moe_model
+from tests.model.stock import gradients_of, texts, tiny, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 WEIGHTS = RouterCoefficients(balance=0.5, z=0.1)
@@ -40,47 +43,101 @@ PLANS: dict[str, Callable[[Layout], Plan]] = {
     "padded": lambda home: plan_padded(LENGTHS, home, cp=2, max_tokens_per_slot=32),
     "idle slots": idle_slots,
 }
-Errors = tuple[float, float]
+Case = tuple[str, torch.dtype, str]  # family, dtype, and what becomes of parameters and activations
 
 
-def _compare(rank: int, home: Layout, models: list[tuple[str, torch.dtype]]) -> dict[tuple[object, ...], Errors]:
-    """Worst error of the losses, and of gradients, by family, dtype, kind and plan."""
-    found = {}
-    documents = texts(LENGTHS)
+@dataclass(frozen=True)
+class Errors:
+    """Relative to the stock model: the worst of all losses, of all gradients, and of their norm."""
+
+    losses: float
+    gradients: float
+    norm: float
+
+    def within(self, dtype: torch.dtype) -> bool:
+        """Whether they are what rounding explains."""
+        bound = TOLERANCE[dtype]
+        return max(self.gradients, self.norm) < bound and self.losses < min(bound, 1e-6)
+
+
+def compare(rank: int, home: Layout, cases: list[Case]) -> dict[tuple[Case, str], Errors]:
+    """Errors of one step of every case under every plan."""
+    found, documents = {}, texts(LENGTHS)
     with World(home, backend=backend()) as world:
-        for family, dtype in models:
+        for case in cases:
+            family, dtype, kind = case
             weights = NONE if family == "deepseek-v3" else WEIGHTS
             wanted = moe_answer(moe_model(family, dtype), documents, weights, world.device)
-            for kind in ("copies", "recomputed") if home.ep == 1 else ("sharded", "recomputed"):
-                model = prepare(
-                    moe_model(family, dtype),
-                    world,
-                    shard_parameters=kind != "copies",
-                    activation_checkpointing=kind == "recomputed",
-                )
-                for name, make in PLANS.items():
-                    result = run_step(model, make(home), documents, world, router=weights)
-                    losses = [abs(result.loss / wanted.loss - 1)]
-                    if result.router is not None:
-                        losses.append(abs(result.router.balance / wanted.balance - 1))
-                        losses.append(abs(result.router.z / wanted.z - 1))
-                    found[family, dtype, kind, name] = (max(losses), worst(gradients_of(model), wanted.gradients))
-                    model.zero_grad()
+            model = prepare(
+                moe_model(family, dtype),
+                world,
+                shard_parameters=kind != "copies",
+                activation_checkpointing=kind == "recomputed",
+                sequence_parallel=kind == "sequence-parallel",
+            )
+            for name, make in PLANS.items():
+                plan = replace(make(home), row_multiple=home.tp)
+                result = run_step(model, plan, documents, world, router=weights)
+                found[case, name] = errors_of(result, gradients_of(model), wanted)
+                model.zero_grad()
     return found
 
 
+def errors_of(result: StepResult, gradients: dict[str, torch.Tensor], wanted: MoeStock) -> Errors:
+    """Of one step."""
+    losses = [abs(result.loss / wanted.loss - 1)]
+    if result.router is not None:
+        losses.append(abs(result.router.balance / wanted.balance - 1))
+        losses.append(abs(result.router.z / wanted.z - 1))
+    norm = torch.cat([gradient.flatten() for gradient in wanted.gradients.values()]).norm().item()
+    assert result.grad_norm is not None
+    return Errors(max(losses), worst(gradients, wanted.gradients), abs(result.grad_norm / norm - 1))
+
+
+CASES = [(family, dtype, kind) for family, dtype in MODELS for kind in ("copies", "recomputed")]
+
+
 @cache
-def _results(home: Layout) -> list[dict[tuple[object, ...], Errors]]:
-    return run_ranks(_compare, len(home.ranks), home, MODELS)
+def _results() -> list[dict[tuple[Case, str], Errors]]:
+    return run_ranks(compare, 2, Layout(ranks=2), CASES)
 
 
-@pytest.mark.parametrize(("family", "dtype"), MODELS)
-def test_equals_the_stock_model_with_all_experts_on_every_rank(family: str, dtype: torch.dtype) -> None:
-    for answer in _results(Layout(ranks=2)):
-        cases = {key: errors for key, errors in answer.items() if key[:2] == (family, dtype)}
-        assert len(cases) == 2 * len(PLANS)
-        for key, (losses, gradients) in cases.items():
-            assert gradients < TOLERANCE[dtype] and losses < (1e-12 if dtype == torch.float64 else 1e-6), (
-                key,
-                cases[key],
-            )
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_the_stock_model_with_all_experts_on_every_rank(case: Case) -> None:
+    for answer in _results():
+        found = {plan: errors for (of, plan), errors in answer.items() if of == case}
+        assert found.keys() == PLANS.keys()
+        assert all(errors.within(case[1]) for errors in found.values()), found
+
+
+def _defaults(rank: int) -> list[RouterLosses | None]:
+    """What a step reports and adds by default, with the configuration's coefficient, in evaluation, without routers."""
+    documents, plan = texts(LENGTHS), plan_fixed(LENGTHS, Layout(ranks=1), cp=1)
+    with World(Layout(ranks=1), backend=backend()) as world:
+        found = []
+        for asked, weight in ((False, 0.0), (True, 0.25)):
+            stock = moe_model("qwen3-moe", torch.float64)
+            stock.config.output_router_logits, stock.config.router_aux_loss_coef = asked, 0.25
+            wanted = moe_answer(moe_model("qwen3-moe", torch.float64), documents, replace(NONE, balance=weight), "cpu")
+            model = prepare(stock, world, shard_parameters=False)
+            result = run_step(model, plan, documents, world)
+            assert errors_of(result, gradients_of(model), wanted).within(torch.float64)
+            found += [result.router, run_step(model, plan, documents, world, backward=False).router]
+        for other in (prepare(tiny("qwen3"), world), prepare(moe_model("deepseek-v3", torch.float32), world)):
+            found.append(run_step(other, plan, documents, world).router)
+            with pytest.raises(ModelError, match="has no routers whose losses are known; set the balance and z"):
+                run_step(other, plan, documents, world, router=WEIGHTS)
+        return found
+
+
+def test_defaults_come_from_the_configuration() -> None:
+    first, *others, dense, sigmoid = run_ranks(_defaults, 1)[0]
+    assert first is not None and first.balance > 1 and others == [first] * 3
+    assert dense is None and sigmoid is None
+
+
+def test_a_layer_without_a_shard_is_refused() -> None:
+    model = moe_model("qwen3-moe", torch.float32)
+    model.set_experts_implementation(IMPLEMENTATION)
+    with pytest.raises(ModelError, match=r"Qwen3MoeExperts got no shard.*call model\(..., shard=shard\)"):
+        model(input_ids=torch.zeros(1, 2, dtype=torch.long))
