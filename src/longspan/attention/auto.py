@@ -12,6 +12,7 @@ Not weighed: memory, of which all_gather takes more the longer the group's docum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from longspan.attention.halo import narrow
 from longspan.attention.heads import Deal
 from longspan.plan import Group
 
@@ -45,7 +46,7 @@ class Machine:
     inside_bytes_per_second: float = 180e9
     across_bytes_per_second: float = 40e9
     memory_bytes_per_second: float = 4e12
-    merge_passes: int = 40
+    merge_passes: int = 30
     step_seconds: float = 50e-6
 
 
@@ -152,7 +153,8 @@ def _attention_seconds(kind: str, sizes: tuple[int, int], group: Group, call: Ca
     rows = sum(group.lengths) / around  # of a member of the ring, for heads / inner heads
     piece = _typical_length(group) / around
     speed = machine.flops_per_second * piece / (piece + machine.half_speed_rows)
-    merges = 0 if kind == "all_gather" else machine.merge_passes * (around - 1)
+    merged = kind != "all_gather" and not narrow(group.lengths, around, call.window)
+    merges = machine.merge_passes * (around - 1) if merged else 0
     merged_bytes = merges * rows * call.heads / inner * call.value_size * 4
     return _flops(group, call) / group.degree / speed + merged_bytes / machine.memory_bytes_per_second
 

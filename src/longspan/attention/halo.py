@@ -5,6 +5,7 @@ the own rows in document order, so that a run sees one band and nothing is merge
 ring could not leave out much, for in zigzag order one of the two neighbours whose rows are seen comes last in it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,12 +34,17 @@ def is_narrow(circle: Circle) -> bool:
 
 
 def _is_narrow(circle: Circle) -> bool:
-    if circle.mask.window is None or circle.degree == 1:
+    return narrow(circle.part.group.lengths, circle.degree, circle.mask.window)
+
+
+def narrow(lengths: Sequence[int], degree: int, window: int | None) -> bool:
+    """The same for any lengths (rows), degree and window (positions)."""
+    if window is None or degree == 1:
         return False
-    lengths = np.asarray(circle.part.group.lengths, dtype=np.int64)
-    before = min(circle.mask.window - 1, int(lengths.max()))
-    halos = int(np.minimum(2 * circle.degree * before, (circle.degree - 1) * lengths).sum())
-    return halos <= min((circle.degree - 1) / 2, 2) * int(lengths.sum())
+    rows = np.asarray(lengths, dtype=np.int64)
+    before = min(window - 1, int(rows.max()))
+    halos = int(np.minimum(2 * degree * before, (degree - 1) * rows).sum())
+    return halos <= min((degree - 1) / 2, 2) * int(rows.sum())
 
 
 def halo_forward(q: Tensor, k: Tensor, v: Tensor, circle: Circle, rule: Rule) -> Attended:

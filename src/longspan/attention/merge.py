@@ -54,7 +54,7 @@ def merge_(total_out: Tensor, total_lse: Tensor, rows: Rows, out: Tensor, lse: T
     out ← (e^L · total + e^l · out) / (e^L + e^l), written as a step of size σ(l − L) from one to the other: exact at
     L = −inf, and without an exponential that could overflow.
     """
-    if fused.available(total_out):
+    if total_out.dtype == torch.float32 and fused.available(total_out):
         fused.merge_(total_out, total_lse, rows, out, lse)
         return
     held_out, held_lse = total_out[rows], total_lse[rows]
