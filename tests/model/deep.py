@@ -65,9 +65,15 @@ class Answer:
     logits: list[Tensor]
 
 
-def answer(model: PreTrainedModel, documents: Sequence[np.ndarray], balance: float = 0.0, z: float = 0.0) -> Answer:
+def answer(
+    model: PreTrainedModel,
+    documents: Sequence[np.ndarray],
+    device: torch.device | str,
+    balance: float = 0.0,
+    z: float = 0.0,
+) -> Answer:
     """A stock model sees documents one by one; router losses are over all tokens and layers."""
-    device = next(model.parameters()).device
+    torch.nn.Module.to(model, device)
     targets, loss = sum(len(d) - 1 for d in documents), torch.zeros((), device=device).double()
     logits, routed = list[Tensor](), list[list[Tensor]]()
     routers = router_modules(model).values()
@@ -91,13 +97,19 @@ def answer(model: PreTrainedModel, documents: Sequence[np.ndarray], balance: flo
 
 
 def weights_after(
-    model: PreTrainedModel, batches: Sequence[Sequence[np.ndarray]], *, lr: float, max_norm: float
+    model: PreTrainedModel,
+    batches: Sequence[Sequence[np.ndarray]],
+    device: torch.device | str,
+    *,
+    lr: float,
+    max_norm: float,
 ) -> dict[str, Tensor]:
     """The stock model's weights after a clipped SGD step on each batch."""
+    torch.nn.Module.to(model, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     for documents in batches:
         optimizer.zero_grad()
-        answer(model, documents)
+        answer(model, documents, device)
         clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
     return weights_of(model)

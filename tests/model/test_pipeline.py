@@ -14,6 +14,7 @@ from longspan.model import prepare, save_model
 from longspan.model.pipeline import PipelinedModel, refuse_reused_parameters
 from longspan.model.schedules import check_schedule, micro_batch_multiple, stages_of_rank
 from longspan.model.stages import Call, Stage, cut, layers_of_stages, parts_of, refuse_inexact
+from longspan.model.tied import TiedCopies
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
@@ -114,9 +115,10 @@ def _without_shard(arguments: Any) -> dict[str, Any]:
 
 def test_two_stages_of_one_rank_have_tied_copies_of_their_own() -> None:
     first, last = _stages("qwen3", 4, 0, 3)
-    copies = first.model.get_input_embeddings().weight, last.model.get_output_embeddings().weight
-    assert copies[0] is not copies[1] and torch.equal(*copies)
-    assert last.model.get_input_embeddings().weight is copies[1]
+    tied = TiedCopies((first, last))
+    assert tied.first is not None and tied.last is not None and tied.first is not tied.last
+    assert torch.equal(tied.first, tied.last)
+    assert last.model.get_input_embeddings().weight is tied.last
 
 
 def test_a_model_that_scales_its_embedding_is_refused() -> None:
@@ -151,7 +153,7 @@ def _pipelines(rank: int, folder: str) -> dict[tuple[str, int, str], dict[str, A
     with World(Layout(ranks=4, pp=2), backend=backend()) as world:
         for schedule, vpp, family in PIPELINES:
             stock = deep(family, torch.float64)
-            wanted = answer(torch.nn.Module.to(stock, world.device), documents)
+            wanted = answer(stock, documents, world.device)
             model = prepare(deep(family, torch.float64), world, virtual_stages=vpp, pipeline_schedule=schedule)
             assert isinstance(model, PipelinedModel)
             optimizer = build_optimizer(model, "adamw", 1e-2, 0.1)
@@ -175,11 +177,13 @@ def _pipelines(rank: int, folder: str) -> dict[tuple[str, int, str], dict[str, A
                 "logits": worst_logits,
                 "names": (set(own), set(loaded), set(model.state_dict()), set(stock.state_dict())),
                 "saved": worst(own, {name: loaded[name] for name in own}),
-                "tied": [
-                    None if c is None else c.detach().to_local().cpu() for c in (model.tied.first, model.tied.last)
-                ],
+                "tied": [_local_copy(copy) for copy in (model.tied.first, model.tied.last)],
             }
     return found
+
+
+def _local_copy(parameter: Any) -> torch.Tensor | None:
+    return None if parameter is None else parameter.detach().to_local().cpu()
 
 
 def test_names_logits_and_saved_folders_are_those_of_the_whole_model(tmp_path: Path) -> None:

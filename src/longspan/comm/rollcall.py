@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import Store, Work
 
 from longspan.comm.child import DEAD_KEY
@@ -202,6 +203,12 @@ class Watch:
             return {}
         told = [rank for rank in missing[:64] if root.check([f"{DEAD_KEY}{rank}"])]
         return {rank: root.get(f"{DEAD_KEY}{rank}").decode() for rank in told}
+
+
+def of_backend(error: BaseException) -> bool:
+    """Whether a collective's backend raised this error, of which gloo's are plain RuntimeErrors."""
+    known = isinstance(error, dist.DistError) or "gloo" in str(error)
+    return isinstance(error, RuntimeError) and not isinstance(error, LongspanError) and known
 
 
 def short(ranks: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from longspan.comm import SequenceShard, World, world_of
+from longspan.comm.rollcall import of_backend
 from longspan.errors import ModelError
 from longspan.model.kernels import with_kernel
 from longspan.model.moe import router_modules
@@ -219,15 +220,15 @@ def refuse_reused_parameters(model: PreTrainedModel) -> None:
 
 
 def _watched(step: Callable[[], None], world: World) -> None:
-    """Run a schedule; an error of the model is raised as it was, one of a hand-off after a roll call."""
+    """Run a schedule; an error of the model is raised as it was, one of a collective after a roll call."""
     failure: BaseException | None = None
     with world.watch.during("pipeline of micro-batches", world.pipeline.ranks):
         try:
             step()
         except RuntimeError as error:
             failure = _origin(error)
-            if failure is None:
-                raise
+            if failure is None or of_backend(failure):
+                raise (failure or error) from error
     if failure is not None:
         raise failure
 

@@ -1,0 +1,303 @@
+"""`run_step` through a pipeline: loss, every gradient and steps of SGD equal one process, for any schedule and plan."""
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from longspan.comm import World
+from longspan.errors import CommError
+from longspan.layout import Layout
+from longspan.model import prepare
+from longspan.model.pipeline import PipelinedModel
+from longspan.model.router import RouterCoefficients
+from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
+from longspan.testing import backend, run_ranks
+from longspan.train import build_optimizer, run_step
+from tests.model.deep import Answer, answer, deep, weights_after
+from tests.model.stock import error, gradients_of, texts, weights_of
+
+LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9)
+HOME = Layout(ranks=4, pp=2)
+ROUTER = RouterCoefficients(balance=0.5, z=0.1)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+LOSS = {torch.float64: 1e-12, torch.float32: 1e-6}
+
+
+def by_hand() -> Plan:
+    """Slot 0 has a document of its own and a slice of another; then slot 0 has nothing; then neither has."""
+    first = MicroBatch((Group((0,), (0,), (13,)), Group((1, 0), (2, 1), (30, 1)), Group((1,), (3,), (7,))))
+    second = MicroBatch((Group((1,), (5, 4), (18, 2)),))
+    third = MicroBatch((Group((0, 1), (6, 7), (5, 9), cp_comm_type=("p2p", "all_gather", "a2a", "p2p")),))
+    return Plan(2, LENGTHS, (first, second, MicroBatch(), third), targets=sum(LENGTHS) - len(LENGTHS))
+
+
+PLANS: dict[str, Callable[[Layout], Plan]] = {
+    "some of cp 2": lambda home: plan_fixed(LENGTHS, home, cp=min(2, home.slots), max_tokens_per_slot=32 // home.slots),
+    "dynamic": lambda home: plan_dynamic(LENGTHS, home, max_tokens_per_slot=40 // home.slots),
+    "by hand, idle slots": lambda home: by_hand(),
+    "one of cp 1": lambda home: plan_fixed(LENGTHS, home, cp=1),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in a pipeline: `kind` is copies, sharded (FSDP2), or recomputed (FSDP2 and activation checkpointing)."""
+
+    family: str
+    schedule: str
+    vpp: int
+    kind: str
+    dtype: torch.dtype = torch.float64
+
+    def prepared(self, world: World, layers: int = 4) -> PipelinedModel:
+        model = prepare(
+            deep(self.family, self.dtype, layers),
+            world,
+            shard_parameters=self.kind != "copies",
+            activation_checkpointing=self.kind == "recomputed",
+            virtual_stages=self.vpp,
+            pipeline_schedule=self.schedule,
+        )
+        assert isinstance(model, PipelinedModel)
+        return model
+
+
+CASES = [
+    Case("qwen3", "1f1b", 1, "sharded"),
+    Case("qwen3", "1f1b", 2, "recomputed"),
+    Case("qwen3", "zero_bubble", 1, "copies"),
+    Case("qwen3", "zbv", 2, "sharded"),
+    Case("llama", "gpipe", 1, "recomputed"),
+    Case("llama", "gpipe", 2, "copies"),
+    Case("llama", "1f1b", 2, "sharded", torch.float32),
+    Case("llama", "zero_bubble", 2, "sharded"),
+    Case("llama", "zbv", 2, "recomputed", torch.float32),
+    Case("gpt-oss", "zero_bubble", 1, "sharded"),
+    Case("gpt-oss", "zbv", 2, "copies", torch.float32),
+    Case("qwen3-moe", "1f1b", 2, "sharded"),
+]
+
+
+def _wanted(case: Case, documents: list[np.ndarray], world: World, layers: int = 4) -> Answer:
+    routed = case.family in ("gpt-oss", "qwen3-moe")
+    losses = {"balance": ROUTER.balance, "z": ROUTER.z} if routed else {}
+    return answer(deep(case.family, case.dtype, layers), documents, world.device, **losses)
+
+
+def _errors(model: PipelinedModel, plan: Plan, wanted: Answer, world: World) -> dict[str, float]:
+    """Of one step's loss, gradient norm and gradients of this rank's stages; infinite where one is missing."""
+    documents = texts(LENGTHS)
+    router = ROUTER if model.routers else None
+    result = run_step(model, plan, documents, world, router=router)
+    found, names = gradients_of(model), {name for name, _ in model.named_parameters()}
+    worst = max(error(found[name], wanted.gradients[name]) for name in found) if found.keys() == names else np.inf
+    assert result.grad_norm is not None
+    model.zero_grad()
+    return {
+        "loss": abs(result.loss / wanted.loss - 1),
+        "norm": abs(result.grad_norm / wanted.norm - 1),
+        "gradients": worst,
+    }
+
+
+def _compare(rank: int, home: Layout, cases: list[Case], layers: int = 4) -> dict[tuple[Case, str], dict[str, float]]:
+    """Each plan, with an evaluation at another degree, on the same stages, before the next."""
+    found = {}
+    documents = texts(LENGTHS)
+    with World(home, backend=backend(), timeout=60) as world:
+        for case in cases:
+            wanted = _wanted(case, documents, world, layers)
+            model = case.prepared(world, layers)
+            for name, make in PLANS.items():
+                if name.startswith("by hand") and home.slots == 1:
+                    continue
+                errors = _errors(model, make(home), wanted, world)
+                degree = home.slots if "cp 1" in name else 1
+                evaluated = run_step(
+                    model,
+                    plan_fixed(LENGTHS, home, cp=degree, max_tokens_per_slot=32),
+                    documents,
+                    world,
+                    backward=False,
+                )
+                found[case, name] = errors | {"evaluation": abs(evaluated.loss / wanted.loss - 1)}
+    return found
+
+
+@cache
+def _results() -> list[dict[tuple[Case, str], dict[str, float]]]:
+    return run_ranks(_compare, 4, HOME, CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_one_process(case: Case) -> None:
+    for found in _results():
+        for (tested, plan), errors in found.items():
+            if tested == case:
+                assert max(errors["gradients"], errors["norm"]) < TOLERANCE[case.dtype], (plan, errors)
+                assert max(errors["loss"], errors["evaluation"]) < LOSS[case.dtype], (plan, errors)
+
+
+FOUR = [Case("qwen3", "1f1b", 1, "sharded"), Case("llama", "zero_bubble", 1, "copies")]
+
+
+def test_four_stages() -> None:
+    for found in run_ranks(_compare, 4, Layout(ranks=4, pp=4), FOUR):
+        for (case, plan), errors in found.items():
+            assert max(errors.values()) < TOLERANCE[case.dtype], (case, plan, errors)
+
+
+# ---- training
+
+
+def _train(rank: int, cases: list[Case]) -> list[float]:
+    """Three clipped steps of SGD on three batches, with an evaluation after each; the worst error of a weight."""
+    batches = [texts(LENGTHS, seed) for seed in range(3)]
+    found = []
+    with World(HOME, backend=backend(), timeout=60) as world:
+        for case in cases:
+            wanted = weights_after(deep(case.family, case.dtype), batches, world.device, lr=0.5, max_norm=0.5)
+            model = case.prepared(world)
+            optimizer = build_optimizer(model, "sgd", 0.5)
+            for i, documents in enumerate(batches):
+                plan = list(PLANS.values())[i](HOME)
+                run_step(model, plan, documents, world, optimizer, max_grad_norm=0.5)
+                run_step(model, plan_fixed(LENGTHS, HOME, cp=2), documents, world, backward=False)
+            own = weights_of(model)
+            found.append(max(error(weight, wanted[name]) for name, weight in own.items()))
+    return found
+
+
+TRAINED = [Case("qwen3", "1f1b", 1, "sharded"), Case("qwen3", "zbv", 2, "copies"), Case("llama", "1f1b", 2, "sharded")]
+
+
+def test_three_steps_of_sgd() -> None:
+    for found in run_ranks(_train, 4, TRAINED):
+        assert max(found) < 1e-12, found
+
+
+def _gradients_add_up(rank: int) -> list[float]:
+    """Two steps without an optimizer leave twice the gradients, of tied copies too."""
+    found = []
+    documents = texts(LENGTHS)
+    with World(HOME, backend=backend(), timeout=60) as world:
+        for case in (Case("qwen3", "1f1b", 1, "sharded"), Case("qwen3", "zbv", 2, "copies")):
+            wanted = _wanted(case, documents, world).gradients
+            model = case.prepared(world)
+            for cp in (1, 2):
+                run_step(model, plan_fixed(LENGTHS, HOME, cp=cp), documents, world)
+            found += [error(gradient, 2 * wanted[name]) for name, gradient in gradients_of(model).items()]
+    return found
+
+
+def test_gradients_add_up() -> None:
+    assert all(max(found) < 1e-12 for found in run_ranks(_gradients_add_up, 4))
+
+
+# ---- plans that nobody chose
+
+
+def _random_plan(draw: np.random.Generator) -> Plan:
+    """Documents dealt over micro-batches, and in each to both slots in either order, or to one."""
+    order, batches = draw.permutation(len(LENGTHS)), list[MicroBatch]()
+    for part in np.array_split(order, draw.integers(1, 6)):
+        groups = [
+            Group(tuple(draw.permutation(2)[: draw.integers(1, 3)].tolist()), (int(d),), (LENGTHS[d],)) for d in part
+        ]
+        batches += [MicroBatch(tuple(groups))] + [MicroBatch()] * int(draw.random() < 0.2)
+    return Plan(2, LENGTHS, tuple(batches), targets=sum(LENGTHS) - len(LENGTHS)).check()
+
+
+def _random_plans(rank: int) -> list[float]:
+    found, draw = [], np.random.default_rng(0)
+    documents = texts(LENGTHS)
+    with World(HOME, backend=backend(), timeout=60) as world:
+        wanted = _wanted(Case("qwen3", "1f1b", 1, "sharded"), documents, world)
+        for schedule, vpp in (("1f1b", 1), ("1f1b", 2), ("zero_bubble", 2), ("zbv", 2)):
+            model = Case("qwen3", schedule, vpp, "sharded").prepared(world)
+            for _ in range(5):
+                found += list(_errors(model, _random_plan(draw), wanted, world).values())
+    return found
+
+
+def test_random_plans_neither_hang_nor_differ() -> None:
+    assert all(max(found) < 1e-12 for found in run_ranks(_random_plans, 4))
+
+
+# ---- what must not go unnoticed
+
+
+def _reshards(rank: int) -> tuple[float, float]:
+    """A zero-bubble schedule over layers that free their parameters after forward, as `prepare` never leaves them."""
+    case = Case("llama", "zero_bubble", 2, "sharded")
+    with World(HOME, backend=backend(), timeout=60) as world:
+        wanted = _wanted(case, texts(LENGTHS), world)
+        model = case.prepared(world)
+        plan = PLANS["some of cp 2"](HOME)
+        exact = max(_errors(model, plan, wanted, world).values())
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule) and ".layers." in name:
+                module.set_reshard_after_forward(True)
+        return exact, max(_errors(model, plan, wanted, world).values())
+
+
+def test_parity_shows_the_gradients_that_torch_loses_where_layers_reshard() -> None:
+    """torch 2.11 to 2.13 gives no error and the right loss there; this test would see if that were fixed."""
+    found = run_ranks(_reshards, 4)
+    assert all(exact < 1e-12 for exact, _ in found)
+    assert max(resharded for _, resharded in found) > 1e-2
+
+
+def _dies(rank: int) -> None:
+    documents = texts(LENGTHS)
+    with World(HOME, backend=backend(), timeout=30) as world:
+        model = Case("llama", "1f1b", 1, "sharded").prepared(world)
+        plan = PLANS["some of cp 2"](HOME)
+        run_step(model, plan, documents, world, step=1)
+        if rank == 3:
+            original = model.run
+
+            def run(*args: Any, **kwargs: Any) -> None:
+                os.kill(os.getpid(), signal.SIGKILL)
+                original(*args, **kwargs)
+
+            model.run = run  # pyright: ignore[reportAttributeAccessIssue]
+        run_step(model, plan, documents, world, step=2)
+
+
+@pytest.mark.skipif(backend() != "gloo", reason="NCCL ends a stuck process instead of raising in it")
+def test_a_dead_stage_is_named_on_all_ranks() -> None:
+    with pytest.raises(CommError, match="rank 3 of 4 was killed by signal 9") as raised:
+        run_ranks(_dies, 4)
+    said = [note for note in raised.value.__notes__ if re.search(r"of step 2 .*rank 3 does not answer", note)]
+    assert len(said) == 3, raised.value.__notes__
+    assert any("'pipeline of micro-batches' of step 2 between ranks (1, 3)" in note for note in said)
+
+
+class _Broken(torch.nn.Module):
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise ValueError("boom")
+
+
+def _fails(rank: int) -> None:
+    with World(Layout(ranks=2, pp=2), backend=backend(), timeout=30) as world:
+        model = Case("llama", "1f1b", 1, "copies").prepared(world)
+        if rank == 1:
+            model.stages[0].model.base_model.norm = _Broken()
+        run_step(model, plan_fixed(LENGTHS, world.home, cp=1), texts(LENGTHS), world)
+
+
+@pytest.mark.skipif(backend() != "gloo", reason="NCCL ends a stuck process instead of raising in it")
+def test_an_error_of_a_stage_is_raised_as_it_was_and_the_others_hear_of_it() -> None:
+    with pytest.raises(ValueError, match="boom") as raised:
+        run_ranks(_fails, 2)
+    assert any("rank 1 left with ValueError: boom" in note for note in raised.value.__notes__), raised.value.__notes__
