@@ -142,6 +142,28 @@ def test_cudnn_splits_launches_into_dense_calls(monkeypatch, options):
                 assert worst <= 1e-12, (heads, lengths, degree, worst)
 
 
+def test_cudnn_splits_a_causal_tile_with_more_keys_than_rows(monkeypatch):
+    """As all_gather has them, and two tiles beside each other; a row alone and a key alone among them."""
+    cudnn_on_the_cpu(monkeypatch)
+    tiles = (
+        Tile(0, 5, 0, 9, right=0),
+        Tile(5, 6, 9, 12, right=0),
+        Tile(6, 8, 12, 14, right=0),
+        Tile(8, 12, 14, 19, right=0),
+    )
+    for launch in (Launch(Tiling(tiles), CPU), Launch(Tiling((Tile(0, 3, 0, 1), Tile(3, 8, 1, 5))), CPU)):
+        rows, keys = launch.tiles[-1].q_stop, launch.tiles[-1].k_stop
+        generator = torch.Generator().manual_seed(0)
+        q, k, v, dout = (
+            torch.randn(n, h, d, generator=generator, dtype=torch.float64)
+            for n, h, d in ((rows, 4, 8), (keys, 2, 8), (keys, 2, 6), (rows, 4, 6))
+        )
+        wanted, found = (kernel.forward(q, k, v, launch, scale=0.4) for kernel in (reference, cudnn))
+        gradients = [kernel.backward(dout, q, k, v, *wanted, launch, scale=0.4) for kernel in (reference, cudnn)]
+        for a, b in zip((*found, *gradients[1]), (*wanted, *gradients[0]), strict=True):
+            assert relative_error(a, b) <= 1e-12
+
+
 def test_torch_flash_and_cudnn_take_these_arguments():
     """Shapes through torch's own meta functions, where there is no GPU to run on."""
     for kernel in (torch_flash, cudnn):

@@ -19,7 +19,7 @@ _MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Communication:
-    """A communication type: what its members send in forward and in backward, and what they hold of others.
+    """A communication type: what its members send in forward and in backward, hold of others, and keep for backward.
 
     For a group of D members with T rows each, q of N heads, k and v of K heads; H is a head's size. "Blocks" are the
     keys and values of one member's rows.
@@ -30,6 +30,7 @@ class Communication:
     sends: str
     backward: str
     holds: str
+    keeps: str
     heads: str
     overlap: str
 
@@ -41,6 +42,7 @@ COMMUNICATIONS: tuple[Communication, ...] = (
         sends="D − 1 blocks; under a narrow window only the rows that are seen",
         backward="D − 1 blocks again, and D gradients of blocks in float32",
         holds="three blocks at most, whatever D",
+        keeps="q, k, v, out and log-sum-exp of the own rows",
         heads="any",
         overlap="the next block travels while one is computed",
     ),
@@ -50,6 +52,7 @@ COMMUNICATIONS: tuple[Communication, ...] = (
         sends="the own block to D − 1 members",
         backward="the same, and gradients of all rows to their owners in float32",
         holds="D blocks, or as many key/value heads of them as `max_gather_bytes` holds",
+        keeps="q, k, v, out and log-sum-exp of the own rows",
         heads="any",
         overlap="in slices of heads: the next slice travels while one is computed",
     ),
@@ -57,10 +60,11 @@ COMMUNICATIONS: tuple[Communication, ...] = (
         name="a2a",
         does="heads for rows (Ulysses): each member has all rows for N / D heads",
         sends="(D − 1) / D of q, k, v and out",
-        backward="(D − 1) / D of dout, q, k, v, out, and of the gradients of q, k, v",
-        holds="as many rows × heads as before, in copies",
+        backward="(D − 1) / D of dout and of the gradients of q, k, v",
+        holds="D · T rows of 1 / D of the heads: as many numbers as its own",
+        keeps="q, k, v, out and log-sum-exp as exchanged, as many numbers as the own",
         heads="D divides N; with fewer key/value heads than members, heads go to several",
-        overlap="none within a call",
+        overlap="large tensors in slices of heads: the next slice travels while one is computed",
     ),
     Communication(
         name="a2a+p2p",
@@ -68,8 +72,9 @@ COMMUNICATIONS: tuple[Communication, ...] = (
         sends="(A − 1) / A of q, k, v and out inside, P − 1 blocks of A · T rows and 1 / A of the heads between",
         backward="as the two parts",
         holds="three blocks, each of A · T rows and 1 / A of the heads",
+        keeps="as `a2a`",
         heads="A divides N",
-        overlap="as the ring",
+        overlap="as the two parts",
     ),
 )
 
@@ -114,8 +119,10 @@ def _kernel_row(kernel: Kernel) -> tuple[str, ...]:
 
 def type_rows() -> list[tuple[str, ...]]:
     """The table of communication types: a header, then a row each."""
-    rows = [("type", "what it does", "sends forward", "sends backward", "holds of others", "heads", "overlap")]
-    return rows + [(f"`{c.name}`", c.does, c.sends, c.backward, c.holds, c.heads, c.overlap) for c in COMMUNICATIONS]
+    rows = [("type", "what it does", "sends forward", "sends backward", "holds of others", "keeps", "heads", "overlap")]
+    return rows + [
+        (f"`{c.name}`", c.does, c.sends, c.backward, c.holds, c.keeps, c.heads, c.overlap) for c in COMMUNICATIONS
+    ]
 
 
 def feature_rows() -> list[tuple[str, ...]]:
