@@ -1,0 +1,283 @@
+"""What each rank does for `bench step`: one model, the same documents under every planner, whole steps timed."""
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from longspan.cli.bench_step_peer import PEER, peer_step
+from longspan.cli.bench_step_shapes import Shape
+from longspan.cli.machine import machine
+from longspan.cli.step_parts import parts_of, profiled_events
+from longspan.comm import World
+from longspan.layout import Layout
+from longspan.model import prepare
+from longspan.model.probe import decoder_layers
+from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan.model_shape import ModelShape
+from longspan.train import build_optimizer, run_step
+from longspan.train.versions import versions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to measure."""
+
+    planners: tuple[str, ...]
+    shape: Shape
+    shape_name: str
+    lengths: tuple[int, ...]
+    source: str
+    cp: int
+    max_tokens_per_slot: int  # 0: no limit
+    cp_comm_type: str
+    hierarchical: tuple[int, int] | None
+    mode: str
+    node_size: int
+    tp: int
+    ep: int
+    recompute: str
+    offload: bool
+    parameters: str
+    compute: str  # "": as the parameters
+    reshard: bool
+    compiled: bool
+    optimizer: str  # "": none
+    loss_chunk_rows: int
+    cost: Cost
+    cost_source: str
+    peak_tflops: float  # of a device; 0: unknown
+    warmup: int
+    repeats: int
+    profile: bool
+    peers: bool
+    ranks: int
+    backend: str
+    timeout_seconds: float
+    command: str
+    out: str = ""  # the first rank keeps what it has so far in this file
+
+    @property
+    def home(self) -> Layout:
+        """The home of the model on these ranks."""
+        return Layout(self.ranks, tp=self.tp, ep=self.ep)
+
+    def plan(self, planner: str) -> Plan:
+        """The plan of the documents under one of the planners."""
+        options: dict[str, Any] = {
+            "max_tokens_per_slot": self.max_tokens_per_slot or None,
+            "cp_comm_type": self.cp_comm_type,
+            "hierarchical_context_parallel_sizes": self.hierarchical,
+            "cost": self.cost,
+            "node_size": self.node_size,
+            "mode": self.mode,
+        }
+        if planner == "dynamic":
+            return plan_dynamic(self.lengths, self.home, **options)
+        make = plan_padded if planner == "padded" else plan_fixed
+        return make(self.lengths, self.home, self.cp, **options)
+
+
+@dataclass(frozen=True)
+class Document:
+    """Token ids that are a function of document and position, made when they are asked for."""
+
+    number: int
+    length: int
+    vocabulary: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, positions: np.ndarray) -> np.ndarray:
+        mixed = (positions + 1) * 2654435761 + (self.number + 1) * 40503
+        return (mixed ^ (mixed >> 13)) % self.vocabulary
+
+
+def step_ranks(rank: int, settings: Settings) -> dict[str, Any]:
+    """Open a world, time every planner and the peer; the record, equal on every rank."""
+    backend = None if settings.backend == "nccl" else "gloo"
+    with World(settings.home, backend=backend, timeout=settings.timeout_seconds) as world:
+        record = _empty_record(settings, world)
+        for name, measure in _cases(settings, world):
+            record["rows"].append({"name": name} | measure())
+            _keep(record, settings, rank)
+    return record
+
+
+def _empty_record(settings: Settings, world: World) -> dict[str, Any]:
+    named = asdict(settings)
+    for name in ("cost", "peers", "out", "lengths", "planners", "timeout_seconds"):
+        del named[name]
+    sizes = np.asarray(settings.lengths)
+    return {
+        "bench": "step",
+        **named,
+        "backend": world.backend,
+        "documents": len(settings.lengths),
+        "tokens": int(sizes.sum()),
+        "longest": int(sizes.max()),
+        "cost": settings.cost.to_json(),
+        "machine": machine(),
+        "versions": versions(),
+        "rows": [],
+    }
+
+
+def _cases(settings: Settings, world: World) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Every planner over one model, then the peer, once that model is gone."""
+    if settings.planners:
+        model = _prepared(settings, world)
+        optimizer = _optimizer(settings, model)
+        for planner in settings.planners:
+            yield f"longspan {planner}", lambda planner=planner: _planned(settings, planner, model, optimizer, world)
+        del model, optimizer
+        gc.collect()
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+    if settings.peers:
+        yield PEER, lambda: _peer(settings, world)
+
+
+def random_model(settings: Settings, device: torch.device) -> PreTrainedModel:
+    """The shape with random weights, made on the device, the same on every rank."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        config = settings.shape.config(max(settings.lengths))
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings.parameters))
+
+
+def _prepared(settings: Settings, world: World) -> Any:
+    model = prepare(
+        random_model(settings, world.device),
+        world,
+        reshard_after_forward=settings.reshard,
+        activation_checkpointing=settings.recompute,
+        offload_activations=settings.offload,
+        compute_dtype=getattr(torch, settings.compute) if settings.compute else None,
+    )
+    if settings.compiled:
+        compile_layers(model)
+    return model
+
+
+def compile_layers(model: Any) -> None:
+    """Compile the modules inside every decoder layer, whose own hooks and checkpoints stay outside."""
+    for layer in decoder_layers(model).values():
+        for inner in layer.children():
+            inner.compile(dynamic=True)
+
+
+def _optimizer(settings: Settings, model: Any) -> Optimizer | None:
+    """A learning rate of 0: every planner sees the same weights, and the optimizer works as ever."""
+    return build_optimizer(model, settings.optimizer, lr=0.0) if settings.optimizer else None
+
+
+def _planned(settings: Settings, planner: str, model: Any, optimizer: Optimizer | None, world: World) -> dict[str, Any]:
+    started = time.perf_counter()
+    plan = settings.plan(planner)
+    planning = time.perf_counter() - started
+    documents = [Document(i, n, settings.shape.vocabulary) for i, n in enumerate(settings.lengths)]
+    losses: list[float] = []
+
+    def step() -> None:
+        world.prepare(plan)
+        chunk = settings.loss_chunk_rows
+        losses.append(run_step(model, plan, documents, world, optimizer, loss_chunk_rows=chunk).loss)
+        if optimizer is None:
+            model.zero_grad(set_to_none=True)
+
+    found = measured(settings, step, world)
+    return found | {
+        "loss": losses[0],
+        "predicted_seconds": plan.predicted_seconds,
+        "lower_bound_seconds": plan.lower_bound_seconds,
+        "prediction_ratio": plan.predicted_seconds / found["seconds"],
+        "packing": plan.efficiency,
+        "micro_batches": len(plan.micro_batches),
+        "widest": max(group.degree for batch in plan.micro_batches for group in batch.groups),
+        "planning_seconds": planning,
+    }
+
+
+def _peer(settings: Settings, world: World) -> dict[str, Any]:
+    try:
+        with peer_step(settings, random_model, world) as (step, losses):
+            return measured(settings, step, world) | {"loss": losses[0]}
+    except Exception as error:  # whatever it cannot do is for the record to say
+        lines = str(error).strip().splitlines() or [""]
+        return {"missing": f"{type(error).__name__}: {lines[0][:160]}"}
+
+
+def measured(settings: Settings, step: Callable[[], None], world: World) -> dict[str, Any]:
+    """Seconds of whole steps (the median, of the slowest rank), what follows from them, peak memory, and parts."""
+    cuda = world.device.type == "cuda"
+    for _ in range(settings.warmup):
+        step()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    own = [_seconds(step, world) for _ in range(settings.repeats)]
+    peak = torch.cuda.max_memory_allocated() if cuda else 0
+    told = world.gather_objects((statistics.median(own), peak))
+    seconds, tokens = max(s for s, _ in told), sum(settings.lengths)
+    row: dict[str, Any] = {
+        "seconds": seconds,
+        "tokens_per_second_per_device": tokens / seconds / settings.ranks,
+        "peak_bytes": max(p for _, p in told),
+        "model_tflops_per_device": model_flops(settings) / seconds / settings.ranks / 1e12,
+    }
+    if settings.peak_tflops:
+        row["mfu"] = row["model_tflops_per_device"] / settings.peak_tflops
+    if settings.profile:
+        row["parts"] = _parts(step, world)
+    return row
+
+
+def _seconds(step: Callable[[], None], world: World) -> float:
+    world.barrier("start of a timed step")
+    started = time.perf_counter()
+    step()
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def _parts(step: Callable[[], None], world: World) -> dict[str, float]:
+    """Seconds by part of one more step, on the first rank; the profiler itself takes some time."""
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = world.device.type == "cuda"
+    activities = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
+    with profile(activities=activities) as recorded:
+        seconds = _seconds(step, world)
+    found = parts_of(profiled_events(recorded, cuda=cuda), seconds) | {"step": seconds}
+    return world.broadcast_object(found)
+
+
+def model_flops(settings: Settings) -> float:
+    """FLOPs of forward and backward for the documents, without recomputation: 6 a weight, and causal attention."""
+    shape = ModelShape.of(settings.shape.config(max(settings.lengths)))
+    squares = sum(n * n for n in settings.lengths)
+    return 6.0 * shape.weights * sum(settings.lengths) + 6.0 * shape.layers * shape.query_width * squares
+
+
+def _keep(record: dict[str, Any], settings: Settings, rank: int) -> None:
+    """A bench that is interrupted has its finished rows on disk."""
+    if rank:
+        return
+    if settings.out:
+        Path(settings.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(settings.out).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    row = record["rows"][-1]
+    said = row.get("missing") or f"{row['seconds']:.3f} s, {row['tokens_per_second_per_device']:.0f} tokens/s a device"
+    print(f"{row['name']}: {said}", file=sys.stderr, flush=True)

@@ -1,0 +1,76 @@
+"""Where the time of a step goes: from the kernels of a profile to seconds by part that add up to the step.
+
+Parts are intervals of one device's timeline. Where several run at once, attention counts before the optimizer, before
+other computation, before communication and copies; what is left of the step is idle.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+Kind = Literal["attention", "optimizer", "other layers", "exposed communication"]
+Interval = tuple[float, float]
+
+ORDER: tuple[Kind, ...] = ("attention", "optimizer", "other layers", "exposed communication")
+# Parts of names of kernels (GPU) and of operators (CPU), in lower case.
+_NAMES: tuple[tuple[Kind, tuple[str, ...]], ...] = (
+    ("exposed communication", ("nccl", "gloo", "c10d", "htod", "dtoh", "memcpy peer", "memcpy ptop")),
+    ("attention", ("flash", "fmha", "attention", "attn", "sdpa")),
+    ("optimizer", ("adam", "multi_tensor", "_foreach", "fused_sgd")),
+)
+
+
+def kind_of(name: str) -> Kind:
+    """The part that a kernel or operator belongs to, by its name."""
+    low = name.lower()
+    for kind, words in _NAMES:
+        if any(word in low for word in words):
+            return kind
+    return "other layers"
+
+
+def parts_of(events: Iterable[tuple[str, float, float]], seconds: float) -> dict[str, float]:
+    """Seconds by part of events (name, start, end) of a step that took so long.
+
+    >>> parts_of([("flash_fwd", 0.0, 1.0), ("nccl_ring", 0.5, 1.5), ("gemm", 1.25, 2.0)], 2.5)["exposed communication"]
+    0.25
+    """
+    by_kind: dict[Kind, list[Interval]] = {kind: [] for kind in ORDER}
+    for name, start, end in events:
+        by_kind[kind_of(name)].append((start, end))
+    found, seen, covered = dict[str, float](), list[Interval](), 0.0
+    for kind in ORDER:
+        seen = merged([*seen, *by_kind[kind]])
+        total = sum(end - start for start, end in seen)
+        found[kind], covered = total - covered, total
+    return found | {"idle": max(0.0, seconds - covered)}
+
+
+def merged(intervals: Sequence[Interval]) -> list[Interval]:
+    """The same points of time in intervals that do not touch, in order."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+
+
+def profiled_events(profile: Any, *, cuda: bool) -> list[tuple[str, float, float]]:
+    """(name, start, end) in seconds of what ran: kernels and copies of the GPU, else operators without inner ones."""
+    from torch.autograd import DeviceType
+
+    found: list[tuple[str, float, float]] = []
+    for event in profile.events():
+        on_gpu = event.device_type == DeviceType.CUDA
+        if on_gpu is not cuda or getattr(event, "is_user_annotation", False):
+            continue
+        if not cuda and (event.name.startswith("autograd::") or not _is_work(event)):
+            continue
+        found.append((event.name, event.time_range.start * 1e-6, event.time_range.end * 1e-6))
+    return found
+
+
+def _is_work(event: Any) -> bool:
+    """Operators of a CPU that compute: those without inner ones, and those whose name says what they are."""
+    return not event.cpu_children or (event.name.startswith("aten::") and kind_of(event.name) != "other layers")

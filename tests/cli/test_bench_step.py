@@ -1,0 +1,126 @@
+"""`longspan bench step`: all planners on two CPU processes, its arithmetic, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longspan.cli.bench_step import StepFlags, make_settings, record_markdown, record_text
+from longspan.cli.bench_step_ranks import Settings, model_flops
+from longspan.cli.bench_step_shapes import SHAPES, shape_named
+from longspan.cli.main import main
+from longspan.cli.step_parts import kind_of, merged, parts_of
+from longspan.plan import Cost
+
+
+def settings(ranks: int = 2, **changes: Any) -> Settings:
+    return make_settings(StepFlags(**changes), ranks, "gloo", ["bench"])
+
+
+def test_steps_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, cost = tmp_path / "records" / "s.json", tmp_path / "cost.json"
+    cost.write_text(json.dumps(Cost(linear_seconds=1e-4).to_json()))
+    words = ["--world", "2", "--lengths", "40,24,9,7", "--repeats", "1", "--warmup", "0", "--peers"]
+    words += ["--max_tokens_per_slot", "40", "--cost", str(cost), "--out", str(out), "--recompute", "full"]
+    assert main(["bench", "step", *words, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record == json.loads(out.read_text())
+    *planned, peer = record["rows"]
+    assert [row["name"] for row in planned] == ["longspan padded", "longspan fixed", "longspan dynamic"]
+    assert max(row["loss"] for row in planned) == pytest.approx(min(row["loss"] for row in planned), rel=1e-6)
+    for row in planned:
+        assert row["seconds"] > 0 and row["prediction_ratio"] == row["predicted_seconds"] / row["seconds"]
+        assert row["tokens_per_second_per_device"] == pytest.approx(80 / row["seconds"] / 2)
+    assert "missing" in peer and {"machine", "versions", "command", "cost"} <= record.keys()
+    table = out.with_suffix(".md").read_text()
+    assert table == record_markdown(record) and "| longspan fixed |" in table
+    assert "not available: ValueError: its attention kernels run on CUDA only" in record_text(record)
+
+
+def test_experts_in_free_mode_and_without_an_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--planners",
+        "dynamic",
+        "--mode",
+        "free",
+        "--optimizer",
+        "",
+        "--repeats",
+        "1",
+        "--warmup",
+        "0",
+        "--profile",
+    ]
+    experts = ["--experts", "4", "--experts_per_token", "2", "--expert_ffn", "16"]
+    assert main(["bench", "step", "--world", "2", "--lengths", "40,24,9,7", *words, *experts, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["cost"]["closing_seconds"] > 0
+    (row,) = record["rows"]
+    assert sum(row["parts"].values()) >= 2 * row["parts"]["step"] > 0 and row["parts"]["attention"] > 0
+    assert "exposed communication" in record_text(record)
+
+
+def test_model_flops() -> None:
+    """6 for each weight and token, and 2 + 4 products over half of each document's square, in each layer."""
+    shape = SHAPES["small"]
+    weights = 2 * (64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128) + 64 * 512
+    found = settings(lengths="40,24")
+    assert found.shape == shape
+    squares = 40**2 + 24**2
+    assert model_flops(found) == 6 * weights * 64 + 3 * 4 * squares / 2 * 64 * 2
+
+
+def test_the_shape_that_goals_are_set_for() -> None:
+    config = shape_named("qwen3-8b").config(131072)
+    assert (config.hidden_size, config.num_hidden_layers, config.head_dim) == (4096, 36, 128)
+    experts = shape_named("qwen3-30b-a3b").changed(StepFlags(layers=4)).config(49152)
+    assert (experts.num_experts, experts.num_experts_per_tok, experts.num_hidden_layers) == (128, 8, 4)
+
+
+def test_one_sequence_over_all_ranks() -> None:
+    found = settings(4, lengths="4096", planners="fixed", cp=4)
+    (batch,) = found.plan("fixed").micro_batches
+    assert [group.degree for group in batch.groups] == [4] and found.max_tokens_per_slot == 0
+
+
+def test_parts_add_up_and_count_once() -> None:
+    events = [
+        ("flash_fwd_kernel", 0.0, 2.0),
+        ("ampere_bf16_gemm", 1.5, 3.0),
+        ("ncclDevKernel_AllGather", 2.5, 4.0),
+        ("multi_tensor_apply_kernel", 5.0, 5.5),
+        ("Memcpy HtoD (Pinned -> Device)", 0.5, 1.0),
+    ]
+    found = parts_of(events, 6.0)
+    assert found == {
+        "attention": 2.0,
+        "other layers": 1.0,
+        "exposed communication": 1.0,
+        "optimizer": 0.5,
+        "idle": 1.5,
+    }
+    assert merged([(1, 2), (0, 1), (3, 4)]) == [(0, 2), (3, 4)]
+    assert kind_of("void cudnn_generated_fort_native_sdpa_sm90_knob_7") == "attention"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--planners", "fixed,static"], "--planners 'fixed,static': this release has padded, fixed, dynamic"),
+        (["--planners", ""], "this release has padded"),
+        (["--shape", "qwen4"], "--shape 'qwen4' is unknown; use one of qwen3-8b"),
+        (["--experts", "4"], "--experts 4 needs --experts_per_token and --expert_ffn"),
+        (["--heads", "3"], "3 query heads do not divide by 2 key/value heads"),
+        (["--repeats", "0"], "--repeats 0"),
+        (["--lengths", "700", "--max_tokens_per_slot", "8"], "700 rows"),
+        (["--lengths", "40", "--cp", "3"], "cp 3 does not divide 2 slots"),
+        (["--lengths", "40", "--same", "2x3"], "--lengths and --same"),
+        (["--mode", "free", "--ep", "2"], "--mode free with --ep 2"),
+        (["--hierarchical", "2"], "--hierarchical '2': give two sizes"),
+        (["--recomput", "x"], "longspan bench step has no flag --recomput: did you mean '--recompute'?"),
+    ],
+)
+def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "step", "--world", "2", *words]) == 2
+    assert message in capsys.readouterr().err
