@@ -1,0 +1,105 @@
+"""Runs with pipelines: the same losses and weights as without, and checkpoints that either may go on from."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from longspan.errors import ConfigError
+from longspan.testing import backend, run_ranks
+from longspan.train.config import ParallelConfig, RunConfig
+from longspan.train.config_check import check_config
+from longspan.train.metrics import read_rows
+from tests.model.stock import SIZES, worst
+from tests.train.small import small_config, train_rank
+
+SETTINGS = {
+    "model__dtype": "float64",
+    "train__steps": 4,
+    "train__save_every": 2,
+    "train__eval_every": 2,
+    "context__planner": "dynamic",
+}
+INTERLEAVED = ParallelConfig(pp=2, vpp=2)
+FOLDED = ParallelConfig(pp=2, vpp=2, pipeline_schedule="zbv")
+BOUND = 1e-12 if backend() == "gloo" else 1e-5
+
+
+def _run(config: RunConfig) -> list[float]:
+    """The losses of all steps and evaluations, in order."""
+    ranks = 2 * config.parallel.pp
+    run_ranks(train_rank, ranks, config, ranks, timeout=120)
+    rows = read_rows(Path(config.run.dir) / "metrics.jsonl")
+    return [float(row[key]) for row in rows for key in ("loss", "eval_loss") if key in row]
+
+
+def _go_on(config: RunConfig, folder: Path, parallel: ParallelConfig) -> RunConfig:
+    """The run as it stood at its first checkpoint, under another home."""
+    shutil.copytree(config.run.dir, folder)
+    for left in ("checkpoints/step-000004", "model"):
+        shutil.rmtree(folder / left)
+    (folder / "summary.json").unlink()
+    return replace(config, parallel=parallel, run=replace(config.run, dir=str(folder)))
+
+
+def _weights(config: RunConfig) -> dict[str, torch.Tensor]:
+    return load_file(Path(config.run.dir) / "model" / "model.safetensors")
+
+
+def _far(found: list[float], wanted: list[float]) -> float:
+    assert len(found) == len(wanted)
+    return max(abs(a / b - 1) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[float]]:
+    """Four steps of a model of four layers with a tied embedding, without a pipeline."""
+    folder = tmp_path_factory.mktemp("straight")
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = SIZES | {"num_hidden_layers": 4, "vocab_size": 300}
+    AutoModelForCausalLM.from_config(Qwen3Config(**sizes, tie_word_embeddings=True)).save_pretrained(folder / "model")
+    config = small_config(folder, model__path=str(folder / "model"), **SETTINGS)
+    return config, _run(config)
+
+
+@pytest.mark.parametrize(
+    ("begun", "gone_on"), [(INTERLEAVED, ParallelConfig()), (ParallelConfig(), FOLDED)], ids=["first", "later"]
+)
+def test_losses_weights_and_checkpoints_do_not_depend_on_the_pipeline(
+    straight: tuple[RunConfig, list[float]], tmp_path: Path, begun: ParallelConfig, gone_on: ParallelConfig
+) -> None:
+    wanted, losses = straight
+    first = wanted
+    if begun.pp > 1:
+        first = replace(wanted, parallel=begun, run=replace(wanted.run, dir=str(tmp_path / "begun")))
+        assert _far(_run(first), losses) < BOUND
+        assert worst(_weights(first), _weights(wanted)) < BOUND
+    second = _go_on(first, tmp_path / "gone_on", gone_on)
+    assert _far(_run(second), losses) < BOUND
+    assert worst(_weights(second), _weights(wanted)) < BOUND
+    stock = AutoModelForCausalLM.from_pretrained(Path(second.run.dir) / "model", dtype=torch.float64)
+    assert worst({n: p.detach() for n, p in stock.named_parameters()}, _weights(second)) == 0.0
+
+
+CONFLICTS = [
+    ({"parallel__vpp": 2}, r"parallel.vpp is 2 and parallel.pp is 1: virtual stages need a pipeline; use pp = 2"),
+    (
+        {"parallel__pp": 2, "parallel__pipeline_schedule": "zbv"},
+        r'"zbv", which folds .* parallel.vpp is 1; use vpp = 2',
+    ),
+    (
+        {"parallel__pp": 4, "context__eval_context_parallel_size": 2},
+        r"2 does not divide 1 slots \(4 ranks / tp 1 / pp 4",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), CONFLICTS)
+def test_conflicts_are_errors_with_numbers(tmp_path: Path, changes: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_config(small_config(tmp_path, **{"context__context_parallel_size": 1, **changes}), 4)
