@@ -108,7 +108,7 @@ def prepare(
             place(stage.model, root=stage)
         prepared = PipelinedModel(model, world, stages, pipeline_schedule, dtype)
     keep_kernel(prepared, attention_kernel)
-    if sequence_parallel:
+    if sequence_parallel and prepared is not model:
         ask_for_rows(prepared, world.home.tp)
     # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
     prepared.register_forward_pre_hook(check_call, with_kwargs=True, prepend=True)
@@ -138,6 +138,8 @@ def _place(
         raise ModelError("compute_dtype is FSDP2's mixed precision; it needs shard_parameters=True")
     else:
         nn.Module.to(root, world.device)
+    if sequence_parallel:
+        ask_for_rows(root, world.home.tp)
 
 
 def is_prepared(model: nn.Module) -> bool:

@@ -28,6 +28,7 @@ from torch.distributed.pipelining import (
 from longspan.comm import World
 from longspan.errors import ModelError, PlanError
 from longspan.model.stages import Call, Stage
+from longspan.model.tensor_parallel import row_multiple
 
 ScheduleName = Literal["gpipe", "1f1b", "zero_bubble", "zbv"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
@@ -81,11 +82,15 @@ class HandOff(PipelineStage):
             group=world.pp_group,
         )
         self.calls: Sequence[Call] = ()
-        self._row, self._world = row, world
+        self._row, self._world, self._parts = row, world, row_multiple(stage)
         self._freed = torch.empty(0, dtype=dtype, device=world.device)
 
+    def _rows_of(self, call: Call) -> int:
+        """Rows of hidden states here: all of the slot's, or under sequence parallelism a tensor-parallel rank's."""
+        return call.shard.local_rows // self._parts
+
     def _buffer(self, micro_batch: int) -> Tensor:
-        rows = self.calls[micro_batch].shard.local_rows
+        rows = self._rows_of(self.calls[micro_batch])
         return torch.empty(1, rows, self._row.shape[2], dtype=self._row.dtype, device=self.device)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
@@ -119,7 +124,7 @@ class HandOff(PipelineStage):
         return out
 
     def _check_output(self, out: Tensor, call: Call) -> None:
-        wanted = (1, call.shard.local_rows, self._row.shape[2])
+        wanted = (1, self._rows_of(call), self._row.shape[2])
         if tuple(out.shape) != wanted or out.dtype != self._row.dtype:
             raise ModelError(
                 f"stage {self.stage_index} made hidden states {tuple(out.shape)} of {out.dtype}, the next stage awaits "

@@ -20,6 +20,7 @@ from longspan.comm import SequenceShard, World
 from longspan.comm.tp import tp_copy, tp_gather, tp_split
 from longspan.errors import ModelError
 from longspan.model.probe import decoder_layers
+from longspan.model.stages import Absent
 from longspan.model.tp_plan import (
     COLWISE,
     EMBEDDING,
@@ -152,8 +153,9 @@ def _split_residuals(model: PreTrainedModel, placed: list[Placed], world: World)
                 leave=partial(tp_split, key=key, dim=ROWS),
             )
     norm = _final_norm(model)
-    partial_gradients(norm, key)
-    wrap_forward(norm, leave=partial(tp_gather, key=key, dim=ROWS, gradient="identical"))
+    if not isinstance(norm, Absent):
+        partial_gradients(norm, key)
+        wrap_forward(norm, leave=partial(tp_gather, key=key, dim=ROWS, gradient="identical"))
 
 
 def _regions(name: str, layer: nn.Module, placed: list[Placed]) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -183,7 +185,7 @@ def _final_norm(model: PreTrainedModel) -> nn.Module:
 
 
 class RowsDivide:
-    """Forward pre-hook of a sequence-parallel model: the shard's rows are a multiple of tp, or ModelError."""
+    """Forward pre-hook of a sequence-parallel model or stage: the shard's rows are a multiple of tp, or ModelError."""
 
     def __init__(self, tp: int) -> None:
         self.tp = tp
