@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM
 
 from longspan.comm import World
@@ -15,6 +17,8 @@ from longspan.model import prepare, save_model
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
+from longspan.train.checkpoint import load_checkpoint, save_checkpoint
+from longspan.train.checkpoint_files import checkpoint_path
 from tests.model.moe_models import moe_answer, moe_model
 from tests.model.stock import texts, tiny, weights_of, worst
 from tests.model.test_moe import LENGTHS, PLANS, WEIGHTS, Case, Errors, compare, errors_of, gradients_of
@@ -117,6 +121,39 @@ def test_a_saved_model_holds_all_experts(family: str, tmp_path: Path) -> None:
     gathered = run_ranks(_saved, 4, family, tmp_path)[0]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / family)
     assert worst(weights_of(loaded), gathered) == worst(weights_of(moe_model(family, torch.float32)), gathered) == 0
+
+
+def _saves(rank: int, folder: Path) -> dict[str, torch.Tensor]:
+    """Two steps of AdamW with experts dealt over 2 of 4 slots, saved; a third."""
+    with World(Layout(ranks=4, ep=2), backend=backend()) as world:
+        model, optimizer = _job(world)
+        plan = plan_fixed(LENGTHS, world.home, cp=2)
+        for step in range(2):
+            run_step(model, plan, texts(LENGTHS, seed=step), world, optimizer, max_grad_norm=0.5, router=WEIGHTS)
+        save_checkpoint(folder, model, optimizer, world, step=2, state={}, keep=0)
+        run_step(model, plan, texts(LENGTHS, seed=2), world, optimizer, max_grad_norm=0.5, router=WEIGHTS)
+        return weights_of(model)
+
+
+def _goes_on(rank: int, folder: Path, home: Layout) -> dict[str, torch.Tensor]:
+    """The third step in another home, from what was saved."""
+    with World(home, backend=backend()) as world:
+        model, optimizer = _job(world)
+        load_checkpoint(checkpoint_path(folder, 2), model, optimizer, world)
+        plan = plan_fixed(LENGTHS, world.home, cp=1)
+        run_step(model, plan, texts(LENGTHS, seed=2), world, optimizer, max_grad_norm=0.5, router=WEIGHTS)
+        return weights_of(model)
+
+
+def _job(world: World) -> tuple[nn.Module, Optimizer]:
+    model = prepare(moe_model("gpt-oss", torch.float64), world)
+    return model, build_optimizer(model, "adamw", lr=1e-2, weight_decay=0.1)
+
+
+def test_a_checkpoint_goes_on_in_homes_with_other_ep(tmp_path: Path) -> None:
+    wanted = run_ranks(_saves, 4, tmp_path)[0]
+    for home in (Layout(ranks=1), Layout(ranks=4, ep=4), Layout(ranks=2, ep=2)):
+        assert worst(run_ranks(_goes_on, len(home.ranks), tmp_path, home)[0], wanted) < 1e-12
 
 
 def _refused(rank: int) -> list[str]:
