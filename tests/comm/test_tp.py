@@ -1,0 +1,66 @@
+"""Collectives of tensor-parallel ranks: what arrives, and the gradient that each states."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from longspan.comm import World
+from longspan.comm.collectives import Gradient
+from longspan.comm.tp import tp_copy, tp_gather, tp_place, tp_split, tp_sum, tp_sum_split
+from longspan.layout import Layout
+from longspan.testing import backend, run_ranks
+
+HOMES = (Layout(ranks=2, tp=2), Layout(ranks=4, tp=2), Layout(ranks=6, pp=2, tp=3))
+ROWS, WIDTH = 6, 4
+Through = Callable[[Tensor, int], Tensor]
+
+
+def _numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randint(-9, 10, shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def _gathers(dim: int, gradient: Gradient) -> Through:
+    return lambda x, key: tp_gather(x, key, dim, gradient=gradient)
+
+
+def _apply(fn: Through, world: World, own: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The result and the gradient of (result · weight).sum(), on the CPU."""
+    x = own.to(world.device, copy=True).requires_grad_()
+    out = fn(x, world.key)
+    assert out._base is None, "FSDP2 hooks what modules return, which must be no view"
+    (out * weight.to(world.device)).sum().backward()
+    assert x.grad is not None
+    return out.detach().cpu(), x.grad.cpu()
+
+
+def _check(rank: int, home: Layout) -> None:
+    with World(home, backend=backend(), timeout=60) as world:
+        (me, tp), slot = tp_place(world.key), world.slot + 10 * world.coordinates.pp
+        assert (me, tp) == (world.coordinates.tp, home.tp)
+        parts = [_numbers(1, ROWS, WIDTH, seed=100 * slot + member) for member in range(tp)]
+        own, total = parts[me], torch.stack(parts).sum(0)
+        for dim in (1, -1):
+            whole = torch.cat(parts, dim)
+            same = _numbers(*whole.shape, seed=1)
+            out, gradient = _apply(_gathers(dim, "identical"), world, own, same)
+            assert torch.equal(out, whole) and torch.equal(gradient, same.chunk(tp, dim)[me])
+        each = [_numbers(1, tp * ROWS, WIDTH, seed=20 + member) for member in range(tp)]
+        _, gradient = _apply(_gathers(1, "partial"), world, own, each[me])
+        assert torch.equal(gradient, torch.stack(each).sum(0).chunk(tp, 1)[me])
+        rows = [_numbers(1, ROWS // tp, WIDTH, seed=40 + member) for member in range(tp)]
+        out, gradient = _apply(lambda x, key: tp_split(x, key, 1), world, total, rows[me])
+        assert torch.equal(out, total.chunk(tp, 1)[me]) and torch.equal(gradient, torch.cat(rows, 1))
+        out, gradient = _apply(lambda x, key: tp_sum_split(x, key, 1), world, own, rows[me])
+        assert torch.equal(out, total.chunk(tp, 1)[me]) and torch.equal(gradient, torch.cat(rows, 1))
+        whole_rows = [_numbers(1, ROWS, WIDTH, seed=60 + member) for member in range(tp)]
+        out, gradient = _apply(tp_sum, world, own, whole_rows[0])
+        assert torch.equal(out, total) and torch.equal(gradient, whole_rows[0])
+        x = own.to(world.device, copy=True).requires_grad_()
+        (tp_copy(x, world.key) * whole_rows[me].to(world.device)).sum().backward()
+        assert x.grad is not None and torch.equal(x.grad.cpu(), torch.stack(whole_rows).sum(0))
+
+
+def test_sums_slices_and_their_gradients() -> None:
+    for home in HOMES:
+        run_ranks(_check, len(home.ranks), home)
