@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longspan import Layout, World, plan_fixed
-from longspan.attention import all_gather, all_to_all
+from longspan.attention import all_gather, all_to_all, ring
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import (
     LIMIT,
@@ -51,7 +51,7 @@ def test_parity_of_wide_groups(slots):
 
 def sliced_cases(rank, slots, cases):
     """Cases with tensors taken for large, over communicators of the members' own."""
-    all_gather.SLICE_BYTES = all_to_all.SLICE_BYTES = 0  # in this process only
+    all_gather.SLICE_BYTES = all_to_all.SLICE_BYTES = ring.HALVES_BYTES = 0  # in this process only
     with World(home := Layout(ranks=slots), backend=backend(), max_groups=4) as world:
         for cp in (slots, 2):
             world.prepare(plan_fixed([9] * slots, home, cp=cp))

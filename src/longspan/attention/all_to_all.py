@@ -38,15 +38,15 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, circle: Circle, rule: Rule) -> 
     given = (q, *(x if deal.copies == 1 else x.repeat_interleave(deal.copies, 1) for x in (k, v)))
     arriving = [swap.to_heads(given, part, what) for part in range(swap.slices)]
     leaving, kept = list[Handle](), list[Tensor | None]()
-    for part, handle in enumerate(arriving):
-        q_all, k_all, v_all = swap.heads(handle, given)
+    for part in range(swap.slices):
+        q_all, k_all, v_all = swap.heads(arriving.pop(0), given)
         inside = ring_forward(q_all, k_all, v_all, circle, swap.rule_of(rule, part))
         out = inside.out.to(q.dtype)
         leaving.append(swap.to_rows((out,), f"{what}, back"))
         kept += [out if x is None else x for x in inside.kept]
     out = q.new_empty((*q.shape[:2], v.shape[2]))
-    for part, handle in enumerate(leaving):
-        swap.lay(handle, (out,), part)
+    for part in range(swap.slices):
+        swap.lay(leaving.pop(0), (out,), part)
     return Attended(out, tuple(kept))
 
 
@@ -57,20 +57,19 @@ def a2a_backward(dout: Tensor, kept: Kept, circle: Circle, rule: Rule) -> Gradie
     deal = Deal(dout.shape[1], rule.kv_heads, circle.inner)
     swap, what = _Swap(circle, deal, len(kept) // KEPT), "attention all-to-all backward"
     arriving = [swap.to_heads((dout,), part, what) for part in range(swap.slices)]
-    totals = _totals(dout, kept, deal)
-    messages = (totals,) if deal.copies == 1 else (totals[:1], totals[1:])  # of one dtype each
-    leaving, sinks = list[list[Handle]](), list[Tensor]()
-    for part, handle in enumerate(arriving):
-        (dout_all,), own = swap.heads(handle, (dout,)), kept[part * KEPT : (part + 1) * KEPT]
+    # Sums that are whole are as exact in the input's dtype; parts of a sum are not.
+    kv_dtype = dout.dtype if deal.copies == 1 else accumulation_dtype(dout.dtype)
+    leaving, sinks = list[Handle](), list[Tensor]()
+    for part in range(swap.slices):
+        (dout_all,), own = swap.heads(arriving.pop(0), (dout,)), kept[part * KEPT : (part + 1) * KEPT]
         inside = ring_backward(dout_all, own, circle, swap.rule_of(rule, part))
-        gradients = iter((inside.q, inside.k, inside.v))
-        sends = [[x.to(total.dtype) for total, x in zip(into, gradients, strict=False)] for into in messages]
-        leaving.append([swap.to_rows(send, f"{what}, gradients") for send in sends])
+        leaving += swap.gradients_to_rows(inside.q.to(dout.dtype), inside.k.to(kv_dtype), inside.v.to(kv_dtype), what)
         sinks += [] if inside.sinks is None else [inside.sinks]
-    for part, handles in enumerate(leaving):
-        for handle, into in zip(handles, messages, strict=True):
-            swap.lay(handle, into, part)
-    dq, dk, dv = totals
+        del inside, dout_all
+    dq, dk, dv = totals = _totals(dout, kept, deal, kv_dtype)
+    for part in range(swap.slices):
+        for into in (totals,) if deal.copies == 1 else (totals[:1], totals[1:]):
+            swap.lay(leaving.pop(0), into, part)
     if deal.copies > 1:
         dk, dv = (x.unflatten(1, (deal.kv_heads, deal.copies)).sum(2) for x in (dk, dv))
     return Gradients(dq, dk, dv, swap.own_heads(torch.cat(sinks)) if sinks else None)
@@ -82,12 +81,8 @@ def _slices(circle: Circle, deal: Deal, q: Tensor) -> int:
     return deal.slices(SLICES) if large and circle.degree == 1 else 1
 
 
-def _totals(dout: Tensor, kept: Kept, deal: Deal) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the gradients of q, k and v go: (T, dealt heads, size).
-
-    Sums that are whole are as exact in the input's dtype; parts of a sum are not.
-    """
-    dtype = dout.dtype if deal.copies == 1 else accumulation_dtype(dout.dtype)
+def _totals(dout: Tensor, kept: Kept, deal: Deal, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the gradients of q, k and v go: (T, dealt heads, size), those of k and v in `dtype`."""
     kv_heads = deal.kv_heads * deal.copies
     q, k, v = kept[:3]
     return (
@@ -140,6 +135,11 @@ class _Swap:
         orders, rows = self._circle.orders, self._counts[self._me]
         packed = matrix_of(tensors, None if orders is None else orders[1])
         return self._channel.all_to_all_rows(packed, self._counts, [rows] * self.deal.members, what)
+
+    def gradients_to_rows(self, dq: Tensor, dk: Tensor, dv: Tensor, what: str) -> list[Handle]:
+        """Start sending gradients (R, n, size), in one message where no head has copies: they are of one dtype then."""
+        together = [(dq, dk, dv)] if self.deal.copies == 1 else [(dq,), (dk, dv)]
+        return [self.to_rows(some, f"{what}, gradients") for some in together]
 
     def lay(self, handle: Handle, into: Sequence[Tensor], part: int) -> None:
         """Lay what arrives of `to_rows` into a part of the heads of tensors (T, N, size)."""

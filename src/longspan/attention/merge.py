@@ -81,13 +81,22 @@ class RowSum:
         if self._held is None and covers(rows, self._shape[0]):
             self._held = x
             return
-        total = self.result()
-        if total.dtype != self._dtype:
-            total = self._held = total.to(self._dtype)
+        total = self._wide()
         if isinstance(rows, Tensor):
             total.index_add_(0, rows, x.to(self._dtype))
         else:
             total[rows] += x
+
+    def add_heads(self, heads: slice, x: Tensor) -> None:
+        """Add x (T, heads, …) to some heads of all rows."""
+        if heads == slice(0, self._shape[1]):
+            self.add(slice(0, self._shape[0]), x)
+        else:
+            self._wide()[:, heads] += x
+
+    def _wide(self) -> Tensor:
+        self._held = self.result().to(self._dtype)
+        return self._held
 
     def result(self) -> Tensor:
         """The sum, in the accumulation dtype; one addend that covers all rows, in its own."""

@@ -74,10 +74,12 @@ class Addend(NamedTuple):
 
 
 class GradientRing:
-    """Sum every member's gradient of each block; the sum travels with the block and comes home to its owner.
+    """Sum every member's gradient of each block; the sum travels behind the block and comes home to its owner.
 
-    Call `add` once per step, in the order in which `RingBlocks` yields owners, then `finish`. Sums are taken in
-    `dtype` and in ring order, which does not depend on timing. Two buffers, whatever the degree.
+    Call `add` once for each block but one's own, in the order in which `RingBlocks` yields owners, then `finish` with
+    one's own gradient of one's own block, which need not travel: what is computed between the last `add` and `finish`
+    hides the last step home. Sums are taken in `dtype` and in ring order, the owner last, which does not depend on
+    timing. Two buffers, whatever the degree.
     """
 
     def __init__(
@@ -97,26 +99,28 @@ class GradientRing:
         self._handle: Handle | None = None
 
     def add(self, owner: int, addends: Sequence[Addend]) -> None:
-        """Add this member's gradient of `owner`'s block, as any number of addends, and send the sum on."""
-        total = self._at(self._step, owner)
-        fresh = self._handle is None
+        """Add this member's gradient of another's block, as any number of addends, and send the sum on."""
+        assert owner != self._channel.index, "one's own gradient is given to finish"
+        total = self._arrived(owner, addends)
+        self._step += 1
+        arriving = self._at((owner - 1) % self._channel.degree)
+        self._handle = self._channel.shift(total, arriving, self._what)
+
+    def finish(self, addends: Sequence[Addend]) -> Block:
+        """The sum over all members of the gradient of one's own block, each (counts[index], …)."""
+        assert self._step == self._channel.degree - 1, (self._step, self._channel.degree)
+        return columns(self._arrived(self._channel.index, addends), self._shapes)
+
+    def _arrived(self, owner: int, addends: Sequence[Addend]) -> Tensor:
+        """The sum so far of the owner's block, where others were before, and this member's addends."""
+        total, fresh = self._at(owner), self._handle is None
         if self._handle is not None:
             self._handle.wait()
         _add(columns(total, self._shapes), addends, fresh=fresh)
-        self._step += 1
-        if self._channel.degree > 1:
-            arriving = self._at(self._step, (owner - 1) % self._channel.degree)
-            self._handle = self._channel.shift(total, arriving, self._what)
+        return total
 
-    def finish(self) -> Block:
-        """The sum over all members of the gradient of one's own block, each (counts[index], …)."""
-        assert self._step == self._channel.degree, (self._step, self._channel.degree)
-        if self._handle is not None:
-            self._handle.wait()
-        return columns(self._at(self._step if self._channel.degree > 1 else 0, self._channel.index), self._shapes)
-
-    def _at(self, step: int, owner: int) -> Tensor:
-        return self._buffers[step % len(self._buffers)][: self._counts[owner]]
+    def _at(self, owner: int) -> Tensor:
+        return self._buffers[self._step % len(self._buffers)][: self._counts[owner]]
 
 
 def covers(rows: slice | Tensor, count: int) -> bool:
