@@ -73,6 +73,7 @@ def _settings(flags: argparse.Namespace, ranks: int) -> Settings:
         lengths=tuple(int(n) for n in flags.lengths.split(",")),
         documents=flags.documents,
         window=flags.window,
+        sinks=False,
         kernel=flags.kernel,
         hierarchical=(inner, ranks // inner),
         heads=32,

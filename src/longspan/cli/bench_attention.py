@@ -41,8 +41,10 @@ class AttentionFlags:
     """Equal packed documents that share the sequence."""
     window: int = 0
     """Positions that a query sees, its own included; 0: all before it."""
+    sinks: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """A learnt logit for each query head that takes weight and gives no value."""
     kernel: str = ""
-    """Kernel by name (fa4, torch_flash, cpu_flash, reference); empty: the first that can."""
+    """Kernel by name (fa4, cudnn, torch_flash, cpu_flash, reference); empty: the first that can."""
     hierarchical: str = ""
     """Sizes of a2a+p2p, as in 2,4; empty: 2 and half of the ranks, or 1 and all where they are odd."""
     heads: int = 0
@@ -104,6 +106,7 @@ def make_settings(flags: AttentionFlags, ranks: int, backend: str, command: Sequ
         lengths=lengths,
         documents=flags.documents,
         window=flags.window,
+        sinks=flags.sinks,
         kernel=flags.kernel,
         hierarchical=_sizes(flags.hierarchical, ranks),
         heads=flags.heads or int(defaults["heads"]),
@@ -165,6 +168,7 @@ _NAMES = ("attention", "length", "forward ms", "both ms", "TFLOP/s per device", 
 def _title(record: dict[str, Any]) -> str:
     packed = f", {record['documents']} packed documents" if record["documents"] > 1 else ""
     packed += f", window {record['window']}" if record["window"] else ""
+    packed += ", sinks" if record.get("sinks") else ""
     return (
         f"Causal attention over {record['ranks']} ranks ({record['backend']}): {record['heads']} query and "
         f"{record['key_value_heads']} key/value heads of {record['head_size']}, {record['dtype']}{packed}, "

@@ -34,6 +34,7 @@ class Settings:
     lengths: tuple[int, ...]
     documents: int
     window: int  # 0: none
+    sinks: bool
     kernel: str  # "": the first that can
     hierarchical: tuple[int, int]
     heads: int
@@ -91,6 +92,7 @@ def _empty_record(settings: Settings, world: World) -> dict[str, Any]:
     names = (
         "documents",
         "window",
+        "sinks",
         "heads",
         "key_value_heads",
         "head_size",
@@ -146,8 +148,15 @@ def _own_run(settings: Settings, qkv: tuple[Tensor, ...], world: World, *, kind:
     shard = bind(plan.micro_batches[0], world)
     q, k, v, gradient = (shard.scatter(x).contiguous() for x in qkv)
     inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
-    call = partial(attend, *inputs, shard, window=settings.window or None, kernel=settings.kernel or None)
+    options = {"window": settings.window or None, "sinks": _sinks(settings, world.device, learnt=True)}
+    call = partial(attend, *inputs, shard, kernel=settings.kernel or None, **options)
     yield Run(inputs, gradient, call, shard.gather)
+
+
+def _sinks(settings: Settings, device: torch.device, *, learnt: bool = False) -> Tensor | None:
+    """One logit for each query head, some of weight."""
+    found = torch.linspace(-2.0, 6.0, settings.heads, device=device, requires_grad=learnt)
+    return found if settings.sinks else None
 
 
 def _plan(settings: Settings, length: int, world: World, kind: str) -> Plan:
@@ -163,8 +172,8 @@ def _lengths(settings: Settings, length: int) -> list[int]:
 
 @contextmanager
 def _peer_run(settings: Settings, qkv: tuple[Tensor, ...], world: World, *, peer: str) -> Iterator[Run]:
-    if settings.window:
-        raise ValueError("it has no window")
+    if settings.window or settings.sinks:
+        raise ValueError(f"it has no {'window' if settings.window else 'sinks'}")
     with torch_attention(peer, qkv, world, settings.documents) as (inputs, gradient, forward, whole):
         yield Run(inputs, gradient, forward, whole)
 
@@ -217,7 +226,10 @@ def _dense(settings: Settings, qkv: tuple[Tensor, ...]) -> list[Tensor]:
         seen = torch.ones(len(a), len(a), dtype=torch.bool, device=a.device).tril()
         if settings.window:
             seen = seen.triu(1 - settings.window)
-        outs.append(torch.einsum("nst,tnh->snh", scores.masked_fill(~seen, float("-inf")).softmax(-1), c))
+        scores, sinks = scores.masked_fill(~seen, float("-inf")), _sinks(settings, a.device)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(a), 1)], 2)
+        outs.append(torch.einsum("nst,tnh->snh", scores.softmax(-1)[:, :, : len(a)], c))
     out = torch.cat(outs)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), gradient)]
 

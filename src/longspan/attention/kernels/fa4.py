@@ -44,10 +44,9 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, launch: Launch, *, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N) float32."""
-    assert softcap is None
     tensors, lengths = _arguments(launch, q, k, v)
     out, lse, *_ = _interface()._flash_attn_fwd(
-        *tensors, softmax_scale=scale, return_lse=True, **lengths, **_mask(launch)
+        *tensors, softmax_scale=scale, softcap=softcap, return_lse=True, **lengths, **_mask(launch)
     )
     if out.ndim == 4:
         out, lse = out[0], lse[0]
@@ -67,13 +66,13 @@ def backward(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this block, where out (Tq, N, Hv) and lse (Tq, N) are over the keys of all blocks."""
-    assert softcap is None
     tensors, lengths = _arguments(launch, q, k, v, out, dout)
     heads_first = lse.transpose(0, 1).contiguous()
     dq, dk, dv, *_ = _interface()._flash_attn_bwd(
         *tensors,
         heads_first[None] if tensors[0].ndim == 4 else heads_first,
         softmax_scale=scale,
+        softcap=softcap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         **lengths,
         **_mask(launch),
