@@ -82,6 +82,7 @@ class HandOff(PipelineStage):
             group=world.pp_group,
         )
         self.calls: Sequence[Call] = ()
+        self._call: Call | None = None
         self._row, self._world, self._parts = row, world, row_multiple(stage)
         self._freed = torch.empty(0, dtype=dtype, device=world.device)
 
@@ -118,10 +119,15 @@ class HandOff(PipelineStage):
             (info,) = self.args_recv_info[fwd_chunk_id]
             assert info.buffer is not None
             info.buffer.requires_grad_(self.has_backward)
-        out = super().forward_one_chunk(fwd_chunk_id, (call.ids,), {"call": call}, *others, **more)
+        self._call = call
+        out = super().forward_one_chunk(fwd_chunk_id, (call.ids,), None, *others, **more)
         if not self.is_last:
             self._check_output(out, call)
         return out
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """The stage's forward; what is no tensor stays out of the inputs that torch differentiates by."""
+        return self.submod(*args, call=self._call)
 
     def _check_output(self, out: Tensor, call: Call) -> None:
         wanted = (1, self._rows_of(call), self._row.shape[2])
@@ -166,7 +172,7 @@ class HandOff(PipelineStage):
         self.dw_runner.clear()
         for micro_batch in self.args_recv_info:
             self._free(micro_batch)
-        self.calls = ()
+        self.calls, self._call = (), None
 
     def _free(self, micro_batch: int) -> None:
         for info in (*self.args_recv_info.get(micro_batch, ()), *self.grad_recv_info.get(micro_batch, ())):
