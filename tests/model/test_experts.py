@@ -32,7 +32,7 @@ CASES: dict[Layout, list[Case]] = {
     ],
     Layout(ranks=4, ep=2): [("qwen3-moe", torch.float64, "recomputed"), ("gpt-oss", torch.float64, "recomputed")],
     Layout(ranks=4, ep=4): [("qwen3-moe", torch.float32, "sharded"), ("gpt-oss", torch.float64, "recomputed")],
-    Layout(ranks=4, ep=2, dp_replicate=2): [("qwen3-moe", torch.float64, "sharded")],
+    Layout(ranks=4, ep=2, dp_replicate=2): [("qwen3-moe", torch.float64, "selective")],
     Layout(ranks=4, ep=2, tp=2): [
         ("qwen3-moe", torch.float64, "sequence-parallel"),
         ("gpt-oss", torch.float64, "recomputed"),

@@ -134,6 +134,8 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
     rows = _rows_of(experts, bound.shard, len(hidden_states), world)
     first = world.slot // world.home.ep * world.home.ep
     channel = world.channel(range(first, first + world.home.ep)) if world.home.ep > 1 else None
+    if len(rows) == len(hidden_states):
+        return _mix(experts, hidden_states, chosen, weights, channel)
     mixed = _mix(experts, hidden_states[rows], chosen[rows], weights[rows], channel)
     return torch.zeros_like(hidden_states).index_copy(0, rows, mixed)
 
