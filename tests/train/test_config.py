@@ -137,6 +137,8 @@ IMPOSSIBLE = [
     (4, {"context.attention_kernel": "fa5"}, r"context.attention_kernel is 'fa5'; did you mean 'fa4'"),
     (4, {"context.eval_cp_comm_type": "a2b"}, r"context.eval_cp_comm_type is 'a2b'; did you mean 'a2a'"),
     (4, {"context.mode": "free", "parallel.ep": 2}, r'context.mode is "free" and parallel.ep is 2|parallel.ep is 2'),
+    (4, {"context.max_tokens_per_slot": "most"}, r"max_tokens_per_slot is 'most'; give a number of rows, or .auto."),
+    (4, {"train.memory_fraction": 1.5}, r"train.memory_fraction is 1.5; it must be above 0, at most 1"),
     (4, {"train.offload_activations": True}, 'train.activation_checkpointing is "none"; use "full" or "selective"'),
     (4, {"parallel.pp": 2}, r"eval_context_parallel_size 4 does not divide 2 slots .*pp 2"),
     (4, {"parallel.vpp": 2}, r"parallel.vpp is 2"),

@@ -8,6 +8,8 @@ This module decides nothing and imports no torch.
 from dataclasses import dataclass, field
 from typing import Literal
 
+AUTO = "auto"  # for context.max_tokens_per_slot
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -77,8 +79,8 @@ class ContextConfig:
     """Smallest degree that the dynamic planner may choose."""
     max_dynamic_context_parallel_size: int = 0
     """Largest degree that the dynamic planner may choose; 0: no limit."""
-    max_tokens_per_slot: int = 1024
-    """Rows of one micro-batch on one slot, at most; 0: no limit."""
+    max_tokens_per_slot: int | str = 1024
+    """Rows of one micro-batch on one slot, at most; 0: no limit; auto: as many as its memory holds, measured first."""
     node_size: int = 8
     """Slots of one host: what the plan's cost model takes as near."""
     mode: Literal["lockstep", "free"] = "lockstep"
@@ -119,6 +121,10 @@ class TrainConfig:
     """Gradients are scaled down to this norm; 0: never."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute layers in the backward pass: none, full, or selective (all but attention); true is full."""
+    memory_fraction: float = 0.8
+    """Of a GPU's free memory, what max_tokens_per_slot = "auto" may fill."""
+    memory_bytes: int = 0
+    """The same in bytes, on any device; 0: memory_fraction of a GPU, 1 GiB on a CPU."""
     offload_activations: bool = False
     """Keep what checkpointed layers start from in the host's memory meanwhile."""
     loss_chunk_rows: int = 0

@@ -11,7 +11,7 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
-from longspan.train.config import RunConfig
+from longspan.train.config import AUTO, RunConfig
 from longspan.train.config_file import nearest
 from longspan.train.plans import PlanChoice, home_of, row_multiple_of
 
@@ -39,6 +39,7 @@ _LEAST = {
     "train.weight_decay": 0,
     "train.max_grad_norm": 0,
     "train.loss_chunk_rows": 0,
+    "train.memory_bytes": 0,
     "train.router_balance_loss": -1,
     "train.router_z_loss": 0,
     "train.seed": 0,
@@ -73,6 +74,13 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
 
 def _check_numbers(config: RunConfig) -> None:
     values = {f"{section}.{key}": v for section, keys in asdict(config).items() for key, v in keys.items()}
+    cap = values["context.max_tokens_per_slot"]
+    if isinstance(cap, str):
+        if cap != AUTO:
+            raise ConfigError(f'context.max_tokens_per_slot is {cap!r}; give a number of rows, or "{AUTO}"')
+        values["context.max_tokens_per_slot"] = 0
+    if not 0 < values["train.memory_fraction"] <= 1:
+        raise ConfigError(f"train.memory_fraction is {values['train.memory_fraction']}; it must be above 0, at most 1")
     for key, least in _LEAST.items():
         if not least <= values[key] < math.inf:
             raise ConfigError(f"{key} is {values[key]}; it must be at least {least}")

@@ -72,7 +72,7 @@ class PlanChoice:
             degree=context.context_parallel_size,
             cp_comm_type=context.cp_comm_type,
             hierarchical_sizes=context.hierarchical_context_parallel_sizes,
-            max_tokens_per_slot=context.max_tokens_per_slot,
+            max_tokens_per_slot=0 if isinstance(context.max_tokens_per_slot, str) else context.max_tokens_per_slot,
             node_size=context.node_size,
             min_degree=context.min_dynamic_context_parallel_size,
             max_degree=context.max_dynamic_context_parallel_size,

@@ -48,7 +48,7 @@ def train(config: RunConfig, world: World, screen: Screen) -> Outcome:
         with MetricsLog(path, after_step=job.done) as log:
             weights = sum(parameter.numel() for parameter in job.model.parameters())
             rows = row_multiple_of(config.parallel)
-            with plans_of_steps(config.context, job.order, world.home, weights=weights, row_multiple=rows) as plans:
+            with plans_of_steps(job.config.context, job.order, world.home, weights=weights, row_multiple=rows) as plans:
                 groups = GroupLog(world, job.dir / "groups.jsonl" if is_first(world) else None, screen.say)
                 done, stopped = _steps(job, plans, log, screen, stop, groups)
             screen.end_bar()

@@ -29,6 +29,7 @@ from longspan.train.optim import build_optimizer
 from longspan.train.order import StepOrder
 from longspan.train.outcome import Evaluation
 from longspan.train.plans import PlanChoice, row_multiple_of
+from longspan.train.rows_that_fit import with_rows_that_fit
 from longspan.train.together import first_does, first_does_slowly, together
 from longspan.train.tokenizer import check_vocabulary
 
@@ -82,6 +83,8 @@ def set_up(config: RunConfig, world: World, say: Say) -> Job:
         done = int(load_checkpoint(checkpoint, model, optimizer, world)["step"])
         say(f"going on from {checkpoint}: {done} of {config.train.steps} steps are done")
     first_does(world, lambda: write_whole(directory / "config.toml", to_toml(config)), refuse=ConfigError)
+    config = with_rows_that_fit(config, model, optimizer, world, say)
+    check_longest(config, world.home, int(corpus.lengths[longest]), corpus.origin(longest))
     return Job(config, world, model, optimizer, corpus, order, done)
 
 

@@ -1,0 +1,45 @@
+"""How many bytes of tensors are alive, and the most at a time: counted, for devices whose allocator does not say."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts storages that operators make inside it, in this thread, until they are freed.
+
+    >>> with LiveBytes() as counted:
+    ...     x = torch.ones(1000) + 1
+    >>> counted.peak
+    8000
+
+    What a kernel takes for itself while it runs is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._live: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator and note what it made."""
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and type(x) in (torch.Tensor, torch.nn.Parameter):
+                self._note(x.untyped_storage())
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._live:
+            return
+        self._live[key] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._live.pop(key, 0)
