@@ -27,14 +27,13 @@ EVEN = 62  # a vocabulary that tp 2 divides: the head is split; that of the mixt
 RECOMPUTED, COPIES = "recomputed, sequence parallel", "copies, sequence parallel"
 CASES = {
     torch.float64: {
-        "qwen3": ("sharded", "copies", RECOMPUTED, COPIES),
-        "llama": ("sharded", RECOMPUTED),
+        "qwen3": ("sharded", COPIES),
+        "llama": (RECOMPUTED,),
         "qwen3-moe": ("copies", RECOMPUTED),
         "gpt-oss": ("sharded", COPIES),
     },
     torch.float32: {
-        "qwen3": ("sharded",),
-        "llama": (RECOMPUTED,),
+        "llama": ("sharded",),
         "mistral": ("sharded",),
         "gemma2": (RECOMPUTED,),
         "qwen3-moe": ("sharded",),

@@ -255,7 +255,7 @@ class World(HostValues):
 
     @property
     def expert_mesh(self) -> DeviceMesh:
-        """`meshes.expert`: FSDP2's mesh of expert parameters, the slots without ep."""
+        """`meshes.expert`: FSDP2's mesh of expert parameters, all ranks of a stage that hold the same ones."""
         return self.meshes.expert
 
     @property
