@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from longspan.comm import World
+from longspan.comm import World, bind
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
@@ -116,7 +116,7 @@ def _defaults(rank: int) -> list[RouterLosses | None]:
     """What a step reports and adds by default, with the configuration's coefficient, in evaluation, without routers."""
     documents, plan = texts(LENGTHS), plan_fixed(LENGTHS, Layout(ranks=1), cp=1)
     with World(Layout(ranks=1), backend=backend()) as world:
-        found = []
+        found, shard = [], bind(plan.micro_batches[0], world)
         for asked, weight in ((False, 0.0), (True, 0.25)):
             stock = moe_model("qwen3-moe", torch.float64)
             stock.config.output_router_logits, stock.config.router_aux_loss_coef = asked, 0.25
@@ -125,6 +125,9 @@ def _defaults(rank: int) -> list[RouterLosses | None]:
             result = run_step(model, plan, documents, world)
             assert errors_of(result, gradients_of(model), wanted).within(torch.float64)
             found += [result.router, run_step(model, plan, documents, world, backward=False).router]
+            with pytest.raises(ModelError, match="got output_router_logits=: a loss of the local rows"):
+                ids = torch.zeros_like(shard.position_ids)
+                model(input_ids=ids, position_ids=shard.position_ids, shard=shard, output_router_logits=True)
         for other in (prepare(tiny("qwen3"), world), prepare(moe_model("deepseek-v3", torch.float32), world)):
             found.append(run_step(other, plan, documents, world).router)
             with pytest.raises(ModelError, match="has no routers whose losses are known; set the balance and z"):

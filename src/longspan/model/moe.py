@@ -73,6 +73,20 @@ def use_experts(model: PreTrainedModel) -> None:
                     child.register_forward_pre_hook(_bind, with_kwargs=True)
     for router in router_modules(model).values():
         router.register_forward_hook(_tally)
+    if hasattr(model.config, "output_router_logits"):
+        model.register_forward_pre_hook(_without_own_losses, with_kwargs=True)
+
+
+def _without_own_losses(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """transformers' own loss of routers is over the local rows, padding included."""
+    if kwargs.get("output_router_logits"):
+        raise ModelError(
+            f"{type(model).__name__} got output_router_logits=: a loss of the local rows would depend on the plan; "
+            "longspan.run_step reports those of the step"
+        )
+    return args, {**kwargs, "output_router_logits": False}
 
 
 def router_step(
