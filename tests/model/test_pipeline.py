@@ -12,7 +12,7 @@ from longspan.errors import LongspanError, ModelError, PlanError
 from longspan.layout import Layout
 from longspan.model import prepare, save_model
 from longspan.model.pipeline import PipelinedModel, refuse_reused_parameters
-from longspan.model.schedules import check_schedule, micro_batch_multiple, stages_of_rank
+from longspan.model.schedules import check_schedule, enough_micro_batches, stages_of_rank
 from longspan.model.stages import Call, Stage, cut, layers_of_stages, parts_of, refuse_inexact
 from longspan.model.tied import TiedCopies
 from longspan.plan import plan_fixed
@@ -70,10 +70,19 @@ def test_schedules_that_are_refused(name: str, pp: int, vpp: int, says: str) -> 
         check_schedule(name, pp, vpp)
 
 
-def test_interleaved_schedules_want_multiples_of_the_stages() -> None:
-    wanted = {("1f1b", 1): 1, ("1f1b", 2): 3, ("gpipe", 2): 1, ("zero_bubble", 1): 3, ("zero_bubble", 2): 3}
-    assert {key: micro_batch_multiple(key[0], 3, key[1]) for key in wanted} == wanted
-    assert micro_batch_multiple("zbv", 3, 2) == micro_batch_multiple("1f1b", 1, 1) == 1
+ENOUGH = [
+    ("1f1b", 1, 4, {1: 1, 5: 5}),
+    ("1f1b", 2, 2, {1: 1, 3: 3, 4: 4, 5: 6, 7: 8}),
+    ("zero_bubble", 1, 4, {1: 1, 7: 7, 8: 8, 9: 10, 13: 15}),
+    ("gpipe", 2, 2, {5: 5}),
+    ("zbv", 2, 2, {1: 1, 5: 5}),
+    ("1f1b", 1, 1, {5: 5}),
+]
+
+
+@pytest.mark.parametrize(("name", "vpp", "pp", "counts"), ENOUGH)
+def test_interleaved_schedules_go_in_equal_rounds(name: str, vpp: int, pp: int, counts: dict[int, int]) -> None:
+    assert {count: enough_micro_batches(name, count, pp, vpp) for count in counts} == counts
 
 
 class _Positions:

@@ -26,8 +26,8 @@ from longspan.model.probe import Probe, run_on_meta
 from longspan.model.schedules import (
     SPLIT_BACKWARD,
     HandOff,
+    enough_micro_batches,
     make_schedule,
-    micro_batch_multiple,
     stages_of_rank,
 )
 from longspan.model.stages import Absent, Call, Stage, cut, layers_of_stages, parts_of, refuse_inexact
@@ -109,10 +109,9 @@ class PipelinedModel(nn.Module):
         super().train(mode)
         return self
 
-    @property
-    def micro_batch_multiple(self) -> int:
-        """What the number of micro-batches of a training step must be a multiple of."""
-        return micro_batch_multiple(self.schedule, world_of(self._world_key).home.pp, self.virtual_stages)
+    def enough_micro_batches(self, count: int) -> int:
+        """The least number of micro-batches, `count` or more, that a training step takes."""
+        return enough_micro_batches(self.schedule, count, world_of(self._world_key).home.pp, self.virtual_stages)
 
     @property
     def reads_tokens(self) -> bool:

@@ -50,9 +50,14 @@ def check_schedule(name: str, pp: int, virtual_stages: int) -> None:
         )
 
 
-def micro_batch_multiple(name: str, pp: int, virtual_stages: int) -> int:
-    """What the number of a step's micro-batches is made a multiple of, by dummies where the plan does not suit."""
-    return pp if pp > 1 and (virtual_stages > 1 or name == "zero_bubble") and name in ("1f1b", "zero_bubble") else 1
+def enough_micro_batches(name: str, count: int, pp: int, virtual_stages: int) -> int:
+    """The least number of micro-batches, `count` or more, that the schedule takes; what is missing are dummies.
+
+    Interleaved schedules go in n // pp rounds of equal size.
+    """
+    if pp > 1 and (name == "zero_bubble" or (name == "1f1b" and virtual_stages > 1)):
+        return next(n for n in range(count, count + pp) if n % max(1, n // pp) == 0)
+    return count
 
 
 def stages_of_rank(name: str, place: int, pp: int, virtual_stages: int) -> tuple[int, ...]:

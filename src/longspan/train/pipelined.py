@@ -36,7 +36,7 @@ def run_through_stages(
     """The loss summed over this slot's rows, on ranks of the last stage (0 elsewhere); with backward, gradients too.
 
     `work` is (shard, ids (T,), labels (T,)) of every micro-batch. Dummy micro-batches are added where the schedule
-    needs a multiple of some number. The loads of routers are counted in a forward pass of their own beforehand.
+    needs more of them. The loads of routers are counted in a forward pass of their own beforehand.
     """
     total = torch.zeros((), dtype=torch.float64, device=world.device)
 
@@ -58,14 +58,14 @@ def run_through_stages(
             with torch.no_grad():
                 model.run([call(*each, counting=True) for each in work], backward=False)
         routing.settle()
-    multiple = model.micro_batch_multiple if backward else 1
-    model.run([call(*each) for each in _with_dummies(work, multiple, plan, world)], backward=backward)
+    count = model.enough_micro_batches(len(work)) if backward else len(work)
+    model.run([call(*each) for each in _with_dummies(work, count, plan, world)], backward=backward)
     return total.item()
 
 
-def _with_dummies(work: Sequence[Work], multiple: int, plan: Plan, world: World) -> Iterator[Work]:
+def _with_dummies(work: Sequence[Work], count: int, plan: Plan, world: World) -> Iterator[Work]:
     yield from work
-    for _ in range(-len(work) % multiple):
+    for _ in range(count - len(work)):
         shard = bind(MicroBatch(), world).with_padding(minimum=1, multiple=plan.row_multiple)
         yield shard, *no_rows(shard)
 
