@@ -62,6 +62,7 @@ PLANS: dict[str, Callable[[Layout, int], Plan]] = {
         LENGTHS, home, max_tokens_per_slot=22 if home.slots > 1 else 32, row_multiple=rows
     ),
     "idle slots": _idle,
+    "free": lambda home, rows: plan_dynamic(LENGTHS, home, max_tokens_per_slot=22, row_multiple=rows, mode="free"),
 }
 
 
