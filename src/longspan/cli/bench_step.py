@@ -91,7 +91,7 @@ class StepFlags(SourceFlags):
     keep_gathered: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Keep a layer's gathered parameters between its forward and its backward pass."""
     compiled: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Compile the modules of every layer with torch.compile; warm up with 3 steps or more."""
+    """Compile norms and MLPs with torch.compile; warm up with 3 steps or more."""
     optimizer: Literal["adamw", "sgd", ""] = "adamw"
     """Optimizer; empty: none."""
     loss_chunk_rows: int = 0

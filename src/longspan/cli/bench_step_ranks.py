@@ -172,10 +172,11 @@ def _prepared(settings: Settings, world: World) -> Any:
 
 
 def compile_layers(model: Any) -> None:
-    """Compile the modules inside every decoder layer, whose own hooks and checkpoints stay outside."""
+    """Compile the norms and MLPs inside decoder layers, in place; attention, hooks and checkpoints stay as they are."""
     for layer in decoder_layers(model).values():
-        for inner in layer.children():
-            inner.compile(dynamic=True)
+        for inner in layer.modules():
+            if type(inner).__name__.endswith(("RMSNorm", "MLP")):
+                inner.compile(dynamic=True)
 
 
 def _optimizer(settings: Settings, model: Any) -> Optimizer | None:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+AHEAD = 4  # tensors: a layer's input and what its attention keeps
+
 
 class Parking:
     """Where the activations of one model wait; `parked = parking(x)` and later `x = parked()`.
@@ -19,8 +21,8 @@ class Parking:
     >>> parked().tolist()
     [1.0, 1.0, 1.0]
 
-    `begin` starts a new chain: nothing is fetched ahead across it. The first fetch of a tensor starts that of the one
-    parked before it in its chain.
+    `begin` starts a new chain: nothing is fetched ahead across it. Fetching a tensor starts the way back of the few
+    that were parked before it in its chain, unless they have been here.
     """
 
     def __init__(self) -> None:
@@ -51,6 +53,7 @@ class Parked:
     def __init__(self, x: Tensor, stream: torch.cuda.Stream | None, before: "weakref.ref[Parked] | None") -> None:
         self._device, self._stream, self._before = x.device, stream, before
         self._here: tuple[Tensor, torch.cuda.Event] | None = None
+        self._taken = False
         x = x.detach()
         self._host = torch.empty_like(x, device="cpu", pin_memory=stream is not None)
         if stream is None:
@@ -65,16 +68,22 @@ class Parked:
         """The tensor, as it was; what was parked before it begins its way back too."""
         if self._stream is None:
             return self._host.clone()
+        self._taken = True
         self.fetch()
-        before = self._before() if self._before is not None else None
-        if before is not None:
-            before.fetch()
+        before = self._parked_before()
+        for _ in range(AHEAD):
+            if before is not None and not before._taken:
+                before.fetch()
+            before = None if before is None else before._parked_before()
         assert self._here is not None
         (x, arrived), self._here = self._here, None
         current = torch.cuda.current_stream(self._device)
         current.wait_event(arrived)
         x.record_stream(current)
         return x
+
+    def _parked_before(self) -> "Parked | None":
+        return None if self._before is None else self._before()
 
     def fetch(self) -> None:
         """Start the way back, unless it has been started."""

@@ -26,7 +26,7 @@ from longspan.plan import Plan
 from longspan.train.config import AUTO, RunConfig
 from longspan.train.live_bytes import LiveBytes
 from longspan.train.metrics import write_whole
-from longspan.train.plans import PlanChoice
+from longspan.train.plans import PlanChoice, row_multiple_of
 from longspan.train.step import run_step
 from longspan.train.together import first_does
 
@@ -147,7 +147,7 @@ def _most_bytes(config: RunConfig, model: nn.Module, world: World, rows: int) ->
 
 def probe_plan(config: RunConfig, home: Layout, rows: int) -> Plan:
     """Every slot holds so many rows of a document of the widest group that training uses, in each micro-batch."""
-    choice = PlanChoice.training(config.context)
+    choice = PlanChoice.training(config.context, row_multiple=row_multiple_of(config.parallel))
     widest = choice.degree if choice.planner != "dynamic" else min(choice.max_degree or home.slots, home.slots)
     degree = max(d for d in range(1, widest + 1) if home.slots % d == 0)
     in_flight = max(1, home.pp * config.parallel.vpp)  # micro-batches that a pipeline holds at once
