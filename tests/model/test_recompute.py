@@ -156,3 +156,24 @@ def _noting(original: Callable[..., Any], computed: list[int]) -> Callable[..., 
         return original(*args)
 
     return noting
+
+
+def _through_stages(rank: int) -> dict[str, tuple[float, float]]:
+    """Errors of loss and gradient norm of micro-batches whose forward passes are in flight through two stages."""
+    documents, found = texts(LENGTHS), {}
+    with World(Layout(ranks=2, pp=2), backend=backend()) as world:
+        wanted = stock_answer("qwen3", torch.float64, documents, world.device)
+        norm = torch.cat([g.flatten() for g in wanted.gradients.values()]).norm().item()
+        plan = plan_fixed(LENGTHS, world.home, cp=1, max_tokens_per_slot=32)
+        assert len(plan.micro_batches) > 2
+        for way in WAYS:
+            model = prepare(tiny("qwen3", torch.float64), world, **_settings(way))
+            result = run_step(model, plan, documents, world)
+            assert result.grad_norm is not None
+            found[way] = abs(result.loss / wanted.loss - 1), abs(result.grad_norm / norm - 1)
+    return found
+
+
+def test_micro_batches_in_flight_through_stages() -> None:
+    for found in run_ranks(_through_stages, 2):
+        assert max(max(errors) for errors in found.values()) < 1e-12, found

@@ -121,6 +121,8 @@ PLANNERS = [
     {"context__planner": "padded", "context__cp_comm_type": "all_gather", "context__eval_planner": "padded"},
     {"context__planner": "dynamic", "context__eval_planner": "dynamic", "context__cp_comm_type": ["p2p", "all_gather"]},
     {
+        "context__planner": "dynamic",
+        "context__mode": "free",
         "train__activation_checkpointing": "selective",
         "train__offload_activations": True,
         "parallel__reshard_after_forward": False,
