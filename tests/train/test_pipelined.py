@@ -77,8 +77,7 @@ CASES = [
     Case("qwen3", "1f1b", 2, "recomputed"),
     Case("qwen3", "zero_bubble", 1, "copies"),
     Case("qwen3", "zbv", 2, "sharded"),
-    Case("llama", "gpipe", 1, "recomputed"),
-    Case("llama", "gpipe", 2, "copies"),
+    Case("llama", "gpipe", 2, "recomputed"),
     Case("llama", "1f1b", 2, "sharded", torch.float32),
     Case("llama", "zero_bubble", 2, "sharded"),
     Case("llama", "zbv", 2, "recomputed", torch.float32),
@@ -225,7 +224,7 @@ def _random_plans(rank: int) -> list[float]:
         wanted = _wanted(Case("qwen3", "1f1b", 1, "sharded"), documents, world)
         for schedule, vpp in (("1f1b", 1), ("1f1b", 2), ("zero_bubble", 2), ("zbv", 2)):
             model = Case("qwen3", schedule, vpp, "sharded").prepared(world)
-            for _ in range(5):
+            for _ in range(4):
                 found += list(_errors(model, _random_plan(draw), wanted, world).values())
     return found
 
