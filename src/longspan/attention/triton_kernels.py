@@ -40,12 +40,14 @@ def merge(
     new = tl.load(lse + row * lse_row + head * lse_head, mask=real, other=0.0)
     step = tl.sigmoid(new - held)
     top = tl.maximum(held, new)
-    tl.store(held_at, top + tl.log(tl.exp(held - top) + tl.exp(new - top)), mask=real)
     column = tl.arange(0, WIDTH)
     inside = real[:, None] & (column < size)[None, :]
     at = total_out + (into * total_row + head * total_head)[:, None] + column[None, :]
     before = tl.load(at, mask=inside, other=0.0)
     after = tl.load(out + (row * out_row + head * out_head)[:, None] + column[None, :], mask=inside, other=0.0)
+    # Small blocks are read by several warps alike: none may write before the last has read.
+    tl.debug_barrier()
+    tl.store(held_at, top + tl.log(tl.exp(held - top) + tl.exp(new - top)), mask=real)
     tl.store(at, before + step[:, None] * (after.to(tl.float32) - before), mask=inside)
 
 
@@ -125,4 +127,5 @@ def sum_rows(
     if HAS_B:
         from_b = tl.load(b_index + row)
         found += tl.load(b + from_b * b_row + column, mask=inside & (from_b >= 0), other=0.0).to(tl.float32)
+    tl.debug_barrier()
     tl.store(at, found, mask=inside)
