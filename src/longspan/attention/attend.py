@@ -1,8 +1,8 @@
 """`attend`: exact attention over a sharded micro-batch, whatever the degree and the way its groups communicate.
 
 One autograd function per call walks the parts of a shard (one per group that this slot is in) in plan order, and in
-backward in reverse, which is the one order in which every rank enters its collectives. Kept for backward: q, k, v, out
-and the log-sum-exp of the local rows.
+backward in reverse, which is the one order in which every rank enters its collectives. Kept for backward are q, k, v,
+out and the log-sum-exp of the local rows, or, where heads were exchanged for rows, as many numbers of those exchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, are_deterministic_algorithms_enabled
 from torch.autograd.function import once_differentiable
 
 from longspan.attention.all_gather import all_gather_backward, all_gather_forward
@@ -137,7 +137,7 @@ def _remembered(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: Se
     """What `_checked` says, kept with the shard: a model asks the same in every layer, and checks take their time."""
     try:
         tensors = [None if x is None else (x.shape, x.dtype, x.device) for x in (q, k, v, sinks)]
-        key = ("walk", *tensors, call, *map(type, call))  # True is 1, but no window
+        key = ("walk", *tensors, call, *map(type, call), are_deterministic_algorithms_enabled())  # True is no window
         if key not in shard.memo:
             shard.memo[key] = _checked(q, k, v, sinks, shard, call)
         return shard.memo[key]
@@ -156,7 +156,7 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: Seque
     gathering = [g for i, g in enumerate(shard.micro_batch.groups) if routes[i].kind == "all_gather"]
     check_budget(asked.max_gather_bytes, k, v, gathering)
     rule = Rule(
-        kernel=choose(_need(q, v, asked), asked.kernel),
+        kernel=choose(_need(q, v, shard, asked), asked.kernel),
         scale=q.shape[2] ** -0.5 if asked.scale is None else float(asked.scale),
         kv_heads=k.shape[1],
         softcap=asked.softcap,
@@ -166,10 +166,15 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: Seque
     return _Walk(tuple(_Part.of(part, routes[part.index], mask, shard) for part in shard.parts), rule)
 
 
-def _need(q: Tensor, v: Tensor, asked: _Call) -> Need:
+def _need(q: Tensor, v: Tensor, shard: SequenceShard, asked: _Call) -> Need:
     features = {"window": asked.window is not None, "softcap": asked.softcap is not None, "dropout": asked.dropout > 0}
     return Need(
-        q.device, q.dtype, max(q.shape[2], v.shape[2]), frozenset(name for name, given in features.items() if given)
+        q.device,
+        q.dtype,
+        q.shape[2],
+        frozenset(name for name, given in features.items() if given),
+        v.shape[2],
+        dense=all(len(group.documents) == 1 for group in shard.micro_batch.groups),
     )
 
 
