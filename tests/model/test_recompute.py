@@ -96,6 +96,10 @@ def test_other_choices_are_refused() -> None:
             prepare(tiny("qwen3"), world, activation_checkpointing="some")
         with pytest.raises(ModelError, match="needs activation_checkpointing 'full' or 'selective'"):
             prepare(tiny("qwen3"), world, offload_activations=True)
+        with pytest.raises(ModelError, match="recompute_layers is 9, 2 decoder layers are here; use 0"):
+            prepare(tiny("qwen3"), world, activation_checkpointing="full", recompute_layers=9)
+        with pytest.raises(ModelError, match="recompute_layers is 1; it needs activation_checkpointing"):
+            prepare(tiny("qwen3"), world, recompute_layers=1)
 
 
 class Layer(nn.Module):

@@ -64,6 +64,8 @@ class StepFlags(SourceFlags):
     """Experts that a token visits."""
     expert_ffn: int = 0
     """Width of an expert."""
+    sequences: str = ""
+    """Lengths with commas between, each one sequence of its own that is timed in turn, in place of --lengths."""
     cp: int = 0
     """Degree of fixed and padded; 0: the smallest that holds the longest document."""
     max_tokens_per_slot: int = 0
@@ -82,6 +84,8 @@ class StepFlags(SourceFlags):
     """Expert-parallel degree."""
     recompute: Literal["none", "full", "selective"] = "selective"
     """What is recomputed in the backward pass."""
+    recompute_layers: int = 0
+    """Recompute this many of the layers alone, the first ones; 0: each."""
     offload: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Keep what checkpointed layers start from in the host's memory."""
     parameters: Literal["float32", "bfloat16"] = "float32"
@@ -145,8 +149,9 @@ def make_settings(flags: StepFlags, ranks: int, backend: str, command: Sequence[
         shape=shape,
         shape_name=name,
         lengths=lengths,
+        sequences=lengths if flags.sequences else (),
         source=source,
-        cp=flags.cp or smallest_degree(lengths, home, cap or None),
+        cp=flags.cp or (home.slots if flags.sequences else smallest_degree(lengths, home, cap or None)),
         max_tokens_per_slot=cap,
         cp_comm_type=flags.cp_comm_type,
         hierarchical=_sizes(flags.hierarchical),
@@ -155,6 +160,7 @@ def make_settings(flags: StepFlags, ranks: int, backend: str, command: Sequence[
         tp=flags.tp,
         ep=flags.ep,
         recompute=flags.recompute,
+        recompute_layers=flags.recompute_layers,
         offload=flags.offload,
         parameters=flags.parameters,
         compute=flags.compute or ("bfloat16" if gpu else ""),
@@ -175,8 +181,9 @@ def make_settings(flags: StepFlags, ranks: int, backend: str, command: Sequence[
         command=" ".join(command),
         out=str(Path(flags.out).resolve()) if flags.out else "",
     )
-    for planner in settings.planners:
-        settings.plan(planner)
+    for batch in settings.batches():
+        for planner in settings.planners:
+            batch.plan(planner)
     return settings
 
 
@@ -194,9 +201,13 @@ def _check(flags: StepFlags) -> None:
 
 def _lengths(flags: StepFlags, slots: int, gpu: bool) -> tuple[tuple[int, ...], str, bool]:
     """Lengths, where they came from, and whether they were listed as numbers."""
-    words = flags.lengths.split(",")
+    words = (flags.sequences or flags.lengths).split(",")
     elsewhere = flags.data or flags.distribution or flags.same
-    if flags.lengths and not elsewhere and all(word.strip().isdecimal() for word in words):
+    if flags.sequences and not all(word.strip().isdecimal() for word in words):
+        raise ConfigError(f"--sequences {flags.sequences!r} is not a list of lengths such as 16384,65536")
+    if flags.sequences and (elsewhere or flags.lengths):
+        raise ConfigError("--sequences are timed one after another; leave --lengths and other documents out")
+    if (flags.lengths or flags.sequences) and not elsewhere and all(word.strip().isdecimal() for word in words):
         return tuple(int(word) for word in words), "given", True
     if not (flags.lengths or elsewhere):
         if not gpu:
@@ -287,13 +298,22 @@ def _title(record: dict[str, Any]) -> str:
     shape = record["shape"]
     experts = f", {shape['experts']} experts" if shape["experts"] else ""
     kept = " offloaded" if record["offload"] else ""
+    some = f" of {record['recompute_layers']} layers" if record["recompute_layers"] else ""
     return (
         f"Steps of {record['shape_name']} ({shape['layers']} layers, hidden {shape['hidden']}{experts}) over "
-        f"{record['ranks']} ranks ({record['backend']}): {record['documents']:,} documents, "
-        f"{record['tokens']:,} tokens, longest {record['longest']:,} "
-        f"({record['source']}); {record['mode']}, {record['cp_comm_type']}, at most "
-        f"{record['max_tokens_per_slot'] or 'any'} rows a slot, recomputation {record['recompute']}{kept}, "
+        f"{record['ranks']} ranks ({record['backend']}): {_what(record)}; {record['mode']}, {record['cp_comm_type']}, "
+        f"at most {record['max_tokens_per_slot'] or 'any'} rows a slot, "
+        f"recomputation {record['recompute']}{some}{kept}, "
         f"{record['parameters']}{' computed in ' + record['compute'] if record['compute'] else ''}"
+    )
+
+
+def _what(record: dict[str, Any]) -> str:
+    if record["sequences"]:
+        return "one sequence at a time"
+    return (
+        f"{record['documents']:,} documents, {record['tokens']:,} tokens, longest {record['longest']:,} "
+        f"({record['source']})"
     )
 
 

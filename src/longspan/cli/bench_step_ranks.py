@@ -6,7 +6,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class Settings:
     shape: Shape
     shape_name: str
     lengths: tuple[int, ...]
+    sequences: tuple[int, ...]  # each alone, in turn, in place of the lengths together
     source: str
     cp: int
     max_tokens_per_slot: int  # 0: no limit
@@ -47,6 +49,7 @@ class Settings:
     tp: int
     ep: int
     recompute: str
+    recompute_layers: int
     offload: bool
     parameters: str
     compute: str  # "": as the parameters
@@ -71,6 +74,10 @@ class Settings:
     def home(self) -> Layout:
         """The home of the model on these ranks."""
         return Layout(self.ranks, tp=self.tp, ep=self.ep)
+
+    def batches(self) -> "list[Settings]":
+        """These settings, or as many as there are sequences, each of one alone."""
+        return [replace(self, lengths=(n,), sequences=()) for n in self.sequences] or [self]
 
     def plan(self, planner: str) -> Plan:
         """The plan of the documents under one of the planners."""
@@ -139,14 +146,23 @@ def _cases(settings: Settings, world: World) -> Iterator[tuple[str, Callable[[],
     if settings.planners:
         model = _prepared(settings, world)
         optimizer = _optimizer(settings, model)
-        for planner in settings.planners:
-            yield f"longspan {planner}", lambda planner=planner: _planned(settings, planner, model, optimizer, world)
+        for batch in settings.batches():
+            for planner in settings.planners:
+                yield (
+                    f"longspan {planner}{_of(batch, settings)}",
+                    partial(_planned, batch, planner, model, optimizer, world),
+                )
         del model, optimizer
         gc.collect()
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
     if settings.peers:
-        yield PEER, lambda: _peer(settings, world)
+        for batch in settings.batches():
+            yield f"{PEER}{_of(batch, settings)}", partial(_peer, batch, world)
+
+
+def _of(batch: Settings, settings: Settings) -> str:
+    return f", {batch.lengths[0]:,} rows" if settings.sequences else ""
 
 
 def random_model(settings: Settings, device: torch.device) -> PreTrainedModel:
@@ -163,6 +179,7 @@ def _prepared(settings: Settings, world: World) -> Any:
         world,
         reshard_after_forward=settings.reshard,
         activation_checkpointing=settings.recompute,
+        recompute_layers=settings.recompute_layers,
         offload_activations=settings.offload,
         compute_dtype=getattr(torch, settings.compute) if settings.compute else None,
     )

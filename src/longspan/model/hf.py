@@ -41,6 +41,7 @@ def prepare(
     reshard_after_forward: bool = True,
     activation_checkpointing: bool | str = False,
     offload_activations: bool = False,
+    recompute_layers: int = 0,
     compute_dtype: torch.dtype | None = None,
     attention_kernel: str | None = None,
     probe: bool = True,
@@ -57,11 +58,11 @@ def prepare(
     All ranks call it together, with equal weights. `shard_parameters` shards them over the slots with FSDP2, otherwise
     every rank keeps a copy; `reshard_after_forward` frees a layer's gathered parameters between forward and backward;
     `activation_checkpointing` recomputes each decoder layer in backward: "full" (or True) all of it, "selective" all
-    but attention, whose output is kept; `offload_activations` keeps in the host's memory what recomputation starts
-    from. `compute_dtype` (bfloat16, say) is what FSDP2 computes in, over parameters and gradient sums in their own
-    type. `attention_kernel` names a row of
-    `longspan.attention.KERNELS`; without it each call takes the first that can. `probe=False` skips the trial forward
-    pass that shows whether every layer reaches `attend`.
+    but attention, whose output is kept; `recompute_layers` does so for that many of a stage's layers alone, the first
+    (0: each); `offload_activations` keeps in the host's memory what recomputation starts from. `compute_dtype`
+    (bfloat16, say) is what FSDP2 computes in, over parameters and gradient sums in their own type. `attention_kernel`
+    names a row of `longspan.attention.KERNELS`; without it each call takes the first that can. `probe=False` skips the
+    trial forward pass that shows whether every layer reaches `attend`.
 
     Where `home.pp` is above 1, this rank's stages are cut out, `virtual_stages` of them, and returned as a
     PipelinedModel; the rest of the model is freed. `pipeline_schedule` is "1f1b" (interleaved with several virtual
@@ -93,6 +94,7 @@ def prepare(
         reshard_after_forward=reshard_after_forward and world.home.pp == 1,  # see schedules.SPLIT_BACKWARD
         activation_checkpointing=activation_checkpointing,
         offload_activations=offload_activations,
+        recompute_layers=recompute_layers,
         compute_dtype=compute_dtype,
         sequence_parallel=sequence_parallel,
     )
@@ -124,13 +126,14 @@ def _place(
     reshard_after_forward: bool,
     activation_checkpointing: bool | str,
     offload_activations: bool,
+    recompute_layers: int,
     compute_dtype: torch.dtype | None,
     sequence_parallel: bool,
 ) -> None:
     """Bring the layers that are here under the home; `root` is what will be called: the model, or a stage around it."""
     if world.home.tp > 1:
         split_over_tp(model, world, sequence_parallel=sequence_parallel, sum_expert_gradients=not shard_parameters)
-    recompute_activations(model, activation_checkpointing, offload=offload_activations)
+    recompute_activations(model, activation_checkpointing, offload=offload_activations, layers=recompute_layers)
     if shard_parameters:
         settings = {"reshard_after_forward": reshard_after_forward, "compute_dtype": compute_dtype}
         shard_over_slots(model, world, root=root, **settings)

@@ -31,12 +31,14 @@ def recompute_choice(asked: bool | str) -> Recompute:
     return cast(Recompute, asked)
 
 
-def recompute_activations(model: PreTrainedModel, asked: bool | str, *, offload: bool = False) -> None:
+def recompute_activations(model: PreTrainedModel, asked: bool | str, *, offload: bool = False, layers: int = 0) -> None:
     """Recompute each decoder layer in backward, as `asked`; with `offload`, what is kept meanwhile waits on the host.
 
-    Raises ModelError for layers that cannot be recomputed, and for `offload` without recomputation.
+    `layers` recomputes that many of the layers that are here, the first ones, and keeps all of the others; 0: each.
+    Raises ModelError for layers that cannot be recomputed or are not there, and for `offload` without recomputation.
     """
     kind = recompute_choice(asked)
+    _check_layers(model, kind, layers)
     if kind == "none":
         if offload:
             raise ModelError(
@@ -45,7 +47,7 @@ def recompute_activations(model: PreTrainedModel, asked: bool | str, *, offload:
             )
         return
     parking = Parking() if offload else None
-    for index, (name, layer) in enumerate(decoder_layers(model).items()):
+    for index, (name, layer) in enumerate([*decoder_layers(model).items()][: layers or None]):
         if not (model.supports_gradient_checkpointing and hasattr(layer, "gradient_checkpointing")):
             raise ModelError(
                 f"{type(model).__name__}: {name} ({type(layer).__name__}) does not support activation checkpointing; "
@@ -53,6 +55,14 @@ def recompute_activations(model: PreTrainedModel, asked: bool | str, *, offload:
             )
         settings = {"selective": kind == "selective", "parking": parking, "first": index == 0}
         _set(layer, _gradient_checkpointing_func=partial(_checkpointed, **settings), gradient_checkpointing=True)
+
+
+def _check_layers(model: PreTrainedModel, kind: Recompute, layers: int) -> None:
+    count = len(decoder_layers(model))
+    if layers and kind == "none":
+        raise ModelError(f"recompute_layers is {layers}; it needs activation_checkpointing 'full' or 'selective'")
+    if not 0 <= layers <= count:
+        raise ModelError(f"recompute_layers is {layers}, {count} decoder layers are here; use 0 (each) to {count}")
 
 
 def _set(layer: nn.Module, **values: Any) -> None:

@@ -121,6 +121,8 @@ class TrainConfig:
     """Gradients are scaled down to this norm; 0: never."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute layers in the backward pass: none, full, or selective (all but attention); true is full."""
+    recompute_layers: int = 0
+    """Recompute this many of a stage's layers, the first ones, and keep the others' activations; 0: each."""
     memory_fraction: float = 0.8
     """Of a GPU's free memory, what max_tokens_per_slot = "auto" may fill."""
     memory_bytes: int = 0

@@ -45,6 +45,7 @@ _LEAST = {
     "train.seed": 0,
     "train.eval_every": 0,
     "train.save_every": 0,
+    "train.recompute_layers": 0,
     "run.keep_checkpoints": 0,
 }
 _POSITIVE = ("train.lr", "run.timeout_seconds")
@@ -127,6 +128,11 @@ def _check_kernel(config: RunConfig) -> None:
 
 
 def _check_memory(config: RunConfig) -> None:
+    if config.train.recompute_layers and config.train.activation_checkpointing == "none":
+        raise ConfigError(
+            f"train.recompute_layers is {config.train.recompute_layers}: it says how many layers are recomputed, and "
+            'train.activation_checkpointing is "none"; use "full" or "selective", or 0 layers'
+        )
     if config.train.offload_activations and config.train.activation_checkpointing == "none":
         raise ConfigError(
             "train.offload_activations is true: it moves what checkpointed layers keep, and "

@@ -146,6 +146,7 @@ def model_under_home(
         pipeline_schedule=config.parallel.pipeline_schedule,
         activation_checkpointing=config.train.activation_checkpointing,
         offload_activations=config.train.offload_activations,
+        recompute_layers=config.train.recompute_layers,
         attention_kernel=config.context.attention_kernel or None,
         sequence_parallel=config.parallel.sequence_parallel,
     )
