@@ -23,13 +23,17 @@ from tests.model.stock import gradients_of, stock_answer, texts, tiny, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-WAYS = {"none": {}, "full": {}, "selective": {}, "full, offloaded": {}, "selective, offloaded": {}}
+WAYS = ("none", "full", "full, some", "selective", "selective, some", "full, offloaded", "selective, offloaded")
 TOLERANCE = {torch.float64: (1e-12, 1e-12), torch.float32: (1e-6, 1e-5)}
 
 
 def _settings(way: str) -> dict[str, Any]:
-    kind, _, offload = way.partition(", ")
-    return {"activation_checkpointing": kind, "offload_activations": bool(offload)}
+    kind, _, more = way.partition(", ")
+    return {
+        "activation_checkpointing": kind,
+        "offload_activations": more == "offloaded",
+        "recompute_layers": int(more == "some"),
+    }
 
 
 def by_hand() -> Plan:
