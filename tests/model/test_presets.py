@@ -9,8 +9,9 @@ from longspan.model.presets import PRESETS, preset_config
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_the_promised_sizes(name: str) -> None:
     config = preset_config(name, vocab_size=2048)
-    assert config.model_type == name.removesuffix("-tiny").replace("-", "_")
-    assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (192, 2, 2048)
+    assert config.model_type == name.removesuffix("-tiny").removesuffix("-deep").replace("-", "_")
+    assert (config.hidden_size, config.vocab_size) == (192, 2048)
+    assert config.num_hidden_layers == (4 if "deep" in name else 2)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (8, 4, 24)
     assert config.tie_word_embeddings
 

@@ -51,7 +51,8 @@ def test_the_first_example_says_the_defaults() -> None:
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
 def test_every_example_is_possible_on_four_ranks(path: Path) -> None:
-    assert check_config(load_config(path), 4).slots == 4
+    config = load_config(path)
+    assert check_config(config, 4).slots == 4 // (config.parallel.tp * config.parallel.pp)
 
 
 def test_toml_there_and_back(tmp_path: Path) -> None:
@@ -113,6 +114,9 @@ def test_a_missing_file_and_an_unknown_override(tmp_path: Path) -> None:
         load_config(None, {"run.dirr": "x"})
 
 
+ONE = {"data.eval_documents": 0, "context.context_parallel_size": 1, "context.max_tokens_per_slot": 0}
+MOE = {"model.preset": "qwen3-moe-tiny"}
+
 IMPOSSIBLE = [
     (4, {"train.steps": 0}, r"train.steps is 0; it must be at least 1"),
     (4, {"train.lr": 0.0}, r"train.lr is 0.0; it must be above 0"),
@@ -142,6 +146,13 @@ IMPOSSIBLE = [
     (4, {"train.offload_activations": True}, 'train.activation_checkpointing is "none"; use "full" or "selective"'),
     (4, {"parallel.pp": 2}, r"eval_context_parallel_size 4 does not divide 2 slots .*pp 2"),
     (4, {"parallel.vpp": 2}, r"parallel.vpp is 2"),
+    (4, ONE | {"parallel.pipeline_schedule": "zero_bubble"}, r'is "zero_bubble" and parallel.pp is 1: there is no'),
+    (4, ONE | {"parallel.pp": 4}, r"pp 4 x parallel.vpp 1 make 4 pipeline stages, .*'qwen3-tiny' has 2 layers"),
+    (4, ONE | {"parallel.pp": 2, "parallel.vpp": 2}, r"pp 2 x parallel.vpp 2 make 4 pipeline stages, .* 2 layers"),
+    (8, ONE | {"parallel.tp": 8}, r"parallel.tp 8 does not divide the 4 key/value heads .*; use 1 or 2 or 4"),
+    (4, {"parallel.ep": 2}, r"parallel.ep 2 deals out experts, there are none of model.preset 'qwen3-tiny'"),
+    (3, ONE | MOE | {"parallel.ep": 3}, r"parallel.ep 3 does not divide the 8 experts of .*'qwen3-moe-tiny'"),
+    (4, {"train.router_z_loss": 0.1}, r"train.router_z_loss is 0.1, and model.preset 'qwen3-tiny' has no routers"),
     (4, {"train.router_balance_loss": -0.5}, r"train.router_balance_loss is -0.5; it must be at least 0, or -1"),
     (4, {"train.router_z_loss": -1.0}, r"train.router_z_loss is -1.0"),
     (4, {"parallel.ep": 4, "parallel.dp_replicate": 2}, r"parallel.ep 4 does not divide the 2 slots of each"),
@@ -161,8 +172,7 @@ def test_ranks_that_the_degrees_do_not_divide() -> None:
 
 
 def test_a_run_without_evaluation_needs_no_degree_for_it() -> None:
-    one = {"data.eval_documents": 0, "context.context_parallel_size": 1, "context.max_tokens_per_slot": 2048}
-    assert check_config(load_config(None, one), 1).slots == 1
+    assert check_config(load_config(None, ONE), 1).slots == 1
 
 
 def test_the_longest_document_is_named_where_nothing_was_cut() -> None:
@@ -179,8 +189,7 @@ def test_the_types_of_a_plan_are_those_that_attention_has() -> None:
 
 @pytest.mark.parametrize(("ranks", "degrees"), [(1, (1,)), (2, (1, 2)), (3, (1, 3)), (4, (1, 2, 4)), (6, (1, 2, 6))])
 def test_degrees_that_are_compared(ranks: int, degrees: tuple[int, ...]) -> None:
-    one = {"data.eval_documents": 0, "context.context_parallel_size": 1, "context.max_tokens_per_slot": 0}
-    assert degrees_to_compare(check_config(load_config(None, one), ranks)) == degrees
+    assert degrees_to_compare(check_config(load_config(None, ONE), ranks)) == degrees
 
 
 def test_levels_follow_the_degree_that_is_compared() -> None:

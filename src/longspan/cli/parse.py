@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import is_dataclass
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -10,6 +10,8 @@ from longspan.errors import ConfigError
 from longspan.train.config_file import nearest, present_word
 
 Flags = TypeVar("Flags")
+_BOOLEANS = ("true", "false", "True", "False")
+_NUMBERS = {int: "an integer", float: "a number"}
 
 
 def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flags | None = None) -> Flags:
@@ -17,7 +19,7 @@ def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flag
 
     >>> parse_flags(ReportFlags, ["runs/first", "--json"], "longspan report")
 
-    `--help` prints and leaves, as does a value of the wrong type; both are tyro's.
+    The same for numbers, choices and true or false that are missing or none. `--help` prints and leaves; it is tyro's.
     """
     words = _checked_words(argv, flag_types(kind), prog)
     known: dict[str, Any] = {} if default is None else {"default": default}
@@ -38,17 +40,48 @@ def flag_types(kind: type) -> dict[str, Any]:
 def _checked_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[str]:
     """The words with true and false as Python writes them. Raises ConfigError for a flag that does not exist."""
     words: list[str] = []
-    flag = ""
-    for word in argv:
-        if word.startswith("--"):
-            flag, _, value = word.partition("=")
-            flag = "--" + flag[2:].replace("-", "_")
-            _check_name(flag, types, prog)
-            word = f"{flag}={_as_python(value, types.get(flag))}" if "=" in word else word
+    for word, following in zip(argv, [*argv, "--"][1:], strict=True):
+        if not word.startswith("--"):
+            words.append(word if not words else _as_python(word, types.get(words[-1])))
+            continue
+        flag, equals, value = word.partition("=")
+        flag = "--" + flag[2:].replace("-", "_")
+        _check_name(flag, types, prog)
+        kind = types.get(flag)
+        if kind is bool and not equals and following not in _BOOLEANS:
+            words += [flag, "True"] if "." in flag else [flag]  # `--parallel.sequence_parallel` alone; `--json`
+        elif equals:
+            _check_value(flag, value, kind)
+            words.append(f"{flag}={_as_python(value, kind)}")
         else:
-            word = _as_python(word, types.get(flag))
-        words.append(word)
+            _check_value(flag, None if following.startswith("--") else following, kind)
+            words.append(flag)
     return words
+
+
+def _check_value(flag: str, value: str | None, kind: Any) -> None:
+    """Raise ConfigError where a word is missing, or no value of a flag that takes one; lists are tyro's to read."""
+    if kind is None:  # --help
+        return
+    if get_origin(kind) is Literal and present_word(value, kind) not in get_args(kind):
+        wanted = f"use one of {', '.join(map(str, get_args(kind)))}"
+    elif kind in _NUMBERS and not _is_number(value or "", kind):
+        wanted = f"it must be {_NUMBERS[kind]}"
+    elif kind is bool and value not in _BOOLEANS:
+        wanted = "it must be true or false"
+    elif value is None:
+        wanted = "write one behind it"
+    else:
+        return
+    raise ConfigError(f"{flag} is {value!r}; {wanted}" if value is not None else f"{flag} has no value; {wanted}")
+
+
+def _is_number(word: str, kind: type[int] | type[float]) -> bool:
+    try:
+        kind(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_name(flag: str, known: dict[str, Any], prog: str) -> None:

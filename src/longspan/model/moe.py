@@ -101,7 +101,8 @@ def router_step(
     if not routers or not hasattr(config, "router_aux_loss_coef"):
         if asked.any:
             raise ModelError(
-                f"{type(model).__name__} has no routers whose losses are known; set the balance and z losses to 0"
+                f"{type(model).__name__.removeprefix('FSDP')} has no routers whose losses are known; set the balance "
+                "and z losses (train.router_balance_loss, train.router_z_loss) to 0"
             )
         return None
     if asked.balance is None:

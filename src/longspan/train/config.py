@@ -16,7 +16,7 @@ class ModelConfig:
     """The model: random weights of a preset, or a local Hugging Face folder."""
 
     preset: str = "qwen3-tiny"
-    """Architecture with random weights: qwen3-tiny (hidden 192, 2 layers, 8 heads, 4 key/value heads) or llama-tiny."""
+    """Random weights: qwen3-tiny, llama-tiny, qwen3-deep-tiny (4 layers), qwen3-moe-tiny, gpt-oss-tiny (8 experts)."""
     path: str = ""
     """A local Hugging Face folder with config.json and safetensors; wins over preset."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"

@@ -48,6 +48,7 @@ _LEAST = {
     "train.recompute_layers": 0,
     "run.keep_checkpoints": 0,
 }
+_EXPERT_PRESETS = "qwen3-moe-tiny or gpt-oss-tiny (8 experts)"
 _POSITIVE = ("train.lr", "run.timeout_seconds")
 
 
@@ -70,6 +71,7 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
             _check_degree(choice, home)
         longest = config.data.max_document_tokens or 1
         choice.check(longest, home, f"data.max_document_tokens {longest}")
+    _check_preset(config)
     return home
 
 
@@ -154,10 +156,43 @@ def _check_pipeline(config: RunConfig) -> None:
     pp, vpp, schedule = config.parallel.pp, config.parallel.vpp, config.parallel.pipeline_schedule
     if pp == 1 and vpp > 1:
         raise ConfigError(f"parallel.vpp is {vpp} and parallel.pp is 1: virtual stages need a pipeline; use pp = 2")
+    if pp == 1 and schedule != "1f1b":
+        raise ConfigError(
+            f'parallel.pipeline_schedule is "{schedule}" and parallel.pp is 1: there is no pipeline to schedule; use '
+            "pp = 2, or leave it out"
+        )
     if schedule == "zbv" and vpp != 2:
         raise ConfigError(
             f'parallel.pipeline_schedule is "zbv", which folds two stages onto each rank, and parallel.vpp is {vpp}; '
             'use vpp = 2 and pp = 2 or more, or "zero_bubble"'
+        )
+
+
+def _check_preset(config: RunConfig) -> None:
+    """What a preset's sizes do not allow, before a corpus is read; a model's folder is checked once it is loaded."""
+    if config.model.path:
+        return
+    name, given, values = config.model.preset, config.parallel, PRESETS[config.model.preset].values
+    layers, heads = values["num_hidden_layers"], values["num_key_value_heads"]
+    experts = values.get("num_experts", values.get("num_local_experts", 0))
+    if given.pp * given.vpp > layers:
+        raise ConfigError(
+            f"parallel.pp {given.pp} x parallel.vpp {given.vpp} make {given.pp * given.vpp} pipeline stages, and "
+            f"model.preset {name!r} has {layers} layers, at least one for each; use fewer stages, or a model of more "
+            "layers (qwen3-deep-tiny has 4)"
+        )
+    if heads % given.tp:
+        raise ConfigError(
+            f"parallel.tp {given.tp} does not divide the {heads} key/value heads of model.preset {name!r}; use "
+            f"{' or '.join(str(tp) for tp in range(1, heads + 1) if heads % tp == 0)}"
+        )
+    if given.ep > 1 and (not experts or experts % given.ep):
+        found = f"does not divide the {experts} experts" if experts else "deals out experts, there are none"
+        raise ConfigError(f"parallel.ep {given.ep} {found} of model.preset {name!r}; use {_EXPERT_PRESETS}, or ep 1")
+    if not experts and max(config.train.router_balance_loss, config.train.router_z_loss) > 0:
+        raise ConfigError(
+            f"train.router_balance_loss is {config.train.router_balance_loss} and train.router_z_loss is "
+            f"{config.train.router_z_loss}, and model.preset {name!r} has no routers; use {_EXPERT_PRESETS}, or 0"
         )
 
 
