@@ -136,3 +136,21 @@ def _shuffled(rank: int) -> None:
 
 def test_slots_in_any_order_of_ranks() -> None:
     run_ranks(_shuffled, 4)
+
+
+def _again(rank: int) -> list[float]:
+    """Two worlds with equal meshes over groups of other names, in one process."""
+    found = []
+    for pipeline_first in (False, True):
+        with World(Layout(ranks=4, pp=2), backend=backend(), timeout=60) as world:
+            if pipeline_first:
+                _ = world.pipeline
+            x = DTensor.from_local(torch.ones(2, device=world.device), world.fsdp_mesh, [Shard(0)], run_check=False)
+            norm = torch.linalg.vector_norm(x)
+            assert isinstance(norm, DTensor)
+            found.append(norm.full_tensor().item())
+    return found
+
+
+def test_a_world_after_a_world_has_meshes_of_its_own() -> None:
+    assert run_ranks(_again, 4) == [[2.0, 2.0]] * 4

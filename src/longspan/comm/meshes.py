@@ -64,6 +64,19 @@ class Meshes:
         self._check_axis(EP, self._home.ep)
         return self._slice(self._expert_root, (EP,))
 
+    def forget(self) -> None:
+        """Let torch forget these meshes once their groups are gone: equal ones of a later world would get dead groups.
+
+        torch (2.11 to 2.13) keeps a mesh with the sharding of every operation that it has seen on DTensors, and meshes
+        of the same ranks and axes are equal.
+        """
+        if self._mine:
+            from torch.distributed.tensor import DTensor  # half a second, where no model was prepared
+
+            DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+            getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+            self._mine.clear()
+
     @cached_property
     def _root(self) -> DeviceMesh:
         home = self._home

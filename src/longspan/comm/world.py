@@ -125,6 +125,7 @@ class World(HostValues):
         self._watch.close()
         del _worlds[self.key]
         self._channels.clear()
+        self._meshes.forget()
         for name in ("_meshes", "everyone", "pipeline", "_control"):
             vars(self).pop(name, None)
         end(self._groups.forget(), default=self._made_default, patient=error is None)

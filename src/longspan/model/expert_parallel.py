@@ -42,20 +42,22 @@ def check_experts(model: PreTrainedModel, home: Layout, *, shard_parameters: boo
 
 
 def shard_experts(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy, *, reshard: bool) -> None:
-    """Deal out and shard the experts of every layer, before the layers; all ranks call it together.
+    """Deal out and shard the experts of every layer, before the layers; all ranks of the home call it together.
 
-    With ep and tp 1 there is nothing to do: experts are sharded with their layer.
+    Stages without experts do too, for the meshes. With ep and tp 1 there is nothing to do: experts are sharded with
+    their layer.
     """
     home, found = world.home, expert_modules(model)
-    if home.ep == home.tp == 1 or not found:
+    if home.ep == home.tp == 1:
         return
+    mesh = world.expert_mesh
     policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
     for experts in found.values():
         if home.ep > 1:
             _deal(experts, world)
         fully_shard(
             experts,
-            mesh=world.expert_mesh,
+            mesh=mesh,
             reshard_after_forward=reshard,
             mp_policy=policy,
             shard_placement_fn=lambda parameter: Shard(_shard_dim("", parameter.shape, home)),

@@ -21,7 +21,7 @@ from longspan.errors import ModelError
 from longspan.model.expert_parallel import check_experts
 from longspan.model.head import open_head
 from longspan.model.kernels import check_kernel, keep_kernel, with_kernel
-from longspan.model.moe import use_experts
+from longspan.model.moe import expert_modules, use_experts
 from longspan.model.parallelize import shard_over_slots
 from longspan.model.pipeline import PipelinedModel, cut_into_stages
 from longspan.model.probe import AttentionCall, Probe, probe_model, unknown_tensors
@@ -97,6 +97,7 @@ def prepare(
         recompute_layers=recompute_layers,
         compute_dtype=compute_dtype,
         sequence_parallel=sequence_parallel,
+        has_experts=bool(expert_modules(model)),
     )
     prepared: PreTrainedModel | PipelinedModel = model
     if world.home.pp == 1:
@@ -129,14 +130,18 @@ def _place(
     recompute_layers: int,
     compute_dtype: torch.dtype | None,
     sequence_parallel: bool,
+    has_experts: bool,
 ) -> None:
-    """Bring the layers that are here under the home; `root` is what will be called: the model, or a stage around it."""
+    """Bring the layers that are here under the home; `root` is what will be called: the model, or a stage around it.
+
+    `has_experts` is of the whole model: a stage may have none.
+    """
     if world.home.tp > 1:
         split_over_tp(model, world, sequence_parallel=sequence_parallel, sum_expert_gradients=not shard_parameters)
     recompute_activations(model, activation_checkpointing, offload=offload_activations, layers=recompute_layers)
     if shard_parameters:
         settings = {"reshard_after_forward": reshard_after_forward, "compute_dtype": compute_dtype}
-        shard_over_slots(model, world, root=root, **settings)
+        shard_over_slots(model, world, root=root, has_experts=has_experts, **settings)
     elif compute_dtype is not None:
         raise ModelError("compute_dtype is FSDP2's mixed precision; it needs shard_parameters=True")
     else:

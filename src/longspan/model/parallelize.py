@@ -27,15 +27,18 @@ def shard_over_slots(
     world: World,
     *,
     reshard_after_forward: bool,
+    has_experts: bool,
     compute_dtype: torch.dtype | None = None,
     root: nn.Module | None = None,
 ) -> None:
     """Shard each decoder layer, then the rest, over all slots. All ranks call it together.
 
-    `root` is what will be called: the model itself, or the pipeline stage around it.
+    `root` is what will be called: the model itself, or the pipeline stage around it; `has_experts` says whether any
+    stage has experts, whose meshes all ranks make together.
     """
     policy = _precision(model, compute_dtype)
-    shard_experts(model, world, policy, reshard=reshard_after_forward)
+    if has_experts:
+        shard_experts(model, world, policy, reshard=reshard_after_forward)
     for layer in decoder_layers(model).values():
         fully_shard(layer, mesh=world.fsdp_mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
     root = model if root is None else root
