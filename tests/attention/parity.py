@@ -21,6 +21,7 @@ from longspan.comm import SequenceShard
 from longspan.errors import AttentionError
 from longspan.testing import backend
 from tests.attention.cases import dropout_factors
+from tests.pairs import drawn_row, every_pair
 from tests.reference import dense_attention
 
 DEGREES = (1, 2, 3, 4, 6, 8)
@@ -133,33 +134,14 @@ def _is_repeated(way: str, degree: int) -> bool:
 
 
 def pairwise(seed: int) -> list[Combination]:
-    """Combinations in which every two entries of two axes meet, chosen greedily among drawn ones."""
-    draw = random.Random(seed)
-    wanted = {
-        ((i, a), (j, b)) for i, j in itertools.combinations(range(len(AXES)), 2) for a in AXES[i] for b in AXES[j]
-    }
-    found: list[Combination] = []
-    while wanted:
-        first, second = min(wanted, key=str)  # the same on every host: sets of strings have no order
-        drawn = [_drawn(draw, dict((first, second))) for _ in range(40)]
-        best = max(drawn, key=lambda values: len(wanted & _pairs(values)))
-        wanted -= _pairs(best)
-        found.append(Combination(*best, seed=len(found)))
-    return found
-
-
-def _drawn(draw: random.Random, fixed: dict[int, Any]) -> tuple[Any, ...]:
-    return tuple(fixed.get(i) or draw.choice(axis) for i, axis in enumerate(AXES))
-
-
-def _pairs(values: tuple[Any, ...]) -> set[Any]:
-    return set(itertools.combinations(enumerate(values), 2))
+    """Combinations in which every two entries of two axes meet."""
+    return [Combination(*values, seed=i) for i, values in enumerate(every_pair(AXES, seed))]
 
 
 def drawn(count: int, seed: int) -> list[Combination]:
     """Combinations of the table at random, at degrees up to 4, in exact dtypes, with lengths of their own."""
     draw = random.Random(seed)
-    combinations = (_drawn(draw, {1: draw.choice((2, 3, 4)), 5: "float64"}) for _ in range(count))
+    combinations = (drawn_row(draw, AXES, {1: draw.choice((2, 3, 4)), 5: "float64"}) for _ in range(count))
     return [Combination(*values, seed=draw.randrange(1 << 30)) for values in combinations]
 
 

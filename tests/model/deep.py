@@ -22,13 +22,13 @@ from transformers import (
 from longspan.model.moe import router_modules
 from longspan.testing import backend
 from tests.model.moe_models import router_losses
-from tests.model.stock import SIZES, _norms_in_float64, gradients_of, weights_of
+from tests.model.stock import SIZES, VOCABULARY, _norms_in_float64, gradients_of, weights_of
 
 
-def deep_config(family: str, layers: int) -> PreTrainedConfig:
+def deep_config(family: str, layers: int, vocabulary: int = VOCABULARY) -> PreTrainedConfig:
     """Qwen3 with tied and Llama with untied embeddings; gpt-oss with sinks, experts and windows; Qwen3-MoE whose second
     layer is dense. Their pipelines have stages with and without experts."""
-    sizes: dict[str, Any] = SIZES | {"num_hidden_layers": layers}
+    sizes: dict[str, Any] = SIZES | {"num_hidden_layers": layers, "vocab_size": vocabulary}
     if family == "qwen3":
         return Qwen3Config(**sizes, tie_word_embeddings=True)
     if family == "gpt-oss":
@@ -39,15 +39,15 @@ def deep_config(family: str, layers: int) -> PreTrainedConfig:
     return LlamaConfig(**sizes, tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
 
 
-def deep(family: str, dtype: torch.dtype, layers: int = 4) -> PreTrainedModel:
-    """A tiny model of so many layers, always of the same weights; eager attention for gpt-oss and for float32."""
+def deep(family: str, dtype: torch.dtype, layers: int = 4, vocabulary: int = VOCABULARY) -> PreTrainedModel:
+    """A tiny model whose weights depend on its sizes alone; eager attention for gpt-oss and for float32."""
     attention = "eager" if family == "gpt-oss" or dtype == torch.float32 else "sdpa"
     settings: dict[str, Any] = {"attn_implementation": attention}
     if family in ("gpt-oss", "qwen3-moe"):
         settings["experts_implementation"] = "eager"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(deep_config(family, layers), **settings)
+        model = AutoModelForCausalLM.from_config(deep_config(family, layers, vocabulary), **settings)
         for parameter in model.parameters():  # norms start at one and biases at zero, which would hide their gradients
             parameter.data += 0.1 * torch.randn_like(parameter)
     if dtype == torch.float64 and backend() == "nccl":

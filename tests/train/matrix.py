@@ -1,0 +1,186 @@
+"""The matrix of training: planners × tensor parallelism × stages × experts × FSDP2 × models × dtypes × processes.
+
+Each combination takes three steps of SGD on three batches and is compared with the stock model in one process, which
+sees the same documents one by one: losses, gradient norms, every gradient of the first step, and weights at the end.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.layout import Layout
+from longspan.model import prepare
+from longspan.model.router import RouterCoefficients
+from longspan.plan import Plan, plan_dynamic, plan_fixed
+from longspan.testing import backend
+from longspan.train import build_optimizer, run_step
+from tests.model.deep import answer, deep
+from tests.model.stock import error, gradients_of, texts, weights_of
+
+BATCHES = ((13, 1, 30, 7, 2, 18, 5, 9), (31, 2, 4, 1, 6, 3, 11), (5, 29, 8, 1, 1, 17, 3))
+DOCUMENTS = [texts(lengths, seed) for seed, lengths in enumerate(BATCHES)]
+RATE, ROUTER = 0.1, RouterCoefficients(balance=0.5, z=0.1)
+VOCABULARIES = {"qwen3": 62, "qwen3-moe": 62, "gpt-oss": 61}  # tp 2 splits embedding and head of even ones
+LIMITS = {"float64": (1e-12, 1e-12, 1e-12), "float32": (1e-6, 1e-5, 1e-5)}
+
+FAMILIES = ("qwen3", "qwen3-moe", "gpt-oss")
+PLANNERS = ("fixed", "dynamic")
+TP = ((1, False), (2, False), (2, True))  # tensor-parallel ranks, and whether norms and residuals hold parts of rows
+STAGES = ((1, 1), (2, 1), (2, 2))  # pp, vpp
+EP = (1, 2)
+RESHARD = (True, False)
+DTYPES = ("float64", "float32")
+RANKS = (4, 8)
+AXES = (FAMILIES, PLANNERS, TP, STAGES, EP, RESHARD, DTYPES, RANKS)
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One entry of the matrix; prints as what makes it again."""
+
+    family: str
+    planner: str
+    tp: tuple[int, bool]
+    stages: tuple[int, int]
+    ep: int
+    reshard: bool
+    dtype: str
+    ranks: int
+
+    @property
+    def home(self) -> Layout:
+        return Layout(ranks=self.ranks, pp=self.stages[0], tp=self.tp[0], ep=self.ep)
+
+    @property
+    def slots(self) -> int:
+        return self.ranks // self.tp[0] // self.stages[0]
+
+    @property
+    def refusal(self) -> str | None:
+        """What says that there is no such combination."""
+        if self.slots % self.ep:
+            return f"ep {self.ep} does not divide {self.slots} slots"
+        return "has no experts to deal out" if self.ep > 1 and self.family == "qwen3" else None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What the stock model's answer depends on."""
+        return self.family, self.dtype
+
+    def model(self) -> PreTrainedModel:
+        return deep(self.family, getattr(torch, self.dtype), vocabulary=VOCABULARIES[self.family])
+
+    def plan(self, lengths: Sequence[int]) -> Plan:
+        """Several micro-batches, at most two slots to a document of a fixed plan; one slot alone takes whole ones."""
+        rows: dict[str, Any] = {"row_multiple": self.tp[0] if self.tp[1] else 1}
+        if self.planner == "dynamic":
+            return plan_dynamic(lengths, self.home, max_tokens_per_slot=16 if self.slots > 1 else 40, **rows)
+        return plan_fixed(
+            lengths, self.home, cp=min(2, self.slots), max_tokens_per_slot=20 if self.slots > 1 else 40, **rows
+        )
+
+
+def every() -> list[Combination]:
+    """All combinations of the axes, refused ones too."""
+    return [Combination(*values) for values in itertools.product(*AXES)]
+
+
+def fits(values: tuple[Any, ...]) -> bool:
+    """Whether there is such a combination."""
+    return Combination(*values).refusal is None
+
+
+class Wanted(NamedTuple):
+    """What the stock model says of three steps: losses, gradient norms, gradients of the first, weights at the end."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+class Errors(NamedTuple):
+    """The largest relative errors of losses, of gradients and their norms, and of weights."""
+
+    loss: float
+    gradients: float
+    weights: float
+
+    def over_limit(self, dtype: str) -> float:
+        """The worst of them over its limit, so that 1 is the most."""
+        return max(x / limit for x, limit in zip(self, LIMITS[dtype], strict=True))
+
+
+def wanted_of(combinations: Iterable[Combination]) -> dict[tuple[str, str], Wanted]:
+    """The answers of the stock models that these combinations need, computed in this process."""
+    return {c.key: _stock(c) for c in {c.key: c for c in combinations}.values()}
+
+
+def _stock(combination: Combination) -> Wanted:
+    model, device = combination.model(), "cuda" if backend() == "nccl" else "cpu"
+    losses = {} if combination.family == "qwen3" else {"balance": ROUTER.balance, "z": ROUTER.z}
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    answers = []
+    for documents in DOCUMENTS:
+        optimizer.zero_grad()
+        answers.append(answer(model, documents, device, **losses))
+        optimizer.step()
+    return Wanted([a.loss for a in answers], [a.norm for a in answers], answers[0].gradients, weights_of(model))
+
+
+def run(
+    rank: int, combinations: Sequence[Combination], wanted: dict[tuple[str, str], Wanted], steps: int = len(BATCHES)
+) -> list[Errors]:
+    """This rank's errors of each combination, those of one home after each other in one world."""
+    homes, found = dict[Layout, list[Combination]](), dict[Combination, Errors]()
+    for combination in combinations:
+        homes.setdefault(combination.home, []).append(combination)
+    for home, chosen in homes.items():
+        with World(home, backend=backend(), timeout=60) as world:
+            for combination in chosen:
+                found[combination] = _errors(combination, wanted[combination.key], world, steps)
+    return [found[combination] for combination in combinations]
+
+
+def _errors(combination: Combination, wanted: Wanted, world: World, steps: int) -> Errors:
+    """After one step of three, weights are not compared."""
+    model = prepare(
+        combination.model(),
+        world,
+        reshard_after_forward=combination.reshard,
+        virtual_stages=combination.stages[1],
+        sequence_parallel=combination.tp[1],
+    )
+    optimizer = build_optimizer(model, "sgd", lr=RATE)
+    router = None if combination.family == "qwen3" else ROUTER
+    losses, far = list[float](), list[float]()
+    for step, documents in enumerate(DOCUMENTS[:steps]):
+        plan = combination.plan(BATCHES[step])
+        result = run_step(model, plan, documents, world, optimizer, step=step, router=router)
+        losses.append(abs(result.loss / wanted.losses[step] - 1))
+        assert result.grad_norm is not None
+        far.append(abs(result.grad_norm / wanted.norms[step] - 1))
+        if step == 0:
+            far.append(_worst(gradients_of(model), wanted.gradients, model))
+    weights = _worst(weights_of(model), wanted.weights, model) if steps == len(BATCHES) else 0.0
+    return Errors(max(losses), max(far), weights)
+
+
+def _worst(found: dict[str, Tensor], wanted: dict[str, Tensor], model: torch.nn.Module) -> float:
+    """The largest error of any parameter that is here; infinite where one is missing, or is none of the model's."""
+    names = {name for name, _ in model.named_parameters()}
+    if found.keys() != names or not names <= wanted.keys():
+        return np.inf
+    return max(error(found[name], wanted[name]) for name in names)
+
+
+def worst_of_ranks(answers: Sequence[Sequence[Errors]]) -> list[Errors]:
+    """The largest errors that any rank found, by combination."""
+    return [Errors(*map(max, zip(*each, strict=True))) for each in zip(*answers, strict=True)]
