@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
 from longspan.cli.bench_attention_ranks import Run, Settings, _lengths, _own_cases, _tensors, forward_flops
-from longspan.cli.machine import machine
+from longspan.cli.machine import machine, machine_text
 from longspan.train.versions import versions
 
 Span = tuple[float, float]
@@ -239,7 +239,8 @@ def _markdown(record: dict[str, Any]) -> str:
     for row in record["rows"]:
         cells = " | ".join(f"{1e3 * row[name]:.2f}" for name in _COLUMNS)
         lines.append(f"| {row['name']} | {row['length']:,} | {row['tflops_per_device']:.0f} | {cells} |")
-    return "\n".join([*lines, "", f"{record['machine']}", "", f"{record['versions']}"]) + "\n"
+    found = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    return "\n".join([*lines, "", f"Machine: {machine_text(record['machine'])}. Versions: {found}."]) + "\n"
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=_HALF,
         forward=fa4.forward,
         backward=fa4.backward,
-        features=frozenset({"window"}),
+        features=frozenset({"window", "softcap"}),
         head_sizes=HeadSizes(multiple=32, largest=128),  # 192 and 256 were not compared with dense attention
         packed="one variable-length call",
         needs="the extra `fa4`; compute capability 9 to 11",
