@@ -65,7 +65,7 @@ def _begun(out: Path | None, backend: str) -> dict[str, Any]:
 
 def _part(ranks: int, every_nth: int) -> dict[str, Any]:
     """All combinations on so many processes, those of one home on the same ones."""
-    entries = [c for c in every() if c.ranks == ranks]
+    entries = every(ranks)
     there = [c for c in entries if c.refusal is None]
     there = random.Random(ranks).sample(there, len(there) // every_nth)
     homes: dict[Any, list[Combination]] = {}
@@ -112,8 +112,8 @@ def _text(record: dict[str, Any]) -> str:
         "sequence parallelism × pp 1, pp 2, pp 2 with vpp 2 × ep 1, 2 × FSDP2 resharding or not × float64, float32 "
         "(`tests/train/matrix.py`). Three steps of SGD on three batches, with router losses, against the stock model "
         "in one process that sees the same documents one by one: the loss and gradient norm of each step, every "
-        "gradient of the first step, every weight after the last; largest relative differences. Refused by name are "
-        "ep 2 without experts, and over one slot.",
+        "gradient of the first step, every weight after the last; largest relative differences. Each on as "
+        "many processes as make two slots or more: 4, and 8 for tp 2 with pp 2. Refused by name is ep 2 without experts.",
         "",
         "| processes | part | combinations | refused | wrong | dtype | loss | gradients | weights | seconds |",
         "| --- " * 10 + "|",

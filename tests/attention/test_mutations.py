@@ -3,15 +3,12 @@
 Every rank changes the same line, runs cases until one is wrong, and puts the line back.
 """
 
-import inspect
-from importlib import import_module
-from types import FunctionType, ModuleType
-
 from longspan import Layout, World
 from longspan.attention import all_to_all, ring
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import LIMIT, WAYS, Question, cases_of, worst_errors
 from tests.attention.test_attend import needs
+from tests.mutation import mutate, restore
 
 CASES = cases_of(
     (
@@ -85,36 +82,6 @@ MUTATIONS = [
 ]
 
 
-def functions(module: ModuleType) -> dict[str, FunctionType]:
-    """Functions and methods that a module defines, by qualified name."""
-    found: dict[str, FunctionType] = {}
-    for value in (inspect.unwrap(x) if callable(x) else x for x in vars(module).values()):
-        inner = vars(value).values() if isinstance(value, type) and value.__module__ == module.__name__ else [value]
-        for each in inner:
-            for attribute in ("fget", "func", "__func__", "_torchdynamo_orig_callable"):
-                each = getattr(each, attribute, None) or each
-            if isinstance(each, FunctionType) and each.__module__ == module.__name__:
-                found[each.__qualname__] = each
-    return found
-
-
-def mutate(name: str, old: str, new: str) -> list[tuple[FunctionType, object]]:
-    """Give the functions of a module the code that they would have with this change; returns what to put back."""
-    module = import_module(f"longspan.{name}")
-    source = inspect.getsource(module)
-    assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times in {name}: change the mutation with it"
-    changed = ModuleType(module.__name__)
-    changed.__file__ = module.__file__
-    exec(compile(source.replace(old, new), f"{name} mutated", "exec"), vars(changed))
-    after, undo = functions(changed), []
-    for qualified, function in functions(module).items():
-        code = after[qualified].__code__
-        if code != function.__code__:
-            undo.append((function, function.__code__))
-            function.__code__ = code
-    return undo
-
-
 def survivors(rank: int, slots: int) -> list[str]:
     """Mutations that no case notices, and cases that are wrong without one."""
     ring.HALVES_BYTES = all_to_all.SLICE_BYTES = 0  # in this process only: tensors are taken for large
@@ -123,11 +90,9 @@ def survivors(rank: int, slots: int) -> list[str]:
         found = [str(case) for case, error in zip(CASES, errors, strict=True) if not error <= LIMIT["float64"]]
         for name, old, new in MUTATIONS:
             undo = mutate(name, old, new)
-            assert undo, f"{name}: {old!r} -> {new!r} changes nothing"
             if not any(not worst_errors([case], slots, world)[0] <= LIMIT["float64"] for case in CASES):
                 found.append(f"{name}: {old} -> {new}")
-            for function, code in undo:
-                function.__code__ = code
+            restore(undo)
     return found
 
 

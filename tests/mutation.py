@@ -1,0 +1,50 @@
+"""One term of the source changed in this process, so that a test can show that it would be noticed."""
+
+import inspect
+from collections.abc import Iterator
+from importlib import import_module
+from types import CodeType, FunctionType, ModuleType
+
+
+def mutate(name: str, old: str, new: str) -> list[tuple[FunctionType, CodeType]]:
+    """Give the functions of a module the code that they would have with this change; returns what to put back.
+
+    The module is not run again: what it registered stays as it is.
+    """
+    module = import_module(f"longspan.{name}")
+    source = inspect.getsource(module)
+    assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times in {name}: change the mutation with it"
+    after = dict(_codes(compile(source.replace(old, new), f"{name} mutated", "exec")))
+    undo = list[tuple[FunctionType, CodeType]]()
+    for qualified, function in functions(module).items():
+        if after[qualified] != function.__code__:
+            undo.append((function, function.__code__))
+            function.__code__ = after[qualified]
+    assert undo, f"{name}: {old!r} -> {new!r} changes nothing"
+    return undo
+
+
+def restore(undo: list[tuple[FunctionType, CodeType]]) -> None:
+    """Put back what `mutate` changed."""
+    for function, code in undo:
+        function.__code__ = code
+
+
+def functions(module: ModuleType) -> dict[str, FunctionType]:
+    """Functions and methods that a module defines, by qualified name."""
+    found: dict[str, FunctionType] = {}
+    for value in (inspect.unwrap(x) if callable(x) else x for x in vars(module).values()):
+        inner = vars(value).values() if isinstance(value, type) and value.__module__ == module.__name__ else [value]
+        for each in inner:
+            for attribute in ("fget", "func", "__func__", "__wrapped__", "_torchdynamo_orig_callable"):
+                each = getattr(each, attribute, None) or each
+            if isinstance(each, FunctionType) and each.__code__.co_filename == module.__file__:
+                found[each.__code__.co_qualname] = each
+    return found
+
+
+def _codes(code: CodeType) -> Iterator[tuple[str, CodeType]]:
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield inner.co_qualname, inner
+            yield from _codes(inner)

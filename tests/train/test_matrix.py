@@ -1,0 +1,83 @@
+"""The matrix of training: every pair of its entries always, all of it in `make test-all`; dropped terms are noticed."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from longspan.errors import LongspanError
+from longspan.model.expert_parallel import check_experts
+from longspan.testing import run_ranks
+from tests.mutation import mutate, restore
+from tests.pairs import every_pair, pairs_of
+from tests.train.matrix import AXES, RANKS, Combination, Errors, every, fits, run, wanted_of, worst_of_ranks
+
+PAIRS = [Combination(*values) for values in every_pair(AXES, 0, fits)]
+
+
+def check(combinations: list[Combination], *, timeout: float = 280) -> list[Errors]:
+    ranks = combinations[0].ranks
+    found = worst_of_ranks(run_ranks(run, ranks, combinations, wanted_of(combinations), timeout=timeout))
+    wrong = [(c, e) for c, e in zip(combinations, found, strict=True) if not e.over_limit(c.dtype) <= 1]
+    assert not wrong, f"{len(wrong)} of {len(combinations)}:\n" + "\n".join(f"{error} {c}" for c, error in wrong)
+    return found
+
+
+def test_pairs_are_all_there() -> None:
+    there = filter(fits, itertools.product(*AXES))
+    assert set().union(*map(pairs_of, there)) == set().union(*(pairs_of(tuple(vars(c).values())) for c in PAIRS))
+    assert len(PAIRS) < 2 * max(len(a) * len(b) for a, b in itertools.combinations(AXES, 2))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_pair_of_the_matrix(ranks: int) -> None:
+    check([c for c in PAIRS if c.ranks == ranks])
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_whole_matrix(ranks: int) -> None:
+    found = check([c for c in every(ranks) if c.refusal is None], timeout=7000)
+    print(f"{ranks} processes: {len(found)} combinations, worst {worst_of_ranks([[e] for e in found])[0]}")
+
+
+def test_the_rest_of_the_matrix_is_refused() -> None:
+    refused = [c for c in itertools.starmap(Combination, itertools.product(*AXES)) if c.refusal is not None]
+    models = {c.family: c.model() for c in refused if c.dtype == "float32"}
+    for c in refused:
+        assert c.refusal is not None
+        with pytest.raises(LongspanError, match=c.refusal):
+            check_experts(models[c.family], c.home, shard_parameters=True)
+
+
+# What is dropped, and what must notice it: the combinations of four ranks that every run of the suite has.
+Dropped = tuple[str, str, str]
+MUTATIONS: list[tuple[Dropped, Callable[[Combination], bool]]] = [
+    (("comm.tp", '_summed(gradients[0], ctx.key, "sum of gradients over tp")', "gradients[0]"),
+     lambda c: c.tp == (2, False)),
+    (("model.tensor_parallel", "            partial_gradients(norm, key)", "            pass"), lambda c: c.tp[1]),
+    (("model.moe", ".sum(1).to(x.dtype)", "[:, 0].to(x.dtype)"), lambda c: c.ep == 2),
+    (("model.moe", "all_to_all_rows(x, sends,", "all_to_all_rows(x.detach(), sends,"), lambda c: c.ep == 2),
+    (("model.tied", "            _exchange(mine[0], world)", "            pass"),
+     lambda c: c.family == "qwen3" and c.stages[0] == 2),
+    (("model.parallelize", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(2.0)"), lambda c: c.ep == 1),
+]  # fmt: skip
+NOTICED = [next(c for c in PAIRS if c.ranks == 4 and notices(c)) for _, notices in MUTATIONS]
+
+
+def _mutated(rank: int, dropped: list[Dropped], combinations: list[Combination], wanted: dict) -> list[Errors]:  # pyright: ignore
+    """The errors of the first step of each combination with its term dropped."""
+    found = []
+    for change, combination in zip(dropped, combinations, strict=True):
+        undo = mutate(*change)
+        found += run(rank, [combination], wanted, steps=1)
+        restore(undo)
+    return found
+
+
+def test_every_dropped_term_is_noticed() -> None:
+    dropped = [change for change, _ in MUTATIONS]
+    found = worst_of_ranks(run_ranks(_mutated, 4, dropped, NOTICED, wanted_of(NOTICED)))
+    for change, combination, errors in zip(dropped, NOTICED, found, strict=True):
+        assert errors.over_limit(combination.dtype) > 10, (change, combination, errors)
