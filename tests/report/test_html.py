@@ -70,6 +70,19 @@ def test_one_file_with_everything(tmp_path: Path) -> None:
     assert f"of ln V = {math.log(VOCABULARY):.3f}" in page.content
 
 
+def test_degrees_groups_and_losses_of_routers_are_shown(tmp_path: Path) -> None:
+    rows = [train_row(step, router_balance_loss=1.0 + 1 / step, router_z_loss=2.0) for step in range(1, 9)]
+    run = write_run(tmp_path / "run", rows=rows)
+    with (run / "config.toml").open("a") as file:
+        file.write('mode = "free"\n[parallel]\ntp = 2\npp = 1\nep = 4\nsequence_parallel = true\n')
+    made = [{"kind": "tp", "ranks": [0, 1]}, {"kind": "parent", "ranks": [0, 2]}, {"kind": "parent", "ranks": [0, 1]}]
+    (run / "groups.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made) + "torn")
+    page = page_of(run)
+    assert "tp 2 x ep 4, sequence-parallel · fixed plans, free, cp 2" in page.content
+    assert "Router balance loss" in page.content and "Router z-loss" in page.content and len(page.charts) == 9
+    assert "of the first rank: tp of 2, 2 x parent of 2" in page.content
+
+
 def test_text_is_escaped(tmp_path: Path) -> None:
     path = write_run(tmp_path / "<script>alert(1)</script>&")
     html = write_report(path).read_text(encoding="utf-8")

@@ -28,6 +28,8 @@ TRAIN_COLUMNS = (
     "memory_bytes",
     "micro_batches",
     "efficiency",
+    "router_balance_loss",
+    "router_z_loss",
 )
 MAX_PLANS = 8  # in the report; the first and last saved and some between
 
@@ -54,6 +56,7 @@ class RunFolder:
     config_text: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     plans: tuple[tuple[str, Plan], ...] = ()
+    groups: tuple[dict[str, Any], ...] = ()
     summary: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -85,6 +88,7 @@ class RunFolder:
             config_text=config_text,
             config=config,
             plans=plans,
+            groups=tuple(_rows(path / "groups.jsonl")),
             summary=summary,
             notes=(*notes, *plan_notes),
         )
@@ -113,6 +117,12 @@ def _metric_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     if not rows:
         raise ConfigError(f"{metrics} holds no step ({damaged} unreadable lines); the run ended before its first step")
     return rows, [f"{damaged} lines of metrics.jsonl could not be read and are left out"] if damaged else []
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file that may not be there, a line each; other lines are left out."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    yield from (row for row in map(_object, text.splitlines()) if row is not None)
 
 
 def _object(text: str) -> dict[str, Any] | None:

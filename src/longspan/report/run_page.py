@@ -1,6 +1,7 @@
 """The sections of a run's report: key figures, curves, the table of degrees, the configuration."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ from longspan.report.markup import tag, text
 from longspan.report.run_folder import EvalRow, RunFolder
 from longspan.report.series import smooth, write_bytes, write_number, write_seconds
 
+_DEGREES = ("tp", "pp", "vpp", "ep", "dp_replicate")  # of [parallel]; 1 is not worth a word
 LAST = 10  # steps in "final loss"
 SAME = 1e-6  # relative difference up to which two degrees are called equal
 
@@ -59,9 +61,12 @@ def _described(run: RunFolder) -> Iterator[str]:
     model, data = value("model", "path") or value("model", "preset"), value("data", "path")
     if model:
         yield f"{model} on {data}" if data else str(model)
+    if degrees := [f"{key} {found}" for key in _DEGREES if (found := value("parallel", key)) not in (None, 1)]:
+        yield " x ".join(degrees) + (", sequence-parallel" if value("parallel", "sequence_parallel") else "")
     planner, degree = value("context", "planner"), value("context", "context_parallel_size")
     if planner:
-        yield f"{planner} plans" + (f", cp {degree}" if degree and planner != "dynamic" else "")
+        free = ", free" if value("context", "mode") == "free" else ""
+        yield f"{planner} plans{free}" + (f", cp {degree}" if degree and planner != "dynamic" else "")
     if value("context", "eval_context_parallel_size"):
         yield f"evaluated at cp {value('context', 'eval_context_parallel_size')}"
 
@@ -114,6 +119,12 @@ def _setting(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     world = run.summary.get("world")
     if world is not None:
         yield "world", f"{world}", "processes"
+    sizes = Counter(
+        f"{row.get('kind')} of {len(row['ranks'])}" for row in run.groups if isinstance(row.get("ranks"), list)
+    )
+    if sizes:
+        names = (f"{count} x {name}" if count > 1 else name for name, count in sizes.items())
+        yield "communicators", f"{sizes.total()}", f"of the first rank: {', '.join(names)}"
     versions = run.summary.get("versions")
     if isinstance(versions, dict) and versions:
         name = "longspan" if "longspan" in versions else next(iter(versions))
@@ -172,6 +183,9 @@ def _small_charts(run: RunFolder) -> Iterator[Chart]:
     yield Chart("Gradient norm", curves("grad_norm", 1), "before clipping", log=spiky)
     yield Chart("Learning rate", curves("lr", 4, window=1), "per step", zero=True)
     yield Chart("Peak memory", curves("memory_bytes", 5, window=1), "bytes of a process", y_format="bytes", zero=True)
+    for title, name in (("Router balance loss", "router_balance_loss"), ("Router z-loss", "router_z_loss")):
+        if len(_finite(run.train[name])):
+            yield Chart(title, curves(name, 1), "before its weight")
 
 
 def degrees_table(rows: Sequence[EvalRow]) -> str:
