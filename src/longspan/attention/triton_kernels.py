@@ -89,7 +89,7 @@ def copy_rows(
     C: tl.constexpr,
 ):
     """into[row, member] ← source[index[row], member] for up to three pairs of (rows, members, width)."""
-    row, member = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, member = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     at = row
     if HAS_INDEX:
         at = tl.load(index + row)
