@@ -11,8 +11,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -88,6 +88,21 @@ class Watch:
     def during(self, what: str, ranks: Sequence[int]) -> Operation:
         """A context in which this rank is in the collective `what` with `ranks`."""
         return Operation(self, what, ranks)
+
+    @contextmanager
+    def naming(self, what: str, ranks: Sequence[int]) -> Iterator[None]:
+        """A context around collectives that others start, such as FSDP2's: where one fails, the error is of `what`.
+
+        Errors that no backend raised pass as they are.
+        """
+        operation = Operation(self, what, ranks)
+        operation.started = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            if of_backend(error):
+                raise self.failed(operation, error) from error
+            raise
 
     def queued(self, operation: Operation, works: Sequence[Work]) -> None:
         """Note that the device's stream is now ordered behind these works of a collective, which may still run."""

@@ -100,12 +100,14 @@ def run_step(
     work = _read_together(model, plan, documents, world, readers)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
-    with _mode(model, training=backward), torch.set_grad_enabled(backward):
+    named = world.watch.naming("forward and backward passes", world.home.ranks)
+    with named, _mode(model, training=backward), torch.set_grad_enabled(backward):
         loss_sum = _run_micro_batches(model, plan, work, world, backward, loss_chunk_rows, routing)
     own = [loss_sum, float(sum((w.labels != NO_TARGET).sum() for w in work)) if makes_loss(model) else 0.0]
     totals = world.sum_over_stages([*own, *(routing.sums() if routing else [])])
     _check_count(plan, totals[1])
-    norm = _finish(model, world, optimizer, max_grad_norm) if backward else None
+    with world.watch.naming("gradient norm and optimizer", world.home.ranks):
+        norm = _finish(model, world, optimizer, max_grad_norm) if backward else None
     return StepResult(
         loss=totals[0] / max(plan.targets, 1),
         loss_sum=totals[0],
