@@ -14,7 +14,7 @@ help:
 	@sed -n '1,4p' Makefile
 	@echo "#   make check    format, lint, types, import contracts"
 	@echo "#   make format   let ruff rewrite what make check would complain of"
-	@echo "#   make test-all the tests, and the whole parity table of attention (an hour on two cores)"
+	@echo "#   make test-all the tests, and the whole tables of attention and of training (hours on two cores)"
 	@echo "#   make test-gpu the same tests over NCCL, one rank a GPU"
 	@echo "#   make size     lines by folder, and the largest files"
 

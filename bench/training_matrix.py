@@ -113,7 +113,7 @@ def _text(record: dict[str, Any]) -> str:
         "(`tests/train/matrix.py`). Three steps of SGD on three batches, with router losses, against the stock model "
         "in one process that sees the same documents one by one: the loss and gradient norm of each step, every "
         "gradient of the first step, every weight after the last; largest relative differences. Each on as "
-        "many processes as make two slots or more: 4, and 8 for tp 2 with pp 2. Refused by name is ep 2 without experts.",
+        "many processes as make two slots or more: 4, and 8 for tp 2 with pp 2. Refused by name: ep 2 without experts.",
         "",
         "| processes | part | combinations | refused | wrong | dtype | loss | gradients | weights | seconds |",
         "| --- " * 10 + "|",
