@@ -51,6 +51,16 @@ def test_every_block_visits_every_member_and_its_gradient_comes_home(degree: int
     assert max(peaks) <= 3, "own block and two rotating buffers, whatever the degree"
 
 
+def walk_in_inference_mode(rank: int, degree: int, counts: tuple[int, ...]) -> int:
+    """The same where views do not know what they are views of."""
+    with torch.inference_mode():
+        return walk(rank, degree, counts)
+
+
+def test_buffers_come_round_whole_in_inference_mode() -> None:
+    assert run_ranks(walk_in_inference_mode, 4, 4, (1, 0, 3, 2)) == [3] * 4
+
+
 def walk_subset(rank: int) -> None:
     """Overlapping groups of three on four ranks, taken in one order; the ring order is the group's, not the ranks'."""
     with World(Layout(ranks=4), backend=backend()) as world:

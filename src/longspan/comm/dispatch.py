@@ -38,18 +38,9 @@ class _AllToAllRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sends: tuple[int, ...], receives: tuple[int, ...], channel: Channel) -> Tensor:
         ctx.sends, ctx.receives, ctx.channel = sends, receives, channel
-        return _move(x.detach(), sends, receives, channel, "rows to their experts")
+        return channel.all_to_all_rows(x.detach(), sends, receives, "rows to their experts").wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _move(gradients[0], ctx.receives, ctx.sends, ctx.channel, "gradients of experts' rows"), None, None, None
-
-
-def _move(x: Tensor, sends: Sequence[int], receives: Sequence[int], channel: Channel, what: str) -> Tensor:
-    out = x.new_empty((sum(receives), *x.shape[1:]))
-    going, coming = x.split(list(sends)), out.split(list(receives))
-    others = [member for member in range(channel.degree) if member != channel.index]
-    handle = channel.exchange([(m, going[m]) for m in others], [(m, coming[m]) for m in others], what)
-    coming[channel.index].copy_(going[channel.index])
-    handle.wait()
-    return out
+        back = ctx.channel.all_to_all_rows(gradients[0], ctx.receives, ctx.sends, "gradients of experts' rows")
+        return back.wait(), None, None, None

@@ -41,21 +41,21 @@ class RingBlocks:
 
     def __iter__(self) -> Iterator[tuple[int, Block]]:
         degree, me = self._channel.degree, self._channel.index
-        first = side_by_side(self._own)
-        packed, block = first, self._own
+        buffer = packed = first = side_by_side(self._own)
+        block = self._own
         for step in range(degree):
             owner = (me - step) % degree
-            following, handle = None, None
-            if step + 1 < degree:
-                following = self._take(first)[: self._counts[(owner - 1) % degree]]
-                handle = self._channel.shift(packed, following, self._what)
-            yield owner, block
-            if following is None or handle is None:
+            if step + 1 == degree:
+                yield owner, block
                 return
+            arriving = self._take(first)
+            following = arriving[: self._counts[(owner - 1) % degree]]
+            handle = self._channel.shift(packed, following, self._what)
+            yield owner, block
             handle.wait()
-            if packed is not first:
-                self._spare.append(_whole(packed))
-            packed, block = following, columns(following, self._shapes)
+            if buffer is not first:
+                self._spare.append(buffer)
+            buffer, packed, block = arriving, following, columns(following, self._shapes)
 
     def _take(self, like: Tensor) -> Tensor:
         """A buffer that nobody reads: a spare one, or a new one of the largest block's size."""
@@ -126,10 +126,6 @@ class GradientRing:
 def covers(rows: slice | Tensor, count: int) -> bool:
     """Whether these are all of `count` rows, in order."""
     return isinstance(rows, slice) and rows.start == 0 and rows.stop == count
-
-
-def _whole(view: Tensor) -> Tensor:
-    return view if view._base is None else view._base
 
 
 def _add(total: Block, addends: Sequence[Addend], *, fresh: bool) -> None:
