@@ -1,0 +1,197 @@
+"""Loss curves of padded, fixed and dynamic plans: the same text, documents and seeds, step by step. Needs no GPU.
+
+    python bench/convergence.py --out bench/records/convergence.json --plot docs/convergence.svg     # about ten minutes
+    python bench/convergence.py --optimizers sgd --steps 20 --out /tmp/convergence.json              # a part
+
+Each run is `longspan train examples/first.toml --world 4` with another `context.planner`. Documents of a step follow
+from the seed alone, which the script checks by their tokens and targets. The difference of a step is that of its
+highest and its lowest loss over the planners; the command fails where one exceeds `--bound` under SGD. AdamW divides by
+the root of small second moments, which amplifies rounding: how much is in the record.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from longspan.cli.machine import machine, machine_text
+from longspan.train.versions import versions
+
+ROOT = Path(__file__).parents[1]
+PLANNERS = ("padded", "fixed", "dynamic")
+LR = {"adamw": 6e-3, "sgd": 0.3}
+COLOURS = {"padded": "#8d99ae", "fixed": "#e07a1f", "dynamic": "#1f6feb"}
+WIDTHS = {"padded": 7.0, "fixed": 4.0, "dynamic": 1.5}  # curves that lie on each other stay visible
+
+
+def curve(planner: str, optimizer: str, flags: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """The rows of metrics of one run, a row a step."""
+    values = {
+        "context.planner": planner,
+        "data.eval_documents": 0,
+        "train.optimizer": optimizer,
+        "train.lr": LR[optimizer],
+        "train.steps": flags.steps,
+        "train.warmup_steps": flags.steps // 4,
+        "run.dir": folder / f"{optimizer}-{planner}",
+    }
+    words = [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    command = [
+        sys.executable,
+        "-m",
+        "longspan",
+        "train",
+        str(ROOT / "examples/first.toml"),
+        "--world",
+        str(flags.world),
+    ]
+    subprocess.run([*command, *words], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    lines = (folder / f"{optimizer}-{planner}" / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "loss" in row]
+
+
+def compared(curves: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Losses by planner and step, and how far apart they are."""
+    for rows in zip(*curves.values(), strict=True):
+        seen = {(row["step"], row["tokens"], row["targets"]) for row in rows}
+        if len(seen) != 1:
+            sys.exit(f"the runs trained on other documents: (step, tokens, targets) {sorted(seen)}")
+    losses = {planner: [row["loss"] for row in rows] for planner, rows in curves.items()}
+    apart = [max(step) - min(step) for step in zip(*losses.values(), strict=True)]
+    return {
+        "losses": losses,
+        "difference": apart,
+        "largest_difference": max(apart),
+        "micro_batches": {planner: sum(row["micro_batches"] for row in rows) for planner, rows in curves.items()},
+    }
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The record as a page."""
+    lines = ["# Convergence: padded, fixed and dynamic plans of the same documents", ""]
+    lines += [f"Machine: {machine_text(record['machine'])}. Versions: {record['versions']}. {record['note']}", ""]
+    lines += [f"Command: `{record['command']}`.", ""]
+    for optimizer, found in record["optimizers"].items():
+        largest, bound = found["largest_difference"], record["bound"]
+        at = found["difference"].index(largest) + 1
+        lines += [f"## {optimizer}, learning rate {LR[optimizer]:g}", ""]
+        past = next((step for step, d in enumerate(found["difference"], 1) if d > bound), None)
+        above = f"above {bound:g} from step {past} on" if past else f"never above {bound:g}"
+        lines += [f"Largest difference of a step: {largest:.1e} (step {at}); {above}.", ""]
+        batches = ", ".join(f"{planner} {count}" for planner, count in found["micro_batches"].items())
+        lines += [f"Micro-batches of all steps: {batches}.", ""]
+        lines += [f"| step | {' | '.join(found['losses'])} | difference |", "| --- " * (2 + len(found["losses"])) + "|"]
+        lines += [
+            f"| {step} | {' | '.join(f'{loss:.7f}' for loss in losses)} | {apart:.1e} |"
+            for step, (*losses, apart) in enumerate(zip(*found["losses"].values(), found["difference"], strict=True), 1)
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def plot(record: dict[str, Any]) -> str:
+    """One SVG: for each optimizer its curves of loss above, and below how far apart they are, logarithmic."""
+    parts = [f'<rect width="{470 * len(record["optimizers"])}" height="420" fill="#fff"/>']
+    for place, (optimizer, found) in enumerate(record["optimizers"].items()):
+        parts.append(f'<g transform="translate({470 * place} 0)">')
+        parts += _losses(f"{optimizer}, learning rate {LR[optimizer]:g}", found["losses"])
+        parts += _differences(found["difference"], record["bound"])
+        parts.append("</g>")
+    size = f"{470 * len(record['optimizers'])} 420"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="system-ui, sans-serif" '
+        'font-size="12" role="img"><title>Loss of padded, fixed and dynamic plans on the same documents</title>'
+        + "".join(parts)
+        + "</svg>\n"
+    )
+
+
+def _losses(title: str, losses: Mapping[str, Sequence[float]]) -> Iterator[str]:
+    values = [value for curve in losses.values() for value in curve]
+    low, high = math.floor(2 * min(values)) / 2, math.ceil(2 * max(values)) / 2
+    yield _text(title, 60, 22, "start", weight="600")
+    for i in range(round(2 * (high - low)) + 1):
+        y = 240 - 200 * i / (2 * (high - low))
+        yield _line(y, "#e3e3e3") + _text(f"{low + i / 2:g}", 52, y + 4, "end")
+    for place, (planner, curve) in enumerate(losses.items()):
+        points = [(x, 240 - 200 * (y - low) / (high - low)) for x, y in zip(_across(len(curve)), curve, strict=True)]
+        yield _curve(points, COLOURS[planner], WIDTHS[planner])
+        yield _curve([(300, 62 + 18 * place), (326, 62 + 18 * place)], COLOURS[planner], WIDTHS[planner])
+        yield _text(planner, 334, 66 + 18 * place, "start")
+    yield _text("loss, nats per predicted token", 454, 46, "end", fill="#666")
+
+
+def _differences(apart: Sequence[float], bound: float) -> Iterator[str]:
+    low, high = -9, -3
+    for power in range(low, high + 1, 2):
+        y = 380 - 110 * (power - low) / (high - low)
+        yield _line(y, "#e3e3e3") + _text(f"1e{power}", 52, y + 4, "end")
+    y = 380 - 110 * (math.log10(bound) - low) / (high - low)
+    yield _line(y, "#c1121f") + _text(f"bound {bound:g}", 454, y - 5, "end", fill="#c1121f")
+    heights = [380 - 110 * (min(max(math.log10(max(d, 1e-99)), low), high) - low) / (high - low) for d in apart]
+    yield _curve(list(zip(_across(len(apart)), heights, strict=True)), "#333", 1.5)
+    yield _text("highest − lowest loss of the three", 454, 262, "end", fill="#666")
+    yield _text("step 1", 60, 402, "start") + _text(f"step {len(apart)}", 454, 402, "end")
+
+
+def _across(count: int) -> list[float]:
+    return [60 + 394 * i / max(1, count - 1) for i in range(count)]
+
+
+def _curve(points: Sequence[tuple[float, float]], colour: str, width: float) -> str:
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}" stroke-linejoin="round"/>'
+
+
+def _line(y: float, colour: str) -> str:
+    return f'<path d="M60 {y:.1f}H454" stroke="{colour}"/>'
+
+
+def _text(words: str, x: float, y: float, anchor: str, fill: str = "#222", weight: str = "400") -> str:
+    return f'<text x="{x}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}" font-weight="{weight}">{words}</text>'
+
+
+def main() -> None:
+    """Run, compare, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--world", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--optimizers", default="sgd,adamw")
+    parser.add_argument("--bound", type=float, default=1e-4, help="most that the losses of one step may differ")
+    parser.add_argument("--out", type=Path, help="a .json file; the table goes beside it")
+    parser.add_argument("--plot", type=Path, help="an .svg file")
+    flags = parser.parse_args()
+    found: dict[str, Any] = {}
+    with TemporaryDirectory() as folder:
+        for optimizer in flags.optimizers.split(","):
+            found[optimizer] = compared({name: curve(name, optimizer, flags, Path(folder)) for name in PLANNERS})
+            print(f"{optimizer}: largest difference of a step {found[optimizer]['largest_difference']:.1e}", flush=True)
+    record = {
+        "bench": "convergence",
+        "machine": machine(),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "command": f"python bench/convergence.py --world {flags.world} --steps {flags.steps}",
+        "note": (
+            f"{flags.steps} steps of qwen3-tiny in float32 on {flags.world} CPU processes, examples/first.toml but for "
+            "planner and optimizer: sources of Python's standard library, seed 0, padded and fixed at cp 2."
+        ),
+        "bound": flags.bound,
+        "optimizers": found,
+    }
+    if flags.out:
+        flags.out.write_text(json.dumps(record, indent=1) + "\n")
+        flags.out.with_suffix(".md").write_text(markdown(record))
+    if flags.plot:
+        flags.plot.write_text(plot(record))
+    if found.get("sgd", {"largest_difference": 0.0})["largest_difference"] > flags.bound:
+        sys.exit(f"losses of a step differ by more than {flags.bound:g} under SGD")
+
+
+if __name__ == "__main__":
+    main()
