@@ -216,7 +216,7 @@ class _Attend(torch.autograd.Function):
         out, kept, sizes = recalled(lambda: _attended(q, k, v, walk, rule), (q, k, v))
         ctx.walk, ctx.sizes = walk, sizes
         ctx.shapes = [x.shape[1:] for x in (q, k, v)]
-        ctx.save_for_backward(sinks, out if None in kept else None, *kept)
+        ctx.save_for_backward(sinks, out if any(x is None for x in kept) else None, *kept)
         return out
 
     @staticmethod

@@ -121,9 +121,7 @@ def _loosened(tiles: list[Tile]) -> tuple[Tile, ...]:
     """The tiles of one launch, without a limit that hides no key from a row of any of them."""
     left = any(tile.left is not None and tile.left < tile.keys - 1 for tile in tiles)
     right = any(tile.right is not None and tile.right < tile.queries - 1 for tile in tiles)
-    return tuple(
-        tile._replace(left=tile.left if left else None, right=tile.right if right else None) for tile in tiles
-    )
+    return tuple(tile._replace(left=tile.left if left else None, right=tile.right if right else None) for tile in tiles)
 
 
 def _runs(segments: Segments) -> dict[int, list[Segment]]:

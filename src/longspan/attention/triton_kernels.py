@@ -31,7 +31,7 @@ def merge(
     """total ← total + σ(lse − total_lse) · (out − total), for PAIRS (row, head) pairs of `size` columns each."""
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     real = pair < pairs
-    row, head = (pair // heads).to(tl.int64), pair % heads
+    row, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
     into = row
     if HAS_INDEX:
         into = tl.load(index + row, mask=real, other=0)
