@@ -1,11 +1,15 @@
 """Channels move exactly what is given, with and without communicators of their own, whose number is bounded."""
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from longspan.comm.family import Family
-from longspan.comm.groups import Channel, GroupRecord
+from longspan.comm.groups import EVENT_BYTES, Channel, GroupRecord, Handle
 from longspan.comm.world import World
 from longspan.errors import CommError
 from longspan.layout import Layout
@@ -73,6 +77,36 @@ def test_channels_with_and_without_communicators(max_groups: int, made: int) -> 
         assert len(own) <= max_groups
         if rank == 0:  # (0, 1, 2, 3), again in another order, (0, 2), (0, 3)
             assert len(own) == min(max_groups, 3) >= made
+
+
+class Noted:
+    """A watch that notes what it is asked to watch."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def during(self, what: str, ranks: tuple[int, ...]) -> AbstractContextManager[str]:
+        return nullcontext(what)
+
+    def queued(self, operation: str, works: Sequence[Any]) -> None:
+        self.seen.append("works")
+
+    def mark(self, operation: str) -> None:
+        self.seen.append("event")
+
+
+class Done:
+    def wait(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("held", "seen"), [(EVENT_BYTES - 1, "works"), (EVENT_BYTES, "event")])
+def test_works_that_hold_much_are_not_kept_to_be_watched(held: int, seen: str) -> None:
+    watch: Any = Noted()
+    works: Any = (Done(),)
+    handle = Handle(watch, "gather", (0, 1), works, finish=lambda: "rows", held=held)
+    assert handle.wait() == handle.wait() == "rows"
+    assert watch.seen == [seen]
 
 
 def pairs(rank: int) -> None:
