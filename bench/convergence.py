@@ -82,7 +82,7 @@ def markdown(record: dict[str, Any]) -> str:
         at = found["difference"].index(largest) + 1
         lines += [f"## {optimizer}, learning rate {LR[optimizer]:g}", ""]
         past = next((step for step, d in enumerate(found["difference"], 1) if d > bound), None)
-        above = f"above {bound:g} from step {past} on" if past else f"never above {bound:g}"
+        above = f"first above {bound:g} at step {past}" if past else f"never above {bound:g}"
         lines += [f"Largest difference of a step: {largest:.1e} (step {at}); {above}.", ""]
         batches = ", ".join(f"{planner} {count}" for planner, count in found["micro_batches"].items())
         lines += [f"Micro-batches of all steps: {batches}.", ""]
@@ -128,7 +128,7 @@ def _losses(title: str, losses: Mapping[str, Sequence[float]]) -> Iterator[str]:
 
 
 def _differences(apart: Sequence[float], bound: float) -> Iterator[str]:
-    low, high = -9, -3
+    low, high = -9, -1
     for power in range(low, high + 1, 2):
         y = 380 - 110 * (power - low) / (high - low)
         yield _line(y, "#e3e3e3") + _text(f"1e{power}", 52, y + 4, "end")
