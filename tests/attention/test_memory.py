@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 import longspan.attention.ring as ring
 from longspan import Layout, World, attend, bind
+from longspan.attention import all_gather
 from longspan.comm import Channel, RingBlocks
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import micro_batch
@@ -147,3 +148,31 @@ def test_a_window_sends_what_is_seen_and_no_more():
         assert (forward, backward) == (rows * 2 * HEADS * SIZE, 2 * rows * 2 * HEADS * SIZE), slots
         whole = sum(found["p2p"][2] for found, _ in results(slots))
         assert whole == slots * (slots - 1) * 2 * ROWS * HEADS * SIZE
+
+
+def gone(rank):
+    """Whether what arrived is gone, once it has been laid in document order, when a slice of it is attended to."""
+    arrived, found = [], []
+    matrix_of, add_block, gradients = all_gather.matrix_of, all_gather.add_block, all_gather.block_gradients
+
+    def laid(tensors, order=None, dtype=None):
+        if order is not None:
+            arrived.append(weakref.ref(tensors[0]))
+        return matrix_of(tensors, order, dtype)
+
+    def noting(compute):
+        return lambda *args: found.append(arrived[-1]() is None) or compute(*args)
+
+    # in this process only
+    all_gather.matrix_of, all_gather.add_block, all_gather.block_gradients = laid, noting(add_block), noting(gradients)
+    with World(Layout(ranks=2), backend=backend()) as world:
+        shard = bind(micro_batch(((0, 1), (2 * ROWS,))), world)
+        leaves = [torch.ones(ROWS, 2, SIZE, dtype=DTYPE, device=shard.device, requires_grad=True) for _ in range(3)]
+        for budget in (None, 2 * ROWS * 2 * SIZE * (2 * DTYPE.itemsize + 3 * 4)):  # in one slice, and head by head
+            attend(*leaves, shard, cp_comm_type="all_gather", max_gather_bytes=budget).sum().backward()
+    return found
+
+
+def test_what_arrived_is_let_go_once_it_is_in_document_order():
+    needs(2)
+    assert run_ranks(gone, 2) == [[True] * 6] * 2

@@ -44,7 +44,7 @@ MUTATIONS = [
     ("attention.all_gather", "(self._circle.degree, -1)).sum(0)", "(self._circle.degree, -1))[0]"),
     ("attention.all_to_all", ".sum(2) for x", "[:, :, 0] for x"),
     # rows and heads where they belong
-    ("attention.all_gather", "(started.wait(),), order)", "(started.wait(),), order.flip(0))"),
+    ("attention.all_gather", "(started.pop().wait(),), order)", "(started.pop().wait(),), order.flip(0))"),
     ("attention.all_to_all", "None if orders is None else orders[1]", "None"),
     ("attention.all_to_all", "arrived if orders is None else matrix_of((arrived,), orders[0])", "arrived"),
     ("attention.halo", "index_copy_(0, self.places, handle", "index_copy_(0, self.places.flip(0), handle"),

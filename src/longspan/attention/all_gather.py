@@ -101,10 +101,10 @@ def _gathered(
     def start(heads: HeadSlice) -> Handle:
         return channel.all_gather_rows(matrix_of([x[:, heads.kv] for x in tensors]), circle.counts, what)
 
-    started = start(slices[0])
+    started = [start(slices[0])]
     for i, heads in enumerate(slices):
-        in_order = matrix_of((started.wait(),), order)
-        started = start(slices[i + 1]) if i + 1 < len(slices) else started
+        in_order = matrix_of((started.pop().wait(),), order)
+        started += [start(following) for following in slices[i + 1 : i + 2]]
         k, v = columns(in_order, [(heads.kv.stop - heads.kv.start, x.shape[2]) for x in tensors])
         del in_order
         yield heads, (k, v)
