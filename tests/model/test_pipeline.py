@@ -227,6 +227,10 @@ def _refused(rank: int) -> dict[str, str]:
         shared = deep("llama", torch.float32)
         shared.model.layers[2].mlp = shared.model.layers[1].mlp
         note("shared", lambda: prepare(shared, world, pipeline_schedule="zero_bubble"))
+        recompute = {"activation_checkpointing": "full", "shard_parameters": False}
+        note("layers", lambda: prepare(deep("llama", torch.float32, 5), world, **recompute, recompute_layers=4))
+        some = prepare(deep("llama", torch.float32, 5), world, **recompute, recompute_layers=3)
+        found["recomputed"] = str(sum(getattr(m, "gradient_checkpointing", False) for m in some.modules()))
         plan = plan_fixed((9,), world.home, cp=1)
         note("whole", lambda: run_step(torch.nn.Linear(2, 2), plan, texts((9,)), world))
         found["afterwards"] = str(gradients_of(prepare(deep("llama", torch.float32), world)))
@@ -234,7 +238,11 @@ def _refused(rank: int) -> dict[str, str]:
 
 
 def test_what_is_refused_on_every_rank() -> None:
-    for found in run_ranks(_refused, 2):
+    """On some ranks alone, the others would wait: stages of two and three layers are asked for three and for four."""
+    each = run_ranks(_refused, 2)
+    assert [found["recomputed"] for found in each] == ["2", "3"]
+    for found in each:
+        assert "recompute_layers is 4, 3 decoder layers are in the largest of 2 pipeline stages" in found["layers"]
         assert "6 pipeline stages" in found["stages"] and "for 4 layers" in found["stages"]
         assert "'2f2b'" in found["unknown"]
         assert "twice in a forward pass" in found["shared"]

@@ -25,7 +25,7 @@ from longspan.model.moe import expert_modules, use_experts
 from longspan.model.parallelize import shard_over_slots
 from longspan.model.pipeline import PipelinedModel, cut_into_stages
 from longspan.model.probe import AttentionCall, Probe, probe_model, unknown_tensors
-from longspan.model.recompute import recompute_activations
+from longspan.model.recompute import check_recompute, recompute_activations
 from longspan.model.refusals import refuse_unsupported
 from longspan.model.schedules import check_schedule
 from longspan.model.tensor_parallel import ask_for_rows, refuse_tensor_parallel, split_over_tp
@@ -81,6 +81,15 @@ def prepare(
     refuse_unsupported(model)
     refuse_tensor_parallel(model, world, sequence_parallel=sequence_parallel)
     check_experts(model, world.home, shard_parameters=shard_parameters)
+    check_recompute(
+        model,
+        activation_checkpointing,
+        offload=offload_activations,
+        layers=recompute_layers,
+        stages=world.home.pp * virtual_stages,
+    )
+    if compute_dtype is not None and not shard_parameters:
+        raise ModelError("compute_dtype is FSDP2's mixed precision; it needs shard_parameters=True")
     model.set_attn_implementation(IMPLEMENTATION)
     use_experts(model)
     calls = probe_model(model) if probe else ()
@@ -142,8 +151,6 @@ def _place(
     if shard_parameters:
         settings = {"reshard_after_forward": reshard_after_forward, "compute_dtype": compute_dtype}
         shard_over_slots(model, world, root=root, has_experts=has_experts, **settings)
-    elif compute_dtype is not None:
-        raise ModelError("compute_dtype is FSDP2's mixed precision; it needs shard_parameters=True")
     else:
         nn.Module.to(root, world.device)
     if sequence_parallel:

@@ -18,6 +18,7 @@ from longspan.attention.recall import Recording
 from longspan.errors import ModelError
 from longspan.model.offload import Parking, hooks
 from longspan.model.probe import decoder_layers
+from longspan.model.stages import layers_of_stages
 
 Recompute = Literal["none", "full", "selective"]
 
@@ -31,38 +32,47 @@ def recompute_choice(asked: bool | str) -> Recompute:
     return cast(Recompute, asked)
 
 
-def recompute_activations(model: PreTrainedModel, asked: bool | str, *, offload: bool = False, layers: int = 0) -> None:
-    """Recompute each decoder layer in backward, as `asked`; with `offload`, what is kept meanwhile waits on the host.
+def check_recompute(
+    model: PreTrainedModel, asked: bool | str, *, offload: bool = False, layers: int = 0, stages: int = 1
+) -> None:
+    """Raise ModelError for what `recompute_activations` cannot do with a whole model that goes into so many stages.
 
-    `layers` recomputes that many of the layers that are here, the first ones, and keeps all of the others; 0: each.
-    Raises ModelError for layers that cannot be recomputed or are not there, and for `offload` without recomputation.
+    The same on every rank, before anything is changed: layers that cannot be recomputed, more of them than the largest
+    stage has, and `offload` or `layers` without recomputation.
     """
-    kind = recompute_choice(asked)
-    _check_layers(model, kind, layers)
-    if kind == "none":
-        if offload:
-            raise ModelError(
-                "offload_activations moves what checkpointed layers keep; it needs activation_checkpointing "
-                "'full' or 'selective'"
-            )
-        return
-    parking = Parking() if offload else None
-    for index, (name, layer) in enumerate([*decoder_layers(model).items()][: layers or None]):
+    kind, found = recompute_choice(asked), decoder_layers(model)
+    if kind == "none" and layers:
+        raise ModelError(f"recompute_layers is {layers}; it needs activation_checkpointing 'full' or 'selective'")
+    if kind == "none" and offload:
+        raise ModelError(
+            "offload_activations moves what checkpointed layers keep; it needs activation_checkpointing "
+            "'full' or 'selective'"
+        )
+    most = max(len(part) for part in layers_of_stages(len(found), stages))
+    if not 0 <= layers <= most:
+        where = "are here" if stages == 1 else f"are in the largest of {stages} pipeline stages"
+        raise ModelError(f"recompute_layers is {layers}, {most} decoder layers {where}; use 0 (each) to {most}")
+    for name, layer in found.items() if kind != "none" else ():
         if not (model.supports_gradient_checkpointing and hasattr(layer, "gradient_checkpointing")):
             raise ModelError(
                 f"{type(model).__name__}: {name} ({type(layer).__name__}) does not support activation checkpointing; "
                 "switch it off"
             )
+
+
+def recompute_activations(model: PreTrainedModel, asked: bool | str, *, offload: bool = False, layers: int = 0) -> None:
+    """Recompute each decoder layer in backward, as `asked`; with `offload`, what is kept meanwhile waits on the host.
+
+    `layers` recomputes that many of the layers that are here, the first ones, and keeps all of the others; 0: each, as
+    where fewer are here. What is asked was checked on the whole model (`check_recompute`).
+    """
+    kind = recompute_choice(asked)
+    if kind == "none":
+        return
+    parking = Parking() if offload else None
+    for index, layer in enumerate([*decoder_layers(model).values()][: layers or None]):
         settings = {"selective": kind == "selective", "parking": parking, "first": index == 0}
         _set(layer, _gradient_checkpointing_func=partial(_checkpointed, **settings), gradient_checkpointing=True)
-
-
-def _check_layers(model: PreTrainedModel, kind: Recompute, layers: int) -> None:
-    count = len(decoder_layers(model))
-    if layers and kind == "none":
-        raise ModelError(f"recompute_layers is {layers}; it needs activation_checkpointing 'full' or 'selective'")
-    if not 0 <= layers <= count:
-        raise ModelError(f"recompute_layers is {layers}, {count} decoder layers are here; use 0 (each) to {count}")
 
 
 def _set(layer: nn.Module, **values: Any) -> None:
