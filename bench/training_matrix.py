@@ -1,11 +1,11 @@
 """The whole matrix of training, and its record: how many combinations, and the worst errors of each dtype.
 
     python bench/training_matrix.py --out bench/records/training-matrix.json               # half an hour on two cores
-    python bench/training_matrix.py --ranks 4 --every 5                                    # a fifth of a part
+    python bench/training_matrix.py --ranks 4 --most 20                                    # twenty combinations
     python bench/training_matrix.py --ranks 4 --backend nccl                               # one rank a GPU
 
-The matrix is that of `tests/train/matrix.py`; `make test-all` runs it too. Numbers of processes that the record has
-already, of the same commit, are not run again.
+The matrix is that of `tests/train/matrix.py`; `make test-all` runs it too. Combinations that the record has already, of
+the same commit, are not run again.
 """
 
 import os
@@ -30,21 +30,20 @@ from tests.train.matrix import DTYPES, LIMITS, RANKS, Combination, Errors, every
 
 ROOT = Path(__file__).parents[1]
 PARTS = Errors._fields
+AT_ONCE = 16  # combinations of one call: what a broken run loses
 
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--ranks", default=",".join(map(str, RANKS)))
     flags.add_argument("--backend", default="gloo", choices=("gloo", "nccl"))
-    flags.add_argument("--every", type=int, default=1, help="of so many combinations one, drawn")
+    flags.add_argument("--most", type=int, default=1 << 30, help="combinations of each number of processes, drawn")
     flags.add_argument("--out", type=Path)
     given = flags.parse_args()
     os.environ["LONGSPAN_TEST_BACKEND"] = given.backend
     record = _begun(given.out, given.backend)
     for ranks in map(int, given.ranks.split(",")):
-        if str(ranks) not in record["ranks"]:
-            record["ranks"][str(ranks)] = _part(ranks, given.every)
-            _keep(record, given.out)
+        _add(record, ranks, given.most, given.out)
     print(_text(record))
     sys.exit(any(found["wrong"] for found in record["ranks"].values()))
 
@@ -63,31 +62,30 @@ def _begun(out: Path | None, backend: str) -> dict[str, Any]:
     return {"bench": "training matrix", **about, "ranks": {}}
 
 
-def _part(ranks: int, every_nth: int) -> dict[str, Any]:
-    """All combinations on so many processes, those of one home on the same ones."""
-    entries = every(ranks)
-    there = [c for c in entries if c.refusal is None]
-    there = random.Random(ranks).sample(there, len(there) // every_nth)
-    homes: dict[Any, list[Combination]] = {}
-    for combination in there:
-        homes.setdefault(combination.home, []).append(combination)
-    began, found = time.perf_counter(), dict[Combination, Errors]()
+def _add(record: dict[str, Any], ranks: int, most: int, out: Path | None) -> None:
+    """Run what the record lacks of the combinations on so many processes, in an order drawn once, piece by piece."""
+    there = [c for c in every(ranks) if c.refusal is None]
+    refused = len(every(ranks)) - len(there)
+    none = {"combinations": 0, "all": len(there), "refused": refused, "wrong": [], "worst": {}, "seconds": 0.0}
+    part = record["ranks"].setdefault(str(ranks), none)
+    random.Random(ranks).shuffle(there)
     wanted = wanted_of(there)
-    for home, chosen in homes.items():
-        found.update(zip(chosen, worst_of_ranks(run_local(run, ranks, (chosen, wanted), timeout=7200)), strict=True))
-        print(f"{len(found)} of {len(there)}, {time.perf_counter() - began:.0f} s, {home}", flush=True)
-    return {
-        "one of": every_nth,
-        "combinations": len(there),
-        "refused": sum(c.refusal is not None for c in entries),
-        "wrong": [{"combination": str(c), **e._asdict()} for c, e in found.items() if not e.over_limit(c.dtype) <= 1],
-        "worst": {dtype: _worst([e for c, e in found.items() if c.dtype == dtype]) for dtype in DTYPES},
-        "seconds": time.perf_counter() - began,
-    }
+    for start in range(part["combinations"], min(most, len(there)), AT_ONCE):
+        piece, began = there[start : min(start + AT_ONCE, most)], time.perf_counter()
+        found = worst_of_ranks(run_local(run, ranks, (piece, wanted), timeout=7200))
+        part["combinations"] += len(piece)
+        part["seconds"] += time.perf_counter() - began
+        for combination, errors in zip(piece, found, strict=True):
+            _note(part, combination, errors)
+        _keep(record, out)
+        print(f"{ranks} processes: {part['combinations']} of {len(there)}, {part['seconds']:.0f} s", flush=True)
 
 
-def _worst(errors: list[Errors]) -> dict[str, float]:
-    return {name: max((getattr(error, name) for error in errors), default=0.0) for name in PARTS}
+def _note(part: dict[str, Any], combination: Combination, errors: Errors) -> None:
+    if not errors.over_limit(combination.dtype) <= 1:
+        part["wrong"].append({"combination": str(combination), **errors._asdict()})
+    worst = part["worst"].setdefault(combination.dtype, dict.fromkeys(PARTS, 0.0))
+    worst.update({name: max(worst[name], getattr(errors, name)) for name in PARTS})
 
 
 def _keep(record: dict[str, Any], out: Path | None) -> None:
@@ -115,8 +113,8 @@ def _text(record: dict[str, Any]) -> str:
         "gradient of the first step, every weight after the last; largest relative differences. Each on as "
         "many processes as make two slots or more: 4, and 8 for tp 2 with pp 2. Refused by name: ep 2 without experts.",
         "",
-        "| processes | part | combinations | refused | wrong | dtype | loss | gradients | weights | seconds |",
-        "| --- " * 10 + "|",
+        "| processes | combinations | refused | wrong | dtype | loss | gradients | weights | seconds |",
+        "| --- " * 9 + "|",
     ]
     lines += [_line(ranks, dtype, found) for ranks, found in parts.items() for dtype in DTYPES]
     lines += [_limits(dtype) for dtype in DTYPES]
@@ -124,14 +122,14 @@ def _text(record: dict[str, Any]) -> str:
 
 
 def _line(ranks: str, dtype: str, found: dict[str, Any]) -> str:
-    part = "all" if found["one of"] == 1 else f"1 of {found['one of']}"
-    counts = map(str, (found["combinations"], found["refused"], len(found["wrong"])))
+    run_of_all = f"{found['combinations']} of {found['all']}"
+    counts = map(str, (found["refused"], len(found["wrong"])))
     errors = (f"{found['worst'][dtype][name]:.2g}" for name in PARTS)
-    return f"| {' | '.join([ranks, part, *counts, dtype, *errors, format(found['seconds'], '.0f')])} |"
+    return f"| {' | '.join([ranks, run_of_all, *counts, dtype, *errors, format(found['seconds'], '.0f')])} |"
 
 
 def _limits(dtype: str) -> str:
-    return f"| limit | | | | | {dtype} | {' | '.join(f'{limit:.0e}' for limit in LIMITS[dtype])} | |"
+    return f"| limit | | | | {dtype} | {' | '.join(f'{limit:.0e}' for limit in LIMITS[dtype])} | |"
 
 
 if __name__ == "__main__":
