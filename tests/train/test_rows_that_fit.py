@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.testing import backend, run_ranks
-from longspan.train import build_optimizer
+from longspan.train import build_optimizer, rows_that_fit
 from longspan.train.config import RunConfig
 from longspan.train.live_bytes import LiveBytes
 from longspan.train.rows_that_fit import FILE, RowsThatFit, _most_bytes, fitted, measure, probe_plan
@@ -46,6 +48,26 @@ def test_a_probe_fills_every_slot(tmp_path: Path, planner: str, degree: int, wid
     plan = probe_plan(config, Layout(ranks=4), 64)
     assert plan.timeline().rows.tolist() == [[64] * 4] and plan.efficiency == 1
     assert {group.degree for group in plan.micro_batches[0].groups} == {widest}
+
+
+def test_probes_suit_rows_that_are_split_over_tp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third probe is of half the rows that fit, an odd number here; tp 3 does not divide the sizes of the first."""
+    for tp in (2, 3):
+        config = small_config(
+            tmp_path, parallel__tp=tp, parallel__sequence_parallel=True, train__memory_bytes=2_010_000
+        )
+        home, probed = Layout(ranks=2 * tp, tp=tp), list[int]()
+
+        def most_bytes(config: RunConfig, model: object, world: World, rows: int, probed: list[int] = probed) -> int:
+            probe_plan(config, world.home, rows)  # raises where they do not suit
+            probed.append(rows)
+            return 1000 * rows
+
+        monkeypatch.setattr(rows_that_fit, "_most_bytes", most_bytes)
+        world: Any = SimpleNamespace(device=torch.device("cpu"), home=home, gather_objects=lambda told: [told])
+        unused: Any = None
+        assert measure(config, unused, unused, world).rows == 2010
+        assert len(probed) == 4 and probed[-1] > 1000 and not any(rows % tp for rows in probed)
 
 
 def _measured(rank: int, config: RunConfig) -> tuple[RowsThatFit, float, bool]:

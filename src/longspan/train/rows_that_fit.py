@@ -86,10 +86,12 @@ def with_rows_that_fit(config: RunConfig, model: nn.Module, optimizer: Optimizer
 def measure(config: RunConfig, model: nn.Module, optimizer: Optimizer, world: World) -> RowsThatFit:
     """Run two probes and one that is nearer, and agree on the rows that fit on every rank."""
     budget = _budget(config, model, optimizer, world.device)
-    rows = PROBES.get(world.device.type, PROBES_ELSEWHERE)
+    multiple = row_multiple_of(config.parallel)
+    rows = [n - n % multiple for n in PROBES.get(world.device.type, PROBES_ELSEWHERE)]
     probes = [(n, _most_bytes(config, model, world, n)) for n in (rows[0], *rows)][1:]  # the first one warms up
     found = _agreed(probes, budget, world)
     nearer = min(found.rows // 2, FARTHEST * rows[1])
+    nearer -= nearer % multiple
     if nearer <= rows[1]:
         return found
     return _agreed([probes[1], (nearer, _most_bytes(config, model, world, nearer))], budget, world)
@@ -146,7 +148,10 @@ def _most_bytes(config: RunConfig, model: nn.Module, world: World, rows: int) ->
 
 
 def probe_plan(config: RunConfig, home: Layout, rows: int) -> Plan:
-    """Every slot holds so many rows of a document of the widest group that training uses, in each micro-batch."""
+    """Every slot holds so many rows of a document of the widest group that training uses, in each micro-batch.
+
+    Under sequence parallelism `rows` is a multiple of tp.
+    """
     choice = PlanChoice.training(config.context, row_multiple=row_multiple_of(config.parallel))
     widest = choice.degree if choice.planner != "dynamic" else min(choice.max_degree or home.slots, home.slots)
     degree = max(d for d in range(1, widest + 1) if home.slots % d == 0)
