@@ -1,11 +1,14 @@
 """The programs in the documentation and in examples/ run as they stand."""
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.train.small import write_texts
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,6 +38,29 @@ def test_the_page_on_planning_is_one_program(tmp_path: Path) -> None:
 
 def test_the_page_on_attention_has_a_program(tmp_path: Path) -> None:
     assert "so a2a, the fastest" in run_page("attention.md", tmp_path)
+
+
+def test_the_page_on_parallelism_is_one_program(tmp_path: Path) -> None:
+    assert len(run_page("parallelism.md", tmp_path).splitlines()) == 7
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
+def test_configurations_of_examples_train(path: Path, tmp_path: Path) -> None:
+    settings = {
+        "data.path": write_texts(tmp_path / "texts"),
+        "data.vocab_size": 300,
+        "data.max_document_tokens": 128,
+        "data.eval_documents": 3,
+        "train.tokens_per_step": 256,
+        "train.steps": 2,
+        "run.dir": tmp_path / "run",
+    }
+    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    command = [sys.executable, "-m", "longspan", "train", str(path), "--world", "4", "--json", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = [row["eval_loss"] for row in json.loads(done.stdout)["eval_at_degrees"]]
+    assert len(losses) > 1 and max(losses) / min(losses) - 1 <= 1e-6
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
