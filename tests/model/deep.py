@@ -26,8 +26,8 @@ from tests.model.stock import SIZES, VOCABULARY, _norms_in_float64, gradients_of
 
 
 def deep_config(family: str, layers: int, vocabulary: int = VOCABULARY) -> PreTrainedConfig:
-    """Qwen3 with tied and Llama with untied embeddings; gpt-oss with sinks, experts and windows; Qwen3-MoE whose second
-    layer is dense. Their pipelines have stages with and without experts."""
+    """Qwen3 with tied and Llama with untied embeddings; gpt-oss with sinks, experts and windows; tied Qwen3-MoE whose
+    second layer is dense. Their pipelines have stages with and without experts."""
     sizes: dict[str, Any] = SIZES | {"num_hidden_layers": layers, "vocab_size": vocabulary}
     if family == "qwen3":
         return Qwen3Config(**sizes, tie_word_embeddings=True)
@@ -35,7 +35,7 @@ def deep_config(family: str, layers: int, vocabulary: int = VOCABULARY) -> PreTr
         return GptOssConfig(**sizes, sliding_window=5, num_local_experts=4, num_experts_per_tok=2)
     if family == "qwen3-moe":
         experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-        return Qwen3MoeConfig(**sizes, **experts, mlp_only_layers=[1])
+        return Qwen3MoeConfig(**sizes, **experts, mlp_only_layers=[1], tie_word_embeddings=True)
     return LlamaConfig(**sizes, tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
 
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -22,6 +21,7 @@ from longspan.comm.rollcall import of_backend
 from longspan.errors import ModelError
 from longspan.model.kernels import with_kernel
 from longspan.model.moe import router_modules
+from longspan.model.parallelize import reshard
 from longspan.model.probe import Probe, run_on_meta
 from longspan.model.schedules import (
     SPLIT_BACKWARD,
@@ -126,7 +126,8 @@ class PipelinedModel(nn.Module):
     def run(self, calls: Sequence[Call], *, backward: bool) -> None:
         """One step: every call through every stage, and back with `backward`, which adds to `.grad`.
 
-        All ranks enter with the same number of calls; those of a slot's stages are of the same rows. Raises CommError
+        All ranks enter with the same number of calls; those of a slot's stages are of the same rows. Without `backward`
+        parameters are resharded at the end: torch's schedules of single stages leave them gathered. Raises CommError
         that names a rank which does not answer.
         """
         world = world_of(self._world_key)
@@ -142,6 +143,8 @@ class PipelinedModel(nn.Module):
             finally:
                 for stage in stages:
                     stage.close()
+        if not backward:
+            reshard(self)
 
     def _schedule(self, micro_batches: int, backward: bool, world: World) -> _Ready:
         key = (micro_batches, backward)
@@ -164,9 +167,6 @@ class PipelinedModel(nn.Module):
 
         more = {name: value for name, value in others.items() if name != "use_cache"}
         self.run([Call(shard, input_ids, finish, more)], backward=False)
-        for module in self.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
         return CausalLMOutput(logits=self._to_all_stages(found, shard))
 
     def _to_all_stages(self, found: list[Tensor], shard: SequenceShard) -> Tensor:
