@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from longspan.comm.channel import EVENT_BYTES, Channel, Handle
 from longspan.comm.family import Family
-from longspan.comm.groups import EVENT_BYTES, Channel, GroupRecord, Handle
+from longspan.comm.groups import GroupRecord
 from longspan.comm.world import World
 from longspan.errors import CommError
 from longspan.layout import Layout

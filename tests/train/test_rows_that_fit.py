@@ -16,7 +16,7 @@ from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, rows_that_fit
 from longspan.train.config import RunConfig
 from longspan.train.live_bytes import LiveBytes
-from longspan.train.rows_that_fit import FILE, RowsThatFit, _most_bytes, fitted, measure, probe_plan
+from longspan.train.rows_that_fit import FILE, RowsThatFit, _most_bytes, _read, conditions, fitted, measure, probe_plan
 from tests.train.small import small_config, train_rank
 
 
@@ -104,9 +104,18 @@ def test_a_run_measures_once_and_goes_on_with_it(tmp_path: Path) -> None:
     assert json.loads((run / "plans" / "step-000002.json").read_text())["max_tokens_per_slot"] == 77
 
 
+def test_other_keys_are_measured_again(tmp_path: Path) -> None:
+    config = small_config(tmp_path, context__max_tokens_per_slot="auto")
+    (file := tmp_path / FILE).write_text(json.dumps(vars(RowsThatFit(3, 1.0, 1.0, 1.0, 2, conditions(config)))))
+    assert _read(file, 2, conditions(config)) and not _read(file, 4, conditions(config))
+    for changes in ({"train__memory_fraction": 0.5}, {"train__activation_checkpointing": "full"}, {"parallel__tp": 2}):
+        changed = small_config(tmp_path, context__max_tokens_per_slot="auto", **changes)
+        assert not _read(file, 2, conditions(changed)), changes
+
+
 def test_a_document_that_does_not_fit_is_named(tmp_path: Path) -> None:
     config = small_config(tmp_path, context__max_tokens_per_slot="auto")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / FILE).write_text(json.dumps(vars(RowsThatFit(3, 1.0, 1.0, 1.0, 2))))
+    (tmp_path / "run" / FILE).write_text(json.dumps(vars(RowsThatFit(3, 1.0, 1.0, 1.0, 2, conditions(config)))))
     with pytest.raises(ConfigError, match="max_tokens_per_slot 3 do not suit the longest document"):
         run_ranks(train_rank, 2, config, 2)

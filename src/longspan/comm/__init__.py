@@ -7,12 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from longspan.comm.channel import Channel as Channel
+    from longspan.comm.channel import Handle as Handle
     from longspan.comm.collectives import all_reduce_sum as all_reduce_sum
-    from longspan.comm.collectives import all_to_all as all_to_all
     from longspan.comm.collectives import gather_rows as gather_rows
     from longspan.comm.collectives import scatter_rows as scatter_rows
-    from longspan.comm.groups import Channel as Channel
-    from longspan.comm.groups import Handle as Handle
     from longspan.comm.groups import world_of as world_of
     from longspan.comm.launch import run_local as run_local
     from longspan.comm.matrix import columns as columns
@@ -27,9 +26,10 @@ if TYPE_CHECKING:
     from longspan.comm.world import World as World
 
 _HOME_OF = {
-    **dict.fromkeys(("all_reduce_sum", "all_to_all", "gather_rows", "scatter_rows"), "longspan.comm.collectives"),
+    **dict.fromkeys(("all_reduce_sum", "gather_rows", "scatter_rows"), "longspan.comm.collectives"),
     **dict.fromkeys(("columns", "side_by_side"), "longspan.comm.matrix"),
-    **dict.fromkeys(("Channel", "Handle", "world_of"), "longspan.comm.groups"),
+    **dict.fromkeys(("Channel", "Handle"), "longspan.comm.channel"),
+    "world_of": "longspan.comm.groups",
     "run_local": "longspan.comm.launch",
     **dict.fromkeys(("Addend", "GradientRing", "RingBlocks"), "longspan.comm.ring"),
     "exchange_rows": "longspan.comm.rows",
@@ -47,7 +47,6 @@ __all__ = [
     "ShardPart",
     "World",
     "all_reduce_sum",
-    "all_to_all",
     "bind",
     "columns",
     "exchange_rows",

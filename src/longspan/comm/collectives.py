@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from longspan.comm.groups import Channel, Handle
+from longspan.comm.channel import Channel
 from longspan.errors import CommError
 
 Gradient = Literal["identical", "partial"]
@@ -45,15 +45,6 @@ def all_reduce_sum(x: Tensor, channel: Channel, *, gradient: Gradient) -> Tensor
     Backward passes an identical gradient on as it is, and sums a partial one over the members.
     """
     return _AllReduceSum.apply(x, channel, _known(gradient))  # pyright: ignore[reportReturnType]
-
-
-def all_to_all(channel: Channel, sends: Sequence[Tensor], shapes: Sequence[Sequence[int]], what: str) -> Handle:
-    """Start sending `sends[m]` to each member m; `wait()` returns what each sent here, of `shapes[m]`. No gradient."""
-    received = [x if m == channel.index else x.new_empty(tuple(shapes[m])) for m, x in enumerate(sends)]
-    others = [member for member in range(channel.degree) if member != channel.index]
-    return channel.exchange(
-        [(m, sends[m]) for m in others], [(m, received[m]) for m in others], what, result=lambda: received
-    )
 
 
 class _GatherRows(torch.autograd.Function):

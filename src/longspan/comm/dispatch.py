@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.comm.groups import Channel
+from longspan.comm.channel import Channel
 from longspan.errors import CommError
 
 

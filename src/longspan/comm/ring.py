@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.comm.groups import Channel, Handle
+from longspan.comm.channel import Channel, Handle
 from longspan.comm.matrix import columns, side_by_side
 
 Block = tuple[Tensor, ...]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longspan.comm.groups import Channel
+from longspan.comm.channel import Channel
 from longspan.errors import CommError, LayoutError
 from longspan.layout import Exchange, Partition
 

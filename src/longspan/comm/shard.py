@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longspan.comm.groups import Channel, world_of
+from longspan.comm.channel import Channel
+from longspan.comm.groups import world_of
 from longspan.comm.world import World
 from longspan.errors import LayoutError, PlanError
 from longspan.layout import Segments

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from longspan.comm.channel import _all_gather_single
 from longspan.comm.collectives import Gradient
-from longspan.comm.groups import _all_gather_single, world_of
+from longspan.comm.groups import world_of
 from longspan.comm.rollcall import Watch
 
 # torch 2.13 renamed reduce_scatter_tensor.

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from longspan.comm.channel import Channel
 from longspan.comm.family import Family
-from longspan.comm.groups import Channel, GroupRecord, Groups, _worlds
+from longspan.comm.groups import GroupRecord, Groups, _worlds
 from longspan.comm.host import HostValues
 from longspan.comm.meeting import BOTH, Place, begin, choose_device, corner, end, meet, own_connection
 from longspan.comm.meshes import Meshes

@@ -129,12 +129,12 @@ def save_model(
 ) -> None:
     """Write the full weights to a folder that stock transformers loads; all ranks call it together.
 
-    Rank 0 writes safetensors, configuration and tokenizer next to `folder` and renames, so an interrupted save
-    leaves what was there. Raises ModelError on every rank where writing failed.
+    The home's first rank writes safetensors, configuration and tokenizer next to `folder` and renames, so an
+    interrupted save leaves what was there. Raises ModelError on every rank where writing failed.
     """
     full = state_of_all_stages(model, world) if isinstance(model, PipelinedModel) else full_state_dict(model)
     failure: Exception | None = None
-    if world.rank == 0:
+    if world.rank == world.home.ranks[0]:
         try:
             _write(model, full, Path(folder), tokenizer)
         except Exception as error:  # whatever the file system raises: the other ranks must learn of it

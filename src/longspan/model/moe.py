@@ -23,8 +23,9 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from longspan.comm import SequenceShard, World
+from longspan.comm.channel import Channel
 from longspan.comm.dispatch import all_to_all_rows, exchange_counts
-from longspan.comm.groups import Channel, world_of
+from longspan.comm.groups import world_of
 from longspan.errors import ModelError
 from longspan.model.experts import Loads, run_experts
 from longspan.model.probe import Probe, decoder_layers

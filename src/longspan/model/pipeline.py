@@ -173,9 +173,10 @@ class PipelinedModel(nn.Module):
         pipeline = world_of(self._world_key).pipeline
         holder = self.loss_stage
         if pipeline.index == holder:
-            sends = [(other, found[0].contiguous()) for other in range(pipeline.degree) if other != holder]
-            pipeline.exchange(sends, [], "logits to all stages").wait()
-            return found[0]
+            logits = found[0].to(self.dtype).contiguous()
+            others = [other for other in range(pipeline.degree) if other != holder]
+            pipeline.exchange([(other, logits) for other in others], [], "logits to all stages").wait()
+            return logits
         logits = torch.empty(
             1, shard.local_rows, self._vocabulary.num_embeddings, dtype=self.dtype, device=shard.device
         )

@@ -68,6 +68,11 @@ class Request:
                 f"mode is 'free' and the home has ep {home.ep}: slots that share experts wait for each other in every "
                 "layer; use mode='lockstep', or ep 1"
             )
+        if request.mode == "free" and home.pp > 1:
+            raise PlanError(
+                f"mode is 'free' and the home has pp {home.pp}: a pipeline keeps all slots at one micro-batch; "
+                "use mode='lockstep', or pp 1"
+            )
         return request
 
     def _check_numbers(self) -> None:

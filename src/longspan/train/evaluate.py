@@ -18,9 +18,18 @@ from longspan.train.step import run_step
 
 
 def evaluate(
-    model: nn.Module, corpus: Corpus, documents: Sequence[int], choice: PlanChoice, world: World, *, step: int
+    model: nn.Module,
+    corpus: Corpus,
+    documents: Sequence[int],
+    choice: PlanChoice,
+    world: World,
+    *,
+    step: int,
+    chunk: int = 0,
 ) -> Evaluation:
     """The loss of these documents under a plan of `choice`; all ranks call it together.
+
+    `chunk` is `run_step`'s `loss_chunk_rows`.
 
     >>> evaluate(model, corpus, order.evaluation, PlanChoice.evaluation(config.context), world, step=100).loss
     """
@@ -28,7 +37,7 @@ def evaluate(
     given = corpus.select(documents)
     plan = choice.plan(given.lengths, world.home)
     world.prepare(plan)
-    result = run_step(model, plan, given, world, backward=False, step=step)
+    result = run_step(model, plan, given, world, backward=False, step=step, loss_chunk_rows=chunk)
     widest = max(group.degree for batch in plan.micro_batches for group in batch.groups)
     return Evaluation(
         step=step,
@@ -43,12 +52,19 @@ def evaluate(
 
 
 def compare_degrees(
-    model: nn.Module, corpus: Corpus, documents: Sequence[int], choice: PlanChoice, world: World, *, step: int
+    model: nn.Module,
+    corpus: Corpus,
+    documents: Sequence[int],
+    choice: PlanChoice,
+    world: World,
+    *,
+    step: int,
+    chunk: int = 0,
 ) -> tuple[Evaluation, ...]:
     """The same documents at degree 1, 2, 4, … as far as they divide the slots, each under a cap that holds them."""
     longest = max(corpus.select(documents).lengths)
     choices = [choice.at_degree(degree, longest=longest) for degree in degrees_to_compare(world.home)]
-    return tuple(evaluate(model, corpus, documents, c, world, step=step) for c in choices)
+    return tuple(evaluate(model, corpus, documents, c, world, step=step, chunk=chunk) for c in choices)
 
 
 def save_plan(plan: Plan, folder: Path, name: str) -> None:

@@ -8,7 +8,7 @@ probes change neither. A run keeps what it found in its folder and goes on with 
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +35,39 @@ PROBES = {"cuda": (1024, 4096)}  # rows of a slot
 PROBES_ELSEWHERE = (64, 256)
 FARTHEST = 8  # times the larger probe, at most, is the third
 CPU_BUDGET = 1 << 30
+_OF_CONTEXT = (
+    "planner",
+    "mode",
+    "context_parallel_size",
+    "max_dynamic_context_parallel_size",
+    "cp_comm_type",
+    "hierarchical_context_parallel_sizes",
+    "attention_kernel",
+)
+_OF_TRAINING = (
+    "optimizer",
+    "activation_checkpointing",
+    "recompute_layers",
+    "offload_activations",
+    "loss_chunk_rows",
+    "memory_fraction",
+    "memory_bytes",
+)
 
 
 @dataclass(frozen=True)
 class RowsThatFit:
-    """What was found: `rows` of a slot in a micro-batch, and from what: bytes, on the rank with the least room."""
+    """What was found: `rows` of a slot in a micro-batch, and from what: bytes, on the rank with the least room.
+
+    `measured_for` are the keys of the configuration that it depends on.
+    """
 
     rows: int
     bytes_per_row: float
     fixed_bytes: float
     budget_bytes: float
     ranks: int
+    measured_for: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 def fitted(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> RowsThatFit:
@@ -72,9 +94,10 @@ def with_rows_that_fit(config: RunConfig, model: nn.Module, optimizer: Optimizer
     if config.context.max_tokens_per_slot != AUTO:
         return config
     file = Path(config.run.dir) / FILE
-    found: RowsThatFit | None = first_does(world, lambda: _read(file, len(world.home.ranks)), refuse=ConfigError)
+    now = conditions(config)
+    found: RowsThatFit | None = first_does(world, lambda: _read(file, len(world.home.ranks), now), refuse=ConfigError)
     if found is None:
-        found = measure(config, model, optimizer, world)
+        found = replace(measure(config, model, optimizer, world), measured_for=now)
         text = json.dumps(asdict(found), indent=1)
         first_does(world, lambda: write_whole(file, text), refuse=ConfigError)
     say(
@@ -161,12 +184,20 @@ def probe_plan(config: RunConfig, home: Layout, rows: int) -> Plan:
     return probe.plan(lengths, home)
 
 
-def _read(file: Path, ranks: int) -> RowsThatFit | None:
-    """What the run found before on as many ranks."""
+def conditions(config: RunConfig) -> dict[str, Any]:
+    """The keys of a configuration on which the rows depend, with their values as JSON keeps them."""
+    found = {f"parallel.{key}": value for key, value in asdict(config.parallel).items()}
+    found |= {f"context.{key}": getattr(config.context, key) for key in _OF_CONTEXT}
+    found |= {f"train.{key}": getattr(config.train, key) for key in _OF_TRAINING}
+    return json.loads(json.dumps(found))
+
+
+def _read(file: Path, ranks: int, now: dict[str, Any]) -> RowsThatFit | None:
+    """What the run found before on as many ranks under the same keys."""
     if not file.is_file():
         return None
     try:
         found = RowsThatFit(**json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{file} is damaged: {error}; remove it and it is measured again") from error
-    return found if found.ranks == ranks else None
+    return found if found.ranks == ranks and found.measured_for == now else None

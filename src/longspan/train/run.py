@@ -152,7 +152,8 @@ def _evaluate(job: Job, log: MetricsLog, screen: Screen, done: int) -> Evaluatio
     if not job.order.evaluation:
         return None
     choice = evaluation_choice(job.config)
-    found = evaluate(job.model, job.corpus, job.order.evaluation, choice, job.world, step=done)
+    chunk = job.config.train.loss_chunk_rows
+    found = evaluate(job.model, job.corpus, job.order.evaluation, choice, job.world, step=done, chunk=chunk)
     _record(job, log, screen, [found])
     return found
 
@@ -165,7 +166,8 @@ def _finish(job: Job, log: MetricsLog, screen: Screen) -> tuple[Evaluation, ...]
     if not job.order.evaluation:
         return ()
     choice, recorded = evaluation_choice(job.config), done in log.evaluated
-    final = compare_degrees(job.model, job.corpus, job.order.evaluation, choice, world, step=done)
+    chunk = job.config.train.loss_chunk_rows
+    final = compare_degrees(job.model, job.corpus, job.order.evaluation, choice, world, step=done, chunk=chunk)
     if choice.planner != "fixed" or choice.degree not in [evaluation.cp for evaluation in final]:
         _evaluate(job, log, screen, done)
     if not recorded:

@@ -108,7 +108,8 @@ def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World
         )
     model = model_under_home(config, world, corpus)
     step = int(load_checkpoint(found, model, None, world)["step"])
-    return evaluate(model, corpus, documents, evaluation_choice(config), world, step=step)
+    chunk = config.train.loss_chunk_rows
+    return evaluate(model, corpus, documents, evaluation_choice(config), world, step=step, chunk=chunk)
 
 
 def evaluation_choice(config: RunConfig) -> PlanChoice:

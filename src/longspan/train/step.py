@@ -93,7 +93,7 @@ def run_step(
     outside the vocabulary, on every rank, before the model runs.
     """
     started = time.perf_counter()
-    _check(model, plan, documents, world, optimizer, backward)
+    _check(model, plan, documents, world, optimizer, backward, max_grad_norm)
     if step is not None:
         world.step = step
     routing = router_step(model, world, plan.tokens, router)
@@ -226,7 +226,13 @@ def _read_together(
 
 
 def _check(
-    model: nn.Module, plan: Plan, documents: Any, world: World, optimizer: Optimizer | None, backward: bool
+    model: nn.Module,
+    plan: Plan,
+    documents: Any,
+    world: World,
+    optimizer: Optimizer | None,
+    backward: bool,
+    max_grad_norm: float | None,
 ) -> None:
     refuse_unprepared(model)
     if world.home.pp > 1 and not isinstance(model, PipelinedModel):
@@ -238,6 +244,8 @@ def _check(
         raise PlanError(f"the plan is for {plan.slots} slots, the home has {world.home.slots}; plan for this home")
     if optimizer is not None and not backward:
         raise ModelError("an optimizer without backward has no gradients; leave out one of optimizer, backward=False")
+    if max_grad_norm is not None and optimizer is None:
+        raise ModelError(f"max_grad_norm {max_grad_norm} without an optimizer clips nothing; pass both, or neither")
     for name in ("pp", "ep"):
         if plan.mode == "free" and (degree := getattr(world.home, name)) > 1:
             raise PlanError(
