@@ -1,5 +1,6 @@
 """Ranks come back with results, or the caller hears which one failed, how, and where."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -92,6 +93,16 @@ def fail_or_linger(rank: int) -> None:
     if rank == 0:
         raise ValueError("boom")
     time.sleep(60)
+
+
+def read_address_zero(rank: int) -> None:
+    ctypes.string_at(0)
+
+
+def test_a_rank_that_dies_of_a_fault_says_where_it_was() -> None:
+    with pytest.raises(CommError, match="rank 0 of 1 was killed by signal 11") as raised:
+        run_ranks(read_address_zero, 1)
+    assert "read_address_zero" in raised.value.__notes__[0]
 
 
 def test_the_others_get_a_grace_and_are_then_killed() -> None:

@@ -98,6 +98,7 @@ def _settle(spec: Spec, out: Descriptor, err: Descriptor) -> None:
     os.environ.update(spec.environment)
     log = (spec.folder / f"rank-{spec.rank}.txt").open("w")
     faulthandler.register(signal.SIGUSR2, file=log, all_threads=False)
+    faulthandler.enable(file=log)  # a rank that dies of a fault in a library says where it was
     threading.Thread(target=_follow_the_launcher, name="launcher watch", daemon=True).start()
 
     import torch

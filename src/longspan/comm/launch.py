@@ -174,6 +174,8 @@ class _Crew:
         )
         if first.death is not None or first.answer is None:
             error: BaseException = CommError(f"rank {first.index} of {len(self.ranks)} {first.death}")
+            if where := _dump(self.folder, first.index):
+                error.add_note(f"rank {first.index} was at:\n{where}")
         else:
             error = first.answer.error(first.index)
         for rank in [rank for rank in self.ranks if rank is not first and (rank.failed or rank.waiting)][:4]:
