@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from longspan import Layout, World, attend, bind, plan_fixed
 from longspan.attention import all_gather, all_to_all, ring
 from longspan.cli.machine import machine, machine_text
+from longspan.cli.step_parts import merged
 from longspan.comm import run_local
 from longspan.train.versions import versions
 
@@ -98,19 +99,9 @@ def _trace(found: dict[str, dict[str, list[Span]]]) -> Iterable[dict[str, Any]]:
                 yield event | {"ts": round(start * 1e3, 1), "dur": round((stop - start) * 1e3, 1)}
 
 
-def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    merged: list[tuple[float, float]] = []
-    for start, stop, _ in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return merged
-
-
 def _sums(lanes: dict[str, list[Span]]) -> tuple[float, float, float]:
     """Milliseconds in which something is computed, in which something travels, and in which both happen."""
-    computes, travels = (_union(lanes[lane]) for lane in ("computes", "travels"))
+    computes, travels = (merged([span[:2] for span in lanes[lane]]) for lane in ("computes", "travels"))
     both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in computes for c, d in travels)
     return sum(b - a for a, b in computes), sum(b - a for a, b in travels), both
 

@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from longspan import Group, Layout, MicroBatch, World, attend, bind
 from longspan.cli.bench_attention_ranks import Run, Settings, _lengths, _own_cases, _tensors, forward_flops
 from longspan.cli.machine import machine, machine_text
+from longspan.cli.step_parts import merged
 from longspan.train.versions import versions
 
 Span = tuple[float, float]
@@ -166,10 +167,10 @@ def _on_device(event: dict[str, Any]) -> bool:
 def _parts(events: list[dict[str, Any]]) -> dict[str, float]:
     """Seconds of one run by what the device does."""
     spans = {
-        kind: _union(_span(e) for e in events if _kind(e["name"]) == kind) for kind in ("attention", "other", "wire")
+        kind: merged([_span(e) for e in events if _kind(e["name"]) == kind]) for kind in ("attention", "other", "wire")
     }
-    computing = _union([*spans["attention"], *spans["other"]])
-    anything = _union([*computing, *spans["wire"]])
+    computing = merged([*spans["attention"], *spans["other"]])
+    anything = merged([*computing, *spans["wire"]])
     whole = anything[-1][1] - anything[0][0]
     seconds = {
         "attention": _length(spans["attention"]),
@@ -190,16 +191,6 @@ def _kind(name: str) -> str:
 
 def _span(event: dict[str, Any]) -> Span:
     return event["ts"], event["ts"] + event["dur"]
-
-
-def _union(spans: Iterable[Span]) -> list[Span]:
-    found: list[Span] = []
-    for start, stop in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
-        else:
-            found.append((start, stop))
-    return found
 
 
 def _length(spans: Iterable[Span]) -> float:

@@ -1,22 +1,20 @@
 """Runs with pipelines: the same losses and weights as without, and checkpoints that either may go on from."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from longspan.errors import ConfigError
-from longspan.testing import backend, run_ranks
+from longspan.testing import backend
 from longspan.train.config import ParallelConfig, RunConfig
 from longspan.train.config_check import check_config
-from longspan.train.metrics import read_rows
 from tests.model.stock import SIZES, worst
-from tests.train.small import small_config, train_rank
+from tests.train.homes import farthest, gone_on_from_the_first_checkpoint, losses_of_run, saved_weights
+from tests.train.small import small_config
 
 SETTINGS = {
     "model__dtype": "float64",
@@ -31,29 +29,7 @@ BOUND = 1e-12 if backend() == "gloo" else 1e-5
 
 
 def _run(config: RunConfig) -> list[float]:
-    """The losses of all steps and evaluations, in order."""
-    ranks = 2 * config.parallel.pp
-    run_ranks(train_rank, ranks, config, ranks, timeout=120)
-    rows = read_rows(Path(config.run.dir) / "metrics.jsonl")
-    return [float(row[key]) for row in rows for key in ("loss", "eval_loss") if key in row]
-
-
-def _go_on(config: RunConfig, folder: Path, parallel: ParallelConfig) -> RunConfig:
-    """The run as it stood at its first checkpoint, under another home."""
-    shutil.copytree(config.run.dir, folder)
-    for left in ("checkpoints/step-000004", "model"):
-        shutil.rmtree(folder / left)
-    (folder / "summary.json").unlink()
-    return replace(config, parallel=parallel, run=replace(config.run, dir=str(folder)))
-
-
-def _weights(config: RunConfig) -> dict[str, torch.Tensor]:
-    return load_file(Path(config.run.dir) / "model" / "model.safetensors")
-
-
-def _far(found: list[float], wanted: list[float]) -> float:
-    assert len(found) == len(wanted)
-    return max(abs(a / b - 1) for a, b in zip(found, wanted, strict=True))
+    return losses_of_run(config, 2 * config.parallel.pp)
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +53,13 @@ def test_losses_weights_and_checkpoints_do_not_depend_on_the_pipeline(
     first = wanted
     if begun.pp > 1:
         first = replace(wanted, parallel=begun, run=replace(wanted.run, dir=str(tmp_path / "begun")))
-        assert _far(_run(first), losses) < BOUND
-        assert worst(_weights(first), _weights(wanted)) < BOUND
-    second = _go_on(first, tmp_path / "gone_on", gone_on)
-    assert _far(_run(second), losses) < BOUND
-    assert worst(_weights(second), _weights(wanted)) < BOUND
+        assert farthest(_run(first), losses) < BOUND
+        assert worst(saved_weights(first), saved_weights(wanted)) < BOUND
+    second = gone_on_from_the_first_checkpoint(first, tmp_path / "gone_on", gone_on)
+    assert farthest(_run(second), losses) < BOUND
+    assert worst(saved_weights(second), saved_weights(wanted)) < BOUND
     stock = AutoModelForCausalLM.from_pretrained(Path(second.run.dir) / "model", dtype=torch.float64)
-    assert worst({n: p.detach() for n, p in stock.named_parameters()}, _weights(second)) == 0.0
+    assert worst({n: p.detach() for n, p in stock.named_parameters()}, saved_weights(second)) == 0.0
 
 
 CONFLICTS = [

@@ -16,7 +16,7 @@ from torch import Tensor
 from longspan.attention.block import Attended, Gradients, Kept, Rule, Saved, add_block, block_gradients
 from longspan.attention.circle import Circle
 from longspan.attention.merge import Partial, RowSum, accumulation_dtype
-from longspan.attention.rows import matrix_of, sum_rows
+from longspan.attention.rows import joined_heads, matrix_of, sum_rows
 from longspan.comm import Addend, Handle, columns
 
 _Pair = tuple[Tensor, Tensor]
@@ -68,7 +68,7 @@ def all_gather_forward(q: Tensor, k: Tensor, v: Tensor, circle: Circle, rule: Ru
         add_block(total, q_part, all_k, all_v, circle.launches(None), part)
         found.append(part.finish(total))
         del all_k, all_v
-    out, lse = (_joined(parts) for parts in zip(*found, strict=True))
+    out, lse = (joined_heads(parts) for parts in zip(*found, strict=True))
     return Attended(out, (q, k, v, None, lse))
 
 
@@ -84,11 +84,7 @@ def all_gather_backward(dout: Tensor, kept: Kept, circle: Circle, rule: Rule) ->
         dq_parts.append(dq.result())
         del all_k, all_v
     dk, dv = home.finish()
-    return Gradients(_joined(dq_parts), dk, dv, rule.sink_gradient(Saved(dout, q, out, lse)))
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
+    return Gradients(joined_heads(dq_parts), dk, dv, rule.sink_gradient(Saved(dout, q, out, lse)))
 
 
 def _gathered(
@@ -133,7 +129,7 @@ class _Home:
     def finish(self) -> _Pair:
         """The summed gradients of the own rows, of all heads."""
         self._collect()
-        dk, dv = (_joined(parts) for parts in zip(*self._done, strict=True))
+        dk, dv = (joined_heads(parts) for parts in zip(*self._done, strict=True))
         return dk, dv
 
     def _by_member(self, addends: list[Addend], k: Tensor, v: Tensor) -> Tensor:

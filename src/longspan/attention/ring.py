@@ -7,13 +7,13 @@ What no query sees is not computed. Under a window that is narrow against the do
 there is no ring: see `halo.py`.
 """
 
-import torch
 from torch import Tensor
 
 from longspan.attention.block import Attended, Gradients, Kept, Rule, Saved, add_block, block_gradients, summed
 from longspan.attention.circle import Circle
 from longspan.attention.halo import halo_backward, halo_forward, is_narrow
 from longspan.attention.merge import Partial, RowSum, accumulation_dtype
+from longspan.attention.rows import joined_heads
 from longspan.comm import Addend, GradientRing, RingBlocks
 
 HALVES_BYTES = 48 << 20  # of a block's gradients: a message that is worth one more launch to hide (H200)
@@ -87,8 +87,4 @@ class _OwnBlock:
         while self._left:
             self.some()
         dk, dv = (list(parts) for parts in zip(*self._found, strict=True))
-        return [Addend(slice(0, len(self._k)), (_side_by_side(dk), _side_by_side(dv)))]
-
-
-def _side_by_side(heads: list[Tensor]) -> Tensor:
-    return heads[0] if len(heads) == 1 else torch.cat(heads, 1)
+        return [Addend(slice(0, len(self._k)), (joined_heads(dk), joined_heads(dv)))]

@@ -32,6 +32,11 @@ def matrix_of(tensors: Sequence[Tensor], index: Tensor | None = None, dtype: tor
     return matrix
 
 
+def joined_heads(parts: Sequence[Tensor]) -> Tensor:
+    """Slices of the heads (rows, some heads, …) as (rows, heads, …); a copy unless there is one alone."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
+
+
 def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
     """total[r] ← sum of x[index[r]] over addends (x, index), for total (R, W); an index of −1 adds nothing."""
     if addends and fused.available(total) and total.dtype == torch.float32:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from longspan.comm.groups import world_of as world_of
     from longspan.comm.launch import run_local as run_local
     from longspan.comm.matrix import columns as columns
-    from longspan.comm.matrix import side_by_side as side_by_side
     from longspan.comm.ring import Addend as Addend
     from longspan.comm.ring import GradientRing as GradientRing
     from longspan.comm.ring import RingBlocks as RingBlocks
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 _HOME_OF = {
     **dict.fromkeys(("all_reduce_sum", "gather_rows", "scatter_rows"), "longspan.comm.collectives"),
-    **dict.fromkeys(("columns", "side_by_side"), "longspan.comm.matrix"),
+    "columns": "longspan.comm.matrix",
     **dict.fromkeys(("Channel", "Handle"), "longspan.comm.channel"),
     "world_of": "longspan.comm.groups",
     "run_local": "longspan.comm.launch",
@@ -53,7 +52,6 @@ __all__ = [
     "gather_rows",
     "run_local",
     "scatter_rows",
-    "side_by_side",
     "world_of",
 ]
 

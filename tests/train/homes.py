@@ -1,0 +1,39 @@
+"""Runs of four steps, saved after two and four, under one home and under another."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from longspan.testing import run_ranks
+from longspan.train.config import ParallelConfig, RunConfig
+from longspan.train.metrics import read_rows
+from tests.train.small import train_rank
+
+
+def losses_of_run(config: RunConfig, ranks: int) -> list[float]:
+    """The losses of all steps and evaluations, in order."""
+    run_ranks(train_rank, ranks, config, ranks, timeout=120)
+    rows = read_rows(Path(config.run.dir) / "metrics.jsonl")
+    return [float(row[key]) for row in rows for key in ("loss", "eval_loss") if key in row]
+
+
+def gone_on_from_the_first_checkpoint(config: RunConfig, folder: Path, parallel: ParallelConfig) -> RunConfig:
+    """The run as it stood at its first checkpoint, under another home."""
+    shutil.copytree(config.run.dir, folder)
+    for left in ("checkpoints/step-000004", "model"):
+        shutil.rmtree(folder / left)
+    (folder / "summary.json").unlink()
+    return replace(config, parallel=parallel, run=replace(config.run, dir=str(folder)))
+
+
+def saved_weights(config: RunConfig) -> dict[str, Tensor]:
+    return load_file(Path(config.run.dir) / "model" / "model.safetensors")
+
+
+def farthest(found: list[float], wanted: list[float]) -> float:
+    """The largest relative difference."""
+    assert len(found) == len(wanted)
+    return max(abs(a / b - 1) for a, b in zip(found, wanted, strict=True))
