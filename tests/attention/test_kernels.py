@@ -83,10 +83,10 @@ def test_half_precision_error_does_not_grow_with_the_degree(dtype):
                 assert many <= 2 * one, (kernel.name, degree, name, one, many)
 
 
-@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("options", [*MASKS, {"softcap": 2.0}, {"softcap": 5.0, "window": 6}], ids=str)
 @pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str)
 def test_half_precision_masks_and_head_shapes(dtype, limit, options):
-    for kernel in usable(dtype, **{"window": 1} if "window" in options else {}):
+    for kernel in usable(dtype, **{name: 1 for name in options if name != "causal"}):
         for seed, (heads, shape) in enumerate(HEADS.items()):
             for lengths in ((37,), (5, 1, 40, 3)):
                 found = errors(kernel, dtype, shape, lengths, 3, seed, **options)
