@@ -129,12 +129,16 @@ def save_model(
 ) -> None:
     """Write the full weights to a folder that stock transformers loads; all ranks call it together.
 
-    The home's first rank writes safetensors, configuration and tokenizer next to `folder` and renames, so an
-    interrupted save leaves what was there. Raises ModelError on every rank where writing failed.
+    One rank writes safetensors, configuration and tokenizer next to `folder` and renames, so an interrupted save
+    leaves what was there: rank 0, or with pipeline stages the home's first rank. Raises ModelError on every rank
+    where writing failed.
     """
-    full = state_of_all_stages(model, world) if isinstance(model, PipelinedModel) else full_state_dict(model)
+    if isinstance(model, PipelinedModel):
+        writer, full = world.home.ranks[0], state_of_all_stages(model, world)
+    else:
+        writer, full = 0, full_state_dict(model)  # torch gathers on rank 0, wherever that is in the home
     failure: Exception | None = None
-    if world.rank == world.home.ranks[0]:
+    if world.rank == writer:
         try:
             _write(model, full, Path(folder), tokenizer)
         except Exception as error:  # whatever the file system raises: the other ranks must learn of it
