@@ -12,7 +12,7 @@ from longspan.errors import LongspanError, ModelError, PlanError
 from longspan.layout import Layout
 from longspan.model import prepare, save_model
 from longspan.model.pipeline import PipelinedModel, refuse_reused_parameters
-from longspan.model.schedules import check_schedule, enough_micro_batches, stages_of_rank
+from longspan.model.pipelining import Pipelining
 from longspan.model.stages import Call, Stage, cut, layers_of_stages, parts_of, refuse_inexact
 from longspan.model.tied import TiedCopies
 from longspan.plan import plan_fixed
@@ -49,10 +49,11 @@ def test_more_stages_than_layers() -> None:
 @pytest.mark.parametrize("pp", [2, 3, 4])
 @pytest.mark.parametrize(("schedule", "vpp"), [("1f1b", 1), ("1f1b", 3), ("zero_bubble", 2), ("zbv", 2)])
 def test_every_stage_is_on_one_rank(schedule: str, vpp: int, pp: int) -> None:
-    held = [stages_of_rank(schedule, place, pp, vpp) for place in range(pp)]
+    held = [Pipelining(schedule, pp, vpp).stages_at(place) for place in range(pp)]
     assert sorted(stage for stages in held for stage in stages) == list(range(pp * vpp))
     assert all(len(stages) == vpp for stages in held)
     assert 0 in held[0] and (pp * vpp - 1 in held[0 if schedule == "zbv" else pp - 1])
+    assert pp * vpp - 1 in held[Pipelining(schedule, pp, vpp).loss_place]
 
 
 SCHEDULES = [
@@ -67,7 +68,7 @@ SCHEDULES = [
 @pytest.mark.parametrize(("name", "pp", "vpp", "says"), SCHEDULES)
 def test_schedules_that_are_refused(name: str, pp: int, vpp: int, says: str) -> None:
     with pytest.raises(PlanError, match=says):
-        check_schedule(name, pp, vpp)
+        Pipelining(name, pp, vpp)
 
 
 ENOUGH = [
@@ -82,7 +83,7 @@ ENOUGH = [
 
 @pytest.mark.parametrize(("name", "vpp", "pp", "counts"), ENOUGH)
 def test_interleaved_schedules_go_in_equal_rounds(name: str, vpp: int, pp: int, counts: dict[int, int]) -> None:
-    assert {count: enough_micro_batches(name, count, pp, vpp) for count in counts} == counts
+    assert {count: Pipelining(name, pp, vpp).enough_micro_batches(count) for count in counts} == counts
 
 
 class _Positions:

@@ -6,6 +6,7 @@ here divides. Tensor and pipeline parallelism are not in this module.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from longspan.comm import World
+from longspan.errors import ModelError
 from longspan.model.expert_parallel import shard_experts
 from longspan.model.probe import decoder_layers
 
@@ -22,32 +24,42 @@ _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether 
 _BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat buffers of at most this many elements
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """Whether parameters are sharded over the slots, and how FSDP2 then treats them; otherwise every rank has a copy.
+
+    `reshard_after_forward` frees a layer's gathered parameters between forward and backward; `compute_dtype` is what
+    FSDP2 computes in. Raises ModelError for a compute dtype of parameters that are not sharded.
+    """
+
+    parameters: bool = True
+    reshard_after_forward: bool = True
+    compute_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.compute_dtype is not None and not self.parameters:
+            raise ModelError("compute_dtype is FSDP2's mixed precision; it needs shard_parameters=True")
+
+
 def shard_over_slots(
-    model: PreTrainedModel,
-    world: World,
-    *,
-    reshard_after_forward: bool,
-    has_experts: bool,
-    compute_dtype: torch.dtype | None = None,
-    root: nn.Module | None = None,
+    model: PreTrainedModel, world: World, sharding: Sharding, *, root: nn.Module, has_experts: bool
 ) -> None:
     """Shard each decoder layer, then the rest, over all slots. All ranks call it together.
 
     `root` is what will be called: the model itself, or the pipeline stage around it; `has_experts` says whether any
     stage has experts, whose meshes all ranks make together.
     """
-    policy = _precision(model, compute_dtype)
+    policy, frees = _precision(model, sharding.compute_dtype), sharding.reshard_after_forward
     if has_experts:
-        shard_experts(model, world, policy, reshard=reshard_after_forward)
+        shard_experts(model, world, policy, reshard=frees)
     for layer in decoder_layers(model).values():
-        fully_shard(layer, mesh=world.fsdp_mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
-    root = model if root is None else root
+        fully_shard(layer, mesh=world.fsdp_mesh, reshard_after_forward=frees, mp_policy=policy)
     fully_shard(root, mesh=world.fsdp_mesh, mp_policy=policy)
     for module in fsdp_modules(root):
         # gloo has no premultiplied sum, which is what a divide factor alone would ask for
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
-        _RESHARDS[module] = reshard_after_forward and module is not root  # as FSDP2 itself treats a root
+        _RESHARDS[module] = frees and module is not root  # as FSDP2 itself treats a root
 
 
 def _precision(model: nn.Module, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:

@@ -8,7 +8,7 @@ the embedding in `tied.py`.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,14 +22,9 @@ from longspan.errors import ModelError
 from longspan.model.kernels import with_kernel
 from longspan.model.moe import router_modules
 from longspan.model.parallelize import reshard
+from longspan.model.pipelining import Pipelining
 from longspan.model.probe import Probe, run_on_meta
-from longspan.model.schedules import (
-    SPLIT_BACKWARD,
-    HandOff,
-    enough_micro_batches,
-    make_schedule,
-    stages_of_rank,
-)
+from longspan.model.schedules import HandOff, make_schedule
 from longspan.model.stages import Absent, Call, Stage, cut, layers_of_stages, parts_of, refuse_inexact
 from longspan.model.tied import TiedCopies
 
@@ -69,14 +64,13 @@ class PipelinedModel(nn.Module):
         model: PreTrainedModel,
         world: World,
         stages: Sequence[Stage],
-        schedule: str,
+        pipelining: Pipelining,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         # What the whole model is, whatever stages are here.
         self.config, self.generation_config, self.architecture = model.config, model.generation_config, type(model)
-        self.stages, self.schedule, self.dtype = tuple(stages), schedule, dtype  # a tuple: not by these names
-        self.virtual_stages = len(self.stages)
+        self.stages, self.pipelining, self.dtype = tuple(stages), pipelining, dtype  # a tuple: not by these names
         self.tied = TiedCopies(self.stages)
         self._world_key = world.key
         _ = world.pipeline  # makes its group, on all ranks together
@@ -109,19 +103,10 @@ class PipelinedModel(nn.Module):
         super().train(mode)
         return self
 
-    def enough_micro_batches(self, count: int) -> int:
-        """The least number of micro-batches, `count` or more, that a training step takes."""
-        return enough_micro_batches(self.schedule, count, world_of(self._world_key).home.pp, self.virtual_stages)
-
     @property
     def reads_tokens(self) -> bool:
         """Whether a stage here needs token ids or labels."""
         return any(stage.first or stage.last for stage in self.stages)
-
-    @property
-    def loss_stage(self) -> int:
-        """The pipeline position of the ranks that hold the last stage."""
-        return 0 if self.schedule == "zbv" else world_of(self._world_key).home.pp - 1
 
     def run(self, calls: Sequence[Call], *, backward: bool) -> None:
         """One step: every call through every stage, and back with `backward`, which adds to `.grad`.
@@ -132,7 +117,7 @@ class PipelinedModel(nn.Module):
         """
         world = world_of(self._world_key)
         self.tied.make_equal()
-        with self.tied.gradients_summed(world) if backward else _nothing():
+        with self.tied.gradients_summed(world) if backward else nullcontext():
             step, stages = self._schedule(len(calls), backward, world)
             for call in calls:
                 call.more = with_kernel(self, call.more)
@@ -151,7 +136,7 @@ class PipelinedModel(nn.Module):
         if key not in self._ready:
             hidden = self.config.get_text_config().hidden_size
             stages = [HandOff(stage, world, hidden, self.dtype) for stage in self.stages]
-            self._ready[key] = _Ready(make_schedule(self.schedule, stages, micro_batches, backward=backward), stages)
+            self._ready[key] = _Ready(make_schedule(self.pipelining, stages, micro_batches, backward=backward), stages)
         return self._ready[key]
 
     @torch.no_grad()
@@ -171,7 +156,7 @@ class PipelinedModel(nn.Module):
 
     def _to_all_stages(self, found: list[Tensor], shard: SequenceShard) -> Tensor:
         pipeline = world_of(self._world_key).pipeline
-        holder = self.loss_stage
+        holder = self.pipelining.loss_place
         if pipeline.index == holder:
             logits = found[0].to(self.dtype).contiguous()
             others = [other for other in range(pipeline.degree) if other != holder]
@@ -184,18 +169,17 @@ class PipelinedModel(nn.Module):
         return logits
 
 
-def cut_into_stages(model: PreTrainedModel, world: World, *, virtual_stages: int, schedule: str) -> tuple[Stage, ...]:
+def cut_into_stages(model: PreTrainedModel, world: World, pipelining: Pipelining) -> tuple[Stage, ...]:
     """This rank's stages of a model; the rest of it is freed.
 
     Raises ModelError or PlanError, before anything is changed, for what would not be exact or not fit.
     """
-    pp = world.home.pp
     parts = parts_of(model)
-    layers = layers_of_stages(len(getattr(model.base_model, parts.layers)), pp * virtual_stages)
+    layers = layers_of_stages(len(getattr(model.base_model, parts.layers)), pipelining.stages)
     refuse_inexact(model, parts)
-    if schedule in SPLIT_BACKWARD:
+    if pipelining.splits_backward:
         refuse_reused_parameters(model)
-    return cut(model, parts, layers, stages_of_rank(schedule, world.coordinates.pp, pp, virtual_stages))
+    return cut(model, parts, layers, pipelining.stages_at(world.coordinates.pp))
 
 
 def refuse_reused_parameters(model: PreTrainedModel) -> None:
@@ -256,8 +240,3 @@ def _graft(into: nn.Module, source: nn.Module, *, shared: set[nn.Module]) -> Non
             _graft(into.get_submodule(name), child, shared=shared)
         elif not isinstance(child, Absent) and name not in into._modules:
             into.add_module(name, child)
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

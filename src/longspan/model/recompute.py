@@ -7,6 +7,7 @@ layer, without re-entrance; whatever a layer was called with, its shard among it
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast, get_args
 
@@ -23,56 +24,60 @@ from longspan.model.stages import layers_of_stages
 Recompute = Literal["none", "full", "selective"]
 
 
-def recompute_choice(asked: bool | str) -> Recompute:
-    """The choice that a caller names; True is "full", False "none". Raises ModelError for another word."""
-    if isinstance(asked, bool):
-        return "full" if asked else "none"
-    if asked not in get_args(Recompute):
-        raise ModelError(f"activation_checkpointing is {asked!r}; use one of {', '.join(get_args(Recompute))}")
-    return cast(Recompute, asked)
+@dataclass(frozen=True, kw_only=True)
+class Recomputation:
+    """Which decoder layers are recomputed in backward, and where what they start from waits meanwhile.
 
-
-def check_recompute(
-    model: PreTrainedModel, asked: bool | str, *, offload: bool = False, layers: int = 0, stages: int = 1
-) -> None:
-    """Raise ModelError for what `recompute_activations` cannot do with a whole model that goes into so many stages.
-
-    The same on every rank, before anything is changed: layers that cannot be recomputed, more of them than the largest
-    stage has, and `offload` or `layers` without recomputation.
+    `layers` is how many of a stage's layers, the first ones (0: each); with `offload`, what is kept waits on the host.
     """
-    kind, found = recompute_choice(asked), decoder_layers(model)
-    if kind == "none" and layers:
-        raise ModelError(f"recompute_layers is {layers}; it needs activation_checkpointing 'full' or 'selective'")
-    if kind == "none" and offload:
-        raise ModelError(
-            "offload_activations moves what checkpointed layers keep; it needs activation_checkpointing "
-            "'full' or 'selective'"
-        )
-    most = max(len(part) for part in layers_of_stages(len(found), stages))
-    if not 0 <= layers <= most:
-        where = "are here" if stages == 1 else f"are in the largest of {stages} pipeline stages"
-        raise ModelError(f"recompute_layers is {layers}, {most} decoder layers {where}; use 0 (each) to {most}")
-    for name, layer in found.items() if kind != "none" else ():
-        if not (model.supports_gradient_checkpointing and hasattr(layer, "gradient_checkpointing")):
+
+    kind: Recompute = "none"
+    layers: int = 0
+    offload: bool = False
+
+    @classmethod
+    def of(cls, asked: bool | str, *, layers: int = 0, offload: bool = False) -> "Recomputation":
+        """What a caller names: True is "full", False "none". Raises ModelError for another word, or more with none."""
+        kind = ("full" if asked else "none") if isinstance(asked, bool) else asked
+        if kind not in get_args(Recompute):
+            raise ModelError(f"activation_checkpointing is {kind!r}; use one of {', '.join(get_args(Recompute))}")
+        if kind == "none" and layers:
+            raise ModelError(f"recompute_layers is {layers}; it needs activation_checkpointing 'full' or 'selective'")
+        if kind == "none" and offload:
             raise ModelError(
-                f"{type(model).__name__}: {name} ({type(layer).__name__}) does not support activation checkpointing; "
-                "switch it off"
+                "offload_activations moves what checkpointed layers keep; it needs activation_checkpointing "
+                "'full' or 'selective'"
             )
+        return cls(kind=cast(Recompute, kind), layers=layers, offload=offload)
 
+    def check(self, model: PreTrainedModel, stages: int) -> None:
+        """Raise ModelError where a whole model that goes into so many stages cannot be recomputed so.
 
-def recompute_activations(model: PreTrainedModel, asked: bool | str, *, offload: bool = False, layers: int = 0) -> None:
-    """Recompute each decoder layer in backward, as `asked`; with `offload`, what is kept meanwhile waits on the host.
+        The same on every rank, before anything is changed: more layers than the largest stage has, or layers that
+        cannot be recomputed.
+        """
+        found = decoder_layers(model)
+        most = max(len(part) for part in layers_of_stages(len(found), stages))
+        if not 0 <= self.layers <= most:
+            where = "are here" if stages == 1 else f"are in the largest of {stages} pipeline stages"
+            raise ModelError(
+                f"recompute_layers is {self.layers}, {most} decoder layers {where}; use 0 (each) to {most}"
+            )
+        for name, layer in found.items() if self.kind != "none" else ():
+            if not (model.supports_gradient_checkpointing and hasattr(layer, "gradient_checkpointing")):
+                raise ModelError(
+                    f"{type(model).__name__}: {name} ({type(layer).__name__}) does not support activation "
+                    "checkpointing; switch it off"
+                )
 
-    `layers` recomputes that many of the layers that are here, the first ones, and keeps all of the others; 0: each, as
-    where fewer are here. What is asked was checked on the whole model (`check_recompute`).
-    """
-    kind = recompute_choice(asked)
-    if kind == "none":
-        return
-    parking = Parking() if offload else None
-    for index, layer in enumerate([*decoder_layers(model).values()][: layers or None]):
-        settings = {"selective": kind == "selective", "parking": parking, "first": index == 0}
-        _set(layer, _gradient_checkpointing_func=partial(_checkpointed, **settings), gradient_checkpointing=True)
+    def apply(self, model: PreTrainedModel) -> None:
+        """Recompute the layers that are here, a whole model's or a stage's, which may be fewer than `layers`."""
+        if self.kind == "none":
+            return
+        parking = Parking() if self.offload else None
+        for index, layer in enumerate([*decoder_layers(model).values()][: self.layers or None]):
+            run = partial(_checkpointed, selective=self.kind == "selective", parking=parking, first=index == 0)
+            _set(layer, _gradient_checkpointing_func=run, gradient_checkpointing=True)
 
 
 def _set(layer: nn.Module, **values: Any) -> None:

@@ -11,7 +11,7 @@ our groups are warm already, so both are left out.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,45 +26,10 @@ from torch.distributed.pipelining import (
 )
 
 from longspan.comm import World
-from longspan.errors import ModelError, PlanError
+from longspan.errors import ModelError
+from longspan.model.pipelining import Pipelining
 from longspan.model.stages import Call, Stage
 from longspan.model.tensor_parallel import row_multiple
-
-ScheduleName = Literal["gpipe", "1f1b", "zero_bubble", "zbv"]
-SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
-SPLIT_BACKWARD = ("zero_bubble", "zbv")  # the gradients of weights are computed apart from those of inputs
-
-
-def check_schedule(name: str, pp: int, virtual_stages: int) -> None:
-    """Raise PlanError for a schedule that is not there or not for so many stages a rank."""
-    if name not in SCHEDULES:
-        raise PlanError(f"pipeline_schedule is {name!r}; use {', '.join(SCHEDULES)}")
-    if virtual_stages < 1:
-        raise PlanError(f"virtual_stages is {virtual_stages}; a rank holds at least one pipeline stage")
-    if pp == 1 and virtual_stages > 1:
-        raise PlanError(f"virtual_stages is {virtual_stages} with pp 1; interleaved stages need a pipeline: use pp 2")
-    if name == "zbv" and virtual_stages != 2:
-        raise PlanError(
-            f"pipeline_schedule 'zbv' folds two stages onto each rank, virtual_stages is {virtual_stages}; use 2, or "
-            "'zero_bubble'"
-        )
-
-
-def enough_micro_batches(name: str, count: int, pp: int, virtual_stages: int) -> int:
-    """The least number of micro-batches, `count` or more, that the schedule takes; what is missing are dummies.
-
-    Interleaved schedules go in n // pp rounds of equal size.
-    """
-    if pp > 1 and (name == "zero_bubble" or (name == "1f1b" and virtual_stages > 1)):
-        return next(n for n in range(count, count + pp) if n % max(1, n // pp) == 0)
-    return count
-
-
-def stages_of_rank(name: str, place: int, pp: int, virtual_stages: int) -> tuple[int, ...]:
-    """The stages, in model order, that the ranks at pipeline position `place` hold: round and round, or V for zbv."""
-    if name == "zbv":
-        return place, 2 * pp - 1 - place
-    return tuple(range(place, pp * virtual_stages, pp))
 
 
 class HandOff(PipelineStage):
@@ -195,28 +160,34 @@ class HandOff(PipelineStage):
         return []
 
 
-def make_schedule(name: str, stages: Sequence[HandOff], micro_batches: int, *, backward: bool) -> Callable[[], None]:
-    """One step of this schedule over `micro_batches` micro-batches: call it once the stages have their calls.
+def make_schedule(
+    pipelining: Pipelining, stages: Sequence[HandOff], micro_batches: int, *, backward: bool
+) -> Callable[[], None]:
+    """One step over `micro_batches` micro-batches: call it once the stages have their calls.
 
     Few micro-batches for 1F1B, and evaluation, run all forward passes first: there 1F1B would do the same.
     """
     settings: dict[str, Any] = {"loss_fn": _as_it_is if backward else None, "scale_grads": False}
-    one, pp = len(stages) == 1, stages[0].group_size
-    if name == "zbv":
-        schedule: Any = ScheduleZBVZeroBubble(list(stages), micro_batches, **settings)
-    elif name == "zero_bubble" and backward:
-        schedule = ScheduleInterleavedZeroBubble(list(stages), micro_batches, **settings)
-    elif not one:
-        looped = ScheduleInterleaved1F1B if name == "1f1b" and backward else ScheduleLoopedBFS
-        schedule = looped(list(stages), micro_batches, **settings)
-    else:
-        single = Schedule1F1B if name == "1f1b" and backward and micro_batches >= pp else ScheduleGPipe
-        schedule = single(stages[0], micro_batches, **settings)
+    kind = _kind(pipelining, micro_batches, backward=backward)
+    given: Any = stages[0] if kind in (Schedule1F1B, ScheduleGPipe) else list(stages)
+    schedule = kind(given, micro_batches, **settings)
 
     def step() -> None:
         schedule.step(target=torch.arange(micro_batches), return_outputs=False)
 
     return step
+
+
+def _kind(pipelining: Pipelining, micro_batches: int, *, backward: bool) -> Any:
+    """torch's class for this schedule."""
+    if pipelining.folded:
+        return ScheduleZBVZeroBubble
+    if pipelining.schedule == "zero_bubble" and backward:
+        return ScheduleInterleavedZeroBubble
+    alternating = pipelining.schedule == "1f1b" and backward
+    if pipelining.virtual_stages > 1:
+        return ScheduleInterleaved1F1B if alternating else ScheduleLoopedBFS
+    return Schedule1F1B if alternating and micro_batches >= pipelining.pp else ScheduleGPipe
 
 
 def _as_it_is(output: Tensor, _: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ def run_through_stages(
             with torch.no_grad():
                 model.run([call(*each, counting=True) for each in work], backward=False)
         routing.settle()
-    count = model.enough_micro_batches(len(work)) if backward else len(work)
+    count = model.pipelining.enough_micro_batches(len(work)) if backward else len(work)
     model.run([call(*each) for each in _with_dummies(work, count, plan, world)], backward=backward)
     return total.item()
 

@@ -1,0 +1,78 @@
+"""How a home's pipeline is run, as a value: which stages each rank holds, and how many micro-batches a step takes."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from longspan.errors import PlanError
+
+ScheduleName = Literal["gpipe", "1f1b", "zero_bubble", "zbv"]
+SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
+
+
+@dataclass(frozen=True)
+class Pipelining:
+    """A schedule over `pp` ranks that hold `virtual_stages` stages each.
+
+    >>> Pipelining("1f1b", pp=2, virtual_stages=2).stages_at(1)
+    (1, 3)
+
+    Raises PlanError for a schedule that is not there or not for so many stages a rank.
+    """
+
+    schedule: str = "1f1b"
+    pp: int = 1
+    virtual_stages: int = 1
+
+    def __post_init__(self) -> None:
+        count = self.virtual_stages
+        if self.schedule not in SCHEDULES:
+            raise PlanError(f"pipeline_schedule is {self.schedule!r}; use {', '.join(SCHEDULES)}")
+        if count < 1:
+            raise PlanError(f"virtual_stages is {count}; a rank holds at least one pipeline stage")
+        if self.pp == 1 and count > 1:
+            raise PlanError(f"virtual_stages is {count} with pp 1; interleaved stages need a pipeline: use pp 2")
+        if self.folded and count != 2:
+            raise PlanError(
+                f"pipeline_schedule 'zbv' folds two stages onto each rank, virtual_stages is {count}; use 2, or "
+                "'zero_bubble'"
+            )
+
+    @property
+    def stages(self) -> int:
+        """The stages of all ranks."""
+        return self.pp * self.virtual_stages
+
+    @property
+    def folded(self) -> bool:
+        """Whether stages go down the ranks and up again, so that the first rank holds the last stage too."""
+        return self.schedule == "zbv"
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are computed apart from those of inputs.
+
+        torch then loses gradients of parameters that FSDP2 frees after a forward pass (torch 2.11 to 2.13), and counts
+        twice those of parameters that are used twice (pytorch issue 180952).
+        """
+        return self.schedule in ("zero_bubble", "zbv")
+
+    @property
+    def loss_place(self) -> int:
+        """The pipeline position of the ranks that hold the last stage."""
+        return 0 if self.folded else self.pp - 1
+
+    def stages_at(self, place: int) -> tuple[int, ...]:
+        """The stages, in model order, that the ranks at a pipeline position hold: round and round, or folded."""
+        if self.folded:
+            return place, self.stages - 1 - place
+        return tuple(range(place, self.stages, self.pp))
+
+    def enough_micro_batches(self, count: int) -> int:
+        """The least number of micro-batches, `count` or more, that a training step takes; what is missing are dummies.
+
+        Interleaved schedules go in n // pp rounds of equal size.
+        """
+        in_rounds = self.schedule == "zero_bubble" or (self.schedule == "1f1b" and self.virtual_stages > 1)
+        if self.pp > 1 and in_rounds:
+            return next(n for n in range(count, count + self.pp) if n % max(1, n // self.pp) == 0)
+        return count
