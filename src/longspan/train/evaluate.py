@@ -11,9 +11,11 @@ from torch import nn
 
 from longspan.comm import World
 from longspan.plan import Plan
+from longspan.train.config import RunConfig
 from longspan.train.data import Corpus
 from longspan.train.outcome import Evaluation
 from longspan.train.plans import PlanChoice, degrees_to_compare
+from longspan.train.readers import readers_of
 from longspan.train.step import run_step
 
 
@@ -25,19 +27,21 @@ def evaluate(
     world: World,
     *,
     step: int,
-    chunk: int = 0,
+    config: RunConfig,
 ) -> Evaluation:
     """The loss of these documents under a plan of `choice`; all ranks call it together.
 
-    `chunk` is `run_step`'s `loss_chunk_rows`.
+    How rows are read and how many of them become logits at a time is taken from `config`.
 
-    >>> evaluate(model, corpus, order.evaluation, PlanChoice.evaluation(config.context), world, step=100).loss
+    >>> choice = PlanChoice.evaluation(config.context)
+    >>> evaluate(model, corpus, order.evaluation, choice, world, step=100, config=config).loss
     """
     started = time.perf_counter()
     given = corpus.select(documents)
     plan = choice.plan(given.lengths, world.home)
     world.prepare(plan)
-    result = run_step(model, plan, given, world, backward=False, step=step, loss_chunk_rows=chunk)
+    readers, chunk = readers_of(plan, config.data.read), config.train.loss_chunk_rows
+    result = run_step(model, plan, given, world, backward=False, step=step, loss_chunk_rows=chunk, readers=readers)
     widest = max(group.degree for batch in plan.micro_batches for group in batch.groups)
     return Evaluation(
         step=step,
@@ -59,12 +63,12 @@ def compare_degrees(
     world: World,
     *,
     step: int,
-    chunk: int = 0,
+    config: RunConfig,
 ) -> tuple[Evaluation, ...]:
     """The same documents at degree 1, 2, 4, … as far as they divide the slots, each under a cap that holds them."""
     longest = max(corpus.select(documents).lengths)
     choices = [choice.at_degree(degree, longest=longest) for degree in degrees_to_compare(world.home)]
-    return tuple(evaluate(model, corpus, documents, c, world, step=step, chunk=chunk) for c in choices)
+    return tuple(evaluate(model, corpus, documents, c, world, step=step, config=config) for c in choices)
 
 
 def save_plan(plan: Plan, folder: Path, name: str) -> None:

@@ -33,6 +33,11 @@ def whole_documents(lengths: Sequence[int], slots: int) -> Partition:
     return Partition.from_rows([range(a, b) for a, b in pairwise(cuts)])
 
 
+def readers_of(plan: Plan, read: str) -> Partition | None:
+    """Who reads which rows of a plan under `data.read`: None where each slot reads what it computes."""
+    return whole_documents(plan.lengths, plan.slots) if read == "documents" else None
+
+
 def exchange_of(plan: Plan, readers: Partition) -> Exchange:
     """What has to move from the readers to the slots that compute a row. Raises PlanError where a row is not read."""
     if readers.degree != plan.slots:

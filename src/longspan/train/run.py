@@ -28,6 +28,7 @@ from longspan.train.metrics import MetricsLog, memory_bytes, read_rows, write_wh
 from longspan.train.optim import lr_at
 from longspan.train.outcome import LAST_STEPS, Evaluation, Outcome
 from longspan.train.plans import plans_of_steps, row_multiple_of
+from longspan.train.readers import readers_of
 from longspan.train.screen import Screen
 from longspan.train.setup import Job, evaluation_choice, set_up
 from longspan.train.step import run_step
@@ -117,6 +118,7 @@ def _step(job: Job, plans: PlanAhead, step: int) -> tuple[dict[str, Any], Plan]:
         step=step + 1,
         loss_chunk_rows=config.loss_chunk_rows,
         router=router_coefficients(config),
+        readers=readers_of(plan, job.config.data.read),
     )
     if not math.isfinite(result.loss):
         raise LongspanError(
@@ -152,8 +154,7 @@ def _evaluate(job: Job, log: MetricsLog, screen: Screen, done: int) -> Evaluatio
     if not job.order.evaluation:
         return None
     choice = evaluation_choice(job.config)
-    chunk = job.config.train.loss_chunk_rows
-    found = evaluate(job.model, job.corpus, job.order.evaluation, choice, job.world, step=done, chunk=chunk)
+    found = evaluate(job.model, job.corpus, job.order.evaluation, choice, job.world, step=done, config=job.config)
     _record(job, log, screen, [found])
     return found
 
@@ -166,8 +167,7 @@ def _finish(job: Job, log: MetricsLog, screen: Screen) -> tuple[Evaluation, ...]
     if not job.order.evaluation:
         return ()
     choice, recorded = evaluation_choice(job.config), done in log.evaluated
-    chunk = job.config.train.loss_chunk_rows
-    final = compare_degrees(job.model, job.corpus, job.order.evaluation, choice, world, step=done, chunk=chunk)
+    final = compare_degrees(job.model, job.corpus, job.order.evaluation, choice, world, step=done, config=job.config)
     if choice.planner != "fixed" or choice.degree not in [evaluation.cp for evaluation in final]:
         _evaluate(job, log, screen, done)
     if not recorded:

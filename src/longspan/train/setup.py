@@ -38,6 +38,7 @@ Say = Callable[[str], None]
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
 _FIXED_SECTIONS = ("model", "data")
 _FIXED_KEYS = ("train.seed", "train.tokens_per_step", "train.optimizer")
+_FREE_KEYS = ("data.read",)  # of the sections: who reads a row does not change it
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,7 @@ def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World
         )
     model = model_under_home(config, world, corpus)
     step = int(load_checkpoint(found, model, None, world)["step"])
-    chunk = config.train.loss_chunk_rows
-    return evaluate(model, corpus, documents, evaluation_choice(config), world, step=step, chunk=chunk)
+    return evaluate(model, corpus, documents, evaluation_choice(config), world, step=step, config=config)
 
 
 def evaluation_choice(config: RunConfig) -> PlanChoice:
@@ -232,7 +232,7 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
             f"{path} is at step {state['step']}, beyond train.steps {config.train.steps}; raise train.steps"
         )
     fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in now[section]] + list(_FIXED_KEYS)
-    for name in fixed:
+    for name in (name for name in fixed if name not in _FREE_KEYS):
         section, _, key = name.partition(".")
         was, value = before.get(section, {}).get(key), now[section][key]
         if was is not None and was != value:
