@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from longspan.attention import attend
 from longspan.attention.recall import Recording
@@ -164,6 +164,41 @@ def _noting(original: Callable[..., Any], computed: list[int]) -> Callable[..., 
         return original(*args)
 
     return noting
+
+
+class Writing(Layer):
+    """Writes into attention's output, as a tensor, as a view of it, or where autograd does not look."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor, shard: Any) -> Tensor:
+        q = self.projections[0](x).unflatten(1, (2, 4))
+        out = attend(q, q, q.tanh(), shard)
+        with torch.set_grad_enabled(self.how != "without a graph"):
+            (out if self.how == "itself" else out.flatten(1)).mul_(2.0)
+        return self.projections[1](out.flatten(1))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("kept", ["nothing recomputed", "full", "selective", "selective, offloaded"])
+@pytest.mark.parametrize("how", ["itself", "a view", "without a graph"])
+def test_a_layer_that_writes_into_attentions_output_is_an_error(how: str, kept: str, groups: int) -> None:
+    """torch's checkpoints do not look at version counters: gradients would be wrong, without a word."""
+    _, x = _layer()
+    layer = Writing(how)
+    recording = Recording(Parking() if "offloaded" in kept else None)
+    parts = [Group((0,), (0,), (4,)), Group((0,), (1,), (5,))] if groups == 2 else [Group((0,), (0, 1), (4, 5))]
+    contexts = noop_context_fn if kept == "full" else recording.contexts
+    with World(Layout(ranks=1), backend="gloo") as world:
+        shard = bind(MicroBatch(tuple(parts)), world)
+        with pytest.raises(RuntimeError, match="modified inplace"):
+            if kept == "nothing recomputed":
+                out = layer(x, shard)
+            else:
+                out = checkpoint(layer, x, shard, use_reentrant=False, context_fn=contexts)
+            torch.autograd.grad(out.square().sum(), x)
 
 
 def _through_stages(rank: int) -> dict[str, tuple[float, float]]:

@@ -217,7 +217,8 @@ class _Attend(torch.autograd.Function):
         ctx.walk, ctx.sizes = walk, sizes
         ctx.shapes = [x.shape[1:] for x in (q, k, v)]
         ctx.save_for_backward(sinks, out if any(x is None for x in kept) else None, *kept)
-        return out
+        # A view: autograd refuses writes into it, which a checkpoint would not notice in what backward needs.
+        return out.view_as(out)
 
     @staticmethod
     @once_differentiable
