@@ -5,74 +5,60 @@ the loss, which all ranks are told once a step. Schedules are torch's (`longspan
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from longspan.comm import SequenceShard, World, bind
+from longspan.comm import World
 from longspan.model.pipeline import PipelinedModel
-from longspan.model.router import RouterStep
 from longspan.model.stages import Call
-from longspan.plan import MicroBatch, Plan
 from longspan.train.chunked_loss import chunked_cross_entropy
-from longspan.train.loss import NO_TARGET, Rows
+from longspan.train.passes import Passes
+from longspan.train.work import Work, padding_alone
 
-Work = tuple[SequenceShard, Rows, Rows]
 
-
-def run_through_stages(
-    model: PipelinedModel,
-    plan: Plan,
-    work: Sequence[Work],
-    world: World,
-    *,
-    backward: bool,
-    chunk_rows: int,
-    routing: RouterStep | None,
-) -> float:
+def run_through_stages(passes: Passes, work: Sequence[Work]) -> float:
     """The loss summed over this slot's rows, on ranks of the last stage (0 elsewhere); with backward, gradients too.
 
-    `work` is (shard, ids (T,), labels (T,)) of every micro-batch. Dummy micro-batches are added where the schedule
-    needs more of them. The loads of routers are counted in a forward pass of their own beforehand.
+    Micro-batches of padding are added where the schedule needs more of them. The loads of routers are counted in a
+    forward pass of their own beforehand.
     """
-    total = torch.zeros((), dtype=torch.float64, device=world.device)
-
-    def call(shard: SequenceShard, ids: Rows, labels: Rows, *, counting: bool = False) -> Call:
-        wanted = torch.from_numpy(labels).to(world.device)
-
-        def finish(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
-            if counting:
-                return part(**arguments, row_loss=lambda x, _: x.new_zeros((), dtype=torch.float64))
-            loss = part(**arguments, row_loss=lambda x, head: chunked_cross_entropy(x, wanted, head, chunk_rows))
-            total.add_(loss.detach())
-            return loss / max(plan.targets, 1)
-
-        more = {} if routing is None else {"router": routing.tally(counting=counting)}
-        return Call(shard, torch.from_numpy(ids).to(world.device)[None], finish, more)
-
-    if routing is not None and backward:
-        if routing.coefficients.balance:
-            with torch.no_grad():
-                model.run([call(*each, counting=True) for each in work], backward=False)
-        routing.settle()
-    count = model.pipelining.enough_micro_batches(len(work)) if backward else len(work)
-    model.run([call(*each) for each in _with_dummies(work, count, plan, world)], backward=backward)
+    model, total = passes.model, torch.zeros((), dtype=torch.float64, device=passes.world.device)
+    assert isinstance(model, PipelinedModel)
+    if passes.counts_loads:
+        with torch.no_grad():
+            model.run([_counting_call(passes, each) for each in work], backward=False)
+    passes.settle()
+    count = model.pipelining.enough_micro_batches(len(work)) if passes.backward else len(work)
+    padding = [padding_alone(passes.plan, passes.world) for _ in range(count - len(work))]
+    model.run([_call(passes, each, total) for each in (*work, *padding)], backward=passes.backward)
     return total.item()
 
 
-def _with_dummies(work: Sequence[Work], count: int, plan: Plan, world: World) -> Iterator[Work]:
-    yield from work
-    for _ in range(count - len(work)):
-        shard = bind(MicroBatch(), world).with_padding(minimum=1, multiple=plan.row_multiple)
-        yield shard, *no_rows(shard)
+def _call(passes: Passes, work: Work, total: Tensor) -> Call:
+    """One micro-batch through the stages; the last adds its loss to `total`, and gives its part of the step's."""
+    device = passes.world.device
+    labels = torch.from_numpy(work.labels).to(device)
+
+    def finish(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
+        chunk = passes.chunk_rows
+        loss = part(**arguments, row_loss=lambda x, head: chunked_cross_entropy(x, labels, head, chunk))
+        total.add_(loss.detach())
+        return passes.mean(loss)
+
+    return Call(work.shard, torch.from_numpy(work.ids).to(device)[None], finish, passes.router())
 
 
-def no_rows(shard: SequenceShard) -> tuple[Rows, Rows]:
-    """Ids and labels (T,) of a rank that reads none: a dummy micro-batch, or a stage in the middle."""
-    return np.zeros(shard.local_rows, dtype=np.int64), np.full(shard.local_rows, NO_TARGET, dtype=np.int64)
+def _counting_call(passes: Passes, work: Work) -> Call:
+    """One micro-batch through the stages for the loads of its routers alone."""
+
+    def finish(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
+        return part(**arguments, row_loss=lambda x, _: x.new_zeros((), dtype=torch.float64))
+
+    ids = torch.from_numpy(work.ids).to(passes.world.device)[None]
+    return Call(work.shard, ids, finish, passes.router(counting=True))
 
 
 def makes_loss(model: nn.Module) -> bool:

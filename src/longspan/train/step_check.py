@@ -1,0 +1,63 @@
+"""What a step refuses on the host, on every rank, before the first collective."""
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from longspan.comm import World
+from longspan.errors import ModelError, PlanError
+from longspan.model.hf import refuse_unprepared
+from longspan.model.pipeline import PipelinedModel
+from longspan.model.tensor_parallel import row_multiple
+from longspan.plan import Plan
+
+
+def check_step(model: nn.Module, plan: Plan, documents: Any, world: World) -> None:
+    """Raise ModelError or PlanError where model, plan, documents and home do not belong together."""
+    refuse_unprepared(model)
+    if world.home.pp > 1 and not isinstance(model, PipelinedModel):
+        raise ModelError(
+            f"the home has pp {world.home.pp}, but {type(model).__name__} is not cut into stages; call model = "
+            "longspan.prepare(model, world), or use a home without pp"
+        )
+    if plan.slots != world.home.slots:
+        raise PlanError(f"the plan is for {plan.slots} slots, the home has {world.home.slots}; plan for this home")
+    for name in ("pp", "ep"):
+        if plan.mode == "free" and (degree := getattr(world.home, name)) > 1:
+            raise PlanError(
+                f"the plan is in free mode, where slots are at different micro-batches, but the home has {name} "
+                f"{degree}, under which all of them wait for each other in every layer; plan with mode='lockstep'"
+            )
+    if plan.row_multiple % (multiple := row_multiple(model)):
+        raise PlanError(
+            f"the plan has row_multiple {plan.row_multiple}, the model is sequence-parallel over tp {multiple}; plan "
+            f"with row_multiple={multiple}"
+        )
+    _check_documents(plan, documents)
+
+
+def _check_documents(plan: Plan, documents: Any) -> None:
+    for document, planned in enumerate(plan.lengths):
+        try:
+            found = len(documents[document])
+        except (IndexError, KeyError) as error:
+            raise PlanError(f"the plan has {len(plan.lengths)} documents, document {document} was not given") from error
+        if found != planned:
+            raise PlanError(
+                f"document {document} has {found} tokens, the plan laid out {planned}; plan from the lengths of the "
+                "documents that the step is given"
+            )
+    if plan.targets != (count := sum(plan.lengths) - len(plan.lengths)):
+        raise PlanError(
+            f"the plan divides the loss by {plan.targets} targets, its {len(plan.lengths)} documents have {count} "
+            "(length - 1 each); plan without targets="
+        )
+
+
+def check_update(optimizer: Optimizer | None, max_grad_norm: float | None, *, backward: bool) -> None:
+    """Raise ModelError for an update without gradients, or a norm that clips nothing."""
+    if optimizer is not None and not backward:
+        raise ModelError("an optimizer without backward has no gradients; leave out one of optimizer, backward=False")
+    if max_grad_norm is not None and optimizer is None:
+        raise ModelError(f"max_grad_norm {max_grad_norm} without an optimizer clips nothing; pass both, or neither")
