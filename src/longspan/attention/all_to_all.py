@@ -19,10 +19,10 @@ from torch import Tensor
 
 from longspan.attention.block import KEPT, Attended, Gradients, Kept, Rule
 from longspan.attention.circle import Circle
-from longspan.attention.heads import Deal
+from longspan.attention.heads import Deal, dealt
 from longspan.attention.merge import accumulation_dtype
 from longspan.attention.ring import ring_backward, ring_forward
-from longspan.attention.rows import copy_rows, matrix_of
+from longspan.attention.rows import by_heads, by_member, copy_rows, matrix_of
 from longspan.comm import Handle, columns
 
 SLICES = 2
@@ -33,7 +33,7 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, circle: Circle, rule: Rule) -> 
     """q (T, N, H), k (T, K, H), v (T, K, Hv) of one group's local rows."""
     if circle.inner == 1:
         return ring_forward(q, k, v, circle, rule)
-    deal = Deal(q.shape[1], k.shape[1], circle.inner)
+    deal = dealt(q.shape[1], k.shape[1], circle.inner)
     swap, what = _Swap(circle, deal, _slices(circle, deal, q)), "attention all-to-all forward"
     given = (q, *(x if deal.copies == 1 else x.repeat_interleave(deal.copies, 1) for x in (k, v)))
     arriving = [swap.to_heads(given, part, what) for part in range(swap.slices)]
@@ -54,7 +54,7 @@ def a2a_backward(dout: Tensor, kept: Kept, circle: Circle, rule: Rule) -> Gradie
     """Gradients of the local rows."""
     if circle.inner == 1:
         return ring_backward(dout, kept, circle, rule)
-    deal = Deal(dout.shape[1], rule.kv_heads, circle.inner)
+    deal = dealt(dout.shape[1], rule.kv_heads, circle.inner)
     swap, what = _Swap(circle, deal, len(kept) // KEPT), "attention all-to-all backward"
     arriving = [swap.to_heads((dout,), part, what) for part in range(swap.slices)]
     # Sums that are whole are as exact in the input's dtype; parts of a sum are not.
@@ -99,9 +99,10 @@ class _Swap:
     """
 
     def __init__(self, circle: Circle, deal: Deal, slices: int) -> None:
-        self.deal, self.slices = deal, slices
+        self.deal, self.slices, self._members = deal, slices, deal.members
         self._circle, self._channel, self._counts = circle, circle.inside(), circle.inside_counts
         self._me = self._channel.index
+        self._own_counts = (self._counts[self._me],) * self._members
 
     def rule_of(self, rule: Rule, part: int) -> Rule:
         """The rule for the query heads of a part that are computed here."""
@@ -117,24 +118,24 @@ class _Swap:
 
     def to_heads(self, tensors: Sequence[Tensor], part: int, what: str) -> Handle:
         """Start sending a part of the heads of tensors (T, N, size), to every member its own."""
-        rows, members = len(tensors[0]), self.deal.members
-        dealt = [self._dealt(x, part) for x in tensors]
-        widths = [x.shape[2] for x in dealt]
-        packed = tensors[0].new_empty((members, rows, sum(widths)))
-        copy_rows(list(zip(dealt, packed.transpose(0, 1).split(widths, 2), strict=True)))
-        return self._channel.all_to_all_rows(packed.flatten(0, 1), [rows] * members, self._counts, what)
+        rows, members = tensors[0].shape[0], self._members
+        parts = [by_heads(x, members, self.slices, part) for x in tensors]
+        widths = [x.shape[2] for x in parts]
+        packed = tensors[0].new_empty((members * rows, sum(widths)))
+        copy_rows(list(zip(parts, by_member(packed, members, widths), strict=True)))
+        return self._channel.all_to_all_rows(packed, self._own_counts, self._counts, what)
 
     def heads(self, handle: Handle, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What arrives of `to_heads`: (R, n, size) of all rows in document order, for tensors like those sent."""
         arrived, orders = handle.wait(), self._circle.orders
         in_order = arrived if orders is None else matrix_of((arrived,), orders[0])
-        return columns(in_order, [(x.shape[1] // (self.deal.members * self.slices), x.shape[2]) for x in like])
+        return columns(in_order, [(x.shape[1] // (self._members * self.slices), x.shape[2]) for x in like])
 
     def to_rows(self, tensors: Sequence[Tensor], what: str) -> Handle:
         """Start sending tensors (R, n, size) of one dtype, to every member its rows."""
-        orders, rows = self._circle.orders, self._counts[self._me]
+        orders = self._circle.orders
         packed = matrix_of(tensors, None if orders is None else orders[1])
-        return self._channel.all_to_all_rows(packed, self._counts, [rows] * self.deal.members, what)
+        return self._channel.all_to_all_rows(packed, self._counts, self._own_counts, what)
 
     def gradients_to_rows(self, dq: Tensor, dk: Tensor, dv: Tensor, what: str) -> list[Handle]:
         """Start sending gradients (R, n, size), in one message where no head has copies: they are of one dtype then."""
@@ -143,11 +144,6 @@ class _Swap:
 
     def lay(self, handle: Handle, into: Sequence[Tensor], part: int) -> None:
         """Lay what arrives of `to_rows` into a part of the heads of tensors (T, N, size)."""
-        dealt = [self._dealt(x, part) for x in into]
-        arrived = handle.wait().unflatten(0, (self.deal.members, len(into[0]))).transpose(0, 1)
-        copy_rows(list(zip(arrived.split([x.shape[2] for x in dealt], 2), dealt, strict=True)))
-
-    def _dealt(self, x: Tensor, part: int) -> Tensor:
-        """A part of the heads of (T, N, size) as (T, M, columns): a view where a row's heads follow each other."""
-        count = x.shape[1] // (self.deal.members * self.slices)
-        return x.unflatten(1, (self.deal.members, self.slices, count))[:, :, part].flatten(2)
+        parts = [by_heads(x, self._members, self.slices, part) for x in into]
+        arrived = by_member(handle.wait(), self._members, [x.shape[2] for x in parts])
+        copy_rows(list(zip(arrived, parts, strict=True)))

@@ -25,6 +25,7 @@ from longspan.attention.merge import accumulation_dtype
 from longspan.attention.recall import recalled
 from longspan.attention.ring import ring_backward, ring_forward
 from longspan.attention.routes import Asked, Route, routes_of
+from longspan.attention.rows import taken
 from longspan.attention.validate import check_budget, check_features, check_sinks, check_tensors
 from longspan.comm import SequenceShard, ShardPart, world_of
 
@@ -138,9 +139,10 @@ def _remembered(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: Se
     try:
         tensors = [None if x is None else (x.shape, x.dtype, x.device) for x in (q, k, v, sinks)]
         key = ("walk", *tensors, call, *map(type, call), are_deterministic_algorithms_enabled())  # True is no window
-        if key not in shard.memo:
-            shard.memo[key] = _checked(q, k, v, sinks, shard, call)
-        return shard.memo[key]
+        walk = shard.memo.get(key)
+        if walk is None:
+            walk = shard.memo[key] = _checked(q, k, v, sinks, shard, call)
+        return walk
     except (AttributeError, TypeError):  # no tensor, no shard, or no value that could be a key: an error says which
         return _checked(q, k, v, sinks, shard, call)
 
@@ -229,13 +231,10 @@ class _Attend(torch.autograd.Function):
         found: list[Gradients] = []
         for (rows, pattern, circle), size in zip(reversed(walk.parts), reversed(ctx.sizes), strict=True):
             own, kept = kept[len(kept) - size :], kept[: len(kept) - size]
-            own = [out[rows] if x is None else x for x in own]
+            own = [taken(out, rows) if x is None else x for x in own]
             with _given_dtypes(dout):
-                found.insert(0, pattern.backward(dout[rows], own, circle, rule))
-        empty = [dout.new_empty((0, *shape)) for shape in ctx.shapes]
-        dq, dk, dv = (
-            _joined([part[:3][i].to(dout.dtype) for part in found], x).contiguous() for i, x in enumerate(empty)
-        )
+                found.insert(0, pattern.backward(taken(dout, rows), own, circle, rule))
+        dq, dk, dv = (_joined([part[i] for part in found], dout, ctx.shapes[i]) for i in range(3))  # pyright: ignore[reportArgumentType]
         return dq, dk, dv, None if sinks is None else _sum_of([part.sinks for part in found], sinks), None
 
 
@@ -244,9 +243,11 @@ def _attended(
 ) -> tuple[Tensor, list[Tensor | None], list[int]]:
     """Output (T, N, Hv) of all parts, and what they keep for backward, so many tensors each."""
     with _given_dtypes(q):
-        found = [pattern.forward(q[rows], k[rows], v[rows], circle, rule) for rows, pattern, circle in walk.parts]
-    outs = [part.out.to(q.dtype) for part in found]
-    out = _joined(outs, q.new_empty((0, q.shape[1], v.shape[2]))).contiguous()
+        found = [
+            pattern.forward(taken(q, rows), taken(k, rows), taken(v, rows), circle, rule)
+            for rows, pattern, circle in walk.parts
+        ]
+    out = _joined([part.out for part in found], q, (q.shape[1], v.shape[2]))
     return out, [x for part in found for x in part.kept], [len(part.kept) for part in found]
 
 
@@ -255,8 +256,11 @@ def _given_dtypes(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext()
 
 
-def _joined(parts: list[Tensor], empty: Tensor) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat([empty, *parts])
+def _joined(parts: list[Tensor], like: Tensor, shape: Sequence[int]) -> Tensor:
+    """The rows of all parts, (rows, *shape) in the dtype of `like`, contiguous."""
+    if len(parts) == 1:
+        return parts[0].to(like.dtype).contiguous()
+    return torch.cat([like.new_empty((0, *shape)), *(x.to(like.dtype) for x in parts)])
 
 
 def _sum_of(parts: Sequence[Tensor | None], sinks: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from longspan.attention.kernels import Kernel
 from longspan.attention.kernels.dropout import Dropout
 from longspan.attention.kernels.launch import Launch
 from longspan.attention.merge import Partial, RowSum
+from longspan.attention.rows import taken
 from longspan.comm import Addend
 
 
@@ -42,6 +43,8 @@ class Rule:
 
     def for_heads(self, start: int, stop: int) -> "Rule":
         """The same for query heads start to stop of the tensors at hand."""
+        if self.sinks is None and self.dropout is None:
+            return self
         sinks = None if self.sinks is None else self.sinks[start:stop]
         return replace(self, sinks=sinks, dropout=self.dropout and self.dropout.from_head(start))
 
@@ -100,9 +103,10 @@ class Saved(NamedTuple):
 
 def add_block(total: Partial, q: Tensor, k: Tensor, v: Tensor, launches: tuple[Launch, ...], rule: Rule) -> None:
     """Add to `total` the attention of q (T, N, H) to this block's k (Tk, K, H), v (Tk, K, Hv)."""
+    options = rule.options
     for launch in launches:
         rows, keys = launch.q_rows, launch.k_rows
-        out, lse = rule.kernel.forward(q[rows], k[keys], v[keys], launch, **rule.options)
+        out, lse = rule.kernel.forward(taken(q, rows), taken(k, keys), taken(v, keys), launch, **options)
         total.add(rows, out, lse)
 
 
@@ -110,11 +114,11 @@ def block_gradients(
     dq: RowSum, saved: Saved, k: Tensor, v: Tensor, launches: tuple[Launch, ...], rule: Rule
 ) -> list[Addend]:
     """Add this block's part of the query's gradient to `dq`; return the keys' and values', in parts."""
-    found: list[Addend] = []
+    found, options = list[Addend](), rule.options
     for launch in launches:
         rows, keys = launch.q_rows, launch.k_rows
-        dout, q, out, lse = (x[rows] for x in saved)
-        gradient, *of_keys = rule.kernel.backward(dout, q, k[keys], v[keys], out, lse, launch, **rule.options)
+        dout, q, out, lse = (taken(x, rows) for x in saved)
+        gradient, *of_keys = rule.kernel.backward(dout, q, taken(k, keys), taken(v, keys), out, lse, launch, **options)
         dq.add(rows, gradient)
         found.append(Addend(keys, of_keys))
     return found

@@ -4,7 +4,7 @@ Triton comes with torch's CUDA builds. Where it is missing, or on a CPU, `availa
 `rows.py` do the same with torch's own operations in several passes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,6 +14,9 @@ from torch import Tensor
 
 _PAIRS = 16  # (row, head) pairs that one program merges
 _COPIES = 3  # of one launch
+_ALIGNED = 16  # bytes: Triton compiles a kernel for addresses that this divides, and another for those it does not
+_REMEMBERED = 4096  # launches with their numbers; those of one micro-batch are some dozens
+_compiled: dict[Hashable, Any] = {}
 
 
 def available(x: Tensor) -> bool:
@@ -31,25 +34,13 @@ def merge_(total_out: Tensor, total_lse: Tensor, rows: slice | Tensor, out: Tens
     count, heads, size = out.shape
     if count == 0:
         return
-    if isinstance(rows, slice):
+    index = rows if isinstance(rows, Tensor) else None
+    if index is None:
         total_out, total_lse = total_out[rows], total_lse[rows]
-    _kernels().merge[(-(-count * heads // _PAIRS),)](
-        total_out,
-        total_lse,
-        out,
-        lse,
-        rows if isinstance(rows, Tensor) else None,
-        count * heads,
-        heads,
-        size,
-        *total_out.stride()[:2],
-        *total_lse.stride(),
-        *out.stride()[:2],
-        *lse.stride(),
-        HAS_INDEX=isinstance(rows, Tensor),
-        PAIRS=_PAIRS,
-        WIDTH=_power(size),
-    )
+    strides = (*total_out.stride()[:2], *total_lse.stride(), *out.stride()[:2], *lse.stride())
+    arguments = (total_out, total_lse, out, lse, index, count * heads, heads, size, *strides)
+    constants = {"HAS_INDEX": index is not None, "PAIRS": _PAIRS, "WIDTH": _power(size)}
+    _launch("merge", (-(-count * heads // _PAIRS), 1, 1), arguments, constants)
 
 
 def copy_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
@@ -64,8 +55,8 @@ def copy_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> N
             arguments += [source, *source.stride()[:2], into, *into.stride()[:2], into.shape[2]]
         widths = [_power(into.shape[2]) for _, into in (*some, *[some[0]] * (_COPIES - len(some)))]
         a, b, c = widths
-        grid = (rows, members)
-        _kernels().copy_rows[grid](index, *arguments, COUNT=len(some), HAS_INDEX=index is not None, A=a, B=b, C=c)
+        constants = {"COUNT": len(some), "HAS_INDEX": index is not None, "A": a, "B": b, "C": c}
+        _launch("copy_rows", (rows, members, 1), (index, *arguments), constants)
 
 
 def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -74,20 +65,35 @@ def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
         return
     for first in range(0, len(addends), 2):
         (a, a_index), (b, b_index) = addends[first], addends[min(first + 1, len(addends) - 1)]
-        _kernels().sum_rows[(total.shape[0],)](
-            total,
-            total.stride(0),
-            a,
-            a_index,
-            a.stride(0),
-            b,
-            b_index,
-            b.stride(0),
-            total.shape[1],
-            HAS_B=first + 1 < len(addends),
-            FRESH=first == 0,
-            WIDTH=_power(total.shape[1]),
-        )
+        of_a, of_b = (a, a_index, a.stride(0)), (b, b_index, b.stride(0))
+        constants = {"HAS_B": first + 1 < len(addends), "FRESH": first == 0, "WIDTH": _power(total.shape[1])}
+        arguments = (total, total.stride(0), *of_a, *of_b, total.shape[1])
+        _launch("sum_rows", (total.shape[0], 1, 1), arguments, constants)
+
+
+def _launch(name: str, grid: tuple[int, int, int], arguments: Sequence[Any], constants: dict[str, Any]) -> None:
+    """Launch a kernel, by its compiled form at hand where it was launched with these numbers and dtypes before.
+
+    Triton finds the compiled form anew in every launch, which takes the host several times as long as the launch. It
+    depends on no more than is compared here; addresses count by whether 16 divides them, and where it does not Triton
+    is asked.
+    """
+    addresses, key = 0, [name, grid, arguments[0 if arguments[0] is not None else 1].device, *constants.values()]
+    for x in arguments:
+        if x is None or type(x) is int:
+            key.append(x)
+        else:
+            key.append(x.dtype)
+            addresses |= x.data_ptr()
+    found = _compiled.get(known := tuple(key))
+    if found is not None and not addresses % _ALIGNED:
+        found[grid](*arguments, *constants.values())
+        return
+    compiled = getattr(_kernels(), name)[grid](*arguments, **constants)
+    if not addresses % _ALIGNED:
+        if len(_compiled) >= _REMEMBERED:
+            _compiled.clear()
+        _compiled[known] = compiled
 
 
 def _power(size: int) -> int:

@@ -1,6 +1,7 @@
 """Which heads a member computes where heads are dealt out: integers alone."""
 
 from dataclasses import dataclass
+from functools import cache, cached_property
 from math import gcd
 
 
@@ -21,17 +22,17 @@ class Deal:
     kv_heads: int
     members: int
 
-    @property
+    @cached_property
     def each(self) -> int:
         """Query heads of a member."""
         return self.heads // self.members
 
-    @property
+    @cached_property
     def runs(self) -> int:
         """Key/value heads that a member receives."""
         return self.each // gcd(self.heads // self.kv_heads, self.each)
 
-    @property
+    @cached_property
     def copies(self) -> int:
         """How often every key/value head is dealt out."""
         return self.members * self.runs // self.kv_heads
@@ -43,3 +44,9 @@ class Deal:
     def slices(self, at_most: int) -> int:
         """Into how many equal slices of whole runs, at most so many, the heads of every member can be cut."""
         return next(n for n in range(min(at_most, self.runs), 0, -1) if self.runs % n == 0)
+
+
+@cache
+def dealt(heads: int, kv_heads: int, members: int) -> Deal:
+    """`Deal(heads, kv_heads, members)`, worked out once."""
+    return Deal(heads, kv_heads, members)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention import fused
+from longspan.comm.ring import covers
 
 Move = tuple[Tensor, Tensor]
 
@@ -22,14 +23,40 @@ def copy_rows(moves: Sequence[Move], index: Tensor | None = None) -> None:
         into.copy_(source if index is None else source.index_select(0, index))
 
 
+def taken(x: Tensor, rows: slice | Tensor) -> Tensor:
+    """x[rows]; x itself where that is all of it, which costs the host nothing."""
+    return x if covers(rows, x.shape[0]) else x[rows]
+
+
 def matrix_of(tensors: Sequence[Tensor], index: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Rows of tensors (rows, …) of one dtype side by side, those of `index` in its order: (rows, columns)."""
     rows = tensors[0].shape[0] if index is None else index.shape[0]
-    widths = [x.shape[1:].numel() for x in tensors]
+    flat = [x.flatten(1).unsqueeze(1) for x in tensors]
+    widths = [x.shape[2] for x in flat]
     matrix = tensors[0].new_empty((rows, sum(widths)), dtype=dtype)
-    parts = zip(tensors, matrix.split(widths, 1), strict=True)
-    copy_rows([(x.flatten(1)[:, None], into[:, None]) for x, into in parts], index)
+    copy_rows(list(zip(flat, by_member(matrix, 1, widths), strict=True)), index)
     return matrix
+
+
+def by_member(matrix: Tensor, members: int, widths: Sequence[int]) -> list[Tensor]:
+    """A contiguous matrix (members × rows, columns), member after member, as views (rows, members, width)."""
+    columns, start, found = matrix.shape[1], matrix.storage_offset(), list[Tensor]()
+    rows = matrix.shape[0] // members
+    for width in widths:
+        found.append(matrix.as_strided((rows, members, width), (columns, rows * columns, 1), start))
+        start += width
+    return found
+
+
+def by_heads(x: Tensor, members: int, slices: int, part: int) -> Tensor:
+    """A part of the heads of (T, N, size) as (T, members, columns): a view where a row's heads follow each other."""
+    rows, heads, size = x.shape
+    count = heads // (members * slices)
+    row, head, column = x.stride()
+    if head != size or column != 1:
+        return x.unflatten(1, (members, slices, count))[:, :, part].flatten(2)
+    width = count * size
+    return x.as_strided((rows, members, width), (row, slices * width, 1), x.storage_offset() + part * width)
 
 
 def joined_heads(parts: Sequence[Tensor]) -> Tensor:

@@ -17,5 +17,12 @@ def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
 
 def columns(matrix: Tensor, shapes: Shapes) -> tuple[Tensor, ...]:
     """Views (rows, *shape) of the columns of `side_by_side`, one for each shape."""
-    widths = [torch.Size(shape).numel() for shape in shapes]
-    return tuple(x.view(len(x), *shape) for x, shape in zip(matrix.split(widths, 1), shapes, strict=True))
+    rows, (row, column), start, found = matrix.shape[0], matrix.stride(), matrix.storage_offset(), list[Tensor]()
+    for shape in shapes:
+        strides, width = list[int](), column
+        for size in reversed(shape):
+            strides.append(width)
+            width *= size
+        found.append(matrix.as_strided((rows, *shape), (row, *reversed(strides)), start))
+        start += width
+    return tuple(found)
