@@ -31,6 +31,7 @@ FLAGS = [
     "min_cp",
     "max_cp",
     "mode",
+    "weights",
     "cp_comm_type",
     "hierarchical_context_parallel_sizes",
     "node_size",
@@ -145,6 +146,33 @@ def test_the_cost_is_read(lengths: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert plan.cost == Cost(micro_batch_seconds=2.5) and plan.predicted_seconds > 2.5
 
 
+def test_the_closing_of_free_mode_is_priced_by_weights_and_said_where_it_is_not(
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["--lengths", lengths, "--slots", "4", "--mode", "free"]
+    plain, _ = planned(base, capsys)
+    (tmp_path / "cost.json").write_text('{"closing_seconds": 0.5}')
+    for words, closing in (
+        (["--weights", "1e9"], Cost().with_closing(1e9, 4, inside=True).closing_seconds),
+        (["--weights", "1e9", "--node-size", "2"], Cost().with_closing(1e9, 4, inside=False).closing_seconds),
+        (["--cost", str(tmp_path / "cost.json")], 0.5),
+    ):
+        plan, found = planned([*base, *words], capsys)
+        assert plan.cost.closing_seconds == found["cost"]["closing_seconds"] == closing
+        if "--node-size" not in words:
+            assert plan.predicted_seconds == pytest.approx(plain.predicted_seconds + closing, rel=1e-12)
+        assert main(["plan", *base, *words]) == 0
+        out = capsys.readouterr().out
+        assert f"{closing / plan.predicted_seconds:.1%} of it: parameters gathered" in out and "--weights N" not in out
+    assert main(["plan", *base]) == 0
+    out = capsys.readouterr().out
+    assert "closing  " not in out and "is not in these seconds;\n--weights N adds it for a model of N parameters" in out
+    assert main(["plan", *base[:-2]]) == 0 and "--weights" not in capsys.readouterr().out
+    page = tmp_path / "plan.html"
+    assert main(["plan", *base, "--weights", "1e9", "--html", str(page)]) == 0
+    assert "of these, closing" in page.read_text()
+
+
 def test_table_and_files(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {kind: tmp_path / f"plan.{kind}" for kind in ("html", "trace")}
     words = [word for kind, path in files.items() for word in (f"--{kind}", str(path))]
@@ -175,6 +203,8 @@ BAD = [
     (["--slots", "4", "--same", "2x90", "--max-tokens-per-slot", "9"], "90"),
     (["--slots", "0", "--same", "2x5"], "ranks is 0"),
     (["--slots", "4", "--same", "2x5", "--html", "/nowhere/x.html"], "cannot write /nowhere/x.html"),
+    (["--slots", "4", "--same", "2x5", "--weights", "8e9"], "--mode is lockstep; add --mode free, or leave --weights"),
+    (["--slots", "4", "--same", "2x5", "--mode", "free", "--weights", "-1"], "--weights is -1; give a model's number"),
     (["--slots", "4", "--same", "2x5", "--slts", "4"], "longspan plan has no flag --slts: did you mean '--slots'?"),
 ]
 

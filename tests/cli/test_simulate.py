@@ -9,7 +9,7 @@ import pytest
 from longspan.cli.main import main
 from longspan.cli.simulate import SimulateFlags
 from longspan.layout import Layout
-from longspan.plan import plan_fixed
+from longspan.plan import Cost, plan_fixed
 from longspan.plan.simulate import simulate
 from tests.report.runs import write_run
 
@@ -31,6 +31,7 @@ FLAGS = [
     "max_tokens_per_slot",
     "node_size",
     "mode",
+    "weights",
     "evaluation",
     "which_eval_degree",
     "accumulation",
@@ -83,6 +84,30 @@ def test_saved_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(capsys.readouterr().out)["plans"][0]["seconds"] == pytest.approx(simulate(plan).seconds)
 
 
+def test_the_closing_of_free_mode_has_a_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["simulate", "--slots", "8", "--tp", "2", "--distribution", "expo", "--longest", "30000", "--mode", "free"]
+    found = {}
+    for words in ([], ["--weights", "8e9"], ["--weights", "8e9", "--evaluation"]):
+        assert main([*base, *words, "--json"]) == 0
+        found[len(words)] = json.loads(capsys.readouterr().out)["plans"][-1]
+        assert found[len(words)]["seconds"] >= found[len(words)]["lower_bound_seconds"]
+    closing = Cost().with_closing(4e9, 8, inside=False).closing_seconds  # half the parameters on each of two ranks
+    assert [found[n]["closing_seconds"] for n in (0, 2, 3)] == pytest.approx([0, closing, closing / 3], rel=1e-12)
+    assert found[2]["seconds"] == pytest.approx(found[0]["seconds"] + closing, rel=1e-12)
+    assert found[2]["idle"] == pytest.approx(found[0]["idle"], abs=1e-12)
+    assert main([*base, "--weights", "8e9"]) == 0
+    out = capsys.readouterr().out
+    assert f"{100 * closing / found[2]['seconds']:.1f}%" in out and "closing: share of a free step" in out
+    assert main(base) == 0
+    out = capsys.readouterr().out
+    assert "not priced" in out and "--weights N adds it" in out
+    (tmp_path / "plan.json").write_text(
+        plan_fixed([900, 300, 250], Layout(4), 1, mode="free", cost=Cost(closing_seconds=2.0)).to_json()
+    )
+    assert main(["simulate", "--plans", str(tmp_path / "plan.json"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["closing_seconds"] == 2.0
+
+
 def test_a_planner_that_cannot_is_named_beside_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--slots", "6", "--same", "3x40000", "--max-tokens-per-slot", "9000"]) == 0
     assert "fixed, cp 6" in capsys.readouterr().out
@@ -97,6 +122,7 @@ def test_a_planner_that_cannot_is_named_beside_the_others(capsys: pytest.Capture
         (["--same", "2x5", "--world", "8", "--slots", "8"], "give --world or --slots, one of them"),
         (["--same", "2x5", "--world", "9", "--tp", "2"], "9 ranks are not divisible by tp 2 x pp 1"),
         (["--slots", "4"], "give one of --lengths"),
+        (["--slots", "4", "--same", "2x5", "--weights", "8e9"], "--mode is lockstep; add --mode free"),
         (["--plans", "nowhere"], "nowhere is neither a plan's JSON file nor a folder with plans"),
         (["--slots", "4", "--same", "1x90", "--which-eval-degree", "--max-tokens-per-slot", "9"], "raise it to 23"),
     ],

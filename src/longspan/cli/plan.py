@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from longspan.cli.closing import UNPRICED, ClosingFlags, check_weights, with_weights
 from longspan.cli.lengths import SourceFlags, read_cost, read_lengths
 from longspan.cli.parse import parse_flags
 from longspan.errors import ConfigError
@@ -19,7 +20,7 @@ Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanFlags(SourceFlags):
+class PlanFlags(ClosingFlags, SourceFlags):
     """Plan one step of some documents: which slots work together on which of them, micro-batch by micro-batch."""
 
     slots: int
@@ -62,9 +63,11 @@ class PlanFlags(SourceFlags):
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     flags = parse_flags(PlanFlags, argv, "longspan plan")
+    check_weights(flags, free=flags.mode == "free")
     lengths, source = read_lengths(flags, flags.slots)
     began = time.perf_counter()
-    plan = make_plan(flags, lengths, read_cost(flags.cost))
+    cost = with_weights(read_cost(flags.cost), flags, slots=flags.slots, node_size=flags.node_size)
+    plan = make_plan(flags, lengths, cost)
     seconds = time.perf_counter() - began
     wrote = _write_files(flags, plan, source)
     if flags.json:
@@ -74,6 +77,7 @@ def main(argv: Sequence[str]) -> int:
     lines = [
         f"{len(lengths):,} documents from {source}, planned in {seconds:.3f} s",
         *(f"wrote {path}" for path in wrote),
+        *([UNPRICED] if flags.mode == "free" and not cost.closing_seconds else []),
     ]
     print("\n".join(lines), file=sys.stderr if flags.json else sys.stdout)
     return 0

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from longspan.cli.closing import UNPRICED, ClosingFlags, check_weights, with_weights
 from longspan.cli.lengths import SourceFlags, read_cost, read_lengths
 from longspan.cli.parse import parse_flags
 from longspan.errors import ConfigError, LongspanError
@@ -22,7 +23,7 @@ Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateFlags(SourceFlags):
+class SimulateFlags(ClosingFlags, SourceFlags):
     """Price plans on a machine that you describe: planners beside each other, saved plans, or evaluation degrees.
 
     Times follow the cost model; the wire between stages, optimizer steps and the weights' memory are not in them.
@@ -61,6 +62,7 @@ class SimulateFlags(SourceFlags):
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     flags = parse_flags(SimulateFlags, argv, "longspan simulate")
+    check_weights(flags, free=flags.mode == "free" or bool(flags.plans))
     if flags.plans:
         rows = list(_saved(flags))
         total = sum(found.seconds for _, found in rows)
@@ -97,6 +99,7 @@ def _machine(flags: SimulateFlags) -> tuple[Cost, int]:
 
 def _compared(flags: SimulateFlags, lengths: Sequence[int], home: Layout) -> Iterator[tuple[str, Simulation | str]]:
     cost, node_size = _machine(flags)
+    cost = with_weights(cost, flags, slots=home.slots, node_size=node_size, tp=flags.tp)
     cap = flags.max_tokens_per_slot or None
     shared: dict[str, Any] = {"max_tokens_per_slot": cap, "cost": cost, "node_size": node_size, "mode": flags.mode}
     if flags.vpp > 1:
@@ -129,6 +132,7 @@ def _saved(flags: SimulateFlags) -> Iterator[tuple[str, Simulation]]:
         for file in files:
             plan = Plan.from_json(file.read_bytes())
             own = cost if flags.cost else plan.cost
+            own = with_weights(own, flags, slots=plan.slots, node_size=plan.node_size, tp=flags.tp)
             yield file.stem, simulate(plan, cost=own, pp=flags.pp, vpp=flags.vpp, backward=not flags.evaluation)
 
 
@@ -145,15 +149,23 @@ def _comparison(title: str, rows: Sequence[tuple[str, Simulation | str]]) -> str
         "ring inside",
         "ring across",
     )
-    cells = [(name, *_cells(found)) for name, found in rows if isinstance(found, Simulation)]
+    found = [(name, each) for name, each in rows if isinstance(each, Simulation)]
+    free = any(each.plan.mode == "free" for _, each in found)
+    names += ("closing",) if free else ()
+    cells = [(name, *_cells(each), *([_closing(each)] if free else [])) for name, each in found]
     failed = [f"{name}: not possible: {found}" for name, found in rows if isinstance(found, str)]
-    return "\n".join([title, "", text_table(names, cells), *failed, "", _COMPARISON_NOTE])
+    notes = [_COMPARISON_NOTE, *([_CLOSING_NOTE] if free else [])]
+    if any(each.plan.mode == "free" and not each.closing_seconds for _, each in found):
+        notes.append(UNPRICED)
+    return "\n".join([title, "", text_table(names, cells), *failed, "", *notes])
 
 
 _COMPARISON_NOTE = """\
 x bound: over what no plan can beat on these slots and stages. bubble: share of a stage's time that the pipeline
 leaves empty; idle: share that slots wait for slower ones. peak rows and kept: what the fullest slot's first stage
 holds for its backward passes, as rows of the whole model and in bytes. ring: bytes of the step on all links."""
+_CLOSING_NOTE = """\
+closing: share of a free step that gathers sharded parameters before it and sums their gradients after it."""
 _DEGREE_NOTE = """\
 filled: one document a group and micro-batch, documents repeated to fill the last pass. planned: each document once,
 packed up to `cap` rows a slot; micro-batches, cap and bubble are the planned evaluation's."""
@@ -173,6 +185,12 @@ def _cells(found: Simulation) -> tuple[str, ...]:
     )
 
 
+def _closing(found: Simulation) -> str:
+    if found.plan.mode == "lockstep":
+        return "none"
+    return f"{100 * found.closing_seconds / found.seconds:.1f}%" if found.closing_seconds else "not priced"
+
+
 def _json(title: str, rows: Sequence[tuple[str, Simulation | str]]) -> str:
     return json.dumps({"title": title, "plans": [{"name": name} | _as_object(found) for name, found in rows]}, indent=1)
 
@@ -188,6 +206,7 @@ def _as_object(found: Simulation | str) -> dict[str, Any]:
         "micro_batches": len(found.plan.micro_batches),
         "bubble": found.bubble,
         "idle": found.idle,
+        "closing_seconds": found.closing_seconds,
         "peak_rows": float(found.peak_rows.max(initial=0)),
         "activation_bytes": float(found.activation_bytes.max(initial=0)),
         "ring_inside_bytes": found.inside_bytes,

@@ -39,6 +39,8 @@ class Simulation:
     longest document's way through them. `bubble` is the share of a stage's time that the schedule leaves empty, `idle`
     the share of slot time that is spent waiting for slower slots. `peak_rows` counts the most rows whose activations
     a slot's first stage holds at once, as rows of the whole model: 1000 rows of a quarter of the layers are 250.
+    `closing_seconds`, part of `seconds`, gather sharded parameters for a free step and sum gradients after it (in an
+    evaluation they gather parameters).
     """
 
     plan: Plan
@@ -51,6 +53,7 @@ class Simulation:
     inside_bytes: float
     across_bytes: float
     stage_bytes: float
+    closing_seconds: float = 0.0
 
 
 def simulate(
@@ -73,6 +76,7 @@ def simulate(
         raise PlanError(f"free mode has no {pp} pipeline stages: its slots do not move together; plan in lockstep")
     cost, row_bytes = plan.cost if cost is None else cost, row_bytes or RowBytes()
     times, share = plan.timeline(cost), 1.0 if backward else FORWARD_SHARE
+    closing = cost.closing_seconds if plan.mode == "free" else 0.0
     if plan.mode == "free":
         run, seconds = run_pipeline([], 1), share * times.step_seconds
     else:
@@ -85,14 +89,15 @@ def simulate(
     return Simulation(
         plan=plan,
         seconds=seconds,
-        lower_bound_seconds=share * _lower_bound(plan, cost, pp),
+        lower_bound_seconds=share * (_lower_bound(plan, cost, pp) + closing),
         bubble=run.bubble,
-        idle=1 - float(times.busy.sum()) / max(plan.slots * times.step_seconds, 1e-300),
+        idle=max(0.0, 1 - float(times.busy.sum()) / max(plan.slots * (times.step_seconds - closing), 1e-300)),
         peak_rows=peak,
         activation_bytes=peak * row_bytes.kept,
         inside_bytes=ring * inside,
         across_bytes=ring * across,
         stage_bytes=hops * row_bytes.between_stages * float(times.rows.sum()),
+        closing_seconds=share * closing,
     )
 
 

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 def plan_table(plan: "Plan", cost: Cost | None = None, limit: int = 24) -> str:
     """The plan as text; of more than `limit` micro-batches the middle ones are counted, not shown."""
     times = plan.timeline(cost)
-    return "\n".join([*_header(plan, times), "", *_lines(plan, times, limit)])
+    return "\n".join([*_header(plan, cost or plan.cost, times), "", *_lines(plan, times, limit)])
 
 
-def _header(plan: "Plan", times: "Timeline") -> list[str]:
+def _header(plan: "Plan", cost: Cost, times: "Timeline") -> list[str]:
     cap = f"at most {plan.max_tokens_per_slot:,}" if plan.max_tokens_per_slot else "no limit on"
     lengths = sorted(plan.lengths)
     median = f", median {lengths[len(lengths) // 2]:,}" if lengths else ""
@@ -30,6 +30,7 @@ def _header(plan: "Plan", times: "Timeline") -> list[str]:
         f"  documents   {len(plan.lengths):>14,}   {spread}",
         f"  tokens      {plan.tokens:>14,}   {plan.targets:,} targets",
         f"  predicted   {_seconds(times.step_seconds):>14}   {_against_bound(plan, times)}",
+        *_closing(plan, cost, times),
         f"  rows used   {plan.efficiency:>14.1%}   of slots x micro-batches x the fullest slot's {fullest:,} rows",
     ]
 
@@ -37,6 +38,14 @@ def _header(plan: "Plan", times: "Timeline") -> list[str]:
 def _against_bound(plan: "Plan", times: "Timeline") -> str:
     bound = plan.lower_bound_seconds
     return f"{times.step_seconds / bound:.3f} x the lower bound of {_seconds(bound)}" if bound else "no lower bound"
+
+
+def _closing(plan: "Plan", cost: Cost, times: "Timeline") -> list[str]:
+    """In free mode, what of the predicted seconds is neither a document's nor a wait for one."""
+    if plan.mode == "lockstep" or not cost.closing_seconds:
+        return []
+    taken, share = _seconds(cost.closing_seconds), cost.closing_seconds / times.step_seconds
+    return [f"  closing     {taken:>14}   {share:.1%} of it: parameters gathered, gradients summed"]
 
 
 def _lines(plan: "Plan", times: "Timeline", limit: int) -> list[str]:

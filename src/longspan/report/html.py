@@ -102,6 +102,8 @@ def _plan_facts(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "degrees", ", ".join(map(str, degrees)) if len(degrees) <= 6 else f"{degrees[0]} to {degrees[-1]}"
     yield "packing efficiency", f"{100 * plan.efficiency:.1f}%"
     yield "predicted", write_seconds(plan.predicted_seconds)
+    if plan.mode == "free" and plan.cost.closing_seconds:
+        yield "of these, closing", f"{write_seconds(plan.cost.closing_seconds)}: parameters gathered, gradients summed"
     if plan.lower_bound_seconds:
         yield "over the lower bound", f"× {write_number(plan.ratio, 4)}"
 

@@ -61,7 +61,7 @@ class PlanChoice:
     max_degree: int
     keys: "Keys"
     mode: Mode = "lockstep"
-    weights: int = 0  # parameters that are sharded over the slots, whose gathering a free step pays for
+    weights: int = 0  # parameters that a rank shares with the other slots, whose gathering a free step pays for
     row_multiple: int = 1  # of a slot's rows: tp under sequence parallelism
 
     @classmethod

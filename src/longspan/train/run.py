@@ -47,7 +47,7 @@ def train(config: RunConfig, world: World, screen: Screen) -> Outcome:
         job = set_up(config, world, screen.say)
         path = job.dir / "metrics.jsonl" if is_first(world) else None
         with MetricsLog(path, after_step=job.done) as log:
-            weights = sum(parameter.numel() for parameter in job.model.parameters())
+            weights = sum(parameter.numel() for parameter in job.model.parameters()) // world.home.tp
             rows = row_multiple_of(config.parallel)
             with plans_of_steps(job.config.context, job.order, world.home, weights=weights, row_multiple=rows) as plans:
                 groups = GroupLog(world, job.dir / "groups.jsonl" if is_first(world) else None, screen.say)
