@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from longspan.cli.bench_step import StepFlags, make_settings, record_markdown, record_text
-from longspan.cli.bench_step_ranks import Settings, model_flops
+from longspan.cli.bench_step_flags import StepFlags
+from longspan.cli.bench_step_ranks import model_flops
+from longspan.cli.bench_step_record import record_markdown, record_text
+from longspan.cli.bench_step_settings import Settings, make_settings
 from longspan.cli.bench_step_shapes import SHAPES, shape_named
 from longspan.cli.main import main
 from longspan.cli.step_parts import kind_of, merged, parts_of

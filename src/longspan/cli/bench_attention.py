@@ -1,19 +1,18 @@
 """`longspan bench attention`: how fast attention over several ranks is, beside torch's own `context_parallel`."""
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any, Literal
 
 from longspan.cli.bench_attention_ranks import Settings, attention_ranks
-from longspan.cli.machine import machine_text
+from longspan.cli.bench_flags import BenchFlags
+from longspan.cli.bench_record import where_it_ran, write_record
+from longspan.cli.flags import Switch
 from longspan.cli.parse import parse_flags
-from longspan.cli.ranks import ranks_wanted, reports_here, under_torchrun
+from longspan.cli.ranks import reports_here, run_on_ranks
 from longspan.errors import ConfigError
 from longspan.report.series import write_bytes
 from longspan.report.text_table import markdown_table, text_table
@@ -24,8 +23,8 @@ GPU_DEFAULTS = {"lengths": "16384,65536", "heads": 32, "key_value_heads": 8, "he
 CPU_DEFAULTS = {"lengths": "1024,2048", "heads": 8, "key_value_heads": 2, "head_size": 64, "dtype": "float32"}
 
 
-@dataclass(frozen=True)
-class AttentionFlags:
+@dataclass(frozen=True, kw_only=True)
+class AttentionFlags(BenchFlags):
     """Time forward and backward of causal attention: one sequence (or equal packed documents) split over all ranks.
 
     Runs one process for each GPU of this machine, or torchrun's, or --world local processes on the CPU. Before anything
@@ -41,7 +40,7 @@ class AttentionFlags:
     """Equal packed documents that share the sequence."""
     window: int = 0
     """Positions that a query sees, its own included; 0: all before it."""
-    sinks: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    sinks: Switch = False
     """A learnt logit for each query head that takes weight and gives no value."""
     kernel: str = ""
     """Kernel by name (fa4, cudnn, torch_flash, cpu_flash, reference); empty: the first that can."""
@@ -55,31 +54,23 @@ class AttentionFlags:
     """Size of a head; 0: 128 on GPUs, 64 on CPUs."""
     dtype: Literal["", "bfloat16", "float16", "float32"] = ""
     """Of queries, keys and values; empty: bfloat16 on GPUs, float32 on CPUs."""
+    no_peers: Switch = False
+    """Leave torch's context_parallel out."""
     warmup: int = 3
     """Runs before the timed ones."""
     repeats: int = 10
     """Timed runs; their median counts."""
-    world: int = 0
-    """Local processes on the CPU; 0: one for each GPU, or torchrun's, or 4 where there is no GPU."""
-    no_peers: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Leave torch's context_parallel out."""
-    out: str = ""
-    """Write the record to this JSON file, and as a table to the .md file beside it."""
-    timeout_seconds: float = 180.0
-    """How long a rank waits for the others."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the record as JSON, and nothing else, on standard output."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the bench; 0, or 1 where an output or gradient was wrong."""
     flags = parse_flags(AttentionFlags, argv, "longspan bench attention")
-    ranks, backend = _ranks(flags)
+    ranks, backend = flags.processes(CPU_RANKS)
     settings = make_settings(flags, ranks, backend, ["longspan", "bench", "attention", *argv])
-    record = _run(settings, ranks)
+    record = run_on_ranks(attention_ranks, (settings,), ranks)
     if reports_here():
         if flags.out:
-            write_record(record, Path(flags.out))
+            write_record(record, Path(flags.out), record_markdown(record))
         print(json.dumps(record, indent=1) if flags.json else record_text(record))
     return 0 if all(row.get("good", True) for row in record["checks"]) else 1
 
@@ -99,8 +90,7 @@ def make_settings(flags: AttentionFlags, ranks: int, backend: str, command: Sequ
         raise ConfigError(f"{flags.documents} documents do not share {min(lengths)} rows; use at least a row each")
     if flags.window < 0:
         raise ConfigError(f"--window {flags.window}: at least 1, or 0 for none")
-    if flags.repeats < 1 or flags.warmup < 0:
-        raise ConfigError(f"--repeats {flags.repeats} --warmup {flags.warmup}: at least 1 and 0")
+    flags.check_runs()
     return Settings(
         types=types,
         lengths=lengths,
@@ -140,26 +130,15 @@ def record_text(record: dict[str, Any]) -> str:
 
 def record_markdown(record: dict[str, Any]) -> str:
     """A record for people who read bench/records."""
-    found = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     return (
         f"# {_title(record)}\n\n"
-        f"Machine: {machine_text(record['machine'])}. Versions: {found}. Command: `{record['command']}`.\n\n"
+        f"{where_it_ran(record)}\n\n"
         f"{markdown_table(_NAMES, _rows(record))}\n\n"
         "TFLOP/s per device count 3.5 × the forward FLOPs (4 · heads · head size · the pairs of positions that see "
         "each other, which are S² / 2 a document without a window) for forward and backward together. "
         f"Median of {record['repeats']} runs after {record['warmup']}, the slowest rank.\n\n"
         f"{_checks(record)}{_missing(record)}\n"
     )
-
-
-def write_record(record: dict[str, Any], path: Path) -> None:
-    """Write a record as JSON, and as Markdown beside it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        path.with_suffix(".md").write_text(record_markdown(record), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 _NAMES = ("attention", "length", "forward ms", "both ms", "TFLOP/s per device", "peak memory")
@@ -207,27 +186,6 @@ def _missing(record: dict[str, Any]) -> str:
         (row["name"], row["missing"]) for row in (*record["checks"], *record["rows"]) if "missing" in row
     )
     return "".join(f"\n- {name}: not available: {reason}" for name, reason in found)
-
-
-def _ranks(flags: AttentionFlags) -> tuple[int, str]:
-    import torch
-
-    gpus = torch.cuda.device_count()
-    ranks = ranks_wanted(flags.world)
-    if under_torchrun():
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-        return ranks, "nccl" if gpus >= local else "gloo"
-    if flags.world or not gpus:
-        return flags.world or CPU_RANKS, "gloo"
-    return gpus, "nccl"
-
-
-def _run(settings: Settings, ranks: int) -> dict[str, Any]:
-    from longspan.comm import run_local
-
-    if under_torchrun():
-        return attention_ranks(int(os.environ["RANK"]), settings)
-    return run_local(attention_ranks, ranks, (settings,))[0]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """What each rank does for `bench attention`: check at a short length, then time every type and peer at every length."""
 
-import json
 import statistics
 import sys
 import time
@@ -8,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from longspan.attention import Need, attend, choose
 from longspan.cli.bench_attention_torch import PEERS, torch_attention
+from longspan.cli.bench_record import keep_so_far, said_of
 from longspan.cli.machine import machine
 from longspan.comm import World, bind
 from longspan.layout import Layout
@@ -122,11 +121,11 @@ def _kernel(settings: Settings, world: World) -> str:
 
 
 def _keep(record: dict[str, Any], settings: Settings, rank: int) -> None:
-    """A bench that is interrupted has its finished rows on disk."""
-    if rank == 0 and settings.out:
-        Path(settings.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(settings.out).write_text(json.dumps(record, indent=1), encoding="utf-8")
-    if rank == 0 and sys.stderr.isatty():
+    """Rows that are finished stay where a bench is interrupted; a terminal is told as they come."""
+    if rank:
+        return
+    keep_so_far(record, settings.out)
+    if sys.stderr.isatty():
         row = record["rows"][-1]
         print(f"{row['name']}, {row['length']} rows: {row.get('missing') or row['seconds']}", file=sys.stderr)
 
@@ -194,8 +193,7 @@ def _or_missing(case: Case, measure: Callable[..., dict[str, Any]], *args: Any) 
     except Exception as error:
         if not case.peer:
             raise
-        lines = str(error).strip().splitlines() or [""]
-        return {"missing": f"{type(error).__name__}: {lines[0][:160]}"}
+        return said_of(error)
 
 
 def _checked(settings: Settings, case: Case, world: World) -> dict[str, Any]:

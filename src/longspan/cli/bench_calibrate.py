@@ -1,20 +1,19 @@
 """`longspan bench calibrate`: measure a model on this machine, and write the cost by which plans are priced."""
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any, Literal
 
 from longspan.cli.bench_calibrate_ranks import Settings, calibrate_ranks
+from longspan.cli.bench_flags import BenchFlags, ranks_on_this_host
 from longspan.cli.calibration import Calibration, Sample, calibrate
+from longspan.cli.flags import Switch
 from longspan.cli.machine import machine, machine_text
 from longspan.cli.parse import parse_flags
-from longspan.cli.ranks import ranks_wanted, reports_here, run_on_ranks, under_torchrun
+from longspan.cli.ranks import reports_here, run_on_ranks, under_torchrun
 from longspan.errors import ConfigError
 from longspan.report.text_table import text_table
 from longspan.train.versions import versions
@@ -24,8 +23,8 @@ GPU_DEFAULTS = {"tokens": "2048,4096,8192,16384", "lengths": "2048,8192,16384,32
 CPU_DEFAULTS = {"tokens": "256,512,1024", "lengths": "256,512,1024,2048", "document": 32}
 
 
-@dataclass(frozen=True)
-class CalibrateFlags:
+@dataclass(frozen=True, kw_only=True)
+class CalibrateFlags(BenchFlags):
     """Measure whole steps of a model, its attention and its rings on this machine, and fit the constants of a Cost.
 
     Runs one process for each GPU of this machine, or torchrun's, or --world local processes on the CPU; all of them
@@ -55,20 +54,16 @@ class CalibrateFlags:
     """Rounds through all measurements before the timed ones."""
     repeats: int = 4
     """Timed rounds; each takes as long as the slowest rank, and the fastest counts."""
-    world: int = 0
-    """Local processes on the CPU; 0: one for each GPU, or torchrun's, or 2 where there is no GPU."""
     out: str = "cost.json"
     """File for the constants."""
-    timeout_seconds: float = 180.0
-    """How long a rank waits for the others."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Switch = False
     """Print constants, measurements and machine as JSON, and nothing else, on standard output."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the bench; returns the exit code."""
     flags = parse_flags(CalibrateFlags, argv, "longspan bench calibrate")
-    ranks, backend = _ranks(flags)
+    ranks, backend = _processes(flags)
     settings = make_settings(flags, ranks, backend)
     samples, ring_bytes = run_on_ranks(calibrate_ranks, (settings,), ranks)
     if reports_here():
@@ -83,8 +78,7 @@ def main(argv: Sequence[str]) -> int:
 def make_settings(flags: CalibrateFlags, ranks: int, backend: str) -> Settings:
     """What the ranks are told. Raises ConfigError for sizes from which no constants follow."""
     defaults = GPU_DEFAULTS if backend == "nccl" else CPU_DEFAULTS
-    if flags.repeats < 1 or flags.warmup < 0:
-        raise ConfigError(f"--repeats {flags.repeats} --warmup {flags.warmup}: at least 1 and 0")
+    flags.check_runs()
     if flags.across_gbps < 0 or flags.document < 0:
         raise ConfigError(f"--across_gbps {flags.across_gbps} --document {flags.document}: at least 0")
     if not Path(flags.out).absolute().parent.is_dir():
@@ -187,17 +181,12 @@ def _summary(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _ranks(flags: CalibrateFlags) -> tuple[int, str]:
+def _processes(flags: CalibrateFlags) -> tuple[int, str]:
     """How many processes, and what they talk through. Raises ConfigError for processes on several hosts."""
-    import torch
-
-    gpus, ranks = torch.cuda.device_count(), ranks_wanted(flags.world)
-    if not under_torchrun():
-        return (gpus, "nccl") if gpus and not flags.world else (flags.world or CPU_RANKS, "gloo")
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    if local != ranks:
+    ranks, backend = flags.processes(CPU_RANKS)
+    if under_torchrun() and (local := ranks_on_this_host(ranks)) != ranks:
         raise ConfigError(
             f"torchrun has started {ranks} processes, {local} of them on this host; calibrate on one host, and give "
             "--across_gbps for the links between hosts"
         )
-    return ranks, "nccl" if gpus >= local else "gloo"
+    return ranks, backend

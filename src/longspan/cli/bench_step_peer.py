@@ -38,7 +38,7 @@ def peer_step(
     set_rotate_method("allgather")
     mesh = init_device_mesh("cuda", (settings.ranks,))
     model = _sharded(settings, make, world, mesh)
-    optimizer = build_optimizer(model, settings.optimizer, lr=0.0) if settings.optimizer else None
+    optimizer = build_optimizer(model, settings.flags.optimizer, lr=0.0) if settings.flags.optimizer else None
     losses: list[float] = []
 
     def step() -> None:
@@ -80,7 +80,7 @@ def _sharded(settings: Any, make: Callable[..., Any], world: World, mesh: Any) -
     compute = getattr(torch, settings.compute) if settings.compute else None
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for layer in decoder_layers(model).values():
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=settings.reshard)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not settings.flags.keep_gathered)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):

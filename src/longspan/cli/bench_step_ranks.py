@@ -1,14 +1,12 @@
 """What each rank does for `bench step`: one model, the same documents under every planner, whole steps timed."""
 
 import gc
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,83 +14,17 @@ import torch
 from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from longspan.cli.bench_record import keep_so_far, said_of
 from longspan.cli.bench_step_peer import PEER, peer_step
-from longspan.cli.bench_step_shapes import Shape
+from longspan.cli.bench_step_settings import Settings
 from longspan.cli.machine import machine
 from longspan.cli.step_parts import parts_of, profiled_events
 from longspan.comm import World
-from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.probe import decoder_layers
-from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.model_shape import ModelShape
 from longspan.train import build_optimizer, run_step
 from longspan.train.versions import versions
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What to measure."""
-
-    planners: tuple[str, ...]
-    shape: Shape
-    shape_name: str
-    lengths: tuple[int, ...]
-    sequences: tuple[int, ...]  # each alone, in turn, in place of the lengths together
-    source: str
-    cp: int
-    max_tokens_per_slot: int  # 0: no limit
-    cp_comm_type: str
-    hierarchical: tuple[int, int] | None
-    mode: str
-    node_size: int
-    tp: int
-    ep: int
-    recompute: str
-    recompute_layers: int
-    offload: bool
-    parameters: str
-    compute: str  # "": as the parameters
-    reshard: bool
-    compiled: bool
-    optimizer: str  # "": none
-    loss_chunk_rows: int
-    cost: Cost
-    cost_source: str
-    peak_tflops: float  # of a device; 0: unknown
-    warmup: int
-    repeats: int
-    profile: bool
-    peers: bool
-    ranks: int
-    backend: str
-    timeout_seconds: float
-    command: str
-    out: str = ""  # the first rank keeps what it has so far in this file
-
-    @property
-    def home(self) -> Layout:
-        """The home of the model on these ranks."""
-        return Layout(self.ranks, tp=self.tp, ep=self.ep)
-
-    def batches(self) -> "list[Settings]":
-        """These settings, or as many as there are sequences, each of one alone."""
-        return [replace(self, lengths=(n,), sequences=()) for n in self.sequences] or [self]
-
-    def plan(self, planner: str) -> Plan:
-        """The plan of the documents under one of the planners."""
-        options: dict[str, Any] = {
-            "max_tokens_per_slot": self.max_tokens_per_slot or None,
-            "cp_comm_type": self.cp_comm_type,
-            "hierarchical_context_parallel_sizes": self.hierarchical,
-            "cost": self.cost,
-            "node_size": self.node_size,
-            "mode": self.mode,
-        }
-        if planner == "dynamic":
-            return plan_dynamic(self.lengths, self.home, **options)
-        make = plan_padded if planner == "padded" else plan_fixed
-        return make(self.lengths, self.home, self.cp, **options)
 
 
 @dataclass(frozen=True)
@@ -114,7 +46,7 @@ class Document:
 def step_ranks(rank: int, settings: Settings) -> dict[str, Any]:
     """Open a world, time every planner and the peer; the record, equal on every rank."""
     backend = None if settings.backend == "nccl" else "gloo"
-    with World(settings.home, backend=backend, timeout=settings.timeout_seconds) as world:
+    with World(settings.home, backend=backend, timeout=settings.flags.timeout_seconds) as world:
         record = _empty_record(settings, world)
         for name, measure in _cases(settings, world):
             record["rows"].append({"name": name} | measure())
@@ -123,22 +55,8 @@ def step_ranks(rank: int, settings: Settings) -> dict[str, Any]:
 
 
 def _empty_record(settings: Settings, world: World) -> dict[str, Any]:
-    named = asdict(settings)
-    for name in ("cost", "peers", "out", "lengths", "planners", "timeout_seconds"):
-        del named[name]
-    sizes = np.asarray(settings.lengths)
-    return {
-        "bench": "step",
-        **named,
-        "backend": world.backend,
-        "documents": len(settings.lengths),
-        "tokens": int(sizes.sum()),
-        "longest": int(sizes.max()),
-        "cost": settings.cost.to_json(),
-        "machine": machine(),
-        "versions": versions(),
-        "rows": [],
-    }
+    about = {"backend": world.backend, "machine": machine(), "versions": versions()}
+    return {"bench": "step", **settings.to_json(), **about, "rows": []}
 
 
 def _cases(settings: Settings, world: World) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -156,7 +74,7 @@ def _cases(settings: Settings, world: World) -> Iterator[tuple[str, Callable[[],
         gc.collect()
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
-    if settings.peers:
+    if settings.flags.peers:
         for batch in settings.batches():
             yield f"{PEER}{_of(batch, settings)}", partial(_peer, batch, world)
 
@@ -170,20 +88,20 @@ def random_model(settings: Settings, device: torch.device) -> PreTrainedModel:
     torch.manual_seed(0)
     with torch.device(device):
         config = settings.shape.config(max(settings.lengths))
-        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings.parameters))
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings.flags.parameters))
 
 
 def _prepared(settings: Settings, world: World) -> Any:
     model = prepare(
         random_model(settings, world.device),
         world,
-        reshard_after_forward=settings.reshard,
-        activation_checkpointing=settings.recompute,
-        recompute_layers=settings.recompute_layers,
-        offload_activations=settings.offload,
+        reshard_after_forward=not settings.flags.keep_gathered,
+        activation_checkpointing=settings.flags.recompute,
+        recompute_layers=settings.flags.recompute_layers,
+        offload_activations=settings.flags.offload,
         compute_dtype=getattr(torch, settings.compute) if settings.compute else None,
     )
-    if settings.compiled:
+    if settings.flags.compiled:
         compile_layers(model)
     return model
 
@@ -198,7 +116,7 @@ def compile_layers(model: Any) -> None:
 
 def _optimizer(settings: Settings, model: Any) -> Optimizer | None:
     """A learning rate of 0: every planner sees the same weights, and the optimizer works as ever."""
-    return build_optimizer(model, settings.optimizer, lr=0.0) if settings.optimizer else None
+    return build_optimizer(model, settings.flags.optimizer, lr=0.0) if settings.flags.optimizer else None
 
 
 def _planned(settings: Settings, planner: str, model: Any, optimizer: Optimizer | None, world: World) -> dict[str, Any]:
@@ -210,7 +128,7 @@ def _planned(settings: Settings, planner: str, model: Any, optimizer: Optimizer 
 
     def step() -> None:
         world.prepare(plan)
-        chunk = settings.loss_chunk_rows
+        chunk = settings.flags.loss_chunk_rows
         losses.append(run_step(model, plan, documents, world, optimizer, loss_chunk_rows=chunk).loss)
         if optimizer is None:
             model.zero_grad(set_to_none=True)
@@ -233,18 +151,17 @@ def _peer(settings: Settings, world: World) -> dict[str, Any]:
         with peer_step(settings, random_model, world) as (step, losses):
             return measured(settings, step, world) | {"loss": losses[0]}
     except Exception as error:  # whatever it cannot do is for the record to say
-        lines = str(error).strip().splitlines() or [""]
-        return {"missing": f"{type(error).__name__}: {lines[0][:160]}"}
+        return said_of(error)
 
 
 def measured(settings: Settings, step: Callable[[], None], world: World) -> dict[str, Any]:
     """Seconds of whole steps (the median, of the slowest rank), what follows from them, peak memory, and parts."""
     cuda = world.device.type == "cuda"
-    for _ in range(settings.warmup):
+    for _ in range(settings.flags.warmup):
         step()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    own = [_seconds(step, world) for _ in range(settings.repeats)]
+    own = [_seconds(step, world) for _ in range(settings.flags.repeats)]
     peak = torch.cuda.max_memory_allocated() if cuda else 0
     told = world.gather_objects((statistics.median(own), peak))
     seconds, tokens = max(s for s, _ in told), sum(settings.lengths)
@@ -256,7 +173,7 @@ def measured(settings: Settings, step: Callable[[], None], world: World) -> dict
     }
     if settings.peak_tflops:
         row["mfu"] = row["model_tflops_per_device"] / settings.peak_tflops
-    if settings.profile:
+    if settings.flags.profile:
         row["parts"] = _parts(step, world)
     return row
 
@@ -290,12 +207,10 @@ def model_flops(settings: Settings) -> float:
 
 
 def _keep(record: dict[str, Any], settings: Settings, rank: int) -> None:
-    """A bench that is interrupted has its finished rows on disk."""
+    """Rows that are finished stay where a bench is interrupted, and are told as they come."""
     if rank:
         return
-    if settings.out:
-        Path(settings.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(settings.out).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    keep_so_far(record, settings.out)
     row = record["rows"][-1]
     said = row.get("missing") or f"{row['seconds']:.3f} s, {row['tokens_per_second_per_device']:.0f} tokens/s a device"
     print(f"{row['name']}: {said}", file=sys.stderr, flush=True)

@@ -1,0 +1,37 @@
+"""The record of a bench on disk, while it runs and when it is done."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from longspan.cli.machine import machine_text
+from longspan.errors import ConfigError
+
+
+def write_record(record: dict[str, Any], path: Path, markdown: str) -> None:
+    """Write a record as JSON, and what it says in Markdown beside it. Raises ConfigError where that cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        path.with_suffix(".md").write_text(markdown, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def keep_so_far(record: dict[str, Any], out: str) -> None:
+    """A bench that is interrupted has its finished rows on disk; "": nowhere."""
+    if out:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        Path(out).write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+
+def where_it_ran(record: dict[str, Any]) -> str:
+    """Machine, versions and command of a record, for people."""
+    found = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    return f"Machine: {machine_text(record['machine'])}. Versions: {found}. Command: `{record['command']}`."
+
+
+def said_of(error: Exception) -> dict[str, str]:
+    """A row of a record in place of figures: why a peer did not run."""
+    lines = str(error).strip().splitlines() or [""]
+    return {"missing": f"{type(error).__name__}: {lines[0][:160]}"}
