@@ -5,11 +5,14 @@ import re
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from longspan.comm import rollcall
 from longspan.comm.launch import run_local
+from longspan.comm.rollcall import Watch
 from longspan.comm.world import World
 from longspan.errors import CommError
 from longspan.layout import Layout
@@ -82,6 +85,51 @@ def test_a_rank_that_leaves_and_lives_on_is_quoted_at_once() -> None:
     assert found[1] == "not today"
     assert re.search(r"'barrier' of step 0 .*rank 1 left with ValueError: not today", found[0])
     assert time.monotonic() - before < 50
+
+
+def wait_in_vain(rank: int, folder: Path) -> None:
+    """Rank 1 leaves with an error and keeps its connections; rank 0 is in a barrier, rank 2 at work of its own."""
+    rollcall.LEFT_SECONDS = 1.0
+    kept = None
+    try:
+        with World(Layout(ranks=3), backend="gloo", timeout=60) as world:
+            kept = world.control
+            if rank == 1:
+                raise ValueError("not today")
+            if rank == 0:
+                world.barrier()
+            time.sleep(4)
+            (folder / "at work").touch()
+            raise ValueError("over")
+    except ValueError:
+        time.sleep(15)
+    assert kept is not None
+
+
+def test_a_rank_that_waits_for_one_that_left_is_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = time.monotonic()
+    with pytest.raises(CommError, match="rank 0 of 3 was killed by signal 6"):
+        run_local(wait_in_vain, 3, (tmp_path,), grace=6, threads=1)
+    assert time.monotonic() - before < 50 and (tmp_path / "at work").exists()
+    assert re.search(
+        r"longspan: 'barrier' of step 0 between ranks \(0, 1, 2\) failed on rank 0 .*rank 1 left with ValueError: not",
+        capfd.readouterr().err,
+    )
+
+
+OUT_OF_MEMORY = (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate"))
+
+
+@pytest.mark.parametrize("error", [*OUT_OF_MEMORY, MemoryError()], ids=repr)
+def test_memory_that_is_short_is_no_failed_collective(error: Exception) -> None:
+    watch = Watch(0, (0, 1), 1.0, None, None)
+    for context in (watch.during("pipeline", (0, 1)), watch.naming("passes", (0, 1))):
+        with pytest.raises(type(error)) as raised, context:
+            raise error
+        assert raised.value is error and watch.current is None
+    with pytest.raises(CommError, match="'pipeline' of step 0"), watch.during("pipeline", (0, 1)):
+        raise RuntimeError("connection closed")
+    assert watch.current is None
 
 
 def lose_the_store(rank: int, port: int) -> None:

@@ -1,9 +1,11 @@
 """`max_tokens_per_slot = "auto"`: the fit, a budget that a step keeps, and what a run goes on with."""
 
 import json
+import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,10 +15,11 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.testing import backend, run_ranks
-from longspan.train import build_optimizer, rows_that_fit
+from longspan.train import build_optimizer, row_probe, rows_that_fit
 from longspan.train.config import RunConfig
 from longspan.train.live_bytes import LiveBytes
-from longspan.train.rows_that_fit import FILE, RowsThatFit, _most_bytes, _read, conditions, fitted, measure, probe_plan
+from longspan.train.row_probe import TOO_MANY_FILE, TooMany, conditions, most_bytes, probe_plan, too_many_rows
+from longspan.train.rows_that_fit import FILE, RowsThatFit, _read, fitted, measure
 from tests.train.small import small_config, train_rank
 
 
@@ -58,16 +61,66 @@ def test_probes_suit_rows_that_are_split_over_tp(tmp_path: Path, monkeypatch: py
         )
         home, probed = Layout(ranks=2 * tp, tp=tp), list[int]()
 
-        def most_bytes(config: RunConfig, model: object, world: World, rows: int, probed: list[int] = probed) -> int:
+        def bytes_of(config: RunConfig, model: object, world: World, rows: int, probed: list[int] = probed) -> int:
             probe_plan(config, world.home, rows)  # raises where they do not suit
             probed.append(rows)
             return 1000 * rows
 
-        monkeypatch.setattr(rows_that_fit, "_most_bytes", most_bytes)
-        world: Any = SimpleNamespace(device=torch.device("cpu"), home=home, gather_objects=lambda told: [told])
+        monkeypatch.setattr(rows_that_fit, "most_bytes", bytes_of)
+        world: Any = SimpleNamespace(device=torch.device("cpu"), home=home, gather_objects=lambda told, what="": [told])
         unused: Any = None
         assert measure(config, unused, unused, world).rows == 2010
         assert len(probed) == 4 and probed[-1] > 1000 and not any(rows % tp for rows in probed)
+
+
+class Machine(NamedTuple):
+    """What the two ranks have, and how many rows a probe may have where nothing says more."""
+
+    budgets: tuple[int, int]
+    fixed: int
+    each: int
+    below: int | None = None
+
+
+MACHINES = {  # what is probed after the warm-up, and what is found, at 64 and 256 rows at first
+    "room": (Machine((10**7, 10**7), 10**5, 1000), [64, 256, 2048], 9900),
+    "the least of all ranks": (Machine((10**7, 10**6), 10**5, 1000), [64, 256, 450], 900),
+    "the second is what surely fits": (Machine((300_000, 300_000), 10**5, 1000), [64, 117], 200),
+    "the first is too large": (Machine((130_000, 130_000), 10**5, 1000), [64, 32], 30),
+    "more did not fit before": (Machine((10**7, 10**7), 10**5, 1000, below=256), [64, 128], 128),
+    "less than the first did not fit before": (Machine((10**6, 10**6), 10**5, 1000, below=64), [16, 32], 32),
+    "more did not fit before, and would not": (Machine((400_000, 400_000), 10**5, 1000, below=1024), [64, 156], 300),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_probes_go_no_further_than_those_before_allow(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, sizes, rows = MACHINES[name]
+    probed = list[int]()
+
+    def bytes_of(config: RunConfig, model: object, world: World, rows: int) -> int:
+        probed.append(rows)
+        return machine.fixed + machine.each * rows
+
+    def gather_objects(value: float, what: str = "") -> list[float]:
+        return list(machine.budgets) if not probed else [value] * 2
+
+    monkeypatch.setattr(rows_that_fit, "most_bytes", bytes_of)
+    config = small_config(tmp_path, train__memory_bytes=machine.budgets[0])
+    world: Any = SimpleNamespace(device=torch.device("cpu"), home=Layout(ranks=2), gather_objects=gather_objects)
+    unused: Any = None
+    found = measure(config, unused, unused, world, below=machine.below)
+    assert (probed, found.rows) == ([sizes[0], *sizes], rows)
+    assert all(machine.fixed + machine.each * n <= min(machine.budgets) for n in sizes[1:] if n > sizes[0])
+
+
+def test_too_few_rows_for_probes_are_named(tmp_path: Path) -> None:
+    unused: Any = None
+    world: Any = SimpleNamespace(device=torch.device("cpu"), home=Layout(ranks=1), gather_objects=lambda told: [told])
+    with pytest.raises(ConfigError, match="7 rows of a slot did not fit when this run was started before"):
+        measure(small_config(tmp_path, train__memory_bytes=1000), unused, unused, world, below=7)
 
 
 def _measured(rank: int, config: RunConfig) -> tuple[RowsThatFit, float, bool]:
@@ -76,7 +129,7 @@ def _measured(rank: int, config: RunConfig) -> tuple[RowsThatFit, float, bool]:
         model = load_model(None, "qwen3-tiny", vocab_size=300)
         model = prepare(model, world, activation_checkpointing=config.train.activation_checkpointing)
         found = measure(config, model, build_optimizer(model), world)
-        seen = _most_bytes(config, model, world, found.rows)
+        seen = most_bytes(config, model, world, found.rows)
         left = any(p.grad is not None for p in model.parameters())
     return found, seen / found.budget_bytes, left
 
@@ -119,3 +172,51 @@ def test_a_document_that_does_not_fit_is_named(tmp_path: Path) -> None:
     (tmp_path / "run" / FILE).write_text(json.dumps(vars(RowsThatFit(3, 1.0, 1.0, 1.0, 2, conditions(config)))))
     with pytest.raises(ConfigError, match="max_tokens_per_slot 3 do not suit the longest document"):
         run_ranks(train_rank, 2, config, 2)
+
+
+def train_short_of_memory(rank: int, config: RunConfig, least: int) -> int:
+    """Train, and have no memory on rank 1 for the second layer of a probe of `least` rows or more."""
+    run_step = row_probe.run_step
+
+    def run_step_of_probe(model: Any, plan: Any, *others: Any, **more: Any) -> Any:
+        def forward(module: object, inputs: object) -> None:
+            if rank == 1 and plan.timeline().rows.max() >= least:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 1 has 1 GiB free")
+
+        hook = model.model.layers[1].register_forward_pre_hook(forward)
+        try:
+            return run_step(model, plan, *others, **more)
+        finally:
+            hook.remove()
+
+    row_probe.run_step = run_step_of_probe
+    return train_rank(rank, config, 2).done
+
+
+def test_a_rank_without_memory_for_a_probe_ends_the_run_and_the_next_start_probes_less(tmp_path: Path) -> None:
+    changes = {"context__max_tokens_per_slot": "auto", "train__memory_bytes": 100_000_000, "train__steps": 1}
+    config, before = small_config(tmp_path, **changes), time.monotonic()
+    with pytest.raises(ConfigError, match="rank 1 ran out of memory in a probe of 256 rows of a slot") as raised:
+        run_ranks(train_short_of_memory, 2, config, 200)
+    assert "(CUDA out of memory)" in str(raised.value) and time.monotonic() - before < config.run.timeout_seconds
+    (note,) = raised.value.__notes__
+    assert re.search(r"rank 0: CommError: .* rank 1 left with ConfigError: context.max_tokens_per_slot is", note)
+    noted = TooMany(**json.loads((tmp_path / "run" / TOO_MANY_FILE).read_text()))
+    assert noted == TooMany(256, 2, conditions(config)) and not (tmp_path / "run" / FILE).exists()
+    assert run_ranks(train_short_of_memory, 2, config, 200) == [1, 1]
+    assert json.loads((tmp_path / "run" / FILE).read_text())["rows"] == 128
+
+
+def test_what_did_not_fit_counts_under_the_same_keys_alone(tmp_path: Path) -> None:
+    now, file = conditions(small_config(tmp_path)), tmp_path / TOO_MANY_FILE
+    assert too_many_rows(tmp_path, 2, now) is None
+    file.write_text(json.dumps(vars(TooMany(256, 2, now))))
+    other = conditions(small_config(tmp_path, train__activation_checkpointing="full"))
+    assert [too_many_rows(tmp_path, 2, now), too_many_rows(tmp_path, 4, now), too_many_rows(tmp_path, 2, other)] == [
+        256,
+        None,
+        None,
+    ]
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match=r"is damaged: .*; remove it and rows are probed from the start"):
+        too_many_rows(tmp_path, 2, now)

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from longspan.comm.groups import Groups, ParentName
-from longspan.comm.rollcall import Watch, short
+from longspan.comm.rollcall import Watch
+from longspan.layout.layout import short
 
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

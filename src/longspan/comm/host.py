@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from longspan.comm.rollcall import Watch, short
+from longspan.comm.rollcall import Watch
 from longspan.errors import CommError
 from longspan.layout import Layout
+from longspan.layout.layout import short
 
 T = TypeVar("T")
 

@@ -1,30 +1,28 @@
 """What a rank is doing, and what the ranks tell each other when a collective fails.
 
 Every rank notes the collective that it is in. When one fails, the first rank to notice asks the others through the
-store; a thread on each rank answers, also while its main thread is stuck. The outcome names the ranks that no longer
-answer and quotes those that left with an error. Nothing here moves data.
+store (`notes.py`); a thread on each rank answers, also while its main thread is stuck. The outcome names the ranks that
+no longer answer and quotes those that left with an error. Nothing here moves data.
 """
 
-import json
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store, Work
 
-from longspan.comm.child import DEAD_KEY
+from longspan.comm.notes import CALL_SECONDS, Notes
 from longspan.errors import CommError, LongspanError
+from longspan.layout.layout import short
 
-CALL_SECONDS = 5.0  # a roll call waits this long for answers
-NAMED = 8  # ranks named one by one in a message
+LEFT_SECONDS = 30.0  # once a rank has left with an error, a collective of the others may last this long
 
 
 class Operation:
@@ -48,9 +46,12 @@ class Operation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, LongspanError):
-            raise self.watch.failed(self, error) from error
-        self.watch.finished, self.watch.current = self.what, self.outer
+        try:
+            if isinstance(error, RuntimeError) and not isinstance(error, LongspanError) and not is_out_of_memory(error):
+                raise self.watch.failed(self, error) from error
+            self.watch.finished = self.what
+        finally:
+            self.watch.current = self.outer
 
     def __str__(self) -> str:
         return f"'{self.what}' of step {self.watch.step} between ranks {short(self.ranks)}"
@@ -61,7 +62,8 @@ class Watch:
 
     `store` is this world's own corner of the store that all ranks share, or None (a single process), `root` the whole
     of it, where a launcher writes which ranks died. `gpu`: collectives run on a GPU, where a stuck one raises nothing
-    in the host: there the answering thread writes the error to stderr and ends the process.
+    in the host: there the answering thread writes the error to stderr and ends the process. It does so too, on a GPU or
+    not, where a rank has left with an error and this one does not get out of a collective that waits for it.
     """
 
     def __init__(
@@ -78,10 +80,12 @@ class Watch:
         self.step = 0
         self.current: Operation | None = None
         self.finished = "nothing yet"
-        self._store, self._root = store, root
+        self._notes = None if store is None else Notes(rank, ranks, store, root)
         self._passed = torch.cuda.Event() if gpu else None
         # The last collective that was waited for, and how to ask whether the device is past it.
         self._last: tuple[Operation, Callable[[], bool]] | None = None
+        self._named: Operation | None = None  # around collectives that others start
+        self._left_since: float | None = None  # when this rank first saw that another has left with an error
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -96,13 +100,15 @@ class Watch:
         Errors that no backend raised pass as they are.
         """
         operation = Operation(self, what, ranks)
-        operation.started = time.monotonic()
+        operation.started, operation.outer, self._named = time.monotonic(), self._named, operation
         try:
             yield
         except RuntimeError as error:
             if of_backend(error):
                 raise self.failed(operation, error) from error
             raise
+        finally:
+            self._named = operation.outer
 
     def queued(self, operation: Operation, works: Sequence[Work]) -> None:
         """Note that the device's stream is now ordered behind these works of a collective, which may still run."""
@@ -117,7 +123,7 @@ class Watch:
 
     def open(self) -> None:
         """Start the thread that answers roll calls."""
-        if self._store is not None:
+        if self._notes is not None:
             self._thread = threading.Thread(target=self._answer_calls, name="longspan roll call", daemon=True)
             self._thread.start()
 
@@ -130,10 +136,8 @@ class Watch:
 
     def leave(self, error: BaseException) -> None:
         """Tell the others, before this rank goes, that it leaves with an error."""
-        note = {"rank": self.rank, "error": _one_line(error), "echo": bool(getattr(error, "seen_from_outside", False))}
-        if self._store is not None:
-            with suppress(RuntimeError):  # the store is gone: the others will find out by themselves
-                _append(self._store, "left", note)
+        if self._notes is not None:
+            self._notes.leave(_one_line(error), echo=bool(getattr(error, "seen_from_outside", False)))
 
     def failed(self, operation: Operation, error: BaseException) -> CommError:
         """The error to raise for a collective that failed here, after a roll call."""
@@ -154,16 +158,17 @@ class Watch:
         return f"in {operation} for {time.monotonic() - operation.started:.1f} s"
 
     def _answer_calls(self) -> None:
-        store = self._store
-        assert store is not None
+        notes, answered = self._notes, False
+        assert notes is not None
         # Many ranks share one store: a thousand ranks ask it a thousand times a second, not more.
         interval = min(2.0, max(0.2, len(self.ranks) / 1000))
         try:
             while not self._stop.wait(interval):
                 self._report_stuck_device()
-                if store.check(["incident"]):
-                    _append(store, "answers", {"rank": self.rank, "doing": self.describe()})
-                    return
+                self._report_waiting_in_vain(notes)
+                if not answered and notes.asked():
+                    notes.answer(self.describe())
+                    answered = True
         except RuntimeError:
             return  # the store is gone
 
@@ -179,91 +184,50 @@ class Watch:
         if done():
             self._last = None if self._last is last else self._last
             return
-        failure = self.failed(operation, RuntimeError(f"timed out: the GPU of rank {self.rank} has not got past it"))
+        self._end(operation, f"timed out: the GPU of rank {self.rank} has not got past it")
+
+    def _report_waiting_in_vain(self, notes: Notes) -> None:
+        """End this process where it waits in a collective for a rank that has left with an error.
+
+        Where connections break, the main thread has raised by then. With NCCL, or where the rank that left lives on and
+        keeps its connections, nothing would happen before the time-out.
+        """
+        if self._left_since is None:
+            self._left_since = time.monotonic() if notes.somebody_left() else None
+        elif time.monotonic() - self._left_since > LEFT_SECONDS:
+            unfinished = None if self._last is None or self._last[1]() else self._last[0]
+            operation = self.current or self._named or unfinished
+            if operation is not None:
+                self._end(operation, f"a rank left {LEFT_SECONDS:g} s ago or more, and others wait for it")
+
+    def _end(self, operation: Operation, why: str) -> None:
+        failure = self.failed(operation, RuntimeError(why))
         print(f"longspan: {failure}", file=sys.stderr, flush=True)
         self.leave(failure)
         os.kill(os.getpid(), signal.SIGABRT)
 
     def _roll_call(self) -> str:
         """Who answers: asked by the first rank that notices, read by the others."""
-        store = self._store
-        if store is None:
+        if self._notes is None:
             return "this process has no store to ask through"
-        me = str(self.rank)
         try:
-            _append(store, "answers", {"rank": self.rank, "doing": self.describe()})
-            if store.compare_set("incident", "", me) == me.encode():
-                outcome = self._collect(store)
-                store.set("outcome", outcome)
-                return outcome
-            return _read(store, "outcome", CALL_SECONDS + 2) or "another rank asked, and did not tell the outcome"
+            return self._notes.call(self.describe())
         except RuntimeError:
             return "the store does not answer, so the rank or launcher that served it is gone"
-
-    def _collect(self, store: Store) -> str:
-        deadline = time.monotonic() + CALL_SECONDS
-        while True:
-            answers = {note["rank"]: note["doing"] for note in _notes(store, "answers")}
-            left = {note["rank"]: note for note in _notes(store, "left")}
-            missing = [rank for rank in self.ranks if rank not in answers and rank not in left]
-            dead = self._deaths(missing)
-            if len(dead) == len(missing) or time.monotonic() > deadline:
-                return _outcome(answers, left, missing, dead)
-            time.sleep(0.05)
-
-    def _deaths(self, missing: Sequence[int]) -> dict[int, str]:
-        """How missing ranks died, where a launcher has told."""
-        root = self._root
-        if root is None:
-            return {}
-        told = [rank for rank in missing[:64] if root.check([f"{DEAD_KEY}{rank}"])]
-        return {rank: root.get(f"{DEAD_KEY}{rank}").decode() for rank in told}
 
 
 def of_backend(error: BaseException) -> bool:
     """Whether a collective's backend raised this error, of which gloo's are plain RuntimeErrors."""
     known = isinstance(error, dist.DistError) or "gloo" in str(error)
-    return isinstance(error, RuntimeError) and not isinstance(error, LongspanError) and known
+    own = isinstance(error, LongspanError) or is_out_of_memory(error)
+    return isinstance(error, RuntimeError) and not own and known
 
 
-def short(ranks: Sequence[int]) -> str:
-    """A few of the ranks, and how many there are."""
-    head = ", ".join(str(rank) for rank in ranks[:NAMED])
-    return f"({head}, … {len(ranks)} in all)" if len(ranks) > NAMED else f"({head})"
-
-
-def _outcome(answers: dict[int, str], left: dict[int, Any], missing: list[int], dead: dict[int, str]) -> str:
-    first = [note for note in left.values() if not note["echo"]]
-    lines = [f"rank {note['rank']} left with {note['error']}" for note in first[:NAMED]]
-    lines += [f"rank {rank} does not answer: it {dead[rank]}" for rank in list(dead)[:NAMED]]
-    silent = [rank for rank in missing if rank not in dead]
-    if silent:
-        lines.append(f"rank(s) {short(silent)} do not answer: killed, cut off or stopped")
-    answering = [rank for rank in sorted(answers) if rank not in left]
-    lines += [f"rank {rank} is {answers[rank]}" for rank in answering[:NAMED]]
-    if len(answering) > NAMED:
-        lines.append(f"{len(answering) - NAMED} more ranks answer")
-    return "; ".join(lines)
-
-
-def _notes(store: Store, key: str) -> list[dict[str, Any]]:
-    if not store.check([key]):
-        return []
-    return [json.loads(line) for line in store.get(key).decode().splitlines()]
-
-
-def _append(store: Store, key: str, note: dict[str, Any]) -> None:
-    store.append(key, json.dumps(note) + "\n")  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _read(store: Store, key: str, seconds: float) -> str | None:
-    """A key once it is there. Asks again and again: a blocking read would keep the answering thread waiting too."""
-    deadline = time.monotonic() + seconds
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(0.05)
-    return store.get(key).decode()
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this error says that no memory was left, on a device or on the host."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def _one_line(error: BaseException) -> str:

@@ -21,9 +21,10 @@ from longspan.comm.groups import GroupRecord, Groups, _worlds
 from longspan.comm.host import HostValues
 from longspan.comm.meeting import BOTH, Place, begin, choose_device, corner, end, meet, own_connection
 from longspan.comm.meshes import Meshes
-from longspan.comm.rollcall import Watch, short
+from longspan.comm.rollcall import Watch
 from longspan.errors import CommError
 from longspan.layout import Coordinates, Layout
+from longspan.layout.layout import short
 from longspan.plan import Plan
 
 _keys = count()

@@ -1,18 +1,19 @@
 """`max_tokens_per_slot = "auto"`: how many rows of a micro-batch fit in a slot's memory, measured on the model at hand.
 
-Two probe micro-batches of different sizes, forward and backward, give the bytes that do not depend on rows and those of
-a row; the rows are what the budget then leaves room for, the least of all ranks. A third probe nearer to these corrects
-them, as gradients may need more than the activations of few rows. Weights and moments are accounted for beforehand:
+Two probe micro-batches of different sizes, forward and backward (`row_probe.py`), give the bytes that do not depend on
+rows and those of a row; the rows are what the budget then leaves room for, the least of all ranks. A third probe nearer
+to these corrects them, as gradients may need more than the activations of few rows. After each probe the ranks tell
+each other its bytes, and the next one is no larger than they allow. Weights and moments are accounted for beforehand:
 probes change neither. A run keeps what it found in its folder and goes on with it.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -20,39 +21,17 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.errors import ConfigError
-from longspan.layout import Layout
-from longspan.model.hf import vocabulary_size
-from longspan.plan import Plan
 from longspan.train.config import AUTO, RunConfig
-from longspan.train.live_bytes import LiveBytes
 from longspan.train.metrics import write_whole
-from longspan.train.plans import PlanChoice, row_multiple_of
-from longspan.train.step import run_step
+from longspan.train.plans import row_multiple_of
+from longspan.train.row_probe import conditions, most_bytes, too_many_rows
 from longspan.train.together import first_does
 
 FILE = "max_tokens_per_slot.json"
 PROBES = {"cuda": (1024, 4096)}  # rows of a slot
 PROBES_ELSEWHERE = (64, 256)
-FARTHEST = 8  # times the larger probe, at most, is the third
+FARTHEST = 8  # times the largest probe, at most, is the third
 CPU_BUDGET = 1 << 30
-_OF_CONTEXT = (
-    "planner",
-    "mode",
-    "context_parallel_size",
-    "max_dynamic_context_parallel_size",
-    "cp_comm_type",
-    "hierarchical_context_parallel_sizes",
-    "attention_kernel",
-)
-_OF_TRAINING = (
-    "optimizer",
-    "activation_checkpointing",
-    "recompute_layers",
-    "offload_activations",
-    "loss_chunk_rows",
-    "memory_fraction",
-    "memory_bytes",
-)
 
 
 @dataclass(frozen=True)
@@ -93,11 +72,12 @@ def with_rows_that_fit(config: RunConfig, model: nn.Module, optimizer: Optimizer
     """The configuration with a number in place of "auto": the run's own, or measured now; entered by all ranks."""
     if config.context.max_tokens_per_slot != AUTO:
         return config
-    file = Path(config.run.dir) / FILE
-    now = conditions(config)
+    directory = Path(config.run.dir)
+    file, now = directory / FILE, conditions(config)
     found: RowsThatFit | None = first_does(world, lambda: _read(file, len(world.home.ranks), now), refuse=ConfigError)
     if found is None:
-        found = replace(measure(config, model, optimizer, world), measured_for=now)
+        below = first_does(world, lambda: too_many_rows(directory, len(world.home.ranks), now), refuse=ConfigError)
+        found = replace(measure(config, model, optimizer, world, below=below), measured_for=now)
         text = json.dumps(asdict(found), indent=1)
         first_does(world, lambda: write_whole(file, text), refuse=ConfigError)
     say(
@@ -106,25 +86,82 @@ def with_rows_that_fit(config: RunConfig, model: nn.Module, optimizer: Optimizer
     return replace(config, context=replace(config.context, max_tokens_per_slot=found.rows))
 
 
-def measure(config: RunConfig, model: nn.Module, optimizer: Optimizer, world: World) -> RowsThatFit:
-    """Run two probes and one that is nearer, and agree on the rows that fit on every rank."""
-    budget = _budget(config, model, optimizer, world.device)
-    multiple = row_multiple_of(config.parallel)
-    rows = [n - n % multiple for n in PROBES.get(world.device.type, PROBES_ELSEWHERE)]
-    probes = [(n, _most_bytes(config, model, world, n)) for n in (rows[0], *rows)][1:]  # the first one warms up
-    found = _agreed(probes, budget, world)
-    nearer = min(found.rows // 2, FARTHEST * rows[1])
-    nearer -= nearer % multiple
-    if nearer <= rows[1]:
-        return found
-    return _agreed([probes[1], (nearer, _most_bytes(config, model, world, nearer))], budget, world)
+def measure(
+    config: RunConfig, model: nn.Module, optimizer: Optimizer, world: World, *, below: int | None = None
+) -> RowsThatFit:
+    """Run two probes and one that is nearer, and agree on the rows that fit on every rank.
+
+    `below`: so many rows did not fit before; no probe has as many, nor has the result. Raises ConfigError where fewer
+    rows than two probes need are left, and on a rank that runs out of memory in a probe.
+    """
+    probes = _Probes(config, model, world, _budget(config, model, optimizer, world.device), below)
+    probes.run(probes.first, warm=True)
+    probes.run(probes.second())
+    nearer = probes.nearer()
+    if nearer > probes.most:
+        probes.run(nearer)
+    return probes.fitted()
 
 
-def _agreed(probes: Sequence[tuple[int, int]], budget: float, world: World) -> RowsThatFit:
-    """The fit of the rank on which the fewest rows fit."""
-    told = world.gather_objects((probes, budget))
-    worst = min(range(len(told)), key=lambda i: _rows_of(*told[i]))
-    return fitted(*told[worst], ranks=len(world.home.ranks))
+class _Probes:
+    """The probes run so far, and what they say about the next one; the same on every rank."""
+
+    def __init__(self, config: RunConfig, model: nn.Module, world: World, budget: float, below: int | None) -> None:
+        self._config, self._model, self._world, self._below = config, model, world, below
+        self._multiple = row_multiple_of(config.parallel)
+        self._sizes = PROBES.get(world.device.type, PROBES_ELSEWHERE)
+        self._budgets: list[float] = world.gather_objects(budget)
+        self._found: list[tuple[int, list[int]]] = []  # rows, the most bytes of every rank
+        self.first = self._rounded(min(self._sizes[0], (below or math.inf) / 4))
+        if self.first < 2 * self._multiple:
+            raise ConfigError(
+                f'context.max_tokens_per_slot is "{AUTO}": {below} rows of a slot did not fit when this run was '
+                "started before, which leaves too few for probes; recompute activations "
+                "(train.activation_checkpointing), start more processes, or give a number"
+            )
+
+    @property
+    def most(self) -> int:
+        """The rows of the largest probe."""
+        return max(rows for rows, _ in self._found)
+
+    def run(self, rows: int, *, warm: bool = False) -> None:
+        """Run one probe, with `warm` after one that is not measured, and tell the others what it took."""
+        if warm:
+            self._bytes_of_all(rows)
+        self._found.append((rows, self._bytes_of_all(rows)))
+
+    def _bytes_of_all(self, rows: int) -> list[int]:
+        found = most_bytes(self._config, self._model, self._world, rows)
+        return self._world.gather_objects(max(found, 1), f"the bytes of a probe of {rows} rows")
+
+    def second(self) -> int:
+        """As many rows as surely fit if all bytes of the first probe are its rows'; fewer than the first if not it."""
+        rows, found = self._found[0]
+        room = min(budget / most for budget, most in zip(self._budgets, found, strict=True))
+        larger = self._rounded(min(self._sizes[1], rows * room, self._limit / 2))
+        return larger if larger >= rows + rows // 4 else self._rounded(rows / 2)
+
+    def nearer(self) -> int:
+        """Half of the rows that fit by now."""
+        return self._rounded(min(self.fitted().rows / 2, FARTHEST * self.most, self._limit / 2))
+
+    def fitted(self) -> RowsThatFit:
+        """The fit of the two largest probes, on the rank where the fewest rows fit."""
+        few, many = sorted(self._found)[-2:]
+        by_rank = [
+            ([(few[0], small), (many[0], large)], budget)
+            for small, large, budget in zip(few[1], many[1], self._budgets, strict=True)
+        ]
+        found = fitted(*min(by_rank, key=lambda told: _rows_of(*told)), ranks=len(self._budgets))
+        return found if found.rows < self._limit else replace(found, rows=int(self._limit // 2))
+
+    @property
+    def _limit(self) -> float:
+        return self._below or math.inf
+
+    def _rounded(self, rows: float) -> int:
+        return int(rows // self._multiple) * self._multiple
 
 
 def _rows_of(probes: Sequence[tuple[int, int]], budget: float) -> float:
@@ -149,47 +186,6 @@ def _moments_to_come(model: nn.Module, optimizer: Optimizer) -> float:
         return 0.0
     local = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters() if p.requires_grad)
     return 2.0 * sum(p.numel() * p.element_size() for p in local)
-
-
-def _most_bytes(config: RunConfig, model: nn.Module, world: World, rows: int) -> int:
-    """The most bytes at a time of a step of micro-batches of so many rows on every slot, above those before."""
-    plan = probe_plan(config, world.home, rows)
-    random, vocabulary = np.random.default_rng(0), vocabulary_size(model) or 2
-    documents = [random.integers(0, vocabulary, size=n) for n in plan.lengths]
-    world.prepare(plan)
-    try:
-        if world.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(world.device)
-            before = torch.cuda.memory_allocated(world.device)
-            run_step(model, plan, documents, world, loss_chunk_rows=config.train.loss_chunk_rows)
-            return torch.cuda.max_memory_allocated(world.device) - before
-        with LiveBytes() as counted:
-            run_step(model, plan, documents, world, loss_chunk_rows=config.train.loss_chunk_rows)
-        return counted.peak
-    finally:
-        model.zero_grad(set_to_none=True)
-
-
-def probe_plan(config: RunConfig, home: Layout, rows: int) -> Plan:
-    """Every slot holds so many rows of a document of the widest group that training uses, in each micro-batch.
-
-    Under sequence parallelism `rows` is a multiple of tp.
-    """
-    choice = PlanChoice.training(config.context, row_multiple=row_multiple_of(config.parallel))
-    widest = choice.degree if choice.planner != "dynamic" else min(choice.max_degree or home.slots, home.slots)
-    degree = max(d for d in range(1, widest + 1) if home.slots % d == 0)
-    in_flight = max(1, home.pp * config.parallel.vpp)  # micro-batches that a pipeline holds at once
-    lengths = [rows * degree] * (home.slots // degree * in_flight)
-    probe = replace(choice, planner="fixed", max_tokens_per_slot=rows).at_degree(degree, longest=rows * degree)
-    return probe.plan(lengths, home)
-
-
-def conditions(config: RunConfig) -> dict[str, Any]:
-    """The keys of a configuration on which the rows depend, with their values as JSON keeps them."""
-    found = {f"parallel.{key}": value for key, value in asdict(config.parallel).items()}
-    found |= {f"context.{key}": getattr(config.context, key) for key in _OF_CONTEXT}
-    found |= {f"train.{key}": getattr(config.train, key) for key in _OF_TRAINING}
-    return json.loads(json.dumps(found))
 
 
 def _read(file: Path, ranks: int, now: dict[str, Any]) -> RowsThatFit | None:
