@@ -19,6 +19,7 @@ from tests.reference import dense_attention, relative_error
 
 LIMIT = {"float64": 1e-12, "float32": 1e-5}
 RAGGED = (13, 1, 40, 2, 7)
+MANY = tuple(range(19, 49, 3))  # under a window of about their length every one is limited elsewhere
 LEVELS = {1: (1, 1), 2: (2, 1), 3: (3, 1), 4: (2, 2), 6: (2, 3), 8: (4, 2)}  # of a2a+p2p by degree, in these layouts
 Sizes = tuple[int, int]
 
@@ -61,6 +62,7 @@ def layouts(slots: int) -> dict[str, MicroBatch]:
         "contiguous": micro_batch((everyone, RAGGED), partition="contiguous"),
         "padded": micro_batch((everyone, (5, 17, 1)), pad_to=2 * slots + 17),
         "shares without rows": micro_batch((everyone, (1, 1))),
+        "many documents": micro_batch((everyone, MANY)),
     }
     if slots >= 2:
         found["long"] = micro_batch((everyone, (90, 30)))

@@ -131,7 +131,7 @@ def test_a_window_is_narrow_where_half_of_a_ring_and_twice_the_own_rows_would_do
 
 def test_dropout_drops_at_its_rate_whatever_the_head_document_or_position():
     rows, heads = 300, 8
-    tiling = Tiling((Tile(0, rows, 0, rows),))
+    tiling = Tiling.of((Tile(0, rows, 0, rows),))
     tokens = Tokens(np.repeat([3, 1 << 40], rows // 2), np.arange(rows), np.arange(rows) + 100_000)
     launch = Launch(tiling, CPU, lambda: tokens)
     for rate in (0.1, 0.5, 0.9):

@@ -120,7 +120,7 @@ def cudnn_on_the_cpu(monkeypatch):
 
     def one(causal, rows, keys):
         assert min(rows, keys) > 1 and (rows == keys or not causal), (causal, rows, keys)
-        return Launch(Tiling((Tile(0, rows, 0, keys, right=0 if causal else None),)), CPU)
+        return Launch(Tiling.of((Tile(0, rows, 0, keys, right=0 if causal else None),)), CPU)
 
     def forward(q, k, v, causal, scale):
         return reference.forward(q, k, v, one(causal, len(q), len(k)), scale=scale)
@@ -151,7 +151,7 @@ def test_cudnn_splits_a_causal_tile_with_more_keys_than_rows(monkeypatch):
         Tile(6, 8, 12, 14, right=0),
         Tile(8, 12, 14, 19, right=0),
     )
-    for launch in (Launch(Tiling(tiles), CPU), Launch(Tiling((Tile(0, 3, 0, 1), Tile(3, 8, 1, 5))), CPU)):
+    for launch in (Launch(Tiling.of(tiles), CPU), Launch(Tiling.of((Tile(0, 3, 0, 1), Tile(3, 8, 1, 5))), CPU)):
         rows, keys = launch.tiles[-1].q_stop, launch.tiles[-1].k_stop
         generator = torch.Generator().manual_seed(0)
         q, k, v, dout = (
@@ -173,7 +173,7 @@ def test_torch_flash_and_cudnn_take_these_arguments():
 def takes_these_arguments(kernel):
     windows = [] if kernel is cudnn else [[Tile(0, 5, 0, 7, 2, 1)]]
     for tiles in ([Tile(0, 5, 0, 7), Tile(6, 8, 9, 12)], [Tile(0, 5, 0, 7, right=0)], *windows):
-        launch = Launch(Tiling(tuple(tiles)), torch.device("meta"))
+        launch = Launch(Tiling.of(tiles), torch.device("meta"))
         rows, keys = sum(tile.queries for tile in tiles), sum(tile.keys for tile in tiles)
         q, k, v = (
             torch.empty(shape, device="meta", dtype=torch.bfloat16)

@@ -17,6 +17,7 @@ CASES = cases_of(
         Question("ragged", "mla", dropout=0.3, softcap=1.5, sinks=True),
         Question("padded", "mqa", causal=False),
         Question("ragged", "mha", window=30, softcap=2.0),
+        Question("many documents", "gqa", window=19),
     ),
     WAYS,
 )
@@ -57,9 +58,15 @@ MUTATIONS = [
     ("attention.attend", "total += part", "total = part"),
     # edges of masks
     ("attention.tiles", "left=window - 1 - ahead", "left=window - ahead"),
-    ("attention.tiles", "tile.left < tile.keys - 1", "tile.left < tile.keys // 2"),
-    ("attention.tiles", "k.stop + window - 1", "k.stop + window - 2"),
-    ("attention.tiles", "k_offset + last - k_start, right=0)", "k_offset + last - k_start)"),
+    (
+        "attention.tiles",
+        "found.left < found.k_stop - found.k_start - 1",
+        "found.left < (found.k_stop - found.k_start) // 2",
+    ),
+    ("attention.tiles", "at = some.k_stop - some.left - 1", "at = some.k_stop - some.left - 2"),
+    ("attention.tiles", "q_stop=some.q_stop - 1, k_stop=at", "q_stop=some.q_stop - 2, k_stop=at"),
+    ("attention.tiles", "k_stop + window - 1", "k_stop + window - 2"),
+    ("attention.tiles", "np.array([0, -1])", "np.array([-1, -1])"),
     (
         "attention.circle",
         "held.stop, np.asarray(group.lengths)[held.document]",

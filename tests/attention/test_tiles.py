@@ -1,10 +1,12 @@
 """Tiles cover exactly what rows may see, and the common partitions cover it in one launch."""
 
+import itertools
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from longspan.attention import tiles
 from longspan.attention.tiles import Tile, Tiling, tiles_between
 from longspan.layout import Partition, Segments
 
@@ -87,6 +89,34 @@ def test_two_zigzag_members_need_one_launch(causal, degree):
             assert len(tiling.tiles) == len(lengths), (q, k, tiling)
 
 
+@pytest.mark.parametrize("make", [Partition.zigzag, Partition.contiguous], ids=["zigzag", "contiguous"])
+@pytest.mark.parametrize("degree, window", [(2, 37), (4, 37), (4, 90), (8, 60)])
+def test_launches_under_a_window_do_not_grow_with_the_documents(make, degree, window):
+    """However long the documents are, their tiles have few masks: whole, causal, the own band, or one last key."""
+    draw = np.random.default_rng(degree)
+    most = {}
+    for documents in (1, 8, 64, 512):
+        shares = make(draw.integers(30, 200, documents), degree)
+        held = [shares.segments(member) for member in range(degree)]
+        found = [tiles_between(q, k, causal=True, window=window) for q in held for k in held]
+        most[documents] = max(map(len, found))
+    assert most[512] <= 6 and most[512] <= most[64] + 1, most
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 12, 100])
+def test_each_way_to_group_tiles_under_a_window_covers_the_same(window):
+    for lengths in LENGTHS:
+        for degree in DEGREES:
+            held = [Partition.zigzag(lengths, degree).segments(member) for member in range(degree)]
+            for q, k in itertools.product(held, held):
+                banded = tiles._bands(q, k, window)
+                for found in (banded, tiles._loosened(banded), tiles._split(tiles._loosened(banded))):
+                    tilings = tiles._launches(found)
+                    assert (seen(tilings, q.rows, k.rows) == wanted(q, k, True, window)).all(), (lengths, degree, q, k)
+                    for tiling in tilings:
+                        assert_one_launch(tiling)
+
+
 def test_one_document_needs_no_gather():
     shares = Partition.zigzag([64], 4)
     for member in range(4):
@@ -115,4 +145,4 @@ def test_a_piece_of_a_tile_sees_what_its_rows_saw():
 
 
 def seen_raw(tile):
-    return seen([Tiling((tile,))], tile.q_stop, tile.k_stop)
+    return seen([Tiling.of((tile,))], tile.q_stop, tile.k_stop)

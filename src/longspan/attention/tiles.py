@@ -5,15 +5,14 @@ or a band. `tiles_between` covers everything that the rows of two members may se
 never computed. This module moves no tensors (`block.py`), and knows neither heads nor kernels.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from longspan.layout.segments import Segment, Segments
+from longspan.layout.segments import Segments, expand
 
 Rows = npt.NDArray[np.int64]
 
@@ -63,38 +62,62 @@ class Tile(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
 class Tiling:
-    """Tiles for one kernel launch: all with the same mask, no query row and no key row in two of them."""
+    """Tiles for one kernel launch: all with the mask `left`, `right`, no query row and no key row in two of them.
 
-    tiles: tuple[Tile, ...]
+    `bounds` (tiles, 4) holds the q_start, q_stop, k_start and k_stop of each; `tiles` are the same, one by one.
+    """
 
-    @property
-    def left(self) -> int | None:
-        """Keys that a row sees before its own; None is all."""
-        return self.tiles[0].left
+    def __init__(self, bounds: Rows, left: int | None, right: int | None) -> None:
+        self.bounds, self.left, self.right = bounds, left, right
 
-    @property
-    def right(self) -> int | None:
-        """Keys that a row sees after its own; None is all."""
-        return self.tiles[0].right
+    @staticmethod
+    def of(tiles: Iterable[Tile]) -> "Tiling":
+        """These tiles, which have one mask."""
+        found = tuple(tiles)
+        return Tiling(np.asarray([tile[:4] for tile in found], dtype=np.int64), found[0].left, found[0].right)
+
+    @cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        """The tiles one by one."""
+        return tuple(Tile(a, b, c, d, self.left, self.right) for a, b, c, d in self.bounds.tolist())
 
     def q_rows(self) -> slice | Rows:
         """The query rows of all tiles in order; a slice where they follow each other."""
-        return _rows([(tile.q_start, tile.q_stop) for tile in self.tiles])
+        return _rows(self.bounds[:, 0], self.bounds[:, 1])
 
     def k_rows(self) -> slice | Rows:
         """The key rows of all tiles in order; a slice where they follow each other."""
-        return _rows([(tile.k_start, tile.k_stop) for tile in self.tiles])
+        return _rows(self.bounds[:, 2], self.bounds[:, 3])
 
     def packed(self) -> "Tiling":
         """The same tiles over `x[q_rows()]` and `x[k_rows()]`, where each tile begins at the end of the one before."""
-        tiles: list[Tile] = []
-        q_at = k_at = 0
-        for tile in self.tiles:
-            tiles.append(Tile(q_at, q_at + tile.queries, k_at, k_at + tile.keys, tile.left, tile.right))
-            q_at, k_at = tiles[-1].q_stop, tiles[-1].k_stop
-        return Tiling(tuple(tiles))
+        sizes = self.bounds[:, 1::2] - self.bounds[:, ::2]  # (tiles, 2)
+        stops = np.cumsum(sizes, axis=0)
+        bounds = np.stack([stops - sizes, stops], axis=2).reshape(-1, 4)
+        return Tiling(bounds, self.left, self.right)
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    def __repr__(self) -> str:
+        return f"Tiling({', '.join(map(str, self.tiles[:6]))}{', …' if len(self) > 6 else ''})"
+
+
+class _Found(NamedTuple):
+    """Tiles of many documents, as arrays of equal length; a limit of −1 is none."""
+
+    document: Rows
+    q_start: Rows
+    q_stop: Rows
+    k_start: Rows
+    k_stop: Rows
+    left: Rows
+    right: Rows
+
+    def where(self, keep: npt.NDArray[np.bool_]) -> "_Found":
+        """Those to keep."""
+        return _Found(*(column[keep] for column in self))
 
 
 def tiles_between(q: Segments, k: Segments, *, causal: bool, window: int | None = None) -> tuple[Tiling, ...]:
@@ -102,106 +125,150 @@ def tiles_between(q: Segments, k: Segments, *, causal: bool, window: int | None 
 
     Rows see rows of their own document only: all of them, or with `causal` those at positions up to their own, or with
     `window` w at most the last w of those. Two members of a zigzag or contiguous partition give at most one tiling,
-    with at most one tile a document, as long as there is no window.
+    with at most one tile a document, as long as there is no window; with one, their number depends on the partition
+    and not on how many documents there are.
     """
-    keys = _runs(k)
-    launches: dict[tuple[int | None, int | None, int], list[Tile]] = {}
-    for document, q_runs in _runs(q).items():
-        turns: Counter[tuple[int | None, int | None]] = Counter()
-        if document not in keys:
-            continue
-        for tile in _document_tiles(q_runs, keys[document], causal, window):
-            mask = (tile.left, tile.right)
-            launches.setdefault((*mask, turns[mask]), []).append(tile)
-            turns[mask] += 1
-    return tuple(Tiling(_loosened(tiles)) for tiles in launches.values())
-
-
-def _loosened(tiles: list[Tile]) -> tuple[Tile, ...]:
-    """The tiles of one launch, without a limit that hides no key from a row of any of them."""
-    left = any(tile.left is not None and tile.left < tile.keys - 1 for tile in tiles)
-    right = any(tile.right is not None and tile.right < tile.queries - 1 for tile in tiles)
-    return tuple(tile._replace(left=tile.left if left else None, right=tile.right if right else None) for tile in tiles)
-
-
-def _runs(segments: Segments) -> dict[int, list[Segment]]:
-    runs: dict[int, list[Segment]] = {}
-    for segment in segments:
-        runs.setdefault(segment.document, []).append(segment)
-    return runs
-
-
-def _document_tiles(q: list[Segment], k: list[Segment], causal: bool, window: int | None) -> Iterable[Tile]:
     if window is not None:
-        return (tile for q_run in q for k_run in k if (tile := _band(q_run, k_run, window)) is not None)
-    return _joined(_prefixes(q, k)) if causal else [Tile(q[0].offset, _end(q), k[0].offset, _end(k))]
+        banded = _bands(q, k, window)
+        loose = _loosened(banded)
+        return min((_launches(found) for found in (banded, loose, _split(loose))), key=len)
+    return _launches(_joined(_prefixes(q, k)) if causal else _wholes(q, k))
 
 
-def _end(runs: list[Segment]) -> int:
-    return runs[-1].offset + runs[-1].stop - runs[-1].start
+def _launches(found: _Found) -> tuple[Tiling, ...]:
+    """One launch for each mask, and as many as a document has tiles of that mask."""
+    if not len(found.document):
+        return ()
+    order = np.lexsort((found.document, found.right, found.left))
+    same_mask = (np.diff(found.left[order]) == 0) & (np.diff(found.right[order]) == 0)
+    opens = np.append(True, ~(same_mask & (np.diff(found.document[order]) == 0)))
+    at = np.arange(len(order))
+    turn, mask = np.empty_like(at), np.empty_like(at)
+    turn[order] = at - np.maximum.accumulate(np.where(opens, at, 0))
+    mask[order] = np.cumsum(np.append(0, ~same_mask))
+    launch = mask * (int(turn.max()) + 1) + turn
+    _, first = np.unique(launch, return_index=True)
+    return tuple(_tiling(found.where(launch == launch[i])) for i in np.sort(first))
 
 
-def _prefixes(q: list[Segment], k: list[Segment]) -> Iterator[Tile]:
-    """Causal tiles: every query row sees a prefix of the keys, which grows only where positions interleave."""
-    base = k[0].offset
-    for _, at, stop, offset in q:
-        to_row, seen = offset - at, base
-        for _, k_start, k_stop, k_offset in k:
-            if at < min(stop, k_start):
-                if seen > base:
-                    yield Tile(at + to_row, min(stop, k_start) + to_row, base, seen)
-                at = min(stop, k_start)
-            if at < min(stop, k_stop):
-                last = min(stop, k_stop)
-                yield Tile(at + to_row, last + to_row, base, k_offset + last - k_start, right=0)
-                at = last
-            if at >= stop:
-                break
-            seen = k_offset + k_stop - k_start
-        if at < stop:
-            yield Tile(at + to_row, stop + to_row, base, seen)
+def _tiling(found: _Found) -> Tiling:
+    """The tiles of one launch, without a limit that hides no key from a row of any of them."""
+    bounds = np.stack([found.q_start, found.q_stop, found.k_start, found.k_stop], axis=1)
+    left, right = _hides(found)
+    limits = (int(found.left[0]) if left.any() else None, int(found.right[0]) if right.any() else None)
+    return Tiling(bounds, *limits)
 
 
-def _joined(tiles: Iterable[Tile]) -> Iterator[Tile]:
+def _hides(found: _Found) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Whether the limits on either side hide a key of a tile from one of its rows."""
+    left = (found.left >= 0) & (found.left < found.k_stop - found.k_start - 1)
+    right = (found.right >= 0) & (found.right < found.q_stop - found.q_start - 1)
+    return left, right
+
+
+def _pairs(q: Segments, k: Segments) -> tuple[Rows, Rows, Rows]:
+    """(run of q, run of k) of one document in the order of q's runs and then k's, and its document's first run of k."""
+    documents, first, runs = np.unique(k.document, return_index=True, return_counts=True)
+    at = np.minimum(np.searchsorted(documents, q.document), max(len(documents) - 1, 0))
+    known = documents[at] == q.document if len(documents) else np.zeros(len(q), dtype=bool)
+    mine = np.flatnonzero(known)
+    starts, count = first[at[mine]], runs[at[mine]]
+    return np.repeat(mine, count), expand(starts, starts + count), np.repeat(starts, count)
+
+
+def _extent(segments: Segments) -> tuple[Rows, Rows, Rows]:
+    """Documents in the order held, and where the rows of each begin and end in the tensor."""
+    opens = np.flatnonzero(np.diff(segments.document, prepend=-1))
+    last = np.append(opens, len(segments))[1:] - 1
+    stops = segments.offset + segments.stop - segments.start
+    return segments.document[opens], segments.offset[opens], stops[last]
+
+
+def _wholes(q: Segments, k: Segments) -> _Found:
+    """Every row of a document sees all of its keys."""
+    (document, q_start, q_stop), (k_document, k_start, k_stop) = _extent(q), _extent(k)
+    document, mine, theirs = np.intersect1d(document, k_document, assume_unique=True, return_indices=True)
+    none = np.full_like(document, -1)
+    return _Found(document, q_start[mine], q_stop[mine], k_start[theirs], k_stop[theirs], none, none)
+
+
+def _prefixes(q: Segments, k: Segments) -> _Found:
+    """Causal tiles: every query row sees a prefix of the keys, which grows only where positions interleave.
+
+    For each run of q and each of k, two: the rows at the positions of the run of k, and those after it that no later
+    key precedes.
+    """
+    mine, theirs, foremost = _pairs(q, k)
+    document, start, stop = q.document[mine], q.start[mine], q.stop[mine]
+    k_start, k_stop, k_offset = k.start[theirs], k.stop[theirs], k.offset[theirs]
+    following = stop.copy()  # where the next run of k begins
+    another = mine[1:] == mine[:-1]
+    following[:-1][another] = k_start[1:][another]
+    first = np.stack([np.maximum(start, k_start), np.maximum(start, k_stop)], axis=1)
+    last = np.stack([np.minimum(stop, k_stop), np.minimum(stop, following)], axis=1)
+    to_row = (q.offset[mine] - start)[:, None]
+    end = np.stack([k_offset + last[:, 0] - k_start, k_offset + k_stop - k_start], axis=1)
+    base = k.offset[foremost][:, None]
+    columns = (document[:, None], first + to_row, last + to_row, base, end, np.array(-1), np.array([0, -1]))
+    found = _Found(*(np.broadcast_to(column, first.shape).reshape(-1) for column in columns))
+    return found.where(found.q_start < found.q_stop)
+
+
+def _joined(found: _Found) -> _Found:
     """Neighbouring tiles as one where one mask says the same: equal keys, or one causal diagonal."""
-    held: Tile | None = None
-    for tile in tiles:
-        if held is not None and _continues(held, tile):
-            tile = tile._replace(q_start=held.q_start)
-        elif held is not None:
-            yield held
-        held = tile
-    if held is not None:
-        yield held
+    grown = np.where(found.right[1:] < 0, 0, found.q_stop[1:] - found.q_start[1:])
+    same = (found.q_stop[:-1] == found.q_start[1:]) & (found.k_start[:-1] == found.k_start[1:])
+    same &= (found.right[:-1] == found.right[1:]) & (np.diff(found.k_stop) == grown)
+    first, last = np.ones(len(found.document), dtype=bool), np.ones(len(found.document), dtype=bool)
+    first[1:], last[:-1] = ~same, ~same
+    return found.where(last)._replace(q_start=found.q_start[first])
 
 
-def _continues(first: Tile, then: Tile) -> bool:
-    if first.q_stop != then.q_start or first.k_start != then.k_start or first.right != then.right:
-        return False
-    return then.k_stop - first.k_stop == (0 if then.right is None else then.queries)
-
-
-def _band(q: Segment, k: Segment, window: int) -> Tile | None:
-    """What q sees of k where position p sees p − window + 1 … p; None where it sees nothing."""
-    first, last = max(q.start, k.start), min(q.stop, k.stop + window - 1)
-    k_first, k_last = max(k.start, first - window + 1), min(k.stop, last)
-    if first >= last or k_first >= k_last:
-        return None
+def _bands(q: Segments, k: Segments, window: int) -> _Found:
+    """What runs of q see of runs of k where position p sees p − window + 1 … p."""
+    mine, theirs, _ = _pairs(q, k)
+    (q_start, q_stop), (k_start, k_stop) = (q.start[mine], q.stop[mine]), (k.start[theirs], k.stop[theirs])
+    first, last = np.maximum(q_start, k_start), np.minimum(q_stop, k_stop + window - 1)
+    k_first, k_last = np.maximum(k_start, first - window + 1), np.minimum(k_stop, last)
+    to_row, to_key = q.offset[mine] - q_start, k.offset[theirs] - k_start
     ahead = last - k_last  # rows by which the last query is ahead of the last key
-    return Tile(
-        first - q.start + q.offset,
-        last - q.start + q.offset,
-        k_first - k.start + k.offset,
-        k_last - k.start + k.offset,
+    found = _Found(
+        q.document[mine],
+        first + to_row,
+        last + to_row,
+        k_first + to_key,
+        k_last + to_key,
         left=window - 1 - ahead,
         right=ahead,
     )
+    return found.where((first < last) & (k_first < k_last))
 
 
-def _rows(ranges: list[tuple[int, int]]) -> slice | Rows:
-    starts, stops = np.asarray(ranges, dtype=np.int64).T
+def _loosened(found: _Found) -> _Found:
+    """Without limits that hide nothing, tile by tile; all tiles at whose end row and key meet keep one mask."""
+    left, right = _hides(found)
+    ahead = found.right > 0
+    return found._replace(
+        left=np.where(ahead & ~left, -1, found.left),
+        right=np.where(ahead & ~right, -1, found.right),
+    )
+
+
+def _split(found: _Found) -> _Found:
+    """Tiles with a limit on the left alone as two: keys that all rows see, and a rest in which the last sees one key.
+
+    How far the limit is from the last key differs from document to document; after this it does not.
+    """
+    cut = (found.left > 0) & (found.right < 0)
+    some = found.where(cut)
+    at = some.k_stop - some.left - 1  # the last row sees keys from here on
+    full = some._replace(k_start=at, left=np.full_like(at, -1))
+    rest = some._replace(q_stop=some.q_stop - 1, k_stop=at, left=np.zeros_like(at))
+    parts = (found.where(~cut), full, rest.where(rest.q_start < rest.q_stop))
+    return _Found(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+def _rows(starts: Rows, stops: Rows) -> slice | Rows:
     if (starts[1:] == stops[:-1]).all():
         return slice(int(starts[0]), int(stops[-1]))
-    sizes = stops - starts
-    before = np.cumsum(sizes) - sizes
-    return np.arange(int(sizes.sum())) + np.repeat(starts - before, sizes)
+    return expand(starts, stops)

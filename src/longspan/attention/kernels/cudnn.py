@@ -111,7 +111,7 @@ def _is_tiny(call: _Call) -> bool:
 
 def _alone(call: _Call, launch: Launch) -> Launch:
     rows, keys = call.rows.stop - call.rows.start, call.keys.stop - call.keys.start
-    return Launch(Tiling((Tile(0, rows, 0, keys, right=0 if call.causal else None),)), launch.device)
+    return Launch(Tiling.of((Tile(0, rows, 0, keys, right=0 if call.causal else None),)), launch.device)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

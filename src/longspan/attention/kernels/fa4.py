@@ -86,7 +86,7 @@ def _arguments(launch: Launch, *tensors: Tensor) -> tuple[list[Tensor], dict[str
     """The tensors as the kernel takes them, dense (1, T, heads, size) for one tile, and the lengths of several."""
     size = -(-max(x.shape[2] for x in tensors) // _HEAD_SIZES) * _HEAD_SIZES
     padded = [x if x.shape[2] == size else pad(x, (0, size - x.shape[2])) for x in tensors]
-    if len(launch.tiles) == 1:
+    if len(launch.tiling) == 1:
         return [x.unsqueeze(0) for x in padded], {}
     cu_seqlens_q, cu_seqlens_k = launch.cu_seqlens
     queries, keys = launch.longest

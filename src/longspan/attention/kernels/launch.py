@@ -28,23 +28,29 @@ class Launch:
 
     def __init__(self, tiling: Tiling, device: torch.device, tokens: Callable[[], Tokens] | None = None) -> None:
         self.tiling, self.device = tiling, device
-        self.tiles = tiling.packed().tiles
         self.left, self.right = tiling.left, tiling.right
         self.q_rows = _on(tiling.q_rows(), device)
         self.k_rows = _on(tiling.k_rows(), device)
         self._tokens = tokens
 
     @cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        """The tiles one by one, over the rows that a kernel receives."""
+        return self.tiling.packed().tiles
+
+    @cached_property
     def cu_seqlens(self) -> tuple[Tensor, Tensor]:
         """Where tiles begin among the query rows and among the key rows: two of (tiles + 1,) int32."""
-        ends = np.asarray([(0, 0), *((tile.q_stop, tile.k_stop) for tile in self.tiles)], dtype=np.int32)
-        q_ends, k_ends = torch.from_numpy(ends.T.copy()).to(self.device, non_blocking=True)
+        ends = np.zeros((2, len(self.tiling) + 1), dtype=np.int32)
+        ends[:, 1:] = self.tiling.packed().bounds[:, 1::2].T
+        q_ends, k_ends = torch.from_numpy(ends).to(self.device, non_blocking=True)
         return q_ends, k_ends
 
     @cached_property
     def longest(self) -> tuple[int, int]:
         """The most query rows and the most key rows of a tile."""
-        return max(tile.queries for tile in self.tiles), max(tile.keys for tile in self.tiles)
+        queries, keys = (self.tiling.bounds[:, 1::2] - self.tiling.bounds[:, ::2]).max(0).tolist()
+        return queries, keys
 
     @cached_property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
