@@ -43,7 +43,7 @@ class AwkwardError(Exception):
 
 
 FAILURES = {  # how rank 1 fails -> the error's type and what it says
-    "value": (ValueError, "^boom$"),
+    "value": (ValueError, "(?m)^boom$"),
     "layout": (LayoutError, "seven slots"),
     "awkward": (CommError, "rank 1 failed with AwkwardError: 3 and 4"),
     "kill": (CommError, r"rank 1 of 3 was killed by signal 9 \(SIGKILL\)"),
@@ -72,7 +72,7 @@ def test_a_failing_rank_is_named(how: str) -> None:
         run_ranks(fail, 3, how)
     assert raised.type is kind
     if how not in ("kill", "leave"):
-        assert isinstance(raised.value.__cause__, launch.RankError)
+        assert isinstance(raised.value.__cause__, child.RankError)
         assert "on rank 1" in str(raised.value.__cause__) and "in fail" in str(raised.value.__cause__)
 
 

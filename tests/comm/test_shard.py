@@ -102,10 +102,6 @@ def refuse(rank: int) -> None:
             shard.gather(torch.zeros(9, 1))
         with pytest.raises(AttributeError, match="immutable"):
             shard.slot = 1
-        layered = bind(MicroBatch((group((0, 1), 0, (5,), cp_comm_type=("p2p", "all_gather")),)), world)
-        assert [layered.parts[0].cp_comm_type(layer) for layer in (0, 1)] == ["p2p", "all_gather"]
-        with pytest.raises(PlanError, match="2 layers"):
-            layered.parts[0].cp_comm_type(2)
         assert "rows" in repr(shard) and "member" in repr(shard.parts[0])
 
 

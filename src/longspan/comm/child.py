@@ -62,14 +62,23 @@ class Answer:
 
     def error(self, rank: int) -> BaseException:
         """The rank's error, of its own type where that pickles, with its traceback as the cause."""
-        from longspan.comm.launch import RankError
-
         try:
             error = pickle.loads(self.pickled or b"")
         except Exception:
             error = CommError(f"rank {rank} failed with {self.summary}")
         error.__cause__ = RankError(rank, self.text)
         return error
+
+
+class RankError(Exception):
+    """The traceback of a rank, as text: the cause of the error that its launcher raises."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(rank, text)
+        self.rank, self.text = rank, text
+
+    def __str__(self) -> str:
+        return f"on rank {self.rank}\n{self.text}"
 
 
 def rank_main(spec: Spec, answer: connection.Connection, out: Descriptor, err: Descriptor) -> None:

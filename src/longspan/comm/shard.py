@@ -74,18 +74,6 @@ class ShardPart(_Immutable):
         """How the members talk. Raises CommError where the world has been left."""
         return world_of(self.world_key).channel(self.group.slots)
 
-    def cp_comm_type(self, layer: int | None = None) -> str:
-        """The group's communication type; of one model layer where the plan gives one per layer."""
-        kinds = self.group.cp_comm_type
-        if isinstance(kinds, str):
-            return kinds
-        if layer is None or not 0 <= layer < len(kinds):
-            raise PlanError(
-                f"group {self.index} has one cp_comm_type per layer ({len(kinds)} layers), but attend was called "
-                f"with layer={layer}; pass the global layer index, 0 to {len(kinds) - 1}"
-            )
-        return kinds[layer]
-
     def __repr__(self) -> str:
         return f"ShardPart(group {self.index}, member {self.member} of {self.degree}, rows {self.start}:{self.stop})"
 
