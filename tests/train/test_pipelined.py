@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -88,10 +88,24 @@ CASES = [
 ]
 
 
-def _wanted(case: Case, documents: list[np.ndarray], world: World, layers: int = 4) -> Answer:
-    routed = case.family in ("gpt-oss", "qwen3-moe")
+def plans_of(case: Case, home: Layout) -> tuple[str, ...]:
+    """Every plan for the first model of a schedule; for its others that with idle slots and, in turn, one more."""
+    names = tuple(name for name in PLANS if home.slots > 1 or not name.startswith("by hand"))
+    alike = [other for other in CASES if (other.schedule, other.vpp) == (case.schedule, case.vpp)]
+    if case not in alike[1:]:
+        return names
+    return "by hand, idle slots", tuple(PLANS)[alike.index(case) % 2]
+
+
+def _wanted(case: Case, world: World) -> Answer:
+    return _stock(case.family, case.dtype, world.device)
+
+
+@cache
+def _stock(family: str, dtype: torch.dtype, device: torch.device) -> Answer:
+    routed = family in ("gpt-oss", "qwen3-moe")
     losses = {"balance": ROUTER.balance, "z": ROUTER.z} if routed else {}
-    return answer(deep(case.family, case.dtype, layers), documents, world.device, **losses)
+    return answer(deep(family, dtype), texts(LENGTHS), device, **losses)
 
 
 def _errors(model: PipelinedModel, plan: Plan, wanted: Answer, world: World) -> dict[str, float]:
@@ -110,57 +124,52 @@ def _errors(model: PipelinedModel, plan: Plan, wanted: Answer, world: World) -> 
     }
 
 
-def _compare(rank: int, home: Layout, cases: list[Case], layers: int = 4) -> dict[tuple[Case, str], dict[str, float]]:
+def _compare(home: Layout, cases: list[Case]) -> dict[tuple[Case, str], dict[str, float]]:
     """Each plan, with an evaluation at another degree, on the same stages, before the next."""
     found = {}
-    documents = texts(LENGTHS)
     with World(home, backend=backend(), timeout=60) as world:
         for case in cases:
-            wanted = _wanted(case, documents, world, layers)
-            model = case.prepared(world, layers)
-            for name, make in PLANS.items():
-                if name.startswith("by hand") and home.slots == 1:
-                    continue
-                errors = _errors(model, make(home), wanted, world)
+            wanted, model = _wanted(case, world), case.prepared(world)
+            for name in plans_of(case, home):
+                errors = _errors(model, PLANS[name](home), wanted, world)
                 degree = home.slots if "cp 1" in name else 1
-                evaluated = run_step(
-                    model,
-                    plan_fixed(LENGTHS, home, cp=degree, max_tokens_per_slot=32),
-                    documents,
-                    world,
-                    backward=False,
-                )
+                wide = plan_fixed(LENGTHS, home, cp=degree, max_tokens_per_slot=32)
+                evaluated = run_step(model, wide, texts(LENGTHS), world, backward=False)
                 found[case, name] = errors | {"evaluation": abs(evaluated.loss / wanted.loss - 1)}
     return found
-
-
-@cache
-def _results() -> list[dict[tuple[Case, str], dict[str, float]]]:
-    return run_ranks(_compare, 4, HOME, CASES)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_one_process(case: Case) -> None:
-    for found in _results():
-        for (tested, plan), errors in found.items():
-            if tested == case:
-                assert max(errors["gradients"], errors["norm"]) < TOLERANCE[case.dtype], (plan, errors)
-                assert max(errors["loss"], errors["evaluation"]) < LOSS[case.dtype], (plan, errors)
 
 
 FOUR = [Case("qwen3", "1f1b", 1, "sharded"), Case("llama", "zero_bubble", 1, "copies")]
 
 
-def test_four_stages() -> None:
-    for found in run_ranks(_compare, 4, Layout(ranks=4, pp=4), FOUR):
-        for (case, plan), errors in found.items():
-            assert max(errors.values()) < TOLERANCE[case.dtype], (case, plan, errors)
+@cache
+def _results() -> list[dict[tuple[Case, str], dict[str, float]]]:
+    return run_ranks(_of_all_cases, 4, timeout=240)
+
+
+def _of_all_cases(rank: int) -> dict[tuple[Case, str], dict[str, float]]:
+    return _compare(HOME, CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_one_process(case: Case) -> None:
+    for results in _results():
+        found = {plan: errors for (tested, plan), errors in results.items() if tested == case}
+        assert found.keys() == set(plans_of(case, HOME)) and len(found) >= 2
+        for plan, errors in found.items():
+            assert max(errors["gradients"], errors["norm"]) < TOLERANCE[case.dtype], (plan, errors)
+            assert max(errors["loss"], errors["evaluation"]) < LOSS[case.dtype], (plan, errors)
+
+
+def test_every_schedule_goes_through_every_plan() -> None:
+    seen = {(case.schedule, case.vpp) for case in CASES if plans_of(case, HOME) == tuple(PLANS)}
+    assert seen == {(case.schedule, case.vpp) for case in CASES}
 
 
 # ---- training
 
 
-def _train(rank: int, cases: list[Case]) -> list[float]:
+def _train(cases: list[Case]) -> list[float]:
     """Three clipped steps of SGD on three batches, with an evaluation after each; the worst error of a weight."""
     batches = [texts(LENGTHS, seed) for seed in range(3)]
     found = []
@@ -181,27 +190,18 @@ def _train(rank: int, cases: list[Case]) -> list[float]:
 TRAINED = [Case("qwen3", "1f1b", 1, "sharded"), Case("qwen3", "zbv", 2, "copies"), Case("llama", "1f1b", 2, "sharded")]
 
 
-def test_three_steps_of_sgd() -> None:
-    for found in run_ranks(_train, 4, TRAINED):
-        assert max(found) < 1e-12, found
-
-
-def _gradients_add_up(rank: int) -> list[float]:
+def _gradients_add_up() -> list[float]:
     """Two steps without an optimizer leave twice the gradients, of tied copies too."""
     found = []
     documents = texts(LENGTHS)
     with World(HOME, backend=backend(), timeout=60) as world:
-        for case in (Case("qwen3", "1f1b", 1, "sharded"), Case("qwen3", "zbv", 2, "copies")):
-            wanted = _wanted(case, documents, world).gradients
+        for case in TRAINED[:2]:
+            wanted = _wanted(case, world).gradients
             model = case.prepared(world)
             for cp in (1, 2):
                 run_step(model, plan_fixed(LENGTHS, HOME, cp=cp), documents, world)
             found += [error(gradient, 2 * wanted[name]) for name, gradient in gradients_of(model).items()]
     return found
-
-
-def test_gradients_add_up() -> None:
-    assert all(max(found) < 1e-12 for found in run_ranks(_gradients_add_up, 4))
 
 
 # ---- plans that nobody chose
@@ -218,11 +218,10 @@ def _random_plan(draw: np.random.Generator) -> Plan:
     return Plan(2, LENGTHS, tuple(batches), targets=sum(LENGTHS) - len(LENGTHS)).check()
 
 
-def _random_plans(rank: int) -> list[float]:
+def _random_plans() -> list[float]:
     found, draw = [], np.random.default_rng(0)
-    documents = texts(LENGTHS)
     with World(HOME, backend=backend(), timeout=60) as world:
-        wanted = _wanted(Case("qwen3", "1f1b", 1, "sharded"), documents, world)
+        wanted = _wanted(Case("qwen3", "1f1b", 1, "sharded"), world)
         for schedule, vpp in (("1f1b", 1), ("1f1b", 2), ("zero_bubble", 2), ("zbv", 2)):
             model = Case("qwen3", schedule, vpp, "sharded").prepared(world)
             for _ in range(4):
@@ -230,18 +229,14 @@ def _random_plans(rank: int) -> list[float]:
     return found
 
 
-def test_random_plans_neither_hang_nor_differ() -> None:
-    assert all(max(found) < 1e-12 for found in run_ranks(_random_plans, 4))
-
-
 # ---- what must not go unnoticed
 
 
-def _reshards(rank: int) -> tuple[float, float]:
+def _reshards() -> tuple[float, float]:
     """A zero-bubble schedule over layers that free their parameters after forward, as `prepare` never leaves them."""
     case = Case("llama", "zero_bubble", 2, "sharded")
     with World(HOME, backend=backend(), timeout=60) as world:
-        wanted = _wanted(case, texts(LENGTHS), world)
+        wanted = _wanted(case, world)
         model = case.prepared(world)
         plan = PLANS["some of cp 2"](HOME)
         exact = max(_errors(model, plan, wanted, world).values())
@@ -251,11 +246,56 @@ def _reshards(rank: int) -> tuple[float, float]:
         return exact, max(_errors(model, plan, wanted, world).values())
 
 
+# ---- one crew of ranks for the four above, and for more stages
+
+
+class Found(NamedTuple):
+    """What one rank found in everything but the table of cases."""
+
+    four_stages: dict[tuple[Case, str], dict[str, float]]
+    trained: list[float]
+    added_up: list[float]
+    random_plans: list[float]
+    resharded: tuple[float, float]
+
+
+def _look(rank: int) -> Found:
+    four = _compare(Layout(ranks=4, pp=4), FOUR)
+    return Found(four, _train(TRAINED), _gradients_add_up(), _random_plans(), _reshards())
+
+
+@cache
+def _found() -> list[Found]:
+    return run_ranks(_look, 4, timeout=240)
+
+
+def test_four_stages() -> None:
+    for found in _found():
+        assert len(found.four_stages) == len(FOUR) * 3
+        for (case, plan), errors in found.four_stages.items():
+            assert max(errors.values()) < TOLERANCE[case.dtype], (case, plan, errors)
+
+
+def test_three_steps_of_sgd() -> None:
+    for found in _found():
+        assert max(found.trained) < 1e-12, found.trained
+
+
+def test_gradients_add_up() -> None:
+    assert all(max(found.added_up) < 1e-12 for found in _found())
+
+
+def test_random_plans_neither_hang_nor_differ() -> None:
+    assert all(max(found.random_plans) < 1e-12 for found in _found())
+
+
 def test_parity_shows_the_gradients_that_torch_loses_where_layers_reshard() -> None:
     """torch 2.11 to 2.13 gives no error and the right loss there; this test would see if that were fixed."""
-    found = run_ranks(_reshards, 4)
-    assert all(exact < 1e-12 for exact, _ in found)
-    assert max(resharded for _, resharded in found) > 1e-2
+    assert all(found.resharded[0] < 1e-12 for found in _found())
+    assert max(found.resharded[1] for found in _found()) > 1e-2
+
+
+# ---- stages that die or fail
 
 
 def _dies(rank: int) -> None:
