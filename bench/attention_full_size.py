@@ -7,7 +7,6 @@ documents on one GPU. The configurations are those of `tests/attention/full_size
 """
 
 import argparse
-import json
 import os
 import sys
 from dataclasses import asdict
@@ -16,7 +15,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from longspan.cli.machine import machine, machine_text
+from longspan.cli.bench_record import where_it_ran, write_record
+from longspan.cli.machine import machine
 from longspan.comm import run_local
 from longspan.train.versions import versions
 from tests.attention.full_size import CONFIGURATIONS, NAMES, Measured, measure
@@ -40,21 +40,19 @@ def main() -> int:
     rows = [asdict(m) | {"good": m.good} for m in found]
     record = {"bench": "attention full size", **about, "ranks": given.ranks, "dtype": given.dtype, "rows": rows}
     if given.out is not None:
-        given.out.write_text(json.dumps(record, indent=1), encoding="utf-8")
-        given.out.with_suffix(".md").write_text(_text(record), encoding="utf-8")
+        write_record(record, given.out, _text(record))
     print(_text(record))
     return 0 if all(m.good for m in found) else 1
 
 
 def _text(record: dict[str, Any]) -> str:
-    names = ", ".join(f"{name} {text}" for name, text in record["versions"].items())
     rows = record["rows"]
     header = ["configuration", "lengths", "type", "kernel", *(f"{name} (one GPU)" for name in NAMES), "good"]
     lines = [
         f"# Attention at the size of models: {record['ranks']} ranks, {record['dtype']}, {len(rows)} comparisons, "
         f"{sum(not row['good'] for row in rows)} beyond their bound",
         "",
-        f"Machine: {machine_text(record['machine'])}. Versions: {names}. Command: `{record['command']}`.",
+        where_it_ran(record),
         "",
         "Relative 2-norms against dense attention in float32; in brackets those of the kernel on whole documents on "
         "one GPU. The bound is twice that.",

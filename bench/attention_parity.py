@@ -24,7 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from longspan.cli.machine import machine, machine_text
+from longspan.cli.bench_record import where_it_ran, write_record
+from longspan.cli.machine import machine
 from longspan.comm import run_local
 from longspan.train.versions import versions
 from tests.attention.parity import DEGREES, DTYPES, REFUSED, WAYS, Combination, run, whole
@@ -97,21 +98,17 @@ def _worst(pairs: list[tuple[Combination, float]], way: str, dtype: str) -> floa
 
 def _keep(record: dict[str, Any], out: Path | None) -> None:
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(record, indent=1), encoding="utf-8")
-        out.with_suffix(".md").write_text(_text(record), encoding="utf-8")
+        write_record(record, out, _text(record))
 
 
 def _text(record: dict[str, Any]) -> str:
     degrees = record["degrees"]
-    names = ", ".join(f"{name} {text}" for name, text in record["versions"].items())
     total = sum(found["combinations"] for found in degrees.values())
     refused, wrong = sum(f["refused"] for f in degrees.values()), sum(len(f["wrong"]) for f in degrees.values())
     lines = [
         f"# Parity of attention ({record['backend']}): {total} combinations, {wrong} wrong, {refused} refused",
         "",
-        f"Machine: {machine_text(record['machine'])}. Versions: {names}. Commit {record['commit']}. Command: "
-        f"`{record['command']}`.",
+        where_it_ran(record),
         "",
         "Types × degrees × features × lengths × head shapes × dtypes (`tests/attention/parity.py`), each against "
         "dense attention in float64: out, dq, dk, dv and the gradient of sinks, relative 2-norms. In the tables, the "

@@ -13,7 +13,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
-import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -24,7 +23,8 @@ import torch
 
 from longspan import Layout, Plan, World, bind, plan_dynamic
 from longspan.attention import attend
-from longspan.cli.machine import machine, machine_text
+from longspan.cli.bench_record import where_it_ran, write_record
+from longspan.cli.machine import machine
 from longspan.comm import run_local
 from longspan.plan.distributions import sample_lengths
 from longspan.train.versions import versions
@@ -47,8 +47,7 @@ def main() -> None:
     settings = {name: getattr(given, name) for name in ("backend", "ranks", "steps")}
     record = {"bench": "communicators", **about, **settings, "groups": _groups(given), "rows": rows}
     if given.out is not None:
-        given.out.write_text(json.dumps(record, indent=1), encoding="utf-8")
-        given.out.with_suffix(".md").write_text(_text(record), encoding="utf-8")
+        write_record(record, given.out, _text(record))
     print(_text(record))
 
 
@@ -117,13 +116,12 @@ def _row(row: dict[str, Any]) -> str:
 
 
 def _text(record: dict[str, Any]) -> str:
-    names = ", ".join(f"{name} {text}" for name, text in record["versions"].items())
     groups, held = record["groups"], record["rows"][0]["by_rank"][0]["after"]
     header = ["max_groups", "of their own, by rank", "in all, most of a rank", *held]
     lines = [
         f"# Communicators of {record['steps']} dynamic plans over {record['ranks']} slots ({record['backend']})",
         "",
-        f"Machine: {machine_text(record['machine'])}. Versions: {names}. Command: `{record['command']}`.",
+        where_it_ran(record),
         "",
         f"The plans have {groups['micro_batches']} micro-batches and use groups of several slots {groups['used']} "
         f"times, {groups['different']} different ones: so many communicators there would be with one for each. "

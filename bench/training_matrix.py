@@ -23,7 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from longspan.cli.machine import machine, machine_text
+from longspan.cli.bench_record import where_it_ran, write_record
+from longspan.cli.machine import machine
 from longspan.comm import run_local
 from longspan.train.versions import versions
 from tests.train.matrix import DTYPES, LIMITS, RANKS, Combination, Errors, every, run, wanted_of, worst_of_ranks
@@ -90,21 +91,17 @@ def _note(part: dict[str, Any], combination: Combination, errors: Errors) -> Non
 
 def _keep(record: dict[str, Any], out: Path | None) -> None:
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(record, indent=1), encoding="utf-8")
-        out.with_suffix(".md").write_text(_text(record), encoding="utf-8")
+        write_record(record, out, _text(record))
 
 
 def _text(record: dict[str, Any]) -> str:
     parts = record["ranks"]
-    names = ", ".join(f"{name} {text}" for name, text in record["versions"].items())
     total, wrong = sum(f["combinations"] for f in parts.values()), sum(len(f["wrong"]) for f in parts.values())
     refused = sum(found["refused"] for found in parts.values())
     lines = [
         f"# Matrix of training ({record['backend']}): {total} combinations, {wrong} wrong, {refused} refused",
         "",
-        f"Machine: {machine_text(record['machine'])}. Versions: {names}. Commit {record['commit']}. Command: "
-        f"`{record['command']}`.",
+        where_it_ran(record),
         "",
         "Qwen3, Qwen3-MoE, gpt-oss (four layers, hidden size 32) × fixed, dynamic plans × tp 1, tp 2, tp 2 with "
         "sequence parallelism × pp 1, pp 2, pp 2 with vpp 2 × ep 1, 2 × FSDP2 resharding or not × float64, float32 "

@@ -26,9 +26,10 @@ def keep_so_far(record: dict[str, Any], out: str) -> None:
 
 
 def where_it_ran(record: dict[str, Any]) -> str:
-    """Machine, versions and command of a record, for people."""
+    """Machine, versions and command of a record, for people, and its commit where it is known."""
     found = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
-    return f"Machine: {machine_text(record['machine'])}. Versions: {found}. Command: `{record['command']}`."
+    commit = f" Commit {record['commit']}." if "commit" in record else ""
+    return f"Machine: {machine_text(record['machine'])}. Versions: {found}.{commit} Command: `{record['command']}`."
 
 
 def said_of(error: Exception) -> dict[str, str]:
