@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -28,6 +29,7 @@ from torch.distributed.pipelining import (
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.pipelining import Pipelining
+from longspan.model.split_backward import backward_to_inputs, backward_to_weights
 from longspan.model.stages import Call, Stage
 from longspan.model.tensor_parallel import row_multiple
 
@@ -119,6 +121,22 @@ class HandOff(PipelineStage):
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if self.has_backward:
             self._free(bwd_chunk_id)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """As torch's, but for a backward pass in two parts, which is `split_backward`'s; FSDP2 reduces after all."""
+        if backward_type == "full":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
+        if isinstance(self.submod, FSDPModule):
+            self.submod.set_is_last_backward(False)
+            self.submod.set_reshard_after_backward(False)
+            self.submod.set_requires_gradient_sync(False)
+        if backward_type == "weight":
+            backward_to_weights(bwd_kwargs["param_groups"])
+            return (), None
+        outputs, gradients, inputs = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
+        return backward_to_inputs(outputs, gradients, inputs, self.submod.parameters())
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """As torch's, and nothing in evaluation, where torch's V schedules fail."""

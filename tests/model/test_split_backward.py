@@ -1,0 +1,147 @@
+"""A backward pass in two parts gives the gradients of one in a single part, whatever the graph."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from longspan.model.split_backward import backward_to_inputs, backward_to_weights
+
+SIZE = 3
+
+
+class TwoOutputs(torch.autograd.Function):
+    """(x, w) -> x · w and the row sums of x², as a fused loss or norm gives more than one output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, w)
+        return x @ w, x.square().sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return gradients[0] @ w.T + 2 * gradients[1][:, None] * x, x.T @ gradients[0]
+
+
+def _graph(ops: list[tuple[int, int, int]], values: list[Tensor], weights: list[nn.Parameter]) -> list[Tensor]:
+    """Every operation adds a value made of two earlier ones and a weight, which others may use too."""
+    for kind, a, w in ops:
+        x, weight = values[a % len(values)], weights[w % len(weights)]
+        if kind == 0:
+            values.append(x @ weight)
+        elif kind == 1:
+            values.append(torch.tanh(x) + values[(a + w) % len(values)])
+        elif kind == 2:
+            product, squares = TwoOutputs.apply(x, weight)  # pyright: ignore[reportGeneralTypeIssues]
+            values.append(product * squares[:, None])
+        elif kind == 3:
+            left, right = (x @ weight).split([1, SIZE - 1], 1)
+            values.append(torch.cat([right, left.sin()], 1))
+        else:
+            values.append(weight.cos() + 0 * x.detach())  # of a weight alone
+    return values
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=12),
+    st.sampled_from(["sum", "last", "two"]),
+    st.booleans(),
+)
+def test_equals_a_backward_pass_in_one_part(ops: list[tuple[int, int, int]], ending: str, frozen: bool) -> None:
+    answers = []
+    for split in (False, True):
+        torch.manual_seed(0)
+        weights = [nn.Parameter(torch.randn(SIZE, SIZE, dtype=torch.float64) / 2) for _ in range(4)]
+        weights[3].requires_grad_(not frozen)
+        inputs = [torch.randn(SIZE, SIZE, dtype=torch.float64, requires_grad=i == 0) for i in range(2)]
+        *_, before, last = _graph(ops, [x.sin() for x in inputs], weights)
+        outputs = [before, last] if ending == "two" else [last]
+        outputs = [outputs[0].square().sum()] if ending == "sum" else outputs
+        gradients = None if ending == "sum" else [torch.full_like(x, 0.5 + i) for i, x in enumerate(outputs)]
+        if not any(x.requires_grad for x in outputs):
+            return
+        if split:
+            found, later = backward_to_inputs(outputs, gradients, [*inputs, "no tensor"], weights)
+            assert found[1:] == (None, None) and all(w.grad is None for w in weights)
+            backward_to_weights(later)
+            assert not later.joints and not later.outputs
+        else:
+            pairs = [(x, None if gradients is None else gradients[i]) for i, x in enumerate(outputs) if x.requires_grad]
+            torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+        answers.append([x.grad for x in (*inputs, *weights)])
+    for one, two in zip(*answers, strict=True):
+        # A weight that is used nowhere, or where its gradient vanishes by structure, may have none.
+        assert two is None or one is not None
+        difference = torch.zeros(()) if one is None else one - (torch.zeros_like(one) if two is None else two)
+        assert difference.abs().max() <= 1e-12 * (1 + (0 if one is None else one.abs().max()))
+
+
+def test_gradients_are_added_and_the_graph_is_freed() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    x = torch.randn(2, 4, requires_grad=True)
+    wanted = [2 * g for g in torch.autograd.grad(layers(x).sum(), [*layers.parameters(), x])]
+    for _ in range(2):
+        kept = layers[0](x)
+        alive = weakref.ref(kept)
+        out = layers[2](kept.tanh()).sum()
+        del kept
+        _, later = backward_to_inputs([out], None, [x], layers.parameters())
+        backward_to_weights(later)
+        del later, out
+        gc.collect()
+        assert alive() is None
+    assert all(torch.allclose(p.grad, w) for p, w in zip([*layers.parameters(), x], wanted, strict=True))
+
+
+def test_the_second_part_does_not_walk_the_way_of_the_inputs() -> None:
+    passed: list[str] = []
+
+    class Mark(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            passed.append("between")
+            return gradients[0]
+
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    x = torch.randn(2, 3, requires_grad=True)
+    out = second(Mark.apply(first(x))).sum()  # pyright: ignore[reportAttributeAccessIssue]
+    _, later = backward_to_inputs([out], None, [x], [*first.parameters(), *second.parameters()])
+    assert passed == ["between"] and first.weight.grad is None
+    backward_to_weights(later)
+    assert passed == ["between"] and first.weight.grad is not None and second.bias.grad is not None
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_an_error_in_the_first_part_leaves_no_hook_behind(seen: bool) -> None:
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *_: Tensor) -> Tensor:
+            if seen:
+                raise ValueError("broken")
+            return torch.zeros(2, 3)
+
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+    out = layer(Breaks.apply(x)).sum()  # pyright: ignore[reportArgumentType]
+    if seen:
+        with pytest.raises(ValueError, match="broken"):
+            backward_to_inputs([out], None, [x], layer.parameters())
+    else:
+        _, later = backward_to_inputs([out], None, [x], layer.parameters())
+        backward_to_weights(later)
+    assert layer.weight.grad is None if seen else layer.weight.grad is not None
