@@ -14,9 +14,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
-import json
 import random
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,10 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from longspan.cli.bench_record import where_it_ran, write_record
-from longspan.cli.machine import machine
+from longspan.cli.bench_record import begin_or_go_on, where_it_ran, write_record
 from longspan.comm import run_local
-from longspan.train.versions import versions
 from tests.attention.parity import DEGREES, DTYPES, REFUSED, WAYS, Combination, run, whole
 
 ROOT = Path(__file__).parents[1]
@@ -42,30 +38,13 @@ def main() -> None:
     flags.add_argument("--out", type=Path)
     given = flags.parse_args()
     os.environ["LONGSPAN_TEST_BACKEND"] = given.backend
-    record = _begun(given.out, given.backend)
+    record = begin_or_go_on("attention parity", given.out, given.backend, ROOT)
+    record.setdefault("degrees", {})
     for degree in map(int, given.degrees.split(",")):
         if str(degree) not in record["degrees"]:
             record["degrees"][str(degree)] = _degree(degree, given.every)
             _keep(record, given.out)
     print(_text(record))
-
-
-def _begun(out: Path | None, backend: str) -> dict[str, Any]:
-    commit = _commit()
-    if out is not None and out.exists():
-        before = json.loads(out.read_text(encoding="utf-8"))
-        if before["commit"] == commit and before["backend"] == backend:
-            return before
-    command = " ".join(["python", *sys.argv])
-    about = {"machine": machine(), "versions": versions(), "commit": commit, "command": command, "backend": backend}
-    return {"bench": "attention parity", **about, "degrees": {}}
-
-
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip()
 
 
 def _degree(degree: int, every: int) -> dict[str, Any]:
@@ -125,7 +104,8 @@ def _text(record: dict[str, Any]) -> str:
 
 
 def _line(degree: str, found: dict[str, Any]) -> str:
-    errors = (max(e for name, e in found["worst"].items() if name.endswith(dtype)) for dtype in DTYPES)
+    none = float("nan")  # of a dtype that was not drawn
+    errors = (max((e for name, e in found["worst"].items() if name.endswith(dtype)), default=none) for dtype in DTYPES)
     counts = (found["combinations"], found["refused"], len(found["wrong"]))
     part = "all" if found["one of"] == 1 else f"1 of {found['one of']}"
     cells = [degree, part, *map(str, counts), *(f"{e:.2g}" for e in errors), f"{found['seconds']:.0f}"]

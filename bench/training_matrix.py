@@ -13,9 +13,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
-import json
 import random
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,10 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from longspan.cli.bench_record import where_it_ran, write_record
-from longspan.cli.machine import machine
+from longspan.cli.bench_record import begin_or_go_on, where_it_ran, write_record
 from longspan.comm import run_local
-from longspan.train.versions import versions
 from tests.train.matrix import DTYPES, LIMITS, RANKS, Combination, Errors, every, run, wanted_of, worst_of_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -42,25 +38,12 @@ def main() -> None:
     flags.add_argument("--out", type=Path)
     given = flags.parse_args()
     os.environ["LONGSPAN_TEST_BACKEND"] = given.backend
-    record = _begun(given.out, given.backend)
+    record = begin_or_go_on("training matrix", given.out, given.backend, ROOT)
+    record.setdefault("ranks", {})
     for ranks in map(int, given.ranks.split(",")):
         _add(record, ranks, given.most, given.out)
     print(_text(record))
     sys.exit(any(found["wrong"] for found in record["ranks"].values()))
-
-
-def _begun(out: Path | None, backend: str) -> dict[str, Any]:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    commit = done.stdout.strip()
-    if out is not None and out.exists():
-        before = json.loads(out.read_text(encoding="utf-8"))
-        if before["commit"] == commit and before["backend"] == backend:
-            return before
-    command = " ".join(["python", *sys.argv])
-    about = {"machine": machine(), "versions": versions(), "commit": commit, "command": command, "backend": backend}
-    return {"bench": "training matrix", **about, "ranks": {}}
 
 
 def _add(record: dict[str, Any], ranks: int, most: int, out: Path | None) -> None:
