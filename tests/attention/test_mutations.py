@@ -63,8 +63,8 @@ MUTATIONS = [
         "found.left < found.k_stop - found.k_start - 1",
         "found.left < (found.k_stop - found.k_start) // 2",
     ),
-    ("attention.tiles", "at = some.k_stop - some.left - 1", "at = some.k_stop - some.left - 2"),
-    ("attention.tiles", "q_stop=some.q_stop - 1, k_stop=at", "q_stop=some.q_stop - 2, k_stop=at"),
+    ("attention.tiles", "at = some.k_stop - some.left - 1", "at = some.k_stop - some.left"),
+    ("attention.tiles", "k_stop=at, left=np.zeros_like(at)", "k_stop=at, left=np.ones_like(at)"),
     ("attention.tiles", "k_stop + window - 1", "k_stop + window - 2"),
     ("attention.tiles", "np.array([0, -1])", "np.array([-1, -1])"),
     (

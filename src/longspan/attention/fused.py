@@ -49,14 +49,15 @@ def copy_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> N
     if not rows or not members:
         return
     for first in range(0, len(moves), _COPIES):
-        some = moves[first : first + _COPIES]
-        arguments: list[Any] = []
-        for source, into in (*some, *[some[0]] * (_COPIES - len(some))):
-            arguments += [source, *source.stride()[:2], into, *into.stride()[:2], into.shape[2]]
-        widths = [_power(into.shape[2]) for _, into in (*some, *[some[0]] * (_COPIES - len(some)))]
-        a, b, c = widths
-        constants = {"COUNT": len(some), "HAS_INDEX": index is not None, "A": a, "B": b, "C": c}
-        _launch("copy_rows", (rows, members, 1), (index, *arguments), constants)
+        some = [_of_copy(source, into) for source, into in moves[first : first + _COPIES]]
+        a, b, c = (*some, *[some[0]] * (_COPIES - len(some)))
+        widths = {"A": _power(a[-1]), "B": _power(b[-1]), "C": _power(c[-1])}
+        constants = {"COUNT": len(some), "HAS_INDEX": index is not None} | widths
+        _launch("copy_rows", (rows, members, 1), (index, *a, *b, *c), constants, 1 + len(a) * len(some))
+
+
+def _of_copy(source: Tensor, into: Tensor) -> tuple[Any, ...]:
+    return (source, *source.stride()[:2], into, *into.stride()[:2], into.shape[2])
 
 
 def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -71,23 +72,30 @@ def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
         _launch("sum_rows", (total.shape[0], 1, 1), arguments, constants)
 
 
-def _launch(name: str, grid: tuple[int, int, int], arguments: Sequence[Any], constants: dict[str, Any]) -> None:
+def _launch(
+    name: str,
+    grid: tuple[int, int, int],
+    arguments: Sequence[Any],
+    constants: dict[str, Any],
+    differ: int | None = None,
+) -> None:
     """Launch a kernel, by its compiled form at hand where it was launched with these numbers and dtypes before.
 
     Triton finds the compiled form anew in every launch, which takes the host several times as long as the launch. It
     depends on no more than is compared here; addresses count by whether 16 divides them, and where it does not Triton
-    is asked.
+    is asked. Only the first `differ` arguments are looked at, where the others repeat them.
     """
-    addresses, key = 0, [name, grid, arguments[0 if arguments[0] is not None else 1].device, *constants.values()]
-    for x in arguments:
-        if x is None or type(x) is int:
+    addresses, key, values = 0, [name, grid], constants.values()
+    for x in arguments[:differ]:
+        if type(x) is int or x is None:
             key.append(x)
         else:
-            key.append(x.dtype)
+            key += (x.dtype, x.get_device())
             addresses |= x.data_ptr()
-    found = _compiled.get(known := tuple(key))
-    if found is not None and not addresses % _ALIGNED:
-        found[grid](*arguments, *constants.values())
+    known = (*key, *values)
+    found = None if addresses % _ALIGNED else _compiled.get(known)
+    if found is not None:
+        found[grid](*arguments, *values)
         return
     compiled = getattr(_kernels(), name)[grid](*arguments, **constants)
     if not addresses % _ALIGNED:
