@@ -11,7 +11,7 @@ from longspan.comm import World, bind
 from longspan.errors import LongspanError, ModelError, PlanError
 from longspan.layout import Layout
 from longspan.model import prepare, save_model
-from longspan.model.pipeline import PipelinedModel, refuse_reused_parameters
+from longspan.model.pipeline import PipelinedModel, refuse_shared_over_stages
 from longspan.model.pipelining import Pipelining
 from longspan.model.stages import Call, Stage, cut, layers_of_stages, parts_of, refuse_inexact
 from longspan.model.tied import TiedCopies
@@ -144,13 +144,13 @@ def test_a_model_that_scales_its_embedding_is_refused() -> None:
         ).__name__.endswith("ScaledWordEmbedding")
 
 
-def test_layers_that_share_parameters_are_refused_for_a_split_backward_pass() -> None:
-    model = deep("llama", torch.float32)
-    model.set_attn_implementation("longspan")
-    refuse_reused_parameters(model)
-    model.model.layers[2].mlp = model.model.layers[1].mlp
-    with pytest.raises(ModelError, match=r"uses model.layers.1.mlp.gate_proj.weight, .* \(3 parameters\) twice"):
-        refuse_reused_parameters(model)
+def test_layers_of_two_stages_that_share_parameters_are_refused() -> None:
+    layers = deep("llama", torch.float32).model.layers
+    layers[3].mlp = layers[2].mlp
+    refuse_shared_over_stages(layers, layers_of_stages(4, 2))
+    layers[2].mlp = layers[3].mlp = layers[1].mlp
+    with pytest.raises(ModelError, match=r"layer 2's mlp.gate_proj.weight of stage 1 is layer 1's .* of stage 0"):
+        refuse_shared_over_stages(layers, layers_of_stages(4, 2))
 
 
 # ---- with ranks
@@ -247,7 +247,7 @@ def test_what_is_refused_on_every_rank() -> None:
         assert "recompute_layers is 4, 3 decoder layers are in the largest of 2 pipeline stages" in found["layers"]
         assert "6 pipeline stages" in found["stages"] and "for 4 layers" in found["stages"]
         assert "'2f2b'" in found["unknown"]
-        assert "twice in a forward pass" in found["shared"]
+        assert "pipeline stages would train a copy each" in found["shared"]
         assert "pp 2, but Linear is not cut into stages" in found["whole"]
         assert found["afterwards"] == "{}"
 

@@ -166,6 +166,26 @@ def test_every_schedule_goes_through_every_plan() -> None:
     assert seen == {(case.schedule, case.vpp) for case in CASES}
 
 
+def _shared_layer(rank: int) -> dict[str, float]:
+    """Two layers of the second stage have one MLP, whose gradient is a sum over both."""
+
+    def shared() -> Any:
+        model = deep("llama", torch.float64)
+        model.model.layers[3].mlp = model.model.layers[2].mlp
+        return model
+
+    with World(Layout(ranks=2, pp=2), backend=backend()) as world:
+        wanted = answer(shared(), texts(LENGTHS), world.device)
+        model = prepare(shared(), world, shard_parameters=False, pipeline_schedule="zero_bubble")
+        assert isinstance(model, PipelinedModel)
+        return _errors(model, plan_fixed(LENGTHS, world.home, cp=1, max_tokens_per_slot=40), wanted, world)
+
+
+def test_a_weight_used_twice_on_a_stage() -> None:
+    for errors in run_ranks(_shared_layer, 2):
+        assert max(errors.values()) < 1e-12, errors
+
+
 # ---- training
 
 

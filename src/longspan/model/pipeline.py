@@ -6,7 +6,6 @@ on the pipeline. How a model is cut is in `stages.py`, torch's schedules are in 
 the embedding in `tied.py`.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ from longspan.model.kernels import with_kernel
 from longspan.model.moe import router_modules
 from longspan.model.parallelize import reshard
 from longspan.model.pipelining import Pipelining
-from longspan.model.probe import Probe, run_on_meta
 from longspan.model.schedules import HandOff, make_schedule
 from longspan.model.stages import Absent, Call, Stage, cut, layers_of_stages, parts_of, refuse_inexact
 from longspan.model.tied import TiedCopies
@@ -177,30 +175,25 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipelining: Pipelining
     parts = parts_of(model)
     layers = layers_of_stages(len(getattr(model.base_model, parts.layers)), pipelining.stages)
     refuse_inexact(model, parts)
-    if pipelining.splits_backward:
-        refuse_reused_parameters(model)
+    refuse_shared_over_stages(getattr(model.base_model, parts.layers), layers)
     return cut(model, parts, layers, pipelining.stages_at(world.coordinates.pp))
 
 
-def refuse_reused_parameters(model: PreTrainedModel) -> None:
-    """Raise ModelError where a forward pass uses a parameter of a layer twice.
+def refuse_shared_over_stages(layers: Sequence[nn.Module], held: Sequence[range]) -> None:
+    """Raise ModelError where layers of two stages share parameters, which would part from each other at the first step.
 
-    torch's zero-bubble schedules would count its gradient twice, or fail (pytorch issue 180952). The embedding and the
-    head may be one parameter: they are on two stages. The forward pass is one over two rows on the meta device.
+    `held` are the layers of each stage. Layers of one stage may share; an embedding tied to the head is kept equal.
     """
-    own = {m: [id(p) for p in m.parameters(recurse=False)] for m in model.base_model.modules()}
-    uses, names = Counter[int](), {id(p): name for name, p in model.named_parameters()}
-    hooks = [m.register_forward_pre_hook(lambda module, _: uses.update(own[module])) for m in own if own[m]]
-    try:
-        run_on_meta(model, Probe())
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if twice := [names[parameter] for parameter, count in uses.items() if count > 1]:
-        raise ModelError(
-            f"{type(model).__name__} uses {', '.join(twice[:4])} ({len(twice)} parameters) twice in a forward pass, "
-            "which zero-bubble schedules would count wrongly; use pipeline_schedule='1f1b'"
-        )
+    owner: dict[int, tuple[str, int]] = {}
+    for stage, indices in enumerate(held):
+        for i in indices:
+            for name, parameter in layers[i].named_parameters():
+                first, there = owner.setdefault(id(parameter), (f"layer {i}'s {name}", stage))
+                if there != stage:
+                    raise ModelError(
+                        f"layer {i}'s {name} of stage {stage} is {first} of stage {there}: pipeline stages would train "
+                        "a copy each; use fewer stages, so that both layers are on one, or pp 1"
+                    )
 
 
 def _watched(step: Callable[[], None], world: World) -> None:

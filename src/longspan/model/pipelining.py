@@ -51,8 +51,7 @@ class Pipelining:
     def splits_backward(self) -> bool:
         """Whether the gradients of weights are computed apart from those of inputs.
 
-        torch then loses gradients of parameters that FSDP2 frees after a forward pass (torch 2.11 to 2.13), and counts
-        twice those of parameters that are used twice (pytorch issue 180952).
+        Gradients of parameters that FSDP2 frees after a forward pass are lost then (torch 2.11 to 2.13).
         """
         return self.schedule in ("zero_bubble", "zbv")
 

@@ -63,10 +63,22 @@ def probe_model(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
 def run_on_meta(model: PreTrainedModel, probe: Probe, **more: Any) -> Any:
     """What the model's forward returns for two rows, on the meta device, with `more` keyword arguments."""
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    state = {n: torch.empty_like(t, device="meta") for n, t in (*model.named_parameters(), *model.named_buffers())}
     inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False, "shard": probe, **more}
     with torch.no_grad():
-        return functional_call(model, state, (), inputs)
+        return functional_call(model, _on_meta(model), (), inputs, tie_weights=False)
+
+
+def _on_meta(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Meta tensors by name, once for each module's own parameters and buffers.
+
+    A module under two names, as a layer that others share, must be named once: torch would put the first stand-in back
+    in place of the parameter.
+    """
+    return {
+        f"{prefix}.{name}" if prefix else name: torch.empty_like(tensor, device="meta")
+        for prefix, module in model.named_modules()
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    }
 
 
 def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
