@@ -5,10 +5,11 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+OLDEST := .venv-oldest
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN    ?= runs/first
 
-.PHONY: train test test-all test-gpu check format bench size clean help
+.PHONY: train test test-all test-gpu test-oldest check format bench size clean help
 
 help:
 	@sed -n '1,4p' Makefile
@@ -16,6 +17,7 @@ help:
 	@echo "#   make format   let ruff rewrite what make check would complain of"
 	@echo "#   make test-all the tests, and the whole tables of attention and of training (hours on two cores)"
 	@echo "#   make test-gpu the same tests over NCCL, one rank a GPU"
+	@echo "#   make test-oldest the tests with the oldest torch and transformers that we support (downloads several GB)"
 	@echo "#   make size     lines by folder, and the largest files"
 
 $(VENV)/.core: pyproject.toml
@@ -39,7 +41,19 @@ test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "whole or not whole"
 
 test-gpu: $(VENV)/.dev
-	$(BIN)/python -m pytest --backend nccl tests/comm tests/attention tests/model tests/train/test_step.py
+	$(BIN)/python -m pytest --backend nccl tests/comm tests/attention tests/model \
+		tests/train/test_step.py tests/train/test_free.py tests/train/test_pipelined.py tests/train/test_matrix.py
+
+$(OLDEST)/.dev: pyproject.toml
+	@echo "installing the oldest torch and transformers that we support into $(OLDEST) (several GB)"
+	@$(PYTHON) -m venv $(OLDEST)
+	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
+		'torch==2.11.*' 'transformers==5.17.*' -e '.[dev,viz]' \
+		2>&1 | { grep -v "is ignored: it is neither a file nor a directory" || true; }
+	@$(OLDEST)/bin/python -c "import pytest, hypothesis, longspan" && touch $@
+
+test-oldest: $(OLDEST)/.dev
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -56,4 +70,4 @@ size:
 	@echo; wc -l src/longspan/*.py src/longspan/*/*.py | sort -rn | sed -n '1,12p'
 
 clean:
-	rm -rf $(VENV) runs build dist
+	rm -rf $(VENV) $(OLDEST) runs build dist
