@@ -7,7 +7,7 @@ the host's work alone, the least of many passes, and no rank waits for another. 
 Triton kernels are hollow: calls are counted, nothing is computed, and what their own launchers cost is left out. On a
 GPU they are real and launched, and the host does not wait for them (NCCL's own work is left out there too).
 
-`--geometry` times what is derived from lengths once per micro-batch instead.
+Then the geometry: seconds of the processor until one member's launches are known, once per micro-batch.
 """
 
 import argparse
@@ -107,13 +107,11 @@ def main() -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() and not flags.cpu else torch.device("cpu")
     record: dict[str, Any] = {"bench": "attention host", "ranks": flags.ranks, "device": device.type}
     record |= {"machine": machine(), "versions": versions(), "rows": [], "geometry": []}
-    if flags.geometry:
-        record["geometry"] = [_show(row) for row in geometries()]
-    else:
-        counts: Counter[str] = Counter()
-        world = OneRank(flags.ranks, device)
-        with _hollow(counts, device):
-            record["rows"] = [_show(row) for row in _rows(flags, world, counts)]
+    record["geometry"] = [_show(row) for row in geometries()]
+    counts: Counter[str] = Counter()
+    world = OneRank(flags.ranks, device)
+    with _hollow(counts, device):
+        record["rows"] = [_show(row) for row in _rows(flags, world, counts)]
     if flags.out:
         Path(flags.out).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         Path(flags.out).with_suffix(".md").write_text(_markdown(record), encoding="utf-8")
@@ -128,7 +126,6 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=400)
     parser.add_argument("--top", type=int, default=0, help="print this many of the functions that take longest")
     parser.add_argument("--cpu", action="store_true", help="hollow kernels also where there is a GPU")
-    parser.add_argument("--geometry", action="store_true", help="time geometry instead")
     parser.add_argument("--out", default="", help="record: FILE.json, and FILE.md beside it")
     return parser.parse_args()
 
@@ -240,7 +237,10 @@ def _print_functions(run: Any, top: int) -> None:
 
 
 def geometries() -> Iterator[dict[str, Any]]:
-    """Seconds until the launches of one member against all blocks of a ring, and against all rows, are known."""
+    """Seconds until the launches of one member against all blocks of a ring, and against all rows, are known.
+
+    All blocks are what a whole pass asks for, once, whatever the number of layers.
+    """
     for documents, degree, length, window in (
         (1, 64, 1 << 20, None),
         (2000, 64, 600, None),
@@ -250,17 +250,17 @@ def geometries() -> Iterator[dict[str, Any]]:
     ):
         lengths = tuple(length + 7 * i % 400 for i in range(documents))
         group = Group(tuple(range(degree)), tuple(range(documents)), lengths)
-        started = time.perf_counter()
+        started = time.process_time()
         circle = Circle(ShardPart(group, 0, degree // 3, 0, 0), Mask(True, window), torch.device("cpu"))
         ring = [circle.launches(owner) for owner in range(degree)]
-        middle = time.perf_counter()
+        middle = time.process_time()
         gathered = circle.launches(None)
         yield {
             "documents": documents,
             "degree": degree,
             "window": window,
             "ring_seconds": middle - started,
-            "gathered_seconds": time.perf_counter() - middle,
+            "gathered_seconds": time.process_time() - middle,
             "most_launches_of_a_block": max(len(launches) for launches in ring),
             "launches_of_a_ring": sum(len(launches) for launches in ring),
             "launches_on_all_rows": len(gathered),
@@ -277,16 +277,20 @@ def _show(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _markdown(record: dict[str, Any]) -> str:
-    title = f"# What attention costs the host: rank 0 of {record['ranks']}, exchanges that complete at once"
-    lines = [title, "", f"One forward and backward pass on {record['device']}; microseconds are the least of many.", ""]
-    rows = record["rows"] or record["geometry"]
-    names = list(rows[0])
-    lines += ["| " + " | ".join(name.replace("_", " ") for name in names) + " |", "|" + " --- |" * len(names)]
-    for row in rows:
-        cells = (f"{1e6 * x:.0f} µs" if n.endswith("seconds") else "–" if x is None else str(x) for n, x in row.items())
-        lines.append("| " + " | ".join(cells) + " |")
+    lines = [f"# What attention costs the host: rank 0 of {record['ranks']}, exchanges that complete at once", ""]
+    lines += [f"One forward and backward pass on {record['device']}; microseconds are the least of many.", ""]
+    lines += [*_table(record["rows"]), "", "Geometry of one member, once per micro-batch:", ""]
     found = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
-    return "\n".join([*lines, "", f"Machine: {machine_text(record['machine'])}. Versions: {found}."]) + "\n"
+    machine_line = f"Machine: {machine_text(record['machine'])}. Versions: {found}."
+    return "\n".join([*lines, *_table(record["geometry"]), "", machine_line]) + "\n"
+
+
+def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    yield "| " + " | ".join(name.replace("_", " ").replace(" seconds", ", µs") for name in rows[0]) + " |"
+    yield "|" + " --- |" * len(rows[0])
+    for row in rows:
+        cells = (f"{1e6 * x:.0f}" if n.endswith("seconds") else "–" if x is None else str(x) for n, x in row.items())
+        yield "| " + " | ".join(cells) + " |"
 
 
 if __name__ == "__main__":
