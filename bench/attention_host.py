@@ -44,6 +44,7 @@ HEADS, KV_HEADS = 32, 8
 # Kernels behind a call of FlashAttention-4 with grouped heads: backward fills two buffers, prepares, computes, and
 # converts the gradients of q, k and v.
 BEHIND_FORWARD, BEHIND_BACKWARD = 1, 7
+_ESTIMATED = f" that a GPU would see, with {BEHIND_FORWARD} and {BEHIND_BACKWARD} behind a call of FlashAttention-4"
 
 
 class OneRank(World):
@@ -279,6 +280,12 @@ def _show(row: dict[str, Any]) -> dict[str, Any]:
 def _markdown(record: dict[str, Any]) -> str:
     lines = [f"# What attention costs the host: rank 0 of {record['ranks']}, exchanges that complete at once", ""]
     lines += [f"One forward and backward pass on {record['device']}; microseconds are the least of many.", ""]
+    lines += ["Operators are torch's, of which those that are computing start a kernel; distributed are calls of its"]
+    lines += ["collectives, triton those of our own kernels, and forward and backward those of the attention kernel."]
+    lines += [
+        f"Launches are kernels{_ESTIMATED if record['device'] == 'cpu' else ''}, without those of collectives.",
+        "",
+    ]
     lines += [*_table(record["rows"]), "", "Geometry of one member, once per micro-batch:", ""]
     found = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     machine_line = f"Machine: {machine_text(record['machine'])}. Versions: {found}."
