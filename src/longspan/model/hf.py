@@ -70,7 +70,8 @@ def prepare(
         world,
         Sharding(
             parameters=shard_parameters,
-            reshard_after_forward=reshard_after_forward and world.home.pp == 1,  # see Pipelining.splits_backward
+            # A backward pass in two parts loses the gradients of parameters that FSDP2 frees after a forward pass.
+            reshard_after_forward=reshard_after_forward and world.home.pp == 1,
             compute_dtype=compute_dtype,
         ),
         Recomputation.of(activation_checkpointing, layers=recompute_layers, offload=offload_activations),

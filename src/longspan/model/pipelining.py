@@ -48,14 +48,6 @@ class Pipelining:
         return self.schedule == "zbv"
 
     @property
-    def splits_backward(self) -> bool:
-        """Whether the gradients of weights are computed apart from those of inputs.
-
-        Gradients of parameters that FSDP2 frees after a forward pass are lost then (torch 2.11 to 2.13).
-        """
-        return self.schedule in ("zero_bubble", "zbv")
-
-    @property
     def loss_place(self) -> int:
         """The pipeline position of the ranks that hold the last stage."""
         return 0 if self.folded else self.pp - 1
