@@ -110,7 +110,8 @@ def device_checks() -> Iterator[Check]:
         yield Check("device", f"cuda:{index}", f"{name}, {memory}", None)
     yield Check("backend", "gloo", "available" if dist.is_gloo_available() else "missing", dist.is_gloo_available())
     gpus, nccl = torch.cuda.device_count(), dist.is_nccl_available()
-    found = f"available, {here['nccl']}" if nccl and gpus else "built in, no GPU" if nccl else "not in this torch build"
+    without = "built in, no GPU that torch can use" if nccl else "not in this torch build"
+    found = f"available, {here['nccl']}" if "nccl" in here else without
     yield Check("backend", "nccl", found, nccl if gpus > 1 else None)
 
 
