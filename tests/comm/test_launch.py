@@ -136,6 +136,7 @@ def sleep(rank):
     time.sleep(60)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with it ignored
     for number in (signal.SIGINT, signal.SIGTERM):
         print("result", run_local(wait_for_a_signal, 2, (number,)), flush=True)
     try:
