@@ -1,11 +1,14 @@
 """Plans of training steps: from the step alone, the same whether another process makes them ahead or not."""
 
+import json
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.train.config import ContextConfig
 from longspan.train.order import StepOrder
@@ -27,6 +30,32 @@ def test_a_planner_that_has_travelled_makes_the_same_plans() -> None:
         plan = planner(step)
         assert travelled(step) == plan
         assert list(plan.lengths) == LENGTHS[list(order().documents_of_step(step))].tolist()
+
+
+def test_a_measured_cost_decides_about_plans(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    path.write_text(json.dumps({"micro_batch_seconds": 5.0, "inside_bytes_per_second": 1e6}))
+    measured = replace(DYNAMIC, cost=str(path))
+    plan = StepPlanner(PlanChoice.training(measured), order(), HOME)(0)
+    assert plan != StepPlanner(PlanChoice.training(DYNAMIC), order(), HOME)(0)
+    assert plan.predicted_seconds >= 5.0 * len(plan.micro_batches)
+    assert (
+        PlanChoice.evaluation(replace(measured, eval_context_parallel_size=2)).plan((9, 9), HOME).predicted_seconds
+        >= 5.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"), [(None, "No such file"), ("{", "Expecting"), ('{"speed": 1}', "some of linear_seconds")]
+)
+def test_a_file_without_a_cost_is_an_error(tmp_path: Path, text: str | None, complaint: str) -> None:
+    path = tmp_path / "cost.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(
+        ConfigError, match=rf"(?s)context.cost .*cost.json holds no cost: .*{complaint}.*bench calibrate"
+    ):
+        PlanChoice.training(replace(DYNAMIC, cost=str(path)))
 
 
 @pytest.mark.parametrize("context", [DYNAMIC, replace(DYNAMIC, planner="fixed", context_parallel_size=2)], ids=str)

@@ -85,6 +85,8 @@ class ContextConfig:
     """Rows of one micro-batch on one slot, at most; 0: no limit; auto: as many as its memory holds, measured first."""
     node_size: int = 8
     """Slots of one host: what the plan's cost model takes as near."""
+    cost: str = ""
+    """File that longspan bench calibrate writes: what steps cost here; empty: a Qwen3-8B on H200 (docs/planning.md)."""
     mode: Literal["lockstep", "free"] = "lockstep"
     """In training, who waits: lockstep: all slots for the slowest of a micro-batch; free: those that share a group."""
     plan_ahead: int = 2

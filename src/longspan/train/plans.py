@@ -5,9 +5,11 @@ Plans of coming steps may be made in another process while this one trains (`pla
 Planning itself is `longspan.plan`'s business. Nothing here needs torch or a process group.
 """
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -19,6 +21,19 @@ from longspan.train.config import ContextConfig, ParallelConfig
 from longspan.train.order import StepOrder
 
 WARM_STEPS = 64  # dynamic plans of so many steps begin from what was found for the first of them
+
+
+def cost_of(context: ContextConfig) -> Cost:
+    """The cost in the file that `context.cost` names, or the default. Raises ConfigError for a file that holds none."""
+    if not context.cost:
+        return DEFAULT_COST
+    try:
+        return Cost.from_json(json.loads(Path(context.cost).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, LongspanError) as error:
+        raise ConfigError(
+            f"context.cost {context.cost} holds no cost: {error}; `longspan bench calibrate --out {context.cost}` "
+            "writes one for this machine"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -60,6 +75,7 @@ class PlanChoice:
     min_degree: int
     max_degree: int
     keys: "Keys"
+    cost: Cost = DEFAULT_COST
     mode: Mode = "lockstep"
     weights: int = 0  # parameters that a rank shares with the other slots, whose gathering a free step pays for
     row_multiple: int = 1  # of a slot's rows: tp under sequence parallelism
@@ -77,6 +93,7 @@ class PlanChoice:
             min_degree=context.min_dynamic_context_parallel_size,
             max_degree=context.max_dynamic_context_parallel_size,
             keys=Keys("context."),
+            cost=cost_of(context),
             mode=context.mode,
             weights=weights,
             row_multiple=row_multiple,
@@ -95,6 +112,7 @@ class PlanChoice:
             min_degree=context.min_dynamic_context_parallel_size,
             max_degree=context.max_dynamic_context_parallel_size,
             keys=Keys("context.eval_"),
+            cost=cost_of(context),
             row_multiple=row_multiple,
         )
 
@@ -164,10 +182,10 @@ class PlanChoice:
             ) from error
 
     def _cost(self, home: Layout) -> Cost:
-        """The default cost; in free mode with what gathering the weights adds to a step."""
+        """The cost; in free mode with what gathering the weights adds to a step."""
         if self.mode == "lockstep" or not self.weights:
-            return DEFAULT_COST
-        return DEFAULT_COST.with_closing(self.weights, home.slots, inside=home.slots <= self.node_size)
+            return self.cost
+        return self.cost.with_closing(self.weights, home.slots, inside=home.slots <= self.node_size)
 
     def _sizes(self) -> tuple[int, ...] | None:
         if "a2a+p2p" not in self.comm_types:
