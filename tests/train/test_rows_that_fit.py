@@ -18,8 +18,8 @@ from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, row_probe, rows_that_fit
 from longspan.train.config import RunConfig
 from longspan.train.live_bytes import LiveBytes
-from longspan.train.row_probe import TOO_MANY_FILE, TooMany, conditions, most_bytes, probe_plan, too_many_rows
-from longspan.train.rows_that_fit import FILE, RowsThatFit, _read, fitted, measure
+from longspan.train.row_probe import TOO_MANY_FILE, TooMany, conditions, most_bytes, noted, probe_plan, too_many_rows
+from longspan.train.rows_that_fit import FILE, RowsThatFit, fitted, measure
 from tests.train.small import small_config, train_rank
 
 
@@ -157,13 +157,17 @@ def test_a_run_measures_once_and_goes_on_with_it(tmp_path: Path) -> None:
     assert json.loads((run / "plans" / "step-000002.json").read_text())["max_tokens_per_slot"] == 77
 
 
+def _again(file: Path, ranks: int, config: RunConfig) -> RowsThatFit | None:
+    return noted(RowsThatFit, file, ranks, conditions(config), "it is measured again")
+
+
 def test_other_keys_are_measured_again(tmp_path: Path) -> None:
     config = small_config(tmp_path, context__max_tokens_per_slot="auto")
     (file := tmp_path / FILE).write_text(json.dumps(vars(RowsThatFit(3, 1.0, 1.0, 1.0, 2, conditions(config)))))
-    assert _read(file, 2, conditions(config)) and not _read(file, 4, conditions(config))
+    assert _again(file, 2, config) and not _again(file, 4, config)
     for changes in ({"train__memory_fraction": 0.5}, {"train__activation_checkpointing": "full"}, {"parallel__tp": 2}):
         changed = small_config(tmp_path, context__max_tokens_per_slot="auto", **changes)
-        assert not _read(file, 2, conditions(changed)), changes
+        assert not _again(file, 2, changed), changes
 
 
 def test_a_document_that_does_not_fit_is_named(tmp_path: Path) -> None:

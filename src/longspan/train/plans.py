@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +26,17 @@ WARM_STEPS = 64  # dynamic plans of so many steps begin from what was found for 
 
 def cost_of(context: ContextConfig) -> Cost:
     """The cost in the file that `context.cost` names, or the default. Raises ConfigError for a file that holds none."""
-    if not context.cost:
-        return DEFAULT_COST
+    return _cost_in(context.cost) if context.cost else DEFAULT_COST
+
+
+@cache
+def _cost_in(file: str) -> Cost:
+    """Read once: a run keeps its cost, whatever becomes of the file before the next evaluation."""
     try:
-        return Cost.from_json(json.loads(Path(context.cost).read_text(encoding="utf-8")))
+        return Cost.from_json(json.loads(Path(file).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, LongspanError) as error:
         raise ConfigError(
-            f"context.cost {context.cost} holds no cost: {error}; `longspan bench calibrate --out {context.cost}` "
+            f"context.cost {file} holds no cost: {error}; `longspan bench calibrate --out {file}` "
             "writes one for this machine"
         ) from error
 

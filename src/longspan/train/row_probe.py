@@ -9,7 +9,7 @@ import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -55,6 +55,16 @@ class TooMany:
     rows: int
     ranks: int
     measured_for: dict[str, Any]
+
+
+class _Measured(Protocol):
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def measured_for(self) -> dict[str, Any]: ...
+
+
+Noted = TypeVar("Noted", bound=_Measured)
 
 
 def most_bytes(config: RunConfig, model: nn.Module, world: World, rows: int) -> int:
@@ -104,9 +114,9 @@ def probe_plan(config: RunConfig, home: Layout, rows: int) -> Plan:
 
 def _too_many(config: RunConfig, world: World, rows: int, error: BaseException) -> ConfigError:
     """The error of a rank without memory for a probe of so many rows, which are remembered."""
-    noted = TooMany(rows, len(world.home.ranks), conditions(config))
+    too_many = TooMany(rows, len(world.home.ranks), conditions(config))
     with suppress(OSError):  # the folder may not be there on every rank
-        write_whole(Path(config.run.dir) / TOO_MANY_FILE, json.dumps(asdict(noted), indent=1))
+        write_whole(Path(config.run.dir) / TOO_MANY_FILE, json.dumps(asdict(too_many), indent=1))
     return ConfigError(
         f'context.max_tokens_per_slot is "auto": rank {world.rank} ran out of memory in a probe of {rows} rows of a '
         f"slot ({str(error).partition('. ')[0]}). The run has noted it: start it again and it probes fewer rows, or "
@@ -116,14 +126,19 @@ def _too_many(config: RunConfig, world: World, rows: int, error: BaseException) 
 
 def too_many_rows(directory: Path, ranks: int, now: dict[str, Any]) -> int | None:
     """The rows of a probe for which there was no memory when the run was started before, under the same conditions."""
-    file = directory / TOO_MANY_FILE
+    found = noted(TooMany, directory / TOO_MANY_FILE, ranks, now, "rows are probed from the start")
+    return None if found is None else found.rows
+
+
+def noted(kind: type[Noted], file: Path, ranks: int, now: dict[str, Any], otherwise: str) -> Noted | None:
+    """What the run noted before on as many ranks under the same keys; without a damaged file, `otherwise`."""
     if not file.is_file():
         return None
     try:
-        noted = TooMany(**json.loads(file.read_text(encoding="utf-8")))
+        found = kind(**json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{file} is damaged: {error}; remove it and rows are probed from the start") from error
-    return noted.rows if (noted.ranks, noted.measured_for) == (ranks, now) else None
+        raise ConfigError(f"{file} is damaged: {error}; remove it and {otherwise}") from error
+    return found if (found.ranks, found.measured_for) == (ranks, now) else None
 
 
 def conditions(config: RunConfig) -> dict[str, Any]:

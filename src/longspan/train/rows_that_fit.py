@@ -24,7 +24,7 @@ from longspan.errors import ConfigError
 from longspan.train.config import AUTO, RunConfig
 from longspan.train.metrics import write_whole
 from longspan.train.plans import row_multiple_of
-from longspan.train.row_probe import conditions, most_bytes, too_many_rows
+from longspan.train.row_probe import conditions, most_bytes, noted, too_many_rows
 from longspan.train.together import first_does
 
 FILE = "max_tokens_per_slot.json"
@@ -55,9 +55,7 @@ def fitted(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> Rows
     >>> fitted([(100, 3000), (300, 7000)], 10_000, ranks=1).rows
     450
     """
-    (few, small), (many, large) = probes
-    each = max((large - small) / (many - few), 1.0)
-    fixed = max(small - each * few, 0.0)
+    each, fixed = _line_through(probes)
     rows = int((budget - fixed) // each)
     if rows < 1:
         raise ConfigError(
@@ -73,10 +71,12 @@ def with_rows_that_fit(config: RunConfig, model: nn.Module, optimizer: Optimizer
     if config.context.max_tokens_per_slot != AUTO:
         return config
     directory = Path(config.run.dir)
-    file, now = directory / FILE, conditions(config)
-    found: RowsThatFit | None = first_does(world, lambda: _read(file, len(world.home.ranks), now), refuse=ConfigError)
+    file, ranks, now = directory / FILE, len(world.home.ranks), conditions(config)
+    found: RowsThatFit | None = first_does(
+        world, lambda: noted(RowsThatFit, file, ranks, now, "it is measured again"), refuse=ConfigError
+    )
     if found is None:
-        below = first_does(world, lambda: too_many_rows(directory, len(world.home.ranks), now), refuse=ConfigError)
+        below = first_does(world, lambda: too_many_rows(directory, ranks, now), refuse=ConfigError)
         found = replace(measure(config, model, optimizer, world, below=below), measured_for=now)
         text = json.dumps(asdict(found), indent=1)
         first_does(world, lambda: write_whole(file, text), refuse=ConfigError)
@@ -165,9 +165,15 @@ class _Probes:
 
 
 def _rows_of(probes: Sequence[tuple[int, int]], budget: float) -> float:
+    each, fixed = _line_through(probes)
+    return (budget - fixed) / each
+
+
+def _line_through(probes: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """The bytes of a row, and those beside them, of two measurements (rows, most bytes)."""
     (few, small), (many, large) = probes
     each = max((large - small) / (many - few), 1.0)
-    return (budget - max(small - each * few, 0.0)) / each
+    return each, max(small - each * few, 0.0)
 
 
 def _budget(config: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device) -> float:
@@ -186,14 +192,3 @@ def _moments_to_come(model: nn.Module, optimizer: Optimizer) -> float:
         return 0.0
     local = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters() if p.requires_grad)
     return 2.0 * sum(p.numel() * p.element_size() for p in local)
-
-
-def _read(file: Path, ranks: int, now: dict[str, Any]) -> RowsThatFit | None:
-    """What the run found before on as many ranks under the same keys."""
-    if not file.is_file():
-        return None
-    try:
-        found = RowsThatFit(**json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{file} is damaged: {error}; remove it and it is measured again") from error
-    return found if found.ranks == ranks and found.measured_for == now else None
