@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from hollow import hollow_kernel
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -32,7 +33,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longspan import Group, Layout, World, attend, bind, plan_fixed
 from longspan.attention import fused, kernels
 from longspan.attention.circle import Circle, Mask
-from longspan.attention.kernels import HeadSizes, Kernel
 from longspan.cli.machine import machine, machine_text
 from longspan.comm.groups import Groups, _worlds
 from longspan.comm.rollcall import Watch
@@ -138,19 +138,7 @@ def _flags() -> argparse.Namespace:
 def _hollow(counts: Counter[str], device: torch.device) -> Iterator[None]:
     """On a CPU, kernels that are called and do nothing, laid out like FlashAttention-4's; in this process only."""
     if device.type == "cpu":
-
-        def forward(q: Tensor, k: Tensor, v: Tensor, launch: Any, **options: Any) -> tuple[Tensor, Tensor]:
-            counts["forward"] += 1
-            lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-            return q.new_empty((*q.shape[:2], v.shape[2])), lse.transpose(0, 1)
-
-        def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
-            counts["backward"] += 1
-            return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-        features = frozenset({"window", "softcap"})
-        kernel = Kernel("hollow", ("cpu",), (torch.bfloat16,), forward, backward, features, HeadSizes())  # pyright: ignore[reportArgumentType]
-        kernels.KERNELS = (kernel,)
+        kernels.KERNELS = (hollow_kernel("cpu", counts),)
         counted = Counted(counts)
         fused.available, fused._kernels = lambda x: True, lambda: counted
     yield

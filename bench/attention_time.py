@@ -7,7 +7,9 @@ rank's timeline: `attention` is the time in which an attention kernel runs, `oth
 merges, sums), `exposed` that in which nothing but communication runs, `idle` that in which the device waits for the
 host or for other ranks; they add up to the time of a run. `hidden` is communication beside kernels. `host` is what the
 host takes to queue a run, and `limit` the time of the kernel alone, on whole documents with a rank's share of the
-heads. `--trace DIR` keeps a timeline of each for chrome://tracing or ui.perfetto.dev. Needs GPUs.
+heads, on the slowest rank; `apart` is what the fastest rank needs less. `alone` is a run whose kernels compute nothing,
+so that communication, copies and sums are left. `--trace DIR` keeps a timeline of each for chrome://tracing or
+ui.perfetto.dev. Needs GPUs.
 """
 
 import argparse
@@ -16,13 +18,16 @@ import json
 import statistics
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from hollow import hollow_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
+from longspan.attention import kernels
 from longspan.cli.bench_attention_ranks import Run, Settings, _lengths, _own_cases, _tensors, forward_flops
 from longspan.cli.machine import machine, machine_text
 from longspan.cli.step_parts import merged
@@ -35,17 +40,21 @@ RUNS = 4  # under the profiler
 def main() -> None:
     """Measure every type at every length, print a line for each, and write the record."""
     flags = _flags()
+    kernels.KERNELS = (*kernels.KERNELS, hollow_kernel("cuda"))
     record: dict[str, Any] = {"bench": "attention time", "machine": machine(), "versions": versions(), "rows": []}
     with World(Layout(int(torch.cuda.device_count()))) as world:
         settings = _settings(flags, len(world.home.ranks))
         record |= {"ranks": settings.ranks, "documents": settings.documents, "window": settings.window}
         for length in settings.lengths:
-            limit = _limit(settings, length, world)
+            limits = world.gather_objects(_limit(settings, length, world))
+            limit = {"limit": max(limits), "apart": max(limits) - min(limits)}
             for case in _own_cases(settings):
-                with case.prepare(settings, _tensors(settings, length, world), world) as run:
-                    row = {"name": case.name, "length": length, "limit": limit} | _measured(
-                        run, flags, case.name, length
-                    )
+                tensors = _tensors(settings, length, world)
+                with case.prepare(settings, tensors, world) as run:
+                    row = {"name": case.name, "length": length} | limit | _measured(run, flags, case.name, length)
+                with case.prepare(replace(settings, kernel="hollow"), tensors, world) as run:
+                    row["alone"] = _alone(run)
+                del tensors
                 row["tflops_per_device"] = 3.5 * forward_flops(settings, length) / row["run"] / settings.ranks / 1e12
                 record["rows"].append(row)
                 if world.rank == 0:
@@ -91,19 +100,15 @@ def _settings(flags: argparse.Namespace, ranks: int) -> Settings:
     )
 
 
-def _once(run: Run) -> None:
-    torch.autograd.grad(run.forward(), run.inputs, run.gradient)
-
-
 def _measured(run: Run, flags: argparse.Namespace, name: str, length: int) -> dict[str, float]:
     for _ in range(4):
-        _once(run)
+        run.backward(run.forward())
     torch.cuda.synchronize()
     host = _host_seconds(run)
     seconds = _seconds(run)
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         for _ in range(RUNS):
-            _once(run)
+            run.backward(run.forward())
         torch.cuda.synchronize()
     trace = Path(flags.trace or "/tmp") / f"{name.split()[-1].replace('+', '-')}-{length}.json"
     trace.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +128,7 @@ def _host_seconds(run: Run) -> float:
         torch.cuda.synchronize()
         torch.distributed.barrier()
         started = time.perf_counter()
-        _once(run)
+        run.backward(run.forward())
         found.append(time.perf_counter() - started)
     torch.cuda.synchronize()
     return statistics.median(found)
@@ -132,13 +137,19 @@ def _host_seconds(run: Run) -> float:
 def _seconds(run: Run) -> float:
     """Seconds of a run among runs that follow each other."""
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    _once(run)
+    run.backward(run.forward())
     start.record()
     for _ in range(10):
-        _once(run)
+        run.backward(run.forward())
     stop.record()
     torch.cuda.synchronize()
     return start.elapsed_time(stop) * 1e-4
+
+
+def _alone(run: Run) -> float:
+    for _ in range(3):
+        run.backward(run.forward())
+    return _seconds(run)
 
 
 def _limit(settings: Settings, length: int, world: World) -> float:
@@ -156,7 +167,7 @@ def _limit(settings: Settings, length: int, world: World) -> float:
         lambda x: x,
     )
     for _ in range(3):
-        _once(run)
+        run.backward(run.forward())
     return _seconds(run)
 
 
@@ -210,7 +221,7 @@ def _slim(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield {key: value for key, value in event.items() if key != "args" or event["ph"] == "M"}
 
 
-_COLUMNS = ("run", "attention", "other", "exposed", "idle", "hidden", "host", "limit")
+_COLUMNS = ("run", "attention", "other", "exposed", "idle", "hidden", "alone", "host", "limit", "apart")
 
 
 def _line(row: dict[str, Any]) -> str:

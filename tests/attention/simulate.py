@@ -39,7 +39,7 @@ def simulate(
             block = summed(addends, k[theirs], v[theirs])
             dk[theirs] += block[0]
             dv[theirs] += block[1]
-        dq[mine] = part.result()
+        dq[mine] = part.result().to(dq.dtype)
     return out, dq, dk, dv
 
 

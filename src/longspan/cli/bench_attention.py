@@ -54,6 +54,8 @@ class AttentionFlags(BenchFlags):
     """Size of a head; 0: 128 on GPUs, 64 on CPUs."""
     dtype: Literal["", "bfloat16", "float16", "float32"] = ""
     """Of queries, keys and values; empty: bfloat16 on GPUs, float32 on CPUs."""
+    cuda_graph: Switch = False
+    """Also every type captured in a CUDA graph and replayed, which leaves the host's work out. Needs GPUs."""
     no_peers: Switch = False
     """Leave torch's context_parallel out."""
     warmup: int = 3
@@ -90,6 +92,8 @@ def make_settings(flags: AttentionFlags, ranks: int, backend: str, command: Sequ
         raise ConfigError(f"{flags.documents} documents do not share {min(lengths)} rows; use at least a row each")
     if flags.window < 0:
         raise ConfigError(f"--window {flags.window}: at least 1, or 0 for none")
+    if flags.cuda_graph and backend != "nccl":
+        raise ConfigError(f"--cuda-graph needs a GPU for each rank; these {ranks} talk through {backend}")
     flags.check_runs()
     return Settings(
         types=types,
@@ -111,6 +115,7 @@ def make_settings(flags: AttentionFlags, ranks: int, backend: str, command: Sequ
         timeout_seconds=flags.timeout_seconds,
         command=" ".join(command),
         out=str(Path(flags.out).resolve()) if flags.out else "",
+        cuda_graph=flags.cuda_graph,
     )
 
 

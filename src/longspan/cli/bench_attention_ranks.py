@@ -5,9 +5,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from longspan.train.versions import versions
 
 CHECK_ROWS = 256  # of each rank, in the comparison with dense attention
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}  # relative, of the 2-norm
+
+Gradients = tuple[Tensor, ...]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Settings:
     timeout_seconds: float
     command: str
     out: str = ""  # the first rank keeps what it has so far in this file
+    cuda_graph: bool = False  # every type a second time, captured and replayed
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,11 @@ class Run:
     gradient: Tensor
     forward: Callable[[], Tensor]
     whole: Callable[[Tensor], Tensor]  # local rows to the whole sequence (S, heads, H), entered by all ranks
+    replayed: Callable[[], Gradients] | None = None  # backward of what `forward` gave last, where it is not autograd's
+
+    def backward(self, out: Tensor) -> Gradients:
+        """Gradients of the inputs."""
+        return torch.autograd.grad(out, self.inputs, self.gradient) if self.replayed is None else self.replayed()
 
 
 @dataclass(frozen=True)
@@ -133,6 +142,8 @@ def _keep(record: dict[str, Any], settings: Settings, rank: int) -> None:
 def _own_cases(settings: Settings) -> Iterator[Case]:
     for kind in settings.types:
         yield Case(f"longspan {kind}", False, partial(_own_run, kind=kind))
+        if settings.cuda_graph:
+            yield Case(f"longspan {kind}, CUDA graph", False, partial(_graph_run, kind=kind))
 
 
 def _peer_cases() -> Iterator[Case]:
@@ -150,6 +161,33 @@ def _own_run(settings: Settings, qkv: tuple[Tensor, ...], world: World, *, kind:
     options = {"window": settings.window or None, "sinks": _sinks(settings, world.device, learnt=True)}
     call = partial(attend, *inputs, shard, kernel=settings.kernel or None, **options)
     yield Run(inputs, gradient, call, shard.gather)
+
+
+@contextmanager
+def _graph_run(settings: Settings, qkv: tuple[Tensor, ...], world: World, *, kind: str) -> Iterator[Run]:
+    """The same, captured as two CUDA graphs, forward and backward, and replayed."""
+    with _own_run(settings, qkv, world, kind=kind) as run:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):  # index tensors, compiled kernels and communicators are made outside a capture
+                run.backward(run.forward())
+        torch.cuda.current_stream().wait_stream(side)
+        graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[0], capture_error_mode="thread_local"):
+            out = run.forward()
+        with torch.cuda.graph(graphs[1], pool=graphs[0].pool(), capture_error_mode="thread_local"):
+            gradients = run.backward(out)
+        yield replace(run, forward=partial(_replay, graphs[0], out), replayed=partial(_replay, graphs[1], gradients))
+        torch.cuda.synchronize()
+        for graph in graphs:
+            graph.reset()
+
+
+def _replay(graph: Any, result: Result) -> Result:
+    """The tensors that the graph fills, after it has been started."""
+    graph.replay()
+    return result
 
 
 def _sinks(settings: Settings, device: torch.device, *, learnt: bool = False) -> Tensor | None:
@@ -201,7 +239,7 @@ def _checked(settings: Settings, case: Case, world: World) -> dict[str, Any]:
     qkv = _tensors(settings, CHECK_ROWS * settings.ranks, world)
     with case.prepare(settings, qkv, world) as run:
         out = run.forward()
-        gradients = torch.autograd.grad(out, run.inputs, run.gradient)
+        gradients = run.backward(out)
         with torch.no_grad():
             found = [run.whole(x.detach()) for x in (out, *gradients)]
     wanted = _dense(settings, qkv)
@@ -273,7 +311,7 @@ def _times(run: Run, settings: Settings, cuda: bool) -> Sequence[tuple[float, fl
         start = _mark(cuda)
         out = run.forward()
         middle = _mark(cuda)
-        torch.autograd.grad(out, run.inputs, run.gradient)
+        run.backward(out)
         marks.append((start, middle, _mark(cuda)))
     if cuda:
         torch.cuda.synchronize()

@@ -111,8 +111,11 @@ class Watch:
             self._named = operation.outer
 
     def queued(self, operation: Operation, works: Sequence[Work]) -> None:
-        """Note that the device's stream is now ordered behind these works of a collective, which may still run."""
-        if self._passed is not None:
+        """Note that the device's stream is now ordered behind these works of a collective, which may still run.
+
+        A collective that is captured in a CUDA graph does not run now, and cannot be asked.
+        """
+        if self._passed is not None and not torch.cuda.is_current_stream_capturing():
             self._last = operation, lambda: all(work.is_completed() for work in works)
 
     def mark(self, operation: Operation) -> None:
