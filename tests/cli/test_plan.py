@@ -12,6 +12,7 @@ import pytest
 
 from longspan.cli.main import main
 from longspan.cli.plan import PlanFlags
+from longspan.layout import Layout
 from longspan.plan import Cost, Plan
 
 FLAGS = [
@@ -153,8 +154,8 @@ def test_the_closing_of_free_mode_is_priced_by_weights_and_said_where_it_is_not(
     plain, _ = planned(base, capsys)
     (tmp_path / "cost.json").write_text('{"closing_seconds": 0.5}')
     for words, closing in (
-        (["--weights", "1e9"], Cost().with_closing(1e9, 4, inside=True).closing_seconds),
-        (["--weights", "1e9", "--node-size", "2"], Cost().with_closing(1e9, 4, inside=False).closing_seconds),
+        (["--weights", "1e9"], Cost().with_closing(1e9, Layout(4)).closing_seconds),
+        (["--weights", "1e9", "--node-size", "2"], Cost().with_closing(1e9, Layout(4), node_size=2).closing_seconds),
         (["--cost", str(tmp_path / "cost.json")], 0.5),
     ):
         plan, found = planned([*base, *words], capsys)

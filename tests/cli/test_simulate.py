@@ -91,7 +91,9 @@ def test_the_closing_of_free_mode_has_a_column(tmp_path: Path, capsys: pytest.Ca
         assert main([*base, *words, "--json"]) == 0
         found[len(words)] = json.loads(capsys.readouterr().out)["plans"][-1]
         assert found[len(words)]["seconds"] >= found[len(words)]["lower_bound_seconds"]
-    closing = Cost().with_closing(4e9, 8, inside=False).closing_seconds  # half the parameters on each of two ranks
+    closing = (
+        Cost().with_closing(4e9, Layout(8), node_size=4).closing_seconds
+    )  # half the parameters on each of two ranks
     assert [found[n]["closing_seconds"] for n in (0, 2, 3)] == pytest.approx([0, closing, closing / 3], rel=1e-12)
     assert found[2]["seconds"] == pytest.approx(found[0]["seconds"] + closing, rel=1e-12)
     assert found[2]["idle"] == pytest.approx(found[0]["idle"], abs=1e-12)

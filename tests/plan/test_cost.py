@@ -42,12 +42,30 @@ def test_every_constant_counts() -> None:
         assert (changed.group_seconds(*groups) != Cost().group_seconds(*groups)).any(), name
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_a_free_step_over_sharded_parameters_pays_for_its_closing(inside: bool) -> None:
-    cost = Cost().with_closing(1e9, 4, inside=inside)
-    wire = 1e9 * 6 * 3 / 4 / (350e9 if inside else 40e9)
+CLOSINGS = [  # slots, dp_replicate, node_size, bytes within a replica and between replicas, which stay inside a node
+    (4, 1, 8, 4.5e9, 0, "both"),  # 1e9 weights x (2 + 4) bytes x 3/4
+    (4, 1, 2, 4.5e9, 0, "none"),
+    (8, 2, 8, 4.5e9, 1e9, "both"),  # a slot's 1/4 of 4e9 bytes, twice, of which half is its own
+    (8, 2, 4, 4.5e9, 1e9, "within"),
+    (8, 2, 3, 4.5e9, 1e9, "none"),
+    (12, 2, 8, 5e9, 2e9 / 3, "none"),  # slots 6 to 11 are on two hosts
+    (8, 4, 4, 3e9, 3e9, "within"),  # half of 4e9 bytes, twice, of which a quarter is its own
+    (8, 8, 8, 0, 7e9, "both"),
+]
+
+
+@pytest.mark.parametrize(("slots", "copies", "node_size", "within", "between", "inside"), CLOSINGS)
+def test_a_closing_gathers_within_replicas_and_sums_between_them(
+    slots: int, copies: int, node_size: int, within: float, between: float, inside: str
+) -> None:
+    cost = Cost().with_closing(1e9, Layout(slots, dp_replicate=copies), node_size=node_size)
+    wire = within / (40e9 if inside == "none" else 350e9) + between / (350e9 if inside == "both" else 40e9)
     assert cost.closing_seconds == pytest.approx(10e-3 + wire, rel=1e-12)
+
+
+def test_a_free_step_over_sharded_parameters_pays_for_its_closing() -> None:
     home, lengths = Layout(ranks=4), (900, 700, 30, 20, 10)
+    cost = Cost().with_closing(1e9, home)
     for planner in (partial(plan_fixed, cp=2), plan_dynamic):
         free, plain = (planner(lengths, home, max_tokens_per_slot=512, mode="free", cost=c) for c in (cost, Cost()))
         assert free.micro_batches == plain.micro_batches

@@ -196,7 +196,7 @@ def _cost(flags: StepFlags, shape: Shape, lengths: Sequence[int], home: Layout, 
     attention = shape.hidden * shape.head_size * 2 * (shape.heads + shape.key_value_heads)
     layer = attention + (experts or 3 * shape.hidden * shape.ffn)
     weights = shape.layers * layer + 2 * shape.hidden * shape.vocabulary
-    return cost.with_closing(weights, home.slots, inside=home.slots <= flags.node_size)
+    return cost.with_closing(weights, home, node_size=flags.node_size)
 
 
 def _known_peak() -> float:

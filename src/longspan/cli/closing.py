@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 
 from longspan.errors import ConfigError
+from longspan.layout import Layout
 from longspan.plan import Cost
 
 UNPRICED = (
@@ -38,4 +39,4 @@ def check_weights(flags: ClosingFlags, *, free: bool) -> None:
 
 def with_weights(cost: Cost, flags: ClosingFlags, *, slots: int, node_size: int, tp: int = 1) -> Cost:
     """The cost with the closing micro-batch of these weights, of which each of `tp` ranks of a slot holds a part."""
-    return cost.with_closing(flags.weights / tp, slots, inside=slots <= node_size) if flags.weights else cost
+    return cost.with_closing(flags.weights / tp, Layout(slots), node_size=node_size) if flags.weights else cost

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from longspan.errors import PlanError
+from longspan.layout import Layout
 from longspan.plan.model_shape import ModelShape
 
 
@@ -68,19 +69,27 @@ class Cost:
         return self.linear_seconds * tokens / degree + attention + self.ring_step_seconds * (degree - 1)
 
     def with_closing(
-        self, weights: float, slots: int, *, inside: bool, gather_bytes: float = 2, reduce_bytes: float = 4
+        self, weights: float, home: Layout, *, node_size: int = 8, gather_bytes: float = 2, reduce_bytes: float = 4
     ) -> "Cost":
-        """This cost for free plans over `weights` parameters that are sharded over `slots`.
+        """This cost for free plans over `weights` parameters that are sharded over the slots of each replica of a home.
 
-        >>> round(Cost().with_closing(8.19e9, 8, inside=True).closing_seconds, 3)
+        >>> round(Cost().with_closing(8.19e9, Layout(8)).closing_seconds, 3)
         0.133
 
-        Beside a closing micro-batch of launches, every slot takes in what it lacks of each weight, of `gather_bytes`,
-        and of the sums of gradients, of `reduce_bytes`; `inside` says that all slots share a node.
+        Beside a closing micro-batch of launches, each of the w = slots / dp_replicate slots of a replica takes in
+        (w − 1) / w of the weights, of `gather_bytes` each, and of the sums of gradients, of `reduce_bytes`; summing its
+        1 / w of these over the r replicas by a ring brings 2 (r − 1) / r of it again. A host has `node_size` slots.
         """
-        speed = self.inside_bytes_per_second if inside else self.across_bytes_per_second
-        wire = weights * (gather_bytes + reduce_bytes) * (slots - 1) / slots / speed
+        copies, width = home.dp_replicate, home.slots // home.dp_replicate
+        together = home.slots <= node_size
+        within = self._speed(together or node_size % width == 0)  # else some replica is on two hosts
+        gathered = weights * (gather_bytes + reduce_bytes) * (width - 1) / width
+        summed = weights / width * reduce_bytes * 2 * (copies - 1) / copies
+        wire = gathered / within + summed / self._speed(together)
         return dataclasses.replace(self, closing_seconds=self.micro_batch_seconds + wire)
+
+    def _speed(self, inside: bool) -> float:
+        return self.inside_bytes_per_second if inside else self.across_bytes_per_second
 
     @classmethod
     def for_model(

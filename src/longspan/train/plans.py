@@ -82,7 +82,7 @@ class PlanChoice:
     keys: "Keys"
     cost: Cost = DEFAULT_COST
     mode: Mode = "lockstep"
-    weights: int = 0  # parameters that a rank shares with the other slots, whose gathering a free step pays for
+    weights: int = 0  # parameters of a slot's rank, sharded over slots, whose gathering a free step pays for
     row_multiple: int = 1  # of a slot's rows: tp under sequence parallelism
 
     @classmethod
@@ -190,7 +190,7 @@ class PlanChoice:
         """The cost; in free mode with what gathering the weights adds to a step."""
         if self.mode == "lockstep" or not self.weights:
             return self.cost
-        return self.cost.with_closing(self.weights, home.slots, inside=home.slots <= self.node_size)
+        return self.cost.with_closing(self.weights, home, node_size=self.node_size)
 
     def _sizes(self) -> tuple[int, ...] | None:
         if "a2a+p2p" not in self.comm_types:
