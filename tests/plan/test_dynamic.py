@@ -100,6 +100,13 @@ def check_sound(plan: Plan, lengths: list[int], min_cp: int, max_cp: int, multip
     assert strong.seconds <= plan.predicted_seconds
 
 
+def check_partition(plan: Plan, partition: str) -> None:
+    """Wide groups deal out rows as asked; those of one slot say nothing, in memory and in JSON."""
+    groups = [group for batch in plan.micro_batches for group in batch.groups]
+    assert all(group.partition == (partition if group.degree > 1 else "zigzag") for group in groups)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
 def random_case(rng: random.Random) -> tuple[list[int], int, dict]:
     """Lengths, slots and arguments: prime slot counts, caps of a few rows, degrees that divide nothing."""
     slots = rng.choice([1, 2, 3, 5, 6, 7, 8, 11, 13, 16, 17, 24, 29, 48])
@@ -121,6 +128,7 @@ def random_case(rng: random.Random) -> tuple[list[int], int, dict]:
         "micro_batch_multiple": rng.choice([1, 1, 2, 4]),
         "row_multiple": row_multiple,
         "mode": rng.choice(["lockstep", "free"]),
+        "partition": rng.choice(["zigzag", "contiguous"]),
         "effort": "fast",
     }
     return lengths, slots, arguments
@@ -134,6 +142,7 @@ def test_random_plans_are_sound_and_never_worse_than_a_fixed_degree(seed: int) -
         plan = plan_dynamic(lengths, Layout(slots), **arguments)
         widest = min(arguments["max_cp"] or slots, slots)
         check_sound(plan, lengths, arguments["min_cp"], widest, arguments["micro_batch_multiple"])
+        check_partition(plan, arguments["partition"])
         shared = {k: v for k, v in arguments.items() if k not in ("min_cp", "max_cp", "effort")}
         cap = arguments["max_tokens_per_slot"] or sum(lengths)
         room = cap // arguments["row_multiple"] * arguments["row_multiple"]
@@ -280,6 +289,7 @@ BAD = [
     ({"max_tokens_per_slot": 7, "row_multiple": 8}, "max_tokens_per_slot 7 is below row_multiple 8"),
     ({"micro_batch_multiple": 0}, "micro_batch_multiple is 0"),
     ({"mode": "async"}, "mode is 'async'"),
+    ({"partition": "striped"}, "partition is 'striped'; use one of zigzag, contiguous"),
     ({"effort": "heroic"}, "effort is 'heroic'"),
     ({"cp_comm_type": "smoke"}, "cp_comm_type is 'smoke'"),
 ]

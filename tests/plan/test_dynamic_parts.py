@@ -33,6 +33,7 @@ def problem(lengths: list[int], slots: int, cap: int | None = 8192, min_cp: int 
         node_size=8,
         micro_batch_multiple=1,
         mode="lockstep",
+        partition="zigzag",
         row_multiple=1,
     )
     return Problem.of(request, min_cp, max_cp or slots)

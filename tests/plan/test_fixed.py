@@ -33,6 +33,7 @@ def requests(draw: st.DrawFn) -> tuple[list[int], Layout, int, dict[str, Any]]:
         "micro_batch_multiple": draw(st.integers(1, 3)),
         "mode": draw(st.sampled_from(["lockstep", "free"])),
         "node_size": draw(st.sampled_from([1, 4, 8])),
+        "partition": draw(st.sampled_from(["zigzag", "contiguous"])),
         "cost": draw(st.sampled_from([Cost(), Cost(linear_seconds=0.0, micro_batch_seconds=1.0)])),
     }
     return found, Layout(cp * groups), cp, options
@@ -47,6 +48,8 @@ def test_every_plan(planner: str, request: tuple[list[int], Layout, int, dict[st
     assert sorted(d for batch in plan.micro_batches for d in batch.documents) == list(range(len(found)))
     groups = [group for batch in plan.micro_batches for group in batch.groups]
     assert all(group.lengths == tuple(found[d] for d in group.documents) for group in groups)
+    assert {group.partition for group in groups} == {options["partition"] if cp > 1 else "zigzag"}
+    assert all(max(group.shares.counts) == group.rows_per_slot for group in groups)
     blocks = {tuple(range(s, s + cp)) for s in range(0, home.slots, cp)}
     for batch in plan.micro_batches:
         slots = [group.slots for group in batch.groups]
@@ -236,6 +239,7 @@ BAD: list[tuple[str, list[Any], Layout, int, dict[str, Any], str]] = [
     ("node", [3], Layout(4), 2, {"node_size": 0}, "node_size is 0"),
     ("targets", [3], Layout(4), 2, {"targets": -1}, "targets is -1; give an integer of at least 0"),
     ("mode", [3], Layout(4), 2, {"mode": "loose"}, "mode is 'loose'; use one of lockstep, free"),
+    ("partition", [3], Layout(4), 2, {"partition": "odd"}, "partition is 'odd'; use one of zigzag, contiguous"),
     ("mode, ep", [3], Layout(4, ep=2), 2, {"mode": "free"}, "the home has ep 2: slots that share experts wait"),
     (
         "type",

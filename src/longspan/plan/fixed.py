@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from longspan.layout import Layout
 from longspan.plan.cost import DEFAULT_COST, Cost
 from longspan.plan.pack import first_fit, spread
-from longspan.plan.plan import Group, MicroBatch, Mode, Plan
+from longspan.plan.plan import Group, MicroBatch, Mode, PartitionKind, Plan
 from longspan.plan.request import Request
 
 Ints = NDArray[np.int64]
@@ -36,6 +36,7 @@ def plan_fixed(
     micro_batch_multiple: int = 1,
     mode: Mode = "lockstep",
     row_multiple: int = 1,
+    partition: PartitionKind = "zigzag",
     allow_empty: bool = True,
 ) -> Plan:
     """Pack documents into micro-batches for groups of `cp` slots each.
@@ -47,6 +48,12 @@ def plan_fixed(
     Every slot runs the same number of micro-batches, a multiple of `micro_batch_multiple`, and holds at most
     `max_tokens_per_slot` rows in each, in whole multiples of `row_multiple`. `targets` is what divides the loss
     (default length − 1 a document). `hierarchical_context_parallel_sizes` count where a layer uses a2a+p2p.
+
+    `partition` is how the slots of a group deal out its rows. "zigzag": of each document equal shares from its
+    beginning and its end, so that every slot has as much causal attention. "contiguous": documents end to end, one run
+    of rows a slot; under `a2a` heads are divided, not rows, and what arrives is in document order without a copy, but
+    under `p2p`, `all_gather` and `a2a+p2p` later slots compute more than earlier ones, and a step takes longer than
+    `cost` predicts.
 
     No documents give a step of dummy micro-batches; with `allow_empty=False`, an error.
 
@@ -66,6 +73,7 @@ def plan_fixed(
         micro_batch_multiple=micro_batch_multiple,
         mode=mode,
         row_multiple=row_multiple,
+        partition=partition,
     )
     packer = Packer.of(request, request.check_degree(home, cp))
     if not request.lengths:

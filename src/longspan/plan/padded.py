@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from longspan.layout import Layout
 from longspan.plan.cost import DEFAULT_COST, Cost
-from longspan.plan.plan import MicroBatch, Mode, Plan
+from longspan.plan.plan import MicroBatch, Mode, PartitionKind, Plan
 from longspan.plan.request import Request
 
 
@@ -25,6 +25,7 @@ def plan_padded(
     micro_batch_multiple: int = 1,
     mode: Mode = "lockstep",
     row_multiple: int = 1,
+    partition: PartitionKind = "zigzag",
     allow_empty: bool = True,
 ) -> Plan:
     """Deal documents, in the order given, to groups of `cp` slots, each padded to the longest of the batch.
@@ -34,7 +35,7 @@ def plan_padded(
     [[(0, 2), (1,)]]
 
     A group takes as many padded documents in one micro-batch as its slots hold; arguments, the cap in whole padded
-    rows, and errors are those of `plan_fixed`.
+    rows, and errors are those of `plan_fixed`. With partition="contiguous" some slots hold more padding than others.
     """
     request = Request.of(
         lengths,
@@ -49,6 +50,7 @@ def plan_padded(
         micro_batch_multiple=micro_batch_multiple,
         mode=mode,
         row_multiple=row_multiple,
+        partition=partition,
     )
     cp = request.check_degree(home, cp)
     groups = request.slots // cp

@@ -10,9 +10,17 @@ from typing import Any
 from longspan.errors import PlanError
 from longspan.layout import Layout, check_lengths
 from longspan.plan.bound import Bound, lower_bound_seconds
-from longspan.plan.check import MODES, check_choice, check_comm_types, check_count, check_hierarchy, check_size
+from longspan.plan.check import (
+    MODES,
+    PARTITIONS,
+    check_choice,
+    check_comm_types,
+    check_count,
+    check_hierarchy,
+    check_size,
+)
 from longspan.plan.cost import Cost
-from longspan.plan.plan import Group, MicroBatch, Mode, Plan
+from longspan.plan.plan import Group, MicroBatch, Mode, PartitionKind, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +38,7 @@ class Request:
     micro_batch_multiple: int
     mode: Mode
     row_multiple: int
+    partition: PartitionKind
 
     @classmethod
     def of(
@@ -80,6 +89,7 @@ class Request:
         check_count("micro_batch_multiple", self.micro_batch_multiple)
         check_count("row_multiple", self.row_multiple)
         check_choice("mode", self.mode, MODES)
+        check_choice("partition", self.partition, PARTITIONS)
         if self.max_tokens_per_slot is not None:
             cap = check_count("max_tokens_per_slot", self.max_tokens_per_slot)
             if cap < self.row_multiple:
@@ -130,7 +140,12 @@ class Request:
         types = (self.cp_comm_type,) if isinstance(self.cp_comm_type, str) else self.cp_comm_type
         sizes = self.hierarchical_context_parallel_sizes if "a2a+p2p" in types else None
         lengths = tuple(self.lengths[d] for d in documents)
-        return Group(tuple(slots), tuple(documents), lengths, self.cp_comm_type, sizes, pad_to=pad_to)
+        partition = self.partition_of(len(slots))
+        return Group(tuple(slots), tuple(documents), lengths, self.cp_comm_type, sizes, partition, pad_to)
+
+    def partition_of(self, degree: int) -> PartitionKind:
+        """How a group of this degree deals out its rows; a slot alone has the same rows either way."""
+        return self.partition if degree > 1 else "zigzag"
 
     def plan(self, micro_batches: Sequence[MicroBatch], planner: str, *, max_cp: int | None = None) -> Plan:
         """The checked plan of these micro-batches, with dummies up to the next multiple, its time and its bound."""

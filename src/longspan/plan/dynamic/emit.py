@@ -43,7 +43,8 @@ def _group(problem: Problem, slots: tuple[int, ...], items: list[int]) -> Group:
     request = problem.request
     documents = tuple(d for item in sorted(items) for d in problem.documents[item])
     lengths = tuple(request.lengths[d] for d in documents)
-    return Group(slots, documents, lengths, request.cp_comm_type, group_hierarchy(request, len(slots)))
+    sizes, partition = group_hierarchy(request, len(slots)), request.partition_of(len(slots))
+    return Group(slots, documents, lengths, request.cp_comm_type, sizes, partition)
 
 
 def longest_first(batch: MicroBatch) -> MicroBatch:

@@ -15,7 +15,7 @@ from longspan.plan.dynamic.free import plan_free
 from longspan.plan.dynamic.problem import Ints, Problem
 from longspan.plan.dynamic.targets import Effort, Settings, search, warm_starts
 from longspan.plan.fixed import Packer
-from longspan.plan.plan import MicroBatch, Mode, Plan
+from longspan.plan.plan import MicroBatch, Mode, PartitionKind, Plan
 from longspan.plan.request import Request
 
 EffortName = Literal["fast", "balanced", "thorough"]
@@ -45,6 +45,7 @@ def plan_dynamic(
     cp_comm_type: str | Sequence[str] = "p2p",
     hierarchical_context_parallel_sizes: int | Sequence[int] | None = None,
     row_multiple: int = 1,
+    partition: PartitionKind = "zigzag",
     allow_empty: bool = True,
     warm: Plan | None = None,
     effort: EffortName = "balanced",
@@ -60,7 +61,8 @@ def plan_dynamic(
     where they can; a slot may be in several groups of a micro-batch. `max_tokens_per_slot` limits the rows of a slot in
     a micro-batch, in whole multiples of `row_multiple`. `mode` says who waits: all slots for the slowest of each
     micro-batch ("lockstep"), or only those that share a group ("free"). Of `hierarchical_context_parallel_sizes` the
-    first, the all-to-all size, counts: a group uses what it has in common with its degree.
+    first, the all-to-all size, counts: a group uses what it has in common with its degree. `partition` is that of
+    `plan_fixed`: "contiguous" saves copies under `a2a`, and takes longer than predicted under the other types.
 
     `warm` is the plan of an earlier step in lockstep: its micro-batch durations are where the search begins, which is
     faster for many slots. `effort` is how long to search. The plan is a function of the arguments alone, `warm`
@@ -86,6 +88,7 @@ def plan_dynamic(
         micro_batch_multiple=micro_batch_multiple,
         mode=mode,
         row_multiple=row_multiple,
+        partition=partition,
     )
     _check_node_size(request)
     widest = _check_degrees(request, min_cp, max_cp)
