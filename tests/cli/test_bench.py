@@ -54,6 +54,15 @@ def test_attention_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "not available: ValueError: its attention kernels run on CUDA only" in record_text(record)
 
 
+def test_contiguous_rows_are_in_the_record_and_its_title(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--world", "2", "--lengths", "41", "--repeats", "1", "--warmup", "0", "--no-peers", "--types", "a2a,p2p"]
+    assert main(["bench", "attention", *words, "--partition", "contiguous", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["partition"] == "contiguous" and all(row["good"] for row in record["checks"])
+    assert "float32, longspan's rows contiguous, kernel" in record_text(record)
+    assert "contiguous" not in record_text(record | {"partition": "zigzag"})
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -46,6 +46,8 @@ def test_experts_in_free_mode_and_without_an_optimizer(capsys: pytest.CaptureFix
         "dynamic",
         "--mode",
         "free",
+        "--partition",
+        "contiguous",
         "--optimizer",
         "",
         "--repeats",
@@ -61,6 +63,7 @@ def test_experts_in_free_mode_and_without_an_optimizer(capsys: pytest.CaptureFix
     (row,) = record["rows"]
     assert sum(row["parts"].values()) >= 2 * row["parts"]["step"] > 0 and row["parts"]["attention"] > 0
     assert "exposed communication" in record_text(record)
+    assert record["partition"] == "contiguous" and "auto, contiguous rows, at most" in record_text(record)
 
 
 def test_model_flops() -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from longspan.cli.bench_calibrate import CalibrateFlags, make_record, make_settings, record_text
 from longspan.cli.calibration import Calibration, Sample, calibrate, least_squares
-from longspan.cli.lengths import read_cost
 from longspan.cli.main import main
 from longspan.plan import Cost
+from longspan.plan.cost_file import read_cost
 
 COST = Cost(
     linear_seconds=3e-6,
@@ -127,7 +127,7 @@ def test_two_ranks_write_a_cost_that_plans_are_priced_by(tmp_path: Path, capfd: 
     printed = capfd.readouterr()
     record = json.loads(printed.out)
     assert printed.err == f"wrote {out}\n"
-    cost = read_cost(out)
+    cost = read_cost(out, "--cost")
     assert cost.to_json() == record["cost"] and cost.ring_bytes == 2 * 3 * 2 * 96 * 4 and record["ring_measured"]
     samples = record["samples"]
     kinds = [sample["what"].split(":")[0] for sample in samples]
@@ -165,6 +165,7 @@ def test_one_rank_in_words() -> None:
         (["--repeats", "0"], "--repeats 0 --warmup 1: at least 1 and 0"),
         (["--across_gbps", "-1"], "--across_gbps -1.0"),
         (["--out", "no/such/folder/cost.json"], "there is no folder"),
+        (["--out", "."], "--out . is a folder; give a file in it, such as cost.json"),
     ],
 )
 def test_refused_before_ranks_start(flags: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:

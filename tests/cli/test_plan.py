@@ -34,6 +34,7 @@ FLAGS = [
     "mode",
     "weights",
     "cp_comm_type",
+    "partition",
     "hierarchical_context_parallel_sizes",
     "node_size",
     "micro_batch_multiple",
@@ -105,8 +106,9 @@ def test_a_fixed_plan_without_a_degree_takes_the_smallest_that_fits(
     plan, _ = planned([*base, "--cp", "2", "--micro-batch-multiple", "4", "--max-tokens-per-slot", "500"], capsys)
     assert len(plan.micro_batches) == 4
     words = ["--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "3", "--cp", "6"]
-    plan, _ = planned([*base, *words], capsys)
-    assert plan.micro_batches[0].groups[0].hierarchical_context_parallel_sizes == (2, 3)
+    plan, _ = planned([*base, *words, "--partition", "contiguous"], capsys)
+    (group,) = plan.micro_batches[0].groups
+    assert (group.hierarchical_context_parallel_sizes, group.partition) == ((2, 3), "contiguous")
 
 
 def test_lengths_from_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

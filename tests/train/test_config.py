@@ -96,6 +96,7 @@ READ = [
     ("[context]\ncp_comm_type = 2", r"context.cp_comm_type is 2 .* a string or a list of strings"),
     ("[context]\ncp_comm_type = []", r"context.cp_comm_type is \[\]"),
     ("[context]\nhierarchical_context_parallel_sizes = [2, '2']", r"an integer or a list of integers"),
+    ("[context]\npartition = 'striped'", r"context.partition is 'striped' .* 'zigzag', 'contiguous'"),
     ("[parallel]\nsequence_parallel = 1", r"true or false"),
     ("[train\nsteps = 1", r"is not TOML: .*line 1"),
 ]

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.train.config import ContextConfig
 from longspan.train.order import StepOrder
@@ -57,17 +56,19 @@ def test_a_free_step_pays_for_the_closing_of_its_home() -> None:
     assert [each - seconds[0] for each in seconds[1:]] == pytest.approx(added, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"), [(None, "No such file"), ("{", "Expecting"), ('{"speed": 1}', "some of linear_seconds")]
-)
-def test_a_file_without_a_cost_is_an_error(tmp_path: Path, text: str | None, complaint: str) -> None:
-    path = tmp_path / "cost.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(
-        ConfigError, match=rf"(?s)context.cost .*cost.json holds no cost: .*{complaint}.*bench calibrate"
-    ):
-        PlanChoice.training(replace(DYNAMIC, cost=str(path)))
+@pytest.mark.parametrize("planner", ["fixed", "padded", "dynamic"])
+def test_each_half_deals_out_rows_in_its_own_way(planner: str) -> None:
+    context = ContextConfig(planner=planner, partition="contiguous", eval_planner=planner, max_tokens_per_slot=256)
+    training, evaluation = PlanChoice.training(context), PlanChoice.evaluation(context)
+    plans = [choice.plan((1000, 30), Layout(4)) for choice in (replace(training, degree=4), evaluation)]
+    found = [{group.partition for batch in plan.micro_batches for group in batch.groups} for plan in plans]
+    assert "contiguous" in found[0] and found[1] == {"zigzag"}
+    other = PlanChoice.evaluation(replace(context, eval_partition="contiguous"))
+    assert other.at_degree(2, longest=1000).plan((1000,), Layout(4)).micro_batches[0].groups[0].shares.counts == (
+        500,
+        500,
+    )
+    assert other.at_degree(2, longest=1000).partition == "contiguous"
 
 
 @pytest.mark.parametrize("context", [DYNAMIC, replace(DYNAMIC, planner="fixed", context_parallel_size=2)], ids=str)

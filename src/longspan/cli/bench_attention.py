@@ -38,6 +38,8 @@ class AttentionFlags(BenchFlags):
     """Sequence lengths, with commas between; empty: 16384,65536 on GPUs, 1024,2048 on CPUs."""
     documents: int = 1
     """Equal packed documents that share the sequence."""
+    partition: Literal["zigzag", "contiguous"] = "zigzag"
+    """How longspan deals out rows: zigzag: equal causal work; contiguous: one run a rank, fewer copies under a2a."""
     window: int = 0
     """Positions that a query sees, its own included; 0: all before it."""
     sinks: Switch = False
@@ -99,6 +101,7 @@ def make_settings(flags: AttentionFlags, ranks: int, backend: str, command: Sequ
         types=types,
         lengths=lengths,
         documents=flags.documents,
+        partition=flags.partition,
         window=flags.window,
         sinks=flags.sinks,
         kernel=flags.kernel,
@@ -153,6 +156,7 @@ def _title(record: dict[str, Any]) -> str:
     packed = f", {record['documents']} packed documents" if record["documents"] > 1 else ""
     packed += f", window {record['window']}" if record["window"] else ""
     packed += ", sinks" if record.get("sinks") else ""
+    packed += f", longspan's rows {record['partition']}" if record.get("partition", "zigzag") != "zigzag" else ""
     return (
         f"Causal attention over {record['ranks']} ranks ({record['backend']}): {record['heads']} query and "
         f"{record['key_value_heads']} key/value heads of {record['head_size']}, {record['dtype']}{packed}, "

@@ -18,7 +18,7 @@ from longspan.cli.bench_record import keep_so_far, said_of
 from longspan.cli.machine import machine
 from longspan.comm import World, bind
 from longspan.layout import Layout
-from longspan.plan import Plan, plan_fixed
+from longspan.plan import PartitionKind, Plan, plan_fixed
 from longspan.train.versions import versions
 
 CHECK_ROWS = 256  # of each rank, in the comparison with dense attention
@@ -51,6 +51,7 @@ class Settings:
     timeout_seconds: float
     command: str
     out: str = ""  # the first rank keeps what it has so far in this file
+    partition: PartitionKind = "zigzag"
     cuda_graph: bool = False  # every type a second time, captured and replayed
 
 
@@ -99,6 +100,7 @@ def attention_ranks(rank: int, settings: Settings) -> dict[str, Any]:
 def _empty_record(settings: Settings, world: World) -> dict[str, Any]:
     names = (
         "documents",
+        "partition",
         "window",
         "sinks",
         "heads",
@@ -198,8 +200,14 @@ def _sinks(settings: Settings, device: torch.device, *, learnt: bool = False) ->
 
 def _plan(settings: Settings, length: int, world: World, kind: str) -> Plan:
     sizes = settings.hierarchical if kind == "a2a+p2p" else None
-    lengths = _lengths(settings, length)
-    return plan_fixed(lengths, world.home, settings.ranks, cp_comm_type=kind, hierarchical_context_parallel_sizes=sizes)
+    return plan_fixed(
+        _lengths(settings, length),
+        world.home,
+        settings.ranks,
+        cp_comm_type=kind,
+        hierarchical_context_parallel_sizes=sizes,
+        partition=settings.partition,
+    )
 
 
 def _lengths(settings: Settings, length: int) -> list[int]:

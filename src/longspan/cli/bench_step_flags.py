@@ -52,6 +52,8 @@ class StepFlags(BenchFlags, SourceFlags):
     """Rows of a slot in a micro-batch; 0: no limit where --lengths lists numbers, else 8192 on GPUs and 256 on CPUs."""
     cp_comm_type: str = "auto"
     """How groups communicate: p2p, all_gather, a2a, a2a+p2p or auto."""
+    partition: Literal["zigzag", "contiguous"] = "zigzag"
+    """How a group deals out its rows: zigzag: equal causal work; contiguous: one run a slot, fewer copies under a2a."""
     hierarchical: str = ""
     """Sizes of a2a+p2p, as in 2,2."""
     mode: Literal["lockstep", "free"] = "lockstep"

@@ -7,17 +7,19 @@ from typing import Any
 
 from longspan.cli.bench_step_flags import PLANNERS, StepFlags
 from longspan.cli.bench_step_shapes import Shape, shape_named
-from longspan.cli.lengths import read_cost, read_lengths
+from longspan.cli.lengths import read_lengths
 from longspan.cli.plan import smallest_degree
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan.cost_file import read_cost
 
 CPU_LENGTHS = (96, 40, 24, 16, 16)
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # bfloat16, dense, by the vendor
 # Of the flags: what a record says as it was given.
 RECORDED = (
     "cp_comm_type",
+    "partition",
     "mode",
     "node_size",
     "tp",
@@ -80,6 +82,7 @@ class Settings:
         options: dict[str, Any] = {
             "max_tokens_per_slot": self.max_tokens_per_slot or None,
             "cp_comm_type": self.flags.cp_comm_type,
+            "partition": self.flags.partition,
             "hierarchical_context_parallel_sizes": self.hierarchical,
             "cost": self.cost,
             "node_size": self.flags.node_size,
@@ -189,7 +192,7 @@ def _sizes(text: str) -> tuple[int, int] | None:
 def _cost(flags: StepFlags, shape: Shape, lengths: Sequence[int], home: Layout, *, gpu: bool) -> Cost:
     """The file's cost, or the model's on a device of plain speed; in free mode with what gathering weights adds."""
     config = shape.config(max(lengths))
-    cost = read_cost(flags.cost) if flags.cost else Cost.for_model(config, tflops=400.0 if gpu else 0.05)
+    cost = read_cost(flags.cost, "--cost") if flags.cost else Cost.for_model(config, tflops=400.0 if gpu else 0.05)
     if flags.mode == "lockstep":
         return cost
     experts = 3 * shape.hidden * shape.expert_ffn * shape.experts

@@ -11,7 +11,6 @@ from typing import Any
 
 from longspan.errors import ConfigError, DataError
 from longspan.layout import check_lengths
-from longspan.plan import Cost
 from longspan.plan.distributions import DISTRIBUTIONS, sample_lengths
 from longspan.train.sources import find_files, read_file, read_texts
 
@@ -64,7 +63,7 @@ def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
 
 def lengths_from_json(path: str) -> tuple[int, ...]:
     """Lengths from a JSON list, or from the "lengths" of a JSON object such as a plan."""
-    value = _read_json(path, "lengths")
+    value = _read_json(path)
     if isinstance(value, dict):
         value = value.get("lengths")
     if not isinstance(value, list):
@@ -74,11 +73,6 @@ def lengths_from_json(path: str) -> tuple[int, ...]:
     return check_lengths(value)
 
 
-def read_cost(path: str) -> Cost:
-    """The cost in a JSON file, or the default where no file is named. Raises ConfigError and PlanError."""
-    return Cost.from_json(_read_json(path, "a cost")) if path else Cost()
-
-
 def _same(text: str) -> tuple[int, ...]:
     count, _, length = text.lower().partition("x")
     if not count.isdecimal() or not length.isdecimal() or not int(count):
@@ -86,14 +80,14 @@ def _same(text: str) -> tuple[int, ...]:
     return check_lengths([int(length)] * int(count))
 
 
-def _read_json(path: str, what: str) -> Any:
+def _read_json(path: str) -> Any:
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
         return json.loads(text)
     except OSError as error:
-        raise ConfigError(f"cannot read {what} from {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read lengths from {path}: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"cannot read {what} from {path}: it is not JSON ({error})") from error
+        raise ConfigError(f"cannot read lengths from {path}: it is not JSON ({error})") from error
 
 
 def _from_text(flags: SourceFlags) -> tuple[tuple[int, ...], str]:

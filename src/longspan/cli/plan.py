@@ -10,11 +10,12 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from longspan.cli.closing import UNPRICED, ClosingFlags, check_weights, with_weights
-from longspan.cli.lengths import SourceFlags, read_cost, read_lengths
+from longspan.cli.lengths import SourceFlags, read_lengths
 from longspan.cli.parse import parse_flags
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan.cost_file import read_cost
 
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -40,6 +41,9 @@ class PlanFlags(ClosingFlags, SourceFlags):
     """lockstep: all slots end a micro-batch together (FSDP, EP, pipelines); free: only members of a group wait."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
     """How the slots of a group share attention."""
+    partition: Literal["zigzag", "contiguous"] = "zigzag"
+    """How a group's rows are dealt out: zigzag: equal causal work; contiguous: one run a slot, fewer copies under a2a,
+    and slower than predicted under the other types."""
     hierarchical_context_parallel_sizes: tuple[int, ...] = ()
     """With a2a+p2p: the a2a and the p2p size."""
     node_size: int = 8
@@ -66,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     check_weights(flags, free=flags.mode == "free")
     lengths, source = read_lengths(flags, flags.slots)
     began = time.perf_counter()
-    cost = with_weights(read_cost(flags.cost), flags, slots=flags.slots, node_size=flags.node_size)
+    cost = with_weights(read_cost(flags.cost, "--cost"), flags, slots=flags.slots, node_size=flags.node_size)
     plan = make_plan(flags, lengths, cost)
     seconds = time.perf_counter() - began
     wrote = _write_files(flags, plan, source)
@@ -90,6 +94,7 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> Plan:
     shared: dict[str, Any] = {
         "max_tokens_per_slot": cap,
         "cp_comm_type": flags.cp_comm_type,
+        "partition": flags.partition,
         "hierarchical_context_parallel_sizes": flags.hierarchical_context_parallel_sizes or None,
         "cost": cost,
         "node_size": flags.node_size,

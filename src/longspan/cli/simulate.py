@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from longspan.cli.closing import UNPRICED, ClosingFlags, check_weights, with_weights
-from longspan.cli.lengths import SourceFlags, read_cost, read_lengths
+from longspan.cli.lengths import SourceFlags, read_lengths
 from longspan.cli.parse import parse_flags
 from longspan.errors import ConfigError, LongspanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan.cost_file import read_cost
 from longspan.plan.simulate import Simulation, shared_by, simulate
 from longspan.plan.which_degree import DegreeChoice, which_degree
 from longspan.report.series import write_bytes, write_number, write_seconds
@@ -94,7 +95,7 @@ def home_of(flags: SimulateFlags) -> Layout:
 
 def _machine(flags: SimulateFlags) -> tuple[Cost, int]:
     """The cost of a slot, and the slots of a host."""
-    return shared_by(read_cost(flags.cost), flags.tp), max(1, flags.node_size // flags.tp)
+    return shared_by(read_cost(flags.cost, "--cost"), flags.tp), max(1, flags.node_size // flags.tp)
 
 
 def _compared(flags: SimulateFlags, lengths: Sequence[int], home: Layout) -> Iterator[tuple[str, Simulation | str]]:

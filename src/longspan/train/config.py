@@ -73,6 +73,8 @@ class ContextConfig:
     """Slots that share a document in training (fixed and padded)."""
     cp_comm_type: str | tuple[str, ...] = "p2p"
     """How they share it: p2p, all_gather, a2a, a2a+p2p or auto (docs/attention.md); one, or one for each layer."""
+    partition: Literal["zigzag", "contiguous"] = "zigzag"
+    """How their rows are dealt out: zigzag: equal causal work; contiguous: one run a slot, fewer copies under a2a."""
     attention_kernel: str = ""
     """Attention kernel, in training and evaluation (longspan doctor --kernels); empty: the first that can."""
     hierarchical_context_parallel_sizes: int | tuple[int, ...] = (2, 2)
@@ -97,6 +99,8 @@ class ContextConfig:
     """Slots that share a document in evaluation; this key alone changes the degree."""
     eval_cp_comm_type: str | tuple[str, ...] = "p2p"
     """As cp_comm_type, in evaluation."""
+    eval_partition: Literal["zigzag", "contiguous"] = "zigzag"
+    """As partition, in evaluation."""
     eval_max_tokens_per_slot: int = 2048
     """As max_tokens_per_slot, in evaluation."""
     eval_hierarchical_context_parallel_sizes: int | tuple[int, ...] = (2, 2)

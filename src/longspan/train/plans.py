@@ -5,19 +5,18 @@ Plans of coming steps may be made in another process while this one trains (`pla
 Planning itself is `longspan.plan`'s business. Nothing here needs torch or a process group.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 
 from longspan.errors import ConfigError, LongspanError
 from longspan.layout import Layout
-from longspan.plan import Cost, Mode, Plan, PlanAhead, WarmStart, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan import Cost, Mode, PartitionKind, Plan, PlanAhead, WarmStart, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.cost import DEFAULT_COST
+from longspan.plan.cost_file import read_cost
 from longspan.train.config import ContextConfig, ParallelConfig
 from longspan.train.order import StepOrder
 
@@ -26,19 +25,13 @@ WARM_STEPS = 64  # dynamic plans of so many steps begin from what was found for 
 
 def cost_of(context: ContextConfig) -> Cost:
     """The cost in the file that `context.cost` names, or the default. Raises ConfigError for a file that holds none."""
-    return _cost_in(context.cost) if context.cost else DEFAULT_COST
+    return _cost_in(context.cost)
 
 
 @cache
 def _cost_in(file: str) -> Cost:
     """Read once: a run keeps its cost, whatever becomes of the file before the next evaluation."""
-    try:
-        return Cost.from_json(json.loads(Path(file).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, LongspanError) as error:
-        raise ConfigError(
-            f"context.cost {file} holds no cost: {error}; `longspan bench calibrate --out {file}` "
-            "writes one for this machine"
-        ) from error
+    return read_cost(file, "context.cost")
 
 
 @dataclass(frozen=True)
@@ -80,6 +73,7 @@ class PlanChoice:
     min_degree: int
     max_degree: int
     keys: "Keys"
+    partition: PartitionKind = "zigzag"
     cost: Cost = DEFAULT_COST
     mode: Mode = "lockstep"
     weights: int = 0  # parameters of a slot's rank, sharded over slots, whose gathering a free step pays for
@@ -98,6 +92,7 @@ class PlanChoice:
             min_degree=context.min_dynamic_context_parallel_size,
             max_degree=context.max_dynamic_context_parallel_size,
             keys=Keys("context."),
+            partition=context.partition,
             cost=cost_of(context),
             mode=context.mode,
             weights=weights,
@@ -117,6 +112,7 @@ class PlanChoice:
             min_degree=context.min_dynamic_context_parallel_size,
             max_degree=context.max_dynamic_context_parallel_size,
             keys=Keys("context.eval_"),
+            partition=context.eval_partition,
             cost=cost_of(context),
             row_multiple=row_multiple,
         )
@@ -159,6 +155,7 @@ class PlanChoice:
                 mode=self.mode,
                 cost=self._cost(home),
                 row_multiple=self.row_multiple,
+                partition=self.partition,
                 warm=warm,
             )
         planner = plan_padded if self.planner == "padded" else plan_fixed
@@ -174,6 +171,7 @@ class PlanChoice:
             mode=self.mode,
             cost=self._cost(home),
             row_multiple=self.row_multiple,
+            partition=self.partition,
         )
 
     def check(self, longest: int, home: Layout, what: str) -> None:

@@ -34,6 +34,7 @@ _OF_CONTEXT = (
     "context_parallel_size",
     "max_dynamic_context_parallel_size",
     "cp_comm_type",
+    "partition",
     "hierarchical_context_parallel_sizes",
     "attention_kernel",
 )
