@@ -1,0 +1,55 @@
+"""A cost file: what is said of one that is none, the same in training and on the command line."""
+
+import doctest
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from longspan.cli.main import main
+from longspan.errors import ConfigError
+from longspan.plan import Cost, cost_file
+from longspan.train.config import ContextConfig
+from longspan.train.plans import cost_of
+
+BAD = [  # what is in the place of the file, what is said of it
+    (None, "holds no cost: No such file or directory"),
+    ("folder", "is a folder"),
+    ("{", "holds no cost: Expecting property name"),
+    (b"\xff", "holds no cost: 'utf-8' codec"),
+    ('{"speed": 1}', "holds no cost: a cost is an object with numbers for some of linear_seconds"),
+    ('{"ring_bytes": -1}', "holds no cost: ring_bytes is -1; give a finite number"),
+    ("[]", "holds no cost: a cost is an object"),
+]
+
+
+@pytest.mark.parametrize(("text", "complaint"), BAD, ids=[complaint[:40] for _, complaint in BAD])
+def test_a_file_without_a_cost_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | bytes | None, complaint: str
+) -> None:
+    path = tmp_path / "cost.json"
+    if text == "folder":
+        path.mkdir()
+    elif text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    wanted = "; give the file that `longspan bench calibrate --out FILE.json` writes for this machine"
+    with pytest.raises(ConfigError, match=rf"context\.cost {path} {re.escape(complaint)}.*{wanted}$"):
+        cost_of(replace(ContextConfig(), cost=str(path)))
+    for verb in (["plan"], ["simulate"], ["bench", "step", "--world", "2"]):
+        slots = [] if verb[0] == "bench" else ["--slots", "2"]
+        assert main([*verb, *slots, "--same", "2x8", "--cost", str(path)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: --cost {path} {complaint}") and said.endswith(f"{wanted}\n")
+
+
+def test_a_file_with_a_cost_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    path.write_text(json.dumps({"ring_bytes": 7}))
+    assert cost_file.read_cost(str(path), "--cost") == Cost(ring_bytes=7)
+
+
+def test_docstrings_show_what_happens() -> None:
+    found = doctest.testmod(cost_file)
+    assert found.attempted and not found.failed
