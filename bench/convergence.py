@@ -2,6 +2,7 @@
 
     python bench/convergence.py --out bench/records/convergence.json --plot docs/convergence.svg     # about 30 minutes
     python bench/convergence.py --recipes sgd:float32:0.3 --steps 20 --out /tmp/convergence.json     # a part
+    python bench/convergence.py --draw bench/records/convergence.json --plot docs/convergence.svg    # runs nothing
 
 A recipe is an optimizer, a dtype and a learning rate; each of its three runs is `longspan train examples/first.toml
 --world 4` with another `context.planner`. Documents of a step follow from the seed alone, which the script checks by
@@ -148,7 +149,7 @@ def plot(record: dict[str, Any]) -> str:
 def _losses(title: str, losses: Mapping[str, Sequence[float]]) -> Iterator[str]:
     values = [value for curve in losses.values() for value in curve]
     low, high = math.floor(2 * min(values)) / 2, math.ceil(2 * max(values)) / 2
-    yield _text(title, 60, 22, "start", weight="600")
+    yield _text(title, 60, 17, "start", weight="600")
     for i in range(round(2 * (high - low)) + 1):
         y = 240 - 200 * i / (2 * (high - low))
         yield _line(y, "#e3e3e3") + _text(f"{low + i / 2:g}", 52, y + 4, "end")
@@ -157,7 +158,7 @@ def _losses(title: str, losses: Mapping[str, Sequence[float]]) -> Iterator[str]:
         yield _curve(points, COLOURS[planner], WIDTHS[planner])
         yield _curve([(300, 62 + 18 * place), (326, 62 + 18 * place)], COLOURS[planner], WIDTHS[planner])
         yield _text(planner, 334, 66 + 18 * place, "start")
-    yield _text("loss, nats per predicted token", 454, 46, "end", fill="#666")
+    yield _text("loss, nats per predicted token", 454, 35, "end", fill="#666")
 
 
 def _differences(apart: Sequence[float], bound: float) -> Iterator[str]:
@@ -166,7 +167,8 @@ def _differences(apart: Sequence[float], bound: float) -> Iterator[str]:
         y = 380 - 110 * (power - low) / (high - low)
         yield _line(y, "#e3e3e3") + _text(f"1e{power}", 52, y + 4, "end")
     y = 380 - 110 * (math.log10(bound) - low) / (high - low)
-    yield _line(y, "#c1121f") + _text(f"bound {bound:g}", 454, y - 5, "end", fill="#c1121f")
+    yield _line(y, "#c1121f")
+    yield _curve([(60, 258), (86, 258)], "#c1121f", 1) + _text(f"bound {bound:g}", 94, 262, "start", fill="#c1121f")
     heights = [380 - 110 * (min(max(math.log10(max(d, 1e-99)), low), high) - low) / (high - low) for d in apart]
     yield _curve(list(zip(_across(len(apart)), heights, strict=True)), "#333", 1.5)
     yield _text("highest − lowest loss of the three", 454, 262, "end", fill="#666")
@@ -199,7 +201,11 @@ def main() -> None:
     parser.add_argument("--bound", type=float, default=1e-4, help="most that the losses of one step may differ")
     parser.add_argument("--out", type=Path, help="a .json file; the table goes beside it")
     parser.add_argument("--plot", type=Path, help="an .svg file")
+    parser.add_argument("--draw", type=Path, help="run nothing: draw this record to --plot")
     flags = parser.parse_args()
+    if flags.draw:
+        _draw(flags.draw, flags.plot)
+        return
     recipes = {recipe.name: recipe for recipe in map(Recipe.parse, flags.recipes.split(","))}
     found = json.loads(flags.out.read_text())["recipes"] if flags.out and flags.out.is_file() else {}
     with TemporaryDirectory() as folder:
@@ -209,6 +215,12 @@ def main() -> None:
     over = [name for name in recipes if name != UNSTABLE and found[name]["largest_difference"] > flags.bound]
     if over:
         sys.exit(f"losses of a step differ by more than {flags.bound:g}: {', '.join(over)}")
+
+
+def _draw(file: Path, to: Path | None) -> None:
+    if not to or not file.is_file():
+        sys.exit(f"--draw {file} --plot {to}: give a record that is there, and an .svg file to draw it to")
+    to.write_text(plot(json.loads(file.read_text())))
 
 
 def _run(recipe: Recipe, flags: argparse.Namespace, folder: Path) -> dict[str, Any]:
