@@ -50,6 +50,27 @@ def test_choices(members, call, node_size, wanted):
         assert f"so {wanted}" in choice.reasons[-1]
 
 
+SKEWS = [  # of a ring of 4: what its busiest member computes, in means of all
+    (group(4, 8192), QWEN3_8B, 1.75),  # rows 6144 to 8192 of a triangle: 7 of 16 parts
+    (group(4, 8192), replace(QWEN3_8B, causal=False), 1.0),
+    (group(4, 8192), replace(QWEN3_8B, window=1), 1.0),
+    (group(4, *[2048] * 4), QWEN3_8B, 1.0),  # a document each
+    (group(4, 6144, 2048), replace(QWEN3_8B, causal=False), 1.2),  # 3, 3, 3 and 1 of a mean of 2.5
+    (replace(group(4, 4096, 4096), pad_to=8192), QWEN3_8B, 2.0),  # two members hold padding alone
+]
+
+
+@pytest.mark.parametrize("members, call, skew", SKEWS)
+def test_contiguous_rows_of_a_ring_are_as_slow_as_its_busiest_member(members, call, skew):
+    machine = Machine(merge_passes=0)
+    found = {}
+    for partition in ("zigzag", "contiguous"):
+        estimates = estimates_of(replace(members, partition=partition), call, node_size=8, machine=machine)
+        found[partition] = {each.cp_comm_type: each.attention for each in estimates}
+    ratios = {kind: found["contiguous"][kind] / found["zigzag"][kind] for kind in ("a2a", "p2p", "all_gather")}
+    assert ratios == pytest.approx({"a2a": 1.0, "p2p": skew, "all_gather": skew}, rel=1e-3)
+
+
 def test_it_says_why_in_words_and_numbers():
     choice = choose_type(group(6, 30000, 900, first=4), replace(QWEN3_8B, window=512), node_size=8)
     said = str(choice).splitlines()

@@ -12,9 +12,16 @@ Not weighed: memory, of which all_gather takes more the longer the group's docum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from longspan.attention.halo import narrow
 from longspan.attention.heads import Deal
+from longspan.layout import Partition
 from longspan.plan import Group
+
+Rows = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p", "auto")
 
@@ -156,7 +163,30 @@ def _attention_seconds(kind: str, sizes: tuple[int, int], group: Group, call: Ca
     merged = kind != "all_gather" and not narrow(group.lengths, around, call.window)
     merges = machine.merge_passes * (around - 1) if merged else 0
     merged_bytes = merges * rows * call.heads / inner * call.value_size * 4
-    return _flops(group, call) / group.degree / speed + merged_bytes / machine.memory_bytes_per_second
+    computed = _flops(group, call) / group.degree / speed * _busiest(group, call, around)
+    return computed + merged_bytes / machine.memory_bytes_per_second
+
+
+def _busiest(group: Group, call: Call, around: int) -> float:
+    """What the busiest member of a ring computes, over the mean of its members; 1 where their rows are zigzag."""
+    if around == 1 or group.partition == "zigzag":
+        return 1.0
+    shares, lengths = Partition.contiguous(group.laid_out, around), np.array(group.lengths, dtype=np.int64)
+    pairs: list[float] = []
+    for member in range(around):
+        held = shares.segments(member)
+        length = lengths[held.document]
+        pairs.append(float((_pairs(held.stop, length, call) - _pairs(held.start, length, call)).sum()))
+    return max(pairs) * around / sum(pairs)
+
+
+def _pairs(stop: Rows, length: Rows, call: Call) -> Floats:
+    """Keys that the first `stop` rows of documents of `length` rows see together, to half a key a row."""
+    rows = np.minimum(stop, length).astype(np.float64)  # the rest pads the document out
+    if not call.causal:
+        return rows * length
+    limited = rows if call.window is None else np.minimum(rows, call.window)
+    return rows * limited - limited**2 / 2
 
 
 def _in_one_node(slots: tuple[int, ...], node_size: int) -> bool:

@@ -29,7 +29,12 @@ def taken(x: Tensor, rows: slice | Tensor) -> Tensor:
 
 
 def matrix_of(tensors: Sequence[Tensor], index: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Rows of tensors (rows, …) of one dtype side by side, those of `index` in its order: (rows, columns)."""
+    """Rows of tensors (rows, …) of one dtype side by side, those of `index` in its order: (rows, columns).
+
+    A view of a contiguous tensor that is alone and taken as it is: only read what is returned.
+    """
+    if len(tensors) == 1 and index is None and dtype in (None, tensors[0].dtype) and tensors[0].is_contiguous():
+        return tensors[0].flatten(1)
     rows = tensors[0].shape[0] if index is None else index.shape[0]
     flat = [x.flatten(1).unsqueeze(1) for x in tensors]
     widths = [x.shape[2] for x in flat]
