@@ -4,7 +4,7 @@ What turns hidden states into logits is a head (`longspan.model.head`). Gradient
 so that no logits are computed twice.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,6 @@ from torch.autograd.function import once_differentiable
 
 from longspan.train.loss import NO_TARGET
 
-RowRule = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 CHUNK_BYTES = {"cuda": 2 << 30}  # of logits and what is computed from them, at a time
 CHUNK_BYTES_ELSEWHERE = 64 << 20
 
@@ -56,24 +55,22 @@ def cross_entropy_rows(logits: Tensor, labels: Tensor, differentiate: bool) -> t
     return loss, wide.to(logits.dtype)
 
 
-def chunked_cross_entropy(
-    hidden: Tensor, labels: Tensor, head: RowHead, rows: int = 0, rule: RowRule = cross_entropy_rows
-) -> Tensor:
+def chunked_cross_entropy(hidden: Tensor, labels: Tensor, head: RowHead, rows: int = 0) -> Tensor:
     """The sum of the cross entropy of hidden states (T, D) under a head, `rows` rows at a time: a float64 scalar.
 
     >>> loss = model(**inputs, row_loss=lambda hidden, head: chunked_cross_entropy(hidden, labels, head))
 
     Forward makes the gradients of hidden states and head as well, so that no logits are made twice; backward scales
     them. Gradients of the head are summed over chunks in float32 (float64 for float64). `rows` 0 takes what keeps a
-    chunk within 2 GiB on a GPU, 64 MiB elsewhere. `rule` is what a vocabulary split over ranks would replace.
+    chunk within 2 GiB on a GPU, 64 MiB elsewhere.
     """
     rows = rows or rows_of_chunk(head.vocabulary, hidden.dtype, hidden.device.type)
     parameters = head.parameters
     if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
-        return _ChunkedLoss.apply(hidden, labels, head, rows, rule, *parameters)  # pyright: ignore[reportReturnType]
+        return _ChunkedLoss.apply(hidden, labels, head, rows, *parameters)  # pyright: ignore[reportReturnType]
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     for part in _chunks(len(hidden), rows):
-        total += rule(head(hidden[part]), labels[part], False)[0]
+        total += cross_entropy_rows(head(hidden[part]), labels[part], False)[0]
     return total
 
 
@@ -92,9 +89,7 @@ def _chunks(total: int, rows: int) -> Iterator[slice]:
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, labels: Tensor, head: RowHead, rows: int, rule: RowRule, *parameters: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, labels: Tensor, head: RowHead, rows: int, *parameters: Tensor) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         gradient = torch.empty_like(hidden) if hidden.requires_grad else None
         sums: list[Tensor] = []
@@ -102,7 +97,7 @@ class _ChunkedLoss(torch.autograd.Function):
             with torch.enable_grad():
                 own = hidden[part].detach().requires_grad_(gradient is not None)
                 logits = head(own)
-            loss, by_logits = rule(logits, labels[part], True)
+            loss, by_logits = cross_entropy_rows(logits, labels[part], True)
             total += loss
             wanted = (*([own] if gradient is not None else []), *parameters)
             found = list(torch.autograd.grad(logits, wanted, by_logits))
@@ -120,7 +115,7 @@ class _ChunkedLoss(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         by_hidden = saved.pop(0) * gradients[0] if ctx.through else None
         by_parameters = [(x * gradients[0]).to(dtype) for x, dtype in zip(saved, ctx.dtypes, strict=True)]
-        return by_hidden, None, None, None, None, *by_parameters
+        return by_hidden, None, None, None, *by_parameters
 
 
 def _added(sums: list[Tensor], found: list[Tensor], *, last: bool) -> list[Tensor]:
