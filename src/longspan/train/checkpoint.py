@@ -8,7 +8,7 @@ step alone (`order.py`), and random numbers are seeded by (seed, step, slot), so
 stands in a folder is judged by `checkpoint_files.py`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,8 @@ from longspan.train.checkpoint_files import (
     prune,
     read_state,
 )
-from longspan.train.together import first_does, is_first, together
+from longspan.train.together import Say, first_does, is_first, together
 
-Say = Callable[[str], None]
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # no list of parameters, which differs between stages
 
 

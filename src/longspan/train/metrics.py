@@ -2,7 +2,7 @@
 
 Rows of training: step, loss, tokens, targets, grad_norm, lr, seconds, tokens_per_second, memory_bytes, micro_batches,
 efficiency, and router_balance_loss and router_z_loss of models with experts. Rows of evaluation: step, eval_loss,
-eval_tokens, cp, seconds. One rank writes.
+eval_tokens, eval_targets, cp, seconds. One rank writes.
 """
 
 import json

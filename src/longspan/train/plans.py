@@ -72,7 +72,7 @@ class PlanChoice:
     node_size: int
     min_degree: int
     max_degree: int
-    keys: "Keys"
+    keys: Keys
     partition: PartitionKind = "zigzag"
     cost: Cost = DEFAULT_COST
     mode: Mode = "lockstep"

@@ -3,7 +3,6 @@
 Every check that needs the data or the model is made here, on every rank, before the first step.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,8 @@ from longspan.train.order import StepOrder
 from longspan.train.outcome import Evaluation
 from longspan.train.plans import PlanChoice, row_multiple_of
 from longspan.train.rows_that_fit import with_rows_that_fit
-from longspan.train.together import first_does, first_does_slowly, together
+from longspan.train.together import Say, first_does, first_does_slowly, together
 from longspan.train.tokenizer import check_vocabulary
-
-Say = Callable[[str], None]
 
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
 _FIXED_SECTIONS = ("model", "data")

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from longspan.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
-SMALLEST_VOCABULARY = 257  # the 256 bytes and the end of text
 
 
 @dataclass(frozen=True)
