@@ -165,7 +165,14 @@ def test_other_keys_are_measured_again(tmp_path: Path) -> None:
     config = small_config(tmp_path, context__max_tokens_per_slot="auto")
     (file := tmp_path / FILE).write_text(json.dumps(vars(RowsThatFit(3, 1.0, 1.0, 1.0, 2, conditions(config)))))
     assert _again(file, 2, config) and not _again(file, 4, config)
-    for changes in ({"train__memory_fraction": 0.5}, {"train__activation_checkpointing": "full"}, {"parallel__tp": 2}):
+    for changes in (
+        {"train__memory_fraction": 0.5},
+        {"train__activation_checkpointing": "full"},
+        {"parallel__tp": 2},
+        {"model__preset": "qwen3-deep-tiny"},  # another model, in a folder without a checkpoint yet
+        {"model__dtype": "bfloat16"},
+        {"data__vocab_size": 4096},
+    ):
         changed = small_config(tmp_path, context__max_tokens_per_slot="auto", **changes)
         assert not _again(file, 2, changed), changes
 

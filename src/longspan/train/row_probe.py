@@ -38,6 +38,7 @@ _OF_CONTEXT = (
     "hierarchical_context_parallel_sizes",
     "attention_kernel",
 )
+_OF_DATA = ("tokenizer", "vocab_size")
 _OF_TRAINING = (
     "optimizer",
     "activation_checkpointing",
@@ -144,7 +145,9 @@ def noted(kind: type[Noted], file: Path, ranks: int, now: dict[str, Any], otherw
 
 def conditions(config: RunConfig) -> dict[str, Any]:
     """The keys of a configuration on which the rows depend, with their values as JSON keeps them."""
-    found = {f"parallel.{key}": value for key, value in asdict(config.parallel).items()}
+    found = {f"model.{key}": value for key, value in asdict(config.model).items()}
+    found |= {f"data.{key}": getattr(config.data, key) for key in _OF_DATA}
+    found |= {f"parallel.{key}": value for key, value in asdict(config.parallel).items()}
     found |= {f"context.{key}": getattr(config.context, key) for key in _OF_CONTEXT}
     found |= {f"train.{key}": getattr(config.train, key) for key in _OF_TRAINING}
     return json.loads(json.dumps(found))
