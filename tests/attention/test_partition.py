@@ -6,6 +6,7 @@ import torch
 from longspan import Layout, Plan, World, attend, bind, plan_dynamic, plan_fixed, plan_padded
 from longspan.attention import all_to_all
 from longspan.attention.rows import matrix_of
+from longspan.plan import PartitionKind
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import LEVELS, LIMIT, RAGGED, Question, Way, squares_of
 from tests.attention.test_attend import needs
@@ -60,7 +61,7 @@ def test_contiguous_plans_are_exact(slots):
         assert max(error for _, error in found) <= LIMIT["float64"], found
 
 
-def reorderings(rank: int, partition: str) -> int:
+def reorderings(rank: int, partition: PartitionKind) -> int:
     """How often one call of a2a, forward and backward, lays rows in another order."""
     counted = []
     whole = all_to_all.matrix_of

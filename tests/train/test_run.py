@@ -141,6 +141,22 @@ def test_other_plans_of_the_same_tokens_have_the_same_losses(
     assert losses == pytest.approx(others, rel=1e-5) and len(losses) == 6
 
 
+def test_contiguous_rows_have_the_losses_of_zigzag_rows(tmp_path: Path) -> None:
+    rows: dict[str, list[dict[str, object]]] = {}
+    both = {"context__cp_comm_type": "a2a", "context__eval_cp_comm_type": "a2a", "model__dtype": "float64"}
+    for partition in ("zigzag", "contiguous"):
+        dealt = {"context__partition": partition, "context__eval_partition": partition}
+        config = small_config(tmp_path / partition, train__steps=3, **both, **dealt)
+        run(config, 2)
+        rows[partition] = rows_of(config)
+        plans = [Plan.from_json(path.read_text()) for path in (Path(config.run.dir) / "plans").glob("*.json")]
+        wide = [group for plan in plans for batch in plan.micro_batches for group in batch.groups if group.degree > 1]
+        assert wide and {group.partition for group in wide} == {partition}
+    for zigzag, contiguous in zip(rows["zigzag"], rows["contiguous"], strict=True):
+        losses = [row.get("loss", row.get("eval_loss")) for row in (zigzag, contiguous)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
 REFUSED = [
     (CheckpointError, {"run__resume": "never"}, r"run.resume is 'never' and .*step-000006 is there"),
     (ConfigError, {"train__seed": 1}, r"train.seed was 0 when .*step-000006 was saved and is 1 now; set it back"),
