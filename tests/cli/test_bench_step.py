@@ -66,6 +66,14 @@ def test_experts_in_free_mode_and_without_an_optimizer(capsys: pytest.CaptureFix
     assert record["partition"] == "contiguous" and "auto, contiguous rows, at most" in record_text(record)
 
 
+def test_tensor_parallel_ranks_share_the_cost_of_a_slot() -> None:
+    one, two = (settings(2 * tp, tp=tp, mode="free", planners="fixed").cost for tp in (1, 2))
+    assert (two.linear_seconds, two.ring_bytes) == (one.linear_seconds / 2, one.ring_bytes / 2)
+    weights = 2 * (64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128) + 2 * 64 * 512
+    for tp, cost in ((1, one), (2, two)):  # half of its ranks' 6 bytes a weight come from the other slot
+        assert cost.closing_seconds == pytest.approx(10e-3 + weights / tp * 6 / 2 / 350e9, rel=1e-12)
+
+
 def test_model_flops() -> None:
     """6 for each weight and token, and 2 + 4 products over half of each document's square, in each layer."""
     shape = SHAPES["small"]

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from longspan.layout import Layout
+from longspan.plan import Cost
+from longspan.plan.simulate import shared_by
 from longspan.train.config import ContextConfig
 from longspan.train.order import StepOrder
 from longspan.train.plans import PlanChoice, StepPlanner, plans_of_steps
@@ -44,6 +46,12 @@ def test_a_measured_cost_decides_about_plans(tmp_path: Path) -> None:
         PlanChoice.evaluation(replace(measured, eval_context_parallel_size=2)).plan((9, 9), HOME).predicted_seconds
         >= 5.0
     )
+
+
+def test_tensor_parallel_ranks_share_the_cost_of_a_slot() -> None:
+    context = replace(DYNAMIC, node_size=4)
+    for choice in (PlanChoice.training(context), PlanChoice.evaluation(replace(context, eval_context_parallel_size=2))):
+        assert choice.plan((300, 200, 9), Layout(8, tp=2)).cost == shared_by(Cost(), 2)
 
 
 def test_a_free_step_pays_for_the_closing_of_its_home() -> None:

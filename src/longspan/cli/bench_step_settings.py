@@ -13,6 +13,7 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.cost_file import read_cost
+from longspan.plan.simulate import shared_by
 
 CPU_LENGTHS = (96, 40, 24, 16, 16)
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # bfloat16, dense, by the vendor
@@ -190,16 +191,17 @@ def _sizes(text: str) -> tuple[int, int] | None:
 
 
 def _cost(flags: StepFlags, shape: Shape, lengths: Sequence[int], home: Layout, *, gpu: bool) -> Cost:
-    """The file's cost, or the model's on a device of plain speed; in free mode with what gathering weights adds."""
+    """The file's cost, or the model's on plain devices, shared by the tp ranks of a slot; in free mode with closing."""
     config = shape.config(max(lengths))
     cost = read_cost(flags.cost, "--cost") if flags.cost else Cost.for_model(config, tflops=400.0 if gpu else 0.05)
+    cost = shared_by(cost, flags.tp)
     if flags.mode == "lockstep":
         return cost
     experts = 3 * shape.hidden * shape.expert_ffn * shape.experts
     attention = shape.hidden * shape.head_size * 2 * (shape.heads + shape.key_value_heads)
     layer = attention + (experts or 3 * shape.hidden * shape.ffn)
     weights = shape.layers * layer + 2 * shape.hidden * shape.vocabulary
-    return cost.with_closing(weights, home, node_size=flags.node_size)
+    return cost.with_closing(weights / flags.tp, home, node_size=flags.node_size)
 
 
 def _known_peak() -> float:

@@ -17,6 +17,7 @@ from longspan.layout import Layout
 from longspan.plan import Cost, Mode, PartitionKind, Plan, PlanAhead, WarmStart, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.cost import DEFAULT_COST
 from longspan.plan.cost_file import read_cost
+from longspan.plan.simulate import shared_by
 from longspan.train.config import ContextConfig, ParallelConfig
 from longspan.train.order import StepOrder
 
@@ -185,10 +186,11 @@ class PlanChoice:
             ) from error
 
     def _cost(self, home: Layout) -> Cost:
-        """The cost; in free mode with what gathering the weights adds to a step."""
+        """The cost of a slot, whose tensor-parallel ranks share it; in free mode with the closing of a step."""
+        cost = shared_by(self.cost, home.tp)
         if self.mode == "lockstep" or not self.weights:
-            return self.cost
-        return self.cost.with_closing(self.weights, home, node_size=self.node_size)
+            return cost
+        return cost.with_closing(self.weights, home, node_size=self.node_size)
 
     def _sizes(self) -> tuple[int, ...] | None:
         if "a2a+p2p" not in self.comm_types:
