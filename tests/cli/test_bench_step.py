@@ -121,9 +121,13 @@ def test_parts_add_up_and_count_once() -> None:
     ("words", "message"),
     [
         (["--planners", "fixed,static"], "--planners 'fixed,static': this release has padded, fixed, dynamic"),
-        (["--planners", ""], "this release has padded"),
+        (["--planners", ""], "--planners is empty and there is no --peers: nothing to time; name some of padded"),
         (["--shape", "qwen4"], "--shape 'qwen4' is unknown; use one of qwen3-8b"),
         (["--experts", "4"], "--experts 4 needs --experts_per_token and --expert_ffn"),
+        (["--experts", "4", "--experts_per_token", "5", "--expert_ffn", "8"], "5 is more than --experts 4"),
+        (["--ffn", "-8"], "--ffn is -8; it must be at least 0"),
+        (["--tp", "0"], "--tp is 0; it must be at least 1"),
+        (["--cp", "-2"], "--cp is -2; it must be at least 0"),
         (["--heads", "3"], "3 query heads do not divide by 2 key/value heads"),
         (["--repeats", "0"], "--repeats 0"),
         (["--lengths", "700", "--max_tokens_per_slot", "8"], "700 rows"),
@@ -131,6 +135,7 @@ def test_parts_add_up_and_count_once() -> None:
         (["--lengths", "40", "--same", "2x3"], "--lengths and --same"),
         (["--mode", "free", "--ep", "2"], "--mode free with --ep 2"),
         (["--hierarchical", "2"], "--hierarchical '2': give two sizes"),
+        (["--hierarchical", "2,x,1"], "--hierarchical '2,x,1': give two sizes"),
         (["--recomput", "x"], "longspan bench step has no flag --recomput: did you mean '--recompute'?"),
     ],
 )

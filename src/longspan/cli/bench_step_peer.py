@@ -29,7 +29,7 @@ def peer_step(
     if world.device.type != "cuda":
         raise ValueError("its attention kernels run on CUDA only")
     if len(settings.lengths) != 1:
-        raise ValueError("it has no packed documents; give one length")
+        raise ValueError(f"it has no packed documents; give one length, not {len(settings.lengths)}")
     if settings.lengths[0] % (2 * settings.ranks):
         raise ValueError(f"{settings.lengths[0]} rows do not divide by 2 x {settings.ranks} ranks")
     from torch.distributed.tensor.experimental import context_parallel

@@ -17,6 +17,7 @@ from longspan.plan.simulate import shared_by
 
 CPU_LENGTHS = (96, 40, 24, 16, 16)
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # bfloat16, dense, by the vendor
+_LEAST = {"tp": 1, "ep": 1, "node_size": 1, "cp": 0, "max_tokens_per_slot": 0, "loss_chunk_rows": 0}
 # Of the flags: what a record says as it was given.
 RECORDED = (
     "cp_comm_type",
@@ -151,14 +152,17 @@ def planners_of(flags: StepFlags) -> tuple[str, ...]:
 
 
 def _check(flags: StepFlags) -> None:
-    planners = planners_of(flags)
-    if any(planner not in PLANNERS for planner in planners) or not (planners or flags.peers):
-        raise ConfigError(f"--planners {flags.planners!r}: this release has {', '.join(PLANNERS)}")
+    planners, known = planners_of(flags), ", ".join(PLANNERS)
+    if any(planner not in PLANNERS for planner in planners):
+        raise ConfigError(f"--planners {flags.planners!r}: this release has {known}")
+    if not (planners or flags.peers):
+        raise ConfigError(f"--planners is empty and there is no --peers: nothing to time; name some of {known}")
     flags.check_runs()
     if flags.mode == "free" and flags.ep > 1:
         raise ConfigError(f"--mode free with --ep {flags.ep}: experts join slots in every layer; use --mode lockstep")
-    if min(flags.tp, flags.ep, flags.node_size) < 1 or min(flags.cp, flags.max_tokens_per_slot) < 0:
-        raise ConfigError("--tp, --ep and --node_size are at least 1, --cp and --max_tokens_per_slot at least 0")
+    for name, least in _LEAST.items():
+        if (value := getattr(flags, name)) < least:
+            raise ConfigError(f"--{name} is {value}; it must be at least {least}")
 
 
 def _lengths(flags: StepFlags, slots: int, gpu: bool) -> tuple[tuple[int, ...], str, bool]:
@@ -184,10 +188,10 @@ def _lengths(flags: StepFlags, slots: int, gpu: bool) -> tuple[tuple[int, ...], 
 def _sizes(text: str) -> tuple[int, int] | None:
     if not text:
         return None
-    sizes = tuple(int(size) for size in text.split(",") if size.isdecimal())
-    if len(sizes) != 2:
+    words = [word.strip() for word in text.split(",")]
+    if len(words) != 2 or not all(word.isdecimal() for word in words):
         raise ConfigError(f"--hierarchical {text!r}: give two sizes, as in 2,2")
-    return sizes[0], sizes[1]
+    return int(words[0]), int(words[1])
 
 
 def _cost(flags: StepFlags, shape: Shape, lengths: Sequence[int], home: Layout, *, gpu: bool) -> Cost:

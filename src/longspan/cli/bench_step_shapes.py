@@ -27,13 +27,21 @@ class Shape:
     def changed(self, flags: Any) -> "Shape":
         """This shape with the sizes that flags give; 0 leaves a size as it is. Raises ConfigError."""
         given = {f.name: getattr(flags, f.name) for f in fields(self) if getattr(flags, f.name)}
+        for name, size in given.items():
+            if size < 0:
+                raise ConfigError(f"--{name} is {size}; it must be at least 0")
         found = replace(self, **given)
         if found.experts and not (found.experts_per_token and found.expert_ffn):
             raise ConfigError(f"--experts {found.experts} needs --experts_per_token and --expert_ffn")
-        if found.heads % found.key_value_heads or min(getattr(found, f.name) for f in fields(self)[:7]) < 1:
+        if found.experts_per_token > found.experts:
             raise ConfigError(
-                f"{found.heads} query heads do not divide by {found.key_value_heads} key/value heads, or a size is "
-                "below 1"
+                f"--experts_per_token {found.experts_per_token} is more than --experts {found.experts}; give more "
+                "experts, or let a token visit fewer"
+            )
+        if found.heads % found.key_value_heads:
+            raise ConfigError(
+                f"{found.heads} query heads do not divide by {found.key_value_heads} key/value heads; change --heads "
+                "or --key_value_heads"
             )
         return found
 
