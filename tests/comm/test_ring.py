@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from longspan.attention.rows import add_addends
 from longspan.comm.ring import Addend, GradientRing, RingBlocks
 from longspan.comm.world import World
 from longspan.layout import Layout
@@ -29,7 +30,7 @@ def walk(rank: int, degree: int, counts: tuple[int, ...]) -> int:
         channel = world.channel(tuple(range(degree)))
         own = tuple(t.to(world.device) for t in blocks(rank, counts[rank]))
         ring = RingBlocks(channel, own, counts, "test ring")
-        home = GradientRing(channel, own, counts, "test gradients", dtype=torch.float64)
+        home = GradientRing(channel, own, counts, "test gradients", add=add_addends, dtype=torch.float64)
         owners = []
         for owner, block in ring:
             owners.append(owner)

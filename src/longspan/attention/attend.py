@@ -25,7 +25,7 @@ from longspan.attention.merge import accumulation_dtype
 from longspan.attention.recall import recalled
 from longspan.attention.ring import ring_backward, ring_forward
 from longspan.attention.routes import Asked, Route, routes_of
-from longspan.attention.rows import taken
+from longspan.attention.rows import as_dtype, taken
 from longspan.attention.validate import check_budget, check_features, check_sinks, check_tensors
 from longspan.comm import SequenceShard, ShardPart, world_of
 
@@ -234,7 +234,10 @@ class _Attend(torch.autograd.Function):
             own = [taken(out, rows) if x is None else x for x in own]
             with _given_dtypes(dout):
                 found.insert(0, pattern.backward(taken(dout, rows), own, circle, rule))
-        dq, dk, dv = (_joined([part[i] for part in found], dout, ctx.shapes[i]) for i in range(3))  # pyright: ignore[reportArgumentType]
+        if len(found) == 1:
+            dq, dk, dv = as_dtype(found[0][:3], dout.dtype)  # pyright: ignore[reportArgumentType]
+        else:
+            dq, dk, dv = (_joined([part[i] for part in found], dout, ctx.shapes[i]) for i in range(3))  # pyright: ignore[reportArgumentType]
         return dq, dk, dv, None if sinks is None else _sum_of([part.sinks for part in found], sinks), None
 
 
@@ -259,7 +262,7 @@ def _given_dtypes(x: Tensor) -> AbstractContextManager[object]:
 def _joined(parts: list[Tensor], like: Tensor, shape: Sequence[int]) -> Tensor:
     """The rows of all parts, (rows, *shape) in the dtype of `like`, contiguous."""
     if len(parts) == 1:
-        return parts[0].to(like.dtype).contiguous()
+        return as_dtype(parts, like.dtype)[0]
     return torch.cat([like.new_empty((0, *shape)), *(x.to(like.dtype) for x in parts)])
 
 

@@ -60,6 +60,26 @@ def _of_copy(source: Tensor, into: Tensor) -> tuple[Any, ...]:
     return (source, *source.stride()[:2], into, *into.stride()[:2], into.shape[2])
 
 
+def add_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
+    """into[index[r]] += source[r] (into[r] without one) for pairs (source, into) of (rows, width), into in float32.
+
+    Columns are contiguous, indices distinct, and every pair has as many source rows.
+    """
+    rows = moves[0][0].shape[0]
+    if not rows:
+        return
+    for first in range(0, len(moves), 2):
+        some = [_of_add(source, into) for source, into in moves[first : first + 2]]
+        a, b = some[0], some[-1]
+        widths = {"A": _power(a[-1]), "B": _power(b[-1])}
+        constants = {"HAS_B": len(some) > 1, "HAS_INDEX": index is not None} | widths
+        _launch("add_rows", (rows, 1, 1), (index, *a, *b), constants)
+
+
+def _of_add(source: Tensor, into: Tensor) -> tuple[Any, ...]:
+    return (source, source.stride(0), into, into.stride(0), into.shape[1])
+
+
 def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
     """total[r] ← sum of x[index[r]] over addends (x, index), for total (R, W) in float32; index −1 adds nothing."""
     if not total.shape[0]:

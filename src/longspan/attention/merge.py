@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention import fused
+from longspan.attention.rows import add_rows, as_dtype
 from longspan.comm.ring import covers
 
 Rows = slice | Tensor
@@ -36,7 +37,7 @@ class Partial:
             return
         total_out, total_lse = self.result()
         if total_out.dtype != self._dtype:
-            total_out = total_out.to(self._dtype)
+            (total_out,) = as_dtype((total_out,), self._dtype)
             self._held = total_out, total_lse
         merge_(total_out, total_lse, rows, out, lse)
 
@@ -81,21 +82,17 @@ class RowSum:
         if self._held is None and covers(rows, self._shape[0]):
             self._held = x
             return
-        total = self._wide()
-        if isinstance(rows, Tensor):
-            total.index_add_(0, rows, x.to(self._dtype))
-        else:
-            total[rows] += x
+        add_rows([(x, self._wide())], rows)
 
     def add_heads(self, heads: slice, x: Tensor) -> None:
         """Add x (T, heads, …) to some heads of all rows."""
         if heads == slice(0, self._shape[1]):
             self.add(slice(0, self._shape[0]), x)
         else:
-            self._wide()[:, heads] += x
+            add_rows([(x, self._wide()[:, heads])], slice(0, self._shape[0]))
 
     def _wide(self) -> Tensor:
-        self._held = self.result().to(self._dtype)
+        (self._held,) = as_dtype((self.result(),), self._dtype)
         return self._held
 
     def result(self) -> Tensor:

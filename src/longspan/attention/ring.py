@@ -13,7 +13,7 @@ from longspan.attention.block import Attended, Gradients, Kept, Rule, Saved, add
 from longspan.attention.circle import Circle
 from longspan.attention.halo import halo_backward, halo_forward, is_narrow
 from longspan.attention.merge import Partial, RowSum, accumulation_dtype
-from longspan.attention.rows import joined_heads
+from longspan.attention.rows import add_addends, joined_heads
 from longspan.comm import Addend, GradientRing, RingBlocks
 
 HALVES_BYTES = 48 << 20  # of a block's gradients: a message that is worth one more launch to hide (H200)
@@ -50,7 +50,8 @@ def ring_backward(dout: Tensor, kept: Kept, circle: Circle, rule: Rule) -> Gradi
 def _around(dq: RowSum, saved: Saved, k: Tensor, v: Tensor, circle: Circle, rule: Rule) -> tuple[Tensor, Tensor]:
     """dk and dv, summed over the circle. The own block waits for no one: its work hides the first and last message."""
     channel, dtype = circle.channel(), accumulation_dtype(k.dtype)
-    home = GradientRing(channel, (k, v), circle.counts, "attention ring backward, gradients", dtype=dtype)
+    what = "attention ring backward, gradients"
+    home = GradientRing(channel, (k, v), circle.counts, what, add=add_addends, dtype=dtype)
     own = _OwnBlock(dq, saved, k, v, circle, rule)
     for owner, (k_block, v_block) in RingBlocks(channel, (k, v), circle.counts, "attention ring backward"):
         if owner == circle.member:

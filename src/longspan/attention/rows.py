@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from longspan.attention import fused
-from longspan.comm.ring import covers
+from longspan.comm import Addend
+from longspan.comm.ring import Block, covers
 
 Move = tuple[Tensor, Tensor]
 
@@ -21,6 +22,52 @@ def copy_rows(moves: Sequence[Move], index: Tensor | None = None) -> None:
         return
     for source, into in moves:
         into.copy_(source if index is None else source.index_select(0, index))
+
+
+def add_rows(moves: Sequence[Move], rows: slice | Tensor) -> None:
+    """into[rows] += source, for pairs (source, into) of (rows, …), all with as many source rows; these are distinct."""
+    index = rows if isinstance(rows, Tensor) else None
+    some = [(source, into if index is not None else taken(into, rows)) for source, into in moves]
+    if all(into.dtype == torch.float32 and fused.available(into) for _, into in some):
+        fused.add_rows([(_matrix(source), into.flatten(1)) for source, into in some], index)
+        return
+    for source, into in some:
+        if index is None:
+            into += source
+        else:
+            into.index_add_(0, index, source.to(into.dtype))
+
+
+def add_addends(total: Block, addends: Sequence[Addend], *, fresh: bool) -> None:
+    """Add parts of a block's gradient to its sum in place, or, where the sum is `fresh`, fill it with them."""
+    if fresh and len(addends) == 1 and covers(addends[0].rows, len(total[0])):
+        pairs = zip(addends[0].tensors, total, strict=True)
+        copy_rows([(source.flatten(1).unsqueeze(1), into.flatten(1).unsqueeze(1)) for source, into in pairs])
+        return
+    for into in total if fresh else ():
+        into.zero_()
+    for rows, gradients in addends:
+        add_rows(list(zip(gradients, total, strict=True)), rows)
+
+
+def as_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Tensors (rows, …) contiguous and in `dtype`; those that are so already are passed on."""
+    found = [
+        x
+        if x.dtype == dtype and x.is_contiguous()
+        else torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+        for x in tensors
+    ]
+    changed = [(x, into) for x, into in zip(tensors, found, strict=True) if into is not x]
+    if changed:
+        copy_rows([(_matrix(x).unsqueeze(1), into.flatten(1).unsqueeze(1)) for x, into in changed])
+    return found
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """(rows, columns), whose columns follow each other."""
+    flat = x.flatten(1)
+    return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
 def taken(x: Tensor, rows: slice | Tensor) -> Tensor:

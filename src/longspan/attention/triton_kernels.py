@@ -101,6 +101,46 @@ def copy_rows(
 
 
 @triton.jit
+def _add(source, into, width, WIDTH: tl.constexpr):
+    column = tl.arange(0, WIDTH)
+    inside = column < width
+    total = tl.load(into + column, mask=inside, other=0.0) + tl.load(source + column, mask=inside, other=0.0).to(
+        tl.float32
+    )
+    # Small blocks are read by several warps alike: none may write before the last has read.
+    tl.debug_barrier()
+    tl.store(into + column, total, mask=inside)
+
+
+@triton.jit
+def add_rows(
+    index,
+    a,
+    a_row,
+    a_into,
+    a_into_row,
+    a_width,
+    b,
+    b_row,
+    b_into,
+    b_into_row,
+    b_width,
+    HAS_B: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+):
+    """into[index[row]] += source[row] for one or two pairs of (rows, width), in float32; indices are distinct."""
+    row = tl.program_id(0).to(tl.int64)
+    at = row
+    if HAS_INDEX:
+        at = tl.load(index + row)
+    _add(a + row * a_row, a_into + at * a_into_row, a_width, A)
+    if HAS_B:
+        _add(b + row * b_row, b_into + at * b_into_row, b_width, B)
+
+
+@triton.jit
 def sum_rows(
     total,
     total_row,

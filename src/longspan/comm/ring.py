@@ -9,7 +9,7 @@ step s, blocks of step s + 1. Members without rows send and receive nothing: bot
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -73,6 +73,14 @@ class Addend(NamedTuple):
     tensors: Sequence[Tensor]
 
 
+class AddInPlace(Protocol):
+    """How addends are added to a block's sum."""
+
+    def __call__(self, total: Block, addends: Sequence[Addend], *, fresh: bool) -> None:
+        """Add them to `total` in place, or, where it is fresh, fill it."""
+        ...
+
+
 class GradientRing:
     """Sum every member's gradient of each block; the sum travels behind the block and comes home to its owner.
 
@@ -80,6 +88,8 @@ class GradientRing:
     one's own gradient of one's own block, which need not travel: what is computed between the last `add` and `finish`
     hides the last step home. Sums are taken in `dtype` and in ring order, the owner last, which does not depend on
     timing. Two buffers, whatever the degree.
+
+    `add(total, addends, fresh=…)` adds to the tensors of `total` in place, or fills them where they are fresh.
     """
 
     def __init__(
@@ -89,9 +99,10 @@ class GradientRing:
         counts: Sequence[int],
         what: str,
         *,
+        add: AddInPlace,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._channel, self._counts, self._what = channel, tuple(counts), what
+        self._channel, self._counts, self._what, self._add = channel, tuple(counts), what, add
         self._shapes = [t.shape[1:] for t in like]
         shape = (max(self._counts), sum(t.shape[1:].numel() for t in like))
         self._buffers = [like[0].new_empty(shape, dtype=dtype) for _ in range(1 if channel.degree == 1 else 2)]
@@ -116,7 +127,7 @@ class GradientRing:
         total, fresh = self._at(owner), self._handle is None
         if self._handle is not None:
             self._handle.wait()
-        _add(columns(total, self._shapes), addends, fresh=fresh)
+        self._add(columns(total, self._shapes), addends, fresh=fresh)
         return total
 
     def _at(self, owner: int) -> Tensor:
@@ -126,19 +137,3 @@ class GradientRing:
 def covers(rows: slice | Tensor, count: int) -> bool:
     """Whether these are all of `count` rows, in order."""
     return isinstance(rows, slice) and rows.start == 0 and rows.stop == count
-
-
-def _add(total: Block, addends: Sequence[Addend], *, fresh: bool) -> None:
-    """Add to `total`, or, where it is fresh, fill it."""
-    if fresh and len(addends) == 1 and covers(addends[0].rows, len(total[0])):
-        for into, gradient in zip(total, addends[0].tensors, strict=True):
-            into.copy_(gradient)
-        return
-    for i, into in enumerate(total):
-        if fresh:
-            into.zero_()
-        for rows, gradients in addends:
-            if isinstance(rows, Tensor):
-                into.index_add_(0, rows, gradients[i].to(into.dtype))
-            else:
-                into[rows].add_(gradients[i])
