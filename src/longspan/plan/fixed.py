@@ -51,9 +51,9 @@ def plan_fixed(
 
     `partition` is how the slots of a group deal out its rows. "zigzag": of each document equal shares from its
     beginning and its end, so that every slot has as much causal attention. "contiguous": documents end to end, one run
-    of rows a slot; under `a2a` heads are divided, not rows, and what arrives is in document order without a copy, but
-    under `p2p`, `all_gather` and `a2a+p2p` later slots compute more than earlier ones, and a step takes longer than
-    `cost` predicts.
+    of rows a slot; it pays under `a2a`, which divides heads, not rows, and need not reorder what arrives. Under `p2p`,
+    `all_gather` and `a2a+p2p` slots with the ends of long documents compute more, and a step takes longer than `cost`
+    predicts.
 
     No documents give a step of dummy micro-batches; with `allow_empty=False`, an error.
 
