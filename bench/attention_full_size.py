@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,23 @@ def main() -> int:
     given = flags.parse_args()
     os.environ["LONGSPAN_TEST_BACKEND"] = given.backend
     kernels = tuple(name for name in given.kernels.split(",") if name)
-    args = (given.ranks, tuple(given.names.split(",")), given.dtype, given.rows, kernels)
+    args = (given.ranks, tuple(given.names.split(",")), given.dtype, given.rows, kernels, partial(_keep, given))
     found: list[Measured] = run_local(measure, given.ranks, args, timeout=3600)[0]
+    _keep(given, found)
+    print(_text(_record(given, found)))
+    return 0 if all(m.good for m in found) else 1
+
+
+def _keep(given: argparse.Namespace, found: list[Measured]) -> None:
+    if given.out is not None:
+        record = _record(given, found)
+        write_record(record, given.out, _text(record))
+
+
+def _record(given: argparse.Namespace, found: list[Measured]) -> dict[str, Any]:
     about = {"machine": machine(), "versions": versions(), "command": " ".join(["python", *sys.argv])}
     rows = [asdict(m) | {"good": m.good} for m in found]
-    record = {"bench": "attention full size", **about, "ranks": given.ranks, "dtype": given.dtype, "rows": rows}
-    if given.out is not None:
-        write_record(record, given.out, _text(record))
-    print(_text(record))
-    return 0 if all(m.good for m in found) else 1
+    return {"bench": "attention full size", **about, "ranks": given.ranks, "dtype": given.dtype, "rows": rows}
 
 
 def _text(record: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ Those of TransformerEngine's tests of attention with context parallelism (`tests
 test_attention_with_cp.py`, commit d0067d0) whose masks are offered here; its window (w, 0) is ours of w + 1.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,9 +84,18 @@ def lengths_of(configuration: Configuration) -> list[tuple[int, ...]]:
 
 
 def measure(
-    rank: int, slots: int, names: tuple[str, ...], dtype: str = "bfloat16", rows: int = 0, kernels: tuple[str, ...] = ()
+    rank: int,
+    slots: int,
+    names: tuple[str, ...],
+    dtype: str = "bfloat16",
+    rows: int = 0,
+    kernels: tuple[str, ...] = (),
+    keep: Callable[[list[Measured]], None] | None = None,
 ) -> list[Measured]:
-    """Every configuration with every type and every kernel (or those named) that can; the same on every rank."""
+    """Every configuration with every type and every kernel (or those named) that can; the same on every rank.
+
+    The first rank gives `keep` what it has so far.
+    """
     torch.backends.cuda.matmul.allow_tf32 = False
     with World(Layout(ranks=slots), backend=backend(), timeout=300) as world:
         found: list[Measured] = []
@@ -95,6 +104,8 @@ def measure(
             configuration = replace(configuration, rows=rows) if rows else configuration
             for lengths in lengths_of(configuration):
                 found += _compare(name, configuration, lengths, getattr(torch, dtype), world, kernels)
+                if keep is not None and rank == 0:
+                    keep(found)
         return found
 
 
