@@ -57,11 +57,13 @@ def test_tensor_parallel_ranks_share_the_cost_of_a_slot() -> None:
 def test_a_free_step_pays_for_the_closing_of_its_home() -> None:
     free = PlanChoice.training(replace(DYNAMIC, mode="free"))
     seconds = [
-        replace(free, weights=weights).plan((300, 200, 9), Layout(6, dp_replicate=copies)).predicted_seconds
-        for weights, copies in ((0, 1), (10**9, 1), (10**9, 3))
+        replace(free, weights=weights, weight_bytes=each)
+        .plan((300, 200, 9), Layout(6, dp_replicate=copies))
+        .predicted_seconds
+        for weights, each, copies in ((0, 2, 1), (10**9, 2, 1), (10**9, 8, 1), (10**9, 2, 3))
     ]
-    # a slot's five sixths of 6e9 bytes; half of them, and of its half of 4e9 bytes 4/3 between three replicas
-    added = [10e-3 + wire / 350e9 for wire in (5e9, 3e9 + 2e9 * 4 / 3)]
+    # a slot's five sixths of 6e9 or 16e9 bytes; half, and of its half of 4e9 bytes 4/3 between three replicas
+    added = [10e-3 + wire / 350e9 for wire in (5e9, 16e9 * 5 / 6, 3e9 + 2e9 * 4 / 3)]
     assert [each - seconds[0] for each in seconds[1:]] == pytest.approx(added, rel=1e-9)
 
 

@@ -205,7 +205,10 @@ def _cost(flags: StepFlags, shape: Shape, lengths: Sequence[int], home: Layout, 
     attention = shape.hidden * shape.head_size * 2 * (shape.heads + shape.key_value_heads)
     layer = attention + (experts or 3 * shape.hidden * shape.ffn)
     weights = shape.layers * layer + 2 * shape.hidden * shape.vocabulary
-    return cost.with_closing(weights / flags.tp, home, node_size=flags.node_size)
+    computed = flags.compute or ("bfloat16" if gpu else flags.parameters)
+    return cost.with_closing(
+        weights / flags.tp, home, node_size=flags.node_size, gather_bytes=2 if computed == "bfloat16" else 4
+    )
 
 
 def _known_peak() -> float:

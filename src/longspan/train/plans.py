@@ -78,10 +78,13 @@ class PlanChoice:
     cost: Cost = DEFAULT_COST
     mode: Mode = "lockstep"
     weights: int = 0  # parameters of a slot's rank, sharded over slots, whose gathering a free step pays for
+    weight_bytes: int = 2  # of each; sums of gradients are in float32 at least
     row_multiple: int = 1  # of a slot's rows: tp under sequence parallelism
 
     @classmethod
-    def training(cls, context: ContextConfig, *, weights: int = 0, row_multiple: int = 1) -> "PlanChoice":
+    def training(
+        cls, context: ContextConfig, *, weights: int = 0, weight_bytes: int = 2, row_multiple: int = 1
+    ) -> "PlanChoice":
         """How training steps of a model of so many weights are planned."""
         return cls(
             planner=context.planner,
@@ -97,6 +100,7 @@ class PlanChoice:
             cost=cost_of(context),
             mode=context.mode,
             weights=weights,
+            weight_bytes=weight_bytes,
             row_multiple=row_multiple,
         )
 
@@ -190,7 +194,8 @@ class PlanChoice:
         cost = shared_by(self.cost, home.tp)
         if self.mode == "lockstep" or not self.weights:
             return cost
-        return cost.with_closing(self.weights, home, node_size=self.node_size)
+        taken = {"gather_bytes": self.weight_bytes, "reduce_bytes": max(4, self.weight_bytes)}
+        return cost.with_closing(self.weights, home, node_size=self.node_size, **taken)
 
     def _sizes(self) -> tuple[int, ...] | None:
         if "a2a+p2p" not in self.comm_types:
@@ -214,14 +219,21 @@ class StepPlanner:
 
 
 def plans_of_steps(
-    context: ContextConfig, order: StepOrder, home: Layout, *, weights: int = 0, row_multiple: int = 1
+    context: ContextConfig,
+    order: StepOrder,
+    home: Layout,
+    *,
+    weights: int = 0,
+    weight_bytes: int = 2,
+    row_multiple: int = 1,
 ) -> PlanAhead:
-    """The plans of a run's training steps, for a model of so many sharded weights; a context manager.
+    """The plans of a run's training steps, for so many sharded weights on a slot's rank; a context manager.
 
     Dynamic plans are made `context.plan_ahead` steps ahead in another process; those of the other planners take a
     millisecond and are made when their step begins.
     """
-    planner = StepPlanner(PlanChoice.training(context, weights=weights, row_multiple=row_multiple), order, home)
+    choice = PlanChoice.training(context, weights=weights, weight_bytes=weight_bytes, row_multiple=row_multiple)
+    planner = StepPlanner(choice, order, home)
     if context.planner != "dynamic":
         return PlanAhead(planner, ahead=0)
     return PlanAhead(WarmStart(planner, every=WARM_STEPS), ahead=context.plan_ahead)

@@ -47,9 +47,7 @@ def train(config: RunConfig, world: World, screen: Screen) -> Outcome:
         job = set_up(config, world, screen.say)
         path = job.dir / "metrics.jsonl" if is_first(world) else None
         with MetricsLog(path, after_step=job.done) as log:
-            weights = sum(parameter.numel() for parameter in job.model.parameters()) // world.home.tp
-            rows = row_multiple_of(config.parallel)
-            with plans_of_steps(job.config.context, job.order, world.home, weights=weights, row_multiple=rows) as plans:
+            with _plans(job) as plans:
                 groups = GroupLog(world, job.dir / "groups.jsonl" if is_first(world) else None, screen.say)
                 done, stopped = _steps(job, plans, log, screen, stop, groups)
             screen.end_bar()
@@ -67,6 +65,19 @@ def train(config: RunConfig, world: World, screen: Screen) -> Outcome:
     if is_first(world):
         write_whole(job.dir / "summary.json", json.dumps(outcome.summary(), indent=1))
     return outcome
+
+
+def _plans(job: Job) -> PlanAhead:
+    """The plans of the run's steps, priced for its model."""
+    parameters, home = list(job.model.parameters()), job.world.home
+    return plans_of_steps(
+        job.config.context,
+        job.order,
+        home,
+        weights=sum(parameter.numel() for parameter in parameters) // home.tp,
+        weight_bytes=parameters[0].element_size(),
+        row_multiple=row_multiple_of(job.config.parallel),
+    )
 
 
 def _steps(
