@@ -165,7 +165,7 @@ def test_one_rank_in_words() -> None:
         (["--repeats", "0"], "--repeats 0 --warmup 1: at least 1 and 0"),
         (["--across_gbps", "-1"], "--across_gbps -1.0"),
         (["--out", "no/such/folder/cost.json"], "there is no folder"),
-        (["--out", "."], "--out . is a folder; give a file in it, such as cost.json"),
+        (["--out", "."], "--out . is a folder; give a file in it, such as out.json"),
     ],
 )
 def test_refused_before_ranks_start(flags: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -141,9 +141,7 @@ def test_other_plans_of_the_same_tokens_have_the_same_losses(
     assert losses == pytest.approx(others, rel=1e-5) and len(losses) == 6
     plan = Plan.from_json((Path(config.run.dir) / "plans" / "step-000001.json").read_bytes())
     assert bool(plan.cost.closing_seconds) == (config.context.mode == "free")
-    if (
-        plan.cost.closing_seconds
-    ):  # half of the float32 weights, and of the sums of their gradients, from the other slot
+    if plan.cost.closing_seconds:  # the other slot's half of 4 bytes a weight, and of 4 a gradient
         weights = sum(x.numel() for x in load_file(Path(config.run.dir) / "model" / "model.safetensors").values())
         assert plan.cost.closing_seconds == pytest.approx(10e-3 + weights * 8 / 2 / 350e9, rel=1e-12)
 

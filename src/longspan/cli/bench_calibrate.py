@@ -81,8 +81,6 @@ def make_settings(flags: CalibrateFlags, ranks: int, backend: str) -> Settings:
     flags.check_runs()
     if flags.across_gbps < 0 or flags.document < 0:
         raise ConfigError(f"--across_gbps {flags.across_gbps} --document {flags.document}: at least 0")
-    if Path(flags.out).is_dir():
-        raise ConfigError(f"--out {flags.out} is a folder; give a file in it, such as {Path(flags.out, 'cost.json')}")
     if not Path(flags.out).absolute().parent.is_dir():
         raise ConfigError(f"--out {flags.out}: there is no folder {Path(flags.out).absolute().parent}")
     return Settings(

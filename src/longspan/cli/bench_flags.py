@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from longspan.cli.flags import Switch
 from longspan.cli.ranks import ranks_wanted, under_torchrun
@@ -26,9 +27,11 @@ class BenchFlags:
     """Print the record as JSON, and nothing else, on standard output."""
 
     def check_runs(self) -> None:
-        """Raise ConfigError where nothing would be timed."""
+        """Raise ConfigError where nothing would be timed, or where what is timed could not be written."""
         if self.repeats < 1 or self.warmup < 0:
             raise ConfigError(f"--repeats {self.repeats} --warmup {self.warmup}: at least 1 and 0")
+        if self.out and Path(self.out).is_dir():
+            raise ConfigError(f"--out {self.out} is a folder; give a file in it, such as {Path(self.out, 'out.json')}")
 
     def processes(self, without_gpus: int) -> tuple[int, str]:
         """How many processes there will be, `without_gpus` where nothing else says so, and what they talk through."""
