@@ -106,10 +106,20 @@ def test_a_run_resumed_on_other_ranks_has_the_same_losses(straight: tuple[RunCon
             assert old[key] == pytest.approx(new[key], rel=1e-6)
 
 
-def test_a_finished_run_is_shown_again_and_not_trained(straight: tuple[RunConfig, Outcome], tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [False, True], ids=["whole", "killed before its last evaluation"])
+def test_a_finished_run_is_shown_again_and_not_trained(
+    straight: tuple[RunConfig, Outcome], tmp_path: Path, lost: bool
+) -> None:
     config, outcome = straight
     again = copy_cut_at(config, tmp_path, 6)
+    if lost:
+        metrics = Path(again.run.dir) / "metrics.jsonl"
+        kept = [row for row in read_rows(metrics) if row["step"] < 6 or "loss" in row]
+        metrics.write_text("".join(json.dumps(row) + "\n" for row in kept))
     assert run(again, 2).summary() == outcome.summary() | {"eval_at_degrees": run_summary_rows(again)}
+    assert rows_of(again) == rows_of(config)
+    wide = replace(again.context, eval_planner="dynamic", eval_max_tokens_per_slot=32)  # no degree of the comparison's
+    run(replace(again, context=wide), 2)
     assert rows_of(again) == rows_of(config)
 
 

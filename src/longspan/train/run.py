@@ -85,7 +85,7 @@ def _steps(
 ) -> tuple[int, str]:
     """The steps that are left; returns the number that is done, and what stopped them."""
     done, steps, settings = job.done, job.config.train.steps, job.config.train
-    if _due(done, settings.eval_every) and not job.world.broadcast_object(done in log.evaluated):
+    if _due(done, settings.eval_every) and done < steps and not _recorded(job, log, done):
         _evaluate(job, log, screen, done)
     while done < steps:
         row, plan = _step(job, plans, done)
@@ -171,19 +171,25 @@ def _evaluate(job: Job, log: MetricsLog, screen: Screen, done: int) -> Evaluatio
 
 
 def _finish(job: Job, log: MetricsLog, screen: Screen) -> tuple[Evaluation, ...]:
-    """After the last step: the weights as a Hugging Face folder, and their loss at every degree."""
+    """After the last step: the weights as a Hugging Face folder, and their loss at every degree, recorded once."""
     world, done = job.world, job.config.train.steps
     tokenizer = load_tokenizer(job.dir) if is_first(world) else None
     save_model(job.model, job.dir / "model", world, tokenizer)
     if not job.order.evaluation:
         return ()
-    choice, recorded = evaluation_choice(job.config), done in log.evaluated
+    choice = evaluation_choice(job.config)
     final = compare_degrees(job.model, job.corpus, job.order.evaluation, choice, world, step=done, config=job.config)
+    if _recorded(job, log, done):
+        return final
     if choice.planner != "fixed" or choice.degree not in [evaluation.cp for evaluation in final]:
         _evaluate(job, log, screen, done)
-    if not recorded:
-        _record(job, log, screen, final)
+    _record(job, log, screen, final)
     return final
+
+
+def _recorded(job: Job, log: MetricsLog, done: int) -> bool:
+    """Whether the run has an evaluation after so many steps: what the first rank's file says, on every rank."""
+    return job.world.broadcast_object(done in log.evaluated)
 
 
 def _record(job: Job, log: MetricsLog, screen: Screen, evaluations: Sequence[Evaluation]) -> None:
