@@ -131,6 +131,7 @@ def test_parts_add_up_and_count_once() -> None:
         (["--cp", "-2"], "--cp is -2; it must be at least 0"),
         (["--heads", "3"], "3 query heads do not divide by 2 key/value heads"),
         (["--repeats", "0"], "--repeats 0"),
+        (["--out", "steps.md"], "--out steps.md: the record is JSON, its table goes beside it; give steps.json"),
         (["--out", "."], "--out . is a folder; give a file in it, such as out.json"),
         (["--lengths", "700", "--max_tokens_per_slot", "8"], "700 rows"),
         (["--lengths", "40", "--cp", "3"], "cp 3 does not divide 2 slots"),

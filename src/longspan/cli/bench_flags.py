@@ -32,6 +32,10 @@ class BenchFlags:
             raise ConfigError(f"--repeats {self.repeats} --warmup {self.warmup}: at least 1 and 0")
         if self.out and Path(self.out).is_dir():
             raise ConfigError(f"--out {self.out} is a folder; give a file in it, such as {Path(self.out, 'out.json')}")
+        if self.out.endswith(".md"):
+            raise ConfigError(
+                f"--out {self.out}: the record is JSON, its table goes beside it; give {self.out[:-3]}.json"
+            )
 
     def processes(self, without_gpus: int) -> tuple[int, str]:
         """How many processes there will be, `without_gpus` where nothing else says so, and what they talk through."""
