@@ -28,10 +28,10 @@ class CalibrateFlags(BenchFlags):
     """Measure whole steps of a model, its attention and its rings on this machine, and fit the constants of a Cost.
 
     Runs one process for each GPU of this machine, or torchrun's, or --world local processes on the CPU; all of them
-    work at the same time. The constants go to a file for --cost of longspan plan and longspan simulate, and a table
-    compares every measurement with what they predict. The last steps of the table, with long documents, are predicted
-    alone: nothing is fitted to them. With one process there is no ring to measure, and the ring's constants keep their
-    defaults. One host only: give --across_gbps for the links between hosts.
+    work at the same time. The constants go to a file for context.cost of a run and --cost of longspan plan, simulate
+    and bench step, and a table compares every measurement with what they predict. The last steps of the table, with
+    long documents, are predicted alone: nothing is fitted to them. With one process there is no ring to measure, and
+    the ring's constants keep their defaults. One host only: give --across_gbps for the links between hosts.
     """
 
     preset: str = "qwen3-tiny"
