@@ -2,14 +2,18 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from longspan.attention import KERNELS, Need, choose
 from longspan.attention.block import Rule
-from longspan.attention.circle import Mask
+from longspan.attention.circle import Circle, Mask
 from longspan.attention.kernels import cpu_flash, cudnn, reference, torch_flash
-from longspan.attention.kernels.launch import Launch
+from longspan.attention.kernels.launch import Launch, visible
 from longspan.attention.tiles import Tile, Tiling
+from longspan.comm import ShardPart
 from longspan.errors import AttentionError
+from longspan.plan import Group
 from longspan.testing import backend
 from tests.attention.simulate import simulate
 from tests.reference import dense_attention, relative_error
@@ -102,12 +106,12 @@ FULL_SIZES = {"gqa 32/8": (32, 8, 128, 128), "mla 192/128": (16, 16, 192, 128), 
 def test_kernels_at_the_head_sizes_of_models(name, options):
     """Twice the error of torch's own kernel on whole documents, at each degree; half precision, on a GPU."""
     shape, cuda = FULL_SIZES[name], torch.device("cuda")
-    settings = {"device": cuda, **options}
-    bound = errors(torch_kernel("torch_flash"), torch.bfloat16, shape, (700, 1, 323), 1, **settings)
+    given_device = {"device": cuda, **options}
+    bound = errors(torch_kernel("torch_flash"), torch.bfloat16, shape, (700, 1, 323), 1, **given_device)
     need = Need(cuda, torch.bfloat16, shape[2], value_size=shape[3])
     for kernel in (kernel for kernel in KERNELS if not kernel.lacks(need)):
         for degree in (1, 2, 4):
-            found = errors(kernel, torch.bfloat16, shape, (700, 1, 323), degree, **settings)
+            found = errors(kernel, torch.bfloat16, shape, (700, 1, 323), degree, **given_device)
             assert all(e <= 2 * b for e, b in zip(found, bound, strict=True)), (kernel.name, degree, found, bound)
 
 
@@ -203,3 +207,39 @@ def test_a_kernel_that_cannot_is_an_error(name, need, message):
 def test_softcap_falls_to_the_kernel_that_has_it():
     assert choose(Need(torch.device("cpu"), torch.float32, 8)).name == "cpu_flash"
     assert choose(Need(torch.device("cpu"), torch.float32, 8, frozenset({"softcap"}))).name == "reference"
+
+
+def hidden_by_torch_flash(launch: Launch) -> bool:
+    """Whether the kernel's own reading of window and longest keys hides what a tile shows, or shows what it hides.
+
+    As torch 2.11 reads them (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp and mask.h): a limit
+    of as many keys as the longest tile has is none, and none beside another is as many keys as that.
+    """
+    longest = torch_flash._longest(launch)[1]
+    limits = [-1 if x is None or x >= longest else x for x in (launch.left, launch.right)]
+    left, right = (x if x >= 0 or max(limits) < 0 else longest for x in limits)
+    for tile in launch.tiles:
+        first, keys = torch.arange(tile.queries)[:, None] + tile.keys - tile.queries, torch.arange(tile.keys)
+        found = torch.ones((tile.queries, tile.keys), dtype=torch.bool)
+        if max(limits) >= 0:
+            found = (keys >= first - left) & (keys <= first + right)
+        wanted = visible(tile, CPU)
+        if not torch.equal(found, torch.ones_like(found) if wanted is None else wanted):
+            return True
+    return False
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    degree=st.integers(2, 6),
+    window=st.integers(1, 40),
+    inner=st.sampled_from((1, 2)),
+)
+@settings(max_examples=150, deadline=None)
+def test_torch_flash_reads_masks_as_tiles_mean_them(lengths: list[int], degree: int, window: int, inner: int):
+    group = Group(tuple(range(degree * inner)), tuple(range(len(lengths))), tuple(lengths))
+    for member in range(group.degree):
+        circle = Circle(ShardPart(group, 0, member, 0, 0), Mask(True, window), CPU, inner)
+        launches = [launch for owner in range(circle.degree) for launch in circle.launches(owner)]
+        for launch in (*launches, *(circle.launches(None) if inner == 1 else ())):
+            assert not hidden_by_torch_flash(launch), (member, launch.left, launch.right, launch.tiling)

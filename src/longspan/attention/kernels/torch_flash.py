@@ -75,9 +75,14 @@ def _window(launch: Launch) -> dict[str, int]:
 
 
 def _longest(launch: Launch) -> tuple[int, int]:
-    """Longest tile. At one query row the kernel would fold head groups into rows, and its log-sum-exp with them."""
+    """Longest tile, or more, where the kernel would take it for more than a bound.
+
+    At one query row it folds head groups into rows, and its log-sum-exp with them. Without a limit on the right of a
+    window it takes the longest tile's keys for one: too few where there are more queries (torch 2.11).
+    """
     queries, keys = launch.longest
-    return max(queries, 2), keys
+    open_right = launch.left is not None and launch.right is None
+    return max(queries, 2), max(queries, keys) if open_right else keys
 
 
 def _head_size(q: Tensor, v: Tensor) -> int:
