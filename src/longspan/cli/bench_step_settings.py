@@ -16,6 +16,9 @@ from longspan.plan.cost_file import read_cost
 from longspan.plan.simulate import shared_by
 
 CPU_LENGTHS = (96, 40, 24, 16, 16)
+# Of a group's ring in one layer, one way: what sharded attention takes beyond its kernels on H200, whatever the rows
+# (bench/records/attention-time-packed-4xH200.md: 2 ms forward and backward at degree 4).
+GPU_RING_STEP_SECONDS = 300e-6
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # bfloat16, dense, by the vendor
 _LEAST = {"tp": 1, "ep": 1, "node_size": 1, "cp": 0, "max_tokens_per_slot": 0, "loss_chunk_rows": 0}
 # Of the flags: what a record says as it was given.
@@ -132,7 +135,7 @@ def make_settings(flags: StepFlags, ranks: int, backend: str, command: Sequence[
         hierarchical=_sizes(flags.hierarchical),
         compute=flags.compute or ("bfloat16" if gpu else ""),
         cost=_cost(flags, shape, lengths, home, gpu=gpu),
-        cost_source=flags.cost or "the model at " + ("400 TFLOP/s" if gpu else "0.05 TFLOP/s"),
+        cost_source=flags.cost or "the model at " + ("400 TFLOP/s and 300 µs a ring step" if gpu else "0.05 TFLOP/s"),
         peak_tflops=flags.peak_tflops or (_known_peak() if gpu else 0.0),
     )
     for batch in settings.batches():
@@ -197,7 +200,12 @@ def _sizes(text: str) -> tuple[int, int] | None:
 def _cost(flags: StepFlags, shape: Shape, lengths: Sequence[int], home: Layout, *, gpu: bool) -> Cost:
     """The file's cost, or the model's on plain devices, shared by the tp ranks of a slot; in free mode with closing."""
     config = shape.config(max(lengths))
-    cost = read_cost(flags.cost, "--cost") if flags.cost else Cost.for_model(config, tflops=400.0 if gpu else 0.05)
+    if flags.cost:
+        cost = read_cost(flags.cost, "--cost")
+    elif gpu:
+        cost = Cost.for_model(config, tflops=400.0, ring_step_latency=GPU_RING_STEP_SECONDS)
+    else:
+        cost = Cost.for_model(config, tflops=0.05)
     cost = shared_by(cost, flags.tp)
     if flags.mode == "lockstep":
         return cost
