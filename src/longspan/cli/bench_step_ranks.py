@@ -98,6 +98,7 @@ def _prepared(settings: Settings, world: World) -> Any:
         reshard_after_forward=not settings.flags.keep_gathered,
         activation_checkpointing=settings.flags.recompute,
         recompute_layers=settings.flags.recompute_layers,
+        fused_norms=settings.flags.fused_norms,
         offload_activations=settings.flags.offload,
         compute_dtype=getattr(torch, settings.compute) if settings.compute else None,
     )

@@ -47,12 +47,13 @@ def _title(record: dict[str, Any]) -> str:
     experts = f", {shape['experts']} experts" if shape["experts"] else ""
     kept = " offloaded" if record["offload"] else ""
     rows = f"{record['partition']} rows, " if record.get("partition", "zigzag") != "zigzag" else ""
+    fused = ", fused norms" if record.get("fused_norms") else ""
     some = f" of {record['recompute_layers']} layers" if record["recompute_layers"] else ""
     return (
         f"Steps of {record['shape_name']} ({shape['layers']} layers, hidden {shape['hidden']}{experts}) over "
         f"{record['ranks']} ranks ({record['backend']}): {_what(record)}; {record['mode']}, {record['cp_comm_type']}, "
         f"{rows}at most {record['max_tokens_per_slot'] or 'any'} rows a slot, "
-        f"recomputation {record['recompute']}{some}{kept}, "
+        f"recomputation {record['recompute']}{some}{kept}{fused}, "
         f"{record['parameters']}{' computed in ' + record['compute'] if record['compute'] else ''}"
     )
 

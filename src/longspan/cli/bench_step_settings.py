@@ -33,6 +33,7 @@ RECORDED = (
     "recompute_layers",
     "offload",
     "parameters",
+    "fused_norms",
     "compiled",
     "optimizer",
     "loss_chunk_rows",

@@ -14,6 +14,7 @@ from longspan.model.calls import IMPLEMENTATION, check_call
 from longspan.model.head import open_head
 from longspan.model.kernels import check_kernel, keep_kernel
 from longspan.model.moe import expert_modules, use_experts
+from longspan.model.norms import fuse_norms
 from longspan.model.parallelize import Sharding
 from longspan.model.pipeline import PipelinedModel, cut_into_stages
 from longspan.model.pipelining import Pipelining
@@ -34,6 +35,7 @@ def prepare(
     recompute_layers: int = 0,
     compute_dtype: torch.dtype | None = None,
     attention_kernel: str | None = None,
+    fused_norms: bool = False,
     probe: bool = True,
     virtual_stages: int = 1,
     pipeline_schedule: str = "1f1b",
@@ -51,8 +53,9 @@ def prepare(
     but attention, whose output is kept; `recompute_layers` does so for that many of a stage's layers alone, the first
     (0: each); `offload_activations` keeps in the host's memory what recomputation starts from. `compute_dtype`
     (bfloat16, say) is what FSDP2 computes in, over parameters and gradient sums in their own type. `attention_kernel`
-    names a row of `longspan.attention.KERNELS`; without it each call takes the first that can. `probe=False` skips the
-    trial forward pass that shows whether every layer reaches `attend`.
+    names a row of `longspan.attention.KERNELS`; without it each call takes the first that can. `fused_norms` runs RMS
+    norms as one kernel (`norms.py`). `probe=False` skips the trial forward pass that shows whether every layer reaches
+    `attend`.
 
     Where `home.pp` is above 1, this rank's stages are cut out, `virtual_stages` of them, and returned as a
     PipelinedModel; the rest of the model is freed. `pipeline_schedule` is "1f1b" (interleaved with several virtual
@@ -78,6 +81,8 @@ def prepare(
         sequence_parallel=sequence_parallel,
     )
     _check(model, placement, pipelining)
+    if fused_norms:
+        fuse_norms(model)
     _open(model, placement, attention_kernel, probe=probe)
     prepared = _in_stages(model, placement, pipelining) if world.home.pp > 1 else _whole(model, placement)
     keep_kernel(prepared, attention_kernel)

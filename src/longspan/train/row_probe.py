@@ -45,6 +45,7 @@ _OF_TRAINING = (
     "recompute_layers",
     "offload_activations",
     "loss_chunk_rows",
+    "fused_norms",
     "memory_fraction",
     "memory_bytes",
 )

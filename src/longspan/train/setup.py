@@ -146,6 +146,7 @@ def model_under_home(
         offload_activations=config.train.offload_activations,
         recompute_layers=config.train.recompute_layers,
         attention_kernel=config.context.attention_kernel or None,
+        fused_norms=config.train.fused_norms,
         sequence_parallel=config.parallel.sequence_parallel,
     )
 

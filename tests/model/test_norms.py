@@ -1,0 +1,110 @@
+"""RMS norms as one kernel: the same model to rounding, wherever it runs; norms of another formula are left alone."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longspan.comm import World
+from longspan.errors import ModelError
+from longspan.layout import Layout
+from longspan.model import prepare
+from longspan.model.norms import fuse_norms
+from longspan.plan import plan_dynamic
+from longspan.testing import backend, run_ranks
+from longspan.train import run_step
+from tests.model.stock import error, gradients_of, stock_answer, texts, tiny, worst
+
+LENGTHS = (13, 1, 30, 7, 2, 18)
+NORMS = {"qwen3": 9, "llama": 5, "mistral": 5, "gpt-oss": 5, "qwen3-moe": 9, "deepseek-v3": 9}
+HOMES = {
+    Layout(ranks=2): {},
+    Layout(ranks=4, tp=2): {"sequence_parallel": True},
+    Layout(ranks=4, pp=2): {"activation_checkpointing": "selective"},
+}
+
+
+def answer(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Logits and every gradient, in float64."""
+    ids = torch.from_numpy(texts((40,))[0])
+    logits = model.to(dtype)(input_ids=ids[None], use_cache=False).logits
+    logits.float().square().mean().backward()
+    return {name: x.double() for name, x in ({"logits": logits.detach()} | gradients_of(model)).items()}
+
+
+@pytest.mark.parametrize("family", NORMS)
+def test_fused_norms_are_the_same_to_rounding(family: str) -> None:
+    """Further from float64 than the model's own by no more than chance; in float64 they are the model's own."""
+    widest = torch.float32 if family == "gpt-oss" else torch.float64  # whose experts have no float64
+    exact = answer(tiny(family, attention="eager"), widest)
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 0.1)):
+        model = tiny(family, attention="eager")
+        assert fuse_norms(model) == NORMS[family]
+        fused, own = answer(model, dtype), answer(tiny(family, attention="eager"), dtype)
+        assert worst(fused, exact) <= max(limit, 1.5 * worst(own, exact)), dtype
+        if dtype == torch.bfloat16 and family != "gpt-oss":  # whose norms round once as well
+            assert any((fused[name] != own[name]).any() for name in own), "nothing was fused"
+    model = tiny(family, attention="eager")
+    fuse_norms(model)
+    assert worst(answer(model, widest), exact) == 0
+
+
+class OffByOne(nn.Module):
+    """As Gemma's: weight and one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(8)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
+
+
+class NoEps(OffByOne):
+    """Tells plain rows apart from tiny ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True)) * self.weight
+
+
+class Gated(OffByOne):
+    """Takes a gate beside x."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x * gate
+
+
+@pytest.mark.parametrize("kind", (OffByOne, NoEps, Gated))
+def test_norms_of_another_formula_are_left_alone(kind: type[nn.Module]) -> None:
+    named = type(f"{kind.__name__}RMSNorm", (kind,), {})
+    model = nn.ModuleDict({"plain": nn.RMSNorm(8, eps=1e-6), "other": named()})
+    assert fuse_norms(model) == 1 and "forward" not in vars(model["other"])
+    with pytest.raises(ModelError, match=rf"ModuleDict has {named.__name__}: none is weight .* leave it off"):
+        fuse_norms(nn.ModuleDict({"other": named()}))
+
+
+def test_a_model_without_such_norms_is_an_error() -> None:
+    with pytest.raises(ModelError, match="Gemma2ForCausalLM has Gemma2RMSNorm: none is weight"):
+        fuse_norms(tiny("gemma2", attention="eager"))
+    with pytest.raises(ModelError, match="Linear has no module whose name ends in RMSNorm"):
+        fuse_norms(nn.Linear(2, 2))
+
+
+def compared(rank: int, home: Layout) -> tuple[float, float]:
+    """Errors of the loss, and of every gradient that this rank has."""
+    documents = texts(LENGTHS)
+    with World(home, backend=backend()) as world:
+        wanted = stock_answer("qwen3", torch.float32, documents, world.device, vocabulary=62)
+        model = prepare(tiny("qwen3", vocabulary=62), world, fused_norms=True, **HOMES[home])
+        rows = home.tp if "sequence_parallel" in HOMES[home] else 1
+        plan = plan_dynamic(LENGTHS, home, max_tokens_per_slot=40, row_multiple=rows, micro_batch_multiple=home.pp)
+        result = run_step(model, plan, documents, world)
+        found = gradients_of(model)
+        assert found and (home.pp > 1 or found.keys() == wanted.gradients.keys())
+        gradients = max(error(x, wanted.gradients[name]) for name, x in found.items())
+        return abs(result.loss - wanted.loss) / wanted.loss, gradients
+
+
+@pytest.mark.parametrize("home", HOMES, ids=str)
+def test_models_with_fused_norms_equal_the_stock_model_under_every_home(home: Layout) -> None:
+    for loss, gradients in run_ranks(compared, len(home.ranks), home):
+        assert loss <= 1e-6 and gradients <= 1e-5
