@@ -16,6 +16,7 @@ import argparse
 import gzip
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -29,7 +30,8 @@ from torch.profiler import ProfilerActivity, profile
 from longspan import Group, Layout, MicroBatch, World, attend, bind
 from longspan.attention import kernels
 from longspan.cli.bench_attention_ranks import Run, Settings, _lengths, _own_cases, _tensors, forward_flops
-from longspan.cli.machine import machine, machine_text
+from longspan.cli.bench_record import where_it_ran
+from longspan.cli.machine import machine
 from longspan.cli.step_parts import merged
 from longspan.train.versions import versions
 
@@ -41,10 +43,12 @@ def main() -> None:
     """Measure every type at every length, print a line for each, and write the record."""
     flags = _flags()
     kernels.KERNELS = (*kernels.KERNELS, hollow_kernel("cuda"))
-    record: dict[str, Any] = {"bench": "attention time", "machine": machine(), "versions": versions(), "rows": []}
+    about = {"machine": machine(), "versions": versions(), "command": " ".join(["torchrun", *sys.argv])}
+    record: dict[str, Any] = {"bench": "attention time", **about, "rows": []}
     with World(Layout(int(torch.cuda.device_count()))) as world:
         settings = _settings(flags, len(world.home.ranks))
         record |= {"ranks": settings.ranks, "documents": settings.documents, "window": settings.window}
+        record["partition"] = settings.partition
         for length in settings.lengths:
             limits = world.gather_objects(_limit(settings, length, world))
             limit = {"limit": max(limits), "apart": max(limits) - min(limits)}
@@ -69,6 +73,7 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--types", default="p2p,all_gather,a2a,a2a+p2p")
     parser.add_argument("--lengths", default="16384,65536,131072", help="rows of all ranks together")
     parser.add_argument("--documents", type=int, default=1, help="equal packed documents")
+    parser.add_argument("--partition", default="zigzag", choices=("zigzag", "contiguous"))
     parser.add_argument("--window", type=int, default=0)
     parser.add_argument("--kernel", default="")
     parser.add_argument("--trace", default="", help="folder for timelines")
@@ -82,6 +87,7 @@ def _settings(flags: argparse.Namespace, ranks: int) -> Settings:
         types=tuple(flags.types.split(",")),
         lengths=tuple(int(n) for n in flags.lengths.split(",")),
         documents=flags.documents,
+        partition=flags.partition,
         window=flags.window,
         sinks=False,
         kernel=flags.kernel,
@@ -232,6 +238,7 @@ def _line(row: dict[str, Any]) -> str:
 def _markdown(record: dict[str, Any]) -> str:
     what = f"{record['documents']} packed documents" if record["documents"] > 1 else "one document"
     what += f", window {record['window']}" if record["window"] else ""
+    what += f", rows {record['partition']}" if record["partition"] != "zigzag" else ""
     lines = [
         f"# Where attention's time goes: {what}, {record['ranks']} ranks",
         "",
@@ -241,8 +248,7 @@ def _markdown(record: dict[str, Any]) -> str:
     for row in record["rows"]:
         cells = " | ".join(f"{1e3 * row[name]:.2f}" for name in _COLUMNS)
         lines.append(f"| {row['name']} | {row['length']:,} | {row['tflops_per_device']:.0f} | {cells} |")
-    found = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
-    return "\n".join([*lines, "", f"Machine: {machine_text(record['machine'])}. Versions: {found}."]) + "\n"
+    return "\n".join([*lines, "", where_it_ran(record)]) + "\n"
 
 
 if __name__ == "__main__":
