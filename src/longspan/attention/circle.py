@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longspan.attention.kernels.launch import Launch, Tokens
 from longspan.attention.tiles import Rows, tiles_between
-from longspan.comm import Channel, ShardPart, world_of
+from longspan.comm import Channel, ShardPart, to_device, world_of
 from longspan.layout import Segments
 from longspan.layout.segments import expand, segments_of
 
@@ -90,7 +90,7 @@ class Circle:
             return None
         inverse = np.empty_like(places)
         inverse[places] = np.arange(len(places))
-        return torch.from_numpy(inverse).to(self.device), torch.from_numpy(places).to(self.device)
+        return to_device(inverse, self.device), to_device(places, self.device)
 
     def order_of_gathered(self, starts: tuple[int, ...]) -> Tensor:
         """Which gathered row each of the group's rows is, in document order; member m's begin at `starts[m]`: (S,)."""
@@ -100,7 +100,7 @@ class Circle:
             order = np.empty(sum(self.counts), dtype=np.int64)
             for member, start in enumerate(starts):
                 order[self.part.group.shares.rows(member)] = np.arange(start, start + self.counts[member])
-            return torch.from_numpy(order).to(self.device)
+            return to_device(order, self.device)
 
         return self.once(("order of gathered", starts), find)
 
@@ -113,7 +113,7 @@ class Circle:
         def find() -> list[Tensor]:
             by_member = np.concatenate([self.part.group.shares.rows(member) for member in range(self.degree)])
             found = (_places(launch.tiling.k_rows(), len(by_member))[by_member] for launch in self.launches(None))
-            return [torch.from_numpy(places).to(self.device) for places in found]
+            return [to_device(places, self.device) for places in found]
 
         return self.once("keys by member", find)
 

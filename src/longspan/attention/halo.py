@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from longspan.attention.block import Attended, Gradients, Rule, Saved, add_block, block_gradients, summed
@@ -18,7 +17,7 @@ from longspan.attention.kernels.launch import Launch
 from longspan.attention.merge import Partial, RowSum, accumulation_dtype
 from longspan.attention.rows import matrix_of
 from longspan.attention.tiles import Rows
-from longspan.comm import columns
+from longspan.comm import columns, to_device
 from longspan.layout import Segments
 from longspan.layout.segments import expand, segments_of
 
@@ -98,7 +97,7 @@ class Halo:
         sends = [none if m == me else _among(circle, me, seen_by(circle, m))[0] for m in members]
 
         def on(rows: Rows) -> Tensor:
-            return torch.from_numpy(rows).to(circle.device)
+            return to_device(rows, circle.device)
 
         return cls(
             circle,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from longspan.comm.collectives import gather_rows as gather_rows
     from longspan.comm.collectives import scatter_rows as scatter_rows
     from longspan.comm.groups import world_of as world_of
+    from longspan.comm.host_arrays import to_device as to_device
     from longspan.comm.launch import run_local as run_local
     from longspan.comm.matrix import columns as columns
     from longspan.comm.ring import Addend as Addend
@@ -29,6 +30,7 @@ _HOME_OF = {
     "columns": "longspan.comm.matrix",
     **dict.fromkeys(("Channel", "Handle"), "longspan.comm.channel"),
     "world_of": "longspan.comm.groups",
+    "to_device": "longspan.comm.host_arrays",
     "run_local": "longspan.comm.launch",
     **dict.fromkeys(("Addend", "GradientRing", "RingBlocks"), "longspan.comm.ring"),
     "exchange_rows": "longspan.comm.rows",
@@ -52,6 +54,7 @@ __all__ = [
     "gather_rows",
     "run_local",
     "scatter_rows",
+    "to_device",
     "world_of",
 ]
 

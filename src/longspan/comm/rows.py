@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from longspan.comm.channel import Channel
+from longspan.comm.host_arrays import to_device
 from longspan.errors import CommError, LayoutError
 from longspan.layout import Exchange, Partition
 
@@ -141,7 +142,7 @@ def _moves_one_back(exchange: Exchange, me: int, device: torch.device) -> Moves:
     places = [np.flatnonzero(np.isin(exchange.have.rows(m), needed)) for m in members]
     returned = Partition.from_rows([exchange.have.rows(m)[places[m]].tolist() for m in members])
     back = _moves_there(Exchange(exchange.need, returned), me, device)
-    mine = torch.from_numpy(places[me]).to(device)
+    mine = to_device(places[me], device)
     takes = tuple((source, mine[target]) for source, target in back.takes)
     return replace(back, takes=takes, rows=exchange.have.counts[me])
 
@@ -193,4 +194,4 @@ def _pair(pair: tuple[Rows, Rows], device: torch.device) -> tuple[Tensor, Tensor
 
 
 def _index(rows: Rows, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.array(rows, dtype=np.int64)).to(device)
+    return to_device(np.array(rows, dtype=np.int64), device)

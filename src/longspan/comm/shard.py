@@ -17,6 +17,7 @@ from torch import Tensor
 
 from longspan.comm.channel import Channel
 from longspan.comm.groups import world_of
+from longspan.comm.host_arrays import to_device
 from longspan.comm.world import World
 from longspan.errors import LayoutError, PlanError
 from longspan.layout import Segments
@@ -125,10 +126,10 @@ class SequenceShard(_Immutable):
             slot=slot,
             world_key=world_key,
             parts=parts,
-            rows=torch.from_numpy(rows).to(device),
-            position_ids=torch.from_numpy(positions).to(device),
+            rows=to_device(rows, device),
+            position_ids=to_device(positions, device),
             documents=documents,
-            cu_seqlens=torch.from_numpy(cu_seqlens).to(device),
+            cu_seqlens=to_device(cu_seqlens, device),
             device=device,
             memo={},  # geometry that attention derives once per shard; not part of the value
         )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.comm import World
+from longspan.comm import World, to_device
 from longspan.model.hf import is_prepared
 from longspan.model.parallelize import fsdp_modules, parameters_gathered
 from longspan.model.router import RouterStep
@@ -88,7 +88,7 @@ def _count_loads(passes: Passes, work: Sequence[Work]) -> None:
 
 def _loss(passes: Passes, work: Work) -> Tensor:
     """The sum of the cross entropy of the local rows; a model of the caller's own returns logits (1, T, V)."""
-    labels = torch.from_numpy(work.labels).to(work.shard.device)
+    labels = to_device(work.labels, work.shard.device)
     inputs, chunk = _inputs(work) | passes.router(), passes.chunk_rows
     if is_prepared(passes.model):
         return passes.model(**inputs, row_loss=lambda hidden, head: chunked_cross_entropy(hidden, labels, head, chunk))
@@ -99,7 +99,7 @@ def _loss(passes: Passes, work: Work) -> Tensor:
 def _inputs(work: Work) -> dict[str, Any]:
     shard = work.shard
     return {
-        "input_ids": torch.from_numpy(work.ids).to(shard.device)[None],
+        "input_ids": to_device(work.ids, shard.device)[None],
         "position_ids": shard.position_ids[None],
         "shard": shard,
     }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.comm import World
+from longspan.comm import World, to_device
 from longspan.model.pipeline import PipelinedModel
 from longspan.model.stages import Call
 from longspan.train.chunked_loss import chunked_cross_entropy
@@ -40,7 +40,7 @@ def run_through_stages(passes: Passes, work: Sequence[Work]) -> float:
 def _call(passes: Passes, work: Work, total: Tensor) -> Call:
     """One micro-batch through the stages; the last adds its loss to `total`, and gives its part of the step's."""
     device = passes.world.device
-    labels = torch.from_numpy(work.labels).to(device)
+    labels = to_device(work.labels, device)
 
     def finish(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
         chunk = passes.chunk_rows
@@ -48,7 +48,7 @@ def _call(passes: Passes, work: Work, total: Tensor) -> Call:
         total.add_(loss.detach())
         return passes.mean(loss)
 
-    return Call(work.shard, torch.from_numpy(work.ids).to(device)[None], finish, passes.router())
+    return Call(work.shard, to_device(work.ids, device)[None], finish, passes.router())
 
 
 def _counting_call(passes: Passes, work: Work) -> Call:
@@ -57,7 +57,7 @@ def _counting_call(passes: Passes, work: Work) -> Call:
     def finish(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
         return part(**arguments, row_loss=lambda x, _: x.new_zeros((), dtype=torch.float64))
 
-    ids = torch.from_numpy(work.ids).to(passes.world.device)[None]
+    ids = to_device(work.ids, passes.world.device)[None]
     return Call(work.shard, ids, finish, passes.router(counting=True))
 
 

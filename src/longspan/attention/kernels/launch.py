@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention.tiles import Rows, Tile, Tiling
+from longspan.comm import to_device
 
 
 class Tokens(NamedTuple):
@@ -43,7 +44,7 @@ class Launch:
         """Where tiles begin among the query rows and among the key rows: two of (tiles + 1,) int32."""
         ends = np.zeros((2, len(self.tiling) + 1), dtype=np.int32)
         ends[:, 1:] = self.tiling.packed().bounds[:, 1::2].T
-        q_ends, k_ends = torch.from_numpy(ends).to(self.device, non_blocking=True)
+        q_ends, k_ends = to_device(ends, self.device)
         return q_ends, k_ends
 
     @cached_property
@@ -59,7 +60,7 @@ class Launch:
         document, q_position, k_position = self._tokens()
         q_rows, k_rows = self.tiling.q_rows(), self.tiling.k_rows()
         picked = (document[q_rows], q_position[q_rows], k_position[k_rows])
-        documents, q_positions, k_positions = (torch.from_numpy(x.copy()).to(self.device) for x in picked)
+        documents, q_positions, k_positions = (to_device(x.copy(), self.device) for x in picked)
         return documents, q_positions, k_positions
 
 
@@ -78,4 +79,4 @@ def visible(tile: Tile, device: torch.device) -> Tensor | None:
 
 
 def _on(rows: slice | np.ndarray, device: torch.device) -> slice | Tensor:
-    return rows if isinstance(rows, slice) else torch.from_numpy(rows).to(device, non_blocking=True)
+    return rows if isinstance(rows, slice) else to_device(rows, device)
