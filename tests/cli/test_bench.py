@@ -74,6 +74,7 @@ def test_contiguous_rows_are_in_the_record_and_its_title(capsys: pytest.CaptureF
         ),
         (["--window", "-1"], "--window -1: at least 1"),
         (["--lengths", "16K"], "--lengths '16K' is not a list of integers"),
+        (["--world", "2", "--cuda-graph"], "--cuda-graph needs a GPU for each rank; these 2 talk through gloo"),
         (["--lengths", "0"], "1 documents do not share 0 rows"),
         (["--repeats", "0"], "--repeats 0"),
         (["--world", "-2"], "--world is -2"),
