@@ -29,7 +29,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
 from longspan.attention import kernels
-from longspan.cli.bench_attention_ranks import Run, Settings, _lengths, _own_cases, _tensors, forward_flops
+from longspan.cli.bench_attention_cases import Run, Settings, lengths_of, own_cases, tensors_of
+from longspan.cli.bench_attention_ranks import forward_flops
 from longspan.cli.bench_record import where_it_ran
 from longspan.cli.machine import machine
 from longspan.cli.step_parts import merged
@@ -52,8 +53,8 @@ def main() -> None:
         for length in settings.lengths:
             limits = world.gather_objects(_limit(settings, length, world))
             limit = {"limit": max(limits), "apart": max(limits) - min(limits)}
-            for case in _own_cases(settings):
-                tensors = _tensors(settings, length, world)
+            for case in own_cases(settings):
+                tensors = tensors_of(settings, length, world)
                 with case.prepare(settings, tensors, world) as run:
                     row = {"name": case.name, "length": length} | limit | _measured(run, flags, case.name, length)
                 with case.prepare(replace(settings, kernel="hollow"), tensors, world) as run:
@@ -160,7 +161,7 @@ def _alone(run: Run) -> float:
 
 def _limit(settings: Settings, length: int, world: World) -> float:
     """Seconds of a rank's share of the arithmetic in kernels over whole documents: all rows, a share of the heads."""
-    lengths, slots = tuple(_lengths(settings, length)), world.home.slots
+    lengths, slots = tuple(lengths_of(settings, length)), world.home.slots
     groups = (Group((s,), tuple(s * len(lengths) + i for i in range(len(lengths))), lengths) for s in range(slots))
     shard = bind(MicroBatch(tuple(groups)), world)
     heads = [n // slots for n in (settings.heads, settings.key_value_heads, settings.key_value_heads)]

@@ -8,7 +8,8 @@ import pytest
 
 from longspan.cli.bench import BENCHES
 from longspan.cli.bench_attention import AttentionFlags, make_settings, record_markdown, record_text
-from longspan.cli.bench_attention_ranks import Settings, forward_flops
+from longspan.cli.bench_attention_cases import Settings
+from longspan.cli.bench_attention_ranks import forward_flops
 from longspan.cli.main import main
 
 

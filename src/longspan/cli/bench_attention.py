@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from longspan.cli.bench_attention_ranks import Settings, attention_ranks
+from longspan.cli.bench_attention_cases import Settings
+from longspan.cli.bench_attention_ranks import attention_ranks
 from longspan.cli.bench_flags import BenchFlags
 from longspan.cli.bench_record import where_it_ran, write_record
 from longspan.cli.flags import Switch

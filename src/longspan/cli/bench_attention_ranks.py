@@ -3,80 +3,31 @@
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from longspan.attention import Need, attend, choose
-from longspan.cli.bench_attention_torch import PEERS, torch_attention
+from longspan.attention import Need, choose
+from longspan.cli.bench_attention_cases import (
+    Case,
+    Run,
+    Settings,
+    lengths_of,
+    own_cases,
+    peer_cases,
+    sinks_of,
+    tensors_of,
+)
 from longspan.cli.bench_record import keep_so_far, said_of
 from longspan.cli.machine import machine
-from longspan.comm import World, bind
+from longspan.comm import World
 from longspan.layout import Layout
-from longspan.plan import PartitionKind, Plan, plan_fixed
 from longspan.train.versions import versions
 
 CHECK_ROWS = 256  # of each rank, in the comparison with dense attention
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}  # relative, of the 2-norm
-
-Gradients = tuple[Tensor, ...]
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to measure."""
-
-    types: tuple[str, ...]
-    lengths: tuple[int, ...]
-    documents: int
-    window: int  # 0: none
-    sinks: bool
-    kernel: str  # "": the first that can
-    hierarchical: tuple[int, int]
-    heads: int
-    key_value_heads: int
-    head_size: int
-    dtype: str
-    warmup: int
-    repeats: int
-    peers: bool
-    ranks: int
-    backend: str
-    timeout_seconds: float
-    command: str
-    out: str = ""  # the first rank keeps what it has so far in this file
-    partition: PartitionKind = "zigzag"
-    cuda_graph: bool = False  # every type a second time, captured and replayed
-
-
-@dataclass(frozen=True)
-class Run:
-    """Attention that is ready to run: local inputs, the gradient of the output, and the call."""
-
-    inputs: tuple[Tensor, Tensor, Tensor]
-    gradient: Tensor
-    forward: Callable[[], Tensor]
-    whole: Callable[[Tensor], Tensor]  # local rows to the whole sequence (S, heads, H), entered by all ranks
-    replayed: Callable[[], Gradients] | None = None  # backward of what `forward` gave last, where it is not autograd's
-
-    def backward(self, out: Tensor) -> Gradients:
-        """Gradients of the inputs."""
-        return torch.autograd.grad(out, self.inputs, self.gradient) if self.replayed is None else self.replayed()
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is measured: longspan with one communication type, or a peer, which may fail without ending the bench."""
-
-    name: str
-    peer: bool
-    prepare: Callable[[Settings, tuple[Tensor, ...], World], AbstractContextManager[Run]]
 
 
 def attention_ranks(rank: int, settings: Settings) -> dict[str, Any]:
@@ -86,7 +37,7 @@ def attention_ranks(rank: int, settings: Settings) -> dict[str, Any]:
         if world.device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = False
         record = _empty_record(settings, world)
-        cases = [*_own_cases(settings), *(_peer_cases() if settings.peers else [])]
+        cases = [*own_cases(settings), *(peer_cases() if settings.peers else [])]
         for case in cases:
             record["checks"].append({"name": case.name} | _or_missing(case, _checked, settings, case, world))
         for case in cases:
@@ -141,97 +92,6 @@ def _keep(record: dict[str, Any], settings: Settings, rank: int) -> None:
         print(f"{row['name']}, {row['length']} rows: {row.get('missing') or row['seconds']}", file=sys.stderr)
 
 
-def _own_cases(settings: Settings) -> Iterator[Case]:
-    for kind in settings.types:
-        yield Case(f"longspan {kind}", False, partial(_own_run, kind=kind))
-        if settings.cuda_graph:
-            yield Case(f"longspan {kind}, CUDA graph", False, partial(_graph_run, kind=kind))
-
-
-def _peer_cases() -> Iterator[Case]:
-    for peer in PEERS:
-        yield Case(f"torch context_parallel, {peer}", True, partial(_peer_run, peer=peer))
-
-
-@contextmanager
-def _own_run(settings: Settings, qkv: tuple[Tensor, ...], world: World, *, kind: str) -> Iterator[Run]:
-    plan = _plan(settings, qkv[0].shape[0], world, kind)
-    world.prepare(plan)
-    shard = bind(plan.micro_batches[0], world)
-    q, k, v, gradient = (shard.scatter(x).contiguous() for x in qkv)
-    inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
-    options = {"window": settings.window or None, "sinks": _sinks(settings, world.device, learnt=True)}
-    call = partial(attend, *inputs, shard, kernel=settings.kernel or None, **options)
-    yield Run(inputs, gradient, call, shard.gather)
-
-
-@contextmanager
-def _graph_run(settings: Settings, qkv: tuple[Tensor, ...], world: World, *, kind: str) -> Iterator[Run]:
-    """The same, captured as two CUDA graphs, forward and backward, and replayed."""
-    with _own_run(settings, qkv, world, kind=kind) as run:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):  # index tensors, compiled kernels and communicators are made outside a capture
-                run.backward(run.forward())
-        torch.cuda.current_stream().wait_stream(side)
-        graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[0], capture_error_mode="thread_local"):
-            out = run.forward()
-        with torch.cuda.graph(graphs[1], pool=graphs[0].pool(), capture_error_mode="thread_local"):
-            gradients = run.backward(out)
-        yield replace(run, forward=partial(_replay, graphs[0], out), replayed=partial(_replay, graphs[1], gradients))
-        torch.cuda.synchronize()
-        for graph in graphs:
-            graph.reset()
-
-
-def _replay(graph: Any, result: Result) -> Result:
-    """The tensors that the graph fills, after it has been started."""
-    graph.replay()
-    return result
-
-
-def _sinks(settings: Settings, device: torch.device, *, learnt: bool = False) -> Tensor | None:
-    """One logit for each query head, some of weight."""
-    found = torch.linspace(-2.0, 6.0, settings.heads, device=device, requires_grad=learnt)
-    return found if settings.sinks else None
-
-
-def _plan(settings: Settings, length: int, world: World, kind: str) -> Plan:
-    sizes = settings.hierarchical if kind == "a2a+p2p" else None
-    return plan_fixed(
-        _lengths(settings, length),
-        world.home,
-        settings.ranks,
-        cp_comm_type=kind,
-        hierarchical_context_parallel_sizes=sizes,
-        partition=settings.partition,
-    )
-
-
-def _lengths(settings: Settings, length: int) -> list[int]:
-    base, rest = divmod(length, settings.documents)
-    return [base + (d < rest) for d in range(settings.documents)]
-
-
-@contextmanager
-def _peer_run(settings: Settings, qkv: tuple[Tensor, ...], world: World, *, peer: str) -> Iterator[Run]:
-    if settings.window or settings.sinks:
-        raise ValueError(f"it has no {'window' if settings.window else 'sinks'}")
-    with torch_attention(peer, qkv, world, settings.documents) as (inputs, gradient, forward, whole):
-        yield Run(inputs, gradient, forward, whole)
-
-
-def _tensors(settings: Settings, length: int, world: World) -> tuple[Tensor, ...]:
-    """q, k, v and the gradient of the output (S, heads, H), the same on every rank."""
-    generator = torch.Generator(device=world.device).manual_seed(length)
-    heads = (settings.heads, settings.key_value_heads, settings.key_value_heads, settings.heads)
-    shapes = [(length, n, settings.head_size) for n in heads]
-    dtype = getattr(torch, settings.dtype)
-    return tuple(torch.randn(s, generator=generator, device=world.device).to(dtype) for s in shapes)
-
-
 def _or_missing(case: Case, measure: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
     """What `measure` finds, or why a peer did not run."""
     try:
@@ -244,7 +104,7 @@ def _or_missing(case: Case, measure: Callable[..., dict[str, Any]], *args: Any) 
 
 def _checked(settings: Settings, case: Case, world: World) -> dict[str, Any]:
     """Errors of output and gradients against dense attention in float32 (2-norms, relative)."""
-    qkv = _tensors(settings, CHECK_ROWS * settings.ranks, world)
+    qkv = tensors_of(settings, CHECK_ROWS * settings.ranks, world)
     with case.prepare(settings, qkv, world) as run:
         out = run.forward()
         gradients = run.backward(out)
@@ -262,7 +122,7 @@ def _dense(settings: Settings, qkv: tuple[Tensor, ...]) -> list[Tensor]:
     q, k, v, gradient = (x.float() for x in qkv)
     q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
     repeat = settings.heads // settings.key_value_heads
-    sizes = _lengths(settings, len(q))
+    sizes = lengths_of(settings, len(q))
     outs = []
     for a, b, c in zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
         b, c = b.repeat_interleave(repeat, 1), c.repeat_interleave(repeat, 1)
@@ -270,7 +130,7 @@ def _dense(settings: Settings, qkv: tuple[Tensor, ...]) -> list[Tensor]:
         seen = torch.ones(len(a), len(a), dtype=torch.bool, device=a.device).tril()
         if settings.window:
             seen = seen.triu(1 - settings.window)
-        scores, sinks = scores.masked_fill(~seen, float("-inf")), _sinks(settings, a.device)
+        scores, sinks = scores.masked_fill(~seen, float("-inf")), sinks_of(settings, a.device)
         if sinks is not None:
             scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(a), 1)], 2)
         outs.append(torch.einsum("nst,tnh->snh", scores.softmax(-1)[:, :, : len(a)], c))
@@ -285,7 +145,7 @@ def _distance(found: Tensor, wanted: Tensor) -> float:
 def _timed(settings: Settings, case: Case, length: int, world: World) -> dict[str, Any]:
     """Medians of forward, and of forward and backward, on the slowest rank."""
     cuda = world.device.type == "cuda"
-    qkv = _tensors(settings, length, world)
+    qkv = tensors_of(settings, length, world)
     if cuda:
         torch.cuda.empty_cache()
     with case.prepare(settings, qkv, world) as run:
@@ -307,7 +167,7 @@ def _timed(settings: Settings, case: Case, length: int, world: World) -> dict[st
 def forward_flops(settings: Settings, length: int) -> float:
     """FLOPs of two matrix products over the lower half of each document's square, or over the window's band in it."""
     pairs = 0.0
-    for n in _lengths(settings, length):
+    for n in lengths_of(settings, length):
         window = min(settings.window or n, n)
         pairs += n * window - window * window / 2
     return 4 * pairs * settings.heads * settings.head_size
