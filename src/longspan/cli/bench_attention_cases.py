@@ -1,4 +1,4 @@
-"""What `bench attention` runs: longspan's types, alone and in CUDA graphs, and torch's own attention, on the same inputs."""
+"""What `bench attention` runs on the same inputs: longspan's types, alone and in CUDA graphs, and torch's own."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
