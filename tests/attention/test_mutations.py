@@ -26,8 +26,10 @@ MUTATIONS = [
     # merging blocks
     ("attention.merge", "step = torch.sigmoid(lse - held_lse)", "step = torch.full_like(lse, 0.5)"),
     ("attention.merge", "held_lse = torch.logaddexp(held_lse, lse)", "held_lse = torch.maximum(held_lse, lse)"),
-    ("attention.merge", "total[rows] += x", "total[rows] = x"),
-    ("attention.merge", "total.index_add_(0, rows,", "total.index_copy_(0, rows,"),
+    # sums of gradients over blocks, of queries and of keys and values
+    ("attention.rows", "into += source", "into.copy_(source)"),
+    ("attention.rows", "into.index_add_(0, index,", "into.index_copy_(0, index,"),
+    ("attention.merge", "add_rows([(x, self._wide())], rows)", "self._wide()"),
     # one ring step
     (
         "attention.ring",
@@ -36,10 +38,18 @@ MUTATIONS = [
     ),
     ("attention.ring", "(owner), rule))", "(owner) if owner else (), rule))"),
     ("attention.ring", "(self._circle.member)", "(self._circle.member) if self._circle.member else ()"),
-    ("attention.merge", "self._wide()[:, heads] += x", "self._wide()[:, heads] = x"),
+    (
+        "attention.merge",
+        "add_rows([(x, self._wide()[:, heads])], slice(0, self._shape[0]))",
+        "self._wide()[:, heads] = x",
+    ),
     # sums of dK and dV
-    ("comm.ring", "into[rows].add_(", "into[rows].copy_("),
-    ("comm.ring", "into.index_add_(0, rows,", "into.index_copy_(0, rows,"),
+    (
+        "attention.rows",
+        "add_rows(list(zip(gradients, total, strict=True)), rows)",
+        "add_rows([(gradients[0], total[0])], rows)",
+    ),
+    ("attention.rows", "if fresh and len(addends) == 1", "if len(addends) == 1"),
     ("attention.halo", "total.index_add_(0, sent, arrived)", "total.index_copy_(0, sent, arrived)"),
     ("attention.rows", "total.index_add_(0, rows,", "total.index_copy_(0, rows,"),
     ("attention.all_gather", "(self._circle.degree, -1)).sum(0)", "(self._circle.degree, -1))[0]"),
