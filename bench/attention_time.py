@@ -58,7 +58,7 @@ def main() -> None:
                 with case.prepare(settings, tensors, world) as run:
                     row = {"name": case.name, "length": length} | limit | _measured(run, flags, case.name, length)
                 with case.prepare(replace(settings, kernel="hollow"), tensors, world) as run:
-                    row["alone"] = _alone(run)
+                    row["alone"] = _settled(run)
                 del tensors
                 row["tflops_per_device"] = 3.5 * forward_flops(settings, length) / row["run"] / settings.ranks / 1e12
                 record["rows"].append(row)
@@ -153,7 +153,8 @@ def _seconds(run: Run) -> float:
     return start.elapsed_time(stop) * 1e-4
 
 
-def _alone(run: Run) -> float:
+def _settled(run: Run) -> float:
+    """The same after some that are not counted."""
     for _ in range(3):
         run.backward(run.forward())
     return _seconds(run)
@@ -173,9 +174,7 @@ def _limit(settings: Settings, length: int, world: World) -> float:
         lambda: attend(*inputs, shard, window=settings.window or None, kernel=settings.kernel or None),
         lambda x: x,
     )
-    for _ in range(3):
-        run.backward(run.forward())
-    return _seconds(run)
+    return _settled(run)
 
 
 def _on_device(event: dict[str, Any]) -> bool:

@@ -234,10 +234,7 @@ class _Attend(torch.autograd.Function):
             own = [taken(out, rows) if x is None else x for x in own]
             with _given_dtypes(dout):
                 found.insert(0, pattern.backward(taken(dout, rows), own, circle, rule))
-        if len(found) == 1:
-            dq, dk, dv = as_dtype(found[0][:3], dout.dtype)  # pyright: ignore[reportArgumentType]
-        else:
-            dq, dk, dv = (_joined([part[i] for part in found], dout, ctx.shapes[i]) for i in range(3))  # pyright: ignore[reportArgumentType]
+        dq, dk, dv = _joined([(part.q, part.k, part.v) for part in found], dout, ctx.shapes)
         return dq, dk, dv, None if sinks is None else _sum_of([part.sinks for part in found], sinks), None
 
 
@@ -250,7 +247,7 @@ def _attended(
             pattern.forward(taken(q, rows), taken(k, rows), taken(v, rows), circle, rule)
             for rows, pattern, circle in walk.parts
         ]
-    out = _joined([part.out for part in found], q, (q.shape[1], v.shape[2]))
+    (out,) = _joined([(part.out,) for part in found], q, [(q.shape[1], v.shape[2])])
     return out, [x for part in found for x in part.kept], [len(part.kept) for part in found]
 
 
@@ -259,11 +256,12 @@ def _given_dtypes(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext()
 
 
-def _joined(parts: list[Tensor], like: Tensor, shape: Sequence[int]) -> Tensor:
-    """The rows of all parts, (rows, *shape) in the dtype of `like`, contiguous."""
+def _joined(parts: Sequence[Sequence[Tensor]], like: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Of each tensor of the parts, the rows of all parts: (rows, *shape) in the dtype of `like`, contiguous."""
     if len(parts) == 1:
-        return as_dtype(parts, like.dtype)[0]
-    return torch.cat([like.new_empty((0, *shape)), *(x.to(like.dtype) for x in parts)])
+        return as_dtype(parts[0], like.dtype)
+    none = [like.new_empty((0, *shape)) for shape in shapes]
+    return [torch.cat([x.to(like.dtype) for x in rows]) for rows in zip(none, *parts, strict=True)]
 
 
 def _sum_of(parts: Sequence[Tensor | None], sinks: Tensor) -> Tensor:

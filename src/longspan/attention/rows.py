@@ -41,8 +41,7 @@ def add_rows(moves: Sequence[Move], rows: slice | Tensor) -> None:
 def add_addends(total: Block, addends: Sequence[Addend], *, fresh: bool) -> None:
     """Add parts of a block's gradient to its sum in place, or, where the sum is `fresh`, fill it with them."""
     if fresh and len(addends) == 1 and covers(addends[0].rows, len(total[0])):
-        pairs = zip(addends[0].tensors, total, strict=True)
-        copy_rows([(source.flatten(1).unsqueeze(1), into.flatten(1).unsqueeze(1)) for source, into in pairs])
+        _copy(list(zip(addends[0].tensors, total, strict=True)))
         return
     for into in total if fresh else ():
         into.zero_()
@@ -60,8 +59,13 @@ def as_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     ]
     changed = [(x, into) for x, into in zip(tensors, found, strict=True) if into is not x]
     if changed:
-        copy_rows([(_matrix(x).unsqueeze(1), into.flatten(1).unsqueeze(1)) for x, into in changed])
+        _copy(changed)
     return found
+
+
+def _copy(moves: Sequence[Move]) -> None:
+    """into ← source, for pairs (source, into) of (rows, …)."""
+    copy_rows([(_matrix(source).unsqueeze(1), into.flatten(1).unsqueeze(1)) for source, into in moves])
 
 
 def _matrix(x: Tensor) -> Tensor:

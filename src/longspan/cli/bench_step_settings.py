@@ -16,8 +16,8 @@ from longspan.plan.cost_file import read_cost
 from longspan.plan.simulate import shared_by
 
 CPU_LENGTHS = (96, 40, 24, 16, 16)
-# Of a group's ring in one layer, one way: what sharded attention takes beyond its kernels on H200, whatever the rows
-# (bench/records/attention-time-packed-4xH200.md: 2 ms forward and backward at degree 4).
+# Of a group's ring in one layer, one way: what sharded attention takes beyond its kernels on H200, 2 ms forward and
+# backward at degree 4 and 16K or 64K packed rows (bench/records/attention-time-packed-4xH200.md).
 GPU_RING_STEP_SECONDS = 300e-6
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # bfloat16, dense, by the vendor
 _LEAST = {"tp": 1, "ep": 1, "node_size": 1, "cp": 0, "max_tokens_per_slot": 0, "loss_chunk_rows": 0}
@@ -136,7 +136,7 @@ def make_settings(flags: StepFlags, ranks: int, backend: str, command: Sequence[
         hierarchical=_sizes(flags.hierarchical),
         compute=flags.compute or ("bfloat16" if gpu else ""),
         cost=_cost(flags, shape, lengths, home, gpu=gpu),
-        cost_source=flags.cost or "the model at " + ("400 TFLOP/s and 300 µs a ring step" if gpu else "0.05 TFLOP/s"),
+        cost_source=flags.cost or f"the model at {_plain_machine(gpu)}",
         peak_tflops=flags.peak_tflops or (_known_peak() if gpu else 0.0),
     )
     for batch in settings.batches():
@@ -218,6 +218,10 @@ def _cost(flags: StepFlags, shape: Shape, lengths: Sequence[int], home: Layout, 
     return cost.with_closing(
         weights / flags.tp, home, node_size=flags.node_size, gather_bytes=2 if computed == "bfloat16" else 4
     )
+
+
+def _plain_machine(gpu: bool) -> str:
+    return f"400 TFLOP/s and {1e6 * GPU_RING_STEP_SECONDS:.0f} µs a ring step" if gpu else "0.05 TFLOP/s"
 
 
 def _known_peak() -> float:
