@@ -78,7 +78,7 @@ def test_norms_of_another_formula_are_left_alone(kind: type[nn.Module]) -> None:
     named = type(f"{kind.__name__}RMSNorm", (kind,), {})
     model = nn.ModuleDict({"plain": nn.RMSNorm(8, eps=1e-6), "other": named()})
     assert fuse_norms(model) == 1 and "forward" not in vars(model["other"])
-    with pytest.raises(ModelError, match=rf"ModuleDict has {named.__name__}: none is weight .* leave it off"):
+    with pytest.raises(ModelError, match=rf"ModuleDict has {named.__name__}: none is weight .* use 'auto' or 'off'"):
         fuse_norms(nn.ModuleDict({"other": named()}))
 
 
@@ -87,6 +87,14 @@ def test_a_model_without_such_norms_is_an_error() -> None:
         fuse_norms(tiny("gemma2", attention="eager"))
     with pytest.raises(ModelError, match="Linear has no module whose name ends in RMSNorm"):
         fuse_norms(nn.Linear(2, 2))
+
+
+def test_norms_are_fused_by_themselves_on_gpus_alone() -> None:
+    assert [fuse_norms(tiny("qwen3"), "auto", on_gpu=on_gpu) for on_gpu in (False, True)] == [0, NORMS["qwen3"]]
+    assert [fuse_norms(tiny("qwen3"), asked, on_gpu=True) for asked in ("off", False, True)] == [0, 0, NORMS["qwen3"]]
+    assert fuse_norms(tiny("gemma2", attention="eager"), "auto", on_gpu=True) == 0
+    with pytest.raises(ModelError, match="fused_norms is 'always'; use 'auto', 'on' or 'off'"):
+        fuse_norms(tiny("qwen3"), "always")
 
 
 def compared(rank: int, home: Layout) -> tuple[float, float]:

@@ -76,8 +76,8 @@ class StepFlags(BenchFlags, SourceFlags):
     """Type of the arithmetic; empty: bfloat16 on GPUs, as the parameters on CPUs."""
     keep_gathered: Switch = False
     """Keep a layer's gathered parameters between its forward and its backward pass."""
-    fused_norms: Switch = False
-    """RMS norms as one kernel of torch's each way."""
+    fused_norms: Literal["auto", "on", "off"] = "auto"
+    """RMS norms as one kernel of torch's each way: auto (on GPUs), on, or off."""
     compiled: Switch = False
     """Compile norms and MLPs with torch.compile; warm up with 3 steps or more."""
     optimizer: Literal["adamw", "sgd", ""] = "adamw"

@@ -18,7 +18,7 @@ from longspan.cli.bench_record import keep_so_far, said_of
 from longspan.cli.bench_step_peer import PEER, peer_step
 from longspan.cli.bench_step_settings import Settings
 from longspan.cli.machine import machine
-from longspan.cli.step_parts import parts_of, profiled_events
+from longspan.cli.step_parts import longest_kernels, parts_of, profiled_events
 from longspan.comm import World
 from longspan.model import prepare
 from longspan.model.probe import decoder_layers
@@ -175,7 +175,7 @@ def measured(settings: Settings, step: Callable[[], None], world: World) -> dict
     if settings.peak_tflops:
         row["mfu"] = row["model_tflops_per_device"] / settings.peak_tflops
     if settings.flags.profile:
-        row["parts"] = _parts(step, world)
+        row |= _profiled(step, world)
     return row
 
 
@@ -188,16 +188,17 @@ def _seconds(step: Callable[[], None], world: World) -> float:
     return time.perf_counter() - started
 
 
-def _parts(step: Callable[[], None], world: World) -> dict[str, float]:
-    """Seconds by part of one more step, on the first rank; the profiler itself takes some time."""
+def _profiled(step: Callable[[], None], world: World) -> dict[str, Any]:
+    """Seconds by part and by kernel of one more step, on the first rank; the profiler itself takes some time."""
     from torch.profiler import ProfilerActivity, profile
 
     cuda = world.device.type == "cuda"
     activities = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
     with profile(activities=activities) as recorded:
         seconds = _seconds(step, world)
-    found = parts_of(profiled_events(recorded, cuda=cuda), seconds) | {"step": seconds}
-    return world.broadcast_object(found)
+    events = profiled_events(recorded, cuda=cuda)
+    parts = parts_of(events, seconds) | {"step": seconds}
+    return world.broadcast_object({"parts": parts, "kernels": longest_kernels(events)})
 
 
 def model_flops(settings: Settings) -> float:

@@ -30,7 +30,7 @@ def record_text(record: dict[str, Any]) -> str:
 
 def record_markdown(record: dict[str, Any]) -> str:
     """A record for people who read bench/records."""
-    parts = f"{markdown_table(_PARTS, rows)}\n\n" if (rows := _part_rows(record)) else ""
+    parts = f"{markdown_table(_PARTS, rows)}\n\n{_kernels(record)}" if (rows := _part_rows(record)) else ""
     return (
         f"# {_title(record)}\n\n"
         f"{where_it_ran(record)}\n\n"
@@ -47,7 +47,8 @@ def _title(record: dict[str, Any]) -> str:
     experts = f", {shape['experts']} experts" if shape["experts"] else ""
     kept = " offloaded" if record["offload"] else ""
     rows = f"{record['partition']} rows, " if record.get("partition", "zigzag") != "zigzag" else ""
-    fused = ", fused norms" if record.get("fused_norms") else ""
+    fused = {True: ", fused norms", "on": ", fused norms", "off": ", the model's own norms"}
+    fused = fused.get(record.get("fused_norms"), "") + (", compiled MLPs" if record.get("compiled") else "")
     some = f" of {record['recompute_layers']} layers" if record["recompute_layers"] else ""
     return (
         f"Steps of {record['shape_name']} ({shape['layers']} layers, hidden {shape['hidden']}{experts}) over "
@@ -90,6 +91,20 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
 def _part_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
     rows = [row for row in record["rows"] if "parts" in row]
     return [(row["name"], *(f"{1e3 * row['parts'][part]:.1f}" for part in _PARTS[1:])) for row in rows]
+
+
+def _kernels(record: dict[str, Any]) -> str:
+    """The kernels that take most of the first rank's profiled steps, by row."""
+    tables = [
+        f"Longest kernels of {row['name']}:\n\n"
+        + markdown_table(
+            ("kernel", "part", "calls", "ms"),
+            [(f"`{k['name']}`", k["part"], str(k["calls"]), f"{1e3 * k['seconds']:.1f}") for k in row["kernels"]],
+        )
+        for row in record["rows"]
+        if "kernels" in row
+    ]
+    return "".join(f"{table}\n\n" for table in tables)
 
 
 def _missing(record: dict[str, Any]) -> str:

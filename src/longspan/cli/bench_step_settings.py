@@ -111,6 +111,7 @@ class Settings:
             "documents": len(self.lengths),
             "tokens": sum(self.lengths),
             "longest": max(self.lengths),
+            "lengths": list(self.lengths),
         }
 
 

@@ -11,6 +11,7 @@ Kind = Literal["attention", "optimizer", "other layers", "exposed communication"
 Interval = tuple[float, float]
 
 ORDER: tuple[Kind, ...] = ("attention", "optimizer", "other layers", "exposed communication")
+_NAME_LENGTH = 100  # of kernels, whose template arguments run to thousands of characters
 # Parts of names of kernels (GPU) and of operators (CPU), in lower case.
 _NAMES: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("exposed communication", ("nccl", "gloo", "c10d", "htod", "dtoh", "memcpy peer", "memcpy ptop")),
@@ -43,6 +44,22 @@ def parts_of(events: Iterable[tuple[str, float, float]], seconds: float) -> dict
         total = sum(end - start for start, end in seen)
         found[kind], covered = total - covered, total
     return found | {"idle": max(0.0, seconds - covered)}
+
+
+def longest_kernels(events: Iterable[tuple[str, float, float]], count: int = 16) -> list[dict[str, Any]]:
+    """Name, part, calls and seconds (the sum) of the kernels that take most, among events (name, start, end).
+
+    >>> longest_kernels([("gemm", 0.0, 1.0), ("gemm", 2.0, 3.0), ("adam", 3.0, 3.5)], 1)
+    [{'name': 'gemm', 'part': 'other layers', 'calls': 2, 'seconds': 2.0}]
+    """
+    spent: dict[str, list[float]] = {}
+    for name, start, end in events:
+        spent.setdefault(name[:_NAME_LENGTH], []).append(end - start)
+    found = [
+        {"name": name, "part": kind_of(name), "calls": len(times), "seconds": sum(times)}
+        for name, times in spent.items()
+    ]
+    return sorted(found, key=lambda kernel: -kernel["seconds"])[:count]
 
 
 def merged(intervals: Sequence[Interval]) -> list[Interval]:

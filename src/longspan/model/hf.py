@@ -35,7 +35,7 @@ def prepare(
     recompute_layers: int = 0,
     compute_dtype: torch.dtype | None = None,
     attention_kernel: str | None = None,
-    fused_norms: bool = False,
+    fused_norms: bool | str = "auto",
     probe: bool = True,
     virtual_stages: int = 1,
     pipeline_schedule: str = "1f1b",
@@ -54,8 +54,8 @@ def prepare(
     (0: each); `offload_activations` keeps in the host's memory what recomputation starts from. `compute_dtype`
     (bfloat16, say) is what FSDP2 computes in, over parameters and gradient sums in their own type. `attention_kernel`
     names a row of `longspan.attention.KERNELS`; without it each call takes the first that can. `fused_norms` runs RMS
-    norms as one kernel (`norms.py`). `probe=False` skips the trial forward pass that shows whether every layer reaches
-    `attend`.
+    norms as one kernel (`norms.py`): "on" (or True), "off", or "auto": on GPUs, those that can. `probe=False` skips
+    the trial forward pass that shows whether every layer reaches `attend`.
 
     Where `home.pp` is above 1, this rank's stages are cut out, `virtual_stages` of them, and returned as a
     PipelinedModel; the rest of the model is freed. `pipeline_schedule` is "1f1b" (interleaved with several virtual
@@ -81,8 +81,7 @@ def prepare(
         sequence_parallel=sequence_parallel,
     )
     _check(model, placement, pipelining)
-    if fused_norms:
-        fuse_norms(model)
+    fuse_norms(model, fused_norms, on_gpu=world.device.type == "cuda")
     _open(model, placement, attention_kernel, probe=probe)
     prepared = _in_stages(model, placement, pipelining) if world.home.pp > 1 else _whole(model, placement)
     keep_kernel(prepared, attention_kernel)

@@ -19,22 +19,30 @@ _EPS = ("variance_epsilon", "eps")
 _CLOSE = 1e-5  # relative, in float32
 
 
-def fuse_norms(model: nn.Module) -> int:
-    """Let every norm of a model that is weight · x / √(mean x² + eps) run as one kernel; how many there are.
+def fuse_norms(model: nn.Module, asked: bool | str = "on", *, on_gpu: bool = False) -> int:
+    """Let every norm of a model that is weight · x / √(mean x² + eps) run as one kernel; how many do.
 
-    Which are is tried: a copy of one of each class meets random numbers, beside torch's. Classes, names and weights
-    stay as they are. Calls in float64, and on inputs of another dtype than the weight, run as before.
+    `asked`: "on" (or True), "off" (or False), or "auto": on GPUs, where one kernel is faster (bench/records/
+    step-analysis.md), and without an error. Which norms are of that kind is tried: a copy of one of each class meets
+    random numbers, beside torch's. Classes, names and weights stay as they are. Calls in float64, and on inputs of
+    another dtype than the weight, run as before.
 
-    Raises ModelError where the model has no such norm.
+    Raises ModelError for another `asked`, and for "on" where the model has no such norm.
     """
+    if isinstance(asked, bool):
+        asked = "on" if asked else "off"
+    if asked not in ("auto", "on", "off"):
+        raise ModelError(f"fused_norms is {asked!r}; use 'auto', 'on' or 'off'")
+    if asked == "off" or (asked == "auto" and not on_gpu):
+        return 0
     norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
     kinds = {kind: _is_plain(next(n for n in norms if type(n) is kind)) for kind in dict.fromkeys(map(type, norms))}
     plain = [norm for norm in norms if kinds[type(norm)]]
-    if not plain:
+    if asked == "on" and not plain:
         found = ", ".join(kind.__name__ for kind in kinds) or "no module whose name ends in RMSNorm"
         raise ModelError(
-            f"fused_norms was asked for, and {type(model).__name__} has {found}: none is weight · x / √(mean x² + eps) "
-            "with an eps of its own; leave it off for this model"
+            f"fused_norms is 'on', and {type(model).__name__} has {found}: none is weight · x / √(mean x² + eps) with "
+            "an eps of its own; use 'auto' or 'off' for this model"
         )
     for norm in plain:
         norm.forward = MethodType(_one_kernel, norm)

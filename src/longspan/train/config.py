@@ -139,8 +139,8 @@ class TrainConfig:
     """Keep what checkpointed layers start from in the host's memory meanwhile."""
     loss_chunk_rows: int = 0
     """Rows whose logits are formed at a time; 0: as many as 2 GiB hold on a GPU, 64 MiB on a CPU."""
-    fused_norms: bool = False
-    """RMS norms as one kernel of torch's each way, which rounds once where transformers' rounds twice."""
+    fused_norms: Literal["auto", "on", "off"] = "auto"
+    """RMS norms as one kernel of torch's each way, rounded once: auto (on GPUs, those that can), on, or off."""
     router_balance_loss: float = -1.0
     """Weight of the load-balancing loss of experts' routers; -1: what the model's configuration says, 0: none."""
     router_z_loss: float = 0.0
