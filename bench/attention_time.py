@@ -47,7 +47,7 @@ def main() -> None:
     about = {"machine": machine(), "versions": versions(), "command": " ".join(["torchrun", *sys.argv])}
     record: dict[str, Any] = {"bench": "attention time", **about, "rows": []}
     with World(Layout(int(torch.cuda.device_count()))) as world:
-        settings = _settings(flags, len(world.home.ranks))
+        settings = settings_of(flags, len(world.home.ranks))
         record |= {"ranks": settings.ranks, "documents": settings.documents, "window": settings.window}
         record["partition"] = settings.partition
         for length in settings.lengths:
@@ -58,7 +58,7 @@ def main() -> None:
                 with case.prepare(settings, tensors, world) as run:
                     row = {"name": case.name, "length": length} | limit | _measured(run, flags, case.name, length)
                 with case.prepare(replace(settings, kernel="hollow"), tensors, world) as run:
-                    row["alone"] = _settled(run)
+                    row["alone"] = settled(run)
                 del tensors
                 row["tflops_per_device"] = 3.5 * forward_flops(settings, length) / row["run"] / settings.ranks / 1e12
                 record["rows"].append(row)
@@ -82,7 +82,8 @@ def _flags() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _settings(flags: argparse.Namespace, ranks: int) -> Settings:
+def settings_of(flags: argparse.Namespace, ranks: int) -> Settings:
+    """What the cases of `longspan bench attention` are told: the shape of Qwen3-8B's attention, over so many ranks."""
     inner = next(a for a in range(2, ranks + 1) if ranks % a == 0)
     return Settings(
         types=tuple(flags.types.split(",")),
@@ -153,8 +154,8 @@ def _seconds(run: Run) -> float:
     return start.elapsed_time(stop) * 1e-4
 
 
-def _settled(run: Run) -> float:
-    """The same after some that are not counted."""
+def settled(run: Run) -> float:
+    """Seconds of a run among runs that follow each other, after some that are not counted."""
     for _ in range(3):
         run.backward(run.forward())
     return _seconds(run)
@@ -174,7 +175,7 @@ def _limit(settings: Settings, length: int, world: World) -> float:
         lambda: attend(*inputs, shard, window=settings.window or None, kernel=settings.kernel or None),
         lambda x: x,
     )
-    return _settled(run)
+    return settled(run)
 
 
 def _on_device(event: dict[str, Any]) -> bool:

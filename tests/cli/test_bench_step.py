@@ -75,6 +75,20 @@ def test_tensor_parallel_ranks_share_the_cost_of_a_slot() -> None:
         assert cost.closing_seconds == pytest.approx(10e-3 + weights / tp * each / 2 / 350e9, rel=1e-12)
 
 
+def test_recomputed_layers_cost_their_forward_pass_again() -> None:
+    none, all_, half, full = (
+        settings(2, planners="fixed", recompute=kind, recompute_layers=n).cost
+        for kind, n in (("none", 0), ("selective", 0), ("selective", 1), ("full", 0))
+    )
+    layers = 2 * (64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128)
+    again = none.linear_seconds * layers / (layers + 64 * 512) / 3
+    assert all_.linear_seconds == full.linear_seconds == pytest.approx(none.linear_seconds + again)
+    assert half.linear_seconds == pytest.approx(none.linear_seconds + again / 2)
+    assert all_.attention_seconds == none.attention_seconds and full.attention_seconds == pytest.approx(
+        none.attention_seconds * 9 / 7
+    )
+
+
 def test_model_flops() -> None:
     """6 for each weight and token, and 2 + 4 products over half of each document's square, in each layer."""
     shape = SHAPES["small"]

@@ -41,6 +41,16 @@ def test_the_default_cost_is_qwen3_8b_at_400_tflops() -> None:
         assert found[name] == pytest.approx(value, rel=1e-3), name
 
 
+def test_attention_at_another_rate() -> None:
+    windows = {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}
+    plain, found = (Cost.for_model(SMALL | windows, tflops=100, **more) for more in ({}, {"attention_tflops": 200.0}))
+    assert found.attention_seconds == plain.attention_seconds / 2
+    linear = 6 * ModelShape.of(SMALL).weights / 100e12
+    assert found.linear_seconds == pytest.approx((plain.linear_seconds + linear) / 2) != plain.linear_seconds
+    with pytest.raises(PlanError, match="attention_tflops is 0; give a number above 0"):
+        Cost.for_model(SMALL, tflops=100, attention_tflops=0)
+
+
 @pytest.mark.parametrize("kept", ["object", "file", "folder", "text_config", "text_config object"])
 def test_wherever_the_configuration_is_kept(kept: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))

@@ -85,7 +85,7 @@ class StepFlags(BenchFlags, SourceFlags):
     loss_chunk_rows: int = 0
     """Rows whose logits are formed at a time; 0: by a budget of bytes."""
     cost: str = ""
-    """File of `longspan bench calibrate`; empty: the model at 400 TFLOP/s on GPUs, at 0.05 on CPUs."""
+    """File of `longspan bench calibrate`; empty: the model at 450 TFLOP/s, 600 in attention, on GPUs."""
     peak_tflops: float = 0.0
     """Of a device, for the model FLOPs utilisation; 0: of a GPU that is known."""
     profile: Switch = False

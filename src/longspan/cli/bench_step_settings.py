@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from longspan.cli.bench_step_cost import cost_of
 from longspan.cli.bench_step_flags import PLANNERS, StepFlags
 from longspan.cli.bench_step_shapes import Shape, shape_named
 from longspan.cli.lengths import read_lengths
@@ -12,13 +13,8 @@ from longspan.cli.plan import smallest_degree
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
-from longspan.plan.cost_file import read_cost
-from longspan.plan.simulate import shared_by
 
 CPU_LENGTHS = (96, 40, 24, 16, 16)
-# Of a group's ring in one layer, one way: what sharded attention takes beyond its kernels on H200, 2 ms forward and
-# backward at degree 4 and 16K or 64K packed rows (bench/records/attention-time-packed-4xH200.md).
-GPU_RING_STEP_SECONDS = 300e-6
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # bfloat16, dense, by the vendor
 _LEAST = {"tp": 1, "ep": 1, "node_size": 1, "cp": 0, "max_tokens_per_slot": 0, "loss_chunk_rows": 0}
 # Of the flags: what a record says as it was given.
@@ -122,6 +118,7 @@ def make_settings(flags: StepFlags, ranks: int, backend: str, command: Sequence[
     lengths, source, listed = _lengths(flags, ranks // flags.tp, gpu)
     home, shape = home_of(flags, ranks), shape_named(name).changed(flags)
     cap = flags.max_tokens_per_slot or (0 if listed else 8192 if gpu else 256)
+    cost, source_of_cost = cost_of(flags, shape, max(lengths), home, gpu=gpu)
     settings = Settings(
         flags=flags,
         ranks=ranks,
@@ -136,8 +133,8 @@ def make_settings(flags: StepFlags, ranks: int, backend: str, command: Sequence[
         max_tokens_per_slot=cap,
         hierarchical=_sizes(flags.hierarchical),
         compute=flags.compute or ("bfloat16" if gpu else ""),
-        cost=_cost(flags, shape, lengths, home, gpu=gpu),
-        cost_source=flags.cost or f"the model at {_plain_machine(gpu)}",
+        cost=cost,
+        cost_source=source_of_cost,
         peak_tflops=flags.peak_tflops or (_known_peak() if gpu else 0.0),
     )
     for batch in settings.batches():
@@ -197,32 +194,6 @@ def _sizes(text: str) -> tuple[int, int] | None:
     if len(words) != 2 or not all(word.isdecimal() for word in words):
         raise ConfigError(f"--hierarchical {text!r}: give two sizes, as in 2,2")
     return int(words[0]), int(words[1])
-
-
-def _cost(flags: StepFlags, shape: Shape, lengths: Sequence[int], home: Layout, *, gpu: bool) -> Cost:
-    """The file's cost, or the model's on plain devices, shared by the tp ranks of a slot; in free mode with closing."""
-    config = shape.config(max(lengths))
-    if flags.cost:
-        cost = read_cost(flags.cost, "--cost")
-    elif gpu:
-        cost = Cost.for_model(config, tflops=400.0, ring_step_latency=GPU_RING_STEP_SECONDS)
-    else:
-        cost = Cost.for_model(config, tflops=0.05)
-    cost = shared_by(cost, flags.tp)
-    if flags.mode == "lockstep":
-        return cost
-    experts = 3 * shape.hidden * shape.expert_ffn * shape.experts
-    attention = shape.hidden * shape.head_size * 2 * (shape.heads + shape.key_value_heads)
-    layer = attention + (experts or 3 * shape.hidden * shape.ffn)
-    weights = shape.layers * layer + 2 * shape.hidden * shape.vocabulary
-    computed = flags.compute or ("bfloat16" if gpu else flags.parameters)
-    return cost.with_closing(
-        weights / flags.tp, home, node_size=flags.node_size, gather_bytes=2 if computed == "bfloat16" else 4
-    )
-
-
-def _plain_machine(gpu: bool) -> str:
-    return f"400 TFLOP/s and {1e6 * GPU_RING_STEP_SECONDS:.0f} µs a ring step" if gpu else "0.05 TFLOP/s"
 
 
 def _known_peak() -> float:

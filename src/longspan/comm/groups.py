@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from longspan.comm.world import World
 
 ParentName = Literal["plane", "everyone", "pipeline"]
+
+# Kinds whose messages travel beside kernels of the same layer. Their NCCL kernels go before blocks of a running kernel
+# that wait for a place on the device: behind them, a message that is sent ahead starts when the kernel is nearly done
+# (bench/attention_streams.py).
+AHEAD = frozenset({"parent", "communicator"})
 
 _worlds: dict[int, "World"] = {}
 
@@ -62,11 +67,10 @@ class Groups:
 
         Callers that are members get the group; None is never handed on to torch.
         """
-        started = time.monotonic()
+        started, timeout, backend = time.monotonic(), timedelta(seconds=self._timeout), backend or self._backend
+        options = _on_a_stream_of_high_priority(timeout) if kind in AHEAD and "nccl" in backend else None
         with self.watch.during(f"making the {kind} group", ranks):
-            group = dist.new_group(
-                list(ranks), timeout=timedelta(seconds=self._timeout), backend=backend or self._backend
-            )
+            group = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
         if self.watch.rank not in ranks:
             return None
         assert isinstance(group, ProcessGroup)
@@ -98,3 +102,10 @@ class Groups:
         self._parents.clear()
         self._by_ranks.clear()
         return mine
+
+
+def _on_a_stream_of_high_priority(timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    options._timeout = timeout  # else torch warns that it differs from the group's
+    return options

@@ -97,6 +97,7 @@ class Cost:
         config: Any,
         *,
         tflops: float,
+        attention_tflops: float | None = None,
         inside_gbps: float = 350.0,
         across_gbps: float = 40.0,
         bytes_per_value: int = 2,
@@ -108,20 +109,23 @@ class Cost:
         >>> cost = Cost.for_model("Qwen3-8B/config.json", tflops=400, inside_gbps=350, across_gbps=40)  # doctest: +SKIP
 
         `config` is a transformers configuration, an object or dict like one, a config.json or its folder. `tflops` is
-        what a slot (its tensor-parallel ranks together) sustains, in 1e12 FLOP/s; `inside_gbps` and `across_gbps` what
-        it sends to another slot of its node and elsewhere, in 1e9 bytes/s; `ring_step_latency` the seconds of a step
-        of the ring in one layer; `bytes_per_value` of keys and values. Raises PlanError naming attributes that are
-        missing, or that show layers which cannot be priced so.
+        what a slot (its tensor-parallel ranks together) sustains, in 1e12 FLOP/s, and `attention_tflops` what it does
+        in attention, where that differs; `inside_gbps` and `across_gbps` what it sends to another slot of its node and
+        elsewhere, in 1e9 bytes/s; `ring_step_latency` the seconds of a step of the ring in one layer;
+        `bytes_per_value` of keys and values. Raises PlanError naming attributes that are missing, or that show layers
+        which cannot be priced so.
         """
         shape = ModelShape.of(config)
-        for name, value in {"tflops": tflops, "inside_gbps": inside_gbps, "across_gbps": across_gbps}.items():
+        attention_tflops = tflops if attention_tflops is None else attention_tflops
+        rates = {"tflops": tflops, "attention_tflops": attention_tflops}
+        for name, value in (rates | {"inside_gbps": inside_gbps, "across_gbps": across_gbps}).items():
             if not value > 0:
                 raise PlanError(f"{name} is {value!r}; give a number above 0")
         full = shape.layers - shape.window_layers
         in_windows = shape.window_layers * 14 * shape.query_width * shape.window  # documents longer than the window
         return cls(
-            linear_seconds=(6 * shape.weights + in_windows) / (tflops * 1e12),
-            attention_seconds=full * 7 * shape.query_width / (tflops * 1e12),
+            linear_seconds=6 * shape.weights / (tflops * 1e12) + in_windows / (attention_tflops * 1e12),
+            attention_seconds=full * 7 * shape.query_width / (attention_tflops * 1e12),
             ring_bytes=float(shape.layers * 3 * 2 * shape.key_width * bytes_per_value),
             inside_bytes_per_second=inside_gbps * 1e9,
             across_bytes_per_second=across_gbps * 1e9,

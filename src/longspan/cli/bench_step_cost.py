@@ -1,0 +1,68 @@
+"""The cost by which `bench step` plans, and predicts what a step takes: a file's, or the model's on a plain machine."""
+
+from dataclasses import replace
+
+from longspan.cli.bench_step_flags import StepFlags
+from longspan.cli.bench_step_shapes import Shape
+from longspan.layout import Layout
+from longspan.plan import Cost
+from longspan.plan.cost_file import read_cost
+from longspan.plan.model_shape import ModelShape
+from longspan.plan.simulate import shared_by
+
+# H200 by bench/records/step-analysis.md: what attention's kernels come to, and all else of a step together: layers,
+# exchanges that show, optimizer and waiting.
+GPU_ATTENTION_TFLOPS = 600.0
+GPU_TFLOPS = 450.0
+# Of a group's ring in one layer, one way: what sharded attention takes beyond its kernels on H200, 2 ms forward and
+# backward at degree 4 and 16K or 64K packed rows (bench/records/attention-time-packed-4xH200.md).
+GPU_RING_STEP_SECONDS = 300e-6
+CPU_TFLOPS = 0.05
+
+
+def cost_of(flags: StepFlags, shape: Shape, longest: int, home: Layout, *, gpu: bool) -> tuple[Cost, str]:
+    """The cost, shared by the tp ranks of a slot and, in free mode, with a step's closing; and what it is, in words."""
+    cost, source = (read_cost(flags.cost, "--cost"), flags.cost) if flags.cost else _plain(flags, shape, longest, gpu)
+    cost = shared_by(cost, flags.tp)
+    if flags.mode == "lockstep":
+        return cost, source
+    experts = 3 * shape.hidden * shape.expert_ffn * shape.experts
+    attention = shape.hidden * shape.head_size * 2 * (shape.heads + shape.key_value_heads)
+    layer = attention + (experts or 3 * shape.hidden * shape.ffn)
+    weights = shape.layers * layer + 2 * shape.hidden * shape.vocabulary
+    computed = flags.compute or ("bfloat16" if gpu else flags.parameters)
+    gather_bytes = 2 if computed == "bfloat16" else 4
+    return cost.with_closing(weights / flags.tp, home, node_size=flags.node_size, gather_bytes=gather_bytes), source
+
+
+def _plain(flags: StepFlags, shape: Shape, longest: int, gpu: bool) -> tuple[Cost, str]:
+    """The model's cost on a machine of so many FLOP/s, with what is recomputed."""
+    config = shape.config(longest)
+    if gpu:
+        cost = Cost.for_model(
+            config,
+            tflops=GPU_TFLOPS,
+            attention_tflops=GPU_ATTENTION_TFLOPS,
+            ring_step_latency=GPU_RING_STEP_SECONDS,
+        )
+        machine = (
+            f"{GPU_TFLOPS:g} TFLOP/s, {GPU_ATTENTION_TFLOPS:g} in attention, "
+            f"{1e6 * GPU_RING_STEP_SECONDS:.0f} µs a ring step"
+        )
+    else:
+        cost, machine = Cost.for_model(config, tflops=CPU_TFLOPS), f"{CPU_TFLOPS} TFLOP/s"
+    return _with_recomputation(cost, flags, ModelShape.of(config), shape), f"the model at {machine}"
+
+
+def _with_recomputation(cost: Cost, flags: StepFlags, model: ModelShape, shape: Shape) -> Cost:
+    """Recomputed layers run forward twice: 8 FLOPs a weight and row in place of 6, and in full 9 products of 7 too."""
+    if flags.recompute == "none":
+        return cost
+    share = min(flags.recompute_layers or model.layers, model.layers) / model.layers
+    linear = share * (1 - shape.hidden * shape.vocabulary / model.weights) * 2 / 6  # the head is not recomputed
+    attention = share * 2 / 7 if flags.recompute == "full" else 0.0
+    return replace(
+        cost,
+        linear_seconds=cost.linear_seconds * (1 + linear),
+        attention_seconds=cost.attention_seconds * (1 + attention),
+    )
