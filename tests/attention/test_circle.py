@@ -37,7 +37,9 @@ def test_every_query_head_is_dealt_once_with_the_key_value_head_that_it_uses(hea
         uses = [dealt[run] for run in range(len(dealt)) for _ in range(deal.each // deal.runs)]
         assert uses == [head * kv_heads // heads for head in range(heads)], (heads, kv_heads, members)
         for at_most in (1, 2, 3):
-            assert deal.runs % deal.slices(at_most) == 0 and deal.slices(at_most) <= at_most
+            slices = deal.slices(at_most)
+            assert slices <= at_most and deal.each % slices == 0
+            assert deal.runs % slices == 0 or slices % deal.runs == 0, "a slice has whole runs, or a part of one"
 
 
 @pytest.mark.parametrize("partition", ["zigzag", "contiguous"])

@@ -54,12 +54,14 @@ MUTATIONS = [
     ("attention.rows", "total.index_add_(0, rows,", "total.index_copy_(0, rows,"),
     ("attention.all_gather", "(self._circle.degree, -1)).sum(0)", "(self._circle.degree, -1))[0]"),
     ("attention.all_to_all", ".sum(2) for x", "[:, :, 0] for x"),
+    ("attention.all_to_all", "add_rows(list(zip(more, sums, strict=True)), slice(0, len(sums[0])))", "pass"),
     # rows and heads where they belong
     ("attention.all_gather", "(started.pop().wait(),), order)", "(started.pop().wait(),), order.flip(0))"),
     ("attention.all_to_all", "None if orders is None else orders[1]", "None"),
     ("attention.all_to_all", "arrived if orders is None else matrix_of((arrived,), orders[0])", "arrived"),
     ("attention.halo", "index_copy_(0, self.places, handle", "index_copy_(0, self.places.flip(0), handle"),
     ("attention.all_to_all", "start = self.deal.q(self._me).start + part", "start = part"),
+    ("attention.all_to_all", "self.slices // self.shared, part // self.shared)", "self.slices // self.shared, 0)"),
     ("attention.all_to_all", "whole[self.deal.q(self._me)] = x", "whole[: len(x)] = x"),
     # sinks
     ("attention.block", "out * torch.exp(lse - with_sinks).unsqueeze(-1), with_sinks", "out, with_sinks"),

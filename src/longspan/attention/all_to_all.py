@@ -8,8 +8,10 @@ Query heads are dealt out in equal numbers (`heads.py`). With fewer key/value he
 to several, and their gradients are summed.
 
 Large tensors go in slices of the heads: the next slice travels while one is computed, and the results of one while the
-next is. Kept for backward are the exchanged q, k, v, out and log-sum-exp, as many numbers as the local ones, which are
-not needed then. Forward sends q, k, v and out, backward dout and the gradients.
+next is. Slices that share a key/value head send it with the first, and the sum of its gradients with the last.
+
+Kept for backward are the exchanged q, k, v, out and log-sum-exp, as many numbers as the local ones, which are not needed
+then. Forward sends q, k, v and out, backward dout and the gradients.
 """
 
 from collections.abc import Sequence
@@ -22,11 +24,11 @@ from longspan.attention.circle import Circle
 from longspan.attention.heads import Deal, dealt
 from longspan.attention.merge import accumulation_dtype
 from longspan.attention.ring import ring_backward, ring_forward
-from longspan.attention.rows import by_heads, by_member, copy_rows, matrix_of
+from longspan.attention.rows import add_rows, as_dtype, by_heads, by_member, copy_rows, matrix_of
 from longspan.comm import Handle, columns
 
-SLICES = 2
-SLICE_BYTES = 64 << 20  # of a member's queries: from here on slices hide more than their launches cost (H200)
+SLICES = 4  # at most
+SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less would cost more in launches than it hides (H200)
 
 
 def a2a_forward(q: Tensor, k: Tensor, v: Tensor, circle: Circle, rule: Rule) -> Attended:
@@ -36,11 +38,13 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, circle: Circle, rule: Rule) -> 
     deal = dealt(q.shape[1], k.shape[1], circle.inner)
     swap, what = _Swap(circle, deal, _slices(circle, deal, q)), "attention all-to-all forward"
     given = (q, *(x if deal.copies == 1 else x.repeat_interleave(deal.copies, 1) for x in (k, v)))
-    arriving = [swap.to_heads(given, part, what) for part in range(swap.slices)]
-    leaving, kept = list[Handle](), list[Tensor | None]()
-    for part in range(swap.slices):
-        q_all, k_all, v_all = swap.heads(arriving.pop(0), given)
-        inside = ring_forward(q_all, k_all, v_all, circle, swap.rule_of(rule, part))
+    sent = [given if swap.begins(part) else given[:1] for part in range(swap.slices)]
+    arriving = [swap.to_heads(tensors, part, what) for part, tensors in enumerate(sent)]
+    leaving, kept, of_keys = list[Handle](), list[Tensor | None](), list[Tensor]()
+    for part, tensors in enumerate(sent):
+        q_all, *others = swap.heads(arriving.pop(0), tensors)
+        of_keys = others or of_keys
+        inside = ring_forward(q_all, of_keys[0], of_keys[1], circle, swap.rule_of(rule, part))
         out = inside.out.to(q.dtype)
         leaving.append(swap.to_rows((out,), f"{what}, back"))
         kept += [out if x is None else x for x in inside.kept]
@@ -59,17 +63,19 @@ def a2a_backward(dout: Tensor, kept: Kept, circle: Circle, rule: Rule) -> Gradie
     arriving = [swap.to_heads((dout,), part, what) for part in range(swap.slices)]
     # Sums that are whole are as exact in the input's dtype; parts of a sum are not.
     kv_dtype = dout.dtype if deal.copies == 1 else accumulation_dtype(dout.dtype)
-    leaving, sinks = list[Handle](), list[Tensor]()
+    leaving, sinks, of_keys = list[Handle](), list[Tensor](), list[Tensor]()
     for part in range(swap.slices):
         (dout_all,), own = swap.heads(arriving.pop(0), (dout,)), kept[part * KEPT : (part + 1) * KEPT]
         inside = ring_backward(dout_all, own, circle, swap.rule_of(rule, part))
-        leaving += swap.gradients_to_rows(inside.q.to(dout.dtype), inside.k.to(kv_dtype), inside.v.to(kv_dtype), what)
+        of_keys = _added([] if swap.begins(part) else of_keys, (inside.k, inside.v))
+        gradients = (inside.q.to(dout.dtype), *(x.to(kv_dtype) for x in of_keys if swap.ends(part)))
+        leaving += [swap.to_rows(gradients[some], f"{what}, gradients") for some in swap.messages(part)]
         sinks += [] if inside.sinks is None else [inside.sinks]
-        del inside, dout_all
+        del inside, dout_all, gradients
     dq, dk, dv = totals = _totals(dout, kept, deal, kv_dtype)
     for part in range(swap.slices):
-        for into in (totals,) if deal.copies == 1 else (totals[:1], totals[1:]):
-            swap.lay(leaving.pop(0), into, part)
+        for some in swap.messages(part):
+            swap.lay(leaving.pop(0), totals[some], part, queries=1 - some.start)
     if deal.copies > 1:
         dk, dv = (x.unflatten(1, (deal.kv_heads, deal.copies)).sum(2) for x in (dk, dv))
     return Gradients(dq, dk, dv, swap.own_heads(torch.cat(sinks)) if sinks else None)
@@ -77,8 +83,17 @@ def a2a_backward(dout: Tensor, kept: Kept, circle: Circle, rule: Rule) -> Gradie
 
 def _slices(circle: Circle, deal: Deal, q: Tensor) -> int:
     """The same on every member: by the most rows that one holds."""
-    large = max(circle.part.counts) * q.shape[1] * q.shape[2] * q.element_size() >= SLICE_BYTES
-    return deal.slices(SLICES) if large and circle.degree == 1 else 1
+    each = max(circle.part.counts) * q.shape[1] * q.shape[2] * q.element_size() // max(1, SLICE_BYTES)
+    return deal.slices(min(each, SLICES)) if each > 1 and circle.degree == 1 else 1
+
+
+def _added(held: Sequence[Tensor], more: Sequence[Tensor]) -> list[Tensor]:
+    """Sums of tensors (R, …) with others, which a first addend is alone; `held` may be changed."""
+    if not held:
+        return list(more)
+    sums = as_dtype(held, accumulation_dtype(held[0].dtype))
+    add_rows(list(zip(more, sums, strict=True)), slice(0, len(sums[0])))
+    return sums
 
 
 def _totals(dout: Tensor, kept: Kept, deal: Deal, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,14 +110,30 @@ def _totals(dout: Tensor, kept: Kept, deal: Deal, dtype: torch.dtype) -> tuple[T
 class _Swap:
     """The exchange inside one neighbourhood of M members: (T, all heads) of the local rows for (R, some heads) of all.
 
-    Heads (N) are M runs of those that a member computes, each cut into `slices` parts.
+    Heads (N) are M runs of those that a member computes, each cut into `slices` parts. Of key/value heads, `shared`
+    parts that follow each other use the same.
     """
 
     def __init__(self, circle: Circle, deal: Deal, slices: int) -> None:
         self.deal, self.slices, self._members = deal, slices, deal.members
+        self.shared = max(1, slices // deal.runs)
         self._circle, self._channel, self._counts = circle, circle.inside(), circle.inside_counts
         self._me = self._channel.index
         self._own_counts = (self._counts[self._me],) * self._members
+
+    def begins(self, part: int) -> bool:
+        """Whether a part is the first with its key/value heads."""
+        return part % self.shared == 0
+
+    def ends(self, part: int) -> bool:
+        """Whether it is the last with them."""
+        return self.begins(part + 1)
+
+    def messages(self, part: int) -> list[slice]:
+        """Which of dq, dk and dv leave together once a part is computed: of one dtype where no head has copies."""
+        if not self.ends(part):
+            return [slice(0, 1)]
+        return [slice(0, 3)] if self.deal.copies == 1 else [slice(0, 1), slice(1, 3)]
 
     def rule_of(self, rule: Rule, part: int) -> Rule:
         """The rule for the query heads of a part that are computed here."""
@@ -117,19 +148,30 @@ class _Swap:
         return whole
 
     def to_heads(self, tensors: Sequence[Tensor], part: int, what: str) -> Handle:
-        """Start sending a part of the heads of tensors (T, N, size), to every member its own."""
+        """Start sending a part of the heads of tensors (T, N, size), of queries first, to every member its own."""
         rows, members = tensors[0].shape[0], self._members
-        parts = [by_heads(x, members, self.slices, part) for x in tensors]
+        parts = self._parts(tensors, part, queries=1)
         widths = [x.shape[2] for x in parts]
         packed = tensors[0].new_empty((members * rows, sum(widths)))
         copy_rows(list(zip(parts, by_member(packed, members, widths), strict=True)))
         return self._channel.all_to_all_rows(packed, self._own_counts, self._counts, what)
 
+    def _parts(self, tensors: Sequence[Tensor], part: int, queries: int) -> list[Tensor]:
+        """A part of the heads of tensors (T, N, size) by member, the first `queries` of them of query heads."""
+        return [
+            by_heads(x, self._members, self.slices, part)
+            if i < queries
+            else by_heads(x, self._members, self.slices // self.shared, part // self.shared)
+            for i, x in enumerate(tensors)
+        ]
+
     def heads(self, handle: Handle, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What arrives of `to_heads`: (R, n, size) of all rows in document order, for tensors like those sent."""
         arrived, orders = handle.wait(), self._circle.orders
         in_order = arrived if orders is None else matrix_of((arrived,), orders[0])
-        return columns(in_order, [(x.shape[1] // (self._members * self.slices), x.shape[2]) for x in like])
+        slices = [self.slices, *[self.slices // self.shared] * (len(like) - 1)]
+        counts = [x.shape[1] // (self._members * n) for x, n in zip(like, slices, strict=True)]
+        return columns(in_order, [(n, x.shape[2]) for n, x in zip(counts, like, strict=True)])
 
     def to_rows(self, tensors: Sequence[Tensor], what: str) -> Handle:
         """Start sending tensors (R, n, size) of one dtype, to every member its rows."""
@@ -137,13 +179,8 @@ class _Swap:
         packed = matrix_of(tensors, None if orders is None else orders[1])
         return self._channel.all_to_all_rows(packed, self._counts, self._own_counts, what)
 
-    def gradients_to_rows(self, dq: Tensor, dk: Tensor, dv: Tensor, what: str) -> list[Handle]:
-        """Start sending gradients (R, n, size), in one message where no head has copies: they are of one dtype then."""
-        together = [(dq, dk, dv)] if self.deal.copies == 1 else [(dq,), (dk, dv)]
-        return [self.to_rows(some, f"{what}, gradients") for some in together]
-
-    def lay(self, handle: Handle, into: Sequence[Tensor], part: int) -> None:
-        """Lay what arrives of `to_rows` into a part of the heads of tensors (T, N, size)."""
-        parts = [by_heads(x, self._members, self.slices, part) for x in into]
+    def lay(self, handle: Handle, into: Sequence[Tensor], part: int, queries: int = 1) -> None:
+        """Lay what arrives of `to_rows` into a part of the heads of tensors (T, N, size), some of query heads first."""
+        parts = self._parts(into, part, queries)
         arrived = by_member(handle.wait(), self._members, [x.shape[2] for x in parts])
         copy_rows(list(zip(arrived, parts, strict=True)))

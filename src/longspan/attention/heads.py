@@ -42,8 +42,14 @@ class Deal:
         return slice(member * self.each, (member + 1) * self.each)
 
     def slices(self, at_most: int) -> int:
-        """Into how many equal slices of whole runs, at most so many, the heads of every member can be cut."""
-        return next(n for n in range(min(at_most, self.runs), 0, -1) if self.runs % n == 0)
+        """Into how many equal slices, at most so many, the query heads of every member can be cut.
+
+        A slice is one or more whole runs, or a part of one: its key/value head is then that of other slices as well.
+        """
+        return next(n for n in range(min(at_most, self.each), 0, -1) if self._cuts_evenly(n))
+
+    def _cuts_evenly(self, slices: int) -> bool:
+        return self.runs % slices == 0 or (slices % self.runs == 0 and self.each % slices == 0)
 
 
 @cache
