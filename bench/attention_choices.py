@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 bench/attention_choices.py --choice slices --documents 1,8 --out FILE.json
 
-A GPU slows down as it warms up, by as much as most choices gain, so that each round opens a world of every way and times
+A GPU slows down as it warms up, by as much as most choices gain. So each round opens a world of every way, and times
 forward and backward of every type and length in it; the record has every round. Choices:
 
 - streams: messages on streams of high priority (as they are), or of equal priority. A message that is sent ahead runs
@@ -17,6 +17,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ CHOICES: dict[str, dict[str, Callable[[], None]]] = {
         "high": partial(setattr, groups, "AHEAD", groups.AHEAD),
         "equal": partial(setattr, groups, "AHEAD", frozenset[str]()),
     },
-    "slices": {f"at most {n}": partial(setattr, all_to_all, "SLICES", n) for n in (4, 2)},
+    "slices": {f"at most {n}": partial(setattr, all_to_all, "SLICES", n) for n in (2, 1)},
 }
 
 
@@ -66,6 +67,7 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--types", default="p2p,all_gather,a2a")
     parser.add_argument("--lengths", default="65536,131072", help="rows of all ranks together")
     parser.add_argument("--documents", default="1", help="equal packed documents, with commas between")
+    parser.add_argument("--key_value_heads", type=int, default=8, help="with fewer, slices share them")
     parser.add_argument("--partition", default="zigzag", choices=("zigzag", "contiguous"))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", default="", help="record: FILE.json and FILE.md")
@@ -78,7 +80,7 @@ def _round(flags: argparse.Namespace, way: str) -> Iterator[dict[str, Any]]:
     with World(Layout(int(torch.cuda.device_count()))) as world:
         for documents in flags.documents.split(","):
             given = argparse.Namespace(**(vars(flags) | {"documents": int(documents)}))
-            settings = settings_of(given, len(world.home.ranks))
+            settings = replace(settings_of(given, len(world.home.ranks)), key_value_heads=flags.key_value_heads)
             for length in settings.lengths:
                 for case in own_cases(settings):
                     with case.prepare(settings, tensors_of(settings, length, world), world) as run:

@@ -52,6 +52,7 @@ def test_parity_of_wide_groups(slots):
 def sliced_cases(rank, slots, cases):
     """Cases with tensors taken for large, over communicators of the members' own."""
     all_gather.SLICE_BYTES = all_to_all.SLICE_BYTES = ring.HALVES_BYTES = 0  # in this process only
+    all_to_all.SLICES = 4  # some of one key/value head, some of several
     with World(home := Layout(ranks=slots), backend=backend(), max_groups=4) as world:
         for cp in (slots, 2):
             world.prepare(plan_fixed([9] * slots, home, cp=cp))

@@ -10,8 +10,8 @@ to several, and their gradients are summed.
 Large tensors go in slices of the heads: the next slice travels while one is computed, and the results of one while the
 next is. Slices that share a key/value head send it with the first, and the sum of its gradients with the last.
 
-Kept for backward are the exchanged q, k, v, out and log-sum-exp, as many numbers as the local ones, which are not needed
-then. Forward sends q, k, v and out, backward dout and the gradients.
+Kept for backward are the exchanged q, k, v, out and log-sum-exp, as many numbers as the local ones, which are not
+needed then. Forward sends q, k, v and out, backward dout and the gradients.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from longspan.attention.ring import ring_backward, ring_forward
 from longspan.attention.rows import add_rows, as_dtype, by_heads, by_member, copy_rows, matrix_of
 from longspan.comm import Handle, columns
 
-SLICES = 4  # at most
+SLICES = 2  # four took longer (bench/records/attention-slices-4xH200.md)
 SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less would cost more in launches than it hides (H200)
 
 
