@@ -11,10 +11,11 @@ import pytest
 
 from longspan.layout import Layout
 from longspan.plan import Cost
+from longspan.plan.cost import cost_on_h200
 from longspan.plan.simulate import shared_by
 from longspan.train.config import ContextConfig
 from longspan.train.order import StepOrder
-from longspan.train.plans import PlanChoice, StepPlanner, plans_of_steps
+from longspan.train.plans import PlanChoice, StepPlanner, cost_of_run, plans_of_steps
 
 LENGTHS = np.random.default_rng(0).integers(2, 400, 80)
 HOME = Layout(ranks=6)
@@ -46,6 +47,23 @@ def test_a_measured_cost_decides_about_plans(tmp_path: Path) -> None:
         PlanChoice.evaluation(replace(measured, eval_context_parallel_size=2)).plan((9, 9), HOME).predicted_seconds
         >= 5.0
     )
+
+
+def test_without_a_cost_plans_on_gpus_are_priced_for_the_model(tmp_path: Path) -> None:
+    path, said = tmp_path / "cost.json", list[str]()
+    path.write_text(json.dumps({"micro_batch_seconds": 5.0}))
+    model = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    model["vocab_size"] = 1000
+    assert cost_of_run(DYNAMIC, model, said.append, gpu=False) == Cost()
+    assert cost_of_run(replace(DYNAMIC, cost=str(path)), model, said.append, gpu=True).micro_batch_seconds == 5.0
+    found = cost_of_run(DYNAMIC, model, said.append, gpu=True)
+    assert found == cost_on_h200(model) != Cost() and not said
+    for choice in (PlanChoice.training(DYNAMIC, cost=found), PlanChoice.evaluation(DYNAMIC, cost=found)):
+        assert choice.cost == found
+    with plans_of_steps(DYNAMIC, order(), HOME, cost=found) as plans:
+        assert plans.plan(0).cost == found
+    assert cost_of_run(DYNAMIC, model | {"kv_lora_rank": 8}, said.append, gpu=True) == Cost()
+    assert "priced as for a Qwen3-8B (dict has latent attention" in said[0]
 
 
 def test_tensor_parallel_ranks_share_the_cost_of_a_slot() -> None:

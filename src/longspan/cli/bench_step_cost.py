@@ -6,17 +6,11 @@ from longspan.cli.bench_step_flags import StepFlags
 from longspan.cli.bench_step_shapes import Shape
 from longspan.layout import Layout
 from longspan.plan import Cost
+from longspan.plan.cost import H200_ATTENTION_TFLOPS, H200_RING_STEP_SECONDS, H200_TFLOPS, cost_on_h200
 from longspan.plan.cost_file import read_cost
 from longspan.plan.model_shape import ModelShape
 from longspan.plan.simulate import shared_by
 
-# H200 by bench/records/step-analysis.md: what attention's kernels come to, and all else of a step together: layers,
-# exchanges that show, optimizer and waiting.
-GPU_ATTENTION_TFLOPS = 600.0
-GPU_TFLOPS = 450.0
-# Of a group's ring in one layer, one way: what sharded attention takes beyond its kernels on H200, 2 ms forward and
-# backward at degree 4 and 16K or 64K packed rows (bench/records/attention-time-packed-4xH200.md).
-GPU_RING_STEP_SECONDS = 300e-6
 CPU_TFLOPS = 0.05
 
 
@@ -39,15 +33,10 @@ def _plain(flags: StepFlags, shape: Shape, longest: int, gpu: bool) -> tuple[Cos
     """The model's cost on a machine of so many FLOP/s, with what is recomputed."""
     config = shape.config(longest)
     if gpu:
-        cost = Cost.for_model(
-            config,
-            tflops=GPU_TFLOPS,
-            attention_tflops=GPU_ATTENTION_TFLOPS,
-            ring_step_latency=GPU_RING_STEP_SECONDS,
-        )
+        cost = cost_on_h200(config)
         machine = (
-            f"{GPU_TFLOPS:g} TFLOP/s, {GPU_ATTENTION_TFLOPS:g} in attention, "
-            f"{1e6 * GPU_RING_STEP_SECONDS:.0f} µs a ring step"
+            f"{H200_TFLOPS:g} TFLOP/s, {H200_ATTENTION_TFLOPS:g} in attention, "
+            f"{1e6 * H200_RING_STEP_SECONDS:.0f} µs a ring step"
         )
     else:
         cost, machine = Cost.for_model(config, tflops=CPU_TFLOPS), f"{CPU_TFLOPS} TFLOP/s"

@@ -88,7 +88,7 @@ class ContextConfig:
     node_size: int = 8
     """Slots of one host: what the plan's cost model takes as near."""
     cost: str = ""
-    """File that longspan bench calibrate writes: what steps cost here; empty: a Qwen3-8B on H200 (docs/planning.md)."""
+    """File of longspan bench calibrate: what steps cost here; empty: on GPUs the model on H200s (docs/planning.md)."""
     mode: Literal["lockstep", "free"] = "lockstep"
     """In training, who waits: lockstep: all slots for the slowest of a micro-batch; free: those that share a group."""
     plan_ahead: int = 2

@@ -6,16 +6,17 @@ Planning itself is `longspan.plan`'s business. Nothing here needs torch or a pro
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 
-from longspan.errors import ConfigError, LongspanError
+from longspan.errors import ConfigError, LongspanError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Mode, PartitionKind, Plan, PlanAhead, WarmStart, plan_dynamic, plan_fixed, plan_padded
-from longspan.plan.cost import DEFAULT_COST
+from longspan.plan.cost import DEFAULT_COST, cost_on_h200
 from longspan.plan.cost_file import read_cost
 from longspan.plan.simulate import shared_by
 from longspan.train.config import ContextConfig, ParallelConfig
@@ -27,6 +28,20 @@ WARM_STEPS = 64  # dynamic plans of so many steps begin from what was found for 
 def cost_of(context: ContextConfig) -> Cost:
     """The cost in the file that `context.cost` names, or the default. Raises ConfigError for a file that holds none."""
     return _cost_in(context.cost)
+
+
+def cost_of_run(context: ContextConfig, model_config: Any, say: Callable[[str], None], *, gpu: bool) -> Cost:
+    """What a run's plans are priced by: the file of `context.cost`; without one, on GPUs the model at hand on H200s.
+
+    A model that its configuration does not price, and any on CPUs, is planned for as a Qwen3-8B; on GPUs that is said.
+    """
+    if context.cost or not gpu:
+        return cost_of(context)
+    try:
+        return cost_on_h200(model_config)
+    except PlanError as error:
+        say(f"plans are priced as for a Qwen3-8B ({error}); context.cost names a file of measurements")
+        return cost_of(context)
 
 
 @cache
@@ -83,9 +98,15 @@ class PlanChoice:
 
     @classmethod
     def training(
-        cls, context: ContextConfig, *, weights: int = 0, weight_bytes: int = 2, row_multiple: int = 1
+        cls,
+        context: ContextConfig,
+        *,
+        cost: Cost | None = None,
+        weights: int = 0,
+        weight_bytes: int = 2,
+        row_multiple: int = 1,
     ) -> "PlanChoice":
-        """How training steps of a model of so many weights are planned."""
+        """How training steps of a model of so many weights are planned; `cost` is the run's, else the file's."""
         return cls(
             planner=context.planner,
             degree=context.context_parallel_size,
@@ -97,7 +118,7 @@ class PlanChoice:
             max_degree=context.max_dynamic_context_parallel_size,
             keys=Keys("context."),
             partition=context.partition,
-            cost=cost_of(context),
+            cost=cost or cost_of(context),
             mode=context.mode,
             weights=weights,
             weight_bytes=weight_bytes,
@@ -105,7 +126,7 @@ class PlanChoice:
         )
 
     @classmethod
-    def evaluation(cls, context: ContextConfig, *, row_multiple: int = 1) -> "PlanChoice":
+    def evaluation(cls, context: ContextConfig, *, cost: Cost | None = None, row_multiple: int = 1) -> "PlanChoice":
         """How evaluations are planned."""
         return cls(
             planner=context.eval_planner,
@@ -118,7 +139,7 @@ class PlanChoice:
             max_degree=context.max_dynamic_context_parallel_size,
             keys=Keys("context.eval_"),
             partition=context.eval_partition,
-            cost=cost_of(context),
+            cost=cost or cost_of(context),
             row_multiple=row_multiple,
         )
 
@@ -223,6 +244,7 @@ def plans_of_steps(
     order: StepOrder,
     home: Layout,
     *,
+    cost: Cost | None = None,
     weights: int = 0,
     weight_bytes: int = 2,
     row_multiple: int = 1,
@@ -232,7 +254,9 @@ def plans_of_steps(
     Dynamic plans are made `context.plan_ahead` steps ahead in another process; those of the other planners take a
     millisecond and are made when their step begins.
     """
-    choice = PlanChoice.training(context, weights=weights, weight_bytes=weight_bytes, row_multiple=row_multiple)
+    choice = PlanChoice.training(
+        context, cost=cost, weights=weights, weight_bytes=weight_bytes, row_multiple=row_multiple
+    )
     planner = StepPlanner(choice, order, home)
     if context.planner != "dynamic":
         return PlanAhead(planner, ahead=0)

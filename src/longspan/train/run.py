@@ -74,6 +74,7 @@ def _plans(job: Job) -> PlanAhead:
         job.config.context,
         job.order,
         home,
+        cost=job.cost,
         weights=sum(parameter.numel() for parameter in parameters) // home.tp,
         weight_bytes=parameters[0].element_size(),
         row_multiple=row_multiple_of(job.config.parallel),
@@ -164,7 +165,7 @@ def router_coefficients(config: TrainConfig) -> RouterCoefficients:
 def _evaluate(job: Job, log: MetricsLog, screen: Screen, done: int) -> Evaluation | None:
     if not job.order.evaluation:
         return None
-    choice = evaluation_choice(job.config)
+    choice = evaluation_choice(job.config, job.cost)
     found = evaluate(job.model, job.corpus, job.order.evaluation, choice, job.world, step=done, config=job.config)
     _record(job, log, screen, [found])
     return found
@@ -177,7 +178,7 @@ def _finish(job: Job, log: MetricsLog, screen: Screen) -> tuple[Evaluation, ...]
     save_model(job.model, job.dir / "model", world, tokenizer)
     if not job.order.evaluation:
         return ()
-    choice = evaluation_choice(job.config)
+    choice = evaluation_choice(job.config, job.cost)
     final = compare_degrees(job.model, job.corpus, job.order.evaluation, choice, world, step=done, config=job.config)
     if _recorded(job, log, done):
         return final

@@ -15,6 +15,7 @@ from longspan.comm import World
 from longspan.errors import CheckpointError, ConfigError, DataError
 from longspan.model import load_model, prepare
 from longspan.model.pipeline import PipelinedModel
+from longspan.plan import Cost
 from longspan.train.checkpoint import find_checkpoint, load_checkpoint
 from longspan.train.checkpoint_files import check_files, read_state
 from longspan.train.config import RunConfig
@@ -27,7 +28,7 @@ from longspan.train.metrics import write_whole
 from longspan.train.optim import build_optimizer
 from longspan.train.order import StepOrder
 from longspan.train.outcome import Evaluation
-from longspan.train.plans import PlanChoice, row_multiple_of
+from longspan.train.plans import PlanChoice, cost_of_run, row_multiple_of
 from longspan.train.rows_that_fit import with_rows_that_fit
 from longspan.train.together import Say, first_does, first_does_slowly, together
 from longspan.train.tokenizer import check_vocabulary
@@ -48,6 +49,7 @@ class Job:
     optimizer: Optimizer
     corpus: Corpus
     order: StepOrder
+    cost: Cost  # what plans are priced by
     done: int
 
     @property
@@ -83,7 +85,7 @@ def set_up(config: RunConfig, world: World, say: Say) -> Job:
     first_does(world, lambda: write_whole(directory / "config.toml", to_toml(config)), refuse=ConfigError)
     config = with_rows_that_fit(config, model, optimizer, world, say)
     check_longest(config, world.home, int(corpus.lengths[longest]), corpus.origin(longest))
-    return Job(config, world, model, optimizer, corpus, order, done)
+    return Job(config, world, model, optimizer, corpus, order, _cost(config, world, model, say), done)
 
 
 def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World, say: Say) -> Evaluation:
@@ -106,12 +108,17 @@ def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World
         )
     model = model_under_home(config, world, corpus)
     step = int(load_checkpoint(found, model, None, world)["step"])
-    return evaluate(model, corpus, documents, evaluation_choice(config), world, step=step, config=config)
+    choice = evaluation_choice(config, _cost(config, world, model, say))
+    return evaluate(model, corpus, documents, choice, world, step=step, config=config)
 
 
-def evaluation_choice(config: RunConfig) -> PlanChoice:
-    """How evaluations of this configuration are planned."""
-    return PlanChoice.evaluation(config.context, row_multiple=row_multiple_of(config.parallel))
+def evaluation_choice(config: RunConfig, cost: Cost) -> PlanChoice:
+    """How evaluations of this configuration are planned, by the run's cost."""
+    return PlanChoice.evaluation(config.context, cost=cost, row_multiple=row_multiple_of(config.parallel))
+
+
+def _cost(config: RunConfig, world: World, model: PreTrainedModel | PipelinedModel, say: Say) -> Cost:
+    return cost_of_run(config.context, model.config, say, gpu=world.device.type == "cuda")
 
 
 def order_of(config: RunConfig, corpus: Corpus) -> StepOrder:
