@@ -33,6 +33,7 @@ FLAGS = [
     "max_cp",
     "mode",
     "weights",
+    "dp_replicate",
     "cp_comm_type",
     "partition",
     "hierarchical_context_parallel_sizes",
@@ -158,6 +159,10 @@ def test_the_closing_of_free_mode_is_priced_by_weights_and_said_where_it_is_not(
     for words, closing in (
         (["--weights", "1e9"], Cost().with_closing(1e9, Layout(4)).closing_seconds),
         (["--weights", "1e9", "--node-size", "2"], Cost().with_closing(1e9, Layout(4), node_size=2).closing_seconds),
+        (
+            ["--weights", "1e9", "--dp-replicate", "2"],
+            Cost().with_closing(1e9, Layout(4, dp_replicate=2)).closing_seconds,
+        ),
         (["--cost", str(tmp_path / "cost.json")], 0.5),
     ):
         plan, found = planned([*base, *words], capsys)
@@ -208,6 +213,11 @@ BAD = [
     (["--slots", "4", "--same", "2x5", "--html", "/nowhere/x.html"], "cannot write /nowhere/x.html"),
     (["--slots", "4", "--same", "2x5", "--weights", "8e9"], "--mode is lockstep; add --mode free, or leave --weights"),
     (["--slots", "4", "--same", "2x5", "--mode", "free", "--weights", "-1"], "--weights is -1; give a model's number"),
+    (["--slots", "4", "--same", "2x5", "--dp-replicate", "2"], "--dp-replicate 2 is how the weights of --weights"),
+    (
+        ["--slots", "4", "--same", "2x5", "--mode", "free", "--weights", "8", "--dp-replicate", "3"],
+        "dp_replicate 3 does not divide 4 slots",
+    ),
     (["--slots", "4", "--same", "2x5", "--slts", "4"], "longspan plan has no flag --slts: did you mean '--slots'?"),
 ]
 

@@ -32,6 +32,7 @@ FLAGS = [
     "node_size",
     "mode",
     "weights",
+    "dp_replicate",
     "evaluation",
     "which_eval_degree",
     "accumulation",

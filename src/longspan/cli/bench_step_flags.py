@@ -64,6 +64,8 @@ class StepFlags(BenchFlags, SourceFlags):
     """Tensor-parallel degree."""
     ep: int = 1
     """Expert-parallel degree."""
+    dp_replicate: int = 1
+    """Copies of the sharded weights (HSDP), each over slots / copies."""
     recompute: Literal["none", "full", "selective"] = "selective"
     """What is recomputed in the backward pass."""
     recompute_layers: int = 0

@@ -16,7 +16,7 @@ from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
 
 CPU_LENGTHS = (96, 40, 24, 16, 16)
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # bfloat16, dense, by the vendor
-_LEAST = {"tp": 1, "ep": 1, "node_size": 1, "cp": 0, "max_tokens_per_slot": 0, "loss_chunk_rows": 0}
+_LEAST = {"tp": 1, "ep": 1, "dp_replicate": 1, "node_size": 1, "cp": 0, "max_tokens_per_slot": 0, "loss_chunk_rows": 0}
 # Of the flags: what a record says as it was given.
 RECORDED = (
     "cp_comm_type",
@@ -25,6 +25,7 @@ RECORDED = (
     "node_size",
     "tp",
     "ep",
+    "dp_replicate",
     "recompute",
     "recompute_layers",
     "offload",
@@ -145,7 +146,7 @@ def make_settings(flags: StepFlags, ranks: int, backend: str, command: Sequence[
 
 def home_of(flags: StepFlags, ranks: int) -> Layout:
     """The home that flags ask for on so many ranks."""
-    return Layout(ranks, tp=flags.tp, ep=flags.ep)
+    return Layout(ranks, tp=flags.tp, ep=flags.ep, dp_replicate=flags.dp_replicate)
 
 
 def planners_of(flags: StepFlags) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The closing micro-batch of free mode on the command line: `--weights`, and what is said where it has no price.
+"""The closing micro-batch of free mode on the command line: `--weights`, `--dp-replicate`, and what has no price.
 
 In free mode over sharded parameters a step gathers them before its first micro-batch and sums gradients after its last
 one, in a micro-batch that all slots enter. Its seconds depend on the model's parameters, which lengths do not tell.
@@ -24,6 +24,8 @@ class ClosingFlags:
     weights: float = 0.0
     """With free mode: parameters that are sharded over the slots (8.19e9 for Qwen3-8B); their gathering before a step
     and the sum of their gradients after it are added to its seconds. 0: what the cost file says, else nothing."""
+    dp_replicate: int = 1
+    """With --weights: copies of them (HSDP), each sharded over slots / copies."""
 
 
 def check_weights(flags: ClosingFlags, *, free: bool) -> None:
@@ -35,8 +37,16 @@ def check_weights(flags: ClosingFlags, *, free: bool) -> None:
             f"--weights {flags.weights:g} prices the closing micro-batch of free mode, and --mode is lockstep; add "
             "--mode free, or leave --weights out"
         )
+    if flags.dp_replicate != 1 and not flags.weights:
+        raise ConfigError(
+            f"--dp-replicate {flags.dp_replicate} is how the weights of --weights are copied, and there are none; add "
+            "--weights, or leave it out"
+        )
 
 
 def with_weights(cost: Cost, flags: ClosingFlags, *, slots: int, node_size: int, tp: int = 1) -> Cost:
     """The cost with the closing micro-batch of these weights, of which each of `tp` ranks of a slot holds a part."""
-    return cost.with_closing(flags.weights / tp, Layout(slots), node_size=node_size) if flags.weights else cost
+    if not flags.weights:
+        return cost
+    home = Layout(slots, dp_replicate=flags.dp_replicate)
+    return cost.with_closing(flags.weights / tp, home, node_size=node_size)
