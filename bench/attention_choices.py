@@ -40,7 +40,7 @@ CHOICES: dict[str, dict[str, Callable[[], None]]] = {
         "high": partial(setattr, groups, "AHEAD", groups.AHEAD),
         "equal": partial(setattr, groups, "AHEAD", frozenset[str]()),
     },
-    "slices": {f"at most {n}": partial(setattr, all_to_all, "SLICES", n) for n in (2, 1)},
+    "slices": {f"at most {n}": partial(setattr, all_to_all, "SLICES", n) for n in (4, 2, 1)},
 }
 
 
@@ -48,7 +48,8 @@ def main() -> None:
     """Measure in rounds, print a line for each, and write the record."""
     flags = _flags()
     about = {"machine": machine(), "versions": versions(), "command": " ".join(["torchrun", *sys.argv])}
-    record: dict[str, Any] = {"bench": "attention choices", "choice": flags.choice, **about, "rows": []}
+    asked = {name: getattr(flags, name) for name in ("choice", "partition", "key_value_heads")}
+    record: dict[str, Any] = {"bench": "attention choices", **asked, **about, "rows": []}
     ways, first = list(CHOICES[flags.choice]), int(os.environ["RANK"]) == 0
     for turn in range(flags.rounds):
         for way in ways if turn % 2 else reversed(ways):

@@ -63,7 +63,11 @@ def sliced_cases(rank, slots, cases):
 def test_parity_in_slices_and_over_own_communicators():
     needs(4)
     questions = (Question("ragged", "gqa", sinks=True), Question("ragged", "mha", dropout=0.2, softcap=2.0))
-    questions += (Question("halves", "mla", window=5), Question("shares without rows", "mqa", "float32"))
+    questions += (
+        Question("ragged", "64/8 of 64"),
+        Question("halves", "mla", window=5),
+        Question("shares without rows", "mqa", "float32"),
+    )
     check(4, cases_of(questions, WAYS) + random_cases(4, 20, SEED + 1), sliced_cases)
 
 

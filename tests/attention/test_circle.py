@@ -36,10 +36,25 @@ def test_every_query_head_is_dealt_once_with_the_key_value_head_that_it_uses(hea
         assert len(dealt) == members * deal.runs, "every head as often"
         uses = [dealt[run] for run in range(len(dealt)) for _ in range(deal.each // deal.runs)]
         assert uses == [head * kv_heads // heads for head in range(heads)], (heads, kv_heads, members)
-        for at_most in (1, 2, 3):
+        for at_most in (1, 2, 3, 4):
             slices = deal.slices(at_most)
             assert slices <= at_most and deal.each % slices == 0
             assert deal.runs % slices == 0 or slices % deal.runs == 0, "a slice has whole runs, or a part of one"
+            assert slices // deal.shared(slices) in (slices, deal.runs), "a head is shared where there are too few"
+
+
+def test_heads_are_cut_as_often_as_they_can_be():
+    cut = {
+        (32, 8, 4): (2, 4),
+        (32, 8, 8): (2, 4),
+        (64, 8, 8): (2, 4),
+        (12, 6, 2): (1, 3),
+        (8, 8, 8): (1, 1),
+        (12, 4, 2): (2, 2),
+    }
+    for shape, wanted in cut.items():
+        assert (Deal(*shape).slices(2), Deal(*shape).slices(4)) == wanted, shape
+    assert [Deal(32, 8, 8).shared(n) for n in (1, 2, 4)] == [1, 2, 4] and Deal(32, 8, 4).shared(2) == 1
 
 
 @pytest.mark.parametrize("partition", ["zigzag", "contiguous"])

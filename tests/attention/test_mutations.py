@@ -18,6 +18,7 @@ CASES = cases_of(
         Question("padded", "mqa", causal=False),
         Question("ragged", "mha", window=30, softcap=2.0),
         Question("many documents", "gqa", window=19),
+        Question("shares without rows", "64/8 of 64"),  # members with two key/value heads, each of several slices
     ),
     WAYS,
 )
@@ -61,7 +62,7 @@ MUTATIONS = [
     ("attention.all_to_all", "arrived if orders is None else matrix_of((arrived,), orders[0])", "arrived"),
     ("attention.halo", "index_copy_(0, self.places, handle", "index_copy_(0, self.places.flip(0), handle"),
     ("attention.all_to_all", "start = self.deal.q(self._me).start + part", "start = part"),
-    ("attention.all_to_all", "self.slices // self.shared, part // self.shared)", "self.slices // self.shared, 0)"),
+    ("attention.all_to_all", "part * cuts // self.slices)", "part * (cuts == self.slices))"),
     ("attention.all_to_all", "whole[self.deal.q(self._me)] = x", "whole[: len(x)] = x"),
     # sinks
     ("attention.block", "out * torch.exp(lse - with_sinks).unsqueeze(-1), with_sinks", "out, with_sinks"),

@@ -11,9 +11,9 @@ import pytest
 
 from longspan.layout import Layout
 from longspan.plan import Cost
-from longspan.plan.cost import cost_on_h200
+from longspan.plan.model_cost import cost_on_h200
 from longspan.plan.simulate import shared_by
-from longspan.train.config import ContextConfig
+from longspan.train.config import ContextConfig, ParallelConfig, RunConfig, TrainConfig
 from longspan.train.order import StepOrder
 from longspan.train.plans import PlanChoice, StepPlanner, cost_of_run, plans_of_steps
 
@@ -50,20 +50,26 @@ def test_a_measured_cost_decides_about_plans(tmp_path: Path) -> None:
 
 
 def test_without_a_cost_plans_on_gpus_are_priced_for_the_model(tmp_path: Path) -> None:
-    path, said = tmp_path / "cost.json", list[str]()
+    path, said, config = tmp_path / "cost.json", list[str](), replace(RunConfig(), context=DYNAMIC)
     path.write_text(json.dumps({"micro_batch_seconds": 5.0}))
     model = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     model["vocab_size"] = 1000
-    assert cost_of_run(DYNAMIC, model, said.append, gpu=False) == Cost()
-    assert cost_of_run(replace(DYNAMIC, cost=str(path)), model, said.append, gpu=True).micro_batch_seconds == 5.0
-    found = cost_of_run(DYNAMIC, model, said.append, gpu=True)
+    assert cost_of_run(config, model, said.append, gpu=False) == Cost()
+    measured = replace(config, context=replace(DYNAMIC, cost=str(path)))
+    assert cost_of_run(measured, model, said.append, gpu=True).micro_batch_seconds == 5.0
+    found = cost_of_run(config, model, said.append, gpu=True)
     assert found == cost_on_h200(model) != Cost() and not said
     for choice in (PlanChoice.training(DYNAMIC, cost=found), PlanChoice.evaluation(DYNAMIC, cost=found)):
         assert choice.cost == found
     with plans_of_steps(DYNAMIC, order(), HOME, cost=found) as plans:
         assert plans.plan(0).cost == found
-    assert cost_of_run(DYNAMIC, model | {"kv_lora_rank": 8}, said.append, gpu=True) == Cost()
-    assert "priced as for a Qwen3-8B (dict has latent attention" in said[0]
+    again = replace(config, train=TrainConfig(activation_checkpointing="full", recompute_layers=1))
+    halves = replace(again, parallel=ParallelConfig(pp=2))  # one layer of each of two stages
+    full = replace(again, train=TrainConfig(activation_checkpointing="full"))
+    some, most, all_ = (cost_of_run(c, model, said.append, gpu=True).attention_seconds for c in (again, halves, full))
+    assert found.attention_seconds < some < most == all_
+    assert cost_of_run(config, model | {"kv_lora_rank": 8}, said.append, gpu=True) == Cost()
+    assert "priced as for a Qwen3-8B: dict has latent attention" in said[0]
 
 
 def test_tensor_parallel_ranks_share_the_cost_of_a_slot() -> None:
@@ -100,8 +106,8 @@ def test_each_half_deals_out_rows_in_its_own_way(planner: Literal["fixed", "padd
 @pytest.mark.parametrize("context", [DYNAMIC, replace(DYNAMIC, planner="fixed", context_parallel_size=2)], ids=str)
 def test_plans_made_ahead_are_those_made_inline(context: ContextConfig) -> None:
     with (
-        plans_of_steps(context, order(), HOME) as ahead,
-        plans_of_steps(replace(context, plan_ahead=0), order(), HOME) as inline,
+        plans_of_steps(context, order(), HOME, cost=Cost()) as ahead,
+        plans_of_steps(replace(context, plan_ahead=0), order(), HOME, cost=Cost()) as inline,
     ):
         assert ahead.ahead == (2 if context.planner == "dynamic" else 0)
         for step in (4, 5, 6, 63, 64, 65, 4):

@@ -40,14 +40,15 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, circle: Circle, rule: Rule) -> 
     given = (q, *(x if deal.copies == 1 else x.repeat_interleave(deal.copies, 1) for x in (k, v)))
     sent = [given if swap.begins(part) else given[:1] for part in range(swap.slices)]
     arriving = [swap.to_heads(tensors, part, what) for part, tensors in enumerate(sent)]
-    leaving, kept, of_keys = list[Handle](), list[Tensor | None](), list[Tensor]()
+    leaving, kept, of_keys = list[Handle](), list[Tensor](), list[Tensor]()
     for part, tensors in enumerate(sent):
         q_all, *others = swap.heads(arriving.pop(0), tensors)
         of_keys = others or of_keys
         inside = ring_forward(q_all, of_keys[0], of_keys[1], circle, swap.rule_of(rule, part))
         out = inside.out.to(q.dtype)
         leaving.append(swap.to_rows((out,), f"{what}, back"))
-        kept += [out if x is None else x for x in inside.kept]
+        whole = [out if x is None else x for x in inside.kept]
+        kept += whole if swap.begins(part) else swap.without_keys(whole)
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     for part in range(swap.slices):
         swap.lay(leaving.pop(0), (out,), part)
@@ -61,21 +62,22 @@ def a2a_backward(dout: Tensor, kept: Kept, circle: Circle, rule: Rule) -> Gradie
     deal = dealt(dout.shape[1], rule.kv_heads, circle.inner)
     swap, what = _Swap(circle, deal, len(kept) // KEPT), "attention all-to-all backward"
     arriving = [swap.to_heads((dout,), part, what) for part in range(swap.slices)]
-    # Sums that are whole are as exact in the input's dtype; parts of a sum are not.
+    # Sums over all queries of a head are as exact in the input's dtype; those of one copy of it are not.
     kv_dtype = dout.dtype if deal.copies == 1 else accumulation_dtype(dout.dtype)
     leaving, sinks, of_keys = list[Handle](), list[Tensor](), list[Tensor]()
     for part in range(swap.slices):
-        (dout_all,), own = swap.heads(arriving.pop(0), (dout,)), kept[part * KEPT : (part + 1) * KEPT]
-        inside = ring_backward(dout_all, own, circle, swap.rule_of(rule, part))
-        of_keys = _added([] if swap.begins(part) else of_keys, (inside.k, inside.v))
+        (dout_all,) = swap.heads(arriving.pop(0), (dout,))
+        inside = ring_backward(dout_all, swap.kept_of(kept, part), circle, swap.rule_of(rule, part))
+        of_keys = _added(of_keys, (inside.k, inside.v))
         gradients = (inside.q.to(dout.dtype), *(x.to(kv_dtype) for x in of_keys if swap.ends(part)))
         leaving += [swap.to_rows(gradients[some], f"{what}, gradients") for some in swap.messages(part)]
         sinks += [] if inside.sinks is None else [inside.sinks]
+        of_keys = [] if swap.ends(part) else of_keys
         del inside, dout_all, gradients
     dq, dk, dv = totals = _totals(dout, kept, deal, kv_dtype)
     for part in range(swap.slices):
         for some in swap.messages(part):
-            swap.lay(leaving.pop(0), totals[some], part, queries=1 - some.start)
+            swap.lay(leaving.pop(0), totals[some], part)
     if deal.copies > 1:
         dk, dv = (x.unflatten(1, (deal.kv_heads, deal.copies)).sum(2) for x in (dk, dv))
     return Gradients(dq, dk, dv, swap.own_heads(torch.cat(sinks)) if sinks else None)
@@ -110,24 +112,36 @@ def _totals(dout: Tensor, kept: Kept, deal: Deal, dtype: torch.dtype) -> tuple[T
 class _Swap:
     """The exchange inside one neighbourhood of M members: (T, all heads) of the local rows for (R, some heads) of all.
 
-    Heads (N) are M runs of those that a member computes, each cut into `slices` parts. Of key/value heads, `shared`
-    parts that follow each other use the same.
+    Heads (N) are M runs of those that a member computes, each cut into `slices` parts; key/value heads
+    into fewer, where several parts that follow each other use the same.
     """
 
     def __init__(self, circle: Circle, deal: Deal, slices: int) -> None:
         self.deal, self.slices, self._members = deal, slices, deal.members
-        self.shared = max(1, slices // deal.runs)
+        self._shared = deal.shared(slices)
         self._circle, self._channel, self._counts = circle, circle.inside(), circle.inside_counts
         self._me = self._channel.index
         self._own_counts = (self._counts[self._me],) * self._members
 
     def begins(self, part: int) -> bool:
         """Whether a part is the first with its key/value heads."""
-        return part % self.shared == 0
+        return part % self._shared == 0
 
     def ends(self, part: int) -> bool:
         """Whether it is the last with them."""
         return self.begins(part + 1)
+
+    @staticmethod
+    def without_keys(kept: Sequence[Tensor]) -> list[Tensor]:
+        """What is kept of a part whose keys and values are kept with another."""
+        q, k, v, out, lse = kept
+        return [q, k.new_empty(0), v.new_empty(0), out, lse]
+
+    def kept_of(self, kept: Kept, part: int) -> Kept:
+        """What is kept of a part, with its keys and values."""
+        q, _, _, out, lse = kept[part * KEPT : (part + 1) * KEPT]
+        first = (part - part % self._shared) * KEPT
+        return (q, *kept[first + 1 : first + 3], out, lse)
 
     def messages(self, part: int) -> list[slice]:
         """Which of dq, dk and dv leave together once a part is computed: of one dtype where no head has copies."""
@@ -148,30 +162,30 @@ class _Swap:
         return whole
 
     def to_heads(self, tensors: Sequence[Tensor], part: int, what: str) -> Handle:
-        """Start sending a part of the heads of tensors (T, N, size), of queries first, to every member its own."""
+        """Start sending a part of the heads of tensors (T, N, size), to every member its own."""
         rows, members = tensors[0].shape[0], self._members
-        parts = self._parts(tensors, part, queries=1)
+        parts = self._parts(tensors, part)
         widths = [x.shape[2] for x in parts]
         packed = tensors[0].new_empty((members * rows, sum(widths)))
         copy_rows(list(zip(parts, by_member(packed, members, widths), strict=True)))
         return self._channel.all_to_all_rows(packed, self._own_counts, self._counts, what)
 
-    def _parts(self, tensors: Sequence[Tensor], part: int, queries: int) -> list[Tensor]:
-        """A part of the heads of tensors (T, N, size) by member, the first `queries` of them of query heads."""
+    def _parts(self, tensors: Sequence[Tensor], part: int) -> list[Tensor]:
+        """A part of the heads of tensors (T, N, size), by member."""
         return [
-            by_heads(x, self._members, self.slices, part)
-            if i < queries
-            else by_heads(x, self._members, self.slices // self.shared, part // self.shared)
-            for i, x in enumerate(tensors)
+            by_heads(x, self._members, cuts, part * cuts // self.slices)
+            for x, cuts in zip(tensors, map(self._cuts, tensors), strict=True)
         ]
+
+    def _cuts(self, x: Tensor) -> int:
+        """Into how many parts a member's heads of x (T, N, size) are cut: query heads, or key/value heads."""
+        return self.slices if x.shape[1] == self.deal.heads else self.slices // self._shared
 
     def heads(self, handle: Handle, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What arrives of `to_heads`: (R, n, size) of all rows in document order, for tensors like those sent."""
         arrived, orders = handle.wait(), self._circle.orders
         in_order = arrived if orders is None else matrix_of((arrived,), orders[0])
-        slices = [self.slices, *[self.slices // self.shared] * (len(like) - 1)]
-        counts = [x.shape[1] // (self._members * n) for x, n in zip(like, slices, strict=True)]
-        return columns(in_order, [(n, x.shape[2]) for n, x in zip(counts, like, strict=True)])
+        return columns(in_order, [(x.shape[1] // (self._members * self._cuts(x)), x.shape[2]) for x in like])
 
     def to_rows(self, tensors: Sequence[Tensor], what: str) -> Handle:
         """Start sending tensors (R, n, size) of one dtype, to every member its rows."""
@@ -179,8 +193,8 @@ class _Swap:
         packed = matrix_of(tensors, None if orders is None else orders[1])
         return self._channel.all_to_all_rows(packed, self._counts, self._own_counts, what)
 
-    def lay(self, handle: Handle, into: Sequence[Tensor], part: int, queries: int = 1) -> None:
-        """Lay what arrives of `to_rows` into a part of the heads of tensors (T, N, size), some of query heads first."""
-        parts = self._parts(into, part, queries)
+    def lay(self, handle: Handle, into: Sequence[Tensor], part: int) -> None:
+        """Lay what arrives of `to_rows` into a part of the heads of tensors (T, N, size)."""
+        parts = self._parts(into, part)
         arrived = by_member(handle.wait(), self._members, [x.shape[2] for x in parts])
         copy_rows(list(zip(arrived, parts, strict=True)))

@@ -44,9 +44,16 @@ class Deal:
     def slices(self, at_most: int) -> int:
         """Into how many equal slices, at most so many, the query heads of every member can be cut.
 
+        >>> Deal(heads=32, kv_heads=8, members=4).slices(2), Deal(heads=32, kv_heads=8, members=8).slices(2)
+        (2, 2)
+
         A slice is one or more whole runs, or a part of one: its key/value head is then that of other slices as well.
         """
         return next(n for n in range(min(at_most, self.each), 0, -1) if self._cuts_evenly(n))
+
+    def shared(self, slices: int) -> int:
+        """How many of so many slices use the same key/value head."""
+        return max(1, slices // self.runs)
 
     def _cuts_evenly(self, slices: int) -> bool:
         return self.runs % slices == 0 or (slices % self.runs == 0 and self.each % slices == 0)

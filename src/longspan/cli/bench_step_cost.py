@@ -1,20 +1,23 @@
 """The cost by which `bench step` plans, and predicts what a step takes: a file's, or the model's on a plain machine."""
 
-from dataclasses import replace
-
 from longspan.cli.bench_step_flags import StepFlags
 from longspan.cli.bench_step_shapes import Shape
 from longspan.layout import Layout
 from longspan.plan import Cost
-from longspan.plan.cost import H200_ATTENTION_TFLOPS, H200_RING_STEP_SECONDS, H200_TFLOPS, cost_on_h200
 from longspan.plan.cost_file import read_cost
-from longspan.plan.model_shape import ModelShape
+from longspan.plan.model_cost import (
+    H200_ATTENTION_TFLOPS,
+    H200_RING_STEP_SECONDS,
+    H200_TFLOPS,
+    cost_on_h200,
+    with_recomputation,
+)
 from longspan.plan.simulate import shared_by
 
 CPU_TFLOPS = 0.05
 
 
-def cost_of(flags: StepFlags, shape: Shape, longest: int, home: Layout, *, gpu: bool) -> tuple[Cost, str]:
+def cost_and_source(flags: StepFlags, shape: Shape, longest: int, home: Layout, *, gpu: bool) -> tuple[Cost, str]:
     """The cost, shared by the tp ranks of a slot and, in free mode, with a step's closing; and what it is, in words."""
     cost, source = (read_cost(flags.cost, "--cost"), flags.cost) if flags.cost else _plain(flags, shape, longest, gpu)
     cost = shared_by(cost, flags.tp)
@@ -40,18 +43,4 @@ def _plain(flags: StepFlags, shape: Shape, longest: int, gpu: bool) -> tuple[Cos
         )
     else:
         cost, machine = Cost.for_model(config, tflops=CPU_TFLOPS), f"{CPU_TFLOPS} TFLOP/s"
-    return _with_recomputation(cost, flags, ModelShape.of(config), shape), f"the model at {machine}"
-
-
-def _with_recomputation(cost: Cost, flags: StepFlags, model: ModelShape, shape: Shape) -> Cost:
-    """Recomputed layers run forward twice: 8 FLOPs a weight and row in place of 6, and in full 9 products of 7 too."""
-    if flags.recompute == "none":
-        return cost
-    share = min(flags.recompute_layers or model.layers, model.layers) / model.layers
-    linear = share * (1 - shape.hidden * shape.vocabulary / model.weights) * 2 / 6  # the head is not recomputed
-    attention = share * 2 / 7 if flags.recompute == "full" else 0.0
-    return replace(
-        cost,
-        linear_seconds=cost.linear_seconds * (1 + linear),
-        attention_seconds=cost.attention_seconds * (1 + attention),
-    )
+    return with_recomputation(cost, config, flags.recompute, flags.recompute_layers), f"the model at {machine}"

@@ -87,11 +87,13 @@ class StepFlags(BenchFlags, SourceFlags):
     loss_chunk_rows: int = 0
     """Rows whose logits are formed at a time; 0: by a budget of bytes."""
     cost: str = ""
-    """File of `longspan bench calibrate`; empty: the model at 450 TFLOP/s, 600 in attention, on GPUs."""
+    """File of `longspan bench calibrate`; empty: the model with what is recomputed, on GPUs at 450 TFLOP/s, 600 in
+    attention and 300 µs a ring step, on CPUs at 0.05 TFLOP/s."""
     peak_tflops: float = 0.0
     """Of a device, for the model FLOPs utilisation; 0: of a GPU that is known."""
     profile: Switch = False
-    """Profile one more step: seconds of attention, other layers, exposed communication, optimizer, idle."""
+    """Profile one more step: seconds of attention, other layers, exposed communication, optimizer, idle; in the record
+    its longest kernels as well."""
     peers: Switch = False
     """Time Hugging Face + FSDP2 + torch's context_parallel as well, where there is one sequence."""
     warmup: int = 2

@@ -19,6 +19,8 @@ _NAMES = (
     "MFU",
     "peak memory",
 )
+_NORMS = {True: ", fused norms", "on": ", fused norms", "off": ", the model's own norms"}
+_NORMS |= {"auto": ", norms fused on GPUs"}
 _PARTS = ("part of a profiled step, ms", *ORDER, "idle", "step")
 
 
@@ -47,14 +49,15 @@ def _title(record: dict[str, Any]) -> str:
     experts = f", {shape['experts']} experts" if shape["experts"] else ""
     kept = " offloaded" if record["offload"] else ""
     rows = f"{record['partition']} rows, " if record.get("partition", "zigzag") != "zigzag" else ""
-    fused = {True: ", fused norms", "on": ", fused norms", "off": ", the model's own norms"}
-    fused = fused.get(record.get("fused_norms"), "") + (", compiled MLPs" if record.get("compiled") else "")
+    kernels = _NORMS.get(record.get("fused_norms"), "") + (
+        ", compiled norms and MLPs" if record.get("compiled") else ""
+    )
     some = f" of {record['recompute_layers']} layers" if record["recompute_layers"] else ""
     return (
         f"Steps of {record['shape_name']} ({shape['layers']} layers, hidden {shape['hidden']}{experts}) over "
         f"{record['ranks']} ranks ({record['backend']}): {_what(record)}; {record['mode']}, {record['cp_comm_type']}, "
         f"{rows}at most {record['max_tokens_per_slot'] or 'any'} rows a slot, "
-        f"recomputation {record['recompute']}{some}{kept}{fused}, "
+        f"recomputation {record['recompute']}{some}{kept}{kernels}, "
         f"{record['parameters']}{' computed in ' + record['compute'] if record['compute'] else ''}"
     )
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from longspan.cli.bench_step_cost import cost_of
+from longspan.cli.bench_step_cost import cost_and_source
 from longspan.cli.bench_step_flags import PLANNERS, StepFlags
 from longspan.cli.bench_step_shapes import Shape, shape_named
 from longspan.cli.lengths import read_lengths
@@ -119,7 +119,7 @@ def make_settings(flags: StepFlags, ranks: int, backend: str, command: Sequence[
     lengths, source, listed = _lengths(flags, ranks // flags.tp, gpu)
     home, shape = home_of(flags, ranks), shape_named(name).changed(flags)
     cap = flags.max_tokens_per_slot or (0 if listed else 8192 if gpu else 256)
-    cost, source_of_cost = cost_of(flags, shape, max(lengths), home, gpu=gpu)
+    cost, source_of_cost = cost_and_source(flags, shape, max(lengths), home, gpu=gpu)
     settings = Settings(
         flags=flags,
         ranks=ranks,

@@ -54,9 +54,9 @@ def longest_kernels(events: Iterable[tuple[str, float, float]], count: int = 16)
     """
     spent: dict[str, list[float]] = {}
     for name, start, end in events:
-        spent.setdefault(name[:_NAME_LENGTH], []).append(end - start)
+        spent.setdefault(name, []).append(end - start)
     found = [
-        {"name": name, "part": kind_of(name), "calls": len(times), "seconds": sum(times)}
+        {"name": name[:_NAME_LENGTH], "part": kind_of(name), "calls": len(times), "seconds": sum(times)}
         for name, times in spent.items()
     ]
     return sorted(found, key=lambda kernel: -kernel["seconds"])[:count]

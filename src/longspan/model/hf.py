@@ -4,6 +4,8 @@ What such a call may hold is in `calls.py`, what becomes of the layers in `place
 `probe.py`.
 """
 
+from typing import Literal
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -35,7 +37,7 @@ def prepare(
     recompute_layers: int = 0,
     compute_dtype: torch.dtype | None = None,
     attention_kernel: str | None = None,
-    fused_norms: bool | str = "auto",
+    fused_norms: Literal["auto", "on", "off"] = "auto",
     probe: bool = True,
     virtual_stages: int = 1,
     pipeline_schedule: str = "1f1b",
@@ -54,7 +56,7 @@ def prepare(
     (0: each); `offload_activations` keeps in the host's memory what recomputation starts from. `compute_dtype`
     (bfloat16, say) is what FSDP2 computes in, over parameters and gradient sums in their own type. `attention_kernel`
     names a row of `longspan.attention.KERNELS`; without it each call takes the first that can. `fused_norms` runs RMS
-    norms as one kernel (`norms.py`): "on" (or True), "off", or "auto": on GPUs, those that can. `probe=False` skips
+    norms as one kernel (`norms.py`): "on", "off", or "auto": on GPUs, those that can. `probe=False` skips
     the trial forward pass that shows whether every layer reaches `attend`.
 
     Where `home.pp` is above 1, this rank's stages are cut out, `virtual_stages` of them, and returned as a
@@ -81,7 +83,8 @@ def prepare(
         sequence_parallel=sequence_parallel,
     )
     _check(model, placement, pipelining)
-    fuse_norms(model, fused_norms, on_gpu=world.device.type == "cuda")
+    if fused_norms == "on" or (fused_norms == "auto" and world.device.type == "cuda"):
+        fuse_norms(model, required=fused_norms == "on")
     _open(model, placement, attention_kernel, probe=probe)
     prepared = _in_stages(model, placement, pipelining) if world.home.pp > 1 else _whole(model, placement)
     keep_kernel(prepared, attention_kernel)

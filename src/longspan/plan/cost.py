@@ -149,24 +149,6 @@ class Cost:
 
 DEFAULT_COST = Cost()
 
-# What H200s sustain (bench/records/step-analysis.md): attention's kernels, and all else of a step together: layers,
-# exchanges that show, optimizer and waiting.
-H200_ATTENTION_TFLOPS = 600.0
-H200_TFLOPS = 450.0
-# Of a group's ring in one layer, one way: what sharded attention takes beyond its kernels, 2 ms forward and backward at
-# degree 4 and 16K or 64K packed rows (bench/records/attention-time-packed-4xH200.md).
-H200_RING_STEP_SECONDS = 300e-6
-
-
-def cost_on_h200(config: Any) -> Cost:
-    """The cost of a model, as in `Cost.for_model`, by what H200s were measured to sustain."""
-    return Cost.for_model(
-        config,
-        tflops=H200_TFLOPS,
-        attention_tflops=H200_ATTENTION_TFLOPS,
-        ring_step_latency=H200_RING_STEP_SECONDS,
-    )
-
 
 def _floats(values: ArrayLike) -> NDArray[np.float64]:
     return np.asarray(values, dtype=np.float64)

@@ -29,7 +29,8 @@ class ModelShape:
     >>> ModelShape.of(config | {"vocab_size": 1000}).weights
     145920
 
-    `weights` multiply every token (active experts alone, the output projection once, no input embedding);
+    `weights` multiply every token (active experts alone, the output projection once, no input embedding), of which
+    `recomputed_weights` do so again where layers are recomputed (no output projection, and no last product of an MLP);
     `query_width` and `key_width` are heads x head size; `layers` attend to all earlier rows, `window_layers` of them
     only to the last `window`.
     """
@@ -38,6 +39,7 @@ class ModelShape:
     weights: int
     query_width: int
     key_width: int
+    recomputed_weights: int = 0
     window_layers: int = 0
     window: int = 0
 
@@ -55,12 +57,14 @@ class ModelShape:
         query, key = heads * head, (read.count("num_key_value_heads") or heads) * head
         attention = hidden * (query + 2 * key) + query * hidden
         feed_forward = sum(_feed_forward(read, hidden, layer) for layer in range(layers))
+        last = sum(hidden * read.count("intermediate_size") for i in range(layers) if not _visits_experts(read, i))
         window = _window(read)
         return cls(
             layers=layers,
             weights=layers * attention + feed_forward + hidden * vocabulary,
             query_width=query,
             key_width=key,
+            recomputed_weights=layers * attention + feed_forward - last,
             window_layers=_window_layers(read, layers) if window else 0,
             window=window,
         )
@@ -69,16 +73,18 @@ class ModelShape:
 def _feed_forward(read: "_Reader", hidden: int, layer: int) -> int:
     """Weights of one layer's MLP (gate, up, down), or of its router and the experts that a token visits."""
     dense = read.count("intermediate_size")
-    visited = read.count("num_experts_per_tok")
-    if not visited or not _has_experts(read, layer):
+    if not _visits_experts(read, layer):
         return 3 * hidden * dense
+    visited = read.count("num_experts_per_tok")
     one = read.count("moe_intermediate_size") or dense
     experts = read.count("num_experts") or read.count("num_local_experts") or read.count("n_routed_experts")
     shared = read.count("shared_expert_intermediate_size") or read.count("n_shared_experts") * one
     return 3 * hidden * (visited * one + shared) + hidden * experts
 
 
-def _has_experts(read: "_Reader", layer: int) -> bool:
+def _visits_experts(read: "_Reader", layer: int) -> bool:
+    if not read.count("num_experts_per_tok"):
+        return False
     dense = cast(Sequence[int], read.value("mlp_only_layers") or ())
     every = read.count("decoder_sparse_step") or 1
     return layer not in dense and (layer + 1) % every == 0 and layer >= read.count("first_k_dense_replace")
@@ -119,7 +125,8 @@ class _Reader:
         if found is None:
             return 0
         if isinstance(found, bool) or not isinstance(found, int) or found < 0:
-            raise PlanError(f"{name} of {self._where} is {found!r}; it must be a count")
+            said = repr(found)
+            raise PlanError(f"{name} of {self._where} is {said[:40]}{'…' * (len(said) > 40)}; it must be a count")
         return found
 
     def counts(self, *names: str, one_of: Sequence[str]) -> tuple[int, ...]:

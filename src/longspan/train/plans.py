@@ -16,10 +16,11 @@ import numpy as np
 from longspan.errors import ConfigError, LongspanError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Mode, PartitionKind, Plan, PlanAhead, WarmStart, plan_dynamic, plan_fixed, plan_padded
-from longspan.plan.cost import DEFAULT_COST, cost_on_h200
+from longspan.plan.cost import DEFAULT_COST
 from longspan.plan.cost_file import read_cost
+from longspan.plan.model_cost import cost_on_h200, with_recomputation
 from longspan.plan.simulate import shared_by
-from longspan.train.config import ContextConfig, ParallelConfig
+from longspan.train.config import ContextConfig, ParallelConfig, RunConfig
 from longspan.train.order import StepOrder
 
 WARM_STEPS = 64  # dynamic plans of so many steps begin from what was found for the first of them
@@ -30,17 +31,23 @@ def cost_of(context: ContextConfig) -> Cost:
     return _cost_in(context.cost)
 
 
-def cost_of_run(context: ContextConfig, model_config: Any, say: Callable[[str], None], *, gpu: bool) -> Cost:
-    """What a run's plans are priced by: the file of `context.cost`; without one, on GPUs the model at hand on H200s.
+def cost_of_run(config: RunConfig, model_config: Any, say: Callable[[str], None], *, gpu: bool) -> Cost:
+    """What a run's plans are priced by: the file of `context.cost`; without one, on GPUs its model on H200s.
 
-    A model that its configuration does not price, and any on CPUs, is planned for as a Qwen3-8B; on GPUs that is said.
+    >>> cost = cost_of_run(config, model.config, print, gpu=world.device.type == "cuda")  # doctest: +SKIP
+
+    What is recomputed counts. A model that its configuration does not price, and any on CPUs, is planned for as a
+    Qwen3-8B; on GPUs that is said.
     """
+    context, train = config.context, config.train
     if context.cost or not gpu:
         return cost_of(context)
     try:
-        return cost_on_h200(model_config)
+        cost = cost_on_h200(model_config)
+        layers = train.recompute_layers * config.parallel.pp  # of each stage
+        return with_recomputation(cost, model_config, train.activation_checkpointing, layers)
     except PlanError as error:
-        say(f"plans are priced as for a Qwen3-8B ({error}); context.cost names a file of measurements")
+        say(f"plans are priced as for a Qwen3-8B: {error}; name a file in context.cost")
         return cost_of(context)
 
 
@@ -244,15 +251,16 @@ def plans_of_steps(
     order: StepOrder,
     home: Layout,
     *,
-    cost: Cost | None = None,
+    cost: Cost,
     weights: int = 0,
     weight_bytes: int = 2,
     row_multiple: int = 1,
 ) -> PlanAhead:
-    """The plans of a run's training steps, for so many sharded weights on a slot's rank; a context manager.
+    """The plans of a run's training steps, priced by the run's cost; a context manager.
 
-    Dynamic plans are made `context.plan_ahead` steps ahead in another process; those of the other planners take a
-    millisecond and are made when their step begins.
+    `weights` are those on a slot's rank, sharded over slots, of `weight_bytes` each. Dynamic plans are made
+    `context.plan_ahead` steps ahead in another process; those of the other planners take a millisecond and are made
+    when their step begins.
     """
     choice = PlanChoice.training(
         context, cost=cost, weights=weights, weight_bytes=weight_bytes, row_multiple=row_multiple

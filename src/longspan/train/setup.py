@@ -118,7 +118,7 @@ def evaluation_choice(config: RunConfig, cost: Cost) -> PlanChoice:
 
 
 def _cost(config: RunConfig, world: World, model: PreTrainedModel | PipelinedModel, say: Say) -> Cost:
-    return cost_of_run(config.context, model.config, say, gpu=world.device.type == "cuda")
+    return cost_of_run(config, model.config, say, gpu=world.device.type == "cuda")
 
 
 def order_of(config: RunConfig, corpus: Corpus) -> StepOrder:

@@ -1,0 +1,59 @@
+"""Costs of models: by what H200s sustain, and with layers that run forward twice, counted beside torch's own count."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from longspan.plan import Cost
+from longspan.plan.model_cost import cost_on_h200, with_recomputation
+from longspan.plan.model_shape import ModelShape
+
+CONFIG = Qwen3Config(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=128,
+)
+
+
+def test_on_h200_attention_and_all_else_have_rates_of_their_own() -> None:
+    cost, shape = cost_on_h200(CONFIG), ModelShape.of(CONFIG)
+    assert cost.attention_seconds == pytest.approx(3 * 7 * 64 / 600e12)
+    assert cost.linear_seconds == pytest.approx(6 * shape.weights / 450e12)
+    assert cost.ring_step_seconds == pytest.approx(3 * 2 * 300e-6)
+
+
+def flops(recomputed: int) -> int:
+    """Of a forward and a backward pass over one row, where attention's products are as good as none."""
+    model = Qwen3ForCausalLM(CONFIG)
+    for layer in model.model.layers[:recomputed]:
+        forward = layer.forward
+        layer.forward = lambda *args, forward=forward, **more: checkpoint(forward, *args, use_reentrant=False, **more)
+    embedded = torch.randn(1, 1, 64, requires_grad=True)
+    with FlopCounterMode(display=False) as counted:
+        model(inputs_embeds=embedded, use_cache=False).logits.sum().backward()
+    return counted.get_total_flops()
+
+
+@pytest.mark.parametrize("layers", (1, 2, 3))
+def test_recomputed_flops_are_those_that_torch_counts(layers: int) -> None:
+    none, some = flops(0), flops(layers)
+    cost = Cost.for_model(CONFIG, tflops=1.0)
+    found = with_recomputation(cost, CONFIG, "selective", layers)
+    assert found.linear_seconds / cost.linear_seconds == pytest.approx(some / none, rel=2e-3)
+    assert found == (with_recomputation(cost, CONFIG, "selective") if layers == 3 else found)
+
+
+def test_full_recomputation_repeats_attention_and_its_ring() -> None:
+    cost = Cost.for_model(CONFIG, tflops=1.0)
+    full, third = with_recomputation(cost, CONFIG, "full"), with_recomputation(cost, CONFIG, "full", 1)
+    assert full.attention_seconds == pytest.approx(cost.attention_seconds * 9 / 7)
+    assert full.ring_step_seconds == pytest.approx(cost.ring_step_seconds * 3 / 2)
+    assert full.ring_bytes == pytest.approx(cost.ring_bytes * 4 / 3)
+    assert third.attention_seconds == pytest.approx(cost.attention_seconds * (1 + 2 / 21))
+    assert with_recomputation(cost, CONFIG, "none") == cost
