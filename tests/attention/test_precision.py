@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from longspan import Layout, World, attend, bind
-from longspan.attention import KERNELS, Need
+from longspan.attention import KERNELS, Need, all_to_all
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import micro_batch
 from tests.attention.test_attend import needs
@@ -15,6 +15,7 @@ from tests.attention.test_kernels import DEVICE, errors
 from tests.reference import dense_attention, relative_error
 
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+SLICED = "a2a in slices of one key/value head"
 LENGTHS = (200, 96)
 HEADS = ((8, 16), (2, 16), (2, 16), (8, 16))  # q, k, v, dout: 8 query and 2 key/value heads of 16
 
@@ -35,9 +36,10 @@ def by_degree(rank: int, slots: int, degrees: tuple[int, ...]) -> dict[tuple[str
             wanted.backward(dout.double())
             for degree in degrees:
                 shard = bind(micro_batch((tuple(range(degree)), LENGTHS)), world)
-                for kind in TYPES:
+                for kind in (*TYPES, SLICED):
+                    all_to_all.SLICE_BYTES = 0 if kind == SLICED else 32 << 20  # in this process only
                     leaves = [shard.scatter(x.to(shard.device)).requires_grad_() for x in qkv]
-                    out = attend(*leaves, shard, cp_comm_type=kind)
+                    out = attend(*leaves, shard, cp_comm_type=kind.split()[0])
                     out.backward(shard.scatter(dout.to(shard.device)))
                     whole = [shard.gather(x.detach()).cpu() for x in (out, *(leaf.grad for leaf in leaves))]
                     pairs = zip(whole, (wanted, *(x.grad for x in full)), strict=True)

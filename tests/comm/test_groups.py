@@ -2,15 +2,18 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from longspan.comm.channel import EVENT_BYTES, Channel, Handle
 from longspan.comm.family import Family
-from longspan.comm.groups import GroupRecord
+from longspan.comm.groups import GroupRecord, Groups
 from longspan.comm.world import World
 from longspan.errors import CommError
 from longspan.layout import Layout
@@ -172,3 +175,17 @@ def test_the_family_of_communicators_is_bounded(most: int, plans: list[Plan], ga
     for _ in range(2):
         again = [family.wanted(plan) for plan in plans]
     assert again == [[]] * len(plans), "what is there is not made again"
+
+
+def test_messages_that_travel_beside_kernels_go_on_streams_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of planes and of plans over NCCL; layers wait for those of FSDP2 and of tensor parallelism."""
+    asked: list[Any] = []
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **more: asked.append(more["pg_options"]))
+    watch: Any = SimpleNamespace(rank=5, during=lambda *what: nullcontext())
+    groups = Groups(backend="cpu:gloo,cuda:nccl", timeout=9.0, watch=watch)
+    for kind, backend_ in (("parent", None), ("communicator", None), ("slots", None), ("tp", None), ("parent", "gloo")):
+        assert groups.make((0, 1), kind, backend=backend_) is None
+    urgent, of_a_plan, *others = asked
+    assert urgent == of_a_plan == SimpleNamespace(is_high_priority_stream=True, _timeout=timedelta(seconds=9))
+    assert others == [None] * 3
