@@ -46,24 +46,33 @@ def merge_(total_out: Tensor, total_lse: Tensor, rows: slice | Tensor, out: Tens
 def copy_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
     """into[r] ← source[index[r]] for pairs (source, into) of (rows, members, width), whose columns are contiguous."""
     rows, members, _ = moves[0][1].shape
-    if not rows or not members:
-        return
-    for first in range(0, len(moves), _COPIES):
-        some = [_of_copy(source, into) for source, into in moves[first : first + _COPIES]]
-        a, b, c = (*some, *[some[0]] * (_COPIES - len(some)))
-        widths = {"A": _power(a[-1]), "B": _power(b[-1]), "C": _power(c[-1])}
-        constants = {"COUNT": len(some), "HAS_INDEX": index is not None} | widths
-        _launch("copy_rows", (rows, members, 1), (index, *a, *b, *c), constants, 1 + len(a) * len(some))
+    _copy([_of_copy(source, into) for source, into in moves], index, rows, members)
+
+
+def copy_whole_rows(moves: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """into ← source for pairs (source, into) of (rows, …), as many rows each, whose elements in a row are in order."""
+    _copy([(a, a.stride(0), 0, b, b.stride(0), 0, b.shape[1:].numel()) for a, b in moves], None, len(moves[0][1]), 1)
 
 
 def _of_copy(source: Tensor, into: Tensor) -> tuple[Any, ...]:
     return (source, *source.stride()[:2], into, *into.stride()[:2], into.shape[2])
 
 
-def add_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
-    """into[index[r]] += source[r] (into[r] without one) for pairs (source, into) of (rows, width), into in float32.
+def _copy(moves: Sequence[tuple[Any, ...]], index: Tensor | None, rows: int, members: int) -> None:
+    if not rows or not members:
+        return
+    for first in range(0, len(moves), _COPIES):
+        some = moves[first : first + _COPIES]
+        a, b, c = (*some, *[some[0]] * (_COPIES - len(some)))
+        widths = {"A": _power(a[-1]), "B": _power(b[-1]), "C": _power(c[-1])}
+        constants = {"COUNT": len(some), "HAS_INDEX": index is not None} | widths
+        _launch("copy_rows", (rows, members, 1), (index, *a, *b, *c), constants, 1 + len(a) * len(some))
 
-    Columns are contiguous, indices distinct, and every pair has as many source rows.
+
+def add_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
+    """into[index[r]] += source[r] (into[r] without one) for pairs (source, into) of (rows, …), into in float32.
+
+    Elements of a row are in order, indices distinct, and every pair has as many source rows.
     """
     rows = moves[0][0].shape[0]
     if not rows:
@@ -77,7 +86,7 @@ def add_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> No
 
 
 def _of_add(source: Tensor, into: Tensor) -> tuple[Any, ...]:
-    return (source, source.stride(0), into, into.stride(0), into.shape[1])
+    return (source, source.stride(0), into, into.stride(0), into.shape[1:].numel())
 
 
 def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:

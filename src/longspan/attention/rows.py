@@ -29,7 +29,7 @@ def add_rows(moves: Sequence[Move], rows: slice | Tensor) -> None:
     index = rows if isinstance(rows, Tensor) else None
     some = [(source, into if index is not None else taken(into, rows)) for source, into in moves]
     if all(into.dtype == torch.float32 and fused.available(into) for _, into in some):
-        fused.add_rows([(_matrix(source), into.flatten(1)) for source, into in some], index)
+        fused.add_rows([(_even(source), into) for source, into in some], index)
         return
     for source, into in some:
         if index is None:
@@ -65,13 +65,21 @@ def as_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def _copy(moves: Sequence[Move]) -> None:
     """into ← source, for pairs (source, into) of (rows, …)."""
-    copy_rows([(_matrix(source).unsqueeze(1), into.flatten(1).unsqueeze(1)) for source, into in moves])
+    if fused.available(moves[0][1]):
+        fused.copy_whole_rows([(_even(source), into) for source, into in moves])
+        return
+    for source, into in moves:
+        into.copy_(source)
 
 
-def _matrix(x: Tensor) -> Tensor:
-    """(rows, columns), whose columns follow each other."""
-    flat = x.flatten(1)
-    return flat if flat.stride(1) == 1 else flat.contiguous()
+def _even(x: Tensor) -> Tensor:
+    """x (rows, …), copied where the elements of a row do not follow each other."""
+    step = 1
+    for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
+        if size != 1 and stride != step:
+            return x.contiguous()
+        step *= size
+    return x
 
 
 def taken(x: Tensor, rows: slice | Tensor) -> Tensor:
