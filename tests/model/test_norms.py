@@ -128,6 +128,8 @@ def compared(rank: int, home: Layout) -> tuple[float, float]:
     documents = texts(LENGTHS)
     with World(home, backend=backend()) as world:
         wanted = stock_answer("qwen3", torch.float32, documents, world.device, vocabulary=62)
+        with pytest.raises(ModelError, match="fused_norms is True; use 'auto', 'on' or 'off'"):
+            prepare(tiny("qwen3", vocabulary=62), world, fused_norms=True)  # pyright: ignore[reportArgumentType]
         model = prepare(tiny("qwen3", vocabulary=62), world, fused_norms="on", **HOMES[home])
         assert all("forward" in vars(m) for m in model.modules() if type(m).__name__.endswith("RMSNorm"))
         if not HOMES[home]:  # others set a forward of their own

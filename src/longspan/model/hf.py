@@ -56,8 +56,8 @@ def prepare(
     (0: each); `offload_activations` keeps in the host's memory what recomputation starts from. `compute_dtype`
     (bfloat16, say) is what FSDP2 computes in, over parameters and gradient sums in their own type. `attention_kernel`
     names a row of `longspan.attention.KERNELS`; without it each call takes the first that can. `fused_norms` runs RMS
-    norms as one kernel (`norms.py`): "on", "off", or "auto": on GPUs, those that can. `probe=False` skips
-    the trial forward pass that shows whether every layer reaches `attend`.
+    norms as one kernel (`norms.py`): "on", "off", or "auto": on GPUs, those that can. `probe=False` skips the trial
+    forward pass that shows whether every layer reaches `attend`.
 
     Where `home.pp` is above 1, this rank's stages are cut out, `virtual_stages` of them, and returned as a
     PipelinedModel; the rest of the model is freed. `pipeline_schedule` is "1f1b" (interleaved with several virtual
@@ -82,6 +82,8 @@ def prepare(
         Recomputation.of(activation_checkpointing, layers=recompute_layers, offload=offload_activations),
         sequence_parallel=sequence_parallel,
     )
+    if fused_norms not in ("auto", "on", "off"):
+        raise ModelError(f"fused_norms is {fused_norms!r}; use 'auto', 'on' or 'off'")
     _check(model, placement, pipelining)
     if fused_norms == "on" or (fused_norms == "auto" and world.device.type == "cuda"):
         fuse_norms(model, required=fused_norms == "on")
