@@ -55,7 +55,7 @@ MUTATIONS = [
     ("attention.rows", "total.index_add_(0, rows,", "total.index_copy_(0, rows,"),
     ("attention.all_gather", "(self._circle.degree, -1)).sum(0)", "(self._circle.degree, -1))[0]"),
     ("attention.all_to_all", ".sum(2) for x", "[:, :, 0] for x"),
-    ("attention.all_to_all", "add_rows(list(zip(more, sums, strict=True)), slice(0, len(sums[0])))", "pass"),
+    ("attention.all_to_all", "summed(of_keys, ", "summed(of_keys[:1], "),
     # rows and heads where they belong
     ("attention.all_gather", "(started.pop().wait(),), order)", "(started.pop().wait(),), order.flip(0))"),
     ("attention.all_to_all", "None if orders is None else orders[1]", "None"),

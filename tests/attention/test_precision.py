@@ -28,6 +28,7 @@ def made(dtype: torch.dtype) -> list[torch.Tensor]:
 def by_degree(rank: int, slots: int, degrees: tuple[int, ...]) -> dict[tuple[str, str, int], list[float]]:
     """Relative errors of out, dq, dk, dv by dtype, type and degree, of the same rows."""
     found: dict[tuple[str, str, int], list[float]] = {}
+    usual = all_to_all.SLICE_BYTES
     with World(Layout(ranks=slots), backend=backend()) as world:
         for dtype in (torch.bfloat16, torch.float32):
             *qkv, dout = made(dtype)
@@ -37,7 +38,7 @@ def by_degree(rank: int, slots: int, degrees: tuple[int, ...]) -> dict[tuple[str
             for degree in degrees:
                 shard = bind(micro_batch((tuple(range(degree)), LENGTHS)), world)
                 for kind in (*TYPES, SLICED):
-                    all_to_all.SLICE_BYTES = 0 if kind == SLICED else 32 << 20  # in this process only
+                    all_to_all.SLICE_BYTES = 0 if kind == SLICED else usual  # in this process only
                     leaves = [shard.scatter(x.to(shard.device)).requires_grad_() for x in qkv]
                     out = attend(*leaves, shard, cp_comm_type=kind.split()[0])
                     out.backward(shard.scatter(dout.to(shard.device)))

@@ -19,13 +19,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longspan.attention.block import KEPT, Attended, Gradients, Kept, Rule
+from longspan.attention.block import KEPT, Attended, Gradients, Kept, Rule, summed
 from longspan.attention.circle import Circle
 from longspan.attention.heads import Deal, dealt
 from longspan.attention.merge import accumulation_dtype
 from longspan.attention.ring import ring_backward, ring_forward
-from longspan.attention.rows import add_rows, as_dtype, by_heads, by_member, copy_rows, matrix_of
-from longspan.comm import Handle, columns
+from longspan.attention.rows import by_heads, by_member, copy_rows, matrix_of
+from longspan.comm import Addend, Handle, columns
 
 SLICES = 2  # four took longer (bench/records/attention-slices-4xH200.md)
 SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less would cost more in launches than it hides (H200)
@@ -64,15 +64,18 @@ def a2a_backward(dout: Tensor, kept: Kept, circle: Circle, rule: Rule) -> Gradie
     arriving = [swap.to_heads((dout,), part, what) for part in range(swap.slices)]
     # Sums over all queries of a head are as exact in the input's dtype; those of one copy of it are not.
     kv_dtype = dout.dtype if deal.copies == 1 else accumulation_dtype(dout.dtype)
-    leaving, sinks, of_keys = list[Handle](), list[Tensor](), list[Tensor]()
+    leaving, sinks, of_keys = list[Handle](), list[Tensor](), list[Addend]()
     for part in range(swap.slices):
         (dout_all,) = swap.heads(arriving.pop(0), (dout,))
-        inside = ring_backward(dout_all, swap.kept_of(kept, part), circle, swap.rule_of(rule, part))
-        of_keys = _added(of_keys, (inside.k, inside.v))
-        gradients = (inside.q.to(dout.dtype), *(x.to(kv_dtype) for x in of_keys if swap.ends(part)))
+        own = swap.kept_of(kept, part)
+        inside = ring_backward(dout_all, own, circle, swap.rule_of(rule, part))
+        gradients = [inside.q.to(dout.dtype)]
+        of_keys.append(Addend(slice(0, len(inside.k)), (inside.k, inside.v)))
+        if swap.ends(part):
+            gradients += [x.to(kv_dtype) for x in summed(of_keys, own[1], own[2])]
+            of_keys.clear()
         leaving += [swap.to_rows(gradients[some], f"{what}, gradients") for some in swap.messages(part)]
         sinks += [] if inside.sinks is None else [inside.sinks]
-        of_keys = [] if swap.ends(part) else of_keys
         del inside, dout_all, gradients
     dq, dk, dv = totals = _totals(dout, kept, deal, kv_dtype)
     for part in range(swap.slices):
@@ -87,15 +90,6 @@ def _slices(circle: Circle, deal: Deal, q: Tensor) -> int:
     """The same on every member: by the most rows that one holds."""
     each = max(circle.part.counts) * q.shape[1] * q.shape[2] * q.element_size() // max(1, SLICE_BYTES)
     return deal.slices(min(each, SLICES)) if each > 1 and circle.degree == 1 else 1
-
-
-def _added(held: Sequence[Tensor], more: Sequence[Tensor]) -> list[Tensor]:
-    """Sums of tensors (R, …) with others, which a first addend is alone; `held` may be changed."""
-    if not held:
-        return list(more)
-    sums = as_dtype(held, accumulation_dtype(held[0].dtype))
-    add_rows(list(zip(more, sums, strict=True)), slice(0, len(sums[0])))
-    return sums
 
 
 def _totals(dout: Tensor, kept: Kept, deal: Deal, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,8 +19,12 @@ _NAMES = (
     "MFU",
     "peak memory",
 )
-_NORMS = {True: ", fused norms", "on": ", fused norms", "off": ", the model's own norms"}
-_NORMS |= {"auto": ", norms fused on GPUs"}
+_NORMS = {
+    True: ", fused norms",  # of records before there were words
+    "auto": ", norms fused on GPUs",
+    "on": ", fused norms",
+    "off": ", the model's own norms",
+}
 _PARTS = ("part of a profiled step, ms", *ORDER, "idle", "step")
 
 
