@@ -72,7 +72,13 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--partition", default="zigzag", choices=("zigzag", "contiguous"))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", default="", help="record: FILE.json and FILE.md")
-    return parser.parse_args(namespace=argparse.Namespace(window=0, kernel=""))
+    flags = parser.parse_args(namespace=argparse.Namespace(window=0, kernel=""))
+    if "RANK" not in os.environ or not torch.cuda.is_available():
+        found = (
+            f"{torch.cuda.device_count()} GPUs, {'no RANK' if 'RANK' not in os.environ else 'RANK'} in the environment"
+        )
+        parser.error(f"start it on a machine with GPUs by torchrun --nproc-per-node GPUS; found {found}")
+    return flags
 
 
 def _round(flags: argparse.Namespace, way: str) -> Iterator[dict[str, Any]]:
