@@ -167,6 +167,12 @@ class HandOff(PipelineStage):
             if getattr(info, "buffer", None) is not None:
                 info.buffer = self._freed
 
+    def _post_metadata_inference_cleanup(self) -> None:
+        """torch 2.13 drops all gradients of FSDP2's parameters when a schedule first runs, those of earlier steps too.
+
+        It does so for a pass that infers shapes, which static templates spare us.
+        """
+
     def _validate_fwd_input(self, *_: Any) -> None:
         """torch 2.11 compares with the first micro-batch."""
 
