@@ -1,4 +1,8 @@
-"""What one rank started by `launch.run_local` does: set itself up, call the function, answer through a pipe."""
+"""What one local rank does: set itself up, call a function, answer through a pipe; once, or for as long as it is asked.
+
+A rank of `run_local` lives for one call. One of a `RankPool` takes calls until its pipe is closed, and puts back what a
+call may have changed in its process in between.
+"""
 
 import faulthandler
 import multiprocessing
@@ -35,12 +39,19 @@ def _received(handle: Any) -> Descriptor:
 
 
 @dataclass(frozen=True)
-class Spec:
-    """What a rank needs to start: its number, its environment, and the pickled function and arguments."""
+class Task:
+    """One call of a rank: its environment with torchrun's variables, and the pickled function and arguments."""
 
-    rank: int
     environment: dict[str, str]
     payload: bytes
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a rank needs to start: its number and its task; None where its tasks come through the pipe, one by one."""
+
+    rank: int
+    task: Task | None
     threads: int
     folder: Path
 
@@ -81,34 +92,59 @@ class RankError(Exception):
         return f"on rank {self.rank}\n{self.text}"
 
 
-def rank_main(spec: Spec, answer: connection.Connection, out: Descriptor, err: Descriptor) -> None:
+def rank_main(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor) -> None:
     """The whole life of a rank."""
     _settle(spec, out, err)
+    if spec.task is not None:
+        _answer(spec.rank, spec.task, pipe)
+    else:
+        _serve(spec, pipe)
+    pipe.close()
+    os._exit(0)  # no destructor may wait for a rank that is gone
+
+
+def _answer(rank: int, task: Task, pipe: connection.Connection) -> None:
+    """Make one call and send what it returned or raised."""
+    os.environ.clear()
+    os.environ.update(task.environment)
     try:
-        fn, args = pickle.loads(spec.payload)
-        result = fn(spec.rank, *args)
+        fn, args = pickle.loads(task.payload)
+        result = fn(rank, *args)
         message = Answer(True, pickle.dumps(result))
     except BaseException as error:
         message = _failure(error)
     sys.stdout.flush()
     sys.stderr.flush()
-    answer.send_bytes(pickle.dumps(message))
-    answer.close()
-    os._exit(0)  # no destructor may wait for a rank that is gone
+    pipe.send_bytes(pickle.dumps(message))
+
+
+def _serve(spec: Spec, pipe: connection.Connection) -> None:
+    """Make one call after another until the launcher closes the pipe; a call sees nothing of the calls before it."""
+    from longspan.comm.process_state import ProcessState
+
+    state = ProcessState.now()
+    while True:
+        try:
+            task: Task = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        _answer(spec.rank, task, pipe)
+        state.restore()
 
 
 def _settle(spec: Spec, out: Descriptor, err: Descriptor) -> None:
-    """Own process group (signals come from the launcher alone), the launcher's output, environment and threads."""
+    """Own process group (signals come from the launcher alone), the launcher's output and threads."""
     os.setpgid(0, 0)
     for stream, target in ((out, 1), (err, 2)):
         os.dup2(stream.number, target)
         os.close(stream.number)
-    os.environ.clear()
-    os.environ.update(spec.environment)
     log = (spec.folder / f"rank-{spec.rank}.txt").open("w")
     faulthandler.register(signal.SIGUSR2, file=log, all_threads=False)
     faulthandler.enable(file=log)  # a rank that dies of a fault in a library says where it was
     threading.Thread(target=_follow_the_launcher, name="launcher watch", daemon=True).start()
+    if spec.task is not None:  # before torch is asked for anything
+        os.environ.clear()
+        os.environ.update(spec.task.environment)
 
     import torch
 

@@ -10,7 +10,7 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longspan.comm.child import DEAD_KEY, Answer, Descriptor, Spec, rank_main
+from longspan.comm.child import DEAD_KEY, Answer, Descriptor, Spec, Task, rank_main
 from longspan.errors import CommError
 
 if TYPE_CHECKING:
@@ -50,39 +50,54 @@ class _Rank:
             self.death = _how_it_ended(self.process.exitcode)
         self.waiting = False
 
+    def give(self, task: Task) -> None:
+        """Send a task to a rank that takes them through its pipe."""
+        self.answer, self.waiting = None, True
+        self.pipe.send_bytes(pickle.dumps(task))
+
     @property
     def failed(self) -> bool:
         return self.death is not None or (self.answer is not None and not self.answer.ok)
 
 
 class Crew:
-    """The ranks of one call, from start to end."""
+    """Local ranks of one call, from start to end; or, without a payload, of one call after another (`give`)."""
 
-    def __init__(self, n: int, payload: bytes, folder: Path, threads: int) -> None:
+    def __init__(self, n: int, folder: Path, threads: int, payload: bytes | None = None) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOAD))
         _start_fork_server()
         self.store = _meeting_point()
         self.folder = folder
         self.failure: BaseException | None = None
-        self.ranks: list[_Rank] = []
+        self.ranks: list[_Rank] = []  # those that the call at hand runs on
         self.failed: list[_Rank] = []  # in the order in which their failures arrived
         self._context, self._payload, self._threads = context, payload, threads
         self._n = n
+        self._all: list[_Rank] = []
 
     def start(self) -> None:
         """Start every rank."""
-        n, threads, context = self._n, self._threads, self._context
-        environment = dict(os.environ) | _torchrun_variables(n, self.store.port, threads)
         streams = (Descriptor(1), Descriptor(2))
-        for index in range(n):
-            receiver, sender = context.Pipe(duplex=False)
-            own = {"RANK": str(index), "LOCAL_RANK": str(index)}
-            spec = Spec(index, environment | own, self._payload, threads, self.folder)
-            process = context.Process(target=rank_main, args=(spec, sender, *streams), name=f"rank {index}")
+        for index in range(self._n):
+            here, there = self._context.Pipe()
+            task = None if self._payload is None else self._task(index, self._n, self._payload)
+            spec = Spec(index, task, self._threads, self.folder)
+            process = self._context.Process(target=rank_main, args=(spec, there, *streams), name=f"rank {index}")
             process.start()
-            sender.close()
-            self.ranks.append(_Rank(index, process, receiver))
+            there.close()
+            self._all.append(_Rank(index, process, here))
+        self.ranks = self._all
+
+    def give(self, payload: bytes, n: int) -> None:
+        """Let the first n ranks make a call, with a store of its own to meet at."""
+        self.store, self.ranks, self.failed, self.failure = _meeting_point(), self._all[:n], [], None
+        for rank in self.ranks:
+            rank.give(self._task(rank.index, n, payload))
+
+    def _task(self, index: int, n: int, payload: bytes) -> Task:
+        environment = dict(os.environ) | _torchrun_variables(n, self.store.port, self._threads)
+        return Task(environment | {"RANK": str(index), "LOCAL_RANK": str(index)}, payload)
 
     def collect(self, timeout: float | None, grace: float) -> None:
         """Wait for every answer; after a first failure only `grace` seconds more."""
@@ -154,13 +169,14 @@ class Crew:
         for rank in self.ranks:
             if rank.waiting:
                 rank.process.kill()
-        for rank in self.ranks:
+        for rank in self._all:
+            rank.pipe.close()
+        for rank in self._all:
             rank.process.join(5)
             if rank.process.exitcode is None:
                 rank.process.kill()
                 rank.process.join()
             rank.process.close()
-            rank.pipe.close()
 
 
 def _start_fork_server() -> None:

@@ -42,9 +42,9 @@ def run_local(
     """
     if n < 1:
         raise CommError(f"{n} ranks were asked for; give a count of at least 1")
-    payload = _payload(fn, args)
+    payload = pickled_call(fn, args)
     with tempfile.TemporaryDirectory(prefix="longspan-ranks-") as folder:
-        crew = Crew(n, payload, Path(folder), threads or max(1, _cpus() // n))
+        crew = Crew(n, Path(folder), threads or max(1, _cpus() // n), payload)
         try:
             with _Forwarding(crew) as forwarding:
                 crew.start()
@@ -84,7 +84,8 @@ class _Forwarding:
             signal.raise_signal(self.seen)
 
 
-def _payload(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+def pickled_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    """What a rank unpickles and calls. Raises CommError for what cannot be sent."""
     try:
         return pickle.dumps((fn, tuple(args)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
