@@ -16,7 +16,7 @@ help:
 	@echo "#   make check    format, lint, types, import contracts"
 	@echo "#   make format   let ruff rewrite what make check would complain of"
 	@echo "#   make test-all the tests, and the whole tables of attention and of training (hours on two cores)"
-	@echo "#   make test-gpu the same tests over NCCL, one rank a GPU"
+	@echo "#   make test-gpu the tests of tests/over_nccl.py over NCCL, one rank a GPU; goes on where it was ended (PART=attention: one part)"
 	@echo "#   make test-oldest the tests with the oldest torch and transformers that we support (downloads several GB)"
 	@echo "#   make size     lines by folder, and the largest files"
 
@@ -41,8 +41,7 @@ test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "whole or not whole"
 
 test-gpu: $(VENV)/.dev
-	$(BIN)/python -m pytest --backend nccl tests/comm tests/attention tests/model \
-		tests/train/test_step.py tests/train/test_free.py tests/train/test_pipelined.py tests/train/test_matrix.py
+	$(BIN)/python -m pytest --backend nccl -m nccl --resume runs/test-gpu.jsonl $(if $(PART),--part $(PART))
 
 $(OLDEST)/.dev: pyproject.toml
 	@echo "installing the oldest torch and transformers that we support into $(OLDEST) (several GB)"

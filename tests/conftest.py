@@ -1,24 +1,40 @@
 """Options of the whole suite: the same test files run with gloo on CPUs and with NCCL on GPUs."""
 
 import os
+from pathlib import Path
 
 import pytest
+
+from tests.over_nccl import PARTS, Resumed, mark
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--backend", choices=["gloo", "nccl"], default="gloo", help="what distributed tests open their worlds with"
     )
+    parser.addoption("--part", choices=list(PARTS), help="of the tests marked nccl, those of this part")
+    parser.addoption(
+        "--resume", type=Path, metavar="FILE", help="write outcomes to this file, and leave out what passed there"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["LONGSPAN_TEST_BACKEND"] = config.getoption("--backend")
+    if (path := config.getoption("--resume")) is not None:
+        config.pluginmanager.register(Resumed(path))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by marker
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
+    mark(items, whole=config.args == config.getini("testpaths"))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if part := config.getoption("--part"):
+        markers = {item: item.get_closest_marker("nccl") for item in items}
+        kept = [item for item, marker in markers.items() if marker and marker.args == (part,)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept

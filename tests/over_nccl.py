@@ -1,0 +1,157 @@
+"""The tests that `make test-gpu` runs over NCCL, by part, and how a run of them that was ended goes on.
+
+A line names a test of a file, then words that the ids of its cases must hold (none: all of its cases). A case that
+needs more ranks than there are GPUs is skipped. Chosen is what differs on GPUs: kernels, messages, streams and memory.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+MOST = 120
+PARTS: dict[str, tuple[str, ...]] = {
+    "comm": (
+        "bridge/test_bridge.py::test_an_encoder_through_a_bridge_equals_the_dense_computation",
+        "bridge/test_bridge.py::test_partial_gradients_are_summed_over_the_ranks_that_used_a_row",
+        "bridge/test_bridge.py::test_what_does_not_fit_is_refused_on_every_rank",
+        "comm/test_rows.py::test_rows_and_gradients",
+        "comm/test_rows.py::test_every_rank_enters_backward",
+        "comm/test_ring.py::test_every_block_visits_every_member_and_its_gradient_comes_home 4-counts",
+        "comm/test_ring.py::test_every_block_visits_every_member_and_its_gradient_comes_home 8-counts",
+        "comm/test_ring.py::test_overlapping_groups_need_no_communicator_of_their_own",
+        "comm/test_groups.py::test_channels_with_and_without_communicators",
+        "comm/test_groups.py::test_messages_that_travel_beside_kernels_go_on_streams_of_high_priority",
+        "comm/test_shard.py::test_rows_positions_and_segments_of_every_kind_of_micro_batch",
+        "comm/test_tp.py::test_sums_slices_and_their_gradients",
+        "comm/test_meshes.py::test_a_world_after_a_world_has_meshes_of_its_own",
+        "comm/test_world.py::test_host_values_and_meshes_of_every_home pp=2,",
+        "comm/test_world.py::test_host_values_and_meshes_of_every_home dp_replicate=2)",
+        "comm/test_world.py::test_host_values_and_meshes_of_every_home (2,",
+        "comm/test_rollcall.py::test_a_stuck_gpu_is_reported_and_its_process_ended",
+    ),
+    "attention": (
+        "attention/test_attend.py::test_parity",
+        "attention/test_attend.py::test_parity_of_wide_groups",
+        "attention/test_attend.py::test_parity_in_slices_and_over_own_communicators",
+        "attention/test_attend.py::test_parity_of_random_calls",
+        "attention/test_behaviour.py::test_half_precision_error_does_not_grow_with_the_degree",
+        "attention/test_behaviour.py::test_one_type_per_layer",
+        "attention/test_behaviour.py::test_recomputation_compilation_double_use_and_no_grad_give_the_same",
+        "attention/test_behaviour.py::test_rows_that_see_no_key_have_zero_output_and_gradients",
+        "attention/test_cuda_graph.py::test_a_captured_call_replays_on_other_inputs",
+        "attention/test_groups.py::test_a_slot_in_several_groups_of_several_types",
+        "attention/test_groups.py::test_groups_are_taken_in_the_order_of_the_plan_and_back",
+        "attention/test_kernels.py::test_kernels_match_the_reference float32",
+        "attention/test_kernels.py::test_half_precision_error_does_not_grow_with_the_degree",
+        "attention/test_memory.py::test_local_rows_alone_are_kept_for_backward 4",
+        "attention/test_memory.py::test_peaks_do_not_grow_with_the_degree",
+        "attention/test_partition.py::test_contiguous_plans_are_exact",
+        "attention/test_precision.py::test_deterministic_mode_gives_the_same_bits",
+        "attention/test_precision.py::test_errors_do_not_grow_from_degree_2_to_8",
+        "attention/test_rows.py::test_addends_of_a_block all",
+        "attention/test_rows.py::test_copies_and_merges_are_those_of_the_host",
+    ),
+    "model": (
+        "model/test_attention_families.py::test_equals_the_stock_model_under_every_type 4-gpt-oss",
+        "model/test_attention_families.py::test_equals_the_stock_model_under_every_type 4-deepseek-v3",
+        "model/test_experts.py::test_equals_the_stock_model_with_experts_dealt_out qwen3-moe",
+        "model/test_experts.py::test_a_saved_model_holds_all_experts qwen3-moe",
+        "model/test_moe.py::test_equals_the_stock_model_with_all_experts_on_every_rank gpt-oss float64",
+        "model/test_moe.py::test_equals_the_stock_model_with_all_experts_on_every_rank qwen3-moe float64",
+        "model/test_norms.py::test_models_with_fused_norms_equal_the_stock_model_under_every_home",
+        "model/test_parity.py::test_equals_the_stock_model 4-4-qwen3 sharded p2p",
+        "model/test_pipeline.py::test_names_logits_and_saved_folders_are_those_of_the_whole_model",
+        "model/test_prepare.py::test_every_parameter_is_sharded_and_freed_after_evaluation",
+        "model/test_prepare.py::test_the_shard_passes_through_fsdp2_unchanged",
+        "model/test_tensor_parallel.py::test_equals_the_stock_model llama float64",
+        "model/test_tensor_parallel.py::test_equals_the_stock_model qwen3-moe float64",
+        "model/test_tensor_parallel.py::test_parameters_after_three_steps",
+    ),
+    "train": (
+        "train/test_any_plan.py::test_loss_and_gradients 4",
+        "train/test_any_plan.py::test_loss_and_gradients 8",
+        "train/test_checkpoint.py::test_weights_and_moments_come_back_bit_for_bit",
+        "train/test_chunked_loss.py::test_families_under_fsdp_equal_the_stock_model",
+        "train/test_free.py::test_losses_and_gradients_over_four_slots",
+        "train/test_free.py::test_losses_and_gradients_of_replicas",
+        "train/test_free.py::test_losses_and_gradients_over_eight_slots",
+        "train/test_free.py::test_steps_of_an_optimizer_are_those_of_lockstep",
+        "train/test_matrix.py::test_every_pair_of_the_matrix",
+        "train/test_pipelined.py::test_equals_one_process 'qwen3' float64",
+        "train/test_pipelined.py::test_equals_one_process gpt-oss float64",
+        "train/test_pipelined.py::test_four_stages",
+        "train/test_pipelined.py::test_gradients_add_up",
+        "train/test_pipelined.py::test_three_steps_of_sgd",
+        "train/test_step.py::test_gradients_do_not_depend_on_the_plan",
+        "train/test_step.py::test_gradients_of_two_steps_add_up_without_an_optimizer",
+        "train/test_step.py::test_an_optimizer_step_is_clipped_to_the_norm",
+        "train/test_step.py::test_evaluation_at_other_degrees_leaves_training_bit_identical",
+        "train/test_step.py::test_modes_are_restored_and_own_models_run_on_one_rank",
+        "train/test_step.py::test_bad_input_is_refused_on_every_rank",
+    ),
+}
+_ROOT = Path(__file__).parent
+
+
+def mark(items: Sequence[pytest.Item], *, whole: bool) -> None:
+    """Give the tests of the table the marker nccl, with their part; of the `whole` suite, check the table too."""
+    lines = {line: 0 for part in PARTS.values() for line in part}
+    for item in items:
+        path = item.path.relative_to(_ROOT).as_posix()
+        name, _, case = item.name.partition("[")
+        for part, tests in PARTS.items():
+            for line in tests:
+                test, *words = line.split()
+                if test == f"{path}::{name}" and all(word in case for word in words):
+                    item.add_marker(pytest.mark.nccl(part))
+                    lines[line] += 1
+    unknown = [line for line, count in lines.items() if not count]
+    if whole and (unknown or sum(lines.values()) > MOST):
+        raise pytest.UsageError(
+            f"tests/over_nccl.py: {sum(lines.values())} tests are chosen, of at most {MOST}; no test fits {unknown}"
+        )
+
+
+class Resumed:
+    """Writes every outcome to a file as it comes, and leaves out what passed there from the same sources."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.sources = path, _digest()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        self.done = {row["test"] for row in rows if row["sources"] == self.sources and row["outcome"] != "failed"}
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leave out what is done, and take the rest part by part."""
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self.done])
+        items[:] = sorted((item for item in items if item.nodeid not in self.done), key=_part)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """One line for each test: its call, or what kept it from being called."""
+        if report.when == "call" or report.outcome != "passed":
+            row = {
+                "test": report.nodeid,
+                "outcome": report.outcome,
+                "seconds": round(report.duration, 3),
+                "sources": self.sources,
+            }
+            if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
+                row["why"] = report.longrepr[2]
+            with self.path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def _part(item: pytest.Item) -> int:
+    marker = item.get_closest_marker("nccl")
+    return list(PARTS).index(marker.args[0]) if marker else len(PARTS)
+
+
+def _digest() -> str:
+    """Of the package's and the tests' sources: what passed with others counts for nothing."""
+    sources = hashlib.sha256()
+    for path in sorted([*_ROOT.rglob("*.py"), *(_ROOT.parent / "src").rglob("*.py")]):
+        sources.update(path.relative_to(_ROOT.parent).as_posix().encode() + b"\0" + path.read_bytes())
+    return sources.hexdigest()[:12]
