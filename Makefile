@@ -41,7 +41,7 @@ test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "whole or not whole"
 
 test-gpu: $(VENV)/.dev
-	$(BIN)/python -m pytest --backend nccl -m nccl --resume runs/test-gpu.jsonl $(if $(PART),--part $(PART))
+	$(BIN)/python -m pytest --backend nccl -m nccl --resume=runs/test-gpu.jsonl $(if $(PART),--part $(PART))
 
 $(OLDEST)/.dev: pyproject.toml
 	@echo "installing the oldest torch and transformers that we support into $(OLDEST) (several GB)"
