@@ -1,13 +1,13 @@
 """Do the tests notice a wrong line? A seeded sample of mutants of src/longspan, each run against tests chosen for it.
 
-    python bench/mutation.py --count 150 --out bench/records/mutation.json         # draws, runs, and goes on after a stop
+    python bench/mutation.py --count 150 --out bench/records/mutation.json         # draws, runs, resumes
     python bench/mutation.py --only plan/cost.py:Cost.with_closing:arithmetic:2    # one of them, on the tree as it is
     python bench/mutation.py --again bench/records/mutation.json --out after.json  # those that lived, on today's tree
 
 A mutant is one change of one expression or statement. Docstrings, annotations, f-strings, `raise`, `assert`, `del` and
 imports are left alone, and so are files that only a GPU runs. Its name says file, function, operator and ordinal in
-that function. The working tree (or a commit, `--base`) is copied to a temporary folder and changed there. The tests of a
-mutant come from its room: files named after the module, files that name it or what it defines, and the room's usual
+that function. The working tree (or a commit, `--base`) is copied to a temporary folder and changed there. The tests of
+a mutant come from its room: files named after the module, files that name it or what it defines, and the usual
 ones; in each group the quickest first, as long as they take `--seconds` together. Tests marked as slow and tests that
 change source texts themselves are not among them. A run that takes far longer than without the mutant counts as killed.
 `unshare --pid --fork --mount-proc` before the command keeps a mutant's signals from other processes of the machine.
