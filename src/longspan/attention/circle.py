@@ -28,6 +28,11 @@ class Mask(NamedTuple):
     causal: bool = True
     window: int | None = None
 
+    def within(self, lengths: Sequence[int]) -> "Mask":
+        """The same over documents of these lengths: a window as long as the longest, or longer, hides nothing: none."""
+        hides = self.window is not None and self.window < max(lengths, default=0)
+        return self if hides else Mask(self.causal)
+
 
 class Circle:
     """The members of one group that share keys and values, `inner` of the group's acting as one.
@@ -122,20 +127,21 @@ class Circle:
     def launches(self, owner: int | None) -> tuple[Launch, ...]:
         """The launches of this member's rows against the block of `owner`, or against all rows (None)."""
 
-        if owner is not None:
-            return self.once(
-                ("launches", owner), lambda: self.launches_on(self.real(owner), lambda: self.held(owner).positions)
-            )
-        laid_out = np.asarray(self.part.group.laid_out, dtype=np.int64)
-        return self.once(
-            "launches on all", lambda: self.launches_on(self._all_rows(), lambda: expand(0 * laid_out, laid_out))
-        )
+        def find() -> tuple[Launch, ...]:
+            if owner is None:
+                laid_out = np.asarray(self.part.group.laid_out, dtype=np.int64)
+                return self.launches_on(self._all_rows(), lambda: expand(0 * laid_out, laid_out))
+            held = self.held(owner)
+            return self.launches_on(self.real(owner), lambda: held.positions)
+
+        return self.once(("launches", owner), find)
 
     def launches_on(self, keys: Segments, positions: Callable[[], Rows]) -> tuple[Launch, ...]:
         """The launches of this member's rows against other rows; `positions` are those of all rows of their tensor."""
+        ids, held = np.asarray(self.part.group.documents, dtype=np.int64), self.held(self.member)
 
+        # Kept by the launches, which the circle keeps: it refers to no circle, for a cycle would outlive the shard.
         def tokens() -> Tokens:
-            ids, held = np.asarray(self.part.group.documents, dtype=np.int64), self.held(self.member)
             return Tokens(np.repeat(ids[held.document], held.stop - held.start), held.positions, positions())
 
         mine = self.real(self.member)

@@ -50,7 +50,7 @@ def halo_forward(q: Tensor, k: Tensor, v: Tensor, circle: Circle, rule: Rule) ->
     """q (T, N, H), k (T, K, H), v (T, K, Hv) of this member's rows."""
     halo = Halo.of(circle)
     total = Partial(q.shape[0], q.shape[1], v.shape[2], like=q)
-    seen_k, seen_v = halo.fetch((k, v), "attention halo forward")
+    seen_k, seen_v = halo.fetch(circle, (k, v), "attention halo forward")
     add_block(total, q, seen_k, seen_v, halo.launches, rule)
     out, lse = rule.finish(total)
     return Attended(out, (q, k, v, None, lse))
@@ -59,9 +59,9 @@ def halo_forward(q: Tensor, k: Tensor, v: Tensor, circle: Circle, rule: Rule) ->
 def halo_backward(saved: Saved, k: Tensor, v: Tensor, circle: Circle, rule: Rule) -> Gradients:
     """Gradients of this member's rows."""
     halo, dq = Halo.of(circle), RowSum(tuple(saved.q.shape), saved.q)
-    seen_k, seen_v = halo.fetch((k, v), "attention halo backward")
+    seen_k, seen_v = halo.fetch(circle, (k, v), "attention halo backward")
     gradients = summed(block_gradients(dq, saved, seen_k, seen_v, halo.launches, rule), seen_k, seen_v)
-    dk, dv = halo.bring_home(gradients, "attention halo backward, gradients")
+    dk, dv = halo.bring_home(circle, gradients, "attention halo backward, gradients")
     return Gradients(dq.result(), dk, dv, rule.sink_gradient(saved))
 
 
@@ -74,7 +74,6 @@ class Halo:
     `own_places`.
     """
 
-    circle: Circle
     launches: tuple[Launch, ...]
     sends: tuple[Tensor, ...]
     sent: Tensor
@@ -100,7 +99,6 @@ class Halo:
             return to_device(rows, circle.device)
 
         return cls(
-            circle,
             circle.launches_on(keys, lambda: keys.positions),
             sends=tuple(on(rows) for rows in sends),
             sent=on(np.concatenate(sends)),
@@ -111,23 +109,23 @@ class Halo:
             seen=keys.rows,
         )
 
-    def fetch(self, tensors: tuple[Tensor, Tensor], what: str) -> tuple[Tensor, ...]:
+    def fetch(self, circle: Circle, tensors: tuple[Tensor, Tensor], what: str) -> tuple[Tensor, ...]:
         """The members' tensors (T, …) to the rows seen here."""
         counts = [len(sent) for sent in self.sends]
         sent = matrix_of(tensors, self.sent)
-        handle = self.circle.channel().all_to_all_rows(sent, counts, self.receives, what)
+        handle = circle.channel().all_to_all_rows(sent, counts, self.receives, what)
         seen = sent.new_empty((self.seen, sent.shape[1]))
         seen.index_copy_(0, self.own_places, matrix_of(tensors, self.own))
         seen.index_copy_(0, self.places, handle.wait())
         return columns(seen, [x.shape[1:] for x in tensors])
 
-    def bring_home(self, gradients: tuple[Tensor, Tensor], what: str) -> tuple[Tensor, ...]:
+    def bring_home(self, circle: Circle, gradients: tuple[Tensor, Tensor], what: str) -> tuple[Tensor, ...]:
         """Gradients of the rows seen here to the sums over members of those of the own rows; summed in member order."""
         dtype, counts = accumulation_dtype(gradients[0].dtype), [len(sent) for sent in self.sends]
         away = matrix_of(gradients, self.places, dtype)
-        handle = self.circle.channel().all_to_all_rows(away, self.receives, counts, what)
+        handle = circle.channel().all_to_all_rows(away, self.receives, counts, what)
         total = matrix_of(gradients, self.own_places, dtype)
-        rows = self.circle.counts[self.circle.member]
+        rows = circle.counts[circle.member]
         if len(total) < rows:  # rows that pad documents out see nothing, and nothing sees them
             total = total.new_zeros((rows, total.shape[1])).index_copy_(0, self.own, total)
         for sent, arrived in zip(self.sends, handle.wait().split(counts), strict=True):

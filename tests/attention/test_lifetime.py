@@ -1,0 +1,60 @@
+"""What attention derives from a shard is freed with the shard, without Python's collector of cycles."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from longspan import Group, Layout, MicroBatch, World, attend, bind
+from longspan.attention.circle import Circle, Mask
+from longspan.attention.halo import Halo
+from longspan.comm import SequenceShard
+from longspan.testing import backend
+
+CPU = torch.device("cpu")
+BATCH = MicroBatch((Group(tuple(range(4)), (0, 1, 2), (40, 9, 23)),))
+
+
+@pytest.fixture(autouse=True)
+def without_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def derived(circle: Circle) -> list[object]:
+    """Everything that a circle derives, with its index tensors."""
+    launches = [launch for owner in range(circle.degree) for launch in circle.launches(owner)]
+    if circle.inner == 1:
+        launches += circle.launches(None)
+        circle.order_of_gathered(tuple(range(circle.degree)))
+        circle.keys_by_member()
+    if circle.mask.window is not None:
+        launches += Halo.of(circle).launches
+    tensors = [x for launch in launches for x in (*launch.tokens, *launch.cu_seqlens)]
+    tensors += [x for launch in launches for x in (launch.q_rows, launch.k_rows) if isinstance(x, torch.Tensor)]
+    return [circle, *launches, *tensors, *(circle.orders or ())]
+
+
+@pytest.mark.parametrize("inner", [1, 2])
+@pytest.mark.parametrize("window", [None, 5])
+def test_index_tensors_are_freed_with_their_circle(inner, window):
+    circle = Circle(SequenceShard(BATCH, 1, -1, CPU).parts[0], Mask(True, window), CPU, inner)
+    alive = [weakref.ref(x) for x in derived(circle)]
+    assert len(alive) > 10
+    del circle
+    assert not [ref for ref in alive if ref() is not None]
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.5, "dropout_seed": 1}, {"window": 5, "softcap": 2.0}], ids=str)
+def test_a_call_and_its_backward_leave_nothing_of_the_shard_behind(options):
+    with World(Layout(ranks=1), backend=backend()) as world:
+        shard = bind(MicroBatch((Group((0,), (0, 1), (40, 9)),)), world)
+        q, k, v = (torch.ones(49, 2, 8, device=shard.device, requires_grad=True) for _ in range(3))
+        attend(q, k, v, shard, **options).sum().backward()
+        circles = [weakref.ref(x) for x in shard.memo.values() if isinstance(x, Circle)]
+        assert circles
+        del shard
+        assert not [ref for ref in circles if ref() is not None]
