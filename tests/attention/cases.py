@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -106,13 +107,14 @@ class Question:
     causal: bool = True
     window: int | None = None
     softcap: float | None = None
+    scale: float | None = None
     sinks: bool = False
     dropout: float = 0.0
     seed: int = 0
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"causal": self.causal, "window": self.window, "softcap": self.softcap}
+        return {"causal": self.causal, "window": self.window, "softcap": self.softcap, "scale": self.scale}
 
 
 @dataclass(frozen=True)
@@ -149,8 +151,10 @@ def table(slots: int) -> list[Case]:
     """Every layout × mask, feature and head shape × type in float64, and a cut through the rest."""
     names = [*layouts(slots)]
     cases = cases_of((replace(q, layout=name) for name in names for q in QUESTIONS), WAYS)
-    window_1 = [Question(name, "mha", window=1, causal=True) for name in ("ragged", "padded")]
-    cases += cases_of(window_1, WAYS)
+    windows = [Question(name, "mha", window=window) for name in ("ragged", "padded") for window in (1, sys.maxsize)]
+    cases += cases_of(windows, WAYS)
+    scales = [Question("padded", "gqa", window=window, scale=scale) for window in (None, 5) for scale in (-0.4, 0.0)]
+    cases += cases_of([*scales, Question("ragged", "mla", "float32", scale=-0.4, sinks=True)], WAYS)
     padded = [Question(name, "gqa", sinks=True) for name in names]
     cases += cases_of(padded, [Way("p2p", padding=40), Way("a2a+p2p", padding=40)])
     others = [Way("p2p", kernel="reference"), Way("all_gather", heads_at_once=1), Way("all_gather", heads_at_once=3)]

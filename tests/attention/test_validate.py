@@ -3,6 +3,7 @@
 The shard belongs to a world that was never opened: whatever gets past the checks and talks would raise CommError.
 """
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,14 +47,24 @@ BAD = [
     ({"window": 0}, "window is 0; it is how many positions"),
     ({"window": -3}, "window is -3; it is how many positions"),
     ({"window": 2.5}, "window is 2.5"),
+    ({"window": True}, "window is True"),
+    ({"window": np.float64(4)}, r"window is np.float64\(4.0\)"),
     ({"window": 4, "causal": False}, "needs causal=True"),
     ({"softcap": 0.0}, "softcap is 0.0; give a finite number above 0"),
+    ({"softcap": "a"}, "softcap is 'a'; give a finite number above 0"),
     ({"scale": float("nan")}, "scale is nan"),
+    ({"scale": torch.ones(())}, r"scale is tensor\(1.\); give a finite number"),
+    ({"dropout": "a"}, "dropout is 'a'; give the probability"),
     ({"dropout": 1.0}, "dropout is 1.0; give the probability"),
     ({"dropout": -0.1}, "dropout is -0.1"),
     ({"dropout": float("nan")}, "dropout is nan"),
     ({"sinks": x(3)}, r"sinks has shape \(3,\); give one logit per query head: \(4,\)"),
     ({"sinks": x(4, dtype=torch.int64)}, "sinks is torch.int64"),
+    ({"sinks": 0.5}, "sinks is a float; give a tensor of one logit per query head"),
+    ({"cp_comm_type": 5}, "cp_comm_type is 5; use one of p2p, all_gather, a2a, a2a.p2p, auto, or one per layer"),
+    ({"cp_comm_type": [5]}, r"cp_comm_type has 1 entries, one per layer; got layer=None"),
+    ({"cp_comm_type": [5], "layer": 0}, "cp_comm_type 5 is unknown"),
+    ({"cp_comm_type": ["p2p"], "layer": "a"}, "has 1 entries, one per layer; got layer='a'"),
     ({"cp_comm_type": "ring"}, "cp_comm_type 'ring' is unknown; use one of p2p, all_gather, a2a, a2a.p2p, auto"),
     ({"cp_comm_type": ["p2p", "p2p"]}, "has 2 entries, one per layer; got layer=None"),
     ({"cp_comm_type": ["p2p", "p2p"], "layer": 2}, "got layer=2"),
@@ -69,6 +80,8 @@ BAD = [
     ({"shard": shard(UNEVEN)}, r"sizes \(3, 2\) of group 0 multiply to 6, but the group has cp 4"),
     ({"hierarchical_context_parallel_sizes": (2,)}, r"is \(2,\); give \(a2a, p2p\), two sizes"),
     ({"hierarchical_context_parallel_sizes": (0, 2)}, r"is \(0, 2\); give \(a2a, p2p\)"),
+    ({"hierarchical_context_parallel_sizes": 2}, r"is 2; give \(a2a, p2p\), two sizes"),
+    ({"hierarchical_context_parallel_sizes": "22"}, r"is '22'; give \(a2a, p2p\), two sizes"),
     (
         {**WIDE, "cp_comm_type": "a2a"},
         r"4 query heads cannot be dealt to the 6 members .* of group 0 .*: 1, 2 \(.* \(1, 6\), \(2, 3\)\)",
@@ -79,6 +92,7 @@ BAD = [
     ),
     ({"shard": shard(ELSEWHERE)}, "4 query heads cannot be dealt to the 3 members .* of group 1"),
     ({"max_gather_bytes": 0}, "max_gather_bytes is 0; give a number of bytes"),
+    ({"max_gather_bytes": "1"}, "max_gather_bytes is '1'; give a number of bytes"),
     (
         {"cp_comm_type": "all_gather", "max_gather_bytes": 1000},
         "max_gather_bytes 1000 does not hold one key/value head of a group of 6 rows, which takes 1920 bytes",

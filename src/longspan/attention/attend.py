@@ -5,7 +5,7 @@ backward in reverse, which is the one order in which every rank enters its colle
 out and the log-sum-exp of the local rows, or, where heads were exchanged for rows, as many numbers of those exchanged.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar, cast
@@ -81,9 +81,10 @@ def attend(
     >>> shard = bind(plan.micro_batches[0], world)
     >>> out = attend(q, k, v, shard, window=4096, layer=3)
 
-    `window` w: position p sees p − w + 1 … p. `sinks` (N,): one logit per query head that takes weight and gives no
-    value. `softcap` c: scores become c · tanh(score / c). `scale` defaults to H ** −0.5. A row that sees no key (one
-    that pads a document out) has output and gradient 0.
+    `window` w: position p sees p − w + 1 … p; one that reaches over the longest document of the micro-batch is none.
+    `sinks` (N,): one logit per query head that takes weight and gives no value. `softcap` c: scores become
+    c · tanh(score / c). `scale` is any finite number, H ** −0.5 by default. A row that sees no key (one that pads a
+    document out) has output and gradient 0.
 
     `dropout` zeroes weights with this probability, by a hash of `dropout_seed`, head, document and both positions: the
     same weights at every degree and under every type. By default the seed is mixed from `torch.initial_seed()`, the
@@ -106,8 +107,8 @@ def attend(
         softcap=softcap,
         scale=scale,
         dropout=dropout,
-        cp_comm_type=cp_comm_type if isinstance(cp_comm_type, str | None) else tuple(cp_comm_type),
-        sizes=None if hierarchical_context_parallel_sizes is None else tuple(hierarchical_context_parallel_sizes),
+        cp_comm_type=_listed(cp_comm_type),
+        sizes=_listed(hierarchical_context_parallel_sizes),
         max_gather_bytes=max_gather_bytes,
         layer=layer,
         kernel=kernel,
@@ -116,6 +117,7 @@ def attend(
     if dropout:
         seeded = Dropout(dropout, _seed(dropout_seed, shard, layer))
         walk = replace(walk, rule=replace(walk.rule, dropout=seeded))
+    q = q if walk.sign == 1 else q * walk.sign
     return _Attend.apply(q, k, v, sinks, walk)  # pyright: ignore[reportReturnType]
 
 
@@ -134,10 +136,16 @@ class _Call(NamedTuple):
     kernel: str | None
 
 
+def _listed(argument: Any) -> Any:
+    """An argument that may be a list, as a value that can be a key."""
+    return tuple(argument) if isinstance(argument, Iterable) and not isinstance(argument, str) else argument
+
+
 def _remembered(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, call: _Call) -> "_Walk":
     """What `_checked` says, kept with the shard: a model asks the same in every layer, and checks take their time."""
     try:
-        tensors = [None if x is None else (x.shape, x.dtype, x.device) for x in (q, k, v, sinks)]
+        call = call if _by_layer(call, shard) else call._replace(layer=None)
+        tensors = [None if x is None else (type(x), x.shape, x.dtype, x.device) for x in (q, k, v, sinks)]
         key = ("walk", *tensors, call, *map(type, call), are_deterministic_algorithms_enabled())  # True is no window
         walk = shard.memo.get(key)
         if walk is None:
@@ -147,29 +155,40 @@ def _remembered(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: Se
         return _checked(q, k, v, sinks, shard, call)
 
 
+def _by_layer(call: _Call, shard: SequenceShard) -> bool:
+    """Whether what the call does depends on its layer: where a type that it goes by is a list with one per layer."""
+    if call.cp_comm_type is not None:
+        return not isinstance(call.cp_comm_type, str)
+    if "by layer" not in shard.memo:
+        shard.memo["by layer"] = any(not isinstance(g.cp_comm_type, str) for g in shard.micro_batch.groups)
+    return shard.memo["by layer"]
+
+
 def _checked(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, asked: _Call) -> "_Walk":
     check_tensors(q, k, v, shard)
     check_features(
         causal=asked.causal, window=asked.window, softcap=asked.softcap, scale=asked.scale, dropout=asked.dropout
     )
     check_sinks(sinks, q)
-    call = Call(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size(), asked.causal, asked.window)
+    mask = Mask(asked.causal, None if asked.window is None else int(asked.window)).within(shard.micro_batch.lengths)
+    call = Call(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size(), *mask)
     routes = routes_of(shard, Asked.of(asked.cp_comm_type, asked.sizes, asked.layer), call)
     gathering = [g for i, g in enumerate(shard.micro_batch.groups) if routes[i].kind == "all_gather"]
     check_budget(asked.max_gather_bytes, k, v, gathering)
+    scale = q.shape[2] ** -0.5 if asked.scale is None else float(asked.scale)
     rule = Rule(
-        kernel=choose(_need(q, v, shard, asked), asked.kernel),
-        scale=q.shape[2] ** -0.5 if asked.scale is None else float(asked.scale),
+        kernel=choose(_need(q, v, shard, asked, mask), asked.kernel),
+        scale=abs(scale) or 1.0,
         kv_heads=k.shape[1],
-        softcap=asked.softcap,
+        softcap=None if asked.softcap is None else float(asked.softcap),
         max_gather_bytes=asked.max_gather_bytes,
     )
-    mask = Mask(asked.causal, asked.window)
-    return _Walk(tuple(_Part.of(part, routes[part.index], mask, shard) for part in shard.parts), rule)
+    parts = tuple(_Part.of(part, routes[part.index], mask, shard) for part in shard.parts)
+    return _Walk(parts, rule, sign=(scale > 0) - (scale < 0))
 
 
-def _need(q: Tensor, v: Tensor, shard: SequenceShard, asked: _Call) -> Need:
-    features = {"window": asked.window is not None, "softcap": asked.softcap is not None, "dropout": asked.dropout > 0}
+def _need(q: Tensor, v: Tensor, shard: SequenceShard, asked: _Call, mask: Mask) -> Need:
+    features = {"window": mask.window is not None, "softcap": asked.softcap is not None, "dropout": asked.dropout > 0}
     return Need(
         q.device,
         q.dtype,
@@ -196,6 +215,7 @@ class _Part(NamedTuple):
     @classmethod
     def of(cls, part: ShardPart, route: Route, mask: Mask, shard: SequenceShard) -> "_Part":
         """Circles are kept with the shard, so that layers share their geometry."""
+        mask = mask.within(part.group.lengths)
         key = ("circle", part.index, route.inner, mask)
         if key not in shard.memo:
             shard.memo[key] = Circle(part, mask, shard.device, route.inner)
@@ -204,10 +224,14 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class _Walk:
-    """One call: its parts in plan order, and what is computed in each."""
+    """One call: its parts in plan order, and what is computed in each, of q times `sign`.
+
+    Kernels take a scale above 0 alone, for they find the largest score before they scale: the sign of another is q's.
+    """
 
     parts: tuple[_Part, ...]
     rule: Rule
+    sign: int = 1
 
 
 class _Attend(torch.autograd.Function):

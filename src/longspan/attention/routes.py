@@ -6,9 +6,11 @@ communication. Why `auto` takes which type is in `auto.py`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 from longspan.attention.auto import TYPES, Call, choose_type
+from longspan.attention.validate import is_count
 from longspan.comm import SequenceShard, world_of
 from longspan.errors import AttentionError
 from longspan.plan import Group
@@ -32,12 +34,17 @@ class Asked:
     layer: int | None
 
     @classmethod
-    def of(cls, cp_comm_type: str | Sequence[str] | None, sizes: Sequence[int] | None, layer: int | None) -> "Asked":
-        """The arguments of `attend`, as values that can be remembered."""
-        kinds = cp_comm_type if cp_comm_type is None or isinstance(cp_comm_type, str) else tuple(cp_comm_type)
-        if sizes is not None and (len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes)):
-            raise AttentionError(f"hierarchical_context_parallel_sizes is {tuple(sizes)}; give (a2a, p2p), two sizes")
-        return cls(kinds, None if sizes is None else (sizes[0], sizes[1]), layer)
+    def of(
+        cls, cp_comm_type: str | tuple[str, ...] | None, sizes: tuple[int, ...] | None, layer: int | None
+    ) -> "Asked":
+        """The arguments of `attend`, checked for what they are."""
+        if not isinstance(cp_comm_type, str | tuple | None):
+            raise AttentionError(f"cp_comm_type is {cp_comm_type!r}; use one of {', '.join(TYPES)}, or one per layer")
+        if sizes is None:
+            return cls(cp_comm_type, None, layer)
+        if not isinstance(sizes, tuple) or len(sizes) != 2 or not all(map(is_count, sizes)):
+            raise AttentionError(f"hierarchical_context_parallel_sizes is {sizes!r}; give (a2a, p2p), two sizes")
+        return cls(cp_comm_type, (int(sizes[0]), int(sizes[1])), layer)
 
 
 def routes_of(shard: SequenceShard, asked: Asked, call: Call) -> dict[int, Route]:
@@ -94,9 +101,9 @@ def _chosen(shard: SequenceShard, index: int, call: Call) -> Route:
 def _of_layer(kinds: str | Sequence[str], layer: int | None, name: str) -> str:
     if isinstance(kinds, str):
         return kinds
-    if layer is None or not 0 <= layer < len(kinds):
+    if not isinstance(layer, Integral) or not 0 <= layer < len(kinds):
         raise AttentionError(
-            f"{name} has {len(kinds)} entries, one per layer; got layer={layer}: "
+            f"{name} has {len(kinds)} entries, one per layer; got layer={layer!r}: "
             f"pass the global layer index, 0 to {len(kinds) - 1}"
         )
     return kinds[layer]

@@ -82,10 +82,10 @@ COMMUNICATIONS: tuple[Communication, ...] = (
 EVERYWHERE: tuple[tuple[str, str], ...] = (
     ("causal and full attention", "`causal=`; of one document"),
     ("packed documents", "any lengths, any degree; an empty share takes part in communication"),
-    ("sliding window", "`window=`, causal; blocks that no query sees are not computed, under a narrow window not sent"),
+    ("sliding window", "`window=`, causal; what no query sees is not computed, under a narrow window not sent; longer than documents: none"),
     ("sinks", "`sinks=`; joined once to the sum over all keys, with a gradient over the local rows"),
     ("softcap", "`softcap=`"),
-    ("scale", "`scale=`, H ** −0.5 by default"),
+    ("scale", "`scale=`, any finite number; H ** −0.5 by default"),
     ("value heads of another size", "v (T, K, Hv), as in multi-head latent attention"),
     ("grouped and multi-query heads", "K divides N"),
     ("dropout", "`dropout=`; the mask is a hash of seed, head, document and positions: the same at every degree"),

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from longspan.attention.all_gather import gather_bytes_per_head
 from longspan.comm import SequenceShard
@@ -23,6 +25,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard) -> None
         if not isinstance(x, Tensor) or x.ndim != 3:
             found = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise AttentionError(f"{name} has {found}; attend takes (rows, heads, head size), without a batch dim")
+        _check_plain(name, x)
     _check_same(named)
     if q.device != shard.device:
         raise AttentionError(f"q, k and v are on {q.device}, the shard is bound to {shard.device}; move them there")
@@ -36,6 +39,12 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard) -> None
     heads, kv_heads = q.shape[1], k.shape[1]
     if not kv_heads or heads % kv_heads or not heads or not q.shape[2] or not v.shape[2]:
         raise AttentionError(f"{shapes}: {kv_heads} key/value heads do not divide {heads} query heads, or a size is 0")
+
+
+def _check_plain(name: str, x: Tensor) -> None:
+    if isinstance(x, DTensor):
+        placements = ", ".join(map(str, x.placements))
+        raise AttentionError(f"{name} is a DTensor ({placements}); pass this rank's part of it: {name}.to_local()")
 
 
 def _check_same(named: dict[str, Tensor]) -> None:
@@ -57,25 +66,31 @@ def check_features(
     *, causal: bool, window: int | None, softcap: float | None, scale: float | None, dropout: float
 ) -> None:
     """Raise AttentionError for masks and numbers that cannot be computed exactly."""
-    if not 0 <= dropout < 1:
+    if not isinstance(dropout, Real) or not 0 <= dropout < 1:
         raise AttentionError(
             f"dropout is {dropout!r}; give the probability that a weight is dropped, from 0 to below 1"
         )
     if window is not None:
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        if not is_count(window):
             raise AttentionError(f"window is {window!r}; it is how many positions a query sees, at least 1, or None")
         if not causal:
             raise AttentionError(f"window {window} looks back from each position; it needs causal=True")
     for name, value in (("softcap", softcap), ("scale", scale)):
-        if value is not None and not (math.isfinite(value) and (value > 0 or name == "scale")):
-            raise AttentionError(f"{name} is {value!r}; give a finite number{'' if name == 'scale' else ' above 0'}")
+        if value is None or (isinstance(value, Real) and math.isfinite(value) and (value > 0 or name == "scale")):
+            continue
+        raise AttentionError(f"{name} is {value!r}; give a finite number{'' if name == 'scale' else ' above 0'}")
+
+
+def is_count(value: object) -> bool:
+    """Whether it is an integer, numpy's among them, of at least 1."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def check_budget(budget: int | None, k: Tensor, v: Tensor, groups: Sequence[Group]) -> None:
     """Raise AttentionError where a group that gathers cannot hold one head of its rows in the budget."""
     if budget is None:
         return
-    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
+    if not is_count(budget):
         raise AttentionError(f"max_gather_bytes is {budget!r}; give a number of bytes, or None for no limit")
     rows = max((sum(group.laid_out) for group in groups if group.degree > 1), default=0)
     if (least := gather_bytes_per_head(rows, k, v)) > budget:
@@ -89,6 +104,9 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     """Raise AttentionError unless sinks is None or (N,) floating numbers on q's device."""
     if sinks is None:
         return
+    if not isinstance(sinks, Tensor):
+        raise AttentionError(f"sinks is a {type(sinks).__name__}; give a tensor of one logit per query head")
+    _check_plain("sinks", sinks)
     if tuple(sinks.shape) != (q.shape[1],):
         raise AttentionError(f"sinks has shape {tuple(sinks.shape)}; give one logit per query head: ({q.shape[1]},)")
     if not sinks.is_floating_point() or sinks.device != q.device:

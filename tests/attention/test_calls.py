@@ -1,0 +1,113 @@
+"""What a call of `attend` makes of its arguments, on the host and without ranks: masks, kernels, what is remembered."""
+
+import sys
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from longspan import Group, Layout, MicroBatch, World, bind
+from longspan.attention.circle import Mask
+from longspan.comm import SequenceShard
+from longspan.errors import AttentionError, CommError
+from longspan.testing import backend
+
+module: Any = import_module("longspan.attention.attend")
+LENGTHS = (4096, 30)
+HIDING_NOTHING = (max(LENGTHS), 10**6, 2**62, sys.maxsize, 2**63, 2**80, np.int64(max(LENGTHS)), np.int64(2**62))
+
+
+def bound(*groups: Group, slot: int = 0) -> SequenceShard:
+    return SequenceShard(MicroBatch(groups), slot, -1, torch.device("cpu"))
+
+
+def split(**options: Any) -> SequenceShard:
+    return bound(Group((0, 1, 2, 3), (0, 1), LENGTHS, **options))
+
+
+def tensors(shard: SequenceShard) -> list[Tensor]:
+    return [torch.zeros(shard.local_rows, n, 8) for n in (4, 2, 2)]
+
+
+def called(shard: SequenceShard, **options: Any) -> None:
+    """A call that passes the checks talks; this world was never opened."""
+    with pytest.raises(CommError, match="world -1"):
+        module.attend(*tensors(shard), shard, **options)
+
+
+@pytest.fixture
+def walks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What calls checked, in order, each with what it needed of a kernel."""
+    found: list[Any] = []
+    checked, choose = module._checked, module.choose
+    needs: list[Any] = []
+    monkeypatch.setattr(module, "choose", lambda need, name: needs.append(need) or choose(need, name))
+    monkeypatch.setattr(module, "_checked", lambda *args: found.append((checked(*args), needs[-1])) or found[-1][0])
+    return found
+
+
+def launched(walk: Any) -> list[str]:
+    """The mask of a call's first part and its launches, block by block."""
+    circle = walk.parts[0].circle
+    return [repr(circle.mask), *(repr([x.tiling for x in circle.launches(owner)]) for owner in range(circle.degree))]
+
+
+@pytest.mark.parametrize("window", HIDING_NOTHING, ids=str)
+def test_a_window_that_hides_nothing_is_none(walks: list[Any], window: int) -> None:
+    """It needs nothing of a kernel (cuDNN has no windows), and costs as many launches as the call without it."""
+    called(split())
+    called(split(), window=window)
+    (without, need), (windowed, same) = walks
+    assert same == need and not need.features
+    assert launched(windowed) == launched(without)
+
+
+@pytest.mark.parametrize("window", [max(LENGTHS) - 1, np.int64(5)], ids=str)
+def test_a_window_that_hides_a_key_is_kept(walks: list[Any], window: int) -> None:
+    called(split(), window=window)
+    ((walk, need),) = walks
+    assert need.features == {"window"} and walk.parts[0].circle.mask == Mask(True, int(window))
+
+
+def test_a_window_is_dropped_for_the_groups_in_which_it_hides_nothing(walks: list[Any]) -> None:
+    called(bound(Group((0, 1), (0,), (50,)), Group((0, 2), (1,), (500,))), window=60)
+    ((walk, need),) = walks
+    assert need.features == {"window"}
+    assert [part.circle.mask.window for part in walk.parts] == [None, 60]
+
+
+def test_layers_share_what_was_checked_unless_types_are_listed_by_layer(walks: list[Any]) -> None:
+    shard, listed = split(), split(cp_comm_type=("p2p", "all_gather"))
+    for layer in (0, 1, 0, 1, None):
+        called(shard, layer=layer)
+    assert len(walks) == 1
+    for layer in (0, 1, 0, 1):
+        called(shard, layer=layer, cp_comm_type=["p2p", "all_gather"])
+    assert len(walks) == 3
+    for layer in (0, 1, 0, 1):
+        called(listed, layer=layer)
+    assert len(walks) == 5
+    assert [walk.parts[0].pattern == walks[0][0].parts[0].pattern for walk, _ in walks[1:]] == [True, False] * 2
+    called(listed, layer=np.int64(1), cp_comm_type="p2p")
+    assert len(walks) == 6
+    with pytest.raises(AttentionError, match="cp_comm_type of group 0 has 2 entries, one per layer; got layer=None"):
+        module.attend(*tensors(listed), listed)
+
+
+def test_a_tensor_of_another_kind_is_not_taken_for_one_that_was_checked() -> None:
+    """DTensors have the shapes of whole tensors: they are refused, also after plain tensors of such shapes."""
+    with World(Layout(ranks=1), backend=backend()) as world:
+        mesh = init_device_mesh(world.device.type, (1,))
+        shard = bind(MicroBatch((Group((0,), (0,), (6,)),)), world)
+        arguments = {name: x.to(world.device) for name, x in zip("qkv", tensors(shard), strict=True)}
+        arguments["sinks"] = torch.zeros(4, device=world.device)
+        module.attend(shard=shard, **arguments)
+        for name in ("q", "v", "sinks"):
+            spread = DTensor.from_local(arguments[name], mesh, [Replicate()])
+            with pytest.raises(AttentionError, match=rf"{name} is a DTensor \(R.*; pass .* {name}.to_local\(\)"):
+                module.attend(shard=shard, **{**arguments, name: spread})
