@@ -143,6 +143,26 @@ def test_weights_and_moments_come_back_bit_for_bit(tmp_path: Path, optimizer: st
     assert files == [".metadata", *(f"__{rank}_0.distcp" for rank in range(saved)), "manifest.json", "state.json"]
 
 
+def hyperparameters_rank(rank: int, ranks: int, root: Path, optimizer: str) -> None:
+    """A checkpoint of one weight decay, loaded into an optimizer of another."""
+    with World(Layout(ranks), backend=backend(), timeout=60) as world:
+        model, before = opened(world, optimizer)
+        update(model, before)
+        save_checkpoint(root / optimizer, model, before, world, step=1, state={}, keep=0)
+        after = build_optimizer(model, optimizer, 0.5, 0.25, betas=(0.7, 0.8))
+        after.param_groups[0]["maximize"] = True
+        asked = [{key: value for key, value in group.items() if key != "params"} for group in after.param_groups]
+        load_checkpoint(root / optimizer / "step-000001", model, after, world)
+        found = [{key: value for key, value in group.items() if key != "params"} for group in after.param_groups]
+        assert found == asked
+        assert all(map(torch.equal, contents(model, before), contents(model, after)))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_an_optimizer_keeps_its_hyperparameters_and_takes_the_moments(tmp_path: Path, optimizer: str) -> None:
+    run_ranks(hyperparameters_rank, 2, 2, tmp_path, optimizer)
+
+
 def other_model_rank(rank: int, ranks: int, root: Path) -> str:
     with World(Layout(ranks), backend=backend(), timeout=60) as world:
         model, optim = opened(world, preset="llama-tiny")

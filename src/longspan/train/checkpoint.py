@@ -77,17 +77,20 @@ def find_checkpoint(root: Path, world: World, say: Say) -> Path | None:
 def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None, world: World) -> dict[str, Any]:
     """Load a checkpoint into a model and an optimizer (or the model alone); returns its state.
 
-    All ranks call it together, with any number of ranks. Raises CheckpointError where it belongs to another model.
+    Moments and step counts come from the checkpoint. The optimizer keeps its own hyperparameters (lr, weight decay,
+    betas, eps): a resumed run is one of the configuration at hand. All ranks call it together, with any number of
+    ranks. Raises CheckpointError where it belongs to another model.
     """
     state = read_state(path)
     tensors = _tensors(model, optimizer)
+    hyperparameters = {name: tensors["optimizer"].pop(name) for name in _hyperparameters(tensors)}
     _check_names(path, {name for names in world.gather_objects(list(tensors["model"])) for name in names})
     try:
         dcp.load(tensors, checkpoint_id=path, process_group=world.control)
     except (Exception, CheckpointException) as error:  # other shapes and unreadable files alike
         raise CheckpointError(f"checkpoint {path} does not fit this model: {_reason(error)}") from error
     optimizers = [] if optimizer is None else [optimizer]
-    moments = tensors.get("optimizer", {})
+    moments = tensors.get("optimizer", {}) | hyperparameters
     set_state_dict(model, optimizers, model_state_dict=tensors["model"], optim_state_dict=moments, options=_BY_NAME)
     return state
 
@@ -127,6 +130,11 @@ def _finish(
 ) -> None:
     finish(folder, path, {"step": step, **state}, digests)
     prune(path.parent, keep)
+
+
+def _hyperparameters(tensors: Mapping[str, Any]) -> list[str]:
+    """Names of what an optimizer was told, beside its moments."""
+    return [name for name in tensors.get("optimizer", {}) if name.startswith("param_groups.")]
 
 
 def _tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
