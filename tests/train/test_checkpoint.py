@@ -1,7 +1,9 @@
 """Checkpoints: complete or not there, the newest good one found, loaded on any number of ranks."""
 
 import os
+import re
 import signal
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,19 @@ from longspan.errors import CheckpointError, CommError
 from longspan.model import load_model, prepare
 from longspan.testing import backend, run_ranks
 from longspan.train import checkpoint as checkpoint_module
+from longspan.train import checkpoint_files as files_module
 from longspan.train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from longspan.train.checkpoint_files import begin, check_files, finish, latest_checkpoint, prune, read_state
+from longspan.train.checkpoint_files import (
+    begin,
+    check_files,
+    dealt_out,
+    finish,
+    latest_checkpoint,
+    note_damage,
+    prune,
+    read_state,
+    step_of,
+)
 from longspan.train.optim import build_optimizer
 
 
@@ -28,9 +41,8 @@ def file_checkpoint(root: Path, step: int) -> Path:
     begin(partial)
     (partial / "__0_0.distcp").write_bytes(bytes(100))
     (partial / ".metadata").write_bytes(b"index")
-    from longspan.train.checkpoint_files import digest_own_files
-
-    finish(partial, path, {"step": step}, [digest_own_files(partial, 0, first=True)])
+    written = {file.name: (len(data := file.read_bytes()), sha256(data).hexdigest()) for file in partial.iterdir()}
+    finish(partial, path, {"step": step}, [written])
     return path
 
 
@@ -86,6 +98,27 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None
     (tmp_path / "notes").mkdir()
     prune(tmp_path, keep)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", *(f"step-{step:06d}" for step in left)]
+
+
+def test_damaged_ones_neither_count_nor_shadow_good_ones(tmp_path: Path) -> None:
+    """The newest two good ones are kept, whatever stands between and above them."""
+    for step in range(1, 8):
+        file_checkpoint(tmp_path, step)
+    cut(tmp_path / "step-000005" / "__0_0.distcp")
+    note_damage({tmp_path / "step-000007": "its contents have changed"})
+    prune(tmp_path, 3)
+    assert sorted(step_of(path) for path in tmp_path.iterdir()) == [3, 4, 5, 6, 7]
+    file_checkpoint(tmp_path, 7)  # saved again, it is good
+    prune(tmp_path, 3)
+    assert sorted(step_of(path) for path in tmp_path.iterdir()) == [4, 5, 6, 7]
+
+
+def test_the_files_of_a_checkpoint_are_dealt_out_by_their_sizes() -> None:
+    files = {"a": (9, ""), "b": (5, ""), "c": (4, ""), "d": (4, ""), "e": (0, "")}
+    for ranks in (1, 2, 3, 7):
+        shares = dealt_out(files, ranks)
+        assert len(shares) == ranks and sorted(name for share in shares for name in share) == sorted(files)
+        assert max(sum(size for size, _ in share.values()) for share in shares) <= (22, 13, 9)[min(ranks, 3) - 1]
 
 
 # ---- with ranks: a model under FSDP2, and optimizer state that is not empty
@@ -163,6 +196,37 @@ def test_an_optimizer_keeps_its_hyperparameters_and_takes_the_moments(tmp_path: 
     run_ranks(hyperparameters_rank, 2, 2, tmp_path, optimizer)
 
 
+def damaged_rank(rank: int, ranks: int, root: Path) -> tuple[list[str], list[str]]:
+    """A run whose second of two checkpoints has a flipped byte goes on from the first and saves once more."""
+    hashed, said, digest = list[str](), list[str](), files_module._digest
+    with World(Layout(ranks), backend=backend(), timeout=60) as world:
+        model, optim = opened(world)
+        for step in (2, 4):
+            save_checkpoint(root, model, optim, world, step=step, state={}, keep=0)
+        if rank == 0:
+            flip(root / "step-000004" / "__1_0.distcp")
+        world.barrier()
+        files_module._digest = lambda path: (hashed.append(path.name), digest(path))[1]
+        path = find_checkpoint(root, world, said.append, note=True)
+        assert path is not None and load_checkpoint(path, model, optim, world)["step"] == 2
+        checked = list(hashed)
+        save_checkpoint(root, model, optim, world, step=3, state={}, keep=1)
+        assert hashed[len(checked) :] == (["state.json"] if rank == 0 else [])  # the others, while they were written
+        files_module._digest = digest
+        assert find_checkpoint(root, world, said.append) == root / "step-000003"
+        return checked, said
+
+
+def test_a_flipped_byte_is_seen_and_the_good_checkpoints_are_kept(tmp_path: Path) -> None:
+    (first, said), (second, silent) = run_ranks(damaged_rank, 2, 2, tmp_path)
+    files = [".metadata", "__0_0.distcp", "__1_0.distcp", "state.json"]
+    assert sorted(first + second) == sorted(files * 2) and min(map(len, (first, second))) >= 2
+    assert len(said) == 2 and not silent
+    assert all("step-000004: __1_0.distcp has other contents than were written" in text for text in said)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-000003", "step-000004"}
+    assert "__1_0.distcp has other contents" in (tmp_path / "step-000004" / "damaged.txt").read_text()
+
+
 def other_model_rank(rank: int, ranks: int, root: Path) -> str:
     with World(Layout(ranks), backend=backend(), timeout=60) as world:
         model, optim = opened(world, preset="llama-tiny")
@@ -172,6 +236,31 @@ def other_model_rank(rank: int, ranks: int, root: Path) -> str:
         with pytest.raises(CheckpointError, match=r"does not fit this model: Size mismatch .*\(on rank 0\)$"):
             load_checkpoint(root / "step-000001", wide, None, world)
         return str(found.value)
+
+
+def full_disk_rank(rank: int, ranks: int, root: Path) -> str:
+    """A save whose second rank writes to a full disk."""
+
+    def begin_on_full_disk(folder: Path) -> None:
+        begin(folder)
+        (folder / "__1_0.distcp").symlink_to("/dev/full")
+
+    checkpoint_module.begin = begin_on_full_disk  # type: ignore[assignment]
+    with World(Layout(ranks), backend=backend(), timeout=20) as world:
+        model, optim = opened(world)
+        with pytest.raises(CheckpointError) as error:
+            save_checkpoint(root, model, optim, world, step=2, state={}, keep=1)
+        return str(error.value)
+
+
+def test_a_full_disk_is_named_with_the_bytes_that_are_free(tmp_path: Path) -> None:
+    messages = run_ranks(full_disk_rank, 2, 2, tmp_path)
+    wanted = (
+        r"checkpoint .*/step-000002 could not be written: .*/step-000002.partial/__1_0.distcp: No space left on device "
+        r"\([\d,]+ bytes are free\); make room there .* \(on rank 1\)"
+    )
+    assert messages[0] == messages[1] and re.fullmatch(wanted, messages[0]), messages
+    assert not list(tmp_path.iterdir())
 
 
 def interrupted_rank(rank: int, ranks: int, root: Path, how: str) -> str:
@@ -196,6 +285,7 @@ def interrupted_rank(rank: int, ranks: int, root: Path, how: str) -> str:
 def test_a_full_disk_is_every_ranks_error_and_the_older_checkpoint_stays(tmp_path: Path) -> None:
     messages = run_ranks(interrupted_rank, 2, 2, tmp_path, "raise")
     assert all("step-000002.partial: No space left on device" in message for message in messages)
+    assert not (tmp_path / "step-000002.partial").exists()
     assert latest_checkpoint(tmp_path, print) == tmp_path / "step-000001"
     assert read_state(tmp_path / "step-000001")["note"] == "one"
     message = run_ranks(other_model_rank, 2, 2, tmp_path)[0]

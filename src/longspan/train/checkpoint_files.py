@@ -9,14 +9,18 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from longspan.errors import CheckpointError
+from longspan.train.disk import naming
 
 PARTIAL = ".partial"
-MANIFEST, STATE = "manifest.json", "state.json"
+MANIFEST, STATE, DAMAGED = "manifest.json", "state.json", "damaged.txt"
 Digest = tuple[int, str]  # bytes, SHA-256
+Say = Callable[[str], None]
+Check = Callable[[Path], object]  # raises CheckpointError
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
@@ -36,13 +40,6 @@ def begin(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def digest_own_files(partial: Path, rank: int, *, first: bool) -> dict[str, Digest]:
-    """Size and hash of the files that a rank wrote; the first rank's include the common index."""
-    own = [path for path in sorted(partial.iterdir()) if path.name.startswith(f"__{rank}_")]
-    common = [partial / ".metadata"] if first else []
-    return {path.name: _digest(path) for path in own + common}
-
-
 def finish(partial: Path, path: Path, state: Mapping[str, Any], digests: Sequence[Mapping[str, Digest]]) -> None:
     """Write the state and, last, the manifest; make it durable; give the folder its name."""
     _write_durably(partial / STATE, json.dumps(state, indent=1))
@@ -56,55 +53,108 @@ def finish(partial: Path, path: Path, state: Mapping[str, Any], digests: Sequenc
 
 
 def prune(root: Path, keep: int) -> None:
-    """Remove unfinished checkpoints and all but the newest `keep` (0: all are kept)."""
-    whole = sorted((p for p in root.iterdir() if step_of(p) >= 0 and not p.name.endswith(PARTIAL)), key=step_of)
-    stale = [p for p in root.iterdir() if p.name.endswith(PARTIAL)]
-    for path in stale + (whole[:-keep] if keep else []):
-        shutil.rmtree(path, ignore_errors=True)
+    """Remove unfinished checkpoints, and what is older than the newest `keep` good ones (0: nothing).
+
+    Damaged ones, as far as sizes and what `note_damage` wrote tell, are not counted among the good.
+    """
+    remove_unfinished(root)
+    good = [path for path in finished(root) if _looks_good(path)]
+    if keep and len(good) > keep:
+        oldest = step_of(good[keep - 1])
+        for path in (path for path in finished(root) if step_of(path) < oldest):
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def latest_checkpoint(root: Path, say: Callable[[str], None]) -> Path | None:
+def remove_unfinished(root: Path, say: Say = lambda _: None) -> None:
+    """Remove what interrupted saves left, and tell `say` of each. Not while another process may be saving there."""
+    for path in _steps(root):
+        if path.name.endswith(PARTIAL):
+            say(f"removing {path}: its save was interrupted")
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def finished(root: Path, say: Say = lambda _: None) -> list[Path]:
+    """The checkpoints under `root` whose saves came to their end, the newest first; `say` is told of the others."""
+    paths = _steps(root)
+    for path in (path for path in paths if path.name.endswith(PARTIAL)):
+        say(f"skipping {path}: its save was interrupted")
+    return [path for path in paths if not path.name.endswith(PARTIAL)]
+
+
+def latest_checkpoint(root: Path, say: Say) -> Path | None:
     """The newest good checkpoint under `root`, None where none was ever finished.
 
     Unfinished and damaged ones are skipped and told to `say`. Raises CheckpointError where some were finished and all
     are damaged: starting over would lose a run.
     """
-    if not root.is_dir():
-        return None
-    damage: list[str] = []
-    for path in sorted((p for p in root.iterdir() if step_of(p) >= 0), key=step_of, reverse=True):
-        if path.name.endswith(PARTIAL):
-            say(f"skipping {path}: its save was interrupted")
-            continue
+    return newest_good(finished(root, say), check_files, say)[0]
+
+
+def newest_good(paths: Sequence[Path], check: Check, say: Say) -> tuple[Path | None, dict[Path, str]]:
+    """The first of `paths` that passes `check` (None of none), and what is wrong with those before it.
+
+    Raises CheckpointError where there are some and none passes.
+    """
+    damage: dict[Path, str] = {}
+    for path in paths:
         try:
-            check_files(path)
+            check(path)
         except CheckpointError as error:
-            damage.append(str(error))
+            damage[path] = str(error)
             say(f"skipping a damaged checkpoint: {error}")
         else:
-            return path
+            return path, damage
     if damage:
         raise CheckpointError(
-            f"no good checkpoint is left in {root}: {'; '.join(damage[:3])}; restore one, or start in a new run.dir"
+            f"no good checkpoint is left in {paths[0].parent}: {'; '.join(list(damage.values())[:3])}; "
+            "restore one, or start in a new run.dir"
         )
-    return None
+    return None, damage
+
+
+def note_damage(damage: Mapping[Path, str]) -> None:
+    """Write down in damaged checkpoints what is wrong, so that none of them counts when older ones are removed."""
+    for path, text in damage.items():
+        with suppress(OSError):  # on a full disk the run goes on
+            (path / DAMAGED).write_text(text + "\n", encoding="utf-8")
 
 
 def check_files(path: Path) -> None:
     """Raise CheckpointError, saying which file is wrong and how, unless every file is as it was written."""
+    check_contents(path, check_sizes(path))
+
+
+def check_sizes(path: Path) -> dict[str, Digest]:
+    """The files of a checkpoint, all of which are there in their sizes. Raises CheckpointError for the first not so."""
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
     files = _manifest(path)
     for name, (size, _) in files.items():
         if not (path / name).is_file():
             raise CheckpointError(f"checkpoint {path}: {name} is missing")
-        if (found := (path / name).stat().st_size) != size:
-            raise CheckpointError(f"checkpoint {path}: {name} has {found} bytes, {size} were written")
+        if (now := (path / name).stat().st_size) != size:
+            raise CheckpointError(f"checkpoint {path}: {name} has {now} bytes, {size} were written")
+    return files
+
+
+def check_contents(path: Path, files: Mapping[str, Digest]) -> None:
+    """Raise CheckpointError for the first of these files of a checkpoint that holds other bytes than were written."""
     with ThreadPoolExecutor(max_workers=4) as pool:
-        found = pool.map(_digest, [path / name for name in files])
-        for (name, (_, sha256)), (_, now) in zip(files.items(), found, strict=True):
+        digests = pool.map(_digest, [path / name for name in files])
+        for (name, (_, sha256)), (_, now) in zip(files.items(), digests, strict=True):
             if now != sha256:
                 raise CheckpointError(f"checkpoint {path}: {name} has other contents than were written")
+
+
+def dealt_out(files: Mapping[str, Digest], ranks: int) -> list[dict[str, Digest]]:
+    """For each rank the files that it checks: the largest first, each to the rank with the fewest bytes so far."""
+    shares: list[dict[str, Digest]] = [{} for _ in range(ranks)]
+    loads = [0] * ranks
+    for name in sorted(files, key=lambda name: (-files[name][0], name)):
+        rank = loads.index(min(loads))
+        shares[rank][name] = files[name]
+        loads[rank] += files[name][0]
+    return shares
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -112,6 +162,20 @@ def read_state(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
     return _json(path / STATE, path)
+
+
+def _steps(root: Path) -> list[Path]:
+    """The checkpoints under `root`, unfinished ones too, the newest first."""
+    paths = [path for path in root.iterdir() if step_of(path) >= 0] if root.is_dir() else []
+    return sorted(paths, key=lambda path: (step_of(path), path.name), reverse=True)
+
+
+def _looks_good(path: Path) -> bool:
+    try:
+        check_sizes(path)
+    except CheckpointError:
+        return False
+    return not (path / DAMAGED).exists()
 
 
 def _manifest(path: Path) -> dict[str, Digest]:
@@ -141,7 +205,7 @@ def _digest(path: Path) -> Digest:
 
 
 def _write_durably(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
+    with naming(path), path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from longspan.train.disk import naming
+
 
 class MetricsLog:
     """Appends rows to a file, flushed one by one; opened for a resumed run, it keeps the rows up to a step.
@@ -68,10 +70,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that it is there in full or not at all."""
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with naming(path), partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     partial.replace(path)
 
 

@@ -16,13 +16,14 @@ from longspan.errors import CheckpointError, ConfigError, DataError
 from longspan.model import load_model, prepare
 from longspan.model.pipeline import PipelinedModel
 from longspan.plan import Cost
-from longspan.train.checkpoint import find_checkpoint, load_checkpoint
-from longspan.train.checkpoint_files import check_files, read_state
+from longspan.train.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint
+from longspan.train.checkpoint_files import read_state, remove_unfinished
 from longspan.train.config import RunConfig
 from longspan.train.config_check import check_config, check_longest
 from longspan.train.config_file import to_toml
 from longspan.train.corpus import ensure_corpus
 from longspan.train.data import Corpus
+from longspan.train.disk import naming
 from longspan.train.evaluate import evaluate
 from longspan.train.metrics import write_whole
 from longspan.train.optim import build_optimizer
@@ -30,7 +31,7 @@ from longspan.train.order import StepOrder
 from longspan.train.outcome import Evaluation
 from longspan.train.plans import PlanChoice, cost_of_run, row_multiple_of
 from longspan.train.rows_that_fit import with_rows_that_fit
-from longspan.train.together import Say, first_does, first_does_slowly, together
+from longspan.train.together import Say, first_does, together
 from longspan.train.tokenizer import check_vocabulary
 
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
@@ -96,7 +97,7 @@ def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World
     """
     directory = Path(config.run.dir)
     if checkpoint is not None:
-        first_does(world, lambda: check_files(checkpoint), refuse=CheckpointError)
+        check_checkpoint(checkpoint, world)
     found = checkpoint or find_checkpoint(directory / "checkpoints", world, say)
     if found is None:
         raise CheckpointError(f"{directory} has no checkpoint; train it first: longspan train {directory}/config.toml")
@@ -170,19 +171,18 @@ def _shared_corpus(
     """The corpus in the run's folder: the first rank makes sure of it, the others open what it made."""
     directory = Path(config.run.dir)
 
-    def build(alive: Say) -> None:
+    def build() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         folder = Path(config.model.path) if config.model.path else None
-        built = ensure_corpus(config.data, directory, model_dir=folder, resumed=resumed, say=alive)
+        with naming(directory / "corpus"):
+            built = ensure_corpus(config.data, directory, model_dir=folder, resumed=resumed, say=say)
         tokens, files = int(built.lengths.sum()), len(built.manifest.sources)
         say(f"corpus: {files} files of {config.data.path}, {len(built)} documents, {tokens} tokens")
 
     if model is not None and not config.data.tokenizer:
         _check_given_vocabulary(config, model)
-    first_does_slowly(world, build, say, refuse=DataError)
-    opened: list[Corpus] = []
-    together(world, lambda: opened.append(_open_corpus(directory)), refuse=DataError)
-    return opened[0]
+    first_does(world, build, refuse=DataError)
+    return together(world, lambda: _open_corpus(directory), refuse=DataError)
 
 
 def _open_corpus(directory: Path) -> Corpus:
@@ -217,7 +217,8 @@ def _check_layers(config: RunConfig, model: PreTrainedModel) -> None:
 
 def _checkpoint_to_resume(config: RunConfig, world: World, say: Say) -> Path | None:
     root = Path(config.run.dir) / "checkpoints"
-    found = find_checkpoint(root, world, say)
+    first_does(world, lambda: remove_unfinished(root, say), refuse=CheckpointError)
+    found = find_checkpoint(root, world, say, note=True)
     if found is None:
         if config.run.resume == "must":
             raise CheckpointError(

@@ -1,16 +1,22 @@
 """Work on the host that one rank does for all, or all do at once, so that a failure on any becomes every rank's error.
 
-Host objects only, over the world's control group, bounded by its time-out.
+Host objects only, over the world's control group. The work itself may take longer than the world's time-out, as reading
+and writing many gigabytes does: the ranks wait for each other as long as each of them still answers. It must not
+communicate.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 from longspan.comm import World
 from longspan.errors import LongspanError
+from longspan.train.disk import reason
 
 Result = TypeVar("Result")
 Say = Callable[[str], None]
+_BEAT = 10.0  # seconds between two signs of life, at most
 
 
 def is_first(world: World) -> bool:
@@ -18,48 +24,64 @@ def is_first(world: World) -> bool:
     return world.rank == world.home.ranks[0]
 
 
-def together(world: World, work: Callable[[], Result], *, refuse: type[LongspanError]) -> list[Result]:
-    """Every rank's result of `work`, on every rank. Where one failed, all raise its error (an OSError as `refuse`)."""
-    answers = world.gather_objects(_attempt(work, refuse))
-    for rank, (_, error) in zip(world.home.ranks, answers, strict=True):
-        if error is not None:
+def together(world: World, work: Callable[[], Result], *, refuse: type[LongspanError]) -> Result:
+    """This rank's result of `work`. Where one rank failed, all raise its error (an OSError as `refuse`)."""
+    with patience(world):
+        result, error = attempt(work, refuse)
+    raise_any(world, error)
+    return result
+
+
+def raise_any(world: World, error: LongspanError | None) -> None:
+    """Raise the error of the first rank that has one, on every rank; entered by all."""
+    for rank, theirs in zip(world.home.ranks, world.gather_objects(error), strict=True):
+        if theirs is not None:
             where = "" if rank == world.home.ranks[0] else f" (on rank {rank})"
-            raise type(error)(f"{error}{where}")
-    return [result for result, _ in answers]
+            raise type(theirs)(f"{theirs}{where}")
 
 
 def first_does(world: World, work: Callable[[], Result], *, refuse: type[LongspanError]) -> Result:
     """The first rank's result of `work`, on every rank; its error is raised on every rank."""
-    answer: Any = _attempt(work, refuse) if is_first(world) else None
+    with patience(world):
+        answer: Any = attempt(work, refuse) if is_first(world) else None
     result, error = world.broadcast_object(answer)
     if error is not None:
         raise error
     return result
 
 
-def first_does_slowly(world: World, work: Callable[[Say], object], say: Say, *, refuse: type[LongspanError]) -> None:
-    """As `first_does`, for work that may outlast the time-out: what it says is also a sign of life to the others."""
-    if is_first(world):
+@contextmanager
+def patience(world: World) -> Iterator[None]:
+    """All ranks leave together, however long each takes inside; entered by all ranks, which do not communicate inside.
 
-        def alive(text: str) -> None:
-            say(text)
-            world.broadcast_object((True, None))
+    Another thread says meanwhile that this rank still works, so that the time-out bounds how long a rank may be silent
+    and not how long it works. Raises CommError for a rank that is lost.
+    """
+    ended, failures = Event(), list[BaseException]()
 
-        _, error = _attempt(lambda: work(alive), refuse)
-        world.broadcast_object((False, error))
-    else:
-        news: Any = (True, None)
-        while news[0]:
-            news = world.broadcast_object(None)
-        error = news[1]
-    if error is not None:
-        raise error
+    def beat() -> None:
+        try:
+            while world.any_rank(not ended.wait(min(_BEAT, world.timeout / 4))):
+                pass
+        except BaseException as error:  # raised where the others are waited for
+            failures.append(error)
+
+    thread = Thread(target=beat, name="longspan-patience", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    if failures:
+        raise failures[0]
 
 
-def _attempt(work: Callable[[], Any], refuse: type[LongspanError]) -> tuple[Any, LongspanError | None]:
+def attempt(work: Callable[[], Any], refuse: type[LongspanError]) -> tuple[Any, LongspanError | None]:
+    """The result of `work`, or what it failed with, to tell the others (an OSError as `refuse`)."""
     try:
         return work(), None
     except LongspanError as error:
         return None, error
     except OSError as error:
-        return None, refuse(f"{error.filename or 'a file'}: {error.strerror or error}")
+        return None, refuse(reason(error))

@@ -1,0 +1,39 @@
+"""What a disk refused, in a user's words: which file, how much room there is, and what to do.
+
+The system's own error of a failed write carries no file's name; `naming` adds it. No torch and no ranks here.
+"""
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError that is raised inside and names no file is of `path`.
+
+    >>> with naming(path), path.open("w") as file:
+    ...     file.write(text)
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def reason(error: OSError) -> str:
+    """The file and what is wrong with it; of a full disk also the bytes that are free, and what to do."""
+    text = f"{error.filename or 'a file'}: {error.strerror or error}"
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return text
+    return f"{text}{_free(error)}; make room there and start the same command again, or set run.dir to another disk"
+
+
+def _free(error: OSError) -> str:
+    path = Path(str(error.filename or ".")).absolute()
+    place = next((folder for folder in (path, *path.parents) if folder.exists()), None)
+    return "" if place is None else f" ({shutil.disk_usage(place).free:,} bytes are free)"
