@@ -145,7 +145,8 @@ def _again(rank: int) -> list[float]:
         with World(Layout(ranks=4, pp=2), backend=backend(), timeout=60) as world:
             if pipeline_first:
                 _ = world.pipeline
-            x = DTensor.from_local(torch.ones(2, device=world.device), world.fsdp_mesh, [Shard(0)], run_check=False)
+            local = torch.full((1,), 3.0 + world.slot, device=world.device)  # norms 3 and 4: 5 of both, exactly
+            x = DTensor.from_local(local, world.fsdp_mesh, [Shard(0)], run_check=False)
             norm = torch.linalg.vector_norm(x)
             assert isinstance(norm, DTensor)
             found.append(norm.full_tensor().item())
@@ -153,4 +154,4 @@ def _again(rank: int) -> list[float]:
 
 
 def test_a_world_after_a_world_has_meshes_of_its_own() -> None:
-    assert run_ranks(_again, 4) == [[2.0, 2.0]] * 4
+    assert run_ranks(_again, 4) == [[5.0, 5.0]] * 4

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from longspan import Layout, World
-from longspan.comm import ring
+from longspan.comm import meeting, ring
 from longspan.comm.rank_pool import RankPool
 from longspan.errors import CommError
 
@@ -58,6 +58,15 @@ def test_ranks_stay_for_calls_on_all_and_on_some_of_them(pool: RankPool) -> None
     assert [pid for pid, _ in first] == [pid for pid, _ in second]
     assert [pid for pid, _ in some] == [pid for pid, _ in first[:2]]
     assert [value for _, value in first + some] == [6.0] * 3 + [3.0] * 2
+
+
+def known_stores(rank: int) -> int:
+    with World(Layout(ranks=3), backend="gloo"):
+        return len(meeting._shared)
+
+
+def test_no_store_of_an_earlier_call_is_kept_for_its_port_may_come_again(pool: RankPool) -> None:
+    assert [pool.run(known_stores, 3, timeout=60) for _ in range(2)] == [[1] * 3] * 2
 
 
 def test_a_call_sees_nothing_of_the_call_before_it(pool: RankPool) -> None:

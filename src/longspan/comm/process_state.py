@@ -68,8 +68,12 @@ def _modules() -> list[ModuleType]:
 
 
 def _forget_worlds() -> None:
-    """Worlds find each other by their number in a process, which differs between ranks that ran unlike calls."""
-    from longspan.comm import groups, world
+    """Worlds find each other by their number in a process, which differs between ranks that ran unlike calls.
+
+    A later store may have the port of one that is gone.
+    """
+    from longspan.comm import groups, meeting, world
 
     groups._worlds.clear()
+    meeting._shared.clear()
     world._keys = count()
