@@ -201,7 +201,7 @@ def blind(rank, slots):
             for options in ({}, {"causal": False}, {"window": 2}, {"softcap": 2.0}, {"dropout": 0.5}):
                 q, k, v, dout = made(rows, (6, 8), (2, 8), (2, 8), (6, 8), seed=rank)
                 leaves = [x.to(shard.device).requires_grad_() for x in (q, k, v)]
-                sinks = torch.zeros(6, device=shard.device, requires_grad=True)
+                sinks = torch.tensor([0.0, 3.0, -torch.inf] * 2, device=shard.device, requires_grad=True)
                 out = attend(*leaves, shard, sinks=sinks, cp_comm_type=kind, **options)
                 out.backward(dout.to(shard.device))
                 padding = shard.rows < 0

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 import longspan.attention.ring as ring
 from longspan import Layout, World, attend, bind
-from longspan.attention import all_gather
+from longspan.attention import all_gather, block
 from longspan.comm import Channel, RingBlocks
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import micro_batch
@@ -106,6 +106,28 @@ def measured(rank, slots):
             found[name] = (sum(saved), memory.peak, forward, sum(sent))
             del out
     return found, [(blocks.peak_blocks, len(blocks.buffers)) for blocks in Recording.seen]
+
+
+def peak_of_a_backward_pass(world, sinks):
+    """In units of the queries, of one process: bytes that the forward and the backward pass make at their fullest."""
+    shard, unit = bind(micro_batch(((0,), (1024,))), world), 1024 * HEADS * SIZE * 2
+    leaves = [torch.ones(1024, HEADS, SIZE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    sinks = torch.zeros(HEADS, requires_grad=True) if sinks else None
+    leaves, sinks = [x.to(shard.device) for x in leaves], None if sinks is None else sinks.to(shard.device)
+    attend(*leaves, shard, sinks=sinks)
+    with Allocated() as forward:
+        out = attend(*leaves, shard, sinks=sinks)
+    dout = torch.ones_like(out)
+    with Allocated() as backward:
+        out.backward(dout)
+    return forward.peak / unit, backward.peak / unit
+
+
+def test_sinks_take_little_memory(monkeypatch):
+    monkeypatch.setattr(block, "NUMBERS_AT_ONCE", 64 * HEADS * SIZE)
+    with World(Layout(ranks=1), backend=backend()) as world:
+        without, found = (peak_of_a_backward_pass(world, sinks) for sinks in (False, True))
+    assert all(b <= a + 0.5 for a, b in zip(without, found, strict=True)), (without, found)
 
 
 RESULTS = {}

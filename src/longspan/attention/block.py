@@ -18,6 +18,8 @@ from longspan.attention.merge import Partial, RowSum
 from longspan.attention.rows import taken
 from longspan.comm import Addend
 
+NUMBERS_AT_ONCE = 1 << 23  # of (rows, heads, head size) whose products with the gradient are held: 32 MiB in float32
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -51,21 +53,31 @@ class Rule:
     def finish(self, total: Partial) -> tuple[Tensor, Tensor]:
         """out (T, N, Hv) and lse (T, N) over all keys, and the sinks.
 
-        A sink is one more key with value 0: it joins the log-sum-exp of each row and thins the output.
+        A sink is one more key with value 0: it joins the log-sum-exp of each row and thins the output. The lse of rows
+        that see neither a key nor a sink (of −inf) is finite, so that their weights are 0.
         """
         out, lse = total.result()
         if self.sinks is None:
             return out, lse
-        with_sinks = torch.logaddexp(lse, self.sinks.to(lse.dtype))
-        return out * torch.exp(lse - with_sinks).unsqueeze(-1), with_sinks
+        with_sinks = torch.logaddexp(lse, self.sinks.to(lse.dtype)).clamp_(min=torch.finfo(lse.dtype).min)
+        return out.mul_(torch.exp(lse - with_sinks).unsqueeze(-1)), with_sinks
 
     def sink_gradient(self, saved: "Saved") -> Tensor | None:
-        """−Σ rows weight of the sink · (dout · out): with lse over keys and sink, softmax's gradient at value 0."""
+        """−Σ rows weight of the sink · (dout · out): with lse over keys and sink, softmax's gradient at value 0.
+
+        Some rows after others: products of all rows at once would take several times the memory of the queries.
+        """
         if self.sinks is None:
             return None
-        dtype = saved.lse.dtype
-        weight = torch.exp(self.sinks.to(dtype) - saved.lse)
-        return -(weight * (saved.dout.to(dtype) * saved.out.to(dtype)).sum(-1)).sum(0)
+        total, rows = self.sinks.new_zeros(self.sinks.shape, dtype=saved.lse.dtype), _rows_at_once(saved.out)
+        for dout, out, lse in zip(*(x.split(rows) for x in (saved.dout, saved.out, saved.lse)), strict=True):
+            weight = torch.exp(self.sinks.to(lse.dtype) - lse)
+            total -= (weight * (dout * out.to(lse.dtype)).sum(-1)).sum(0)
+        return total
+
+
+def _rows_at_once(x: Tensor) -> int:
+    return max(1, NUMBERS_AT_ONCE // x.shape[1:].numel())
 
 
 KEPT = 5  # q, k, v, out and lse, as the kernel had them
