@@ -69,7 +69,7 @@ def test_scale_and_softcap(options):
 
 
 def test_pieces_of_long_tiles(monkeypatch):
-    monkeypatch.setattr(reference, "_SCORES_AT_ONCE", 100)
+    monkeypatch.setattr(reference, "_BYTES_AT_ONCE", 3200)
     monkeypatch.setattr(cpu_flash, "_BAND_ROWS", 5)
     for options in MASKS:
         for kernel in usable(torch.float64, window=1):

@@ -2,6 +2,7 @@
 
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -10,7 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 import longspan.attention.ring as ring
 from longspan import Layout, World, attend, bind
-from longspan.attention import all_gather, block
+from longspan.attention import all_gather
+from longspan.attention import block as block_module
+from longspan.attention.kernels import reference
+from longspan.attention.kernels.dropout import Dropout
+from longspan.attention.kernels.launch import Launch, Tokens
+from longspan.attention.tiles import Tile, Tiling
 from longspan.comm import Channel, RingBlocks
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import micro_batch
@@ -124,10 +130,30 @@ def peak_of_a_backward_pass(world, sinks):
 
 
 def test_sinks_take_little_memory(monkeypatch):
-    monkeypatch.setattr(block, "NUMBERS_AT_ONCE", 64 * HEADS * SIZE)
+    monkeypatch.setattr(block_module, "NUMBERS_AT_ONCE", 64 * HEADS * SIZE)
     with World(Layout(ranks=1), backend=backend()) as world:
         without, found = (peak_of_a_backward_pass(world, sinks) for sinks in (False, True))
     assert all(b <= a + 0.5 for a, b in zip(without, found, strict=True)), (without, found)
+
+
+@pytest.mark.parametrize("dropout", [None, Dropout(0.3, seed=5)], ids=["", "dropout"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_the_reference_kernel_holds_no_more_of_scores_than_it_says(monkeypatch, dtype, softcap, dropout):
+    rows, size, limit = 256, 4, 1 << 21
+    monkeypatch.setattr(reference, "_BYTES_AT_ONCE", limit)
+    at, options = np.arange(rows), {"scale": 0.3, "softcap": softcap, "dropout": dropout}
+    launch = Launch(Tiling.of((Tile(0, rows, 0, rows, right=0),)), torch.device("cpu"), lambda: Tokens(0 * at, at, at))
+    for heads, kv_heads in ((4, 4), (4, 2)):
+        q, k, v, dout = (torch.ones(rows, n, size, dtype=dtype) for n in (heads, kv_heads, kv_heads, heads))
+        out, lse = reference.forward(q, k, v, launch, **options)  # tokens are made once a launch
+        with Allocated() as forward:
+            reference.forward(q, k, v, launch, **options)
+        with Allocated() as backward:
+            reference.backward(dout, q, k, v, out, lse, launch, **options)
+        others = 12 * rows * heads * size * lse.itemsize  # inputs and results in the accumulation dtype
+        assert max(forward.peak, backward.peak) <= limit + others, (forward.peak, backward.peak)
+        assert backward.peak >= limit / 4, "as much as it may hold is used"
 
 
 RESULTS = {}

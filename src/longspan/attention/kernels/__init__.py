@@ -78,7 +78,7 @@ KERNELS: tuple[Kernel, ...] = (
         forward=reference.forward,
         backward=reference.backward,
         features=frozenset(FEATURES),
-        packed="document by document, 32 MiB of scores at a time",
+        packed="document by document, some query rows at a time",
         needs="nothing",
     ),
 )

@@ -60,11 +60,11 @@ def mixed_seed(*words: int) -> int:
 def _absorb(state: Tensor | int, word: Tensor) -> Tensor:
     """splitmix64's finaliser of state + (word + 1) · golden ratio."""
     x = state + (word + 1) * _GOLDEN
-    x = (x ^ _shifted(x, 30)) * _FIRST
-    x = (x ^ _shifted(x, 27)) * _SECOND
-    return x ^ _shifted(x, 31)
+    x.bitwise_xor_(_shifted(x, 30)).mul_(_FIRST)
+    x.bitwise_xor_(_shifted(x, 27)).mul_(_SECOND)
+    return x.bitwise_xor_(_shifted(x, 31))
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
     """x >> bits of unsigned words: the sign bit does not spread."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)

@@ -1,6 +1,6 @@
 """Attention tile by tile in plain tensor operations: any device, any floating dtype, every mask, softcap, dropout.
 
-Scores are float32 (float64 for float64) and never held for more than a bounded piece of a tile.
+Scores are float32 (float64 for float64), and those of a piece of a tile are held at a time, of one query row at least.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,11 @@ from longspan.attention.kernels.launch import Launch, visible
 from longspan.attention.merge import accumulation_dtype
 from longspan.attention.tiles import Tile
 
-_SCORES_AT_ONCE = 1 << 23  # elements: 32 MiB in float32
+_BYTES_AT_ONCE = 256 << 20  # of the scores of a piece and all that is made of them
+_NUMBERS = (
+    4  # of a score in its dtype at the fullest moment, in backward: weight, its gradient, slope of softcap, factor
+)
+_HASH_BYTES = 2 * 8 + 1  # of a score where dropout hashes it: two words, and whether it is kept
 
 
 def forward(
@@ -30,11 +34,10 @@ def forward(
     dtype = accumulation_dtype(q.dtype)
     out = q.new_empty((len(q), q.shape[1], v.shape[2]), dtype=dtype)
     lse = q.new_empty(q.shape[:2], dtype=dtype)
-    for tile in _pieces(launch, q.shape[1]):
+    for tile in _pieces(launch, q.shape[1], dtype, dropout):
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-        scores, _ = _scores(_grouped(q[rows], k.shape[1], dtype), k[keys].to(dtype), tile, scale, softcap)
-        row_lse = scores.logsumexp(-1)  # (K, G, Tq)
-        weights = torch.exp(scores - row_lse.unsqueeze(-1))
+        scores = _scores(_grouped(q[rows], k.shape[1], dtype), k[keys].to(dtype), scale, softcap)
+        weights, row_lse = _softmax_(_masked_(scores, tile))
         if dropout is not None:
             weights *= _factors(dropout, launch, tile, weights)
         out[rows] = torch.einsum("kgqs,skh->qkgh", weights, v[keys].to(dtype)).flatten(1, 2)
@@ -58,30 +61,32 @@ def backward(
     """Gradients of this block, where out (Tq, N, Hv) and lse (Tq, N) are over the keys of all blocks."""
     dtype = accumulation_dtype(q.dtype)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
-    for tile in _pieces(launch, q.shape[1]):
+    for tile in _pieces(launch, q.shape[1], dtype, dropout):
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
         q_rows, dout_rows, out_rows = (_grouped(x[rows], k.shape[1], dtype) for x in (q, dout, out))
         k_rows, v_rows = k[keys].to(dtype), v[keys].to(dtype)
-        scores, slope = _scores(q_rows, k_rows, tile, scale, softcap)
+        weights = _scores(q_rows, k_rows, scale, softcap)
+        slope = None if softcap is None else weights.div(softcap).square_().neg_().add_(1)  # of tanh
         row_lse = lse[rows].unflatten(1, (k.shape[1], -1)).permute(1, 2, 0)
-        weights = torch.exp(scores - row_lse.unsqueeze(-1))
-        dweights = torch.einsum("qkgh,skh->kgqs", dout_rows, v_rows)
-        used = weights
-        if dropout is not None:
-            factors = _factors(dropout, launch, tile, weights)
-            used, dweights = weights * factors, dweights * factors
-        dv[keys] += torch.einsum("kgqs,qkgh->skh", used, dout_rows)
+        weights = _masked_(weights, tile).sub_(row_lse.unsqueeze(-1)).exp_()
+        factors = None if dropout is None else _factors(dropout, launch, tile, weights)
+        dv[keys] += torch.einsum("kgqs,qkgh->skh", weights if factors is None else weights * factors, dout_rows)
+        dscores = torch.einsum("qkgh,skh->kgqs", dout_rows, v_rows)
+        if factors is not None:
+            dscores *= factors
         delta = (dout_rows * out_rows).sum(-1).permute(1, 2, 0)
-        dscores = weights * (dweights - delta.unsqueeze(-1)) * scale
-        dscores = dscores if slope is None else dscores * slope
+        dscores.sub_(delta.unsqueeze(-1)).mul_(weights).mul_(scale)
+        if slope is not None:
+            dscores *= slope
         dq[rows] = torch.einsum("kgqs,skh->qkgh", dscores, k_rows).flatten(1, 2)
         dk[keys] += torch.einsum("kgqs,qkgh->skh", dscores, q_rows)
     return dq, dk, dv
 
 
-def _pieces(launch: Launch, heads: int) -> Iterator[Tile]:
+def _pieces(launch: Launch, heads: int, dtype: torch.dtype, dropout: Dropout | None) -> Iterator[Tile]:
+    bytes_of_score = _NUMBERS * dtype.itemsize + (0 if dropout is None else _HASH_BYTES)
     for tile in launch.tiles:
-        yield from tile.pieces(max(1, _SCORES_AT_ONCE // (heads * tile.keys)))
+        yield from tile.pieces(max(1, _BYTES_AT_ONCE // (bytes_of_score * heads * tile.keys)))
 
 
 def _factors(dropout: Dropout, launch: Launch, tile: Tile, weights: Tensor) -> Tensor:
@@ -95,11 +100,20 @@ def _grouped(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).unflatten(1, (kv_heads, x.shape[1] // kv_heads))
 
 
-def _scores(q: Tensor, k: Tensor, tile: Tile, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """Masked scores (K, G, Tq, Tk), and under softcap their slope by the uncapped ones."""
-    scores, slope = torch.einsum("qkgh,skh->kgqs", q, k) * scale, None
-    if softcap is not None:
-        bent = torch.tanh(scores / softcap)
-        scores, slope = softcap * bent, 1 - bent * bent
-    seen = visible(tile, q.device)
-    return (scores if seen is None else scores.masked_fill(~seen, -torch.inf)), slope
+def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Scores (K, G, Tq, Tk) of all pairs, those that the mask hides too."""
+    scores = torch.einsum("qkgh,skh->kgqs", q, k).mul_(scale)
+    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
+
+
+def _masked_(scores: Tensor, tile: Tile) -> Tensor:
+    seen = visible(tile, scores.device)
+    return scores if seen is None else scores.masked_fill_(~seen, -torch.inf)
+
+
+def _softmax_(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights, in place, and the log-sum-exp (K, G, Tq)."""
+    largest = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(largest).exp_()
+    total = weights.sum(-1, keepdim=True)
+    return weights.div_(total), (largest + total.log()).squeeze(-1)
