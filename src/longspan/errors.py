@@ -8,7 +8,8 @@ LongspanError
 ├── ModelError       a model that cannot be brought under a home exactly
 ├── DataError        a corpus or tokenizer that is missing, empty or does not match
 ├── ConfigError      unknown keys and impossible values of a run's configuration
-└── CheckpointError  a checkpoint that is missing, damaged or of another model
+├── CheckpointError  a checkpoint that is missing, damaged or of another model
+└── RunFolderError   a run's folder that another run holds, or that cannot be written
 """
 
 
@@ -46,3 +47,7 @@ class ConfigError(LongspanError, ValueError):
 
 class CheckpointError(LongspanError, RuntimeError):
     """A checkpoint that is missing, damaged or of another model."""
+
+
+class RunFolderError(LongspanError, RuntimeError):
+    """A run's folder that another run holds, or that cannot be written."""

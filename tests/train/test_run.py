@@ -10,14 +10,16 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from longspan.errors import CheckpointError, ConfigError, DataError, LongspanError, ModelError
+from longspan.errors import CheckpointError, ConfigError, DataError, LongspanError, ModelError, RunFolderError
 from longspan.plan import Plan
 from longspan.testing import run_ranks
+from longspan.train import run_lock
 from longspan.train.config import RunConfig
 from longspan.train.config_file import load_config, to_toml
 from longspan.train.metrics import read_rows
@@ -187,6 +189,48 @@ def test_resumes_that_would_be_another_run(
     config = small_config(Path(straight[0].run.dir).parent, train__save_every=3, **changes)
     with pytest.raises(kind, match=message):
         run(config, 2)
+
+
+def test_a_finished_run_is_not_shown_under_other_keys(straight: tuple[RunConfig, Outcome], tmp_path: Path) -> None:
+    again = copy_cut_at(straight[0], tmp_path, 6)
+    config = Path(again.run.dir) / "config.toml"
+    before = config.read_text()
+    changed = replace(again, train=replace(again.train, lr=0.5, weight_decay=0.5))
+    config.write_text(to_toml(changed))  # what counts is what it was trained with, whatever the file says
+    with pytest.raises(
+        ConfigError,
+        match=r"has come to its end at step 6 .*: train.lr was 0.006 and is 0.5 now; train.weight_decay was .*raise",
+    ):
+        run(changed, 2)
+    config.write_text(before)
+    run(replace(again, context=replace(again.context, eval_max_tokens_per_slot=32)), 2)
+    assert config.read_text() == before
+
+
+def test_one_run_at_a_time_and_a_disk_that_is_full(tmp_path: Path) -> None:
+    config = small_config(tmp_path, train__steps=1, train__eval_every=0, data__eval_documents=0)
+    folder = Path(config.run.dir)
+    lock = run_lock._locked(folder, print)
+    with pytest.raises(
+        RunFolderError, match=rf"another run is at work in .*: process {os.getpid()} on {gethostname()};"
+    ):
+        run(config, 2)
+    assert [path.name for path in folder.iterdir()] == ["run.lock"]
+    lock.close()
+    (folder / "groups.jsonl").symlink_to("/dev/full")
+    with pytest.raises(
+        RunFolderError, match=r"^\S*groups.jsonl: No space left on device \([\d,]+ bytes are free\); make"
+    ):
+        run(config, 2)
+
+
+def test_a_run_that_was_killed_holds_no_folder(tmp_path: Path) -> None:
+    if not (child := os.fork()):
+        run_lock._locked(tmp_path, print)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert (tmp_path / "run.lock").read_text() == f"process {child} on {gethostname()}"
+    run_lock._locked(tmp_path, print).close()
 
 
 def test_a_corpus_that_changed_is_refused_on_every_rank(straight: tuple[RunConfig, Outcome]) -> None:

@@ -1,6 +1,5 @@
 """`longspan eval`: the loss of a checkpoint on its run's held-out documents, at any degree, on any number of ranks."""
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from longspan.train.checkpoint_files import step_of
 from longspan.train.config import RunConfig
 from longspan.train.config_check import check_config
 from longspan.train.config_file import load_config
+from longspan.train.finite import as_json
 
 if TYPE_CHECKING:
     from longspan.train.outcome import Evaluation
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     backend = "gloo" if flags.world else None
     found: Evaluation = run_on_ranks(eval_rank, (config, checkpoint, ranks, backend), ranks)
     if reports_here():
-        print(json.dumps(found.row() | {"world": ranks}) if flags.json else _text(found, ranks))
+        print(as_json(found.row() | {"world": ranks}) if flags.json else _text(found, ranks))
     return 0
 
 

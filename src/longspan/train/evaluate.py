@@ -13,6 +13,7 @@ from longspan.comm import World
 from longspan.plan import Plan
 from longspan.train.config import RunConfig
 from longspan.train.data import Corpus
+from longspan.train.metrics import write_whole
 from longspan.train.outcome import Evaluation
 from longspan.train.plans import PlanChoice, degrees_to_compare
 from longspan.train.readers import readers_of
@@ -74,4 +75,4 @@ def compare_degrees(
 def save_plan(plan: Plan, folder: Path, name: str) -> None:
     """Keep a plan as `folder/name.json`, for the report."""
     folder.mkdir(exist_ok=True)
-    (folder / f"{name}.json").write_text(plan.to_json(), encoding="utf-8")
+    write_whole(folder / f"{name}.json", plan.to_json())

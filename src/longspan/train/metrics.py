@@ -2,7 +2,8 @@
 
 Rows of training: step, loss, tokens, targets, grad_norm, lr, seconds, tokens_per_second, memory_bytes, micro_batches,
 efficiency, and router_balance_loss and router_z_loss of models with experts. Rows of evaluation: step, eval_loss,
-eval_tokens, eval_targets, cp, seconds. One rank writes.
+eval_tokens, eval_targets, cp, seconds. One rank writes. A number that is not finite, for which JSON has no word, is
+written and read as null.
 """
 
 import json
@@ -10,12 +11,14 @@ import os
 import resource
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from longspan.train.disk import naming
+from longspan.train.finite import as_json, finite
 
 
 class MetricsLog:
@@ -33,7 +36,7 @@ class MetricsLog:
         self.evaluated: set[int] = {row["step"] for row in kept if "eval_loss" in row}
         self._file = None
         if path is not None:
-            write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+            write_whole(path, "".join(as_json(row) + "\n" for row in kept))
             self._file = path.open("a", encoding="utf-8")
 
     def __enter__(self) -> "MetricsLog":
@@ -41,15 +44,17 @@ class MetricsLog:
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # of a row that could not be written, which `write` has said
+                self._file.close()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row."""
+        """Append a row. Raises OSError, with the file's name, for what the disk refuses."""
         if "eval_loss" in row:
             self.evaluated.add(row["step"])
         if self._file is not None:
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
+            with naming(Path(self._file.name)):
+                self._file.write(as_json(row) + "\n")
+                self._file.flush()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -63,7 +68,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
+            rows.append(finite(row))
     return rows
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.plan import Plan
+from longspan.train.finite import finite
 from longspan.train.versions import versions
 
 LAST_STEPS = 10  # whose mean loss sums up a run
@@ -52,7 +53,7 @@ class Outcome:
 
     def summary(self) -> dict[str, Any]:
         """As it stands in summary.json."""
-        return {
+        values = {
             "step": self.done,
             "steps": self.steps,
             "stopped": self.stopped,
@@ -63,6 +64,7 @@ class Outcome:
             "world": self.world,
             "versions": versions(),
         }
+        return finite(values)
 
     def text(self) -> str:
         """The run's last lines: its mean loss, and the table of degrees where it came to its end."""

@@ -1,14 +1,15 @@
 """`train`: the loop of a run, from its configuration to its last evaluation, on every rank inside an open world.
 
 A step is: documents of the step, a plan of their lengths, `run_step`. What a run leaves in its folder: config.toml,
-corpus/, tokenizer.json, metrics.jsonl, groups.jsonl, plans/, checkpoints/, model/ (Hugging Face) and summary.json.
+corpus/, tokenizer.json, metrics.jsonl, groups.jsonl, plans/, checkpoints/, model/ (Hugging Face), summary.json; and
+run.lock, which keeps a second run out.
 """
 
-import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +17,27 @@ import numpy as np
 import torch
 
 from longspan.comm import World
-from longspan.errors import LongspanError
+from longspan.errors import LongspanError, RunFolderError
 from longspan.model import save_model
 from longspan.model.router import RouterCoefficients
 from longspan.plan import Plan, PlanAhead
 from longspan.train.checkpoint import save_checkpoint
 from longspan.train.config import RunConfig, TrainConfig
+from longspan.train.config_check import check_config
 from longspan.train.evaluate import compare_degrees, evaluate, save_plan
+from longspan.train.finite import as_json
 from longspan.train.group_log import GroupLog
 from longspan.train.metrics import MetricsLog, memory_bytes, read_rows, write_whole
 from longspan.train.optim import lr_at
 from longspan.train.outcome import LAST_STEPS, Evaluation, Outcome
 from longspan.train.plans import plans_of_steps, row_multiple_of
 from longspan.train.readers import readers_of
+from longspan.train.run_lock import run_lock
 from longspan.train.screen import Screen
 from longspan.train.setup import Job, evaluation_choice, set_up
 from longspan.train.step import run_step
 from longspan.train.stop import StopSignal
-from longspan.train.together import is_first
+from longspan.train.together import attempt, first_does, is_first, raise_any, together
 from longspan.train.tokenizer import load_tokenizer
 
 
@@ -41,29 +45,35 @@ def train(config: RunConfig, world: World, screen: Screen) -> Outcome:
     """Train to the last step, or until told to stop; all ranks call it together, with the same configuration.
 
     SIGTERM or Ctrl-C on any rank ends the run after the step at hand, with a checkpoint. Raises LongspanError for
-    what does not fit, before the first step, and for a loss that is not finite.
+    what does not fit, before the first step, for a loss that is not finite, and for what the disk refuses;
+    RunFolderError where another run is at work in the folder.
     """
-    with StopSignal() as stop:
-        job = set_up(config, world, screen.say)
-        path = job.dir / "metrics.jsonl" if is_first(world) else None
-        with MetricsLog(path, after_step=job.done) as log:
-            with _plans(job) as plans:
-                groups = GroupLog(world, job.dir / "groups.jsonl" if is_first(world) else None, screen.say)
-                done, stopped = _steps(job, plans, log, screen, stop, groups)
-            screen.end_bar()
-            final = () if stopped else _finish(job, log, screen)
+    check_config(config, len(world.home.ranks))
+    with StopSignal() as stop, run_lock(Path(config.run.dir), world, screen.say):
+        return _train(set_up(config, world, screen.say), screen, stop)
+
+
+def _train(job: Job, screen: Screen, stop: StopSignal) -> Outcome:
+    world = job.world
+    metrics, group_file = (job.dir / name if is_first(world) else None for name in ("metrics.jsonl", "groups.jsonl"))
+    with together(world, lambda: MetricsLog(metrics, after_step=job.done), refuse=RunFolderError) as log:
+        groups = together(world, lambda: GroupLog(world, group_file, screen.say), refuse=RunFolderError)
+        with _plans(job) as plans:
+            done, stopped = _steps(job, plans, log, screen, stop, groups)
+        screen.end_bar()
+        final = () if stopped else _finish(job, log, screen)
     outcome = Outcome(
         dir=job.dir,
         done=done,
-        steps=config.train.steps,
+        steps=job.config.train.steps,
         stopped=stopped,
-        last_loss=_last_loss(path, done) if path else math.nan,
+        last_loss=_last_loss(metrics, done) if metrics else math.nan,
         vocab_size=job.corpus.manifest.tokenizer_size,
         final=final,
         world=len(world.home.ranks),
     )
-    if is_first(world):
-        write_whole(job.dir / "summary.json", json.dumps(outcome.summary(), indent=1))
+    summary = as_json(outcome.summary(), indent=1)
+    first_does(world, lambda: write_whole(job.dir / "summary.json", summary), refuse=RunFolderError)
     return outcome
 
 
@@ -90,22 +100,26 @@ def _steps(
         _evaluate(job, log, screen, done)
     while done < steps:
         row, plan = _step(job, plans, done)
-        groups.note(plan)
         done += 1
-        log.write(row)
+        _, failure = attempt(partial(_note_step, row, plan, log, groups), RunFolderError)
         screen.step(row)
-        stopped = _agreed(job.world, stop)
-        if is_first(job.world) and (done in (job.done + 1, steps) or stopped):
-            save_plan(plan, job.dir / "plans", f"step-{done:06d}")
+        stopped = _agreed(job.world, stop, failure)
+        if done in (job.done + 1, steps) or stopped:
+            _save_plan(job, plan, f"step-{done:06d}")
         if _due(done, settings.eval_every) and done < steps and not stopped:
             found = _evaluate(job, log, screen, done)
             if found is not None:
-                groups.note(found.plan)
+                together(job.world, partial(groups.note, found.plan), refuse=RunFolderError)
         if _due(done, settings.save_every) or done == steps or stopped:
             _save(job, done)
         if stopped:
             return done, stopped
     return done, ""
+
+
+def _note_step(row: Mapping[str, Any], plan: Plan, log: MetricsLog, groups: GroupLog) -> None:
+    groups.note(plan)
+    log.write(row)
 
 
 def _step(job: Job, plans: PlanAhead, step: int) -> tuple[dict[str, Any], Plan]:
@@ -194,11 +208,15 @@ def _recorded(job: Job, log: MetricsLog, done: int) -> bool:
 
 
 def _record(job: Job, log: MetricsLog, screen: Screen, evaluations: Sequence[Evaluation]) -> None:
-    for found in evaluations:
-        log.write(found.row())
-        screen.evaluation(found.row())
-        if is_first(job.world):
-            save_plan(found.plan, job.dir / "plans", f"evaluation-cp{found.cp}")
+    for evaluation in evaluations:
+        together(job.world, partial(log.write, evaluation.row()), refuse=RunFolderError)
+        screen.evaluation(evaluation.row())
+        _save_plan(job, evaluation.plan, f"evaluation-cp{evaluation.cp}")
+
+
+def _save_plan(job: Job, plan: Plan, name: str) -> None:
+    """Keep a plan for the report."""
+    first_does(job.world, lambda: save_plan(plan, job.dir / "plans", name), refuse=RunFolderError)
 
 
 def _save(job: Job, done: int) -> None:
@@ -207,10 +225,11 @@ def _save(job: Job, done: int) -> None:
     save_checkpoint(job.checkpoints, job.model, job.optimizer, job.world, step=done, state=state, keep=keep)
 
 
-def _agreed(world: World, stop: StopSignal) -> str:
-    """What any rank was told to stop by; the same on every rank."""
-    if not world.any_rank(bool(stop.asked)):
+def _agreed(world: World, stop: StopSignal, failure: LongspanError | None) -> str:
+    """What any rank was told to stop by; the same on every rank. Raises what any rank failed with."""
+    if not world.any_rank(bool(stop.asked) or failure is not None):
         return ""
+    raise_any(world, failure)
     return next(name for name in world.gather_objects(stop.asked) if name)
 
 
@@ -224,5 +243,6 @@ def _seed(seed: int, step: int, slot: int) -> int:
 
 
 def _last_loss(metrics: Path, done: int) -> float:
-    losses = [row["loss"] for row in read_rows(metrics) if "loss" in row and done - LAST_STEPS < row["step"] <= done]
+    rows = (row for row in read_rows(metrics) if done - LAST_STEPS < row["step"] <= done)
+    losses = [row["loss"] for row in rows if isinstance(row.get("loss"), float)]
     return math.fsum(losses) / len(losses) if losses else math.nan

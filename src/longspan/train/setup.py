@@ -3,6 +3,7 @@
 Every check that needs the data or the model is made here, on every rank, before the first step.
 """
 
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.errors import CheckpointError, ConfigError, DataError
+from longspan.errors import CheckpointError, ConfigError, DataError, RunFolderError
 from longspan.model import load_model, prepare
 from longspan.model.pipeline import PipelinedModel
 from longspan.plan import Cost
 from longspan.train.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint
 from longspan.train.checkpoint_files import read_state, remove_unfinished
-from longspan.train.config import RunConfig
-from longspan.train.config_check import check_config, check_longest
+from longspan.train.config import AUTO, RunConfig
+from longspan.train.config_check import check_longest
 from longspan.train.config_file import to_toml
 from longspan.train.corpus import ensure_corpus
 from longspan.train.data import Corpus
@@ -65,11 +66,10 @@ class Job:
 
 
 def set_up(config: RunConfig, world: World, say: Say) -> Job:
-    """Open or begin the run of this configuration; all ranks call it together.
+    """Open or begin the run of this configuration, which `check_config` has passed; all ranks call it together.
 
     Raises ConfigError, DataError, ModelError or CheckpointError, the same on every rank, for what does not fit.
     """
-    check_config(config, len(world.home.ranks))
     directory = Path(config.run.dir)
     checkpoint = _checkpoint_to_resume(config, world, say)
     model = _given_model(config)
@@ -83,7 +83,8 @@ def set_up(config: RunConfig, world: World, say: Say) -> Job:
     if checkpoint is not None:
         done = int(load_checkpoint(checkpoint, model, optimizer, world)["step"])
         say(f"going on from {checkpoint}: {done} of {config.train.steps} steps are done")
-    first_does(world, lambda: write_whole(directory / "config.toml", to_toml(config)), refuse=ConfigError)
+    if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
+        first_does(world, lambda: write_whole(directory / "config.toml", to_toml(config)), refuse=RunFolderError)
     config = with_rows_that_fit(config, model, optimizer, world, say)
     check_longest(config, world.home, int(corpus.lengths[longest]), corpus.origin(longest))
     return Job(config, world, model, optimizer, corpus, order, _cost(config, world, model, say), done)
@@ -232,7 +233,7 @@ def _checkpoint_to_resume(config: RunConfig, world: World, say: Say) -> Path | N
 
 
 def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
-    before, now = state.get("config", {}), asdict(config)
+    before, now = state.get("config", {}), json.loads(json.dumps(asdict(config)))
     if state.get("step", 0) > config.train.steps:
         raise ConfigError(
             f"{path} is at step {state['step']}, beyond train.steps {config.train.steps}; raise train.steps"
@@ -246,3 +247,21 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
                 f"{name} was {was!r} when {path} was saved and is {value!r} now; "
                 f"set it back, or set run.dir to a new folder"
             )
+    if state.get("step", 0) == config.train.steps:
+        _check_finished(before, now, path)
+
+
+def _check_finished(before: dict[str, Any], now: dict[str, Any], path: Path) -> None:
+    """A finished run is shown and not trained: under other keys than it was trained with, it would be another run's."""
+    changes = [
+        f"{section}.{key} was {before[section][key]!r} and is {value!r} now"
+        for section in now.keys() & before.keys() - {"run"}
+        for key, value in now[section].items()
+        if key in before[section] and not key.startswith("eval_") and value not in (before[section][key], AUTO)
+    ]
+    if changes:
+        raise ConfigError(
+            f"the run has come to its end at step {now['train']['steps']} ({path}), and nothing is left to train: "
+            f"{'; '.join(sorted(changes))}. Set them back to see the run, raise train.steps to train on with them, "
+            "or set run.dir to a new folder"
+        )
