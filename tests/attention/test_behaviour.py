@@ -188,6 +188,30 @@ def test_one_type_per_layer():
         assert difference < 1e-15
 
 
+def one_sided(rank, slots):
+    """Worst error of the first rank's gradients, where no input of the others needs one but for their entering."""
+    with World(Layout(ranks=slots), backend=backend()) as world:
+        shard = bind(micro_batch((tuple(range(slots)), (9, 4))), world)
+        qkv = made(13, (4, 8), (2, 8), (2, 8))
+        full = [x.requires_grad_() for x in qkv]
+        dense_attention(*full, (9, 4)).square().sum().backward()
+        wanted = [shard.scatter(x.grad.to(shard.device)) for x in full]
+        errors = []
+        for kind in TYPES:
+            leaves = [shard.scatter(x.detach().to(shard.device)).requires_grad_(rank == 0) for x in qkv]
+            leaves[0].requires_grad_()
+            attend(
+                *leaves, shard, cp_comm_type=kind, hierarchical_context_parallel_sizes=(1, 2)
+            ).square().sum().backward()
+            errors += [relative_error(x.grad, w) for x, w in zip(leaves, wanted, strict=True) if x.requires_grad]
+    return max(errors)
+
+
+def test_a_member_whose_inputs_need_no_gradient_enters_backward_once_one_does():
+    needs(2)
+    assert max(run_ranks(one_sided, 2, 2)) <= 1e-12
+
+
 # ---- rows that see nothing
 
 

@@ -110,6 +110,17 @@ def test_a_bad_call_is_refused_before_communication(changes, message):
         attend(**{**GOOD, **changes})
 
 
+def test_dropout_inside_a_cuda_graph_is_refused(monkeypatch):
+    """Its seed is an integer of the captured launch: a replay cannot have another."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for seed in (None, 1):
+        with pytest.raises(AttentionError, match=r"dropout is 0.1 while a CUDA graph is captured: .* dropout=0.0"):
+            attend(**GOOD, dropout=0.1, dropout_seed=seed)
+    with pytest.raises(CommError, match="world -1"):
+        attend(**GOOD)
+
+
 TALKING = [
     {"cp_comm_type": "p2p"},
     {"cp_comm_type": "all_gather"},

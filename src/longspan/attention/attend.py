@@ -26,7 +26,7 @@ from longspan.attention.recall import recalled
 from longspan.attention.ring import ring_backward, ring_forward
 from longspan.attention.routes import Asked, Route, routes_of
 from longspan.attention.rows import as_dtype, taken
-from longspan.attention.validate import check_budget, check_features, check_sinks, check_tensors
+from longspan.attention.validate import check_budget, check_capture, check_features, check_sinks, check_tensors
 from longspan.comm import SequenceShard, ShardPart, world_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -77,6 +77,8 @@ def attend(
     q (T, N, H), k (T, K, H), v (T, K, Hv) -> (T, N, Hv), for the shard's T rows; query head n uses key/value head
     n // (N / K). Every member of a group that has a part here makes the same call. Differentiable: the gradients of k
     and v include what other ranks' queries contribute; the gradient of `sinks` is *partial*, over this rank's rows.
+    All members enter backward, or none: where an input of one needs a gradient, one of each does (`q.requires_grad_()`
+    where none would), or that member waits for the others until it times out.
 
     >>> shard = bind(plan.micro_batches[0], world)
     >>> out = attend(q, k, v, shard, window=4096, layer=3)
@@ -88,7 +90,7 @@ def attend(
 
     `dropout` zeroes weights with this probability, by a hash of `dropout_seed`, head, document and both positions: the
     same weights at every degree and under every type. By default the seed is mixed from `torch.initial_seed()`, the
-    world's step and `layer`. Pass 0.0 in evaluation.
+    world's step and `layer`. Pass 0.0 in evaluation, and in a CUDA graph, whose replays would drop the same weights.
 
     `cp_comm_type` (p2p, all_gather, a2a, a2a+p2p, auto) and `hierarchical_context_parallel_sizes` (a2a, p2p) win over
     the groups' own; of a list with one per layer, `layer` picks. `max_gather_bytes` bounds what all_gather holds of
@@ -115,6 +117,7 @@ def attend(
     )
     walk = _remembered(q, k, v, sinks, shard, asked)
     if dropout:
+        check_capture(dropout)
         seeded = Dropout(dropout, _seed(dropout_seed, shard, layer))
         walk = replace(walk, rule=replace(walk.rule, dropout=seeded))
     q = q if walk.sign == 1 else q * walk.sign

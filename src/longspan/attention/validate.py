@@ -81,6 +81,15 @@ def check_features(
         raise AttentionError(f"{name} is {value!r}; give a finite number{'' if name == 'scale' else ' above 0'}")
 
 
+def check_capture(dropout: float) -> None:
+    """Raise AttentionError inside a CUDA graph, where dropout would not be random."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise AttentionError(
+            f"dropout is {dropout!r} while a CUDA graph is captured: the graph holds the seed, so that every replay "
+            f"would drop the same weights; capture with dropout=0.0, or call attend outside the graph"
+        )
+
+
 def is_count(value: object) -> bool:
     """Whether it is an integer, numpy's among them, of at least 1."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
