@@ -7,9 +7,10 @@
 A mutant is one change of one expression or statement. Docstrings, annotations, f-strings, `raise`, `assert`, `del` and
 imports are left alone, and so are files that only a GPU runs. Its name says file, function, operator and ordinal in
 that function. The working tree (or a commit, `--base`) is copied to a temporary folder and changed there. The tests of
-a mutant come from its room: files named after the module, files that name it or what it defines, and the usual
-ones; in each group the quickest first, as long as they take `--seconds` together. Tests marked as slow and tests that
-change source texts themselves are not among them. A run that takes far longer than without the mutant counts as killed.
+a mutant come from its room: files named after the module, files that name it or what it defines (the shortest first),
+and the usual ones; the quick tests of a file first, as long as they take `--seconds` together. Tests marked as slow,
+tests that change source texts themselves and what a file has after its first minute are not among them. A run that
+takes far longer than without the mutant counts as killed.
 `unshare --pid --fork --mount-proc` before the command keeps a mutant's signals from other processes of the machine.
 """
 
@@ -37,6 +38,7 @@ ROOT = Path(__file__).parents[1]
 WEIGHTS = {"cli": 2.0, "report": 2.0, "comm": 1.5, "plan": 1.5}  # rooms with fewer lines of tests are drawn from more
 ONLY_GPU = ("triton_kernels.py", "kernels/cudnn.py", "kernels/fa4.py", "kernels/torch_flash.py", "step_parts.py")
 PER_FUNCTION = 2
+FIRST_MINUTE = ["--durations=0", "--session-timeout=60"]
 MOST_MEMORY = 16 << 30  # of one process: a loop that never ends fails early
 USUAL = {
     "attention": ["attention/test_attend.py", "attention/test_behaviour.py"],
@@ -197,11 +199,12 @@ class Tests:
         public = [x.name for x in tree.body if isinstance(x, ast.FunctionDef | ast.ClassDef) and x.name[0] != "_"]
         names = re.compile(rf"\b(import {stem}|{'|'.join([file[:-3].replace('/', '.'), *public])})\b")
         same = [name for name in inside if f"{stem}_".startswith(Path(name).stem[5:] + "_")]
-        groups = [same, [name for name in inside if names.search(self.texts[name])], USUAL.get(room, [])]
+        others = [name for name in inside if name not in same and names.search(self.texts[name])]
         chosen: dict[str, float] = {}
-        for group in groups:
-            timed = {test: x for name in group for test, x in self.timed(name).items() if test not in chosen}
-            for test, x in sorted(timed.items(), key=lambda item: item[1]):
+        for name in dict.fromkeys([*same, *sorted(others, key=lambda x: len(self.texts[x])), *USUAL.get(room, [])]):
+            if sum(chosen.values()) > 0.8 * self.seconds:
+                break
+            for test, x in sorted(self.timed(name).items(), key=lambda item: item[1]):
                 if sum(chosen.values()) + x <= self.seconds:
                     chosen[test] = x
         return chosen
@@ -210,7 +213,7 @@ class Tests:
         """Tests of a file that pass unchanged, with their seconds; run once and kept in the record."""
         if name not in self.known:
             marks = "not whole and not slow and not gpu"
-            _, text = run_tests(self.root, ["-m", marks, "-vvv", "--durations=0", f"tests/{name}"], 400)
+            _, text = run_tests(self.root, ["-m", marks, "-vvv", *FIRST_MINUTE, f"tests/{name}"], 400)
             seconds: dict[str, float] = {}
             for x, test in re.findall(r"^([\d.]+)s (?:call|setup|teardown) +(tests/.*)$", text, re.M):
                 seconds[test] = round(seconds.get(test, 0.0) + float(x), 2)
