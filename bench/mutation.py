@@ -9,7 +9,7 @@ imports are left alone, and so are files that only a GPU runs. Its name says fil
 that function. The working tree (or a commit, `--base`) is copied to a temporary folder and changed there. The tests of
 a mutant come from its room: files named after the module, files that name it or what it defines (the shortest first),
 and the usual ones; the quick tests of a file first, as long as they take `--seconds` together. Tests marked as slow,
-tests that change source texts themselves and what a file has after its first minute are not among them. A run that
+tests that change source texts themselves and what a file has after its first `--seconds` are not among them. A run that
 takes far longer than without the mutant counts as killed.
 `unshare --pid --fork --mount-proc` before the command keeps a mutant's signals from other processes of the machine.
 """
@@ -38,7 +38,6 @@ ROOT = Path(__file__).parents[1]
 WEIGHTS = {"cli": 2.0, "report": 2.0, "comm": 1.5, "plan": 1.5}  # rooms with fewer lines of tests are drawn from more
 ONLY_GPU = ("triton_kernels.py", "kernels/cudnn.py", "kernels/fa4.py", "kernels/torch_flash.py", "step_parts.py")
 PER_FUNCTION = 2
-FIRST_MINUTE = ["--durations=0", "--session-timeout=60"]
 MOST_MEMORY = 16 << 30  # of one process: a loop that never ends fails early
 USUAL = {
     "attention": ["attention/test_attend.py", "attention/test_behaviour.py"],
@@ -212,8 +211,8 @@ class Tests:
     def timed(self, name: str) -> dict[str, float]:
         """Tests of a file that pass unchanged, with their seconds; run once and kept in the record."""
         if name not in self.known:
-            marks = "not whole and not slow and not gpu"
-            _, text = run_tests(self.root, ["-m", marks, "-vvv", *FIRST_MINUTE, f"tests/{name}"], 400)
+            options = ["-m", "not whole and not slow and not gpu", f"--session-timeout={self.seconds}"]
+            _, text = run_tests(self.root, [*options, "-vvv", "--durations=0", f"tests/{name}"], 400)
             seconds: dict[str, float] = {}
             for x, test in re.findall(r"^([\d.]+)s (?:call|setup|teardown) +(tests/.*)$", text, re.M):
                 seconds[test] = round(seconds.get(test, 0.0) + float(x), 2)
