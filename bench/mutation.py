@@ -9,8 +9,8 @@ imports are left alone, and so are files that only a GPU runs. Its name says fil
 that function. The working tree (or a commit, `--base`) is copied to a temporary folder and changed there. The tests of
 a mutant come from its room: files named after the module, files that name it or what it defines (the shortest first),
 and the usual ones; the quick tests of a file first, as long as they take `--seconds` together. Tests marked as slow,
-tests that change source texts themselves and what a file has after its first `--seconds` are not among them. A run that
-takes far longer than without the mutant counts as killed.
+tests that change source texts themselves and what a file has after three times `--seconds` are not among them. A run
+that takes far longer than without the mutant counts as killed.
 `unshare --pid --fork --mount-proc` before the command keeps a mutant's signals from other processes of the machine.
 """
 
@@ -211,7 +211,7 @@ class Tests:
     def timed(self, name: str) -> dict[str, float]:
         """Tests of a file that pass unchanged, with their seconds; run once and kept in the record."""
         if name not in self.known:
-            options = ["-m", "not whole and not slow and not gpu", f"--session-timeout={self.seconds}"]
+            options = ["-m", "not whole and not slow and not gpu", f"--session-timeout={3 * self.seconds}"]
             _, text = run_tests(self.root, [*options, "-vvv", "--durations=0", f"tests/{name}"], 400)
             seconds: dict[str, float] = {}
             for x, test in re.findall(r"^([\d.]+)s (?:call|setup|teardown) +(tests/.*)$", text, re.M):

@@ -11,6 +11,7 @@ import pytest
 from longspan.errors import ConfigError
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.report import chrome_trace, gantt_svg, write_png
+from longspan.report.bars import plan_bars
 from tests.report.runs import mixed_plan
 
 EMPTY = Plan(4, (), (MicroBatch(), MicroBatch()), 0)
@@ -52,6 +53,14 @@ def test_colours_repeat_for_one_document_and_differ_between_the_longest() -> Non
     assert len({dict(bars)[str(d)] for d in longest}) == 8
 
 
+def test_a_summary_of_several_slots_says_when_they_are_busy() -> None:
+    tree = ElementTree.fromstring(gantt_svg(mixed_plan(1024), limit=300))
+    parts = [rect.attrib["data-info"] for rect in tree.iter("rect") if "data-info" in rect.attrib]
+    several = [part for part in parts if "–" in part.split("slots ")[1].split("|")[0]]
+    assert several and len(several) < len(parts)
+    assert all(("busy until" in part) == (part in several) for part in parts)
+
+
 @pytest.mark.parametrize("unit", ["seconds", "rows"])
 def test_a_plan_without_documents_is_drawn(unit: str) -> None:
     ElementTree.fromstring(gantt_svg(EMPTY, unit=unit))  # pyright: ignore[reportArgumentType]
@@ -77,6 +86,24 @@ def test_png(slots: int, tmp_path: Path) -> None:
     assert head[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")
     assert 2000 <= width <= 2200 and 300 <= height <= 1400
+
+
+def test_png_draws_a_document_on_its_slots_for_as_long_as_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patches = pytest.importorskip("matplotlib.patches")
+    drawn: list[tuple[float, float, float, float]] = []
+
+    class Rectangle(patches.Rectangle):
+        def __init__(self, corner: tuple[float, float], width: float, height: float, **options: object) -> None:
+            drawn.append((*corner, width, height))
+            super().__init__(corner, width, height, **options)
+
+    monkeypatch.setattr(patches, "Rectangle", Rectangle)
+    plan = mixed_plan(2, micro_batches=2)
+    write_png(plan, tmp_path / "plan.png")
+    bars = plan_bars(plan).bars
+    assert {(bar.start, bar.slot, bar.stop - bar.start, bar.slots) for bar in bars} <= set(drawn)
 
 
 def test_png_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -70,6 +70,13 @@ def test_one_file_with_everything(tmp_path: Path) -> None:
     assert f"of ln V = {math.log(VOCABULARY):.3f}" in page.content
 
 
+@pytest.mark.parametrize("title", ["Speed", "Time of a step", "Learning rate", "Peak memory"])
+def test_charts_of_amounts_begin_at_zero(title: str, tmp_path: Path) -> None:
+    html = write_report(write_run(tmp_path / "run")).read_text(encoding="utf-8")
+    figure = html[html.index(f"<b>{title}</b>") :]
+    assert re.search(r">0( B)?</text>", figure[: figure.index("</figure>")])
+
+
 def test_degrees_groups_and_losses_of_routers_are_shown(tmp_path: Path) -> None:
     rows = [train_row(step, router_balance_loss=1.0 + 1 / step, router_z_loss=2.0) for step in range(1, 9)]
     run = write_run(tmp_path / "run", rows=rows)

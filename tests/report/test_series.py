@@ -42,6 +42,11 @@ def test_thinning_keeps_ends_and_extremes(values: list[float], limit: int) -> No
     assert (y[tx] == ty).all()
 
 
+def test_a_spike_survives_wherever_it_is() -> None:
+    for at in range(50):
+        assert thin(np.arange(50), (np.arange(50) == at).astype(float), 6)[1].max() == 1.0, at
+
+
 def test_thinning_drops_what_is_not_finite() -> None:
     x, y = thin(np.arange(5), np.array([1.0, np.nan, np.inf, 2.0, 3.0]), 100)
     assert x.tolist() == [0, 3, 4] and y.tolist() == [1.0, 2.0, 3.0]

@@ -1,0 +1,64 @@
+"""Charts of a run: where a value lands in the drawing, and that every element of a picture has its attributes."""
+
+import re
+from collections.abc import Callable
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from longspan.report import gantt_svg
+from longspan.report.chart import Chart, Series, chart_figure
+from longspan.report.gantt import HATCH
+from tests.report.runs import mixed_plan
+
+STEPS = np.arange(1, 6)
+NEEDED = {
+    "svg": {"class"},
+    "path": {"class", "d"},
+    "rect": {"x", "y", "width", "height"},
+    "text": {"class", "x", "y"},
+    "circle": {"cx", "cy", "r"},
+    "pattern": {"id", "width", "height", "patternUnits"},
+}
+
+
+def _figure(values: list[float], **changes: bool) -> ElementTree.Element:
+    chart = Chart("Loss", (Series("training", STEPS, np.array(values), 0),), "nats", **changes)
+    return ElementTree.fromstring(chart_figure(chart))
+
+
+def _points(figure: ElementTree.Element) -> list[tuple[float, float]]:
+    (curve,) = [path.attrib["d"] for path in figure.iter("path") if "curve" in path.attrib["class"]]
+    return [(float(x), float(y)) for x, y in re.findall(r"([\d.]+)[ ,]([\d.]+)", curve)]
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_greater_values_are_higher_and_all_are_inside(log: bool) -> None:
+    values = [3.0, 9.0, 1.0, 2.0, 4.0]
+    figure = _figure(values, log=log)
+    (svg,) = figure.iter("svg")
+    _, _, width, height = (float(x) for x in svg.attrib["viewBox"].split())
+    points = _points(figure)
+    assert [x for x, _ in points] == sorted(x for x, _ in points) and len(points) == len(values)
+    assert all(0 < x < width and 0 < y < height for x, y in points)
+    assert np.argsort([-y for _, y in points]).tolist() == np.argsort(values).tolist()
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_zero_is_on_the_axis_where_it_is_asked_for(zero: bool) -> None:
+    ticks = {label.text for label in _figure([900.0, 910.0, 905.0, 907.0, 903.0], zero=zero).iter("text")}
+    assert ("0" in ticks) == zero
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [lambda: gantt_svg(mixed_plan(16)), lambda: gantt_svg(mixed_plan(16), unit="rows", limit=20), lambda: HATCH],
+    ids=["gantt", "gantt with summaries", "hatch"],
+)
+def test_every_element_has_what_it_is_drawn_by(picture: Callable[[], str]) -> None:
+    for element in ElementTree.fromstring(picture()).iter():
+        missing = NEEDED.get(element.tag, set()) - element.attrib.keys()
+        assert not missing, (element.tag, element.attrib, missing)
+        if element.attrib.get("role") == "img":
+            assert {"aria-label", "tabindex", "viewBox"} <= element.attrib.keys()
