@@ -211,7 +211,8 @@ class Tests:
     def timed(self, name: str) -> dict[str, float]:
         """Tests of a file that pass unchanged, with their seconds; run once and kept in the record."""
         if name not in self.known:
-            options = ["-m", "not whole and not slow and not gpu", f"--session-timeout={3 * self.seconds}"]
+            options = ["-m", "not whole and not slow and not gpu", f"--timeout={self.seconds}"]
+            options += [f"--session-timeout={3 * self.seconds}"]
             _, text = run_tests(self.root, [*options, "-vvv", "--durations=0", f"tests/{name}"], 400)
             seconds: dict[str, float] = {}
             for x, test in re.findall(r"^([\d.]+)s (?:call|setup|teardown) +(tests/.*)$", text, re.M):

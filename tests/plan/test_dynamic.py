@@ -192,6 +192,14 @@ def test_ratio_to_the_bound_at_64_slots(name: str) -> None:
         assert plan.ratio <= most, (cap, mode)
 
 
+def test_a_plan_that_is_no_start_changes_nothing() -> None:
+    lengths, home = [9000, 700, 600, 30, 20], Layout(8)
+    options = {"max_tokens_per_slot": 2048, "effort": "fast"}
+    cold = plan_dynamic(lengths, home, **options)
+    for warm in (plan_dynamic([], home, **options), plan_dynamic(lengths, home, mode="free", **options)):
+        assert plan_dynamic(lengths, home, warm=warm, **options) == cold
+
+
 @pytest.mark.parametrize("name", ["lognorm", "uniform"])
 def test_ratio_to_the_bound_at_1024_slots(name: str) -> None:
     lengths = sample_lengths(name, 1024 * 32768).tolist()

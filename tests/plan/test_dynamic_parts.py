@@ -13,6 +13,7 @@ from longspan.plan.distributions import sample_lengths
 from longspan.plan.dynamic.cells import divide
 from longspan.plan.dynamic.degrees import Anchoring, Degrees
 from longspan.plan.dynamic.draft import Cells
+from longspan.plan.dynamic.greedy import greedy_deal
 from longspan.plan.dynamic.problem import Problem, runs
 from longspan.plan.dynamic.queue import CellQueue
 from longspan.plan.dynamic.shelves import shelve
@@ -88,6 +89,45 @@ def test_free_slots_are_given_once_and_inside_a_block_where_one_has_them() -> No
             assert (len(parts) == 1) == had
             taken |= members
         assert taken == set(range(slots))
+
+
+def test_a_group_leaves_none_or_enough_and_spans_blocks_largest_first() -> None:
+    free = FreeSlots(problem([9], 16, min_cp=3))
+    assert [free.take(3), free.take(3)] == [[(0, 3)], [(8, 3)]]  # five are left of each: two more would be too few
+    assert free.take(7) == [(11, 5), (3, 2)] and free.total == 3
+
+
+def test_one_after_another_a_document_may_have_all_slots() -> None:
+    assert greedy_deal(problem([30000], 4), 1.0) == [[([0], 4)]]
+    assert greedy_deal(problem([30000, 20000], 4), 1.0) == [[([0], 4)], [([1], 4)]]
+
+
+def test_anchors_are_single_documents_that_matter() -> None:
+    mine = problem([*[9] * 400, 40000], 8)
+    anchors = [documents for documents, c in zip(mine.documents, Degrees.of(mine).item_class, strict=True) if c >= 0]
+    assert anchors == [(400,)] and len(mine.documents) < 100
+
+
+def test_an_anchor_gains_by_slots_that_short_documents_could_not_keep_busy() -> None:
+    mine = problem([60000, 9000, *[200] * 100], 64, cap=2048)
+    durations = np.array([0.1, 3.0, 5.0]) * mine.mean_seconds
+    lack = np.maximum(durations - mine.light_density * mine.cap, 0.0)
+    degrees = Degrees.of(mine)
+    (width, plain), (again, reaching) = degrees.choices(durations, 0.0), degrees.choices(durations, 0.5)
+    assert (width == again).all() and np.isfinite(plain[:, 1:]).all() and lack[2] > lack[1] > 0
+    np.testing.assert_allclose(reaching[:, 1:], (plain - 0.5 * width * lack)[:, 1:], rtol=1e-12)
+
+
+def test_the_longest_document_decides_how_short_a_micro_batch_can_be() -> None:
+    alone, beside = (Degrees.of(problem(lengths, 8)).least_seconds() for lengths in ([30000], [30000, 20000]))
+    assert beside == alone > Degrees.of(problem([20000], 8)).least_seconds()
+
+
+def test_micro_batches_without_documents_take_no_launch() -> None:
+    mine = problem([3000, 2000, 100], 4)
+    draft = shelve(mine, Degrees.of(mine), np.full(3, mine.mean_seconds), Anchoring(0.5, 0.4))
+    launch = mine.request.cost.micro_batch_seconds
+    assert draft.step_seconds([1.5, 0.0, 0.25]) == pytest.approx(1.75 + 2 * launch, rel=1e-12)
 
 
 def test_the_queue_takes_the_cell_that_ends_earliest_among_those_with_room() -> None:
