@@ -98,6 +98,7 @@ READ = [
     ("[context]\nhierarchical_context_parallel_sizes = [2, '2']", r"an integer or a list of integers"),
     ("[context]\npartition = 'striped'", r"context.partition is 'striped' .* 'zigzag', 'contiguous'"),
     ("[parallel]\nsequence_parallel = 1", r"true or false"),
+    ("[data]\nread = 'documents'", r"data.read is 'documents' in .*no such key any more: every slot reads the rows"),
     ("[train\nsteps = 1", r"is not TOML: .*line 1"),
 ]
 
@@ -106,6 +107,11 @@ READ = [
 def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(written(tmp_path, text))
+
+
+def test_the_file_of_an_older_run_is_read(tmp_path: Path) -> None:
+    assert load_config(written(tmp_path, '[data]\nread = "rows"\n[train]\nsteps = 3')).train.steps == 3
+    assert "read" not in to_toml(RunConfig())
 
 
 def test_a_missing_file_and_an_unknown_override(tmp_path: Path) -> None:

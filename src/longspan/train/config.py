@@ -37,8 +37,6 @@ class DataConfig:
     """Longer texts are cut into documents of at most this many tokens; 0: they are refused by name."""
     eval_documents: int = 32
     """Documents held out for evaluation, chosen by the seed; 0: no evaluation."""
-    read: Literal["rows", "documents"] = "rows"
-    """rows: each slot reads the rows that it computes; documents: one slot reads a document whole, its rows travel."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from longspan.errors import ConfigError
 from longspan.train.config import RunConfig
 
+# Keys that older runs have in their config.toml, with the one value that says what every run does now.
+_GONE = {"data.read": ("rows", "every slot reads the rows that it computes")}
+
 
 def load_config(path: str | Path | None = None, overrides: Mapping[str, object] | None = None) -> RunConfig:
     """Read a configuration: the defaults, then the file, then `overrides` ("section.key": value).
@@ -77,10 +80,19 @@ def _with_section(config: RunConfig, section: str, values: object, *, source: st
     types = get_type_hints(type(known))
     changes: dict[str, Any] = {}
     for key, value in values.items():
+        if f"{section}.{key}" in _GONE:
+            _check_gone(f"{section}.{key}", value, source)
+            continue
         if key not in types:
             raise ConfigError(f"unknown key {section}.{key} in {source}: {_key_hint(section, str(key), types)}")
         changes[key] = _converted(f"{section}.{key}", value, types[key], source)
     return replace(config, **{section: replace(known, **changes)})
+
+
+def _check_gone(key: str, value: object, source: str) -> None:
+    only, what = _GONE[key]
+    if value != only:
+        raise ConfigError(f"{key} is {value!r} in {source}; there is no such key any more: {what}. Leave it out")
 
 
 def _key_hint(section: str, key: str, siblings: Iterable[str]) -> str:

@@ -16,7 +16,6 @@ from longspan.train.data import Corpus
 from longspan.train.metrics import write_whole
 from longspan.train.outcome import Evaluation
 from longspan.train.plans import PlanChoice, degrees_to_compare
-from longspan.train.readers import readers_of
 from longspan.train.step import run_step
 
 
@@ -32,7 +31,7 @@ def evaluate(
 ) -> Evaluation:
     """The loss of these documents under a plan of `choice`; all ranks call it together.
 
-    How rows are read and how many of them become logits at a time is taken from `config`.
+    How many rows become logits at a time is taken from `config`.
 
     >>> choice = PlanChoice.evaluation(config.context)
     >>> evaluate(model, corpus, order.evaluation, choice, world, step=100, config=config).loss
@@ -41,8 +40,8 @@ def evaluate(
     given = corpus.select(documents)
     plan = choice.plan(given.lengths, world.home)
     world.prepare(plan)
-    readers, chunk = readers_of(plan, config.data.read), config.train.loss_chunk_rows
-    result = run_step(model, plan, given, world, backward=False, step=step, loss_chunk_rows=chunk, readers=readers)
+    chunk = config.train.loss_chunk_rows
+    result = run_step(model, plan, given, world, backward=False, step=step, loss_chunk_rows=chunk)
     widest = max(group.degree for batch in plan.micro_batches for group in batch.groups)
     return Evaluation(
         step=step,

@@ -31,7 +31,6 @@ from longspan.train.metrics import MetricsLog, memory_bytes, read_rows, write_wh
 from longspan.train.optim import lr_at
 from longspan.train.outcome import LAST_STEPS, Evaluation, Outcome
 from longspan.train.plans import plans_of_steps, row_multiple_of
-from longspan.train.readers import readers_of
 from longspan.train.run_lock import run_lock
 from longspan.train.screen import Screen
 from longspan.train.setup import Job, evaluation_choice, set_up
@@ -144,7 +143,6 @@ def _step(job: Job, plans: PlanAhead, step: int) -> tuple[dict[str, Any], Plan]:
         step=step + 1,
         loss_chunk_rows=config.loss_chunk_rows,
         router=router_coefficients(config),
-        readers=readers_of(plan, job.config.data.read),
     )
     if not math.isfinite(result.loss):
         raise LongspanError(

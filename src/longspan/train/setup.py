@@ -38,7 +38,6 @@ from longspan.train.tokenizer import check_vocabulary
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
 _FIXED_SECTIONS = ("model", "data")
 _FIXED_KEYS = ("train.seed", "train.tokens_per_step", "train.optimizer")
-_FREE_KEYS = ("data.read",)  # of the sections: who reads a row does not change it
 
 
 @dataclass(frozen=True)
@@ -239,7 +238,7 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
             f"{path} is at step {state['step']}, beyond train.steps {config.train.steps}; raise train.steps"
         )
     fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in now[section]] + list(_FIXED_KEYS)
-    for name in (name for name in fixed if name not in _FREE_KEYS):
+    for name in fixed:
         section, _, key = name.partition(".")
         was, value = before.get(section, {}).get(key), now[section][key]
         if was is not None and was != value:

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.errors import PlanError
-from longspan.layout import Partition
 from longspan.model.moe import router_step
 from longspan.model.parallelize import gradients_summed_over_slots, reshard
 from longspan.model.pipeline import PipelinedModel
@@ -65,7 +64,6 @@ def run_step(
     step: int | None = None,
     loss_chunk_rows: int = 0,
     router: RouterCoefficients | None = None,
-    readers: Partition | None = None,
 ) -> StepResult:
     """Run every micro-batch of a plan and return the loss, a sum over targets divided by the plan's targets.
 
@@ -75,9 +73,6 @@ def run_step(
     the model runs in evaluation mode and keeps no graph; its mode is restored. `step` appears in errors.
     `loss_chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes). `router` says what the
     losses of routers weigh in the gradient (None: what the model's configuration says).
-
-    `readers` says which rows each slot reads, counted through the plan's documents by their ids (`whole_documents`):
-    rows that another slot computes then travel there. By default each rank reads what it computes.
 
     All ranks call it together, with the same plan. Raises PlanError for a plan that does not fit the home or the
     documents, CommError where ranks hold different plans, DataError for documents that cannot be read or hold ids
@@ -89,7 +84,7 @@ def run_step(
     if step is not None:
         world.step = step
     routing = router_step(model, world, plan.tokens, router)
-    work = read_together(model, plan, documents, world, readers)
+    work = read_together(model, plan, documents, world)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
     passes = Passes(model, plan, world, backward, loss_chunk_rows, routing)

@@ -8,12 +8,10 @@ from torch import nn
 
 from longspan.comm import SequenceShard, World, bind
 from longspan.errors import DataError
-from longspan.layout import Partition
 from longspan.model.hf import vocabulary_size
 from longspan.model.pipeline import PipelinedModel
 from longspan.plan import MicroBatch, Plan
 from longspan.train.loss import NO_TARGET, Rows, read_rows
-from longspan.train.readers import exchange_of, move_to_owners, read_held
 
 
 class Work(NamedTuple):
@@ -29,27 +27,20 @@ def padding_alone(plan: Plan, world: World) -> Work:
     return _without_rows(_with_padding(MicroBatch(), plan, world))
 
 
-def read_together(model: nn.Module, plan: Plan, documents: Any, world: World, readers: Partition | None) -> list[Work]:
-    """Bind every micro-batch and get this rank's rows; where any rank cannot read, every rank raises DataError.
+def read_together(model: nn.Module, plan: Plan, documents: Any, world: World) -> list[Work]:
+    """Bind every micro-batch and read this rank's rows; where any rank cannot read, every rank raises DataError.
 
-    `readers` says which rows each slot reads; None: those that it computes. Stages in the middle read none.
+    Each slot reads the rows that it computes; its ranks of stages in the middle read none.
     """
-    exchange = None if readers is None else exchange_of(plan, readers)
     reads = not isinstance(model, PipelinedModel) or model.reads_tokens
-    work, held, failure, vocabulary = list[Work](), None, None, vocabulary_size(model)
+    work, failure, vocabulary = list[Work](), None, vocabulary_size(model)
     try:
         for shard in _shards(plan, world):
-            here = reads and readers is None
-            work.append(Work(shard, *read_rows(documents, shard, vocabulary)) if here else _without_rows(shard))
-        if readers is not None and reads:
-            held = read_held(documents, plan, readers, world.slot, vocabulary)
+            work.append(Work(shard, *read_rows(documents, shard, vocabulary)) if reads else _without_rows(shard))
     except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
         failure = error
     _agree(plan, world, failure)
-    if held is None or exchange is None:
-        return work
-    moved = move_to_owners(held, exchange, [each.shard for each in work], world)
-    return [Work(each.shard, *rows) for each, rows in zip(work, moved, strict=True)]
+    return work
 
 
 def _shards(plan: Plan, world: World) -> Iterator[SequenceShard]:
@@ -64,7 +55,7 @@ def _with_padding(micro_batch: MicroBatch, plan: Plan, world: World) -> Sequence
 
 
 def _without_rows(shard: SequenceShard) -> Work:
-    """The work of a rank that reads nothing: padding, or rows that come from another stage or another reader."""
+    """The work of a rank that reads nothing: padding, or rows that come from another stage."""
     rows = shard.local_rows
     return Work(shard, np.zeros(rows, dtype=np.int64), np.full(rows, NO_TARGET, dtype=np.int64))
 
