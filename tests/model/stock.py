@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import (
+    ApertusConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma2Config,
@@ -43,7 +44,10 @@ SIZES = {
 def config_of(family: str) -> PreTrainedConfig:
     """Qwen3 with tied and Llama with untied embeddings; Mistral with windows; Gemma 2 with windows and soft caps;
     gpt-oss with sinks and a window in every other layer; DeepSeek-V3 with values unlike queries (MLA). The attention of
-    mixture-of-experts models alone: they have one expert, or dense layers in its place."""
+    mixture-of-experts models alone: they have one expert, or dense layers in its place. Apertus with a learnt
+    activation."""
+    if family == "apertus":
+        return ApertusConfig(**SIZES)
     if family == "qwen3":
         return Qwen3Config(**SIZES, tie_word_embeddings=True)
     if family == "mistral":

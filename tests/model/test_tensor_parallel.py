@@ -31,6 +31,7 @@ CASES = {
         "llama": (RECOMPUTED,),
         "qwen3-moe": ("copies", RECOMPUTED),
         "gpt-oss": ("sharded", COPIES),
+        "apertus": ("sharded", COPIES),
     },
     torch.float32: {
         "llama": ("sharded",),

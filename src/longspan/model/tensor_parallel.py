@@ -29,6 +29,7 @@ from longspan.model.tp_plan import (
     PARTIAL_GRADIENT,
     ROWWISE,
     Placed,
+    blocks_of,
     check_sizes,
     experts_of,
     placed_styles,
@@ -46,6 +47,7 @@ from longspan.model.tp_styles import (
     split_vocabulary,
     wrap_forward,
 )
+from longspan.model.tp_unplaced import partial_parameters
 
 
 def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_parallel: bool) -> None:
@@ -60,6 +62,7 @@ def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_par
 def _checked(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> list[Placed]:
     placed = placed_styles(model)
     check_sizes(model, placed, tp)
+    placed += partial_parameters(model, placed)
     if sequence_parallel:
         for name, layer in decoder_layers(model).items():
             _regions(name, layer, placed)
@@ -84,7 +87,7 @@ def split_over_tp(
         elif style == ROWWISE and isinstance(module, nn.Linear):
             rowwise(module, world, sequence_parallel=sequence_parallel)
         elif style == PARTIAL_GRADIENT:
-            partial_gradients(module, world.key)
+            partial_gradients(module, world.key, parameter)
         elif style == HEADS and parameter is not None:
             slice_parameter(module, parameter, 0, world)
             wrap_forward(module, views={parameter: local})
@@ -96,16 +99,11 @@ def split_over_tp(
         _split_residuals(model, placed, world)
 
 
-def _blocks(placed: list[Placed]) -> set[str]:
-    """Modules whose input goes to column-wise linears: attention and MLP."""
-    return {name.rpartition(".")[0] for name, _, style, _ in placed if style == COLWISE}
-
-
 def _wrap_blocks(model: nn.Module, placed: list[Placed], world: World, *, sequence_parallel: bool) -> None:
     enter: Through = partial(tp_copy, key=world.key)
     if sequence_parallel:
         enter = partial(tp_gather, key=world.key, dim=ROWS, gradient="partial")
-    for name in sorted(_blocks(placed)):
+    for name in sorted(blocks_of(placed)):
         wrap_forward(model.get_submodule(name), enter=enter)
 
 
@@ -160,7 +158,7 @@ def _split_residuals(model: PreTrainedModel, placed: list[Placed], world: World)
 
 def _regions(name: str, layer: nn.Module, placed: list[Placed]) -> tuple[list[nn.Module], list[nn.Module]]:
     """(modules that work on single rows of the residual, blocks of experts) among a decoder layer's children."""
-    rowwise_modules, mixtures, blocks = list[nn.Module](), list[nn.Module](), _blocks(placed)
+    rowwise_modules, mixtures, blocks = list[nn.Module](), list[nn.Module](), blocks_of(placed)
     for child, module in layer.named_children():
         if experts_of(module):
             mixtures.append(module)

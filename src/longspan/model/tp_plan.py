@@ -7,7 +7,7 @@ their rows are split over the tensor-parallel ranks, whatever their parameters l
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -50,6 +50,11 @@ def placed_styles(model: PreTrainedModel) -> list[Placed]:
             f"({', '.join(KNOWN)} are); use tp 1"
         )
     return found
+
+
+def blocks_of(placed: Sequence[Placed]) -> set[str]:
+    """Modules whose input goes to column-wise linears, by name: attention and MLP."""
+    return {name.rpartition(".")[0] for name, _, style, _ in placed if style == COLWISE}
 
 
 def experts_of(layer: nn.Module) -> dict[str, nn.Module]:

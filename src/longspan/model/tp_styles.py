@@ -131,9 +131,10 @@ def rowwise(linear: nn.Linear, world: World, *, sequence_parallel: bool) -> None
     wrap_forward(linear, leave=with_bias, views={"weight": local, "bias": nothing})
 
 
-def partial_gradients(module: nn.Module, key: int) -> None:
-    """Each rank applies the module's own parameters, whole, to some of the rows or heads: gradients are summed."""
-    names = [name for name, _ in module.named_parameters(recurse=False)]
+def partial_gradients(module: nn.Module, key: int, parameter: str | None = None) -> None:
+    """Each rank applies the module's own parameters, or one of them, whole, to some of the rows, heads or features:
+    gradients are summed."""
+    names = [name for name, _ in module.named_parameters(recurse=False)] if parameter is None else [parameter]
     wrap_forward(module, views=dict.fromkeys(names, partial(tp_copy, key=key)))
 
 
