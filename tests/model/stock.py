@@ -16,6 +16,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    NanoChatConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
@@ -45,9 +46,11 @@ def config_of(family: str) -> PreTrainedConfig:
     """Qwen3 with tied and Llama with untied embeddings; Mistral with windows; Gemma 2 with windows and soft caps;
     gpt-oss with sinks and a window in every other layer; DeepSeek-V3 with values unlike queries (MLA). The attention of
     mixture-of-experts models alone: they have one expert, or dense layers in its place. Apertus with a learnt
-    activation."""
+    activation; NanoChat with its norm before and after the layers."""
     if family == "apertus":
         return ApertusConfig(**SIZES)
+    if family == "nanochat":
+        return NanoChatConfig(**SIZES)
     if family == "qwen3":
         return Qwen3Config(**SIZES, tie_word_embeddings=True)
     if family == "mistral":

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaModel, NanoChatConfig
 
 from longspan.comm import World, bind
 from longspan.errors import LongspanError, ModelError, PlanError
 from longspan.layout import Layout
 from longspan.model import prepare, save_model
+from longspan.model.hf import IMPLEMENTATION
 from longspan.model.pipeline import PipelinedModel, refuse_shared_over_stages
 from longspan.model.pipelining import Pipelining
 from longspan.model.stages import Call, Stage, cut, layers_of_stages, parts_of, refuse_inexact
@@ -142,6 +143,75 @@ def test_a_model_that_scales_its_embedding_is_refused() -> None:
         assert not isinstance(model.get_input_embeddings(), torch.nn.Embedding) or type(
             model.get_input_embeddings()
         ).__name__.endswith("ScaledWordEmbedding")
+
+
+class _Base(LlamaModel):
+    """Llama's base model, and calls of its parts as other architectures have them."""
+
+    first: Any = None
+
+    def run(self, x: torch.Tensor, *layers: int, **more: Any) -> torch.Tensor:
+        """The hidden states after these layers."""
+        for i in layers:
+            x = self.layers[i](x, **more)
+        return x
+
+    def forward(self, inputs_embeds: torch.Tensor, **_: Any) -> tuple[torch.Tensor]:  # pyright: ignore
+        return (type(self).first(self, inputs_embeds),)
+
+
+PARTS: dict[str, tuple[Any, str]] = {
+    "norm before and after": (
+        lambda base, x: base.norm(base.run(base.norm(x), 0, 1, 2, 3)),
+        "calls norm 2 times in a forward pass from hidden states; pipeline stages call every part once: use pp 1",
+    ),
+    "a layer twice": (lambda base, x: base.norm(base.run(x, 0, 1, 1, 2, 3)), "calls layers.1 2 times"),
+    "a layer left out": (lambda base, x: base.norm(base.run(x, 0, 1, 3)), "calls layers.2 0 times"),
+    "layers in another order": (
+        lambda base, x: base.norm(base.run(x, 0, 2, 1, 3)),
+        "calls layers.0, layers.2, layers.1, layers.3, norm; pipeline stages call layers.0, layers.1",
+    ),
+    "the embedding again": (
+        lambda base, x: base.norm(base.run(x + 0 * base.embed_tokens(x), 0, 1, 2, 3)),
+        "calls embed_tokens, layers.0, .*; pipeline stages call layers.0, layers.1",
+    ),
+    "the first hidden states": (
+        lambda base, x: base.norm(base.run(x, 0, 1, 2, 3, first=(x,))),
+        "gives layers.1 hidden states from before the part ahead of it",
+    ),
+    "layers side by side": (
+        lambda base, x: base.norm((base.run(x, 0, 1) + base.run(x, 2, 3)) / 2),
+        "gives layers.2 hidden states from before",
+    ),
+    "a residual around a layer": (
+        lambda base, x: base.norm((base.run(x, 0, 1, 2, 3) + x) / 2),
+        "gives norm hidden states from before",
+    ),
+    "a scale": (lambda base, x: base.norm(2 * base.run(x, 0, 1, 2, 3)), "changes hidden states outside"),
+    "a residual at the end": (
+        lambda base, x: (base.norm(base.run(x, 0, 1, 2, 3)) + x) / 2,
+        "changes hidden states outside",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_parts_that_stages_do_not_reproduce_are_refused(case: str) -> None:
+    model, (forward, says) = deep("llama", torch.float32), PARTS[case]
+    model.model.__class__ = type("Base", (_Base,), {"first": forward})
+    with pytest.raises(ModelError, match=f"LlamaForCausalLM {says}"):
+        refuse_inexact(model, parts_of(model))
+    model.model.__class__ = type("Base", (_Base,), {"first": lambda base, x: base.norm(base.run(x, 0, 1, 2, 3))})
+    refuse_inexact(model, parts_of(model))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_nanochat_norms_before_and_after_its_layers(device: str) -> None:
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(NanoChatConfig(**SIZES))
+    model.set_attn_implementation(IMPLEMENTATION)
+    with pytest.raises(ModelError, match="NanoChatForCausalLM calls norm 2 times"):
+        refuse_inexact(model, parts_of(model))
 
 
 def test_layers_of_two_stages_that_share_parameters_are_refused() -> None:

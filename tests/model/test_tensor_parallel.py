@@ -240,6 +240,10 @@ def _odd_layer(model: PreTrainedModel) -> None:
     model.model.layers[1].adapter = nn.Sequential(nn.Linear(32, 32))
 
 
+def _beside_norm(model: PreTrainedModel) -> None:
+    model.model.embed_norm = nn.LayerNorm(32)
+
+
 def _as_it_is(model: PreTrainedModel) -> None:
     pass
 
@@ -256,6 +260,8 @@ REFUSED: list[tuple[Layout, str, Callable[[PreTrainedModel], None], bool, str]] 
         True,
         r"model.layers.1.adapter \(Sequential\) has no place in a sequence",
     ),
+    (Layout(ranks=4, tp=2), "llama", _beside_norm, True, r"outside its .* \(embed_norm.weight, embed_norm.bias\)"),
+    (Layout(ranks=4, tp=2), "nanochat", _as_it_is, True, "calls norm 2 times .*, as norm, layers.0, layers.1, norm;"),
     (Layout(ranks=4), "llama", _as_it_is, True, "sequence_parallel splits rows over .* the home has tp 1"),
 ]
 

@@ -9,10 +9,12 @@ pipeline plan (`config.base_model_pp_plan`, module to names of inputs and output
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from longspan.comm import SequenceShard
@@ -136,22 +138,79 @@ def parts_of(model: PreTrainedModel) -> Parts:
 
 
 def refuse_inexact(model: PreTrainedModel, parts: Parts) -> None:
-    """Raise ModelError where the base model changes hidden states between its layers and around them.
+    """Raise ModelError where stages, one after another, would not be the base model.
 
-    With stand-ins for every module, hidden states must come out of it bit by bit as they went in. Gemma's and Granite's
-    forwards scale their embeddings there, which every stage would do again.
+    With stand-ins for every part, each must be called once, in the order of the plan, on what the part before it
+    returned and on nothing else that hidden states go into; and hidden states must come out bit by bit as they went in.
+    Gemma's and Granite's forwards scale their embeddings there, which every stage would do again.
     """
-    bare = _copy(model, parts, range(0), first=False, last=False).base_model
-    hidden = model.config.get_text_config().hidden_size
-    device = next((buffer.device for buffer in bare.buffers()), torch.device("cpu"))  # of the rotary frequencies
-    x = torch.linspace(-1, 1, 2 * hidden, device=device).view(1, 2, hidden)
-    with torch.no_grad():
-        out = bare(inputs_embeds=x, position_ids=torch.arange(2, device=device)[None], use_cache=False)[0]
-    if out.shape != x.shape or (x.device.type != "meta" and not torch.equal(out, x)):
+    calls, unchanged = run_stand_ins(model, parts)
+    name, order, found = type(model).__name__, _order(model, parts), [call.part for call in calls]
+    if wrong := [part for part in order if found.count(part) != 1]:
         raise ModelError(
-            f"{type(model).__name__} changes hidden states outside its embedding, layers and norm (it scales them, "
-            "say), which every pipeline stage would repeat; use pp 1"
+            f"{name} calls {wrong[0]} {found.count(wrong[0])} times in a forward pass from hidden states; pipeline "
+            "stages call every part once: use pp 1"
         )
+    if found != order:
+        raise ModelError(f"{name} calls {', '.join(found)}; pipeline stages call {', '.join(order)}: use pp 1")
+    if more := [call.part for call in calls if call.reads_more]:
+        raise ModelError(
+            f"{name} gives {more[0]} hidden states from before the part ahead of it, which a pipeline stage does not "
+            "have: use pp 1"
+        )
+    if not unchanged:
+        raise ModelError(
+            f"{name} changes hidden states outside its embedding, layers and norm (it scales them, say), which every "
+            "pipeline stage would repeat; use pp 1"
+        )
+
+
+def _order(model: PreTrainedModel, parts: Parts) -> list[str]:
+    """The parts that hidden states go through, in order: not the embedding, which token ids go through."""
+    base = model.base_model
+    before = [part for part in parts.before if getattr(base, part) is not model.get_input_embeddings()]
+    layers = [f"{parts.layers}.{i}" for i in range(len(getattr(base, parts.layers)))]
+    return [*before, *layers, *parts.after]
+
+
+class PartCall(NamedTuple):
+    """A part was called; `reads_more`: with hidden states beside those that the call before it returned."""
+
+    part: str
+    reads_more: bool
+
+
+def run_stand_ins(model: PreTrainedModel, parts: Parts) -> tuple[list[PartCall], bool]:
+    """The calls of a base model's parts in one forward pass of two rows of hidden states, with stand-ins for all parts.
+
+    And whether the hidden states came out bit by bit as they went in; on the meta device, in their shape.
+    """
+    bare, hidden = _copy(model, parts, range(0), first=False, last=False).base_model, model.config.get_text_config()
+    device = next((buffer.device for buffer in bare.buffers()), torch.device("cpu"))  # of the rotary frequencies
+    x = torch.linspace(-1, 1, 2 * hidden.hidden_size, device=device).view(1, 2, hidden.hidden_size).requires_grad_()
+    returned, calls = [x], list[PartCall]()
+
+    def note(part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
+        calls.append(PartCall(part, _depend([args, kwargs], returned[:-1])))
+        returned.append(out.detach().requires_grad_())
+        return returned[-1]
+
+    for name, module in bare.named_modules():
+        if isinstance(module, Absent):
+            module.register_forward_hook(partial(note, name), with_kwargs=True)
+    with torch.enable_grad():
+        out = bare(inputs_embeds=x, position_ids=torch.arange(2, device=device)[None], use_cache=False)[0]
+        equal = out.shape == x.shape and (device.type == "meta" or torch.equal(out, x))
+        return calls, equal and not _depend([out], returned[:-1])
+
+
+def _depend(values: Any, tensors: Sequence[Tensor]) -> bool:
+    """Whether any tensor among values, however deep in tuples, lists and dictionaries, was made from one of these."""
+    made = [leaf.sum() for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not made or not tensors:
+        return False
+    gradients = torch.autograd.grad(made, tensors, retain_graph=True, allow_unused=True)
+    return any(gradient is not None for gradient in gradients)
 
 
 def is_tied(model: PreTrainedModel) -> bool:

@@ -20,7 +20,7 @@ from longspan.comm import SequenceShard, World
 from longspan.comm.tp import tp_copy, tp_gather, tp_split
 from longspan.errors import ModelError
 from longspan.model.probe import decoder_layers
-from longspan.model.stages import Absent
+from longspan.model.stages import Absent, Parts, run_stand_ins
 from longspan.model.tp_plan import (
     COLWISE,
     EMBEDDING,
@@ -55,6 +55,8 @@ def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_par
     tp = world.home.tp
     if tp > 1:
         _checked(model, tp, sequence_parallel=sequence_parallel)
+        if sequence_parallel:
+            _refuse_other_rows(model)
     elif sequence_parallel:
         raise ModelError("sequence_parallel splits rows over tensor-parallel ranks, the home has tp 1; leave it out")
 
@@ -180,6 +182,25 @@ def _final_norm(model: PreTrainedModel) -> nn.Module:
             "are gathered; use sequence_parallel=False"
         )
     return norm
+
+
+def _refuse_other_rows(model: PreTrainedModel) -> None:
+    """Raise ModelError where rows would not be parts from the embedding to the last layer and whole after the norm."""
+    base, name = model.base_model, type(model).__name__
+    embedding = next(child for child, module in base.named_children() if module is model.get_input_embeddings())
+    layers = next(child for child, _ in base.named_children() if isinstance(base.get_submodule(child), nn.ModuleList))
+    parts = Parts((embedding,), layers, ("norm",))
+    if beside := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in (embedding, layers, "norm")]:
+        raise ModelError(
+            f"{name} has parameters outside its embedding, layers and norm ({', '.join(beside[:4])}), which have no "
+            "place in a sequence-parallel region; use sequence_parallel=False"
+        )
+    order = [call.part for call in run_stand_ins(model, parts)[0]]
+    if order.count("norm") != 1 or order[-1] != "norm":
+        raise ModelError(
+            f"{name} calls norm {order.count('norm')} times in a forward pass, as {', '.join(order)}; sequence "
+            "parallelism gathers rows in it, once, after the layers: use sequence_parallel=False"
+        )
 
 
 class RowsDivide:
