@@ -215,12 +215,22 @@ def test_nanochat_norms_before_and_after_its_layers(device: str) -> None:
 
 
 def test_layers_of_two_stages_that_share_parameters_are_refused() -> None:
-    layers = deep("llama", torch.float32).model.layers
+    model = deep("llama", torch.float32)
+    layers, parts, stages = model.model.layers, parts_of(model), layers_of_stages(4, 2)
     layers[3].mlp = layers[2].mlp
-    refuse_shared_over_stages(layers, layers_of_stages(4, 2))
+    refuse_shared_over_stages(model, parts, stages)
+    layers[3].input_layernorm = model.model.norm
+    refuse_shared_over_stages(model, parts, stages)
     layers[2].mlp = layers[3].mlp = layers[1].mlp
-    with pytest.raises(ModelError, match=r"layer 2's mlp.gate_proj.weight of stage 1 is layer 1's .* of stage 0"):
-        refuse_shared_over_stages(layers, layers_of_stages(4, 2))
+    with pytest.raises(ModelError, match=r"layers.2.mlp.gate_proj.weight of stage 1 is layers.1.mlp.* of stage 0"):
+        refuse_shared_over_stages(model, parts, stages)
+    layers[2].mlp = layers[3].mlp = deep("llama", torch.float32).model.layers[2].mlp
+    layers[0].input_layernorm = model.model.norm
+    with pytest.raises(ModelError, match=r"layers.3.input_layernorm.weight of stage 1 is layers.0.* of stage 0"):
+        refuse_shared_over_stages(model, parts, stages)
+    layers[3].input_layernorm = layers[2].input_layernorm
+    with pytest.raises(ModelError, match=r"norm.weight of stage 1 is layers.0.input_layernorm.weight of stage 0"):
+        refuse_shared_over_stages(model, parts, stages)
 
 
 # ---- with ranks
@@ -298,7 +308,7 @@ def _refused(rank: int) -> dict[str, str]:
         note("unknown", lambda: prepare(deep("llama", torch.float32), world, pipeline_schedule="2f2b"))
         shared = deep("llama", torch.float32)
         shared.model.layers[2].mlp = shared.model.layers[1].mlp
-        note("shared", lambda: prepare(shared, world, pipeline_schedule="zero_bubble"))
+        note("shared", lambda: prepare(shared, world, shard_parameters=False))
         recompute = {"activation_checkpointing": "full", "shard_parameters": False}
         note("layers", lambda: prepare(deep("llama", torch.float32, 5), world, **recompute, recompute_layers=4))
         some = prepare(deep("llama", torch.float32, 5), world, **recompute, recompute_layers=3)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.hf import IMPLEMENTATION
 from longspan.model.probe import decoder_layers, probe_model
-from longspan.model.refusals import refuse_unsupported
+from longspan.model.refusals import refuse_shared_layers, refuse_unsupported
 from tests.model.stock import SIZES, tiny
 
 LONG = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
@@ -60,6 +60,23 @@ def test_other_kinds_of_model() -> None:
         refuse_unsupported(transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES)))
     with pytest.raises(ModelError, match="takes a transformers model"):
         refuse_unsupported(torch.nn.Linear(2, 2))  # pyright: ignore[reportArgumentType]
+
+
+SHARED = {
+    "a layer": (lambda model: setattr(model.layers, "1", model.layers[0]), "layers.1.self_attn.q_proj.weight is model"),
+    "an MLP": (lambda model: setattr(model.layers[1], "mlp", model.layers[0].mlp), "layers.1.mlp.gate_proj.weight is"),
+    "a norm": (lambda model: setattr(model.layers[0], "input_layernorm", model.norm), "norm.weight is model.layers.0"),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_layers_that_share_parameters(case: str) -> None:
+    change, says = SHARED[case]
+    model = build("LlamaConfig", tie_word_embeddings=True)
+    refuse_shared_layers(model, decoder_layers(model))
+    change(model.model)
+    with pytest.raises(ModelError, match=f"LlamaForCausalLM: model.{says}.*; use shard_parameters=False"):
+        refuse_shared_layers(model, decoder_layers(model))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])

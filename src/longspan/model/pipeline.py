@@ -23,7 +23,7 @@ from longspan.model.moe import router_modules
 from longspan.model.parallelize import reshard
 from longspan.model.pipelining import Pipelining
 from longspan.model.schedules import HandOff, make_schedule
-from longspan.model.stages import Absent, Call, Stage, cut, layers_of_stages, parts_of, refuse_inexact
+from longspan.model.stages import Absent, Call, Parts, Stage, cut, layers_of_stages, parts_of, refuse_inexact
 from longspan.model.tied import TiedCopies
 
 
@@ -175,25 +175,27 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipelining: Pipelining
     parts = parts_of(model)
     layers = layers_of_stages(len(getattr(model.base_model, parts.layers)), pipelining.stages)
     refuse_inexact(model, parts)
-    refuse_shared_over_stages(getattr(model.base_model, parts.layers), layers)
+    refuse_shared_over_stages(model, parts, layers)
     return cut(model, parts, layers, pipelining.stages_at(world.coordinates.pp))
 
 
-def refuse_shared_over_stages(layers: Sequence[nn.Module], held: Sequence[range]) -> None:
-    """Raise ModelError where layers of two stages share parameters, which would part from each other at the first step.
+def refuse_shared_over_stages(model: PreTrainedModel, parts: Parts, layers: Sequence[range]) -> None:
+    """Raise ModelError where two stages share parameters, which would part from each other at the first step.
 
-    `held` are the layers of each stage. Layers of one stage may share; an embedding tied to the head is kept equal.
+    `layers` are those of each stage. Parts of one stage may share; an embedding tied to the head is kept equal.
     """
-    owner: dict[int, tuple[str, int]] = {}
-    for stage, indices in enumerate(held):
-        for i in indices:
-            for name, parameter in layers[i].named_parameters():
-                first, there = owner.setdefault(id(parameter), (f"layer {i}'s {name}", stage))
-                if there != stage:
-                    raise ModelError(
-                        f"layer {i}'s {name} of stage {stage} is {first} of stage {there}: pipeline stages would train "
-                        "a copy each; use fewer stages, so that both layers are on one, or pp 1"
-                    )
+    base, owner = model.base_model, dict[int, tuple[str, int]]()
+    before = [part for part in parts.before if getattr(base, part) is not model.get_input_embeddings()]
+    inside = [(f"{parts.layers}.{i}", stage) for stage, indices in enumerate(layers) for i in indices]
+    after = [(part, len(layers) - 1) for part in parts.after]
+    for part, stage in (*((part, 0) for part in before), *inside, *after):
+        for name, parameter in base.get_submodule(part).named_parameters():
+            first, there = owner.setdefault(id(parameter), (f"{part}.{name}", stage))
+            if there != stage:
+                raise ModelError(
+                    f"{part}.{name} of stage {stage} is {first} of stage {there}: pipeline stages would train a copy "
+                    "each; use fewer stages, so that both are on one, or pp 1"
+                )
 
 
 def _watched(step: Callable[[], None], world: World) -> None:

@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.model.expert_parallel import check_experts
 from longspan.model.parallelize import Sharding, shard_over_slots
+from longspan.model.probe import decoder_layers
 from longspan.model.recompute import Recomputation
+from longspan.model.refusals import refuse_shared_layers
 from longspan.model.tensor_parallel import ask_for_rows, refuse_tensor_parallel, split_over_tp
 
 
@@ -28,6 +30,8 @@ class Placement:
 
     def check(self, model: PreTrainedModel, stages: int) -> None:
         """Raise ModelError where a whole model that goes into so many stages cannot be placed so."""
+        if self.sharding.parameters or self.sequence_parallel:
+            refuse_shared_layers(model, decoder_layers(model))
         refuse_tensor_parallel(model, self.world, sequence_parallel=self.sequence_parallel)
         check_experts(model, self.world.home, shard_parameters=self.sharding.parameters)
         self.recomputation.check(model, stages)

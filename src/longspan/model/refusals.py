@@ -5,7 +5,7 @@ pass shows: which layers reach `attend`, and with what.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -98,3 +98,20 @@ def _convolutions(model: PreTrainedModel) -> Iterator[str]:
 def _short(items: list[int] | list[str], limit: int = 4) -> str:
     head = ", ".join(str(item) for item in items[:limit])
     return f"{head}, … ({len(items)} in all)" if len(items) > limit else head
+
+
+def refuse_shared_layers(model: PreTrainedModel, layers: Iterable[str]) -> None:
+    """Raise ModelError where a decoder layer, of these names, shares parameters with another or with what is around it.
+
+    FSDP2 shards each layer, and sequence parallelism sums its gradients, as if they were its own.
+    """
+    owner: dict[int, tuple[str, str]] = {}
+    prefixes = [f"{layer}." for layer in layers]
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        layer = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+        first, there = owner.setdefault(id(parameter), (name, layer))
+        if there != layer:
+            raise ModelError(
+                f"{type(model).__name__}: {name} is {first}, and layers that share parameters are not sharded or split "
+                "over rows; use shard_parameters=False and sequence_parallel=False, or give each layer its own"
+            )
