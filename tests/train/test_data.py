@@ -1,6 +1,9 @@
 """Corpora: which files, which documents, which rows a rank reads, and which documents a step takes."""
 
 import json
+import pickle
+import tracemalloc
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 
@@ -210,6 +213,32 @@ def test_order_is_a_function_of_seed_and_step_alone() -> None:
     assert order(seed=4).documents_of_step(150) != ahead
     assert order().evaluation != order(seed=4).evaluation
     assert order().documents_of_step(0) == (40, 17, 61)  # never changes between versions and machines
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps", "digest"), [(2000, 400, "37b67ae4af715b40"), (10**6, 40, "c1f89a650c309330")]
+)
+def test_the_order_of_earlier_versions(tokens: int, steps: int, digest: str) -> None:
+    """Runs that were begun by them go on with the same documents."""
+    lengths = np.random.default_rng(100).integers(1, 900, size=100)
+    found = StepOrder(lengths, tokens_per_step=tokens, seed=3, eval_documents=11)
+    stream = [found.documents_of_step(step) for step in range(steps)]
+    text = json.dumps([found.evaluation, found.training.tolist(), stream])
+    assert sha256(text.encode()).hexdigest()[:16] == digest
+
+
+def test_an_order_is_arrays_and_travels_as_lengths() -> None:
+    count, step = 100_000, 260
+    tracemalloc.start()
+    try:
+        found = StepOrder(np.full(count, 100), tokens_per_step=100_000, seed=0, eval_documents=8)
+        documents = found.documents_of_step(step)  # in the third epoch
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    sent = pickle.dumps(found)
+    assert held < 50 * count and len(sent) < 2 * count
+    assert pickle.loads(sent).documents_of_step(step) == documents
 
 
 @pytest.mark.parametrize("held_out", [101, 500])
