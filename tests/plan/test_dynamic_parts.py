@@ -37,7 +37,7 @@ def problem(lengths: list[int], slots: int, cap: int | None = 8192, min_cp: int 
         partition="zigzag",
         row_multiple=1,
     )
-    return Problem.of(request, min_cp, max_cp or slots)
+    return Problem.of(request, range(min_cp, (max_cp or slots) + 1))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def problem(lengths: list[int], slots: int, cap: int | None = 8192, min_cp: int 
     ],
 )
 def test_runs_hold_a_group_and_leave_few_slots_out(slots: int, min_cp: int, max_cp: int, widths: list[int]) -> None:
-    found = runs(slots, min_cp, max_cp)
+    found = runs(slots, range(min_cp, max_cp + 1))
     assert [width for _, width in found] == widths
     assert [start for start, _ in found] == np.cumsum([0, *widths]).tolist()[:-1]
 

@@ -3,15 +3,20 @@
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from longspan.attention import PATTERNS, TYPES
 from longspan.errors import ConfigError, LayoutError
+from longspan.layout import Layout
+from longspan.plan import Cost
 from longspan.plan.check import COMM_TYPES
 from longspan.train.config import RunConfig
 from longspan.train.config_check import check_config, check_longest
 from longspan.train.config_file import config_keys, load_config, to_toml
-from longspan.train.plans import PlanChoice, degrees_to_compare
+from longspan.train.order import StepOrder
+from longspan.train.plans import PlanChoice, degrees_to_compare, plans_of_steps
+from longspan.train.row_probe import probe_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -207,3 +212,41 @@ def test_levels_follow_the_degree_that_is_compared() -> None:
     plans.append(PlanChoice.training(config.context).plan((4000, 9), home))
     found = [plan.micro_batches[0].groups[0].hierarchical_context_parallel_sizes for plan in plans]
     assert found == [(1, 1), (2, 1), (2, 2), (2, 2)]
+
+
+def test_degrees_that_the_query_heads_do_not_allow_are_refused_before_a_corpus_is_read() -> None:
+    wide = {"context.cp_comm_type": "a2a", "context.context_parallel_size": 16}
+    with pytest.raises(
+        ConfigError, match=r"context.context_parallel_size 16 .* deals 8 query heads to the 16 slots .* 1, 2, 4 or 8"
+    ):
+        check_config(load_config(None, wide), 16)
+    evaluated = {"context.eval_cp_comm_type": "a2a", "context.eval_context_parallel_size": 4}
+    with pytest.raises(
+        ConfigError, match=r"context.eval_context_parallel_size 8 .* 4 query heads \(of each rank, 8 / tp 2\)"
+    ):
+        check_config(load_config(None, evaluated | {"parallel.tp": 2, "context.eval_context_parallel_size": 8}), 16)
+    dynamic = {"context.cp_comm_type": "a2a", "context.planner": "dynamic", "context.max_tokens_per_slot": 128}
+    with pytest.raises(ConfigError, match="which the heads limit to cp 8"):
+        check_config(load_config(None, dynamic), 16)
+    config = load_config(None, evaluated | {"model.path": "folder"})
+    with pytest.raises(ConfigError, match="deals 6 query heads to the 4 slots"):
+        check_longest(config, check_config(config, 4), 100, "a.txt", 6)
+
+
+def test_degrees_that_the_query_heads_do_not_allow_are_not_compared_nor_probed() -> None:
+    config = load_config(
+        None, {"context.eval_cp_comm_type": "a2a", "context.cp_comm_type": "a2a", "context.planner": "dynamic"}
+    )
+    home, choice = Layout(8), PlanChoice.evaluation(config.context, heads=6)
+    assert degrees_to_compare(home, choice) == (1, 2) and degrees_to_compare(Layout(6), choice) == (1, 2, 6)
+    assert {len(group.slots) for group in probe_plan(config, home, 64, 6).micro_batches[0].groups} == {2}
+
+
+def test_dynamic_steps_have_degrees_that_the_query_heads_allow() -> None:
+    config = load_config(
+        None, {"context.cp_comm_type": "a2a", "context.planner": "dynamic", "context.max_tokens_per_slot": 300}
+    )
+    order = StepOrder(np.full(40, 800), tokens_per_step=4000, seed=3, eval_documents=0)
+    with plans_of_steps(config.context, order, Layout(6), cost=Cost(), heads=8) as plans:
+        groups = [group for batch in plans.plan(0).micro_batches for group in batch.groups]
+    assert {group.degree for group in groups} <= {1, 2, 4}

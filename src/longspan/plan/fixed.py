@@ -37,6 +37,7 @@ def plan_fixed(
     mode: Mode = "lockstep",
     row_multiple: int = 1,
     partition: PartitionKind = "zigzag",
+    heads: int | None = None,
     allow_empty: bool = True,
 ) -> Plan:
     """Pack documents into micro-batches for groups of `cp` slots each.
@@ -54,6 +55,9 @@ def plan_fixed(
     of rows a slot; it pays under `a2a`, which divides heads, not rows, and need not reorder what arrives. Under `p2p`,
     `all_gather` and `a2a+p2p` slots with the ends of long documents compute more, and a step takes longer than `cost`
     predicts.
+
+    `heads` is the model's number of query heads, which the home's tp divides. With it, a degree (under `a2a`) or first
+    size (under `a2a+p2p`) that cannot deal them out is an error here; without it, `attend` finds that in the step.
 
     No documents give a step of dummy micro-batches; with `allow_empty=False`, an error.
 
@@ -74,6 +78,7 @@ def plan_fixed(
         mode=mode,
         row_multiple=row_multiple,
         partition=partition,
+        heads=heads,
     )
     packer = Packer.of(request, request.check_degree(home, cp))
     if not request.lengths:

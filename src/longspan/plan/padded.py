@@ -26,6 +26,7 @@ def plan_padded(
     mode: Mode = "lockstep",
     row_multiple: int = 1,
     partition: PartitionKind = "zigzag",
+    heads: int | None = None,
     allow_empty: bool = True,
 ) -> Plan:
     """Deal documents, in the order given, to groups of `cp` slots, each padded to the longest of the batch.
@@ -51,6 +52,7 @@ def plan_padded(
         mode=mode,
         row_multiple=row_multiple,
         partition=partition,
+        heads=heads,
     )
     cp = request.check_degree(home, cp)
     groups = request.slots // cp

@@ -3,6 +3,7 @@
 Planners differ in which documents they put together where; that is not decided here.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,8 +17,11 @@ from longspan.plan.check import (
     check_choice,
     check_comm_types,
     check_count,
+    check_first_size,
+    check_heads,
     check_hierarchy,
     check_size,
+    heads_allow,
 )
 from longspan.plan.cost import Cost
 from longspan.plan.plan import Group, MicroBatch, Mode, PartitionKind, Plan
@@ -39,6 +43,8 @@ class Request:
     mode: Mode
     row_multiple: int
     partition: PartitionKind
+    heads: int | None = None  # query heads of the model, None where they are not known
+    tp: int = 1
 
     @classmethod
     def of(
@@ -69,6 +75,7 @@ class Request:
             max_tokens_per_slot=max_tokens_per_slot,
             cp_comm_type=types[0] if isinstance(cp_comm_type, str) else types,
             hierarchical_context_parallel_sizes=None if sizes is None else tuple(sizes),  # pyright: ignore
+            tp=home.tp,
             **others,
         )
         request._check_numbers()
@@ -90,6 +97,8 @@ class Request:
         check_count("row_multiple", self.row_multiple)
         check_choice("mode", self.mode, MODES)
         check_choice("partition", self.partition, PARTITIONS)
+        if self.heads is not None:
+            check_count("heads", self.heads)
         if self.max_tokens_per_slot is not None:
             cap = check_count("max_tokens_per_slot", self.max_tokens_per_slot)
             if cap < self.row_multiple:
@@ -104,6 +113,17 @@ class Request:
         cap = self.max_tokens_per_slot
         return None if cap is None else cap // self.row_multiple * self.row_multiple
 
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The communication types, one for all layers or one for each."""
+        return (self.cp_comm_type,) if isinstance(self.cp_comm_type, str) else self.cp_comm_type
+
+    def degrees(self, least: int, most: int) -> range | tuple[int, ...]:
+        """The degrees from `least` to `most` that a group may have; under a2a those that the query heads allow."""
+        if self.heads is None or "a2a" not in self.types:
+            return range(least, most + 1)
+        return tuple(d for d in range(least, most + 1) if heads_allow(d, self.heads, self.types, self.tp))
+
     def check_degree(self, home: Layout, cp: int) -> int:
         """The degree, if it divides the slots and every document fits its cap. Raises PlanError saying which fit."""
         check_count("cp", cp)
@@ -114,13 +134,14 @@ class Request:
                 f"cp {cp} does not divide {self.slots} slots ({len(home.ranks)} ranks / tp {home.tp} / pp {home.pp}); "
                 f"use {listed}"
             )
-        types = (self.cp_comm_type,) if isinstance(self.cp_comm_type, str) else self.cp_comm_type
-        check_hierarchy(types, self.hierarchical_context_parallel_sizes, cp)
+        check_hierarchy(self.types, self.hierarchical_context_parallel_sizes, cp)
+        check_heads(self, cp)
+        check_first_size(self)
         self.check_longest(cp)
         return int(cp)
 
-    def check_longest(self, cp: int) -> None:
-        """Raise PlanError where the longest document does not fit cp slots."""
+    def check_longest(self, cp: int, limit: str = "") -> None:
+        """Raise PlanError where the longest document does not fit cp slots; `limit` says why cp cannot be higher."""
         if self.rows is None or not self.lengths or max(self.lengths) <= self.rows * cp:
             return
         longest = max(self.lengths)
@@ -129,7 +150,7 @@ class Request:
         raise PlanError(
             f"document {self.lengths.index(longest)} has {longest} rows, more than the {self.rows * cp} that cp {cp} x "
             f"max_tokens_per_slot {self.max_tokens_per_slot} hold{multiple} ({over} such documents); raise "
-            f"max_tokens_per_slot to {self._least_cap(longest, cp)}, raise cp, or cut the document"
+            f"max_tokens_per_slot to {self._least_cap(longest, cp)}, {limit or 'raise cp'}, or cut the document"
         )
 
     def _least_cap(self, longest: int, cp: int) -> int:
@@ -137,11 +158,16 @@ class Request:
 
     def group(self, slots: Sequence[int], documents: Sequence[int], pad_to: int | None = None) -> Group:
         """A group of these slots and documents with the types asked for."""
-        types = (self.cp_comm_type,) if isinstance(self.cp_comm_type, str) else self.cp_comm_type
-        sizes = self.hierarchical_context_parallel_sizes if "a2a+p2p" in types else None
         lengths = tuple(self.lengths[d] for d in documents)
-        partition = self.partition_of(len(slots))
+        sizes, partition = self.sizes_of(len(slots)), self.partition_of(len(slots))
         return Group(tuple(slots), tuple(documents), lengths, self.cp_comm_type, sizes, partition, pad_to)
+
+    def sizes_of(self, degree: int) -> tuple[int, int] | None:
+        """The two sizes of a group of this degree: of the first that was asked for, what divides the degree."""
+        if "a2a+p2p" not in self.types or self.hierarchical_context_parallel_sizes is None:
+            return None
+        inner = math.gcd(self.hierarchical_context_parallel_sizes[0], degree)
+        return inner, degree // inner
 
     def partition_of(self, degree: int) -> PartitionKind:
         """How a group of this degree deals out its rows; a slot alone has the same rows either way."""

@@ -6,6 +6,7 @@ the run once it has them, still before the first collective of a step.
 
 import math
 from dataclasses import asdict
+from typing import Any
 
 from longspan.errors import ConfigError
 from longspan.layout import Layout
@@ -214,15 +215,20 @@ def _check_degree(choice: PlanChoice, home: Layout) -> None:
     )
 
 
-def _choices(config: RunConfig, *, training: bool) -> list[PlanChoice]:
-    """The halves of [context] that will be used."""
-    evaluated = config.data.eval_documents > 0
-    rows = row_multiple_of(config.parallel)
-    choices = [PlanChoice.training(config.context, row_multiple=rows)] if training else []
-    return choices + ([PlanChoice.evaluation(config.context, row_multiple=rows)] if evaluated or not training else [])
+def _choices(config: RunConfig, *, training: bool, heads: int | None = None) -> list[PlanChoice]:
+    """The halves of [context] that will be used; a preset's query heads are known, a model folder's once it is read."""
+    if heads is None and not config.model.path:
+        heads = PRESETS[config.model.preset].values["num_attention_heads"]
+    options: dict[str, Any] = {"row_multiple": row_multiple_of(config.parallel), "heads": heads}
+    choices = [PlanChoice.training(config.context, **options)] if training else []
+    evaluated = config.data.eval_documents > 0 or not training
+    return choices + ([PlanChoice.evaluation(config.context, **options)] if evaluated else [])
 
 
-def check_longest(config: RunConfig, home: Layout, longest: int, name: str) -> None:
-    """Raise ConfigError where the longest document of the corpus (of source file `name`) fits no slot group."""
-    for choice in _choices(config, training=True):
+def check_longest(config: RunConfig, home: Layout, longest: int, name: str, heads: int | None = None) -> None:
+    """Raise ConfigError where the longest document of the corpus (of source file `name`) fits no slot group.
+
+    `heads` are the query heads of a model from a folder, which its communication type may not deal out to a group.
+    """
+    for choice in _choices(config, training=True, heads=heads):
         choice.check(longest, home, f"the longest document ({longest} tokens, of {name})")

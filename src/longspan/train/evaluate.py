@@ -65,9 +65,12 @@ def compare_degrees(
     step: int,
     config: RunConfig,
 ) -> tuple[Evaluation, ...]:
-    """The same documents at degree 1, 2, 4, … as far as they divide the slots, each under a cap that holds them."""
+    """The same documents at degree 1, 2, 4, … as far as they divide the slots, each under a cap that holds them.
+
+    Degrees to which a2a cannot deal out the query heads are left out.
+    """
     longest = max(corpus.select(documents).lengths)
-    choices = [choice.at_degree(degree, longest=longest) for degree in degrees_to_compare(world.home)]
+    choices = [choice.at_degree(degree, longest=longest) for degree in degrees_to_compare(world.home, choice)]
     return tuple(evaluate(model, corpus, documents, c, world, step=step, config=config) for c in choices)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from longspan.errors import ConfigError, LongspanError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Mode, PartitionKind, Plan, PlanAhead, WarmStart, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan.check import heads_allow
 from longspan.plan.cost import DEFAULT_COST
 from longspan.plan.cost_file import read_cost
 from longspan.plan.model_cost import cost_on_h200, with_recomputation
@@ -102,6 +103,7 @@ class PlanChoice:
     weights: int = 0  # parameters of a slot's rank, sharded over slots, whose gathering a free step pays for
     weight_bytes: int = 2  # of each; sums of gradients are in float32 at least
     row_multiple: int = 1  # of a slot's rows: tp under sequence parallelism
+    heads: int | None = None  # query heads of the model, None where it is not known yet
 
     @classmethod
     def training(
@@ -112,6 +114,7 @@ class PlanChoice:
         weights: int = 0,
         weight_bytes: int = 2,
         row_multiple: int = 1,
+        heads: int | None = None,
     ) -> "PlanChoice":
         """How training steps of a model of so many weights are planned; `cost` is the run's, else the file's."""
         return cls(
@@ -130,10 +133,13 @@ class PlanChoice:
             weights=weights,
             weight_bytes=weight_bytes,
             row_multiple=row_multiple,
+            heads=heads,
         )
 
     @classmethod
-    def evaluation(cls, context: ContextConfig, *, cost: Cost | None = None, row_multiple: int = 1) -> "PlanChoice":
+    def evaluation(
+        cls, context: ContextConfig, *, cost: Cost | None = None, row_multiple: int = 1, heads: int | None = None
+    ) -> "PlanChoice":
         """How evaluations are planned."""
         return cls(
             planner=context.eval_planner,
@@ -148,12 +154,17 @@ class PlanChoice:
             partition=context.eval_partition,
             cost=cost or cost_of(context),
             row_multiple=row_multiple,
+            heads=heads,
         )
 
     @property
     def comm_types(self) -> tuple[str, ...]:
         """The communication types, one, or one for each layer."""
         return (self.cp_comm_type,) if isinstance(self.cp_comm_type, str) else self.cp_comm_type
+
+    def allows(self, degree: int, home: Layout) -> bool:
+        """Whether a2a, where a layer uses it, can deal the query heads to groups of this degree."""
+        return heads_allow(degree, self.heads, self.comm_types, home.tp)
 
     def at_degree(self, degree: int, *, longest: int) -> "PlanChoice":
         """The same documents at another fixed degree, under a cap that holds the longest of them.
@@ -189,6 +200,7 @@ class PlanChoice:
                 cost=self._cost(home),
                 row_multiple=self.row_multiple,
                 partition=self.partition,
+                heads=self.heads,
                 warm=warm,
             )
         planner = plan_padded if self.planner == "padded" else plan_fixed
@@ -205,6 +217,7 @@ class PlanChoice:
             cost=self._cost(home),
             row_multiple=self.row_multiple,
             partition=self.partition,
+            heads=self.heads,
         )
 
     def check(self, longest: int, home: Layout, what: str) -> None:
@@ -255,6 +268,7 @@ def plans_of_steps(
     weights: int = 0,
     weight_bytes: int = 2,
     row_multiple: int = 1,
+    heads: int | None = None,
 ) -> PlanAhead:
     """The plans of a run's training steps, priced by the run's cost; a context manager.
 
@@ -263,7 +277,7 @@ def plans_of_steps(
     when their step begins.
     """
     choice = PlanChoice.training(
-        context, cost=cost, weights=weights, weight_bytes=weight_bytes, row_multiple=row_multiple
+        context, cost=cost, weights=weights, weight_bytes=weight_bytes, row_multiple=row_multiple, heads=heads
     )
     planner = StepPlanner(choice, order, home)
     if context.planner != "dynamic":
@@ -281,7 +295,13 @@ def home_of(parallel: ParallelConfig, ranks: int) -> Layout:
     return Layout(ranks, pp=parallel.pp, tp=parallel.tp, ep=parallel.ep, dp_replicate=parallel.dp_replicate)
 
 
-def degrees_to_compare(home: Layout) -> tuple[int, ...]:
-    """Degrees 1, 2, 4, … that divide the slots, and the number of slots itself."""
+def query_heads(model_config: Any) -> int:
+    """The number of query heads of a transformers configuration, which each layer has."""
+    return model_config.get_text_config().num_attention_heads
+
+
+def degrees_to_compare(home: Layout, choice: PlanChoice | None = None) -> tuple[int, ...]:
+    """Degrees 1, 2, 4, … that divide the slots, and the number of slots itself; those that a choice's heads allow."""
     powers = {2**i for i in range(home.slots.bit_length())} | {home.slots}
-    return tuple(sorted(degree for degree in powers if home.slots % degree == 0))
+    divisors = sorted(degree for degree in powers if home.slots % degree == 0)
+    return tuple(degree for degree in divisors if choice is None or choice.allows(degree, home))

@@ -24,7 +24,7 @@ from longspan.plan import Plan
 from longspan.train.config import RunConfig
 from longspan.train.live_bytes import LiveBytes
 from longspan.train.metrics import write_whole
-from longspan.train.plans import PlanChoice, row_multiple_of
+from longspan.train.plans import PlanChoice, query_heads, row_multiple_of
 from longspan.train.step import run_step
 
 TOO_MANY_FILE = "max_tokens_per_slot.too_many.json"
@@ -76,7 +76,7 @@ def most_bytes(config: RunConfig, model: nn.Module, world: World, rows: int) -> 
     Raises ConfigError, on the rank concerned alone, where its memory does not suffice; the others raise CommError,
     which quotes it.
     """
-    plan = probe_plan(config, world.home, rows)
+    plan = probe_plan(config, world.home, rows, query_heads(model.config))
     random, vocabulary = np.random.default_rng(0), vocabulary_size(model) or 2
     documents = [random.integers(0, vocabulary, size=n) for n in plan.lengths]
     world.prepare(plan)
@@ -101,14 +101,14 @@ def _measured(config: RunConfig, model: nn.Module, world: World, plan: Plan, doc
     return counted.peak
 
 
-def probe_plan(config: RunConfig, home: Layout, rows: int) -> Plan:
+def probe_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = None) -> Plan:
     """Every slot holds so many rows of a document of the widest group that training uses, in each micro-batch.
 
     Under sequence parallelism `rows` is a multiple of tp.
     """
-    choice = PlanChoice.training(config.context, row_multiple=row_multiple_of(config.parallel))
+    choice = PlanChoice.training(config.context, row_multiple=row_multiple_of(config.parallel), heads=heads)
     widest = choice.degree if choice.planner != "dynamic" else min(choice.max_degree or home.slots, home.slots)
-    degree = max(d for d in range(1, widest + 1) if home.slots % d == 0)
+    degree = max(d for d in range(1, widest + 1) if home.slots % d == 0 and choice.allows(d, home))
     in_flight = max(1, home.pp * config.parallel.vpp)  # micro-batches that a pipeline holds at once
     lengths = [rows * degree] * (home.slots // degree * in_flight)
     probe = replace(choice, planner="fixed", max_tokens_per_slot=rows).at_degree(degree, longest=rows * degree)

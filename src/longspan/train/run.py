@@ -30,7 +30,7 @@ from longspan.train.group_log import GroupLog
 from longspan.train.metrics import MetricsLog, memory_bytes, read_rows, write_whole
 from longspan.train.optim import lr_at
 from longspan.train.outcome import LAST_STEPS, Evaluation, Outcome
-from longspan.train.plans import plans_of_steps, row_multiple_of
+from longspan.train.plans import plans_of_steps, query_heads, row_multiple_of
 from longspan.train.run_lock import run_lock
 from longspan.train.screen import Screen
 from longspan.train.setup import Job, evaluation_choice, set_up
@@ -87,6 +87,7 @@ def _plans(job: Job) -> PlanAhead:
         weights=sum(parameter.numel() for parameter in parameters) // home.tp,
         weight_bytes=parameters[0].element_size(),
         row_multiple=row_multiple_of(job.config.parallel),
+        heads=query_heads(job.model.config),
     )
 
 
@@ -177,7 +178,7 @@ def router_coefficients(config: TrainConfig) -> RouterCoefficients:
 def _evaluate(job: Job, log: MetricsLog, screen: Screen, done: int) -> Evaluation | None:
     if not job.order.evaluation:
         return None
-    choice = evaluation_choice(job.config, job.cost)
+    choice = evaluation_choice(job.config, job.cost, query_heads(job.model.config))
     found = evaluate(job.model, job.corpus, job.order.evaluation, choice, job.world, step=done, config=job.config)
     _record(job, log, screen, [found])
     return found
@@ -190,7 +191,7 @@ def _finish(job: Job, log: MetricsLog, screen: Screen) -> tuple[Evaluation, ...]
     save_model(job.model, job.dir / "model", world, tokenizer)
     if not job.order.evaluation:
         return ()
-    choice = evaluation_choice(job.config, job.cost)
+    choice = evaluation_choice(job.config, job.cost, query_heads(job.model.config))
     final = compare_degrees(job.model, job.corpus, job.order.evaluation, choice, world, step=done, config=job.config)
     if _recorded(job, log, done):
         return final

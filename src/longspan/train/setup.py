@@ -30,7 +30,7 @@ from longspan.train.metrics import write_whole
 from longspan.train.optim import build_optimizer
 from longspan.train.order import StepOrder
 from longspan.train.outcome import Evaluation
-from longspan.train.plans import PlanChoice, cost_of_run, row_multiple_of
+from longspan.train.plans import PlanChoice, cost_of_run, query_heads, row_multiple_of
 from longspan.train.rows_that_fit import with_rows_that_fit
 from longspan.train.together import Say, first_does, together
 from longspan.train.tokenizer import check_vocabulary
@@ -74,8 +74,9 @@ def set_up(config: RunConfig, world: World, say: Say) -> Job:
     model = _given_model(config)
     corpus = _shared_corpus(config, world, model, resumed=checkpoint is not None, say=say)
     order = order_of(config, corpus)
-    longest = int(np.argmax(corpus.lengths))
-    check_longest(config, world.home, int(corpus.lengths[longest]), corpus.origin(longest))
+    at = int(np.argmax(corpus.lengths))
+    longest, heads = (int(corpus.lengths[at]), corpus.origin(at)), None if model is None else query_heads(model.config)
+    check_longest(config, world.home, *longest, heads)
     model = model_under_home(config, world, corpus, model)
     optimizer = build_optimizer(model, config.train.optimizer, config.train.lr, config.train.weight_decay)
     done = 0
@@ -85,7 +86,7 @@ def set_up(config: RunConfig, world: World, say: Say) -> Job:
     if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
         first_does(world, lambda: write_whole(directory / "config.toml", to_toml(config)), refuse=RunFolderError)
     config = with_rows_that_fit(config, model, optimizer, world, say)
-    check_longest(config, world.home, int(corpus.lengths[longest]), corpus.origin(longest))
+    check_longest(config, world.home, *longest, heads)
     return Job(config, world, model, optimizer, corpus, order, _cost(config, world, model, say), done)
 
 
@@ -109,13 +110,14 @@ def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World
         )
     model = model_under_home(config, world, corpus)
     step = int(load_checkpoint(found, model, None, world)["step"])
-    choice = evaluation_choice(config, _cost(config, world, model, say))
+    choice = evaluation_choice(config, _cost(config, world, model, say), query_heads(model.config))
     return evaluate(model, corpus, documents, choice, world, step=step, config=config)
 
 
-def evaluation_choice(config: RunConfig, cost: Cost) -> PlanChoice:
-    """How evaluations of this configuration are planned, by the run's cost."""
-    return PlanChoice.evaluation(config.context, cost=cost, row_multiple=row_multiple_of(config.parallel))
+def evaluation_choice(config: RunConfig, cost: Cost, heads: int) -> PlanChoice:
+    """How evaluations of this configuration are planned, by the run's cost and its model's query heads."""
+    rows = row_multiple_of(config.parallel)
+    return PlanChoice.evaluation(config.context, cost=cost, row_multiple=rows, heads=heads)
 
 
 def _cost(config: RunConfig, world: World, model: PreTrainedModel | PipelinedModel, say: Say) -> Cost:

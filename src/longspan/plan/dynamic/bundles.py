@@ -160,10 +160,11 @@ def _widths(problem: Problem, tokens: Ints, squares: Ints) -> Ints | None:
     seconds = _seconds(problem, tokens, squares)
     times = np.unique(seconds[np.isfinite(seconds)])
     low, high, widths = 0, len(times), None
+    degrees = np.array(problem.degrees, dtype=np.int64)
     while low < high:
         middle = (low + high) // 2
         met = seconds <= times[middle]
-        need = met.argmax(axis=1) + problem.min_cp
+        need = degrees[met.argmax(axis=1)]
         if met.any(axis=1).all() and int(need.sum()) <= problem.request.slots:
             widths, high = need, middle
         else:
@@ -172,8 +173,8 @@ def _widths(problem: Problem, tokens: Ints, squares: Ints) -> Ints | None:
 
 
 def _seconds(problem: Problem, tokens: Ints, squares: Ints) -> Floats:
-    """Seconds of each bundle at each width from min_cp on (bundles, widths), inf where it does not fit."""
-    width = np.arange(problem.min_cp, problem.max_cp + 1)
+    """Seconds of each bundle at each degree (bundles, degrees), inf where it does not fit."""
+    width = np.array(problem.degrees, dtype=np.int64)
     inside = (width <= problem.widest_block) & problem.blocks_inside
     seconds = problem.request.cost.group_seconds(tokens[:, None], squares[:, None], width, inside)
     return np.where(-(-tokens[:, None] // width) <= problem.cap, seconds, np.inf)

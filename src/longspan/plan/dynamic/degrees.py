@@ -4,6 +4,7 @@ A document on c slots takes them all for a while; what is left of the micro-batc
 documents as far as the cap on rows lets them in. The degree that wastes the fewest slot seconds is taken.
 """
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -104,10 +105,11 @@ def _classes(lengths: Ints) -> Ints:
 
 
 def _widths(problem: Problem) -> Ints:
-    least, most = problem.min_cp, problem.max_cp
-    near = list(range(least, min(most, max(EXACT_WIDTHS, 2 * least)) + 1))
+    degrees, least, most = problem.degrees, problem.min_cp, problem.max_cp
+    near = list(degrees[: bisect_right(degrees, max(EXACT_WIDTHS, 2 * least))])
     far, node = near[-1], problem.request.node_size
     while far < most:
-        far = min(most, max(far + 1, (far + max(node, far // 6)) // node * node))
+        farther = min(most, max(far + 1, (far + max(node, far // 6)) // node * node))
+        far = degrees[bisect_left(degrees, farther)]
         near.append(far)
     return np.array(near, dtype=np.int64)

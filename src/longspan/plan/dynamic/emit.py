@@ -4,15 +4,13 @@ Within a micro-batch narrow groups come before wide ones, equal ones by their fi
 slots are one group.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from longspan.plan.dynamic.cells import Division
 from longspan.plan.dynamic.draft import Draft
 from longspan.plan.dynamic.problem import Problem
 from longspan.plan.plan import Group, MicroBatch
-from longspan.plan.request import Request
 
 
 def micro_batches(draft: Draft, division: Division) -> list[MicroBatch]:
@@ -40,11 +38,7 @@ def micro_batch_of(problem: Problem, groups: Mapping[tuple[int, ...], list[int]]
 
 
 def _group(problem: Problem, slots: tuple[int, ...], items: list[int]) -> Group:
-    request = problem.request
-    documents = tuple(d for item in sorted(items) for d in problem.documents[item])
-    lengths = tuple(request.lengths[d] for d in documents)
-    sizes, partition = group_hierarchy(request, len(slots)), request.partition_of(len(slots))
-    return Group(slots, documents, lengths, request.cp_comm_type, sizes, partition)
+    return problem.request.group(slots, [d for item in sorted(items) for d in problem.documents[item]])
 
 
 def longest_first(batch: MicroBatch) -> MicroBatch:
@@ -55,12 +49,3 @@ def longest_first(batch: MicroBatch) -> MicroBatch:
         documents, lengths = (tuple(values[i] for i in order) for values in (group.documents, group.lengths))
         groups.append(replace(group, documents=documents, lengths=lengths))
     return MicroBatch(tuple(groups))
-
-
-def group_hierarchy(request: Request, degree: int) -> tuple[int, int] | None:
-    """The two sizes of a group of this degree: of the all-to-all size asked for, what divides the degree."""
-    types: Sequence[str] = (request.cp_comm_type,) if isinstance(request.cp_comm_type, str) else request.cp_comm_type
-    if "a2a+p2p" not in types or request.hierarchical_context_parallel_sizes is None:
-        return None
-    inner = math.gcd(request.hierarchical_context_parallel_sizes[0], degree)
-    return inner, degree // inner

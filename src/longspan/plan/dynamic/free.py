@@ -11,7 +11,7 @@ import numpy as np
 
 from longspan.plan.dynamic.cells import Division, divide
 from longspan.plan.dynamic.draft import Anchor, Cells, Draft
-from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem, runs
+from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem
 from longspan.plan.dynamic.queue import CellQueue
 from longspan.plan.pack import first_fit
 
@@ -41,7 +41,7 @@ def plan_free(problem: Problem) -> FreePlan:
 def _plan_for(problem: Problem, goal: float) -> FreePlan:
     """Place all items on lanes, with gangs where a lane would end after `goal` seconds."""
     lanes = _Lanes(problem)
-    own = lanes.width[lanes.width >= problem.min_cp]
+    own = lanes.width[lanes.alone]
     gangs = problem.tokens > own.max() * problem.cap
     large = ~gangs & ((problem.work / own.max() > LARGE * goal) | (problem.tokens > own.min() * problem.cap))
     for item in np.flatnonzero(gangs).tolist():
@@ -57,8 +57,9 @@ class _Lanes:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, cost = problem, problem.request.cost
-        self.parts = [part for block in problem.blocks for part in _lanes_of(block, problem)]
+        self.parts = [part for block in problem.blocks for part in problem.divided(block)]
         self.width = np.array([width for _, width in self.parts], dtype=np.int64)
+        self.alone = np.array([width in problem.degrees for _, width in self.parts])  # others only work in gangs
         self.launch = cost.micro_batch_seconds
         self.gang_end: Floats = np.zeros(len(self.parts))
         self.end: Floats = np.zeros(len(self.parts))
@@ -76,7 +77,8 @@ class _Lanes:
         for count in range(1, len(order) + 1):
             lanes = order[:count]
             degree = self._degree(lanes)
-            if degree < max(self.problem.min_cp, -(-int(self.problem.tokens[item]) // self.problem.cap)):
+            idle = int(self.width[lanes[:-1]].sum()) >= degree  # the last lane would not take part
+            if idle or degree < max(1, -(-int(self.problem.tokens[item]) // self.problem.cap)):
                 continue
             seconds = self._seconds(item, lanes)
             score = (degree * seconds, seconds)
@@ -88,7 +90,7 @@ class _Lanes:
 
     def place_large(self, item: int, goal: float) -> None:
         """Give an item to the lane that ends earliest with it; to several if that is after the goal."""
-        fits = (self.width * self.problem.cap >= self.problem.tokens[item]) & (self.width >= self.problem.min_cp)
+        fits = (self.width * self.problem.cap >= self.problem.tokens[item]) & self.alone
         ends = np.where(fits, self.end + self.work[item] / self.width, np.inf)
         lane = int(ends.argmin())
         gang, end = self._earlier_gang(item, goal) if ends[lane] > goal else (None, np.inf)
@@ -106,7 +108,7 @@ class _Lanes:
             return None, earliest
         for count in range(2, len(order) + 1):
             lanes = order[:count]
-            if not self.problem.min_cp <= int(self.width[lanes].sum()) <= self.problem.max_cp:
+            if int(self.width[lanes].sum()) not in self.problem.degrees:
                 continue
             gang_end = self.gang_end[lanes].max() + self._seconds(item, lanes)
             end = float((self.end[lanes] - self.gang_end[lanes]).max() + gang_end)
@@ -117,8 +119,8 @@ class _Lanes:
         return best, earliest
 
     def _degree(self, lanes: Ints) -> int:
-        """Slots of a gang of these lanes; of the last it takes what max_cp lets it."""
-        return min(int(self.width[lanes].sum()), self.problem.max_cp)
+        """Slots of a gang of these lanes; of the last it takes as many as a degree allows."""
+        return self.problem.widest(int(self.width[lanes].sum()))
 
     def _seconds(self, item: int, lanes: Ints) -> float:
         tokens, degree = int(self.problem.tokens[item]), self._degree(lanes)
@@ -169,12 +171,3 @@ class _Lanes:
         end = self.gang_end.copy()
         np.add.at(end, np.array(lane_of, dtype=np.int64), division.seconds + self.launch)
         return FreePlan(draft, division, float(end.max()))
-
-
-def _lanes_of(block: tuple[int, int], problem: Problem) -> Parts:
-    """Runs of a block's slots that hold a group; and what is left, which only a gang can use."""
-    start, size = block
-    found = runs(size, problem.min_cp, problem.max_cp)
-    used = sum(width for _, width in found)
-    lanes = [(start + offset, width) for offset, width in found]
-    return lanes + ([(start + used, size - used)] if used < size else [])

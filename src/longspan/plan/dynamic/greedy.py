@@ -14,7 +14,7 @@ Bundled = list[tuple[list[int], int]]  # the items of each group of a micro-batc
 def greedy_deal(problem: Problem, patience: float) -> list[Bundled]:
     """Micro-batches that may last `patience` times as long as their longest document makes them."""
     todo, batches = list(range(len(problem.tokens))), list[Bundled]()
-    powers = {d for p in range(problem.max_cp.bit_length()) if (d := 1 << p) >= problem.min_cp}
+    powers = {d for p in range(problem.max_cp.bit_length()) if (d := 1 << p) in problem.degrees}
     degrees = np.array(sorted(powers | {problem.max_cp}), dtype=np.int64)
     while todo:
         batch = _Batch(problem, degrees)
@@ -73,7 +73,7 @@ class _Batch:
             g = int(seconds.argmax())
             width = int(self.degree[g])
             wider = self._seconds(self.tokens[g : g + 1], self.squares[g : g + 1], self.degree[g : g + 1] * 2)
-            room = int(self.degree.sum()) + width <= self.problem.request.slots and 2 * width <= self.problem.max_cp
+            room = int(self.degree.sum()) + width <= self.problem.request.slots and 2 * width in self.problem.degrees
             if not room or wider[0] >= seconds[g]:
                 return
             self.degree[g] *= 2

@@ -6,13 +6,13 @@ from typing import Literal
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan.check import check_choice, check_count
+from longspan.plan.check import check_choice, check_count, check_first_size, check_heads
 from longspan.plan.cost import DEFAULT_COST, Cost
 from longspan.plan.dynamic.bundles import plan_bundles
 from longspan.plan.dynamic.cells import divide
 from longspan.plan.dynamic.emit import longest_first, micro_batches
 from longspan.plan.dynamic.free import plan_free
-from longspan.plan.dynamic.problem import Ints, Problem
+from longspan.plan.dynamic.problem import DegreeSet, Ints, Problem
 from longspan.plan.dynamic.targets import Effort, Settings, search, warm_starts
 from longspan.plan.fixed import Packer
 from longspan.plan.plan import MicroBatch, Mode, PartitionKind, Plan
@@ -46,6 +46,7 @@ def plan_dynamic(
     hierarchical_context_parallel_sizes: int | Sequence[int] | None = None,
     row_multiple: int = 1,
     partition: PartitionKind = "zigzag",
+    heads: int | None = None,
     allow_empty: bool = True,
     warm: Plan | None = None,
     effort: EffortName = "balanced",
@@ -60,9 +61,14 @@ def plan_dynamic(
     Groups have any degree from `min_cp` to `max_cp` (None: all slots), and stay inside a node of `node_size` slots
     where they can; a slot may be in several groups of a micro-batch. `max_tokens_per_slot` limits the rows of a slot in
     a micro-batch, in whole multiples of `row_multiple`. `mode` says who waits: all slots for the slowest of each
-    micro-batch ("lockstep"), or only those that share a group ("free"). Of `hierarchical_context_parallel_sizes` the
-    first, the all-to-all size, counts: a group uses what it has in common with its degree. `partition` is that of
-    `plan_fixed`: "contiguous" saves copies under `a2a`, and takes longer than predicted under the other types.
+    micro-batch ("lockstep"), or only those that share a group ("free"). Under `a2a+p2p` only the first of
+    `hierarchical_context_parallel_sizes` counts, the number of slots that exchange heads: a group of another degree
+    exchanges heads between as many slots as the greatest common divisor of that number and its degree. `partition` is
+    that of `plan_fixed`: "contiguous" saves copies under `a2a`, and takes longer than predicted under the other types.
+
+    `heads` is the model's number of query heads, which the home's tp divides. With it, groups have only degrees that
+    `cp_comm_type` allows: under `a2a` those that divide the query heads of a rank. Without it, any degree may come up,
+    and one that the heads do not allow is an error of `attend` in the step.
 
     `warm` is the plan of an earlier step in lockstep: its micro-batch durations are where the search begins, which is
     faster for many slots. `effort` is how long to search. The plan is a function of the arguments alone, `warm`
@@ -71,8 +77,8 @@ def plan_dynamic(
 
     No documents give a step of dummy micro-batches; with `allow_empty=False`, an error.
 
-    Raises PlanError where a document fits no group, or the degrees or sizes are impossible; LayoutError for a bad
-    length.
+    Raises PlanError where a document fits no group, or the degrees, sizes or heads are impossible; LayoutError for a
+    bad length.
     """
     sizes = hierarchical_context_parallel_sizes
     request = Request.of(
@@ -89,15 +95,16 @@ def plan_dynamic(
         mode=mode,
         row_multiple=row_multiple,
         partition=partition,
+        heads=heads,
     )
     _check_node_size(request)
-    widest = _check_degrees(request, min_cp, max_cp)
+    degrees = _checked_degrees(request, min_cp, max_cp)
     check_choice("effort", effort, ("fast", "balanced", "thorough"))
     if not request.lengths:
         return request.plan((), "dynamic", max_cp=max_cp)
-    problem = Problem.of(request, int(min_cp), widest)
-    bound = request.lower_bound(max_cp).seconds
-    return request.plan(_fastest(problem, bound, effort, warm), "dynamic", max_cp=max_cp)
+    problem = Problem.of(request, degrees)
+    bound = request.lower_bound(problem.max_cp).seconds
+    return request.plan(_fastest(problem, bound, effort, warm), "dynamic", max_cp=problem.max_cp)
 
 
 def _check_node_size(request: Request) -> None:
@@ -111,8 +118,8 @@ def _check_node_size(request: Request) -> None:
         )
 
 
-def _check_degrees(request: Request, min_cp: int, max_cp: int | None) -> int:
-    """The highest degree that a group may have. Raises PlanError where no degree is possible."""
+def _checked_degrees(request: Request, min_cp: int, max_cp: int | None) -> DegreeSet:
+    """The degrees that a group may have. Raises PlanError where none is possible."""
     slots = request.slots
     check_count("min_cp", min_cp)
     widest = slots if max_cp is None else min(check_count("max_cp", max_cp), slots)
@@ -120,8 +127,13 @@ def _check_degrees(request: Request, min_cp: int, max_cp: int | None) -> int:
         raise PlanError(f"min_cp {min_cp} is above the {slots} slots; use at most {slots}")
     if max_cp is not None and min_cp > max_cp:
         raise PlanError(f"min_cp {min_cp} is above max_cp {max_cp}; lower min_cp or raise max_cp")
-    request.check_longest(widest)
-    return widest
+    check_first_size(request)
+    degrees = request.degrees(int(min_cp), widest)
+    if not degrees:
+        check_heads(request, widest)
+    limited = f"use a cp_comm_type other than a2a, which the heads limit to cp {degrees[-1]}"
+    request.check_longest(degrees[-1], limited if degrees[-1] < widest else "")
+    return degrees
 
 
 def _fastest(problem: Problem, bound: float, effort: EffortName, warm: Plan | None) -> list[MicroBatch]:
@@ -176,7 +188,7 @@ def _free(problem: Problem) -> Candidate:
 def _fixed(problem: Problem, best: float) -> Iterator[Candidate]:
     """Plans of one degree, where they could be better than `best` seconds."""
     request = problem.request
-    for cp in range(problem.min_cp, problem.max_cp + 1):
+    for cp in problem.degrees:
         launch = request.cost.micro_batch_seconds + request.cost.ring_step_seconds * (cp - 1)
         least = problem.mean_seconds + problem.least_micro_batches * launch
         if request.slots % cp or max(request.lengths) > cp * problem.cap or least >= best:

@@ -4,6 +4,7 @@ An item is a document, or a bundle of very short ones that stay together so that
 takes no longer. A block is a run of slots inside one node (or of several nodes, where min_cp is above the node size).
 """
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
@@ -15,6 +16,7 @@ from longspan.plan.request import Request
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+DegreeSet = range | tuple[int, ...]  # rising
 Parts = list[tuple[int, int]]  # (first slot, number of slots), one for each block
 
 BUNDLED_ABOVE = 16  # documents a slot on average, above which the short ones are bundled
@@ -30,8 +32,7 @@ class Problem:
     """One step to plan: items in falling order of rows, and what a slot and a group may hold."""
 
     request: Request
-    min_cp: int
-    max_cp: int  # the highest degree that a group may have, at most the slots
+    degrees: DegreeSet  # that a group may have, at most the slots
     cap: int  # rows of a slot, in whole row multiples
     documents: tuple[tuple[int, ...], ...]  # of each item, ids
     tokens: Ints  # (items,) rows
@@ -39,14 +40,36 @@ class Problem:
     blocks: tuple[tuple[int, int], ...]  # first slot and number of slots
 
     @classmethod
-    def of(cls, request: Request, min_cp: int, max_cp: int) -> "Problem":
+    def of(cls, request: Request, degrees: DegreeSet) -> "Problem":
         """The problem of a request with at least one document; degrees and lengths are checked already."""
         lengths = np.array(request.lengths, dtype=np.int64)
         order = np.argsort(-lengths, kind="stable")
         cap = int(lengths.sum()) if request.rows is None else request.rows
         documents, tokens, squares = _items(order, lengths[order], request.slots, cap)
-        blocks = _blocks(request.slots, request.node_size, min_cp, max_cp)
-        return cls(request, min_cp, max_cp, cap, documents, tokens, squares, blocks)
+        blocks = _blocks(request.slots, request.node_size, degrees[0], degrees[-1])
+        return cls(request, degrees, cap, documents, tokens, squares, blocks)
+
+    @property
+    def min_cp(self) -> int:
+        """The lowest degree that a group may have."""
+        return self.degrees[0]
+
+    @property
+    def max_cp(self) -> int:
+        """The highest."""
+        return self.degrees[-1]
+
+    def widest(self, slots: int) -> int:
+        """The highest degree of so many slots or fewer; 0 where there is none."""
+        at = bisect_right(self.degrees, slots)
+        return self.degrees[at - 1] if at else 0
+
+    def divided(self, part: tuple[int, int]) -> Parts:
+        """Runs of these slots that hold a group, and after them what is left, if anything is."""
+        start, slots = part
+        pieces = [(start + offset, width) for offset, width in runs(slots, self.degrees)]
+        used = sum(width for _, width in pieces)
+        return pieces + ([(start + used, slots - used)] if used < slots else [])
 
     @cached_property
     def sampled(self) -> int:
@@ -54,6 +77,7 @@ class Problem:
         slots, widest = self.request.slots, -(-int(self.tokens[0]) // self.cap)
         if slots < 2 * SAMPLED_SLOTS:
             return 1
+        widest = self.degrees[bisect_left(self.degrees, widest)]
         least = max(4 * widest, 4 * self.min_cp, SAMPLED_SLOTS)
         return max(1, min(slots // least, 2 * len(self.tokens) // SAMPLED_SLOTS))
 
@@ -67,15 +91,15 @@ class Problem:
         """A problem like this one on a share of the slots, with every so many-th item."""
         factor = self.sampled
         slots, kept = self.request.slots // factor, slice(factor // 2, None, factor)
+        degrees = self.degrees[: bisect_right(self.degrees, slots)]
         return Problem(
             replace(self.request, slots=slots),
-            self.min_cp,
-            min(self.max_cp, slots),
+            degrees,
             self.cap,
             self.documents[kept],
             self.tokens[kept],
             self.squares[kept],
-            _blocks(slots, self.request.node_size, self.min_cp, min(self.max_cp, slots)),
+            _blocks(slots, self.request.node_size, degrees[0], degrees[-1]),
         )
 
     @cached_property
@@ -120,7 +144,7 @@ class Problem:
     @cached_property
     def widest_cell(self) -> int:
         """Slots of the widest group that a block without anchors makes."""
-        return max(w for _, size in self.blocks for _, w in runs(size, self.min_cp, self.max_cp))
+        return max(w for _, size in self.blocks for _, w in runs(size, self.degrees))
 
     @cached_property
     def blocks_inside(self) -> bool:
@@ -169,13 +193,28 @@ def _blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> tuple[tuple
 
 
 @cache
-def runs(slots: int, min_cp: int, max_cp: int) -> Parts:
-    """Even runs of at least min_cp and at most max_cp of so many slots, with as few slots left out as that allows."""
-    if slots < min_cp:
+def runs(slots: int, degrees: DegreeSet) -> Parts:
+    """Runs of so many slots that each hold a group: as few left out, as few runs, and as even as the degrees allow."""
+    if slots < degrees[0]:
         return []
-    pieces = -(-slots // max_cp)
-    if slots // pieces < min_cp:
-        pieces = slots // min_cp
-    used = min(slots, pieces * max_cp)
+    pieces = -(-slots // degrees[-1])
+    if slots // pieces < degrees[0]:
+        pieces = slots // degrees[0]
+    used = min(slots, pieces * degrees[-1])
     edges = [used * piece // pieces for piece in range(pieces + 1)]
-    return [(first, stop - first) for first, stop in pairwise(edges)]
+    even = [(first, stop - first) for first, stop in pairwise(edges)]
+    return even if all(width in degrees for _, width in even) else _uneven_runs(slots, degrees)
+
+
+def _uneven_runs(slots: int, degrees: DegreeSet) -> Parts:
+    """The same where equal parts are no degrees, the widest run first."""
+    best: list[tuple[int, int, int, tuple[int, ...]]] = [(0, 0, 0, ())]  # left out, runs, squared widths, widths
+    for count in range(1, slots + 1):
+        left, number, squares, widths = best[-1]
+        options = [(left + 1, number, squares, widths)]
+        for width in degrees[: bisect_right(degrees, count)]:
+            left, number, squares, widths = best[count - width]
+            options.append((left, number + 1, squares + width * width, (*widths, width)))
+        best.append(min(options))
+    widths = sorted(best[slots][3], reverse=True)
+    return [(sum(widths[:i]), width) for i, width in enumerate(widths)]

@@ -19,7 +19,7 @@ class CellQueue:
         self.late = [level - durations[m] for level, m in zip(cells.level, cells.micro_batch, strict=True)]
         idle: list[list[tuple[float, int]]] = [[] for _ in range(problem.widest_block + 1)]
         for cell, (width, late) in enumerate(zip(cells.width, self.late, strict=True)):
-            if width >= problem.min_cp:
+            if width in problem.degrees:
                 idle[width].append((late, cell))
         self.queues: list[tuple[int, list[tuple[float, int]], list[tuple[int, int]]]] = []
         for width, heap in enumerate(idle):

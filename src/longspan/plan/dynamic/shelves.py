@@ -76,8 +76,8 @@ class _Shelves:
     def _take(self, item: int, m: int, width: int, seconds: float) -> None:
         parts = self.free[m].take(width)
         rows = -(-int(self.problem.tokens[item]) // width)
-        for part in parts:
-            self.cells.add(m, part, len(self.anchors), seconds, self.problem.cap - rows)
+        for piece in (piece for part in parts for piece in self.problem.divided(part)):
+            self.cells.add(m, piece, len(self.anchors), seconds, self.problem.cap - rows)
         self.anchors.append(Anchor(m, item, parts, rows, seconds))
 
     def _house(self, item: int) -> None:

@@ -8,7 +8,7 @@ class FreeSlots:
 
     def __init__(self, problem: Problem) -> None:
         self.blocks = problem.blocks
-        self.min_cp, self.max_cp = problem.min_cp, problem.max_cp
+        self.degrees = problem.degrees
         self.left = [size for _, size in problem.blocks]
         self.total = sum(self.left)
         self.by_left: list[list[int]] = [[] for _ in range(problem.widest_block + 1)]
@@ -30,17 +30,17 @@ class FreeSlots:
         return bool(self._fitting(width, alone=False))
 
     def rest(self) -> Parts:
-        """What is left, in runs that hold a group: at least min_cp slots and at most max_cp."""
+        """What is left, in runs that hold a group."""
         found: Parts = []
         for (start, size), left in zip(self.blocks, self.left, strict=True):
             first = start + size - left
-            found.extend((first + offset, count) for offset, count in runs(left, self.min_cp, self.max_cp))
+            found.extend((first + offset, count) for offset, count in runs(left, self.degrees))
         return found
 
     def _fitting(self, width: int, *, alone: bool) -> int:
         """The fewest free slots of a block that hold the width, and leave none or enough for a group; 0 for none."""
         for size in range(width, len(self.by_left)):
-            if self.by_left[size] and not (alone and 0 < size - width < self.min_cp):
+            if self.by_left[size] and not (alone and 0 < size - width < self.degrees[0]):
                 return size
         return self._fitting(width, alone=False) if alone else 0
 

@@ -161,7 +161,7 @@ def _other_degree(problem: Problem, anchors: list[Anchor], random: Random) -> fl
     anchor = anchors[int(len(anchors) * random.random())]
     degree = sum(count for _, count in anchor.parts)
     degree += int((5 + degree // 2) * random.random()) - 2 - degree // 4
-    degree = min(max(degree, problem.min_cp), problem.max_cp)
+    degree = problem.widest(max(degree, problem.min_cp))
     tokens = int(problem.tokens[anchor.item])
     inside = problem.blocks_inside and degree <= problem.widest_block
     return float(problem.request.cost.group_seconds(tokens, tokens * tokens, degree, inside))
