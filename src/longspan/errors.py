@@ -13,6 +13,15 @@ LongspanError
 """
 
 
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """A number and what it counts, as messages and reports write them.
+
+    >>> counted(1, "rank"), counted(4096, "micro-batch", "es")
+    ('1 rank', '4,096 micro-batches')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
 class LongspanError(Exception):
     """Base of every error that longspan raises for a caller's mistake or a failed run."""
 

@@ -14,6 +14,7 @@ from longspan.cli.main import main
 from longspan.cli.plan import PlanFlags
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan
+from longspan.plan.model_cost import cost_on_h200
 
 FLAGS = [
     "lengths",
@@ -41,6 +42,8 @@ FLAGS = [
     "micro_batch_multiple",
     "row_multiple",
     "cost",
+    "model",
+    "heads",
     "json",
     "html",
     "trace",
@@ -209,7 +212,7 @@ BAD = [
     (["--slots", "4", "--same", "2x5", "--cp", "3"], "cp 3 does not divide 4 slots"),
     (["--slots", "4", "--same", "2x5", "--cp", "2", "--planner", "dynamic"], "use --min-cp and --max-cp"),
     (["--slots", "4", "--same", "2x90", "--max-tokens-per-slot", "9"], "90"),
-    (["--slots", "0", "--same", "2x5"], "ranks is 0"),
+    (["--slots", "0", "--same", "2x5"], "--slots is 0"),
     (["--slots", "4", "--same", "2x5", "--html", "/nowhere/x.html"], "cannot write /nowhere/x.html"),
     (["--slots", "4", "--same", "2x5", "--weights", "8e9"], "--mode is lockstep; add --mode free, or leave --weights"),
     (["--slots", "4", "--same", "2x5", "--mode", "free", "--weights", "-1"], "--weights is -1; give a model's number"),
@@ -244,3 +247,37 @@ def test_bad_lengths(text: str, message: str, tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "l.json").write_text(text)
     assert main(["plan", "--slots", "2", "--lengths", str(tmp_path / "l.json")]) == 2
     assert message in capsys.readouterr().err
+
+
+def model_folder(tmp_path: Path, **values: int) -> str:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"vocab_size": 1000} | values))
+    return str(tmp_path)
+
+
+def test_under_a2a_degrees_divide_the_query_heads_of_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["--distribution", "lognorm", "--slots", "24", "--max-tokens-per-slot", "8192", "--longest", "60000"]
+    words, cost = [*base, "--cp-comm-type", "a2a"], tmp_path / "cost.json"
+    cost.write_text("{}")
+    model = model_folder(tmp_path)
+    for more, heads in (([], 32), (["--heads", "12"], 12), (["--model", model, "--max-tokens-per-slot", "12000"], 6)):
+        plan, _ = planned([*words, *more], capsys)
+        degrees = {group.degree for batch in plan.micro_batches for group in batch.groups}
+        assert degrees != {1} and all(heads % degree == 0 for degree in degrees)
+    fixed = ["--same", "4x9000", "--slots", "6", "--planner", "fixed", "--cp-comm-type", "a2a", "--max-tokens-per-slot"]
+    plan, _ = planned([*fixed, "3000", "--heads", "10", "--slots", "20"], capsys)
+    assert {group.degree for batch in plan.micro_batches for group in batch.groups} == {5}  # 4 would hold them, too
+    assert main(["plan", *words, "--cost", str(cost)]) == 0
+    assert "query heads are not known" in capsys.readouterr().out
+    assert main(["plan", *words, "--cost", str(cost), "--heads", "32"]) == 0
+    assert "not known" not in capsys.readouterr().out
+
+
+def test_a_model_prices_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = model_folder(tmp_path)
+    plan, _ = planned(["--same", "4x900", "--slots", "2", "--model", model], capsys)
+    assert plan.cost == cost_on_h200(model)
+    assert main(["plan", "--same", "4x900", "--slots", "2", "--heads", "8", "--model", model]) == 2
+    assert "--heads 8 and --model" in capsys.readouterr().err

@@ -38,6 +38,10 @@ FLAGS = [
     "accumulation",
     "plans",
     "cost",
+    "model",
+    "heads",
+    "cp_comm_type",
+    "hierarchical_context_parallel_sizes",
     "json",
 ]
 
@@ -133,3 +137,25 @@ def test_a_planner_that_cannot_is_named_beside_the_others(capsys: pytest.Capture
 def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_degrees_that_the_query_heads_do_not_allow_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    base = [
+        "simulate",
+        "--slots",
+        "16",
+        "--tp",
+        "2",
+        "--same",
+        "8x64",
+        "--cp-comm-type",
+        "a2a",
+        "--heads",
+        "8",
+        "--json",
+    ]
+    assert main(base) == 0
+    names = [row["name"] for row in json.loads(capsys.readouterr().out)["plans"]]
+    assert names == ["padded, cp 1", "fixed, cp 1", "fixed, cp 2", "fixed, cp 4", "dynamic"]
+    assert main([*base, "--which-eval-degree"]) == 0
+    assert [row["cp"] for row in json.loads(capsys.readouterr().out)["degrees"]] == [1, 2, 4]

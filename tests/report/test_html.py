@@ -132,7 +132,7 @@ def test_an_interrupted_run(tmp_path: Path) -> None:
     page = page_of(path)
     for words in (
         "has not finished",
-        "1 lines of metrics.jsonl could not be read",
+        "1 line of metrics.jsonl could not be read",
         "plans/step-000001.json is left out",
     ):
         assert words in page.content, words

@@ -144,7 +144,7 @@ IMPOSSIBLE = [
     (4, {"context.context_parallel_size": 3}, r"context.context_parallel_size 3 does not divide 4 slots \(4 ranks"),
     (3, {}, r"context_parallel_size 2 does not divide 3 slots .*use 1 or 3, or start a multiple of 2 processes"),
     (2, {}, r"context.eval_context_parallel_size 4 does not divide 2 slots"),
-    (1, {}, r"context_parallel_size 2 does not divide 1 slots .*--world 2"),
+    (1, {}, r"context_parallel_size 2 does not divide 1 slot .*--world 2"),
     (4, {"context.max_tokens_per_slot": 512}, r"max_tokens_per_slot 512 .*max_document_tokens 2048 .*2048.*1024"),
     (4, {"context.eval_max_tokens_per_slot": 500}, r"eval_max_tokens_per_slot 500 do not suit .*2000"),
     (4, {"context.planner": "padded", "context.max_tokens_per_slot": 512}, r"max_tokens_per_slot 512"),

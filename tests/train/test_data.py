@@ -73,7 +73,14 @@ JSONL = [
     ('{"text": "good"}\n{"text": "bad\n', r"h.jsonl, line 2: not JSON"),
     ('\n\n["text"]\n', r"h.jsonl, line 3: needs an object with a string \"text\"; found a list"),
     ('{"content": "x"}', r"line 1: .*found keys \['content'\]"),
-    ('{"text": 3}', r"line 1: needs an object"),
+    ('{"text": 3}', r"line 1: needs an object with a string \"text\"; \"text\" is a number: 3$"),
+    ('{"text": null, "id": 1}', r"line 1: .*\"text\" is null"),
+    ('{"text": ["a"]}', r"line 1: .*\"text\" is a list: \[\"a\"\]$"),
+    ("7", r"line 1: .*found a number: '7'$"),
+    (
+        '{"text": "good"}\n{"text": "\\ud83d\\ude00 ab\\ud800"}',
+        r"h.jsonl, line 2: character 5 .* is \\ud800, a lone surrogate",
+    ),
 ]
 
 
@@ -91,7 +98,7 @@ def test_paths_that_hold_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds no file of .txt .md .py .jsonl"):
         build(tmp_path, tmp_path / "empty")
     (tmp_path / "empty" / "a.txt").write_text("")
-    with pytest.raises(DataError, match=r"is empty: 1 files, 0 of them not UTF-8"):
+    with pytest.raises(DataError, match=r"is empty: of 1 file 0 are not UTF-8"):
         build(tmp_path, tmp_path / "empty")
     (tmp_path / "picture.png").write_bytes(b"x")
     with pytest.raises(DataError, match=r"ends in '.png'"):
@@ -103,10 +110,14 @@ def test_files_that_are_not_utf8_are_left_out_and_counted(tmp_path: Path) -> Non
     (texts / "latin.txt").write_bytes("Ränge".encode("latin-1"))
     said: list[str] = []
     corpus = build(tmp_path, texts, said=said)
-    assert corpus.manifest.skipped == ("latin.txt",) and "left out 1 files" in said[-1] and "latin.txt" in said[-1]
+    assert (
+        corpus.manifest.skipped == ("latin.txt",)
+        and "left out 1 file, not UTF-8: latin" in said[-1]
+        and "latin.txt" in said[-1]
+    )
     for path in texts.glob("*.py"):
         path.unlink()
-    with pytest.raises(DataError, match=r"is empty: 1 files, 1 of them not UTF-8"):
+    with pytest.raises(DataError, match=r"is empty: of 1 file 1 is not UTF-8"):
         build(tmp_path, texts)
 
 

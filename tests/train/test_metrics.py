@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -79,6 +80,21 @@ def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
             screen.step(ROW | {"step": step})
         screen.say("a line [between]")
     assert "3/3" in out.getvalue() and "loss 2.5000" in out.getvalue() and "a line [between]" in out.getvalue()
+
+
+@pytest.mark.parametrize(("width", "shown"), [(20, 0), (40, 1), (60, 3), (80, 3), (120, 3)])
+def test_a_narrow_terminal_keeps_the_step(width: int, shown: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(width))
+    with Screen(300, out) as screen:
+        screen.step(ROW | {"step": 145})
+        screen.step(ROW | {"step": 146})
+    line = [part for part in re.split(r"[\r\n]", out.getvalue()) if "step" in part][-1]
+    assert "step 146/300" in line
+    assert [word in line for word in ("loss 2.5000", "9000 tokens/s", "512 MiB")] == [i < shown for i in range(3)]
+    assert ("━" in line) == (width >= 80)
 
 
 def test_a_screen_without_a_stream_is_silent(capfd: pytest.CaptureFixture[str]) -> None:

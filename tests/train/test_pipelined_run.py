@@ -70,7 +70,7 @@ CONFLICTS = [
     ),
     (
         {"parallel__pp": 4, "context__eval_context_parallel_size": 2},
-        r"2 does not divide 1 slots \(4 ranks / tp 1 / pp 4",
+        r"2 does not divide 1 slot \(4 ranks / tp 1 / pp 4",
     ),
 ]
 

@@ -14,7 +14,7 @@ from longspan.cli.bench_record import where_it_ran, write_record
 from longspan.cli.flags import Switch
 from longspan.cli.parse import parse_flags
 from longspan.cli.ranks import reports_here, run_on_ranks
-from longspan.errors import ConfigError
+from longspan.errors import ConfigError, counted
 from longspan.report.series import write_bytes
 from longspan.report.text_table import markdown_table, text_table
 
@@ -159,7 +159,7 @@ def _title(record: dict[str, Any]) -> str:
     packed += ", sinks" if record.get("sinks") else ""
     packed += f", longspan's rows {record['partition']}" if record.get("partition", "zigzag") != "zigzag" else ""
     return (
-        f"Causal attention over {record['ranks']} ranks ({record['backend']}): {record['heads']} query and "
+        f"Causal attention over {counted(record['ranks'], 'rank')} ({record['backend']}): {record['heads']} query and "
         f"{record['key_value_heads']} key/value heads of {record['head_size']}, {record['dtype']}{packed}, "
         f"kernel {record['kernel']}"
     )

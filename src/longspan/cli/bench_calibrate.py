@@ -14,7 +14,7 @@ from longspan.cli.flags import Switch
 from longspan.cli.machine import machine, machine_text
 from longspan.cli.parse import parse_flags
 from longspan.cli.ranks import reports_here, run_on_ranks, under_torchrun
-from longspan.errors import ConfigError
+from longspan.errors import ConfigError, counted
 from longspan.report.text_table import text_table
 from longspan.train.versions import versions
 
@@ -153,7 +153,7 @@ def make_record(
 def record_text(record: dict[str, Any]) -> str:
     """A record for a terminal: predicted against measured, then the constants."""
     head = (
-        f"{record['model']} in {record['dtype']} on {record['ranks']} ranks ({record['backend']}), "
+        f"{record['model']} in {record['dtype']} on {counted(record['ranks'], 'rank')} ({record['backend']}), "
         f"{machine_text(record['machine'])}"
     )
     rows = [

@@ -13,7 +13,7 @@ import tyro
 from longspan.cli.machine import machine, machine_text
 from longspan.cli.parse import parse_flags
 from longspan.cli.ranks import reports_here, under_torchrun
-from longspan.errors import ConfigError, LongspanError
+from longspan.errors import ConfigError, LongspanError, counted
 from longspan.report.series import write_bytes, write_seconds
 from longspan.report.text_table import text_table
 from longspan.train.versions import versions
@@ -177,7 +177,7 @@ def _listed(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
     """The groups that were made, and each comparison with the stock model."""
-    where = f"{details['ranks']} ranks on {details['device'].split(':')[0]}, {details['backend']}"
+    where = f"{counted(details['ranks'], 'rank')} on {details['device'].split(':')[0]}, {details['backend']}"
     for record in details["groups"]:
         name = f"{record['kind']} of {len(record['ranks'])}"
         yield Check("group", name, f"made in {write_seconds(record['seconds'])} ({where})", None)
@@ -211,7 +211,7 @@ def _run_ranks(flags: DoctorFlags) -> dict[str, Any]:
     ranks = flags.world or _default_ranks(flags.backend)
     args = (ranks, _backend(flags, ranks), flags.timeout_seconds)
     if sys.stderr.isatty():
-        print(f"comparing a small model with the stock one on {ranks} ranks ({args[1]}) …", file=sys.stderr)
+        print(f"comparing a small model with the stock one on {counted(ranks, 'rank')} ({args[1]}) …", file=sys.stderr)
     return run_local(check_ranks, ranks, args, timeout=2 * flags.timeout_seconds)[0]
 
 
@@ -227,7 +227,9 @@ def _backend(flags: DoctorFlags, ranks: int) -> str:
 
     gpus = torch.cuda.device_count()
     if flags.backend == "nccl" and gpus < ranks:
-        raise ConfigError(f"--backend nccl needs a GPU for each rank; there are {gpus} GPUs for {ranks} ranks")
+        raise ConfigError(
+            f"--backend nccl needs a GPU for each of {counted(ranks, 'rank')}; found {counted(gpus, 'GPU')}"
+        )
     if flags.backend != "auto":
         return flags.backend
     return "nccl" if gpus >= ranks > 1 else "gloo"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from longspan.cli.flags import parse_eval
 from longspan.cli.ranks import ranks_wanted, reports_here, run_on_ranks
-from longspan.errors import CheckpointError
+from longspan.errors import CheckpointError, counted
 from longspan.train.checkpoint_files import step_of
 from longspan.train.config import RunConfig
 from longspan.train.config_check import check_config
@@ -61,8 +61,8 @@ def eval_rank(rank: int, config: RunConfig, checkpoint: Path | None, ranks: int,
 
 def _text(found: "Evaluation", ranks: int) -> str:
     return (
-        f"step {found.step}: evaluation loss {found.loss:.9f} at cp {found.cp} on {ranks} ranks "
-        f"({found.documents} documents, {found.tokens} tokens, {found.seconds:.1f} s)"
+        f"step {found.step}: evaluation loss {found.loss:.9f} at cp {found.cp} on {counted(ranks, 'rank')} "
+        f"({counted(found.documents, 'document')}, {counted(found.tokens, 'token')}, {found.seconds:.1f} s)"
     )
 
 

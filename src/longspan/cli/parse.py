@@ -26,6 +26,13 @@ def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flag
     return tyro.cli(kind, prog=prog, args=words, use_underscores=True, **known)
 
 
+def check_least(flags: Any, **least: int) -> None:
+    """Raise ConfigError where the value of a flag is below the least that it may be."""
+    for name, number in least.items():
+        if (value := getattr(flags, name)) < number:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give an integer of at least {number}")
+
+
 def flag_types(kind: type) -> dict[str, Any]:
     """Every flag of a flags dataclass, as written on the command line, with the type of its value."""
     found: dict[str, Any] = {}
@@ -88,7 +95,7 @@ def _check_name(flag: str, known: dict[str, Any], prog: str) -> None:
     if flag in known or flag == "--help":
         return
     owners = [name for name in known if name.endswith("." + flag[2:])]
-    hint = f"did you mean {owners[0]!r}?" if owners else nearest(flag, known)
+    hint = f"did you mean {owners[0]!r}?" if owners else nearest(flag, known, prefix="--")
     raise ConfigError(f"{prog} has no flag {flag}: {hint}")
 
 

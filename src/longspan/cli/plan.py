@@ -11,17 +11,18 @@ import tyro
 
 from longspan.cli.closing import UNPRICED, ClosingFlags, check_weights, with_weights
 from longspan.cli.lengths import SourceFlags, read_lengths
-from longspan.cli.parse import parse_flags
-from longspan.errors import ConfigError
+from longspan.cli.parse import check_least, parse_flags
+from longspan.cli.pricing import PricingFlags, notes_on, read_price, shared_arguments
+from longspan.errors import ConfigError, counted
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
-from longspan.plan.cost_file import read_cost
+from longspan.plan.check import heads_allow
 
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanFlags(ClosingFlags, SourceFlags):
+class PlanFlags(PricingFlags, ClosingFlags, SourceFlags):
     """Plan one step of some documents: which slots work together on which of them, micro-batch by micro-batch."""
 
     slots: int
@@ -39,21 +40,15 @@ class PlanFlags(ClosingFlags, SourceFlags):
     """Largest degree that a dynamic plan may choose; 0: no limit."""
     mode: Literal["lockstep", "free"] = "lockstep"
     """lockstep: all slots end a micro-batch together (FSDP, EP, pipelines); free: only members of a group wait."""
-    cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
-    """How the slots of a group share attention."""
     partition: Literal["zigzag", "contiguous"] = "zigzag"
     """How a group's rows are dealt out: zigzag: equal causal work; contiguous: one run a slot, fewer copies under a2a,
     and slower than predicted under the other types."""
-    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
-    """With a2a+p2p: the a2a and the p2p size."""
     node_size: int = 8
     """Slots of one host; groups inside a host talk over its fast links."""
     micro_batch_multiple: int = 1
     """Round the number of micro-batches up to a multiple of this (pipelines with several chunks a stage)."""
     row_multiple: int = 1
     """Rows of a slot are laid out in multiples of this (sequence parallelism)."""
-    cost: str = ""
-    """JSON file with the constants of a machine and model; empty: Qwen3-8B on GPUs of 400 TFLOP/s."""
     json: Switch = False
     """Print the plan as JSON, and nothing else, on standard output."""
     html: str = ""
@@ -68,9 +63,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     flags = parse_flags(PlanFlags, argv, "longspan plan")
     check_weights(flags, free=flags.mode == "free")
+    check_least(flags, slots=1, max_tokens_per_slot=0, cp=0, max_cp=0)
     lengths, source = read_lengths(flags, flags.slots)
     began = time.perf_counter()
-    cost = with_weights(read_cost(flags.cost, "--cost"), flags, slots=flags.slots, node_size=flags.node_size)
+    cost = with_weights(read_price(flags), flags, slots=flags.slots, node_size=flags.node_size)
     plan = make_plan(flags, lengths, cost)
     seconds = time.perf_counter() - began
     wrote = _write_files(flags, plan, source)
@@ -79,9 +75,10 @@ def main(argv: Sequence[str]) -> int:
     else:
         print(plan.table())
     lines = [
-        f"{len(lengths):,} documents from {source}, planned in {seconds:.3f} s",
+        f"{counted(len(lengths), 'document')} from {source}, planned in {seconds:.3f} s",
         *(f"wrote {path}" for path in wrote),
         *([UNPRICED] if flags.mode == "free" and not cost.closing_seconds else []),
+        *notes_on(flags),
     ]
     print("\n".join(lines), file=sys.stderr if flags.json else sys.stdout)
     return 0
@@ -93,14 +90,13 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> Plan:
     cap = flags.max_tokens_per_slot or None
     shared: dict[str, Any] = {
         "max_tokens_per_slot": cap,
-        "cp_comm_type": flags.cp_comm_type,
         "partition": flags.partition,
-        "hierarchical_context_parallel_sizes": flags.hierarchical_context_parallel_sizes or None,
         "cost": cost,
         "node_size": flags.node_size,
         "micro_batch_multiple": flags.micro_batch_multiple,
         "mode": flags.mode,
         "row_multiple": flags.row_multiple,
+        **shared_arguments(flags),
     }
     kind = flags.planner if flags.planner != "auto" else "fixed" if flags.cp else "dynamic"
     if kind == "dynamic":
@@ -110,13 +106,14 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> Plan:
             )
         return plan_dynamic(lengths, home, min_cp=flags.min_cp, max_cp=flags.max_cp or None, **shared)
     planner = plan_padded if kind == "padded" else plan_fixed
-    return planner(lengths, home, flags.cp or smallest_degree(lengths, home, cap), **shared)
+    return planner(lengths, home, flags.cp or smallest_degree(flags, lengths, shared["heads"]), **shared)
 
 
-def smallest_degree(lengths: Sequence[int], home: Layout, cap: int | None) -> int:
-    """The smallest degree that divides the slots and holds the longest document; all slots where none does."""
-    fit = (d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d))
-    return next(fit, home.slots)
+def smallest_degree(flags: PlanFlags, lengths: Sequence[int], heads: int | None) -> int:
+    """The smallest degree that slots and heads allow and that holds the longest document; all slots where none does."""
+    slots, cap, types = flags.slots, flags.max_tokens_per_slot, (flags.cp_comm_type,)
+    fit = (d for d in range(1, slots + 1) if slots % d == 0 and (not cap or max(lengths) <= cap * d))
+    return next((d for d in fit if heads_allow(d, heads, types)), slots)
 
 
 def _write_files(flags: PlanFlags, plan: Plan, source: str) -> list[str]:
@@ -124,7 +121,7 @@ def _write_files(flags: PlanFlags, plan: Plan, source: str) -> list[str]:
     if flags.html:
         from longspan.report import plan_page
 
-        _write(flags.html, plan_page(plan, title=f"plan of {len(plan.lengths):,} documents from {source}"))
+        _write(flags.html, plan_page(plan, title=f"plan of {counted(len(plan.lengths), 'document')} from {source}"))
         wrote.append(flags.html)
     if flags.trace:
         from longspan.report import chrome_trace

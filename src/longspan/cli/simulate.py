@@ -10,11 +10,12 @@ import tyro
 
 from longspan.cli.closing import UNPRICED, ClosingFlags, check_weights, with_weights
 from longspan.cli.lengths import SourceFlags, read_lengths
-from longspan.cli.parse import parse_flags
-from longspan.errors import ConfigError, LongspanError
+from longspan.cli.parse import check_least, parse_flags
+from longspan.cli.pricing import PricingFlags, heads_of, notes_on, read_price, shared_arguments
+from longspan.errors import ConfigError, LongspanError, counted
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
-from longspan.plan.cost_file import read_cost
+from longspan.plan.check import heads_allow
 from longspan.plan.simulate import Simulation, shared_by, simulate
 from longspan.plan.which_degree import DegreeChoice, which_degree
 from longspan.report.series import write_bytes, write_number, write_seconds
@@ -24,7 +25,7 @@ Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateFlags(ClosingFlags, SourceFlags):
+class SimulateFlags(PricingFlags, ClosingFlags, SourceFlags):
     """Price plans on a machine that you describe: planners beside each other, saved plans, or evaluation degrees.
 
     Times follow the cost model; the wire between stages, optimizer steps and the weights' memory are not in them.
@@ -54,8 +55,6 @@ class SimulateFlags(ClosingFlags, SourceFlags):
     """With --which-eval-degree: micro-batches that keep the pipeline full; 0: the stages."""
     plans: tuple[str, ...] = ()
     """Instead: simulate these saved plans, or those in a run's folder."""
-    cost: str = ""
-    """JSON file with the constants of a machine and model; empty: Qwen3-8B on GPUs of 400 TFLOP/s."""
     json: Switch = False
     """Print the result as JSON, and nothing else, on standard output."""
 
@@ -63,25 +62,27 @@ class SimulateFlags(ClosingFlags, SourceFlags):
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     flags = parse_flags(SimulateFlags, argv, "longspan simulate")
+    check_least(flags, world=0, slots=0, tp=1, pp=1, vpp=1, max_tokens_per_slot=0, node_size=1, accumulation=0)
     check_weights(flags, free=flags.mode == "free" or bool(flags.plans))
     if flags.plans:
         rows = list(_saved(flags))
         total = sum(found.seconds for _, found in rows)
-        title = f"{len(rows)} saved plans, {write_seconds(total)} together"
+        title = f"{counted(len(rows), 'saved plan')}, {write_seconds(total)} together"
         print(_json(title, rows) if flags.json else _comparison(title, rows))
         return 0
     home = home_of(flags)
     lengths, source = read_lengths(flags, home.slots)
+    documents, tokens = counted(len(lengths), "document"), counted(sum(lengths), "token")
     title = (
-        f"{len(lengths):,} documents ({sum(lengths):,} tokens, longest {max(lengths):,}) from {source}\n"
-        f"{len(home.ranks):,} ranks = {home.slots:,} slots x tp {home.tp} x pp {home.pp}"
+        f"{documents} ({tokens}, longest {max(lengths):,}) from {source}\n"
+        f"{counted(len(home.ranks), 'rank')} = {counted(home.slots, 'slot')} x tp {home.tp} x pp {home.pp}"
     )
     if flags.which_eval_degree:
-        choices = which_degree(lengths, home, **_degree_arguments(flags))
+        choices = which_degree(lengths, home, **_degree_arguments(flags, home))
         print(_degrees_json(title, choices) if flags.json else _degrees(title, choices, flags))
         return 0
     rows = list(_compared(flags, lengths, home))
-    print(_json(title, rows) if flags.json else _comparison(title, rows))
+    print(_json(title, rows) if flags.json else "\n".join([_comparison(title, rows), *notes_on(flags)]))
     return 0
 
 
@@ -93,9 +94,15 @@ def home_of(flags: SimulateFlags) -> Layout:
     return Layout(world, tp=flags.tp, pp=flags.pp)
 
 
+def degrees_of(flags: SimulateFlags, home: Layout) -> list[int]:
+    """Degrees 1, 2, 4, … that divide the slots, and that the query heads allow."""
+    powers = [1 << i for i in range(home.slots.bit_length()) if home.slots % (1 << i) == 0]
+    return [d for d in powers if heads_allow(d, heads_of(flags), (flags.cp_comm_type,), home.tp)]
+
+
 def _machine(flags: SimulateFlags) -> tuple[Cost, int]:
     """The cost of a slot, and the slots of a host."""
-    return shared_by(read_cost(flags.cost, "--cost"), flags.tp), max(1, flags.node_size // flags.tp)
+    return shared_by(read_price(flags), flags.tp), max(1, flags.node_size // flags.tp)
 
 
 def _compared(flags: SimulateFlags, lengths: Sequence[int], home: Layout) -> Iterator[tuple[str, Simulation | str]]:
@@ -103,10 +110,10 @@ def _compared(flags: SimulateFlags, lengths: Sequence[int], home: Layout) -> Ite
     cost = with_weights(cost, flags, slots=home.slots, node_size=node_size, tp=flags.tp)
     cap = flags.max_tokens_per_slot or None
     shared: dict[str, Any] = {"max_tokens_per_slot": cap, "cost": cost, "node_size": node_size, "mode": flags.mode}
+    shared |= shared_arguments(flags)
     if flags.vpp > 1:
         shared["micro_batch_multiple"] = flags.pp
-    powers = [1 << i for i in range(home.slots.bit_length()) if home.slots % (1 << i) == 0]
-    fit = [d for d in powers if not cap or max(lengths) <= cap * d][:5] or [home.slots]
+    fit = [d for d in degrees_of(flags, home) if not cap or max(lengths) <= cap * d][:5] or [home.slots]
     makers: list[tuple[str, Any]] = [(f"padded, cp {fit[0]}", lambda: plan_padded(lengths, home, fit[0], **shared))]
     makers += [(f"fixed, cp {d}", lambda d=d: plan_fixed(lengths, home, d, **shared)) for d in fit]
     makers.append(("dynamic", lambda: plan_dynamic(lengths, home, **shared)))
@@ -132,7 +139,7 @@ def _saved(flags: SimulateFlags) -> Iterator[tuple[str, Simulation]]:
             raise ConfigError(f"{name} is neither a plan's JSON file nor a folder with plans")
         for file in files:
             plan = Plan.from_json(file.read_bytes())
-            own = cost if flags.cost else plan.cost
+            own = cost if flags.cost or flags.model else plan.cost
             own = with_weights(own, flags, slots=plan.slots, node_size=plan.node_size, tp=flags.tp)
             yield file.stem, simulate(plan, cost=own, pp=flags.pp, vpp=flags.vpp, backward=not flags.evaluation)
 
@@ -216,10 +223,11 @@ def _as_object(found: Simulation | str) -> dict[str, Any]:
     }
 
 
-def _degree_arguments(flags: SimulateFlags) -> dict[str, Any]:
+def _degree_arguments(flags: SimulateFlags, home: Layout) -> dict[str, Any]:
     cost, node_size = _machine(flags)
     return {
         "max_tokens_per_slot": flags.max_tokens_per_slot or None,
+        "degrees": degrees_of(flags, home),
         "accumulation": flags.accumulation or None,
         "cost": cost,
         "node_size": node_size,
@@ -262,10 +270,11 @@ def _answer(choices: Sequence[DegreeChoice], flags: SimulateFlags) -> str:
     count, full = len(first.planned.plan.lengths), flags.accumulation or flags.pp
     faster = first.filled_seconds / best.planned.seconds
     return (
-        f"cp {first.cp}, filled up to {full} micro-batches a pass to keep the pipeline full: "
-        f"{first.filled_steps:,} document-steps for {count:,} documents, {write_seconds(first.filled_seconds)}.\n"
+        f"cp {first.cp}, filled up to {counted(full, 'micro-batch', 'es')} a pass to keep the pipeline full: "
+        f"{first.filled_steps:,} document-steps for {counted(count, 'document')}, "
+        f"{write_seconds(first.filled_seconds)}.\n"
         f"cp {best.cp}, planned: each document once, {count:,} document-steps in "
-        f"{len(best.planned.plan.micro_batches)} micro-batches, {write_seconds(best.planned.seconds)} "
+        f"{counted(len(best.planned.plan.micro_batches), 'micro-batch', 'es')}, {write_seconds(best.planned.seconds)} "
         f"({faster:.1f} times faster)."
     )
 

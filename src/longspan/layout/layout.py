@@ -10,7 +10,7 @@ from functools import cached_property
 from operator import index
 from typing import NamedTuple, SupportsIndex
 
-from longspan.errors import LayoutError
+from longspan.errors import LayoutError, counted
 
 
 class Coordinates(NamedTuple):
@@ -60,15 +60,16 @@ class Layout:
         if world % model:
             fit = [count for count in (world // model * model, (world // model + 1) * model) if count]
             raise LayoutError(
-                f"{world} ranks are not divisible by tp {self.tp} x pp {self.pp} = {model}; "
+                f"{counted(world, 'rank')} {'is' if world == 1 else 'are'} not divisible by "
+                f"tp {self.tp} x pp {self.pp} = {model}; "
                 f"use {' or '.join(map(str, fit))} ranks, or other degrees"
             )
         for name, degree in (("ep", self.ep), ("dp_replicate", self.dp_replicate)):
             if self.slots % degree:
                 fit = [d for d in range(1, self.slots + 1) if self.slots % d == 0]
                 raise LayoutError(
-                    f"{name} {degree} does not divide {self.slots} slots "
-                    f"({world} ranks / tp {self.tp} / pp {self.pp}); use one of {fit}"
+                    f"{name} {degree} does not divide {counted(self.slots, 'slot')} "
+                    f"({counted(world, 'rank')} / tp {self.tp} / pp {self.pp}); use one of {fit}"
                 )
 
     @property

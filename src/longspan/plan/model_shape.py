@@ -99,11 +99,27 @@ def _window_layers(read: "_Reader", layers: int) -> int:
     return layers if kinds is None else sum(kind == "sliding_attention" for kind in kinds)
 
 
+def read_query_heads(config: Any) -> int:
+    """The query heads of a transformers configuration, an object or dict like one, a config.json or its folder.
+
+    >>> read_query_heads({"num_attention_heads": 32})
+    32
+
+    Raises PlanError where it does not say them.
+    """
+    read = _Reader.of(config)
+    if not (heads := read.count("num_attention_heads")):
+        raise PlanError(
+            f"{read.where} has no num_attention_heads, which limit the degrees of a2a; name a model that has"
+        )
+    return heads
+
+
 class _Reader:
     """Attributes of a configuration, whatever it is kept in."""
 
     def __init__(self, config: Any, where: str) -> None:
-        self._config, self._where = config, where
+        self._config, self.where = config, where
 
     @classmethod
     def of(cls, config: Any) -> "_Reader":
@@ -126,7 +142,7 @@ class _Reader:
             return 0
         if isinstance(found, bool) or not isinstance(found, int) or found < 0:
             said = repr(found)
-            raise PlanError(f"{name} of {self._where} is {said[:40]}{'…' * (len(said) > 40)}; it must be a count")
+            raise PlanError(f"{name} of {self.where} is {said[:40]}{'…' * (len(said) > 40)}; it must be a count")
         return found
 
     def counts(self, *names: str, one_of: Sequence[str]) -> tuple[int, ...]:
@@ -135,7 +151,7 @@ class _Reader:
         if not any(self.count(name) for name in one_of):
             missing.append(" or ".join(one_of))
         if missing:
-            raise PlanError(f"{self._where} has no {', no '.join(missing)}; the cost of a model needs them")
+            raise PlanError(f"{self.where} has no {', no '.join(missing)}; the cost of a model needs them")
         return tuple(self.count(name) for name in names)
 
     def refuse_unpriced(self) -> None:
@@ -144,7 +160,7 @@ class _Reader:
         kinds: list[str] = sorted({str(kind) for kind in self.value("layer_types") or ()} - set(_LAYER_TYPES))
         if found or kinds:
             what = " and ".join([*found, *(f"layers of type {kind!r}" for kind in kinds)])
-            raise PlanError(f"{self._where} has {what}, which no configuration prices; {_MEASURE}")
+            raise PlanError(f"{self.where} has {what}, which no configuration prices; {_MEASURE}")
 
 
 def _from_file(path: Path) -> tuple[Any, str]:

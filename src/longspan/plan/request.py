@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longspan.errors import PlanError
+from longspan.errors import PlanError, counted
 from longspan.layout import Layout, check_lengths
 from longspan.plan.bound import Bound, lower_bound_seconds
 from longspan.plan.check import (
@@ -131,8 +131,8 @@ class Request:
             fit = [str(d) for d in range(1, self.slots + 1) if self.slots % d == 0]
             listed = ", ".join(fit[:-1]) + (" or " if len(fit) > 1 else "") + fit[-1]
             raise PlanError(
-                f"cp {cp} does not divide {self.slots} slots ({len(home.ranks)} ranks / tp {home.tp} / pp {home.pp}); "
-                f"use {listed}"
+                f"cp {cp} does not divide {counted(self.slots, 'slot')} "
+                f"({counted(len(home.ranks), 'rank')} / tp {home.tp} / pp {home.pp}); use {listed}"
             )
         check_hierarchy(self.types, self.hierarchical_context_parallel_sizes, cp)
         check_heads(self, cp)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from longspan.errors import counted
 from longspan.plan.cost import Cost
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ def _header(plan: "Plan", cost: Cost, times: "Timeline") -> list[str]:
     spread = f"{lengths[0]:,} to {lengths[-1]:,} rows{median}" if lengths else "none"
     fullest = int(times.rows.max(initial=0))
     return [
-        f"{plan.planner} plan, {plan.mode}: {_count(plan.slots, 'slot')}, "
-        f"{_count(len(plan.micro_batches), 'micro-batch', 'es')}, {cap} rows a slot",
+        f"{plan.planner} plan, {plan.mode}: {counted(plan.slots, 'slot')}, "
+        f"{counted(len(plan.micro_batches), 'micro-batch', 'es')}, {cap} rows a slot",
         f"  documents   {len(plan.lengths):>14,}   {spread}",
         f"  tokens      {plan.tokens:>14,}   {plan.targets:,} targets",
         f"  predicted   {_seconds(times.step_seconds):>14}   {_against_bound(plan, times)}",
@@ -58,7 +59,7 @@ def _lines(plan: "Plan", times: "Timeline", limit: int) -> list[str]:
     lines = [f"  micro-batch   {'groups':<{width}}   {'tokens':>11}   fullest slot      seconds    idle"]
     for before, m in zip([-1, *shown], shown, strict=False):
         if m - before > 1:
-            lines.append(f"            …   {m - before - 1} more micro-batches")
+            lines.append(f"            …   {counted(m - before - 1, 'more micro-batch', 'es')}")
         batch, longest = plan.micro_batches[m], _seconds(float(np.max(times.busy[m], initial=0.0)))
         lines.append(
             f"  {m:>11}   {groups[m]:<{width}}   {batch.tokens:>11,}   {int(times.rows[m].max()):>12,}"
@@ -73,10 +74,6 @@ def _degrees(batch: "MicroBatch", most: int = 4) -> str:
     named = [f"{count} x cp {degree}" for degree, count in found]
     rest = sum(count for _, count in found[most:])
     return ", ".join(named[:most]) + (f", {rest} more" if rest else "") or "dummy"
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def _seconds(value: float) -> str:

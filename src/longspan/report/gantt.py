@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 
+from longspan.errors import counted
 from longspan.plan import Cost, Plan
 from longspan.report.bars import Bar, Panel, PlanBars, Summary, Unit, group_times, plan_bars
 from longspan.report.markup import tag, text
@@ -43,7 +44,7 @@ def gantt_svg(plan: Plan, cost: Cost | None = None, *, unit: Unit = "seconds", l
         viewBox=f"0 0 {WIDTH} {canvas.bottom + _BOTTOM:.0f}",
         tabindex=0,
         role="img",
-        aria_label=f"{plan.slots} slots over {against}. Arrow keys read the documents.",
+        aria_label=f"{counted(plan.slots, 'slot')} over {against}. Arrow keys read the documents.",
         data_plan=json.dumps(_hover_data(plan, bars, plan.cost if cost is None else cost), separators=(",", ":")),
     )
 
@@ -112,8 +113,8 @@ class _Canvas:
     def summary(self, part: Summary) -> str:
         slots = write_ranges(range(part.slot, part.slot + part.slots))
         info = [
-            f"{part.documents} short documents",
-            f"{part.tokens:,} tokens",
+            counted(part.documents, "short document"),
+            counted(part.tokens, "token"),
             f"micro-batch {part.micro_batch}, slots {slots}",
         ]
         if part.slots > 1 and self.picture.unit == "seconds":
@@ -221,7 +222,12 @@ def _hover_data(plan: Plan, bars: Sequence[Bar], cost: Cost) -> dict[str, object
 def chrome_trace(plan: Plan, cost: Cost | None = None) -> str:
     """The plan as Chrome-trace JSON (chrome://tracing, Perfetto): one thread a slot, one event a document."""
     events: list[dict[str, object]] = [
-        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": f"longspan plan of {plan.slots} slots"}}
+        {
+            "ph": "M",
+            "name": "process_name",
+            "pid": 0,
+            "args": {"name": f"longspan plan of {counted(plan.slots, 'slot')}"},
+        }
     ]
     for slot in range(plan.slots):
         name: dict[str, object] = {"name": f"slot {slot}"}

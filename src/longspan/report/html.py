@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from longspan.errors import counted
 from longspan.plan import Cost, Plan
 from longspan.report.gantt import HATCH, gantt_svg
 from longspan.report.markup import key, tag, text
@@ -97,7 +98,7 @@ def _plan_facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "planner", f"{plan.planner}, {plan.mode}"
     yield "documents", f"{len(plan.lengths):,}, longest {max(plan.lengths, default=0):,}"
     yield "tokens", f"{plan.tokens:,}"
-    yield "micro-batches", f"{len(plan.micro_batches)} on {plan.slots} slots"
+    yield "micro-batches", f"{len(plan.micro_batches)} on {counted(plan.slots, 'slot')}"
     if degrees:
         yield "degrees", ", ".join(map(str, degrees)) if len(degrees) <= 6 else f"{degrees[0]} to {degrees[-1]}"
     yield "packing efficiency", f"{100 * plan.efficiency:.1f}%"

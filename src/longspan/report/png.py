@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from longspan.errors import ConfigError
+from longspan.errors import ConfigError, counted
 from longspan.plan import Cost, Plan
 from longspan.report.bars import Unit, plan_bars
 
@@ -64,6 +64,7 @@ def _title(plan: Plan) -> str:
     ratio = plan.predicted_seconds / plan.lower_bound_seconds if plan.lower_bound_seconds else 0.0
     bound = f" · {ratio:.3f} × the lower bound" if ratio else ""
     return (
-        f"{plan.planner} plan · {len(plan.lengths):,} documents, {plan.tokens:,} tokens on {plan.slots} slots · "
-        f"{len(plan.micro_batches)} micro-batches · {plan.predicted_seconds:.3g} s{bound}"
+        f"{plan.planner} plan · {counted(len(plan.lengths), 'document')}, {counted(plan.tokens, 'token')} on "
+        f"{counted(plan.slots, 'slot')} · "
+        f"{counted(len(plan.micro_batches), 'micro-batch', 'es')} · {plan.predicted_seconds:.3g} s{bound}"
     )

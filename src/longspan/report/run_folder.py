@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan.errors import ConfigError, PlanError
+from longspan.errors import ConfigError, PlanError, counted
 from longspan.plan import Plan
 
 TRAIN_COLUMNS = (
@@ -115,8 +115,10 @@ def _metric_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
             else:
                 rows.append(row)
     if not rows:
-        raise ConfigError(f"{metrics} holds no step ({damaged} unreadable lines); the run ended before its first step")
-    return rows, [f"{damaged} lines of metrics.jsonl could not be read and are left out"] if damaged else []
+        raise ConfigError(
+            f"{metrics} holds no step ({counted(damaged, 'unreadable line')}); the run ended before its first step"
+        )
+    return rows, [f"{counted(damaged, 'line')} of metrics.jsonl could not be read and left out"] if damaged else []
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:

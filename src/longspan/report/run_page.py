@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from longspan.errors import counted
 from longspan.report.chart import Chart, Series, chart_figure
 from longspan.report.markup import tag, text
 from longspan.report.run_folder import EvalRow, RunFolder
@@ -107,7 +108,7 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
         yield (
             "time in steps",
             write_seconds(float(seconds.sum())),
-            f"{len(seconds):,} steps, {write_number(tokens)} tokens",
+            f"{counted(len(seconds), 'step')}, {write_number(tokens)} tokens",
         )
     yield from _setting(run)
 

@@ -8,7 +8,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from longspan.errors import ConfigError
+from longspan.errors import ConfigError, counted
 from longspan.layout import Layout
 from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
@@ -209,9 +209,9 @@ def _check_degree(choice: PlanChoice, home: Layout) -> None:
     fit = [d for d in range(1, home.slots + 1) if home.slots % d == 0]
     ranks = choice.degree * home.tp * home.pp
     raise ConfigError(
-        f"{choice.keys.degree} {choice.degree} does not divide {home.slots} slots ({len(home.ranks)} ranks / "
-        f"tp {home.tp} / pp {home.pp}); use {' or '.join(map(str, fit))}, or start a multiple of {ranks} processes "
-        f"(--world {ranks}, or torchrun)"
+        f"{choice.keys.degree} {choice.degree} does not divide {counted(home.slots, 'slot')} "
+        f"({counted(len(home.ranks), 'rank')} / tp {home.tp} / pp {home.pp}); "
+        f"use {' or '.join(map(str, fit))}, or start a multiple of {ranks} processes (--world {ranks}, or torchrun)"
     )
 
 

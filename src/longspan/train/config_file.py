@@ -39,11 +39,12 @@ def config_keys() -> tuple[str, ...]:
     )
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for a mistyped name: the nearest known one, or all of them."""
+def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """A hint for a mistyped name: the nearest known one, or all of them. All begin with `prefix`, which counts not."""
     known = tuple(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    bare = [other.removeprefix(prefix) for other in known]
+    close = difflib.get_close_matches(name.removeprefix(prefix), bare, n=1, cutoff=0.5)
+    return f"did you mean {prefix + close[0]!r}?" if close else f"known: {', '.join(known)}"
 
 
 def to_toml(config: RunConfig) -> str:

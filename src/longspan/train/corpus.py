@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from longspan.errors import DataError
+from longspan.errors import DataError, counted
 from longspan.train.config import DataConfig
 from longspan.train.data import Corpus, Manifest
 from longspan.train.sources import Source, changed_files, describe, find_files, read_file, read_texts
@@ -59,9 +59,10 @@ def build_corpus(
     tokenizer.save_pretrained(run_dir)
     lengths, origins = _write_tokens(reader, tokenizer, data.max_document_tokens, partial / "tokens.bin", say)
     if not lengths:
+        no = f"{len(reader.skipped)} {'is' if len(reader.skipped) == 1 else 'are'}"
         raise DataError(
-            f"data.path {data.path!r} is empty: {len(files)} files, {len(reader.skipped)} of them not UTF-8, "
-            f"hold no text of {SHORTEST} tokens or more; give text"
+            f"data.path {data.path!r} is empty: of {counted(len(files), 'file')} {no} not UTF-8, and the rest holds no "
+            f"text of {SHORTEST} tokens or more; give text"
         )
     np.save(partial / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
     np.save(partial / "origins.npy", np.array(origins, dtype=np.int32))
@@ -69,7 +70,7 @@ def build_corpus(
     (partial / "corpus.json").write_text(manifest.to_json(), encoding="utf-8")
     partial.rename(folder)
     if reader.skipped:
-        say(f"left out {len(reader.skipped)} files that are not UTF-8: {', '.join(reader.skipped[:5])}")
+        say(f"left out {counted(len(reader.skipped), 'file')}, not UTF-8: {', '.join(reader.skipped[:5])}")
     return Corpus(folder)
 
 
@@ -108,7 +109,8 @@ def _write_tokens(
                         out.write(document.astype(dtype).tobytes())
                         lengths.append(len(document))
                         origins.append(origin)
-            say(f"tokenized {len(reader.sources)} of {len(reader.files)} files, {sum(lengths)} tokens")
+            files, tokens = counted(len(reader.files), "file"), counted(sum(lengths), "token")
+            say(f"tokenized {len(reader.sources)} of {files}, {tokens}")
     return lengths, origins
 
 

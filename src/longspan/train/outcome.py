@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from longspan.errors import counted
 from longspan.plan import Plan
 from longspan.train.finite import finite
 from longspan.train.versions import versions
@@ -68,9 +69,15 @@ class Outcome:
 
     def text(self) -> str:
         """The run's last lines: its mean loss, and the table of degrees where it came to its end."""
-        share = 100 * self.last_loss / math.log(self.vocab_size)
-        mean = f"mean loss of the last {min(LAST_STEPS, self.done)} steps: {self.last_loss:.4f}"
-        lines = [f"{mean} ({share:.1f} % of ln {self.vocab_size})"] if self.done else []
+        uniform = math.log(self.vocab_size)
+        share = 100 * self.last_loss / uniform
+        steps = min(LAST_STEPS, self.done)
+        mean = f"mean loss of the last {counted(steps, 'step') if steps > 1 else 'step'}: {self.last_loss:.4f}"
+        lines = (
+            [f"{mean} ({share:.1f} % of ln {self.vocab_size:,} = {uniform:.3f}, the loss of a uniform guess)"]
+            if self.done
+            else []
+        )
         if self.stopped:
             lines.append(f"stopped by {self.stopped} after step {self.done} of {self.steps}; the same command goes on")
         return "\n".join(lines + ([comparison_table(self.final)] if self.final else []))
@@ -80,7 +87,8 @@ def comparison_table(evaluations: Sequence[Evaluation]) -> str:
     """The losses of one set of weights at several degrees, with their relative difference to the first, as text."""
     first = evaluations[0]
     lines = [
-        f"evaluation loss of the weights after step {first.step}: {first.documents} documents, {first.tokens} tokens",
+        f"evaluation loss of the weights after step {first.step}: {counted(first.documents, 'document')}, "
+        f"{counted(first.tokens, 'token')}",
         f"{'cp':>4}  {'loss':>14}  {'relative difference':>20}  {'micro-batches':>13}  {'seconds':>8}",
     ]
     for found in evaluations:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan.errors import ConfigError, LongspanError, PlanError
+from longspan.errors import ConfigError, LongspanError, PlanError, counted
 from longspan.layout import Layout
 from longspan.plan import Cost, Mode, PartitionKind, Plan, PlanAhead, WarmStart, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
@@ -227,7 +227,7 @@ class PlanChoice:
         except LongspanError as error:
             raise ConfigError(
                 f"{self.keys.degree} {self.degree} and {self.keys.cap} {self.max_tokens_per_slot} do not suit {what} "
-                f"on {len(home.ranks)} ranks: {error}"
+                f"on {counted(len(home.ranks), 'rank')}: {error}"
             ) from error
 
     def _cost(self, home: Layout) -> Cost:

@@ -5,9 +5,12 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
+
+from longspan.errors import counted
 
 LINE_EVERY = 10  # steps, where there is no terminal
+BAR, LEAST_BAR, REMAINING, SLACK = 24, 8, 7, 5  # columns of a terminal; figures may become longer by some
 
 
 class Screen:
@@ -23,6 +26,7 @@ class Screen:
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._since: tuple[float, int] | None = None
+        self._figures = 0  # of a step, that the terminal has room for
 
     def __enter__(self) -> "Screen":
         return self
@@ -44,14 +48,15 @@ class Screen:
         if self._stream.isatty():
             self._advance(row)
         elif row["step"] % LINE_EVERY == 0 or row["step"] in (1, self._steps):
-            self.say(f"step {row['step']:>6}/{self._steps}  {_figures(row)}  {self._remaining(row['step'])}".rstrip())
+            figures = "  ".join((*_figures(row), self._remaining(row["step"])))
+            self.say(f"step {row['step']:>6}/{self._steps}  {figures}".rstrip())
 
     def evaluation(self, row: Mapping[str, Any]) -> None:
         """Show an evaluation, given its row of metrics."""
         tokens, seconds = row["eval_tokens"], row["seconds"]
         self.say(
             f"step {row['step']:>6}  evaluation loss {row['eval_loss']:.6f} at cp {row['cp']} "
-            f"({tokens} tokens in {seconds:.1f} s)"
+            f"({counted(tokens, 'token')} in {seconds:.1f} s)"
         )
 
     def end_bar(self) -> None:
@@ -62,18 +67,14 @@ class Screen:
 
     def _advance(self, row: Mapping[str, Any]) -> None:
         if self._progress is None:
-            columns = (
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=24),
-                TextColumn("{task.description}"),
-            )
             console = Console(file=self._stream)
-            bar = Progress(*columns, TimeRemainingColumn(), console=console, refresh_per_second=4)
+            self._figures, columns = _that_fit(row, self._steps, console.width)
+            bar = Progress(*columns, console=console, refresh_per_second=4)
             self._task = bar.add_task("", total=self._steps, completed=row["step"] - 1)
             bar.start()
             self._progress = bar
-        self._progress.update(self._task, completed=row["step"], description=_figures(row))
+        figures = "  ".join(_figures(row)[: self._figures])
+        self._progress.update(self._task, completed=row["step"], description=figures)
 
     def _remaining(self, step: int) -> str:
         now = time.monotonic()
@@ -87,6 +88,23 @@ class Screen:
         return f"{seconds // 60}:{seconds % 60:02d} left"
 
 
-def _figures(row: Mapping[str, Any]) -> str:
-    memory = row["memory_bytes"] / 2**20
-    return f"loss {row['loss']:.4f}  {row['tokens_per_second']:>7.0f} tokens/s  {memory:.0f} MiB"
+def _that_fit(row: Mapping[str, Any], steps: int, width: int) -> tuple[int, tuple[ProgressColumn, ...]]:
+    """How many figures of a row, and which columns, a terminal has room for; the number of the step always shows."""
+    room, shown = width - len(f"step {steps}/{steps}"), 0
+    for figure in _figures(row):
+        if room < len(figure) + 2:
+            break
+        room, shown = room - len(figure) - 2, shown + 1
+    columns: list[ProgressColumn] = [TextColumn("step {task.completed}/{task.total}"), TextColumn("{task.description}")]
+    if room >= REMAINING + 1:
+        room -= REMAINING + 1
+        columns.append(TimeRemainingColumn())
+    if room >= LEAST_BAR + SLACK:
+        columns.insert(1, BarColumn(bar_width=min(BAR, room - SLACK)))
+    return shown, tuple(columns)
+
+
+def _figures(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """The figures of a step, the most important first."""
+    speed, memory = row["tokens_per_second"], row["memory_bytes"] / 2**20
+    return f"loss {row['loss']:.4f}", f"{speed:>7.0f} tokens/s", f"{memory:.0f} MiB"

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.errors import CheckpointError, ConfigError, DataError, RunFolderError
+from longspan.errors import CheckpointError, ConfigError, DataError, RunFolderError, counted
 from longspan.model import load_model, prepare
 from longspan.model.pipeline import PipelinedModel
 from longspan.plan import Cost
@@ -178,8 +178,9 @@ def _shared_corpus(
         folder = Path(config.model.path) if config.model.path else None
         with naming(directory / "corpus"):
             built = ensure_corpus(config.data, directory, model_dir=folder, resumed=resumed, say=say)
-        tokens, files = int(built.lengths.sum()), len(built.manifest.sources)
-        say(f"corpus: {files} files of {config.data.path}, {len(built)} documents, {tokens} tokens")
+        tokens, files = int(built.lengths.sum()), counted(len(built.manifest.sources), "file")
+        documents = counted(len(built), "document")
+        say(f"corpus: {files} of {config.data.path}, {documents}, {counted(tokens, 'token')}")
 
     if model is not None and not config.data.tokenizer:
         _check_given_vocabulary(config, model)
@@ -212,8 +213,8 @@ def _check_layers(config: RunConfig, model: PreTrainedModel) -> None:
     for choice in (PlanChoice.training(config.context), PlanChoice.evaluation(config.context)):
         if len(choice.comm_types) not in (1, layers):
             raise ConfigError(
-                f"{choice.keys.comm_type} lists {len(choice.comm_types)} types, "
-                f"the model has {layers} layers; give one type, or one for each layer"
+                f"{choice.keys.comm_type} lists {counted(len(choice.comm_types), 'type')}, "
+                f"the model has {counted(layers, 'layer')}; give one type, or one for each layer"
             )
 
 

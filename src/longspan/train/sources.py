@@ -112,11 +112,35 @@ def _text_of(line: str, where: str) -> str:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}): {line[:60]!r}") from error
-    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        raise DataError(f'{where}: needs an object with a string "text"; found {_kind(record)}: {line[:60]!r}')
+    if "text" not in record:
+        raise DataError(f'{where}: needs an object with a string "text"; found keys {sorted(record)}')
+    text = record["text"]
     if not isinstance(text, str):
-        found = f"keys {sorted(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
-        raise DataError(f'{where}: needs an object with a string "text"; found {found}')
+        found = json.dumps(text)[:60]
+        raise DataError(f'{where}: needs an object with a string "text"; "text" is {_kind(text)}: {found}')
+    _check_characters(text, where)
     return text
+
+
+def _check_characters(text: str, where: str) -> None:
+    """Raise DataError for half of a surrogate pair, which JSON can write and no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise DataError(
+            f"{where}: character {error.start + 1} of its text is \\u{code:04x}, a lone surrogate, which is half of a "
+            "character; write both halves, or leave it out"
+        ) from error
+
+
+def _kind(value: object) -> str:
+    """What a value of JSON is called there."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return {str: "a string", list: "a list", dict: "an object"}.get(type(value), "a number")
 
 
 def _kinds() -> str:

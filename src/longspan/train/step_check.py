@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from longspan.comm import World
-from longspan.errors import ModelError, PlanError
+from longspan.errors import ModelError, PlanError, counted
 from longspan.model.hf import refuse_unprepared
 from longspan.model.pipeline import PipelinedModel
 from longspan.model.tensor_parallel import row_multiple
@@ -45,8 +45,8 @@ def _check_documents(plan: Plan, documents: Any) -> None:
             raise PlanError(f"the plan has {len(plan.lengths)} documents, document {document} was not given") from error
         if found != planned:
             raise PlanError(
-                f"document {document} has {found} tokens, the plan laid out {planned}; plan from the lengths of the "
-                "documents that the step is given"
+                f"document {document} has {counted(found, 'token')}, the plan laid out {planned}; plan from the "
+                "lengths of the documents that the step is given"
             )
     if plan.targets != (count := sum(plan.lengths) - len(plan.lengths)):
         raise PlanError(
