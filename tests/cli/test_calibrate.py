@@ -146,7 +146,7 @@ def test_one_rank_in_words() -> None:
     settings = make_settings(CalibrateFlags(), 1, "gloo")
     found = calibrate(samples, ring_bytes=4608.0)
     lines = record_text(make_record(found, samples, settings, ["longspan"])).splitlines()
-    assert lines[0].startswith("qwen3-tiny in float32 on 1 ranks (gloo), ")
+    assert lines[0].startswith("qwen3-tiny in float32 on 1 rank (gloo), ")
     assert lines[2].split() == ["what", "measured", "ms", "predicted", "ms", "error"]
     assert lines[3].split()[:3] == ["step", "7.78", "7.78"]
     assert "fitted: 9 measurements, error 0.0 % median, 0.0 % most" in lines

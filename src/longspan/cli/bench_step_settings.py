@@ -90,6 +90,7 @@ class Settings:
             "cost": self.cost,
             "node_size": self.flags.node_size,
             "mode": self.flags.mode,
+            "heads": self.shape.heads,
         }
         if planner == "dynamic":
             return plan_dynamic(self.lengths, self.home, **options)
@@ -120,6 +121,7 @@ def make_settings(flags: StepFlags, ranks: int, backend: str, command: Sequence[
     home, shape = home_of(flags, ranks), shape_named(name).changed(flags)
     cap = flags.max_tokens_per_slot or (0 if listed else 8192 if gpu else 256)
     cost, source_of_cost = cost_and_source(flags, shape, max(lengths), home, gpu=gpu)
+    least = smallest_degree(lengths, home, cap or None, shape.heads, flags.cp_comm_type)
     settings = Settings(
         flags=flags,
         ranks=ranks,
@@ -130,7 +132,7 @@ def make_settings(flags: StepFlags, ranks: int, backend: str, command: Sequence[
         lengths=lengths,
         sequences=lengths if flags.sequences else (),
         source=source,
-        cp=flags.cp or (home.slots if flags.sequences else smallest_degree(lengths, home, cap or None)),
+        cp=flags.cp or (home.slots if flags.sequences else least),
         max_tokens_per_slot=cap,
         hierarchical=_sizes(flags.hierarchical),
         compute=flags.compute or ("bfloat16" if gpu else ""),

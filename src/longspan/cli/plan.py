@@ -106,14 +106,14 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> Plan:
             )
         return plan_dynamic(lengths, home, min_cp=flags.min_cp, max_cp=flags.max_cp or None, **shared)
     planner = plan_padded if kind == "padded" else plan_fixed
-    return planner(lengths, home, flags.cp or smallest_degree(flags, lengths, shared["heads"]), **shared)
+    cp = flags.cp or smallest_degree(lengths, home, cap, shared["heads"], flags.cp_comm_type)
+    return planner(lengths, home, cp, **shared)
 
 
-def smallest_degree(flags: PlanFlags, lengths: Sequence[int], heads: int | None) -> int:
+def smallest_degree(lengths: Sequence[int], home: Layout, cap: int | None, heads: int | None, cp_comm_type: str) -> int:
     """The smallest degree that slots and heads allow and that holds the longest document; all slots where none does."""
-    slots, cap, types = flags.slots, flags.max_tokens_per_slot, (flags.cp_comm_type,)
-    fit = (d for d in range(1, slots + 1) if slots % d == 0 and (not cap or max(lengths) <= cap * d))
-    return next((d for d in fit if heads_allow(d, heads, types)), slots)
+    fit = (d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d))
+    return next((d for d in fit if heads_allow(d, heads, (cp_comm_type,), home.tp)), home.slots)
 
 
 def _write_files(flags: PlanFlags, plan: Plan, source: str) -> list[str]:
