@@ -15,7 +15,7 @@ CASES = cases_of(
         Question("ragged", "mla", window=5, sinks=True),
         Question("several groups a slot", "gqa", sinks=True),
         Question("ragged", "mla", dropout=0.3, softcap=1.5, sinks=True),
-        Question("padded", "mqa", causal=False),
+        Question("padded", "mqa", causal=False, scale=-0.4),
         Question("ragged", "mha", window=30, softcap=2.0),
         Question("many documents", "gqa", window=19),
         Question("shares without rows", "64/8 of 64"),  # members with two key/value heads, each of several slices
@@ -65,10 +65,12 @@ MUTATIONS = [
     ("attention.all_to_all", "part * cuts // self.slices)", "part * (cuts == self.slices))"),
     ("attention.all_to_all", "whole[self.deal.q(self._me)] = x", "whole[: len(x)] = x"),
     # sinks
-    ("attention.block", "out * torch.exp(lse - with_sinks).unsqueeze(-1), with_sinks", "out, with_sinks"),
+    ("attention.block", "out.mul_(torch.exp(lse - with_sinks).unsqueeze(-1)), with_sinks", "out, with_sinks"),
     ("attention.block", "self.sinks[start:stop]", "self.sinks[: stop - start]"),
-    ("attention.block", "return -(weight *", "return (weight *"),
+    ("attention.block", "total -= (weight *", "total += (weight *"),
     ("attention.attend", "total += part", "total = part"),
+    # the sign of the scale
+    ("attention.attend", "sign=(scale > 0) - (scale < 0)", "sign=1"),
     # edges of masks
     ("attention.tiles", "left=window - 1 - ahead", "left=window - ahead"),
     (
@@ -88,14 +90,11 @@ MUTATIONS = [
     # dropout and softcap
     ("attention.kernels.dropout", "self.first_head, self.first_head + heads", "0, heads"),
     ("attention.kernels.dropout", "document[rows]), q_position[rows]", "document[rows]), 0 * q_position[rows]"),
-    ("attention.circle", "lambda: self.held(owner).positions", "lambda: 0 * self.held(owner).positions"),
-    ("attention.kernels.reference", "dscores if slope is None else dscores * slope", "dscores"),
-    ("attention.kernels.reference", "(dweights - delta.unsqueeze(-1))", "dweights"),
-    (
-        "attention.kernels.reference",
-        "used, dweights = weights * factors, dweights * factors",
-        "dweights = dweights * factors",
-    ),
+    ("attention.circle", "lambda: held.positions", "lambda: 0 * held.positions"),
+    ("attention.kernels.reference", "dscores *= slope", "pass"),
+    ("attention.kernels.reference", "dscores.sub_(delta.unsqueeze(-1)).mul_", "dscores.mul_"),
+    ("attention.kernels.reference", "weights if factors is None else weights * factors", "weights"),
+    ("attention.kernels.reference", "dscores *= factors", "pass"),
     # kernels
     ("attention.kernels.cpu_flash", "if tile.keys > tile.queries:", "if False:"),
     ("attention.kernels.cpu_flash", "total[rows] += x[0].transpose(0, 1)", "total[rows] = x[0].transpose(0, 1)"),
