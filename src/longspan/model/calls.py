@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 from longspan.attention import attend
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
+from longspan.model.first_pass import calls_of
 from longspan.model.kernels import with_kernel
 from longspan.model.probe import AttentionCall, Probe, unknown_tensors
 
@@ -41,10 +42,10 @@ def attention(
     Raises ModelError without a shard, with a mask, or with more than one batch row.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if isinstance(shard, Probe):
+    if (calls := calls_of(shard)) is not None:
         sizes, unknown = (query.shape[-1], value.shape[-1]), unknown_tensors(others)
-        call = AttentionCall(module, causal, sliding_window, softcap, s_aux is not None, unknown, *sizes)
-        shard.calls.append(call)
+        calls.append(AttentionCall(module, causal, sliding_window, softcap, s_aux is not None, unknown, *sizes))
+    if isinstance(shard, Probe):
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
     rows = _checked_shard(module, query, attention_mask, shard)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, N, H), (T, K, H), (T, K, H)

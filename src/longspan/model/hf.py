@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.calls import IMPLEMENTATION, check_call
+from longspan.model.first_pass import FirstPass
 from longspan.model.head import open_head
 from longspan.model.kernels import check_kernel, keep_kernel
 from longspan.model.moe import expert_modules, use_experts
@@ -57,7 +58,8 @@ def prepare(
     (bfloat16, say) is what FSDP2 computes in, over parameters and gradient sums in their own type. `attention_kernel`
     names a row of `longspan.attention.KERNELS`; without it each call takes the first that can. `fused_norms` runs RMS
     norms as one kernel (`norms.py`): "on", "off", or "auto": on GPUs, those that can. `probe=False` skips the trial
-    forward pass that shows whether every layer reaches `attend`.
+    forward pass on the meta device that shows whether every layer reaches `attend`; the model's first pass then shows
+    it, and raises ModelError.
 
     Where `home.pp` is above 1, this rank's stages are cut out, `virtual_stages` of them, and returned as a
     PipelinedModel; the rest of the model is freed. `pipeline_schedule` is "1f1b" (interleaved with several virtual
@@ -90,6 +92,10 @@ def prepare(
     _open(model, placement, attention_kernel, probe=probe)
     prepared = _in_stages(model, placement, pipelining) if world.home.pp > 1 else _whole(model, placement)
     keep_kernel(prepared, attention_kernel)
+    if isinstance(prepared, PipelinedModel):
+        prepared.probed = probe
+    elif not probe:
+        FirstPass(prepared)
     # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
     prepared.register_forward_pre_hook(check_call, with_kwargs=True, prepend=True)
     return prepared

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from longspan.comm import SequenceShard, World, world_of
 from longspan.comm.rollcall import of_backend
 from longspan.errors import ModelError
+from longspan.model.first_pass import judge_calls_of, note_calls
 from longspan.model.kernels import with_kernel
 from longspan.model.moe import router_modules
 from longspan.model.parallelize import reshard
@@ -70,6 +71,7 @@ class PipelinedModel(nn.Module):
         self.config, self.generation_config, self.architecture = model.config, model.generation_config, type(model)
         self.stages, self.pipelining, self.dtype = tuple(stages), pipelining, dtype  # a tuple: not by these names
         self.tied = TiedCopies(self.stages)
+        self.probed = True  # whether the attention calls of all layers have been seen and judged
         self._world_key = world.key
         _ = world.pipeline  # makes its group, on all ranks together
         self._vocabulary = Vocabulary(model.config.get_text_config().vocab_size)
@@ -121,6 +123,8 @@ class PipelinedModel(nn.Module):
                 call.more = with_kernel(self, call.more)
             for stage in stages:
                 stage.calls = calls
+            if calls and not self.probed:
+                note_calls(calls[0].shard)
             try:
                 _watched(step, world)
             finally:
@@ -128,6 +132,19 @@ class PipelinedModel(nn.Module):
                     stage.close()
         if not backward:
             reshard(self)
+        if calls and not self.probed:
+            self._judge(calls[0].shard, world)
+
+    def _judge(self, shard: SequenceShard, world: World) -> None:
+        """Every rank learns of layers of any stage that do not reach attention."""
+        refusal = None
+        try:
+            judge_calls_of([stage.model for stage in self.stages], shard)
+        except ModelError as error:
+            refusal = str(error)
+        if told := [each for each in world.gather_objects(refusal, "attention of all stages") if each is not None]:
+            raise ModelError(told[0])
+        self.probed = True
 
     def _schedule(self, micro_batches: int, backward: bool, world: World) -> _Ready:
         key = (micro_batches, backward)

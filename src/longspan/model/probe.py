@@ -54,10 +54,14 @@ def probe_model(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
             f"{type(model).__name__} cannot be probed: model(input_ids, position_ids=, use_cache=, shard=) on the meta "
             f"device raised {type(error).__name__}: {error}; its forward must hand keyword arguments down to attention"
         ) from error
-    calls = tuple(probe.calls)
+    judge_calls(model, tuple(probe.calls))
+    return tuple(probe.calls)
+
+
+def judge_calls(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> None:
+    """Raise ModelError, naming the modules, where by the attention calls of a pass the model would not be exact."""
     _refuse_bypass(model, {id(call.module) for call in calls})
     _refuse_features(model, calls)
-    return calls
 
 
 def run_on_meta(model: PreTrainedModel, probe: Probe, **more: Any) -> Any:
@@ -104,9 +108,14 @@ def _refuse_bypass(model: PreTrainedModel, reached: set[int]) -> None:
         shown = ", ".join(bypassing[:4]) + (f", … ({len(bypassing)} in all)" if len(bypassing) > 4 else "")
         kinds = sorted({type(model.get_submodule(name)).__name__ for name in bypassing})
         raise ModelError(
-            f"{type(model).__name__}: {shown} ({', '.join(kinds)}) bypasses transformers' AttentionInterface and would "
+            f"{_name(model)}: {shown} ({', '.join(kinds)}) bypasses transformers' AttentionInterface and would "
             "attend to the local rows alone; use a model whose attention goes through the interface (Qwen3, Llama, …)"
         )
+
+
+def _name(model: nn.Module) -> str:
+    """The architecture's name, which FSDP2 puts a word before."""
+    return type(model).__name__.removeprefix("FSDP")
 
 
 def _attention_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -123,7 +132,7 @@ def _refuse_features(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -
     names = {id(module): name for name, module in model.named_modules()}
     types = getattr(model.config, "layer_types", None) or []
     for call in calls:
-        where = f"{type(model).__name__}: {names[id(call.module)]}"
+        where = f"{_name(model)}: {names[id(call.module)]}"
         layer = getattr(call.module, "layer_idx", None)
         if not call.causal:
             raise ModelError(f"{where} is not causal; only causal decoders are supported")
@@ -135,7 +144,7 @@ def _refuse_features(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -
             raise ModelError(f"{where} is a sliding_attention layer but passes no sliding_window to attention")
     softcap = getattr(model.config, "attn_logit_softcapping", None)
     if softcap and any(call.softcap is None for call in calls):
-        raise ModelError(f"{type(model).__name__}: attn_logit_softcapping is {softcap} but does not reach attention")
+        raise ModelError(f"{_name(model)}: attn_logit_softcapping is {softcap} but does not reach attention")
 
 
 def unknown_tensors(arguments: dict[str, object]) -> tuple[str, ...]:

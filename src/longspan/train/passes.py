@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.comm import World, to_device
+from longspan.model.first_pass import awaits_first_pass
 from longspan.model.hf import is_prepared
 from longspan.model.parallelize import fsdp_modules, parameters_gathered
 from longspan.model.router import RouterStep
@@ -60,6 +61,8 @@ def run_here(passes: Passes, work: Sequence[Work]) -> float:
     """This rank's sum of the loss; with backward, gradients of the sum over slots, divided by the plan's targets."""
     total = torch.zeros((), dtype=torch.float64, device=passes.world.device)
     free = passes.plan.mode == "free"
+    if free and awaits_first_pass(passes.model):
+        _enter_together(passes)
     with parameters_gathered(passes.model) if free else nullcontext():
         if passes.counts_loads:
             _count_loads(passes, work[0 if free else 1 :])
@@ -76,6 +79,13 @@ def run_here(passes: Passes, work: Sequence[Work]) -> float:
         # Over sharded parameters this pass sums the gradients of all slots, which all enter it.
         _loss(passes, padding_alone(passes.plan, passes.world)).backward()
     return total.item()
+
+
+@torch.no_grad()
+def _enter_together(passes: Passes) -> None:
+    """A forward pass of padding alone on all slots, with or without work: what the first pass shows, all learn."""
+    padding = padding_alone(passes.plan, passes.world)
+    passes.model(**_inputs(padding), row_loss=lambda hidden, head: hidden.new_zeros(()))
 
 
 @torch.no_grad()
