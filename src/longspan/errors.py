@@ -8,6 +8,7 @@ LongspanError
 ├── ModelError       a model that cannot be brought under a home exactly
 ├── DataError        a corpus or tokenizer that is missing, empty or does not match
 ├── ConfigError      unknown keys and impossible values of a run's configuration
+├── NonFiniteError   a loss or gradients that are not finite
 ├── CheckpointError  a checkpoint that is missing, damaged or of another model
 └── RunFolderError   a run's folder that another run holds, or that cannot be written
 """
@@ -52,6 +53,10 @@ class DataError(LongspanError, ValueError):
 
 class ConfigError(LongspanError, ValueError):
     """Unknown keys and impossible values of a run's configuration."""
+
+
+class NonFiniteError(LongspanError, ArithmeticError):
+    """A loss or gradients that are not finite, found before they reached a weight."""
 
 
 class CheckpointError(LongspanError, RuntimeError):

@@ -144,11 +144,11 @@ def test_a_world_of_one_rank() -> None:
     assert run_ranks(_one_rank, 1)[0] < 1e-12
 
 
-def _save(rank: int, folder: str, family: str, sharded: bool, copies: int) -> dict[str, torch.Tensor]:
-    with World(Layout(ranks=(1, 0), dp_replicate=copies), backend=backend()) as world:
+def _save(rank: int, folder: str, family: str, sharded: bool, home: Layout) -> dict[str, torch.Tensor]:
+    with World(home, backend=backend(), timeout=60) as world:
         model = prepare(tiny(family), world, shard_parameters=sharded)
         optimizer = build_optimizer(model, "sgd", lr=0.5)
-        plan = plan_fixed(LENGTHS, world.home, cp=2)
+        plan = plan_fixed(LENGTHS, home, cp=home.slots)
         for _ in range(2):
             run_step(model, plan, texts(LENGTHS), world, optimizer)
             save_model(model, folder, world)
@@ -156,10 +156,18 @@ def _save(rank: int, folder: str, family: str, sharded: bool, copies: int) -> di
         return weights_of(model)
 
 
-@pytest.mark.parametrize(("family", "sharded", "copies"), [("qwen3", True, 1), ("llama", True, 2), ("qwen3", False, 1)])
-def test_a_saved_folder_loads_in_stock_transformers(tmp_path: Path, family: str, sharded: bool, copies: int) -> None:
+SAVED = [
+    ("qwen3", True, Layout(ranks=(1, 0))),
+    ("llama", True, Layout(ranks=(1, 0), dp_replicate=2)),
+    ("qwen3", False, Layout(ranks=(1, 0))),
+    ("llama", False, Layout(ranks=2, tp=2)),
+]
+
+
+@pytest.mark.parametrize(("family", "sharded", "home"), SAVED)
+def test_a_saved_folder_loads_in_stock_transformers(tmp_path: Path, family: str, sharded: bool, home: Layout) -> None:
     folder = tmp_path / "saved"
-    weights = run_ranks(_save, 2, str(folder), family, sharded, copies)[0]
+    weights = run_ranks(_save, 2, str(folder), family, sharded, home)[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
     stock = AutoModelForCausalLM.from_pretrained(folder).eval()
     assert stock.config._attn_implementation == "sdpa" and stock.config.use_cache

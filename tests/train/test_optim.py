@@ -1,4 +1,4 @@
-"""Optimizers by name, the learning-rate schedule, and the gradient norm on plain tensors (on meshes: test_step.py)."""
+"""Optimizers by name, what weight decay applies to, and the learning-rate schedule."""
 
 import math
 
@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from longspan.errors import ConfigError
-from longspan.train.optim import build_optimizer, clip_gradients, grad_norm, lr_at
+from longspan.train.optim import build_optimizer, decays, lr_at
+from tests.model.deep import deep
 
 
 @pytest.mark.parametrize(
@@ -55,22 +56,36 @@ def test_unknown_optimizer() -> None:
         build_optimizer(small(), "adam")
 
 
-@pytest.mark.parametrize("max_norm", [0.25, 1e6])
-def test_norm_and_clipping(max_norm: float) -> None:
-    model = small().double()
-    model(torch.tensor([1, 2])).square().sum().backward()
-    model[1].weight.grad = None
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    wanted = torch.cat([g.flatten() for g in gradients]).norm()
-    before = [g.clone() for g in gradients]
-    parameters = list(model.parameters())
-    norm = grad_norm(parameters)
-    torch.testing.assert_close(norm, wanted, rtol=1e-12, atol=0)
-    clip_gradients(parameters, max_norm, norm)
-    factor = min(1.0, max_norm / (wanted.item() + 1e-6))
-    for gradient, old in zip(gradients, before, strict=True):
-        torch.testing.assert_close(gradient, old * factor, rtol=1e-12, atol=0)
+def test_decay_of_experts_is_for_their_matrices_alone() -> None:
+    model = deep("gpt-oss", torch.float32, layers=1)
+    optimizer = build_optimizer(model, "adamw", weight_decay=0.5)
+    decayed = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    spared = {name.removeprefix("model.") for name, p in model.named_parameters() if decayed[id(p)] == 0}
+    layer = {"self_attn.sinks", "input_layernorm.weight", "post_attention_layernorm.weight", "mlp.router.bias"}
+    layer |= {f"self_attn.{name}_proj.bias" for name in "qkvo"}
+    layer |= {"mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"}
+    assert spared == {f"layers.0.{name}" for name in layer} | {"norm.weight"}
 
 
-def test_no_gradients_have_norm_zero() -> None:
-    assert grad_norm(small().parameters()).item() == 0.0
+@pytest.mark.parametrize(
+    ("name", "shape", "wanted"),
+    [
+        ("model.layers.3.self_attn.q_norm.weight", (32, 128), False),
+        ("transformer.h.3.ln_1.weight", (32, 128), False),
+        ("encoder.norm1.weight", (2, 128), False),
+        ("model.layers.3.norm.linear.weight", (256, 128), True),
+        ("model.layers.3.mamba.conv1d.weight", (64, 1, 4), True),
+        ("model.layers.3.mlp.experts.down_proj", (8, 64, 64), True),
+        ("model.layers.3.mlp.shared_expert_gate.weight", (1, 64), True),
+    ],
+)
+def test_decay_by_name_and_shape(name: str, shape: tuple[int, ...], wanted: bool) -> None:
+    assert decays(name, torch.zeros(shape)) == wanted
+
+
+def test_a_model_with_nothing_to_train_has_an_optimizer() -> None:
+    model = small().requires_grad_(False)
+    before = [p.clone() for p in model.parameters()]
+    for name in ("adamw", "sgd"):
+        build_optimizer(model, name).step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))

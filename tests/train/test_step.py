@@ -171,15 +171,15 @@ class Mode(torch.nn.Module):
         super().__init__()
         self.table = torch.nn.Embedding(VOCABULARY, VOCABULARY)
         self.frozen = torch.nn.Dropout(0.5).eval()
-        self.modes = list[tuple[bool, bool]]()
+        self.modes = list[tuple[bool, bool, bool]]()
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, shard: object) -> torch.Tensor:
-        self.modes.append((self.training, torch.is_grad_enabled()))
+        self.modes.append((self.training, self.frozen.training, torch.is_grad_enabled()))
         return self.table(input_ids)
 
 
-def _modes(rank: int) -> tuple[list[tuple[bool, bool]], tuple[bool, bool]]:
-    with World(Layout(ranks=1), backend=backend()) as world:
+def _modes(rank: int) -> tuple[list[tuple[bool, bool, bool]], tuple[bool, bool], list[bool]]:
+    with World(Layout(ranks=2, tp=2), backend=backend()) as world:
         model = Mode().to(world.device).train()
         model.frozen.eval()
         plan = plan_fixed(LENGTHS, world.home, cp=1)
@@ -187,11 +187,18 @@ def _modes(rank: int) -> tuple[list[tuple[bool, bool]], tuple[bool, bool]]:
             run_step(model, plan, texts(LENGTHS), world, backward=backward)
         model.eval()
         run_step(model, plan, texts(LENGTHS), world)
-        return model.modes, (model.training, model.frozen.training)
+    with World(Layout(ranks=2, pp=2), backend=backend()) as world:
+        stages, seen = prepare(tiny("llama").eval(), world, shard_parameters=False), list[bool]()
+        layer = stages.get_submodule(f"model.layers.{world.coordinates.pp}")
+        layer.register_forward_pre_hook(lambda module, _: seen.append(module.training))
+        run_step(stages, plan_fixed(LENGTHS, world.home, cp=1), texts(LENGTHS), world)
+        return model.modes, (model.training, model.frozen.training), [*seen, stages.training, layer.training]
 
 
-def test_modes_are_restored_and_own_models_run_on_one_rank() -> None:
-    assert run_ranks(_modes, 1) == [([(True, True), (False, False), (True, True)], (False, False))]
+def test_modes_are_restored_and_a_module_in_evaluation_mode_stays_so_in_a_model_that_trains() -> None:
+    for modes, afterwards, of_stages in run_ranks(_modes, 2):
+        assert modes == [(True, False, True), (False, False, False), (True, True, True)]
+        assert afterwards == (False, False) and of_stages == [True, False, False]
 
 
 def outside(documents: list[np.ndarray]) -> list[np.ndarray]:

@@ -95,6 +95,10 @@ class HostValues(ABC):
             dist.all_gather(parts, own, group=self.plane_group)
         return torch.stack(parts).sum(0).tolist()
 
+    def sum_over_ranks(self, values: Sequence[float], what: str = "sum over ranks") -> list[float]:
+        """Sums over all ranks of the home, in float64 and in one order: the same bits on every rank."""
+        return torch.tensor(list(self.gather_values(values, what).values()), dtype=torch.float64).sum(0).tolist()
+
     def gather_values(self, values: Sequence[float], what: str = "gather of numbers") -> dict[int, tuple[float, ...]]:
         """Every rank's numbers, as many on each, in float64, by rank; the same on every rank of the home."""
         own = torch.tensor(list(values), dtype=torch.float64)

@@ -21,7 +21,6 @@ from transformers.utils import logging
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.hf import vocabulary_size
-from longspan.model.parallelize import fsdp_modules
 from longspan.model.pipeline import PipelinedModel
 from longspan.model.pipeline_state import state_of_all_stages
 from longspan.model.presets import PRESETS, preset_config
@@ -149,11 +148,12 @@ def save_model(
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """All weights, unsharded, on the CPU of rank 0 (empty on the others where parameters are sharded)."""
-    if fsdp_modules(model):
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return dict(get_model_state_dict(model, options=options))  # pyright: ignore[reportReturnType]
-    return {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    """All weights, whole, on the CPU of rank 0, and nothing on the others; all ranks call it together.
+
+    Weights may be sharded over slots, split over tensor-parallel ranks, or both.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return dict(get_model_state_dict(model, options=options))  # pyright: ignore[reportReturnType]
 
 
 def _write(model: PreTrainedModel | PipelinedModel, full: dict[str, Tensor], folder: Path, tokenizer: Any) -> None:

@@ -4,9 +4,10 @@ Either way a gradient is the plain sum over slots: the loss is divided by the pl
 here divides. Tensor and pipeline parallelism are not in this module.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -96,6 +97,39 @@ def _keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: boo
     module.set_requires_gradient_sync(not keep, recurse=False)
     module.set_reshard_after_backward(not keep, recurse=False)
     module.set_reshard_after_forward(reshard_after_forward, recurse=False)
+
+
+@contextmanager
+def replicas_summed_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Backward passes inside sum gradients over the slots of a replica, those after the yielded call over replicas too.
+
+    Call it before the last backward pass: what the others leave, a shard of the gradients, is in that one's sum. After
+    an error inside nothing is left. It changes nothing where parameters have no replicas (`dp_replicate` 1).
+    """
+    modules = fsdp_modules(model)
+
+    def sum_over_replicas(now: bool = True) -> None:
+        for module in modules:
+            module.set_requires_all_reduce(now, recurse=False)
+
+    sum_over_replicas(False)
+    try:
+        yield sum_over_replicas
+        assert all(group._partial_reduce_output is None for group in _reduced_together(modules)), (
+            "the last was not told"
+        )
+    finally:
+        sum_over_replicas()
+        for group in _reduced_together(modules):
+            group._partial_reduce_output = None
+
+
+def _reduced_together(modules: Sequence[FSDPModule]) -> Iterator[Any]:
+    """FSDP2's groups of parameters whose gradients are one message: in torch 2.11 one at most for each module."""
+    for module in modules:
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        yield from (group for group in groups if group is not None)
 
 
 def reshard(model: nn.Module) -> None:

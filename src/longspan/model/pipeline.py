@@ -67,6 +67,7 @@ class PipelinedModel(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        self.training = model.training
         # What the whole model is, whatever stages are here.
         self.config, self.generation_config, self.architecture = model.config, model.generation_config, type(model)
         self.stages, self.pipelining, self.dtype = tuple(stages), pipelining, dtype  # a tuple: not by these names

@@ -84,7 +84,7 @@ class Stage(nn.Module):
     def __init__(self, model: PreTrainedModel, index: int, layers: Sequence[range], *, tied: bool) -> None:
         super().__init__()
         self.index, self.count, self.layers, self.tied = index, len(layers), layers[index], tied
-        self.model = model
+        self.model, self.training = model, model.training
 
     @property
     def first(self) -> bool:

@@ -7,10 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from longspan.train.gradients import grad_norm as grad_norm
     from longspan.train.loss import read_rows as read_rows
     from longspan.train.loss import summed_cross_entropy as summed_cross_entropy
     from longspan.train.optim import build_optimizer as build_optimizer
-    from longspan.train.optim import grad_norm as grad_norm
     from longspan.train.optim import lr_at as lr_at
     from longspan.train.step import StepResult as StepResult
     from longspan.train.step import run_step as run_step
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 _HOME_OF = {
     **dict.fromkeys(("run_step", "StepResult"), "longspan.train.step"),
     **dict.fromkeys(("read_rows", "summed_cross_entropy"), "longspan.train.loss"),
-    **dict.fromkeys(("build_optimizer", "grad_norm", "lr_at"), "longspan.train.optim"),
+    **dict.fromkeys(("build_optimizer", "lr_at"), "longspan.train.optim"),
+    "grad_norm": "longspan.train.gradients",
 }
 
 __all__ = list(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -1,19 +1,15 @@
-"""Optimizers by name, the learning rate as a function of the step, and the norm of gradients that live on meshes."""
+"""Optimizers by name, and the learning rate as a function of the step."""
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any
+import re
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import SGD, AdamW, Optimizer
 
 from longspan.errors import ConfigError
 
 OPTIMIZERS = ("adamw", "sgd")
+_BIAS_OR_NORM = re.compile(r"bias$|(norm\d*|ln_\w+)\.[^.]+$")  # the parameter itself, or the module that it is in
 
 
 def build_optimizer(
@@ -25,20 +21,32 @@ def build_optimizer(
 ) -> Optimizer:
     """An optimizer over the model's trainable parameters; call it after `prepare`, which may replace them.
 
-    "adamw", or "sgd" (plain: no momentum). Weight decay applies to matrices alone, not to norms and biases. Raises
+    "adamw", or "sgd" (plain: no momentum). Weight decay applies to what multiplies (`decays`), not to norms and biases.
+    Where the model has nothing to train (a pipeline stage that is frozen, say) the optimizer has no parameters. Raises
     ConfigError for another name.
     """
     if name not in OPTIMIZERS:
         raise ConfigError(f"unknown optimizer {name!r}; use {' or '.join(OPTIMIZERS)}")
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for name, p in trainable if decays(name, p)], "weight_decay": weight_decay},
+        {"params": [p for name, p in trainable if not decays(name, p)], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    groups = [group for group in groups if group["params"]] or groups[:1]
     if name == "sgd":
         return SGD(groups, lr=lr)
     return AdamW(groups, lr=lr, betas=betas, fused=True)
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay applies: to matrices, one for each expert too, and to kernels of convolutions.
+
+    Shapes alone do not tell: the biases of experts (E, D) and norms of single heads (N, H) have two dims as well.
+
+    >>> decays("layers.0.mlp.experts.down_proj_bias", torch.zeros(8, 64))
+    False
+    """
+    return parameter.ndim >= 2 and not _BIAS_OR_NORM.search(name.lower())
 
 
 def lr_at(step: int, steps: int, warmup: int, lr: float, min_ratio: float = 0.1) -> float:
@@ -53,32 +61,3 @@ def lr_at(step: int, steps: int, warmup: int, lr: float, min_ratio: float = 0.1)
         return lr * (step + 1) / warmup
     progress = min(1.0, (step - warmup + 1) / max(1, steps - warmup))
     return lr * (min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress)))
-
-
-def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """The 2-norm of all gradients together, a scalar tensor equal on every rank. Parameters without one are skipped.
-
-    Sharded gradients (DTensor) may live on different meshes: torch takes the norm of one mesh at a time.
-    """
-    norms = [_whole(get_total_norm(group)) for group in _by_mesh(parameters)]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-
-
-def clip_gradients(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale all gradients by max_norm / norm where their `norm` exceeds `max_norm`."""
-    for mesh in _by_mesh(parameters, gradients=False):
-        clip_grads_with_norm_(mesh, max_norm, norm)
-
-
-def _by_mesh(parameters: Iterable[Tensor], *, gradients: bool = True) -> list[list[Tensor]]:
-    """Gradients (or their parameters) grouped by the mesh that they are sharded on, plain tensors together."""
-    groups: dict[Any, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        if (gradient := parameter.grad) is not None:
-            mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
-            groups[mesh].append(gradient if gradients else parameter)
-    return list(groups.values())
-
-
-def _whole(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from longspan.comm import World, to_device
 from longspan.model.first_pass import awaits_first_pass
 from longspan.model.hf import is_prepared
-from longspan.model.parallelize import fsdp_modules, parameters_gathered
+from longspan.model.parallelize import fsdp_modules, parameters_gathered, replicas_summed_at_last
 from longspan.model.router import RouterStep
 from longspan.plan import Plan
 from longspan.train.chunked_loss import chunked_cross_entropy
@@ -68,13 +68,16 @@ def run_here(passes: Passes, work: Sequence[Work]) -> float:
             _count_loads(passes, work[0 if free else 1 :])
         if free:
             passes.settle()
-        for i, each in enumerate(work):
-            loss = _loss(passes, each)
-            if passes.backward:
+        with replicas_summed_at_last(passes.model) as sum_replicas:
+            for i, each in enumerate(work):
+                loss = _loss(passes, each)
                 if i == 0 and not free:
                     passes.settle()
-                passes.mean(loss).backward()
-            total += loss.detach()
+                if i == len(work) - 1:
+                    sum_replicas()
+                if passes.backward:
+                    passes.mean(loss).backward()
+                total += loss.detach()
     if passes.backward and free and (fsdp_modules(passes.model) or not work):
         # Over sharded parameters this pass sums the gradients of all slots, which all enter it.
         _loss(passes, padding_alone(passes.plan, passes.world)).backward()

@@ -4,14 +4,13 @@ Every stage of a slot binds the same micro-batches; the first reads token ids, t
 the loss, which all ranks are told once a step. Schedules are torch's (`longspan.model.schedules`).
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from longspan.comm import World, to_device
+from longspan.comm import to_device
 from longspan.model.pipeline import PipelinedModel
 from longspan.model.stages import Call
 from longspan.train.chunked_loss import chunked_cross_entropy
@@ -70,10 +69,3 @@ def counted_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that this rank's stages count in the gradient norm: a tied embedding is counted on the first."""
     skipped = model.tied.counted_elsewhere if isinstance(model, PipelinedModel) else None
     return [parameter for parameter in model.parameters() if parameter is not skipped]
-
-
-def norm_over_stages(norm: Tensor, world: World) -> Tensor:
-    """The gradient norm of all stages together, from that of each; the same bits on every rank."""
-    found = world.gather_values([norm.item()], "gradient norms of the stages")
-    squares = [found[world.home.rank_at(0, pp=stage)][0] ** 2 for stage in range(world.home.pp)]
-    return torch.tensor(math.sqrt(math.fsum(squares)), dtype=norm.dtype, device=norm.device)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from longspan.comm import World
-from longspan.errors import LongspanError, RunFolderError
+from longspan.errors import RunFolderError
 from longspan.model import save_model
 from longspan.model.router import RouterCoefficients
 from longspan.plan import Plan, PlanAhead
@@ -44,8 +44,8 @@ def train(config: RunConfig, world: World, screen: Screen) -> Outcome:
     """Train to the last step, or until told to stop; all ranks call it together, with the same configuration.
 
     SIGTERM or Ctrl-C on any rank ends the run after the step at hand, with a checkpoint. Raises LongspanError for
-    what does not fit, before the first step, for a loss that is not finite, and for what the disk refuses;
-    RunFolderError where another run is at work in the folder.
+    what does not fit, before the first step, for a loss or gradients that are not finite, before they are used, and for
+    what the disk refuses; RunFolderError where another run is at work in the folder.
     """
     check_config(config, len(world.home.ranks))
     with StopSignal() as stop, run_lock(Path(config.run.dir), world, screen.say):
@@ -145,11 +145,6 @@ def _step(job: Job, plans: PlanAhead, step: int) -> tuple[dict[str, Any], Plan]:
         loss_chunk_rows=config.loss_chunk_rows,
         router=router_coefficients(config),
     )
-    if not math.isfinite(result.loss):
-        raise LongspanError(
-            f"the loss of step {step + 1} is {result.loss} (gradient norm {result.grad_norm}); "
-            f"lower train.lr ({config.lr}) or train.max_grad_norm ({config.max_grad_norm}), or raise train.warmup_steps"
-        )
     seconds = time.perf_counter() - started
     row = {
         "step": step + 1,

@@ -8,11 +8,12 @@ read in `work.py`, how they go through the model in `passes.py` and `pipelined.p
 which is the caller's.
 """
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,10 +26,10 @@ from longspan.model.parallelize import gradients_summed_over_slots, reshard
 from longspan.model.pipeline import PipelinedModel
 from longspan.model.router import RouterCoefficients, RouterLosses
 from longspan.plan import Plan
+from longspan.train.gradients import check_finite, clip_gradients, square_sum
 from longspan.train.loss import NO_TARGET
-from longspan.train.optim import clip_gradients, grad_norm
 from longspan.train.passes import Passes, run_here
-from longspan.train.pipelined import counted_parameters, makes_loss, norm_over_stages, run_through_stages
+from longspan.train.pipelined import counted_parameters, makes_loss, run_through_stages
 from longspan.train.step_check import check_step, check_update
 from longspan.train.work import Work, read_together
 
@@ -69,14 +70,20 @@ def run_step(
 
     `documents[d]` is document d of the plan: it has a length and is indexed by an int64 array of positions, of which a
     rank asks for its own. With `backward`, gradients are added to `.grad` as a plain sum over slots; with an
-    `optimizer`, they are zeroed before, clipped to `max_grad_norm` if given, and a step is taken. Without `backward`,
-    the model runs in evaluation mode and keeps no graph; its mode is restored. `step` appears in errors.
+    `optimizer`, they are zeroed before, clipped to `max_grad_norm` if given, and a step is taken. `step` appears in
+    errors.
+
+    A model in training mode runs as it is: modules in it that were put in evaluation mode (frozen ones, say) stay so. A
+    model in evaluation mode is put in training mode, all of it. Without `backward` all of it runs in evaluation mode
+    and keeps no graph. Every module's mode is restored.
+
     `loss_chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes). `router` says what the
     losses of routers weigh in the gradient (None: what the model's configuration says).
 
     All ranks call it together, with the same plan. Raises PlanError for a plan that does not fit the home or the
     documents, CommError where ranks hold different plans, DataError for documents that cannot be read or hold ids
-    outside the vocabulary, on every rank, before the model runs.
+    outside the vocabulary, on every rank, before the model runs. With an `optimizer`, raises NonFiniteError on every
+    rank where the loss or the gradient norm is not finite: weights and the optimizer's state are as before the step.
     """
     started = time.perf_counter()
     check_update(optimizer, max_grad_norm, backward=backward)
@@ -88,19 +95,21 @@ def run_step(
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
     passes = Passes(model, plan, world, backward, loss_chunk_rows, routing)
-    loss_sum, losses = _totals(passes, work, _run(passes, work))
+    loss_sum = _run(passes, work)
     with world.watch.naming("gradient norm and optimizer", world.home.ranks):
-        norm = _finish(model, world, optimizer, max_grad_norm) if backward else None
+        totals = _totals(passes, work, loss_sum)
+        if optimizer is not None:
+            _update(model, world, optimizer, max_grad_norm, totals)
     return StepResult(
-        loss=loss_sum / max(plan.targets, 1),
-        loss_sum=loss_sum,
+        loss=totals.loss,
+        loss_sum=totals.loss_sum,
         targets=plan.targets,
         tokens=plan.tokens,
-        grad_norm=norm,
+        grad_norm=totals.norm,
         seconds=time.perf_counter() - started,
         rows=sum(each.shard.local_rows for each in work),
         micro_batches=len(plan.micro_batches),
-        router=losses,
+        router=totals.router,
     )
 
 
@@ -114,36 +123,53 @@ def _run(passes: Passes, work: Sequence[Work]) -> float:
         return run(passes, work)
 
 
-def _totals(passes: Passes, work: Sequence[Work], loss_sum: float) -> tuple[float, RouterLosses | None]:
-    """The loss and the routers' losses of all slots, from what each rank has; checks that no target was left out."""
-    plan, routing = passes.plan, passes.routing
-    targets = sum((each.labels != NO_TARGET).sum() for each in work) if makes_loss(passes.model) else 0
-    own = [loss_sum, float(targets), *(routing.sums() if routing else [])]
-    loss_sum, counted, *sums = passes.world.sum_over_stages(own)
+class _Totals(NamedTuple):
+    """What a step came to over all ranks, the same bits on each."""
+
+    loss_sum: float
+    loss: float
+    norm: float | None
+    router: RouterLosses | None
+
+
+def _totals(passes: Passes, work: Sequence[Work], loss_sum: float) -> _Totals:
+    """Sums over all ranks of what each has; checks that no target was left out."""
+    model, plan, world, routing = passes.model, passes.plan, passes.world, passes.routing
+    targets = sum((each.labels != NO_TARGET).sum() for each in work) if makes_loss(model) else 0
+    of_slot = [loss_sum, float(targets), *(routing.sums() if routing else [])]
+    once = of_slot if world.coordinates.tp == 0 else [0.0] * len(of_slot)  # its tensor-parallel ranks hold the same
+    squares = square_sum(counted_parameters(model), world) if passes.backward else 0.0
+    squares, loss_sum, counted, *sums = world.sum_over_ranks([squares, *once], "loss and gradient norm")
     if counted != plan.targets:
         raise PlanError(
             f"the slots counted {counted:.0f} targets, the plan has {plan.targets}; is a document left out?"
         )
-    return loss_sum, routing.losses(sums) if routing else None
+    return _Totals(
+        loss_sum=loss_sum,
+        loss=loss_sum / max(plan.targets, 1),
+        norm=math.sqrt(squares) if passes.backward else None,
+        router=routing.losses(sums) if routing else None,
+    )
 
 
-def _finish(model: nn.Module, world: World, optimizer: Optimizer | None, max_grad_norm: float | None) -> float:
-    parameters = list(model.parameters())
-    norm = grad_norm(counted_parameters(model))
-    if isinstance(model, PipelinedModel):
-        norm = norm_over_stages(norm, world)
-    if optimizer is not None:
-        if max_grad_norm is not None:
-            clip_gradients(parameters, max_grad_norm, norm)
-        optimizer.step()
-    return norm.item()
+def _update(model: nn.Module, world: World, optimizer: Optimizer, max_grad_norm: float | None, totals: _Totals) -> None:
+    """A step of the optimizer along clipped gradients, where loss and gradients are finite."""
+    assert totals.norm is not None
+    check_finite(model, world, loss=totals.loss, norm=totals.norm)
+    if max_grad_norm is not None:
+        clip_gradients(model.parameters(), max_grad_norm, totals.norm)
+    optimizer.step()
 
 
 @contextmanager
 def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Training or evaluation mode inside; every module's own mode is restored."""
+    """Training or evaluation mode inside; every module's own mode is restored.
+
+    A model that is in training mode is left as it is for training: modules that were put in evaluation mode stay there.
+    """
     before = [(module, module.training) for module in model.modules()]
-    model.train(training)
+    if not (training and model.training):
+        model.train(training)
     try:
         yield
     finally:

@@ -1,0 +1,158 @@
+"""Gradients of a step before its update: their norm over all ranks, whether they are finite, and clipping.
+
+The norm is one number with the same bits on every rank: squares are summed in float32 (float64 for float64 gradients)
+parameter by parameter, over parameters and ranks in float64. Making gradients is the business of `step.py`.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from longspan.comm import World
+from longspan.errors import NonFiniteError
+from longspan.layout.layout import short
+
+
+def grad_norm(parameters: Iterable[Tensor], world: World) -> float:
+    """The 2-norm of all ranks' gradients together, the same on every rank, which all enter.
+
+    >>> grad_norm(model.parameters(), world)
+
+    Sharded gradients (DTensor) may live on different meshes. Parameters without a gradient are skipped: other ranks may
+    have some. With pipeline stages give `counted_parameters(model)`.
+    """
+    (squares,) = world.sum_over_ranks([square_sum(parameters, world)], "gradient norm")
+    return math.sqrt(squares)
+
+
+@torch.no_grad()
+def square_sum(parameters: Iterable[Tensor], world: World) -> float:
+    """This rank's part of the squared norm: over all ranks of the home the parts add up to it.
+
+    What several ranks of a pipeline stage hold alike is counted by one of them.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    counted = _Counted(world)
+    parts = [
+        torch.stack(torch._foreach_norm(alike, 2, dtype=_wide(dtype))).double().square().sum()
+        for dtype, alike in _by_dtype(gradient for gradient in gradients if counted(gradient)).items()
+    ]
+    return torch.stack(parts).sum().item() if parts else 0.0
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) -> None:
+    """Scale all gradients, in place, by max_norm / norm where their `norm` exceeds `max_norm`; not between ranks.
+
+    Gradients in half precision are multiplied in float32 and rounded once.
+    """
+    factor = max_norm / (norm + 1e-6)
+    if factor < 1:
+        for dtype, alike in _by_dtype(p.grad for p in parameters if p.grad is not None).items():
+            # A tensor of its own type: a number would be rounded to the gradients' type (torch 2.13, CPU).
+            torch._foreach_mul_(alike, torch.tensor(factor, dtype=_wide(dtype)))
+
+
+class _Counted:
+    """Whether this rank counts a gradient: the first of the ranks of its stage that hold the same elements."""
+
+    def __init__(self, world: World) -> None:
+        self._first, self._rank = world.home.rank_at(0, pp=world.coordinates.pp), world.rank
+        self._known = dict[Any, bool]()
+
+    def __call__(self, gradient: Tensor) -> bool:
+        if not isinstance(gradient, DTensor):
+            return self._rank == self._first
+        key = gradient.device_mesh, gradient.placements
+        if key not in self._known:
+            self._known[key] = self._of_mesh(*key)
+        return self._known[key]
+
+    def _of_mesh(self, mesh: Any, placements: Any) -> bool:
+        """Meshes that lie side by side hold copies: the one of the stage's first rank counts."""
+        assert not any(placement.is_partial() for placement in placements), placements
+        copies = [index for index, p in zip(mesh.get_coordinate(), placements, strict=True) if p.is_replicate()]
+        return bool((mesh.mesh == self._first).any()) and not any(copies)
+
+
+def _by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    """The local parts of tensors, those of one dtype together."""
+    alike = defaultdict[torch.dtype, list[Tensor]](list)
+    for x in tensors:
+        alike[x.dtype].append(_local(x))
+    return alike
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+# ---- what is not finite
+
+
+class _Report(NamedTuple):
+    """Names of this rank's parameters, in the model's order, whose weights or gradients are not finite."""
+
+    weights: tuple[str, ...]
+    gradients: tuple[str, ...]
+
+
+def check_finite(model: nn.Module, world: World, *, loss: float, norm: float) -> None:
+    """Raise NonFiniteError, on every rank, where the loss or the gradient norm, equal on all ranks, is not finite.
+
+    Only then the ranks look for parameters that are not finite, and tell each other.
+    """
+    if math.isfinite(loss) and math.isfinite(norm):
+        return
+    reports = dict(zip(world.home.ranks, world.gather_objects(_report(model), "what is not finite"), strict=True))
+    raise NonFiniteError(
+        f"step {world.step}: the loss is {loss}, the gradient norm {norm}; weights and optimizer are as before the "
+        f"step. {_advice(reports, loss)}"
+    )
+
+
+@torch.no_grad()
+def _report(model: nn.Module) -> _Report:
+    named = list(model.named_parameters())
+    gradients = ((name, p.grad) for name, p in named if p.grad is not None)
+    return _Report(*(tuple(name for name, x in of if not _local(x).isfinite().all()) for of in (named, gradients)))
+
+
+def _advice(reports: dict[int, _Report], loss: float) -> str:
+    if weights := _where({rank: report.weights for rank, report in reports.items()}):
+        return (
+            f"Weights were not finite before it: {weights}; go on from a checkpoint with weights that are, at a lower "
+            "learning rate if training made them so"
+        )
+    gradients = _where({rank: report.gradients for rank, report in reports.items()})
+    if not math.isfinite(loss):
+        return (
+            "All weights are finite, so its forward passes made that of them and of its documents: where the losses "
+            "before it rose, lower the learning rate or its peak, or raise the warm-up; where they did not, look at "
+            "its documents, and compute in bfloat16 or float32, not in float16"
+        )
+    if not gradients:
+        return "Every gradient is finite, but the sum of their squares is not, in float32: scale the loss down"
+    return (
+        f"The loss is finite, so a backward pass made that, and a lower learning rate would not help: {gradients}; "
+        "look at what follows there (divisions, roots, logarithms and masks whose derivative at 0 is not finite), and "
+        "compute in bfloat16 or float32, not in float16"
+    )
+
+
+def _where(names: dict[int, tuple[str, ...]]) -> str:
+    """The ranks that have any, and the parameter nearest to the loss: backward passes go from there to the first."""
+    ranks = [rank for rank, of in names.items() if of]
+    if not ranks:
+        return ""
+    last = names[ranks[-1]]
+    return f"ranks {short(ranks)}, on rank {ranks[-1]} {len(last)} parameters up to {last[-1]}"
