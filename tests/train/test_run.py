@@ -272,7 +272,7 @@ def test_a_list_of_types_must_be_as_long_as_the_layers(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(LongspanError, match=r"step \d: the loss is (nan|inf).*lower the learning rate"):
+    with pytest.raises(LongspanError, match=r"step \d: .* the largest weight is \d.*e\+.* lower the learning rate"):
         run(
             small_config(
                 tmp_path, train__lr=1e30, train__warmup_steps=0, train__max_grad_norm=0.0, train__optimizer="sgd"

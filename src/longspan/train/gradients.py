@@ -99,11 +99,16 @@ def _local(x: Tensor) -> Tensor:
 # ---- what is not finite
 
 
+_DTYPE = "compute in bfloat16 or float32 where it was in float16"
+
+
 class _Report(NamedTuple):
-    """Names of this rank's parameters, in the model's order, whose weights or gradients are not finite."""
+    """Names of this rank's parameters, in the model's order, whose weights or gradients are not finite; and the largest
+    weight."""
 
     weights: tuple[str, ...]
     gradients: tuple[str, ...]
+    largest: float
 
 
 def check_finite(model: nn.Module, world: World, *, loss: float, norm: float) -> None:
@@ -122,9 +127,14 @@ def check_finite(model: nn.Module, world: World, *, loss: float, norm: float) ->
 
 @torch.no_grad()
 def _report(model: nn.Module) -> _Report:
-    named = list(model.named_parameters())
-    gradients = ((name, p.grad) for name, p in named if p.grad is not None)
-    return _Report(*(tuple(name for name, x in of if not _local(x).isfinite().all()) for of in (named, gradients)))
+    weights = {name: _local(p) for name, p in model.named_parameters()}
+    gradients = {name: _local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    largest = max((x.abs().max().item() for x in weights.values() if x.numel()), default=0.0)
+    return _Report(_not_finite(weights), _not_finite(gradients), largest)
+
+
+def _not_finite(tensors: dict[str, Tensor]) -> tuple[str, ...]:
+    return tuple(name for name, x in tensors.items() if not x.isfinite().all())
 
 
 def _advice(reports: dict[int, _Report], loss: float) -> str:
@@ -134,18 +144,17 @@ def _advice(reports: dict[int, _Report], loss: float) -> str:
             "learning rate if training made them so"
         )
     gradients = _where({rank: report.gradients for rank, report in reports.items()})
+    rate = (
+        f"the largest weight is {max(report.largest for report in reports.values()):.3g}: where training made it that "
+        "large, lower the learning rate or raise the warm-up"
+    )
     if not math.isfinite(loss):
-        return (
-            "All weights are finite, so its forward passes made that of them and of its documents: where the losses "
-            "before it rose, lower the learning rate or its peak, or raise the warm-up; where they did not, look at "
-            "its documents, and compute in bfloat16 or float32, not in float16"
-        )
+        return f"Weights are finite, and a forward pass overflowed; {rate}; else look at the documents, and {_DTYPE}"
     if not gradients:
-        return "Every gradient is finite, but the sum of their squares is not, in float32: scale the loss down"
+        return f"Every gradient is finite, and the sum of their squares overflowed in float32; {rate}"
     return (
-        f"The loss is finite, so a backward pass made that, and a lower learning rate would not help: {gradients}; "
-        "look at what follows there (divisions, roots, logarithms and masks whose derivative at 0 is not finite), and "
-        "compute in bfloat16 or float32, not in float16"
+        f"The loss is finite, and a backward pass overflowed: {gradients}; {rate}; else that does not help: look at "
+        f"what comes after that parameter (a division, root, logarithm or mask without a derivative at 0), and {_DTYPE}"
     )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from longspan.comm import World
-from longspan.errors import RunFolderError
+from longspan.errors import LongspanError, RunFolderError
 from longspan.model import save_model
 from longspan.model.router import RouterCoefficients
 from longspan.plan import Plan, PlanAhead
