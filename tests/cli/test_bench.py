@@ -26,6 +26,30 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert "longspan bench has no 'atention'; it has attention" in capsys.readouterr().err
 
 
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "8"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "world", "variables", "expected"),
+    [
+        (0, 0, {}, (3, "gloo")),
+        (4, 0, {}, (4, "nccl")),
+        (4, 2, {}, (2, "gloo")),
+        (4, 0, TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, (8, "nccl")),
+        (4, 0, TORCHRUN, (8, "gloo")),
+    ],
+)
+def test_how_many_processes_and_what_they_talk_through(
+    gpus: int, world: int, variables: dict[str, str], expected: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert AttentionFlags(world=world).processes(without_gpus=3) == expected
+
+
 def test_flops_of_the_lower_half() -> None:
     """4 * S^2 * heads * head size / 2, for each document."""
     assert forward_flops(settings(heads=32, head_size=128), 16384) == 4 * 16384**2 * 32 * 128 / 2

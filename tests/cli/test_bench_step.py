@@ -127,6 +127,27 @@ def test_one_sequence_over_all_ranks() -> None:
     assert [group.degree for group in batch.groups] == [4] and found.max_tokens_per_slot == 0
 
 
+def test_sequences_are_timed_alone_each_over_all_slots() -> None:
+    found = settings(4, sequences="4096,64", planners="fixed")
+    assert found.cp == 4
+    assert [(batch.lengths, batch.sequences) for batch in found.batches()] == [((4096,), ()), ((64,), ())]
+    together = settings(4, lengths="4096,64", planners="fixed")
+    assert together.batches() == [together]
+
+
+@pytest.mark.parametrize(("cap", "cp"), [(1024, 4), (2048, 2), (4096, 1)])
+def test_the_fixed_degree_is_the_smallest_that_holds_the_longest(cap: int, cp: int) -> None:
+    assert settings(4, lengths="4096,10", max_tokens_per_slot=cap, planners="fixed").cp == cp
+
+
+def test_gpus_compute_in_bfloat16_unless_told() -> None:
+    flags = {"lengths": "40,24", "peak_tflops": 1.0, "planners": "fixed"}
+    found = [
+        make_settings(StepFlags(**flags, compute=c), 2, b, []).compute for b in ("gloo", "nccl") for c in ("", "x")
+    ]
+    assert found == ["", "x", "bfloat16", "x"]
+
+
 def test_parts_add_up_and_count_once() -> None:
     events = [
         ("flash_fwd_kernel", 0.0, 2.0),

@@ -103,7 +103,7 @@ def test_one_after_another_a_document_may_have_all_slots() -> None:
 
 
 def test_anchors_are_single_documents_that_matter() -> None:
-    mine = problem([*[9] * 400, 40000], 8)
+    mine = problem([*[9] * 400, 40000, 200], 8)
     anchors = [documents for documents, c in zip(mine.documents, Degrees.of(mine).item_class, strict=True) if c >= 0]
     assert anchors == [(400,)] and len(mine.documents) < 100
 
