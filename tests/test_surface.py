@@ -34,6 +34,17 @@ def test_public_names(name):
     assert longspan.__dict__[name] is value  # found once, then kept
 
 
+def test_values_are_frozen():
+    """Every dataclass is immutable, but for the columns that the dynamic planner fills."""
+    root, loose = Path(longspan.__file__).parent, set()
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            made = [ast.unparse(x) for x in node.decorator_list] if isinstance(node, ast.ClassDef) else []
+            if any("dataclass" in x and "frozen=True" not in x for x in made):
+                loose.add(f"{path.relative_to(root).as_posix()}: {node.name}")
+    assert loose == {"plan/dynamic/draft.py: Cells"}
+
+
 def test_a_name_that_is_not_there_is_an_attribute_error_that_lists_what_is():
     with pytest.raises(AttributeError, match=r"no attribute 'plan_best'; it has .*plan_fixed"):
         _ = longspan.plan_best

@@ -16,6 +16,7 @@ from longspan.plan.simulate import shared_by
 from longspan.train.config import ContextConfig, ParallelConfig, RunConfig, TrainConfig
 from longspan.train.order import StepOrder
 from longspan.train.plans import PlanChoice, StepPlanner, cost_of_run, plans_of_steps
+from longspan.train.setup import evaluation_choice
 
 LENGTHS = np.random.default_rng(0).integers(2, 400, 80)
 HOME = Layout(ranks=6)
@@ -112,3 +113,9 @@ def test_plans_made_ahead_are_those_made_inline(context: ContextConfig) -> None:
         assert ahead.ahead == (2 if context.planner == "dynamic" else 0)
         for step in (4, 5, 6, 63, 64, 65, 4):
             assert ahead.plan(step) == inline.plan(step)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_evaluations_lay_out_rows_as_training_does(sequence_parallel: bool) -> None:
+    config = replace(RunConfig(), parallel=ParallelConfig(tp=2, sequence_parallel=sequence_parallel))
+    assert evaluation_choice(config, Cost()).row_multiple == (2 if sequence_parallel else 1)

@@ -52,15 +52,13 @@ class Search:
         self.tried: list[float] = []
         self.best: Draft | None = None
 
-    def attempt(self, settings: Settings) -> bool:
-        """Make a draft by these settings; whether it is the best so far."""
+    def attempt(self, settings: Settings) -> None:
+        """Make a draft by these settings, and keep the best so far."""
         durations = settings.durations * self.problem.mean_seconds
         draft = shelve(self.problem, self.degrees, durations, settings.anchoring)
         self.tried.append(draft.seconds)
-        if self.best is not None and draft.seconds >= self.best.seconds:
-            return False
-        self.best, self.settings = draft, settings
-        return True
+        if self.best is None or draft.seconds < self.best.seconds:
+            self.best, self.settings = draft, settings
 
     def climb(self, steps: int, seed: int = 0) -> None:
         """Change the best settings a little, so many times, and keep what is better."""
