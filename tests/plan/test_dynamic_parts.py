@@ -18,6 +18,7 @@ from longspan.plan.dynamic.problem import Problem, runs
 from longspan.plan.dynamic.queue import CellQueue
 from longspan.plan.dynamic.shelves import shelve
 from longspan.plan.dynamic.slots import FreeSlots
+from longspan.plan.dynamic.targets import Search, Settings
 from longspan.plan.request import Request
 
 
@@ -121,6 +122,13 @@ def test_an_anchor_gains_by_slots_that_short_documents_could_not_keep_busy() -> 
 def test_the_longest_document_decides_how_short_a_micro_batch_can_be() -> None:
     alone, beside = (Degrees.of(problem(lengths, 8)).least_seconds() for lengths in ([30000], [30000, 20000]))
     assert beside == alone > Degrees.of(problem([20000], 8)).least_seconds()
+
+
+@pytest.mark.parametrize("name", ["lognorm", "files", "expo"])
+def test_a_draft_follows_the_durations_that_are_wanted(name: str) -> None:
+    search = Search(problem(sample_lengths(name, 16 * 32768, longest=65536).tolist(), 16))
+    search.attempt(Settings(np.array([0.4, 0.3, 0.2, 0.15]), Anchoring(0.5, 0.4)))
+    assert search.best is not None and search.best.durations[1] > 1.3 * search.best.durations[3]
 
 
 def test_micro_batches_without_documents_take_no_launch() -> None:
