@@ -200,7 +200,13 @@ class Tests:
         same = [name for name in inside if f"{stem}_".startswith(Path(name).stem[5:] + "_")]
         others = [name for name in inside if name not in same and names.search(self.texts[name])]
         chosen: dict[str, float] = {}
-        for name in dict.fromkeys([*same, *sorted(others, key=lambda x: len(self.texts[x])), *USUAL.get(room, [])]):
+        for name in dict.fromkeys(
+            [
+                *sorted(same, key=len, reverse=True),
+                *sorted(others, key=lambda x: len(self.texts[x])),
+                *USUAL.get(room, []),
+            ]
+        ):
             if sum(chosen.values()) > 0.8 * self.seconds:
                 break
             for test, x in sorted(self.timed(name).items(), key=lambda item: item[1]):

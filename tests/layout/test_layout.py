@@ -57,6 +57,7 @@ def test_pp_is_slowest_and_tp_fastest():
     assert home.coordinates(11) == Coordinates(pp=1, slot=2, tp=1)
     assert home.tp_groups()[:2] == ((0, 1), (2, 3))
     assert home.pp_groups()[:2] == ((0, 6), (1, 7))
+    assert [home.rank_at(slot) for slot in range(3)] == [0, 2, 4] == list(home.plane())  # the first of both
 
 
 def test_a_home_is_a_value():

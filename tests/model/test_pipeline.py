@@ -1,5 +1,6 @@
 """Stages of a pipeline: which layers go where, the model's own forward over them, names, tied copies, refusals."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from longspan.errors import LongspanError, ModelError, PlanError
 from longspan.layout import Layout
 from longspan.model import prepare, save_model
 from longspan.model.hf import IMPLEMENTATION
-from longspan.model.pipeline import PipelinedModel, refuse_shared_over_stages
+from longspan.model.pipeline import PipelinedModel, _origin, refuse_shared_over_stages
 from longspan.model.pipelining import Pipelining
 from longspan.model.stages import Call, Stage, cut, layers_of_stages, parts_of, refuse_inexact
 from longspan.model.tied import TiedCopies
@@ -343,3 +344,16 @@ def _descending(rank: int) -> str:
 
 def test_a_home_whose_ranks_descend_along_its_stages_is_refused() -> None:
     assert all("(1, 0) descend along its pipeline stages" in told for told in run_ranks(_descending, 2))
+
+
+def test_the_model_s_error_is_found_behind_what_torch_wraps_around_it() -> None:
+    def chain(*errors: Exception) -> Exception:
+        for outer, inner in pairwise(errors):
+            outer.__cause__ = inner
+        return errors[0]
+
+    model, cause = ValueError("rows do not fit"), KeyError("rows")
+    wrapped = RuntimeError("[Stage 1] failed to run forward"), RuntimeError("in stage 1: 3 values")
+    assert _origin(chain(*wrapped, model)) is model
+    assert _origin(chain(wrapped[0], chain(model, cause))) is model  # what the model itself chains stays
+    assert _origin(RuntimeError("a collective failed")) is None

@@ -53,6 +53,13 @@ def test_the_same_plans_as_inline_in_any_order(plans: PlanAhead, steps: Any) -> 
         assert found.digest() == planners.plan_step(step).digest()
 
 
+def test_plans_of_past_steps_are_forgotten(plans: PlanAhead) -> None:
+    for step in range(20, 30):
+        plans.plan(step)
+    assert plans._planning is not None
+    assert {request.step for request in plans._planning._answers} <= {29, 30, 31}
+
+
 def test_the_next_steps_are_planned_and_no_more(tmp_path: Path) -> None:
     def planned() -> list[int]:
         file = tmp_path / "steps"
