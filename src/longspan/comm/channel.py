@@ -79,7 +79,7 @@ class Channel:
         parent: ParentName = "plane",
     ) -> None:
         self.ranks, self.index, self.device = ranks, index, device
-        self._ascending = list(ranks) == sorted(ranks)
+        self._by_rank = sorted(range(len(ranks)), key=ranks.__getitem__)  # members in the order that torch has them in
         self._groups = groups
         self._parent: ParentName = parent
         group = groups.parent(parent)
@@ -126,13 +126,19 @@ class Channel:
         """Start sending runs of rows of x (sum of sends, …), `sends[m]` to member m, one after another.
 
         `wait()` returns the rows that arrive, `receives[m]` from member m, one after another: (sum of receives, …).
-        What a member sends itself is copied. One call of the members' own communicator where there is one.
+        What a member sends itself is copied. One call of the members' own communicator where there is one; where they
+        are not in the order of their ranks, which is torch's, rows are copied into that order and back.
         """
         into = x.new_empty((sum(receives), *x.shape[1:]))
         assert x.shape[0] == sum(sends) and sends[self.index] == receives[self.index], (what, x.shape, sends, receives)
-        own = self._own_in_order()
+        own = self._groups.communicator(self.ranks)
         if own is not None:
-            return self._all_to_all(own, x.contiguous(), into, sends, receives, what)
+            by_rank = self._by_rank
+            handle = self._all_to_all(own, _runs(x, sends, by_rank).contiguous(), into, sends, receives, what)
+            if by_rank == sorted(by_rank):
+                return handle
+            arrived, members = [receives[m] for m in by_rank], sorted(range(self.degree), key=by_rank.__getitem__)
+            return Handle(self.watch, what, self.ranks, (), finish=lambda: _runs(handle.wait(), arrived, members))
         parts, arriving = x.split(list(sends)), into.split(list(receives))
         arriving[self.index].copy_(parts[self.index])
         others = [member for member in range(self.degree) if member != self.index]
@@ -143,16 +149,12 @@ class Channel:
     def shift(self, x: Tensor, into: Tensor, what: str) -> Handle:
         """Start sending x to the next member and receiving `into`, contiguous, from the one before; rows may differ."""
         right, left = (self.index + 1) % self.degree, (self.index - 1) % self.degree
-        own = self._own_in_order()
+        own = self._groups.communicator(self.ranks)
         if own is None:
             return self.exchange([(right, x)], [(left, into)], what)
         sends, receives = [0] * self.degree, [0] * self.degree
         sends[right], receives[left] = x.shape[0], into.shape[0]
         return self._all_to_all(own, x.contiguous(), into, sends, receives, what)
-
-    def _own_in_order(self) -> ProcessGroup | None:
-        """The members' own communicator, if it has them in this channel's order: torch sorts the ranks of a group."""
-        return self._groups.communicator(self.ranks) if self._ascending else None
 
     def _all_to_all(
         self,
@@ -163,8 +165,10 @@ class Channel:
         receives: Sequence[int],
         what: str,
     ) -> Handle:
+        """Runs of x and of `into` lie in the order of their members' ranks; counts are in member order."""
+        splits = [[counts[member] for member in self._by_rank] for counts in (receives, sends)]
         with self.watch.during(what, self.ranks):
-            work = group.alltoall_base(into, x, list(receives), list(sends))
+            work = group.alltoall_base(into, x, *splits)
         return Handle(self.watch, what, self.ranks, (work,), keep=x, finish=lambda: into, held=into.nbytes)
 
     def all_gather(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
@@ -207,23 +211,16 @@ class Channel:
         works, ops = self._started([(m, parts[self.index]) for m in others], [(m, parts[m]) for m in others], what)
         return buffer, works, ops
 
-    def reduce_scatter(self, parts: Sequence[Tensor], what: str) -> Handle:
-        """Start sending `parts[m]` to member m; `wait()` returns the sum of what the members sent here.
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
+        """Start sending runs of rows of x (sum of counts, …), `counts[m]` to member m, one after another.
 
-        Summed in member order in the parts' dtype, so the result does not depend on timing.
+        `wait()` returns the sum (counts[index], …) of what the members sent here, in the dtype of x. It is taken in
+        member order, so that it does not depend on timing, and in float32 (float64 for float64, integers in their own
+        dtype), so that its error does not grow with the number of members.
         """
-        own = parts[self.index]
-        others = [member for member in range(self.degree) if member != self.index]
-        arriving = {member: torch.empty_like(own, memory_format=torch.contiguous_format) for member in others}
-
-        def total() -> Tensor:
-            addends = [own if member == self.index else arriving[member] for member in range(self.degree)]
-            result = addends[0].clone()
-            for addend in addends[1:]:
-                result.add_(addend)
-            return result
-
-        return self.exchange([(m, parts[m]) for m in others], list(arriving.items()), what, result=total)
+        rows = counts[self.index]
+        arriving = self.all_to_all_rows(x, counts, [rows] * self.degree, what)
+        return Handle(self.watch, what, self.ranks, (), finish=lambda: summed(arriving.wait().split(rows or 1)))
 
     @property
     def watch(self) -> Watch:
@@ -236,6 +233,23 @@ class Channel:
 
     def __repr__(self) -> str:
         return f"Channel(ranks {short(self.ranks)}, index {self.index})"
+
+
+def _runs(x: Tensor, counts: Sequence[int], order: Sequence[int]) -> Tensor:
+    """x (sum of counts, …), runs of `counts` rows, with its runs in another order; a copy where that differs."""
+    if list(order) == sorted(order):
+        return x
+    runs = x.split(list(counts))
+    return torch.cat([runs[index] for index in order])
+
+
+def summed(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors in their order and dtype, taken in float32 (float64 for float64, integers as they are)."""
+    dtype = parts[0].dtype
+    total = parts[0].to(torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(dtype)
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from longspan.comm.channel import Channel
+from longspan.comm.channel import Channel, summed
 from longspan.errors import CommError
 
 Gradient = Literal["identical", "partial"]
@@ -55,10 +55,9 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        parts = gradients[0].split(list(ctx.counts))
         if ctx.gradient == "identical":
-            return parts[ctx.channel.index], None, None, None
-        return ctx.channel.reduce_scatter(parts, "sum of row gradients").wait(), None, None, None
+            return gradients[0].split(list(ctx.counts))[ctx.channel.index], None, None, None
+        return ctx.channel.reduce_scatter(gradients[0], ctx.counts, "sum of row gradients").wait(), None, None, None
 
 
 class _ScatterRows(torch.autograd.Function):
@@ -92,11 +91,7 @@ class _AllReduceSum(torch.autograd.Function):
 
 
 def _sum(x: Tensor, channel: Channel, what: str) -> Tensor:
-    parts = channel.all_gather(x[None], [1] * channel.degree, what).wait()
-    total = parts[0][0].clone()
-    for part in parts[1:]:
-        total += part[0]
-    return total
+    return summed(channel.all_gather(x[None], [1] * channel.degree, what).wait())[0]
 
 
 def _check_rows(x: Tensor, counts: Sequence[int], channel: Channel, what: str) -> None:

@@ -179,8 +179,8 @@ def _sum_over_slots(gradients: Sequence[Tensor], world: World) -> None:
     """Replace each tensor by its sum over the slots: a reduce-scatter and an all-gather of one flat buffer."""
     channel = world.channel(tuple(range(world.home.slots)))
     flat = torch.cat([gradient.flatten() for gradient in gradients])
-    parts = [part.contiguous() for part in flat.tensor_split(channel.degree)]
-    own = channel.reduce_scatter(parts, "sum of gradients").wait()
-    flat = torch.cat(channel.all_gather(own, [len(part) for part in parts], "sum of gradients").wait())
+    counts = [len(part) for part in flat.tensor_split(channel.degree)]
+    own = channel.reduce_scatter(flat, counts, "sum of gradients").wait()
+    flat = torch.cat(channel.all_gather(own, counts, "sum of gradients").wait())
     for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(summed.view_as(gradient))
