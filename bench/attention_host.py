@@ -55,7 +55,7 @@ class OneRank(World):
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
         self.device, self.rank, self.slot, self.key, self.node_size = device, 0, 0, -2, ranks
         self.plane, self._channels = self.home.plane(pp=0, tp=0), {}
-        self._watch = Watch(0, self.home.ranks, 600.0, None, None, gpu=device.type == "cuda")
+        self._watch = Watch(0, self.home.ranks, 600.0, None, gpu=device.type == "cuda")
         self._groups = Groups(backend="fake", timeout=600.0, watch=self._watch)
         parent, own = (self._groups.make(self.home.ranks, kind) for kind in ("parent", "communicator"))
         assert parent is not None and own is not None

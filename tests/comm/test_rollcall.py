@@ -5,13 +5,16 @@ import re
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from longspan.comm import rollcall
 from longspan.comm.launch import run_local
+from longspan.comm.notes import Notes
 from longspan.comm.rollcall import Watch
 from longspan.comm.world import World
 from longspan.errors import CommError
@@ -117,12 +120,80 @@ def test_a_rank_that_waits_for_one_that_left_is_ended(tmp_path: Path, capfd: pyt
     )
 
 
+@pytest.fixture
+def watches() -> Iterator[list[Watch]]:
+    """The watches of two ranks in one process, which answer each other's roll calls."""
+    store = HashStore()
+    both = [Watch(rank, (0, 1), 9.0, Notes(rank, (0, 1), store, "world")) for rank in (0, 1)]
+    for watch in both:
+        watch.open()
+    yield both
+    for watch in both:
+        watch.close()
+
+
+def fail_in(watch: Watch, what: str) -> str:
+    """What the error of a collective says that fails at once."""
+    with pytest.raises(CommError) as raised, watch.during(what, (0, 1)):
+        raise RuntimeError("connection closed")
+    return str(raised.value)
+
+
+def test_every_failure_has_a_roll_call_of_its_own(watches: list[Watch]) -> None:
+    first, second = watches
+    with second.during("a gather", (0, 1)):
+        earlier = first.during("an early collective", (0, 1)).__enter__()
+        assert "rank 1 is in 'a gather' of step 0" in fail_in(first, "one")
+    second.step = 3
+    second.finished = "a later sum"
+    assert "rank 1 is computing in step 3, after 'a later sum'" in fail_in(first, "two")
+    assert "rank 0 is in 'an early collective'" in fail_in(second, "three"), "rank 0 has not left it"
+    answer = first.failed(earlier, RuntimeError("closed"))
+    assert "rank 0 is in 'an early collective'" in str(answer), "one that was there before is not called again"
+
+
+def test_a_store_that_fails_for_a_while_is_asked_again(
+    watches: list[Watch], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    calls, unanswered = [], Notes.unanswered
+
+    def fails_at_first(notes: Notes) -> int:
+        calls.append(notes)
+        if len(calls) <= 4:
+            raise RuntimeError("connection reset by peer")
+        return unanswered(notes)
+
+    monkeypatch.setattr(Notes, "unanswered", fails_at_first)
+    while len(calls) < 4:
+        time.sleep(0.05)
+    assert "rank 1 is computing in step 0" in fail_in(watches[0], "one")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_store_that_stays_silent_is_told_of_and_gpus_are_watched_on(
+    watches: list[Watch], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fails(notes: Notes) -> bool:
+        raise RuntimeError("connection reset by peer")
+
+    monkeypatch.setattr(rollcall, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(Notes, "somebody_left", fails)
+    told, looked = "", list[int]()
+    while told.count("answers no more roll calls") < 2:
+        time.sleep(0.05)
+        told += capfd.readouterr().err
+    assert "the store has not answered for 0.3 s" in told and "connection reset" in told
+    monkeypatch.setattr(Watch, "_report_stuck_device", lambda watch: looked.append(watch.rank))
+    while set(looked) != {0, 1}:
+        time.sleep(0.05)
+
+
 OUT_OF_MEMORY = (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate"))
 
 
 @pytest.mark.parametrize("error", [*OUT_OF_MEMORY, MemoryError()], ids=repr)
 def test_memory_that_is_short_is_no_failed_collective(error: Exception) -> None:
-    watch = Watch(0, (0, 1), 1.0, None, None)
+    watch = Watch(0, (0, 1), 1.0, None)
     for context in (watch.during("pipeline", (0, 1)), watch.naming("passes", (0, 1))):
         with pytest.raises(type(error)) as raised, context:
             raise error

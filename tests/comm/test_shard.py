@@ -1,11 +1,14 @@
 """What a rank holds in a micro-batch: rows, positions, segments, padding; scatter and gather are inverse."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
 from longspan.comm.shard import SequenceShard, bind
 from longspan.comm.world import World
-from longspan.errors import LayoutError, PlanError
+from longspan.errors import CommError, LayoutError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Group, MicroBatch
 from longspan.testing import backend, run_ranks
@@ -102,6 +105,10 @@ def refuse(rank: int) -> None:
             shard.gather(torch.zeros(9, 1))
         with pytest.raises(AttributeError, match="immutable"):
             shard.slot = 1
+        for value in (shard, shard.parts[0]):
+            assert copy.copy(value) is value and copy.deepcopy({"shard": value})["shard"] is value
+            with pytest.raises(CommError, match=r"cannot be pickled; send its MicroBatch .* call bind\(micro_batch"):
+                pickle.dumps(value)
         assert "rows" in repr(shard) and "member" in repr(shard.parts[0])
 
 

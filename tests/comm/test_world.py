@@ -2,15 +2,21 @@
 
 import math
 import os
+import re
+import time
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from longspan.comm.groups import world_of
+from longspan.comm.groups import Groups, world_of
+from longspan.comm.shard import bind
 from longspan.comm.world import World
 from longspan.errors import CommError
 from longspan.layout import Layout
+from longspan.plan import MicroBatch
 from longspan.testing import backend, run_ranks
 
 HOMES = [
@@ -80,22 +86,82 @@ def test_an_initialised_default_group_is_reused_and_left_alone() -> None:
 def refuse(rank: int) -> None:
     cases = [
         (Layout(ranks=4), {}, r"the home has 4 ranks \(0, 1, 2, 3\), but 2 processes were started"),
-        (Layout(ranks=(0, 2)), {}, r"the home has 2 ranks \(0, 2\), but 2 processes were started \(0 to 1\)"),
+        (Layout(ranks=(0, 2)), {}, r"the home has 2 ranks \(0, 2\), but 2 processes were started, ranks 0 to 1"),
+        (Layout(ranks=1), {}, r"the home has 1 rank \(0\), but 2 processes .* ranks 0 to 1; start 1 process, or make"),
         (Layout(ranks=2), {"backend": "mpi"}, "backend 'mpi' is not known; use 'gloo'"),
         (Layout(ranks=2), {"backend": "gloo", "device": "cuda:99"}, "needs cuda:99, but this host shows"),
     ]
     for home, keywords, message in cases:
         with pytest.raises(CommError, match=message), World(home, **keywords):
             pass
-    for name in ("RANK", "WORLD_SIZE"):
-        value = os.environ.pop(name)
-        with pytest.raises(CommError, match="RANK and WORLD_SIZE are not set; start the ranks with `torchrun"):
+    for names, says in (
+        (("RANK",), "RANK is not set"),
+        (("WORLD_SIZE",), "WORLD_SIZE is not set"),
+        (("MASTER_ADDR",), "MASTER_ADDR is not set"),
+        (("MASTER_ADDR", "MASTER_PORT"), "MASTER_ADDR and MASTER_PORT are not set"),
+    ):
+        values = {name: os.environ.pop(name) for name in names}
+        torchrun = "start the ranks with `torchrun --nproc-per-node 2`, which sets RANK, WORLD_SIZE, MASTER_ADDR, M"
+        with pytest.raises(CommError, match=f"the home has 2 ranks, but {says}; {torchrun}"):
             World(Layout(ranks=2)).__enter__()
-        os.environ[name] = value
+        os.environ.update(values)
 
 
 def test_processes_that_are_not_the_home_are_refused_before_they_meet() -> None:
     run_ranks(refuse, 2)
+
+
+def open_again(rank: int) -> list[str]:
+    """Worlds that one or both ranks fail to open, each followed by one that opens."""
+    said, pair = [], Layout(ranks=2)
+
+    def fails(**keywords: Any) -> None:
+        with pytest.raises(CommError) as caught:
+            World(pair, **{"backend": "gloo", "timeout": 60} | keywords).__enter__()
+        said.append(str(caught.value))
+        assert not dist.is_initialized()
+
+    def opens() -> None:
+        with World(pair, backend=backend(), timeout=60) as world:
+            assert world._made_default and world.reduce_sum([1.0]) == [2.0]
+
+    if rank == 0:
+        fails(device="cuda:99")
+    opens()
+    if rank == 0:
+        fails(timeout=0.5)
+    else:
+        time.sleep(1.0)  # longer than rank 0 waits
+    opens()
+    with mock.patch.object(dist, "init_process_group", side_effect=RuntimeError("gloo: no route")):
+        fails()
+    opens()
+    with mock.patch.object(Groups, "set_parent", side_effect=KeyError("plane")), pytest.raises(KeyError):
+        World(pair, backend=backend(), timeout=60).__enter__()
+    opens()
+    end_slowly()
+    opens()
+    return said
+
+
+def end_slowly() -> None:
+    """Leave a world with an error whose groups take longer to end than a rank waits for them."""
+    destroy = dist.destroy_process_group
+    slow = mock.patch.object(dist, "destroy_process_group", lambda: time.sleep(1.3) or destroy())
+    with slow, pytest.raises(KeyError), World(Layout(ranks=2), backend=backend(), timeout=60):
+        raise KeyError("an error of the caller")
+    assert dist.is_initialized()
+
+
+def test_after_any_failure_to_open_the_next_world_opens() -> None:
+    said, others = run_ranks(open_again, 2)
+    for message, wanted in zip(
+        said,
+        ("needs cuda:99", r"world of 2 ranks in 0.5 s: rank\(s\) \(1\) did not come", "gloo: no route"),
+        strict=True,
+    ):
+        assert re.search(wanted, message)
+    assert len(others) == 1
 
 
 def misuse(rank: int) -> None:
@@ -139,6 +205,22 @@ def come_or_not(rank: int) -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     run_ranks(come_or_not, 3)
+
+
+def test_a_world_that_is_not_open_says_so() -> None:
+    world, nothing = World(Layout(ranks=1), backend="gloo"), MicroBatch()
+    for name in ("rank", "slot", "device", "plane"):
+        with pytest.raises(CommError, match=f"this world is not open, so its {name} is not known; use it inside `with"):
+            getattr(world, name)
+    for use in (lambda: bind(nothing, world), lambda: world.channel((0,)), lambda: world.step):
+        with pytest.raises(CommError, match="not open"):
+            use()
+    with world:
+        bind(nothing, world)
+    with pytest.raises(CommError, match="not open"):
+        bind(nothing, world)
+    with pytest.raises(AttributeError, match="no attribute 'slots'"):
+        world.slots  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_one_rank_needs_no_launcher() -> None:

@@ -39,20 +39,20 @@ class Channels(HostValues):
     @property
     def plane_group(self) -> ProcessGroup:
         """The group over this rank's plane, on which its channels talk point to point."""
-        self._check_open()
+        self.check_open()
         return self._groups.parent("plane")
 
     @property
     def groups_made(self) -> list[GroupRecord]:
         """Every communicator that this rank is in, with what it is for and the seconds that it took to make."""
-        self._check_open()
+        self.check_open()
         return list(self._groups.made)
 
     def channel(self, slots: Sequence[int]) -> Channel:
         """How these slots talk in this rank's plane. Raises CommError where this rank's slot is not one of them."""
         slots = tuple(slots)
         if slots not in self._channels:
-            self._check_open()
+            self.check_open()
             if not slots or len(set(slots)) != len(slots) or min(slots) < 0 or max(slots) >= self.home.slots:
                 raise CommError(
                     f"{short(slots)} are not distinct slots of the home, which has slots 0 to {self.home.slots - 1}"
@@ -69,7 +69,7 @@ class Channels(HostValues):
 
         Raises CommError for a home whose ranks descend along its stages: torch orders the members of a group by rank.
         """
-        self._check_open()
+        self.check_open()
         pipelines = self.home.pp_groups()
         if descending := next((ranks for ranks in pipelines if sorted(ranks) != list(ranks)), None):
             raise CommError(
@@ -97,7 +97,7 @@ class Channels(HostValues):
 
         With more than one plane it makes a group of its own.
         """
-        self._check_open()
+        self.check_open()
         if self.plane == self.home.ranks:
             return self.channel(range(self.home.slots))
         group = self._groups.make(self.home.ranks, "everyone")
@@ -111,7 +111,7 @@ class Channels(HostValues):
     @property
     def meshes(self) -> Meshes:
         """Device meshes of this rank's pipeline stage for FSDP2 and DTensor: `.fsdp`, `.tp`, `.expert`, `.ep`."""
-        self._check_open()
+        self.check_open()
         return self._meshes
 
     @property
@@ -165,6 +165,7 @@ class Channels(HostValues):
             channel.exchange([(right, x)], [(left, x.clone())], "warming point-to-point").wait()
             torch.cuda.synchronize(self.device)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises CommError where this world has not been opened or has been left."""
         if self.key not in _worlds:
             raise CommError("this world is not open; use it inside `with World(home) as world:`")

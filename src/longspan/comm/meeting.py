@@ -4,19 +4,22 @@ Which processes meet is decided by `world`, which reads torchrun's variables.
 """
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, ProcessGroup, Store
+from torch.distributed import DistError, DistStoreError, HashStore, PrefixStore, ProcessGroup, Store
 
 from longspan.errors import CommError
-from longspan.layout.layout import short
+from longspan.layout.layout import counted, short
 
 BOTH = "cpu:gloo,cuda:nccl"  # tensors on GPUs through NCCL, the host's integers through gloo
 _shared: dict[str, Store] = {}  # by address: a process keeps its store, so that it can open worlds in turn
+
+_ending: list[threading.Thread] = []  # destroying the groups of worlds that were left with an error
 
 
 @dataclass(frozen=True)
@@ -49,26 +52,71 @@ def meet(place: Place, timeout: float) -> Store:
     return _shared[place.address]
 
 
+def gather(store: Store, place: Place, timeout: float) -> str:
+    """Wait for all processes of this launch; returns the name of the store's corner in which they open a world now.
+
+    A process that is refused before it comes here, or that leaves because others did not come, has opened no world: it
+    may try again, and meets the others at the same one. Raises CommError that names the ranks which did not come.
+    """
+    opened = f"longspan/opened/{place.rank}"
+    try:
+        name = f"longspan/world {store.add(opened, 0)}"
+        if not _all_come(corner(store, name), place, timeout):
+            raise _absent(corner(store, name), place, timeout)
+        store.add(opened, 1)
+    except DistError as error:
+        raise CommError(
+            f"rank {place.rank} could not open a world of {counted(place.size, 'rank')}: their store does not answer; "
+            f"check that the process which serves it (torchrun, or rank 0) runs ({error})"
+        ) from error
+    return name
+
+
+def _all_come(here: Store, place: Place, timeout: float) -> bool:
+    """Whether all came in time; if not, this process has taken itself off again."""
+    here.set(f"rank/{place.rank}", "came")
+    if here.add("came", 1) == place.size:
+        here.set("all", "")
+        return True
+    try:
+        here.wait(["all"], timedelta(seconds=timeout))
+    except BaseException as error:
+        all_came = here.add("came", -1) == place.size - 1  # the last one just now
+        if not all_came:
+            here.set(f"rank/{place.rank}", "left")
+        if not isinstance(error, DistStoreError):
+            raise
+        return all_came
+    return True
+
+
+def _absent(here: Store, place: Place, timeout: float) -> CommError:
+    others = [rank for rank in range(place.size) if rank != place.rank]
+    absent = [rank for rank in others if not here.check([f"rank/{rank}"])]
+    left = [rank for rank in others if rank not in absent and here.get(f"rank/{rank}") == b"left"]
+    who = [f"rank(s) {short(absent)} did not come"] if absent else []
+    who += [f"rank(s) {short(left)} came and left again"] if left else []
+    return CommError(
+        f"rank {place.rank} could not open the world of {counted(place.size, 'rank')} in {timeout:g} s: "
+        f"{' and '.join(who) or 'the last came too late'}; start them all, or give more time"
+    )
+
+
 def begin(place: Place, store: Store, backend: str, timeout: float) -> None:
-    """Initialise the default process group. Raises CommError that names the ranks which did not come."""
-    store.set(f"here/{place.rank}", "")
+    """Initialise the default process group. Raises CommError where that fails."""
     try:
         dist.init_process_group(
             backend, store=store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=timeout)
         )
     except RuntimeError as error:
-        absent = [rank for rank in range(place.size) if not store.check([f"here/{rank}"])]
-        who = f"rank(s) {short(absent)} did not come" if absent else "all ranks came"
         raise CommError(
-            f"rank {place.rank} could not open the world of {place.size} ranks in {timeout:g} s: {who}; start them "
-            f"all, or give more time ({error})"
+            f"rank {place.rank} could not connect to the others of {counted(place.size, 'rank')}, which all came, in "
+            f"{timeout:g} s; check that the hosts reach each other, or name the network in GLOO_SOCKET_IFNAME ({error})"
         ) from error
 
 
-def own_connection(store: Store) -> Store | None:
-    """A connection of its own to the same store for roll calls; None where that kind of store cannot serve them."""
-    if not store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
-        return None
+def clone(store: Store) -> Store:
+    """A connection of its own to the same store, which waits for 10 s at most."""
     connection: Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
     connection.set_timeout(timedelta(seconds=10))
     return connection
@@ -95,8 +143,8 @@ def choose_device(backend: str | None, device: torch.device | str | None, local_
         index = local_rank if found.index is None else found.index
         if index >= there:
             raise CommError(
-                f"local rank {local_rank} needs cuda:{index}, but this host shows {there} CUDA device(s); start at "
-                f"most {there} ranks per host, or use backend='gloo'"
+                f"local rank {local_rank} needs cuda:{index}, but this host shows {counted(there, 'CUDA device')}; "
+                f"start at most {counted(there, 'rank')} per host, or use backend='gloo'"
             )
         found = torch.device("cuda", index)
         torch.cuda.set_device(found)
@@ -110,9 +158,9 @@ def end(groups: Sequence[ProcessGroup], *, default: bool, patient: bool) -> None
     """
 
     def destroy() -> None:
-        if default:
+        if default and dist.is_initialized():
             dist.destroy_process_group()
-        else:
+        elif not default:
             for group in groups:
                 dist.destroy_process_group(group)
 
@@ -122,3 +170,20 @@ def end(groups: Sequence[ProcessGroup], *, default: bool, patient: bool) -> None
         thread = threading.Thread(target=destroy, name="longspan leaving", daemon=True)
         thread.start()
         thread.join(1.0)
+        _ending[:] = [other for other in (*_ending, thread) if other.is_alive()]
+
+
+def wait_for_ends(timeout: float) -> None:
+    """Wait until groups of worlds that were left with an error are gone; a new world would be taken for them.
+
+    Raises CommError where one is still there after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    for thread in _ending:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            raise CommError(
+                f"the process groups of a world that was left with an error have not ended in {timeout:g} s, as a "
+                "collective of theirs still runs; open the next world in a new process, or give more time"
+            )
+    _ending.clear()

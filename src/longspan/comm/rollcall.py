@@ -5,6 +5,7 @@ store (`notes.py`); a thread on each rank answers, also while its main thread is
 no longer answer and quotes those that left with an error. Nothing here moves data.
 """
 
+import math
 import os
 import signal
 import sys
@@ -16,12 +17,13 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, Work
+from torch.distributed import Work
 
 from longspan.comm.notes import CALL_SECONDS, Notes
 from longspan.errors import CommError, LongspanError
 from longspan.layout.layout import short
 
+SILENT_SECONDS = 60.0  # a store that has not answered for this long is not asked again
 LEFT_SECONDS = 30.0  # once a rank has left with an error, a collective of the others may last this long
 
 
@@ -60,10 +62,10 @@ class Operation:
 class Watch:
     """What this rank is doing, and its side of a roll call.
 
-    `store` is this world's own corner of the store that all ranks share, or None (a single process), `root` the whole
-    of it, where a launcher writes which ranks died. `gpu`: collectives run on a GPU, where a stuck one raises nothing
-    in the host: there the answering thread writes the error to stderr and ends the process. It does so too, on a GPU or
-    not, where a rank has left with an error and this one does not get out of a collective that waits for it.
+    `notes` is what the ranks tell each other, or None (a single process). `gpu`: collectives run on a GPU, where a
+    stuck one raises nothing in the host: there the answering thread writes the error to stderr and ends the process. It
+    does so too, on a GPU or not, where a rank has left with an error and this one does not get out of a collective that
+    waits for it.
     """
 
     def __init__(
@@ -71,8 +73,7 @@ class Watch:
         rank: int,
         ranks: Sequence[int],
         timeout: float,
-        store: Store | None,
-        root: Store | None,
+        notes: Notes | None,
         *,
         gpu: bool = False,
     ) -> None:
@@ -80,7 +81,7 @@ class Watch:
         self.step = 0
         self.current: Operation | None = None
         self.finished = "nothing yet"
-        self._notes = None if store is None else Notes(rank, ranks, store, root)
+        self._notes = notes
         self._passed = torch.cuda.Event() if gpu else None
         # The last collective that was waited for, and how to ask whether the device is past it.
         self._last: tuple[Operation, Callable[[], bool]] | None = None
@@ -116,13 +117,14 @@ class Watch:
         A collective that is captured in a CUDA graph does not run now, and cannot be asked.
         """
         if self._passed is not None and not torch.cuda.is_current_stream_capturing():
-            self._last = operation, lambda: all(work.is_completed() for work in works)
+            self._last = operation, lambda: _past(lambda: all(work.is_completed() for work in works))
 
     def mark(self, operation: Operation) -> None:
         """The same for a collective without works at hand: the device is past it when the stream is past this point."""
         if self._passed is not None and not torch.cuda.is_current_stream_capturing():
             self._passed.record()
-            self._last = operation, self._passed.query
+            passed = self._passed
+            self._last = operation, lambda: _past(passed.query)
 
     def open(self) -> None:
         """Start the thread that answers roll calls."""
@@ -148,7 +150,7 @@ class Watch:
         how = "timed out" if "timed out" in str(error).lower() else "failed"
         failure = CommError(
             f"{operation} {how} on rank {self.rank} after {seconds:.1f} s (limit {self.timeout:g} s). "
-            f"Roll call: {self._roll_call()}. The backend said: {_one_line(error)}"
+            f"Roll call: {self._roll_call(operation.started)}. The backend said: {_one_line(error)}"
         )
         failure.seen_from_outside = True  # type: ignore[attr-defined]
         return failure
@@ -161,19 +163,35 @@ class Watch:
         return f"in {operation} for {time.monotonic() - operation.started:.1f} s"
 
     def _answer_calls(self) -> None:
-        notes, answered = self._notes, False
-        assert notes is not None
         # Many ranks share one store: a thousand ranks ask it a thousand times a second, not more.
         interval = min(2.0, max(0.2, len(self.ranks) / 1000))
-        try:
-            while not self._stop.wait(interval):
-                self._report_stuck_device()
-                self._report_waiting_in_vain(notes)
-                if not answered and notes.asked():
-                    notes.answer(self.describe())
-                    answered = True
-        except RuntimeError:
-            return  # the store is gone
+        notes, silent_since = self._notes, math.inf
+        while not self._stop.wait(interval):
+            self._report_stuck_device()
+            if notes is None:
+                continue
+            try:
+                if silent_since < math.inf:
+                    notes.connect_again()
+                self._ask(notes)
+                silent_since = math.inf
+            except RuntimeError as error:
+                silent_since = min(silent_since, time.monotonic())
+                if time.monotonic() - silent_since >= SILENT_SECONDS:
+                    notes = None
+                    self._say_that_the_store_is_silent(error)
+
+    def _ask(self, notes: Notes) -> None:
+        self._report_waiting_in_vain(notes)
+        if number := notes.unanswered():
+            notes.answer(number, self.describe())
+
+    def _say_that_the_store_is_silent(self, error: RuntimeError) -> None:
+        _say(
+            f"rank {self.rank} answers no more roll calls and does not learn of ranks that leave with an error: the "
+            f"store has not answered for {SILENT_SECONDS:g} s; a collective still ends after {self.timeout:g} s, so "
+            f"check the process that serves the store ({_one_line(error)})"
+        )
 
     def _report_stuck_device(self) -> None:
         """Say which collective a GPU does not get past in time, and end this process, whose main thread may be stuck.
@@ -183,8 +201,8 @@ class Watch:
         last = self._last
         if last is None or time.monotonic() - last[0].started < self.timeout:
             return
-        operation, done = last
-        if done():
+        operation, past = last
+        if past():
             self._last = None if self._last is last else self._last
             return
         self._end(operation, f"timed out: the GPU of rank {self.rank} has not got past it")
@@ -205,16 +223,16 @@ class Watch:
 
     def _end(self, operation: Operation, why: str) -> None:
         failure = self.failed(operation, RuntimeError(why))
-        print(f"longspan: {failure}", file=sys.stderr, flush=True)
+        _say(str(failure))
         self.leave(failure)
         os.kill(os.getpid(), signal.SIGABRT)
 
-    def _roll_call(self) -> str:
-        """Who answers: asked by the first rank that notices, read by the others."""
+    def _roll_call(self, since: float) -> str:
+        """Who answers, about a collective entered at `since`: the first rank that notices asks, the others read it."""
         if self._notes is None:
             return "this process has no store to ask through"
         try:
-            return self._notes.call(self.describe())
+            return self._notes.call(self.describe(), since)
         except RuntimeError:
             return "the store does not answer, so the rank or launcher that served it is gone"
 
@@ -231,6 +249,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def _past(query: Callable[[], bool]) -> bool:
+    """Whether the device is past a collective, or has failed, which the main thread hears of when it next asks it."""
+    try:
+        return query()
+    except RuntimeError:
+        return True
+
+
+def _say(text: str) -> None:
+    print(f"longspan: {text}", file=sys.stderr, flush=True)
 
 
 def _one_line(error: BaseException) -> str:

@@ -8,7 +8,7 @@ Rows of a slot: group after group in plan order, document after document, in the
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from longspan.comm.channel import Channel
 from longspan.comm.groups import world_of
 from longspan.comm.host_arrays import to_device
 from longspan.comm.world import World
-from longspan.errors import LayoutError, PlanError
+from longspan.errors import CommError, LayoutError, PlanError
 from longspan.layout import Segments
 from longspan.plan import Group, MicroBatch
 
@@ -38,6 +38,19 @@ class _Immutable:
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{type(self).__name__} is immutable: bind the micro-batch again, do not set {name}")
+
+    def __copy__(self) -> Self:
+        """Itself: what never changes needs no copy."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise CommError(
+            f"a {type(self).__name__} belongs to a world of this process and cannot be pickled; send its MicroBatch "
+            "(or the plan) and call bind(micro_batch, world) where it arrives"
+        )
 
 
 class ShardPart(_Immutable):
@@ -194,8 +207,10 @@ class SequenceShard(_Immutable):
 def bind(micro_batch: MicroBatch, world: World) -> SequenceShard:
     """What this rank does in `micro_batch`. Never communicates.
 
-    Raises PlanError where the micro-batch names slots that the home does not have.
+    Raises PlanError where the micro-batch names slots that the home does not have, CommError where the world is not
+    open.
     """
+    world.check_open()
     outside = sorted({s for group in micro_batch.groups for s in group.slots if not 0 <= s < world.home.slots})
     if outside:
         raise PlanError(

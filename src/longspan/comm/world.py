@@ -7,20 +7,28 @@ plans; how the ranks talk on the device is in `channels`; what moves tensors is 
 import os
 from itertools import count
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 
 from longspan.comm.channels import Channels
 from longspan.comm.family import Family
 from longspan.comm.groups import Groups, _worlds
-from longspan.comm.meeting import BOTH, Place, begin, choose_device, corner, end, meet, own_connection
+from longspan.comm.meeting import BOTH, Place, begin, choose_device, clone, corner, end, gather, meet, wait_for_ends
 from longspan.comm.meshes import Meshes
+from longspan.comm.notes import Notes
 from longspan.comm.rollcall import Watch
 from longspan.errors import CommError
 from longspan.layout import Coordinates, Layout
-from longspan.layout.layout import short
+from longspan.layout.layout import counted, short
+
+TORCHRUN_SETS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+KNOWN_WHEN_OPEN = frozenset(
+    ("rank", "coordinates", "slot", "plane", "device", "backend", "max_groups", "node_size", "_channels")
+)
 
 _keys = count()
 
@@ -57,10 +65,18 @@ class World(Channels):
     def __enter__(self) -> "World":
         if self.key in _worlds:
             raise CommError("this world is already open")
-        backend, device, max_groups = self._asked
+        wait_for_ends(self.timeout)
         self._made_default = not dist.is_initialized()
         place = _started(self.home) if self._made_default else _running(self.home)
-        self.key, self.rank = next(_keys), place.rank
+        self._take(place)
+        store = meet(place, self.timeout) if self._made_default else dist.distributed_c10d._get_default_store()
+        self._open(place, store, gather(store, place, self.timeout))
+        return self
+
+    def _take(self, place: Place) -> None:
+        """What this rank is and which device it has. It may be refused here, alone: no other rank knows of it yet."""
+        backend, device, max_groups = self._asked
+        self.rank = place.rank
         self.coordinates: Coordinates = self.home.coordinates(self.rank)
         self.slot = self.coordinates.slot
         self.plane = self.home.plane(pp=self.coordinates.pp, tp=self.coordinates.tp)
@@ -69,24 +85,21 @@ class World(Channels):
         self.max_groups = max_groups if max_groups is not None else 4 if self.device.type == "cuda" else 0
         self._channels = {}
         self._family = Family(self.max_groups)
-        self._open(place)
-        return self
 
-    def _open(self, place: Place) -> None:
-        if self._made_default:
-            store = meet(place, self.timeout)
-            begin(place, corner(store, f"longspan/{self.key}"), self.backend, self.timeout)
-        else:
-            store = dist.distributed_c10d._get_default_store()
-        asking = own_connection(store) if place.size > 1 else None
-        own = None if asking is None else corner(asking, f"longspan/{self.key}/watch")
-        gpu = self.device.type == "cuda"
-        self._watch = Watch(self.rank, self.home.ranks, self.timeout, own, asking, gpu=gpu)
-        self._watch.open()
+    def _open(self, place: Place, store: Store, name: str) -> None:
+        """Make what the ranks talk through, in this corner of their store."""
+        notes = None
+        if place.size > 1 and store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
+            notes = Notes(self.rank, self.home.ranks, clone(store), f"{name}/watch")
+        self._watch = Watch(self.rank, self.home.ranks, self.timeout, notes, gpu=self.device.type == "cuda")
         self._groups = Groups(backend=self.backend, timeout=self.timeout, watch=self._watch)
         self._meshes = Meshes(self.home, self.coordinates.pp, self._groups, self.device.type)
+        self.key = next(_keys)
         _worlds[self.key] = self
+        self._watch.open()
         try:
+            if self._made_default:
+                begin(place, corner(store, name), self.backend, self.timeout)
             self._make_groups()
             # Slots of a node, as the home's first rank sees it: every rank must choose alike by it.
             self.node_size = self.broadcast_object(max(1, _ranks_of_node(len(self.home.ranks)) // self.home.tp))
@@ -129,16 +142,24 @@ class World(Channels):
 
     # ---- what others ask an open world for
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """What is known once a world is open. Raises CommError before."""
+            if name in KNOWN_WHEN_OPEN:
+                raise CommError(f"this world is not open, so its {name} is not known; use it inside `with world:`")
+            raise AttributeError(f"a World has no attribute {name!r}")
+
     @property
     def watch(self) -> Watch:
         """What this rank is doing, for error messages."""
-        self._check_open()
+        self.check_open()
         return self._watch
 
     @property
     def control(self) -> ProcessGroup:
         """The gloo group over all ranks, for the host's integers."""
-        self._check_open()
+        self.check_open()
         return self._control
 
     @property
@@ -153,16 +174,18 @@ class World(Channels):
 
 def _started(home: Layout) -> Place:
     """This process's place by torchrun's variables; a home of one rank needs none."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        if home.ranks == (0,):
-            return Place(0, 1, 0, "")
+    absent = [name for name in TORCHRUN_SETS if not os.environ.get(name)]
+    if absent and home.ranks == (0,) and os.environ.get("WORLD_SIZE", "1") == "1":
+        return Place(0, 1, 0, "")
+    if absent:
         raise CommError(
-            f"the home has {len(home.ranks)} ranks, but RANK and WORLD_SIZE are not set; start the ranks with "
-            f"`torchrun --nproc-per-node {len(home.ranks)}` or longspan.comm.run_local"
+            f"the home has {counted(len(home.ranks), 'rank')}, but {' and '.join(absent)} "
+            f"{'is' if len(absent) == 1 else 'are'} not set; start the ranks with `torchrun --nproc-per-node "
+            f"{len(home.ranks)}`, which sets {', '.join(TORCHRUN_SETS)} and LOCAL_RANK, or with longspan.comm.run_local"
         )
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _check_size(home, size)
-    address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     return Place(rank, size, int(os.environ.get("LOCAL_RANK", rank)), address)
 
 
@@ -180,7 +203,10 @@ def _ranks_of_node(ranks: int) -> int:
 
 def _check_size(home: Layout, size: int) -> None:
     if sorted(home.ranks) != list(range(size)):
+        came = (
+            "1 process was started, rank 0" if size == 1 else f"{size:,} processes were started, ranks 0 to {size - 1}"
+        )
         raise CommError(
-            f"the home has {len(home.ranks)} ranks {short(home.ranks)}, but {size} processes were started (0 to "
-            f"{size - 1}); start {len(home.ranks)} processes, or make the home of all {size}"
+            f"the home has {counted(len(home.ranks), 'rank')} {short(home.ranks)}, but {came}; start "
+            f"{counted(len(home.ranks), 'process')}, or make the home of all that were started: Layout(ranks={size})"
         )
