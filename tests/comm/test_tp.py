@@ -1,6 +1,7 @@
 """Collectives of tensor-parallel ranks: what arrives, and the gradient that each states."""
 
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -57,7 +58,11 @@ def _check(rank: int, home: Layout) -> None:
         out, gradient = _apply(tp_sum, world, own, whole_rows[0])
         assert torch.equal(out, total) and torch.equal(gradient, whole_rows[0])
         x = own.to(world.device, copy=True).requires_grad_()
-        (tp_copy(x, world.key) * whole_rows[me].to(world.device)).sum().backward()
+        with mock.patch.object(Layout, "rank_at", side_effect=AssertionError("who is in the group is known by now")):
+            (tp_copy(x, world.key) * whole_rows[me].to(world.device)).sum().backward()
+        assert world.tp_channel.ranks == tuple(
+            home.rank_at(world.slot, pp=world.coordinates.pp, tp=i) for i in range(tp)
+        )
         assert x.grad is not None and torch.equal(x.grad.cpu(), torch.stack(whole_rows).sum(0))
 
 

@@ -67,7 +67,7 @@ class Channel:
     `ranks` are the members' global ranks in the order of the group's slots, `index` this rank's place among them.
     Every method is entered by all members, in one order on every rank. Point-to-point runs on
     the parent group, which is the plane's, or with `parent="everyone"` that of all ranks, with "pipeline" that of the
-    stages of a slot.
+    stages of a slot, with "tp" that of a slot's tensor-parallel ranks.
     """
 
     def __init__(
@@ -90,6 +90,11 @@ class Channel:
         """How many members there are."""
         return len(self.ranks)
 
+    @property
+    def group(self) -> ProcessGroup:
+        """The parent group."""
+        return self._groups.parent(self._parent)
+
     def exchange(
         self,
         sends: Sequence[tuple[int, Tensor]],
@@ -108,7 +113,7 @@ class Channel:
     def _started(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], what: str
     ) -> tuple[Sequence[Work], list[dist.P2POp]]:
-        parent = self._groups.parent(self._parent)
+        parent = self.group
         ops: list[dist.P2POp] = []
         for member, tensor in sends:
             if tensor.numel():

@@ -92,6 +92,17 @@ class Channels(HostValues):
         return self._groups.parent("pipeline")
 
     @cached_property
+    def tp_channel(self) -> Channel:
+        """This slot's tensor-parallel ranks, on the group of `meshes.tp`; first asked for by all ranks together.
+
+        Raises CommError for a home without tensor parallelism.
+        """
+        self._groups.set_parent("tp", self.tp_mesh.get_group())
+        place = self.coordinates
+        ranks = tuple(self.home.rank_at(place.slot, pp=place.pp, tp=tp) for tp in range(self.home.tp))
+        return Channel(self._groups, ranks, place.tp, self.device, "tp")
+
+    @cached_property
     def everyone(self) -> Channel:
         """A channel over all ranks of the home, in its order; first asked for by all ranks together.
 

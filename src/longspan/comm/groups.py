@@ -20,7 +20,7 @@ from longspan.errors import CommError
 if TYPE_CHECKING:
     from longspan.comm.world import World
 
-ParentName = Literal["plane", "everyone", "pipeline"]
+ParentName = Literal["plane", "everyone", "pipeline", "tp"]
 
 # Kinds whose messages travel beside kernels of the same layer. Their NCCL kernels go before blocks of a running kernel
 # that wait for a place on the device: behind them, a message that is sent ahead starts when the kernel is nearly done

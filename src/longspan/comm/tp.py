@@ -9,7 +9,6 @@ Dims before `dim` must be of size 1 where tensors are split or summed in parts, 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from longspan.comm.channel import _all_gather_single
+from longspan.comm.channel import Channel, _all_gather_single
 from longspan.comm.collectives import Gradient
 from longspan.comm.groups import world_of
-from longspan.comm.rollcall import Watch
 
 # torch 2.13 renamed reduce_scatter_tensor.
 _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -60,56 +58,37 @@ def tp_place(key: int) -> tuple[int, int]:
     return world.coordinates.tp, world.home.tp
 
 
-@dataclass(frozen=True)
-class _Ranks:
-    group: ProcessGroup
-    ranks: tuple[int, ...]
-    index: int
-    watch: Watch
-
-    @property
-    def degree(self) -> int:
-        return len(self.ranks)
-
-    def run(self, what: str, start: Callable[[ProcessGroup], Any]) -> None:
-        with self.watch.during(what, self.ranks) as operation:
-            start(self.group).wait()
-            self.watch.mark(operation)
-
-
-def _ranks_of(key: int) -> _Ranks:
-    world = world_of(key)
-    group = world.tp_mesh.get_group()
-    place = world.coordinates
-    ranks = tuple(world.home.rank_at(place.slot, pp=place.pp, tp=tp) for tp in range(world.home.tp))
-    return _Ranks(group, ranks, place.tp, world.watch)
+def _run(channel: Channel, what: str, start: Callable[[ProcessGroup], Any]) -> None:
+    with channel.watch.during(what, channel.ranks) as operation:
+        start(channel.group).wait()
+        channel.watch.mark(operation)
 
 
 def _summed(x: Tensor, key: int, what: str) -> Tensor:
     total = x.detach().clone(memory_format=torch.contiguous_format)
-    _ranks_of(key).run(what, lambda group: dist.all_reduce(total, group=group, async_op=True))
+    _run(world_of(key).tp_channel, what, lambda group: dist.all_reduce(total, group=group, async_op=True))
     return total
 
 
 def _gathered(x: Tensor, key: int, dim: int, what: str) -> Tensor:
-    tp = _ranks_of(key)
+    tp = world_of(key).tp_channel
     x = x.detach().contiguous()
     in_place = x.shape[:dim].numel() == 1
     found = x.new_empty(
         (*x.shape[:dim], tp.degree * x.shape[dim], *x.shape[dim + 1 :]) if in_place else (tp.degree, *x.shape)
     )
     flat, own = found.view(-1), x.view(-1)
-    tp.run(what, lambda group: _all_gather_single(flat, own, group=group, async_op=True))
+    _run(tp, what, lambda group: _all_gather_single(flat, own, group=group, async_op=True))
     return found if in_place else torch.cat(found.unbind(), dim)
 
 
 def _summed_slice(x: Tensor, key: int, dim: int, what: str) -> Tensor:
-    tp = _ranks_of(key)
+    tp = world_of(key).tp_channel
     x = x.detach().contiguous()
     assert x.shape[:dim].numel() == 1 and x.shape[dim] % tp.degree == 0, (what, x.shape, dim, tp.degree)
     found = x.new_empty((*x.shape[:dim], x.shape[dim] // tp.degree, *x.shape[dim + 1 :]))
     flat, own = x.view(-1), found.view(-1)
-    tp.run(what, lambda group: _reduce_scatter_single(own, flat, group=group, async_op=True))
+    _run(tp, what, lambda group: _reduce_scatter_single(own, flat, group=group, async_op=True))
     return found
 
 

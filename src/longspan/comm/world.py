@@ -136,7 +136,7 @@ class World(Channels):
         del _worlds[self.key]
         self._channels.clear()
         self._meshes.forget()
-        for name in ("_meshes", "everyone", "pipeline", "_control"):
+        for name in ("_meshes", "everyone", "pipeline", "tp_channel", "_control"):
             vars(self).pop(name, None)
         end(self._groups.forget(), default=self._made_default, patient=error is None)
 
