@@ -2,15 +2,18 @@
 
 import copy
 import pickle
+from unittest import mock
 
 import pytest
 import torch
+from torch.nn import functional as F
 
+from longspan import comm
 from longspan.comm.shard import SequenceShard, bind
 from longspan.comm.world import World
 from longspan.errors import CommError, LayoutError, PlanError
 from longspan.layout import Layout
-from longspan.plan import Group, MicroBatch
+from longspan.plan import Group, MicroBatch, Plan
 from longspan.testing import backend, run_ranks
 
 
@@ -64,7 +67,13 @@ def check_there_and_back(shard: SequenceShard) -> None:
     local = shard.scatter(x).requires_grad_()
     assert local.shape == (shard.local_rows, 2)
     assert bool((local[shard.rows < 0] == 0).all())
+    for value in (0, -100, float("nan")):
+        filled = shard.scatter(x, fill=value)
+        wanted = torch.where(shard.rows[:, None] < 0, value, local.detach())
+        torch.testing.assert_close(filled, wanted, rtol=0, atol=0, equal_nan=True)
     whole = shard.gather(local)
+    with mock.patch.object(comm.shard, "expand", side_effect=AssertionError("a shard lays all slots out once")):
+        assert torch.equal(shard.gather(local), whole)
     assert torch.equal(whole, x)
     weight = torch.arange(shard.tokens, dtype=torch.float64, device=shard.device)[:, None] + 1
     (whole * weight).sum().backward()
@@ -90,6 +99,25 @@ def pad(rank: int) -> None:
         assert shard.with_padding(minimum=0) is shard
 
 
+def learn(rank: int) -> list[float]:
+    """Gradients of a bias over a vocabulary of three in an own loop, where slot 1 has padding rows alone."""
+    with World(Layout(ranks=2), backend=backend()) as world:
+        plan = Plan(2, (5,), (MicroBatch((group((0,), 0, (5,)),)),), targets=4)
+        shard = bind(plan.micro_batches[0], world).with_padding(multiple=4)
+        labels = shard.scatter(torch.tensor([2, 1, 2, 2, -100]), fill=-100)
+        assert labels.tolist()[-shard.padding_rows :] == [-100] * (3, 4)[rank]
+        bias = torch.zeros(3, dtype=torch.float64, device=world.device, requires_grad=True)
+        logits = bias.expand(shard.local_rows, 3)
+        (F.cross_entropy(logits, labels.to(world.device), reduction="sum") / plan.targets).backward()
+        assert bias.grad is not None
+        return world.reduce_sum(bias.grad.tolist())
+
+
+def test_labels_of_padding_rows_are_no_targets() -> None:
+    for gradient in run_ranks(learn, 2):
+        assert gradient == pytest.approx([1 / 3, 1 / 3 - 1 / 4, 1 / 3 - 3 / 4], abs=1e-15)
+
+
 def test_padding_rows_are_a_document_of_their_own() -> None:
     run_ranks(pad, 2)
 
@@ -101,6 +129,14 @@ def refuse(rank: int) -> None:
         shard = bind(MicroBatch((group((0, 1), 0, (5,)),)), world)
         with pytest.raises(LayoutError, match="scatter got 4 rows, the micro-batch has 5"):
             shard.scatter(torch.zeros(4, 1))
+        for fill, dtype, says in (
+            (-100, torch.uint8, "uint8 with -100; give a whole number from 0 to 255"),
+            (0.5, torch.int64, "int64 with 0.5"),
+            (float("nan"), torch.int32, "int32 with nan"),
+            (2, torch.bool, "bool with 2; give a whole number from 0 to 1"),
+        ):
+            with pytest.raises(LayoutError, match=f"scatter cannot fill torch.{says}"):
+                shard.scatter(torch.zeros(5, dtype=dtype), fill=fill)
         with pytest.raises(LayoutError, match="gather got 9 rows, the shard holds"):
             shard.gather(torch.zeros(9, 1))
         with pytest.raises(AttributeError, match="immutable"):

@@ -5,6 +5,7 @@ their own (`groups.py`), one call of it does the same.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -194,7 +195,7 @@ class Channel:
         """Where each member's rows begin in what `all_gather_rows` returns."""
         own = self._gathering(counts)
         if own is None:
-            return tuple(sum(counts[:member]) for member in range(self.degree))
+            return tuple(accumulate(counts[:-1], initial=0))
         # torch sorts the ranks of a group, and every member sends as many rows
         return tuple(dist.get_group_rank(own, rank) * max(counts) for rank in self.ranks)
 

@@ -21,6 +21,7 @@ from longspan.comm.host_arrays import to_device
 from longspan.comm.world import World
 from longspan.errors import CommError, LayoutError, PlanError
 from longspan.layout import Segments
+from longspan.layout.segments import expand
 from longspan.plan import Group, MicroBatch
 
 Rows = npt.NDArray[np.int64]
@@ -144,7 +145,7 @@ class SequenceShard(_Immutable):
             documents=documents,
             cu_seqlens=to_device(cu_seqlens, device),
             device=device,
-            memo={},  # geometry that attention derives once per shard; not part of the value
+            memo={},  # geometry that `gather` and attention derive once per shard; not part of the value
         )
 
     @property
@@ -173,18 +174,29 @@ class SequenceShard(_Immutable):
             return self
         return SequenceShard(self.micro_batch, self.slot, self.world_key, self.device, padding=wanted - real)
 
-    def scatter(self, x: Tensor) -> Tensor:
-        """(S, …) packed rows, the same on every rank, to this rank's (T, …); padding rows are zero. Local.
+    def scatter(self, x: Tensor, fill: float = 0) -> Tensor:
+        """(S, …) packed rows, the same on every rank, to this rank's (T, …); padding rows hold `fill`. Local.
 
-        Raises LayoutError where x does not have S rows.
+        Padding rows are those of `with_padding`, of which a slot without documents has nothing else, and those of a
+        group with `pad_to`. Labels want `fill=-100`, which torch's cross entropy leaves out: with the 0 that suits
+        token ids, padding would be trained to predict token 0.
+
+        >>> shard = bind(plan.micro_batches[0], world).with_padding()
+        >>> ids, labels = shard.scatter(ids), shard.scatter(labels, fill=-100)     # labels shifted in each document
+        >>> logits = model(input_ids=ids[None], position_ids=shard.position_ids[None], shard=shard).logits[0]
+        >>> loss = F.cross_entropy(logits.float(), labels, reduction="sum") / plan.targets
+        >>> loss.backward()                                     # gradients are sums over slots
+
+        Raises LayoutError where x does not have S rows, or its dtype cannot hold `fill`.
         """
         if x.shape[0] != self.tokens:
             raise LayoutError(f"scatter got {x.shape[0]} rows, the micro-batch has {self.tokens} packed rows")
+        _check_fill(fill, x.dtype)
         local = x[self.rows.clamp(min=0).to(x.device)] if self.tokens else x.new_zeros((self.local_rows, *x.shape[1:]))
         if not self._has_padding():
             return local
         hole = (self.rows < 0).to(x.device).view(-1, *[1] * (x.ndim - 1))
-        return local.masked_fill(hole, 0)
+        return local.masked_fill(hole, fill)
 
     def gather(self, x_local: Tensor) -> Tensor:
         """This rank's (T, …) rows to all (S, …) packed rows; entered by every slot.
@@ -196,6 +208,13 @@ class SequenceShard(_Immutable):
         if x_local.shape[0] != self.local_rows:
             raise LayoutError(f"gather got {x_local.shape[0]} rows, the shard holds {self.local_rows}")
         return _Gather.apply(x_local, self)  # pyright: ignore[reportReturnType]
+
+    def _sources(self, starts: tuple[int, ...]) -> Tensor:
+        """`_sources` on the device, worked out once."""
+        key = (_sources, starts)
+        if key not in self.memo:
+            self.memo[key] = to_device(_sources(self.micro_batch, starts), self.device)
+        return self.memo[key]
 
     def _has_padding(self) -> bool:
         return any(part.index < 0 or part.group.pad_to is not None for part in self.parts)
@@ -218,6 +237,14 @@ def bind(micro_batch: MicroBatch, world: World) -> SequenceShard:
             f"(0 to {world.home.slots - 1}); plan for this home, or start more processes"
         )
     return SequenceShard(micro_batch, world.slot, world.key, world.device)
+
+
+def _check_fill(fill: float, dtype: torch.dtype) -> None:
+    if dtype.is_floating_point or dtype.is_complex:
+        return
+    least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if not (least <= fill <= most and fill == int(fill)):
+        raise LayoutError(f"scatter cannot fill {dtype} with {fill}; give a whole number from {least} to {most}")
 
 
 def _parts(micro_batch: MicroBatch, slot: int, world_key: int, padding: int) -> tuple[ShardPart, ...]:
@@ -269,6 +296,31 @@ def _concatenate(arrays: Sequence[Rows]) -> Rows:
     return np.concatenate([np.zeros(0, dtype=np.int64), *arrays])
 
 
+def _counts(micro_batch: MicroBatch, slots: int) -> list[int]:
+    """Rows that each slot holds."""
+    counts = [0] * slots
+    for group in micro_batch.groups:
+        for slot, rows in zip(group.slots, group.shares.counts, strict=True):
+            counts[slot] += rows
+    return counts
+
+
+def _sources(micro_batch: MicroBatch, starts: Sequence[int]) -> Rows:
+    """Where each packed row (S,) is among the rows of all slots, of which those of slot s begin at `starts[s]`."""
+    sources, next_row, base = np.empty(micro_batch.tokens, dtype=np.int64), list(starts), 0
+    for group in micro_batch.groups:
+        lengths, counts = np.asarray(group.lengths, dtype=np.int64), group.shares.counts
+        first_rows = base + np.cumsum(lengths) - lengths
+        for member, slot in enumerate(group.slots):
+            held = group.shares.segments(member)
+            sizes = np.clip(lengths[held.document] - held.start, 0, held.stop - held.start)  # without padding
+            begin, local = first_rows[held.document] + held.start, next_row[slot] + held.offset
+            sources[expand(begin, begin + sizes)] = expand(local, local + sizes)
+            next_row[slot] += counts[member]
+        base += group.tokens
+    return sources
+
+
 class _Gather(torch.autograd.Function):
     """All slots' rows in packed order; backward takes the own rows of an identical gradient."""
 
@@ -276,15 +328,10 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x_local: Tensor, shard: SequenceShard) -> Tensor:
         ctx.shard = shard
         world = world_of(shard.world_key)
-        slots = range(world.home.slots)
-        held = [_lay_out(shard.micro_batch, _parts(shard.micro_batch, slot, shard.world_key, 0))[0] for slot in slots]
-        own = x_local.detach()[: len(held[shard.slot])].contiguous()
-        parts = world.channel(tuple(slots)).all_gather(own, [len(rows) for rows in held], "gather of rows").wait()
-        full = x_local.new_empty((shard.tokens, *x_local.shape[1:]))
-        for rows, part in zip(held, parts, strict=True):
-            real = torch.from_numpy(np.flatnonzero(rows >= 0)).to(part.device)
-            full[torch.from_numpy(rows[rows >= 0]).to(part.device)] = part[real]
-        return full
+        channel, counts = world.channel(range(world.home.slots)), _counts(shard.micro_batch, world.home.slots)
+        own = x_local.detach()[: counts[shard.slot]].contiguous()
+        rows = channel.all_gather_rows(own, counts, "gather of rows").wait()
+        return rows.index_select(0, shard._sources(channel.starts(counts)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
