@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError, DistStoreError, HashStore, PrefixStore, ProcessGroup, Store
 
-from longspan.errors import CommError
-from longspan.layout.layout import counted, short
+from longspan.errors import CommError, counted
+from longspan.layout.layout import short
 
 BOTH = "cpu:gloo,cuda:nccl"  # tensors on GPUs through NCCL, the host's integers through gloo
 _shared: dict[str, Store] = {}  # by address: a process keeps its store, so that it can open worlds in turn

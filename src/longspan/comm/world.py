@@ -20,9 +20,9 @@ from longspan.comm.meeting import BOTH, Place, begin, choose_device, clone, corn
 from longspan.comm.meshes import Meshes
 from longspan.comm.notes import Notes
 from longspan.comm.rollcall import Watch
-from longspan.errors import CommError
+from longspan.errors import CommError, counted
 from longspan.layout import Coordinates, Layout
-from longspan.layout.layout import counted, short
+from longspan.layout.layout import short
 
 TORCHRUN_SETS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -208,5 +208,5 @@ def _check_size(home: Layout, size: int) -> None:
         )
         raise CommError(
             f"the home has {counted(len(home.ranks), 'rank')} {short(home.ranks)}, but {came}; start "
-            f"{counted(len(home.ranks), 'process')}, or make the home of all that were started: Layout(ranks={size})"
+            f"{counted(len(home.ranks), 'process', 'es')}, or make the home of those started: Layout(ranks={size})"
         )

@@ -156,8 +156,3 @@ def short(values: Sequence[object], limit: int = 8) -> str:
     """The values in round brackets, the first few of them where there are many."""
     head = ", ".join(repr(v) for v in values[:limit])
     return f"({head}, … {len(values)} in all)" if len(values) > limit else f"({head})"
-
-
-def counted(number: int, noun: str) -> str:
-    """The number with its noun, as in "1 rank", "1,024 ranks" and "2 processes"."""
-    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
