@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -19,7 +21,8 @@ from longspan.model import load_model, prepare
 from longspan.testing import backend, run_ranks
 from longspan.train import checkpoint as checkpoint_module
 from longspan.train import checkpoint_files as files_module
-from longspan.train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from longspan.train import together as together_module
+from longspan.train.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from longspan.train.checkpoint_files import (
     begin,
     check_files,
@@ -225,6 +228,42 @@ def test_a_flipped_byte_is_seen_and_the_good_checkpoints_are_kept(tmp_path: Path
     assert all("step-000004: __1_0.distcp has other contents than were written" in text for text in said)
     assert {path.name for path in tmp_path.iterdir()} == {"step-000003", "step-000004"}
     assert "__1_0.distcp has other contents" in (tmp_path / "step-000004" / "damaged.txt").read_text()
+
+
+def slowly(work: Any) -> Any:
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.3)
+        return work(*arguments)
+
+    return slow
+
+
+def slow_disk_rank(rank: int, ranks: int, root: Path) -> list[int]:
+    """How often the ranks tell each other that they still work while the second one writes, hashes and reads slowly."""
+    together_module._BEAT = 0.02
+    disk_work = [(FileSystemWriter, "write_data"), (files_module, "_digest"), (FileSystemReader, "read_data")]
+    for place, name in disk_work if rank == 1 else []:
+        setattr(place, name, slowly(getattr(place, name)))
+    with World(Layout(ranks), backend=backend(), timeout=60) as world:
+        model, optim = opened(world)
+        beats, ask = [0], world.any_rank
+
+        def counted(flag: bool) -> bool:
+            beats[-1] += 1
+            return ask(flag)
+
+        world.any_rank = counted  # type: ignore[method-assign]
+        path = save_checkpoint(root, model, optim, world, step=1, state={}, keep=0)
+        beats.append(0)
+        check_checkpoint(path, world)
+        beats.append(0)
+        load_checkpoint(path, model, optim, world)
+        return beats
+
+
+def test_slow_disks_are_waited_for_with_signs_of_life(tmp_path: Path) -> None:
+    first, second = run_ranks(slow_disk_rank, 2, 2, tmp_path)
+    assert first == second and min(first) >= 10, first
 
 
 def other_model_rank(rank: int, ranks: int, root: Path) -> str:
