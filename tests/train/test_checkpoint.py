@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from longspan import Layout, World
+from longspan.comm import waiting
 from longspan.errors import CheckpointError, CommError
 from longspan.model import load_model, prepare
 from longspan.testing import backend, run_ranks
 from longspan.train import checkpoint as checkpoint_module
 from longspan.train import checkpoint_files as files_module
-from longspan.train import together as together_module
 from longspan.train.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from longspan.train.checkpoint_files import (
     begin,
@@ -240,7 +240,7 @@ def slowly(work: Any) -> Any:
 
 def slow_disk_rank(rank: int, ranks: int, root: Path) -> list[int]:
     """How often the ranks tell each other that they still work while the second one writes, hashes and reads slowly."""
-    together_module._BEAT = 0.02
+    waiting._BEAT = 0.02
     disk_work = [(FileSystemWriter, "write_data"), (files_module, "_digest"), (FileSystemReader, "read_data")]
     for place, name in disk_work if rank == 1 else []:
         setattr(place, name, slowly(getattr(place, name)))

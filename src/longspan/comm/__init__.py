@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from longspan.comm.shard import SequenceShard as SequenceShard
     from longspan.comm.shard import ShardPart as ShardPart
     from longspan.comm.shard import bind as bind
+    from longspan.comm.waiting import patience as patience
     from longspan.comm.world import World as World
 
 _HOME_OF = {
@@ -32,6 +33,7 @@ _HOME_OF = {
     "world_of": "longspan.comm.groups",
     "to_device": "longspan.comm.host_arrays",
     "run_local": "longspan.comm.launch",
+    "patience": "longspan.comm.waiting",
     **dict.fromkeys(("Addend", "GradientRing", "RingBlocks"), "longspan.comm.ring"),
     "exchange_rows": "longspan.comm.rows",
     **dict.fromkeys(("SequenceShard", "ShardPart", "bind"), "longspan.comm.shard"),
@@ -52,6 +54,7 @@ __all__ = [
     "columns",
     "exchange_rows",
     "gather_rows",
+    "patience",
     "run_local",
     "scatter_rows",
     "to_device",

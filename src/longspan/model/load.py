@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from longspan.comm import World
+from longspan.comm import World, patience
 from longspan.errors import ModelError
 from longspan.model.hf import vocabulary_size
 from longspan.model.pipeline import PipelinedModel
@@ -137,9 +137,10 @@ def save_model(
     else:
         writer, full = 0, full_state_dict(model)  # torch gathers on rank 0, wherever that is in the home
     failure: Exception | None = None
-    if world.rank == writer:
+    with patience(world):
         try:
-            _write(model, full, Path(folder), tokenizer)
+            if world.rank == writer:
+                _write(model, full, Path(folder), tokenizer)
         except Exception as error:  # whatever the file system raises: the other ranks must learn of it
             failure = error
     told = world.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")

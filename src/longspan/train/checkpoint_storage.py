@@ -17,11 +17,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.futures import Future
 
-from longspan.comm import World
+from longspan.comm import World, patience
 from longspan.errors import CheckpointError
 from longspan.train.checkpoint_files import Digest
 from longspan.train.disk import naming, reason
-from longspan.train.together import patience
 
 
 class HashingWriter(FileSystemWriter):

@@ -1,22 +1,19 @@
 """Work on the host that one rank does for all, or all do at once, so that a failure on any becomes every rank's error.
 
 Host objects only, over the world's control group. The work itself may take longer than the world's time-out, as reading
-and writing many gigabytes does: the ranks wait for each other as long as each of them still answers. It must not
-communicate.
+and writing many gigabytes does: the ranks wait for each other as long as each of them still answers (`patience`). It
+must not communicate.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from threading import Event, Thread
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from longspan.comm import World
+from longspan.comm import World, patience
 from longspan.errors import LongspanError
 from longspan.train.disk import reason
 
 Result = TypeVar("Result")
 Say = Callable[[str], None]
-_BEAT = 10.0  # seconds between two signs of life, at most
 
 
 def is_first(world: World) -> bool:
@@ -48,33 +45,6 @@ def first_does(world: World, work: Callable[[], Result], *, refuse: type[Longspa
     if error is not None:
         raise error
     return result
-
-
-@contextmanager
-def patience(world: World) -> Iterator[None]:
-    """All ranks leave together, however long each takes inside; entered by all ranks, which do not communicate inside.
-
-    Another thread says meanwhile that this rank still works, so that the time-out bounds how long a rank may be silent
-    and not how long it works. Raises CommError for a rank that is lost.
-    """
-    ended, failures = Event(), list[BaseException]()
-
-    def beat() -> None:
-        try:
-            while world.any_rank(not ended.wait(min(_BEAT, world.timeout / 4))):
-                pass
-        except BaseException as error:  # raised where the others are waited for
-            failures.append(error)
-
-    thread = Thread(target=beat, name="longspan-patience", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-    if failures:
-        raise failures[0]
 
 
 def attempt(work: Callable[[], Any], refuse: type[LongspanError]) -> tuple[Any, LongspanError | None]:
