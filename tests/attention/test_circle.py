@@ -159,3 +159,9 @@ def test_dropout_drops_at_its_rate_whatever_the_head_document_or_position():
             assert (shares - rate).abs().max() < 5 * (rate * (1 - rate) / count) ** 0.5, (rate, dim)
     half = Dropout(0.5, seed=-7).from_head(3).factors(launch, launch.tiles[0], 2, torch.float64)
     assert torch.equal(half, Dropout(0.5, seed=-7).factors(launch, launch.tiles[0], heads, torch.float64)[3:5])
+
+
+def test_a_launch_says_where_tiles_begin_and_how_long_they_get() -> None:
+    launch = Launch(Tiling.of((Tile(0, 3, 0, 5), Tile(3, 4, 5, 7), Tile(4, 8, 7, 8))), CPU)
+    assert launch.longest == (4, 5)
+    assert [ends.tolist() for ends in launch.cu_seqlens] == [[0, 3, 4, 8], [0, 5, 7, 8]]
