@@ -10,7 +10,7 @@ from longspan import Group, MicroBatch
 from longspan.attention.circle import Circle, Mask
 from longspan.attention.halo import Halo, is_narrow, seen_by
 from longspan.attention.heads import Deal
-from longspan.attention.kernels.dropout import Dropout
+from longspan.attention.kernels.dropout import Dropout, _absorb
 from longspan.attention.kernels.launch import Launch, Tokens
 from longspan.attention.tiles import Tile, Tiling
 from longspan.comm import SequenceShard
@@ -144,6 +144,15 @@ def test_a_window_is_narrow_where_half_of_a_ring_and_twice_the_own_rows_would_do
     if narrow:  # the bounds hold
         halos = [len(Halo.of(circle).places) for circle in found]
         assert 2 * sum(halos) <= (degree - 1) * sum(lengths) and sum(halos) <= 2 * sum(lengths)
+
+
+SPLITMIX64 = [(0, 0, 16294208416658607535), (1234567, 0, 6457827717110365317), (1234567, 1, 3203168211198807973)]
+
+
+@pytest.mark.parametrize("seed, word, expected", SPLITMIX64)
+def test_the_hash_of_dropout_is_splitmix64(seed, word, expected):
+    """The published outputs of the generator: a mask is the same in every version."""
+    assert int(_absorb(seed, torch.tensor(word))) % 2**64 == expected
 
 
 def test_dropout_drops_at_its_rate_whatever_the_head_document_or_position():
