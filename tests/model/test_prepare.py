@@ -1,5 +1,6 @@
 """What `prepare` promises beyond equal numbers: refused calls, the shard through FSDP2, saved folders."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,35 @@ def test_a_saved_folder_loads_in_stock_transformers(tmp_path: Path, family: str,
     ids = torch.from_numpy(texts(LENGTHS)[0])[None]
     assert error(stock(ids).logits, wanted(ids).logits) == 0.0
     assert worst(dict(load_model(folder).named_parameters()), weights) == 0.0
+
+
+def _others(rank: int, folder: str) -> list[str]:
+    """What prepared models say when transformers is to save them, or torch to wrap them, and what is left behind."""
+    told: list[str] = []
+    for home in (Layout(ranks=2), Layout(ranks=2, pp=2)):
+        with World(home, backend=backend()) as world:
+            for sharded in (True, False):
+                model: Any = prepare(tiny("qwen3"), world, shard_parameters=sharded)
+                calls: list[Callable[[], Any]] = [
+                    lambda model=model: model.save_pretrained(folder),
+                    lambda model=model: model.model.save_pretrained(folder, safe_serialization=True),
+                    lambda model=model: model.push_to_hub("me/model"),
+                    lambda model=model: torch.nn.parallel.DistributedDataParallel(model),
+                ]
+                for call in calls if home.pp == 1 else (calls[0], *calls[2:]):
+                    with pytest.raises(ModelError) as caught:
+                        call()
+                    told.append(str(caught.value))
+    assert not Path(folder).exists()
+    return told
+
+
+def test_others_do_not_save_or_wrap_a_prepared_model(tmp_path: Path) -> None:
+    for told in run_ranks(_others, 2, str(tmp_path / "saved")):
+        assert len(told) == 14
+        saving, wrapping = ("Qwen3ForCausalLM." in said for said in told), [said for said in told if "was prep" in said]
+        assert sum(saving) == 10 and all("call longspan.save_model(" in said for said in told if said not in wrapping)
+        assert len(wrapping) == 4 and all("in DistributedDataParallel, nor give it to acc" in said for said in wrapping)
 
 
 def _unwritable(rank: int, folder: str) -> str:

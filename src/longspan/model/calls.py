@@ -16,6 +16,7 @@ from longspan.comm import SequenceShard
 from longspan.errors import ModelError
 from longspan.model.first_pass import calls_of
 from longspan.model.kernels import with_kernel
+from longspan.model.positions import refuse_positions
 from longspan.model.probe import AttentionCall, Probe, unknown_tensors
 
 IMPLEMENTATION = "longspan"
@@ -78,6 +79,7 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     for name in ("input_ids", "inputs_embeds", "position_ids"):
         if name in given:
             given[name] = _one_row_of(name, given[name], shard)
+    refuse_positions(model, (shard.micro_batch,), shard.padding_rows)
     return (), with_kernel(model, given) | {"use_cache": False}
 
 

@@ -14,6 +14,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.calls import IMPLEMENTATION, check_call
 from longspan.model.first_pass import FirstPass
+from longspan.model.guards import guard
 from longspan.model.head import open_head
 from longspan.model.kernels import check_kernel, keep_kernel
 from longspan.model.moe import expert_modules, use_experts
@@ -22,6 +23,7 @@ from longspan.model.parallelize import Sharding
 from longspan.model.pipeline import PipelinedModel, cut_into_stages
 from longspan.model.pipelining import Pipelining
 from longspan.model.placement import Placement
+from longspan.model.positions import keep_position_table, position_table
 from longspan.model.probe import probe_model
 from longspan.model.recompute import Recomputation
 from longspan.model.refusals import refuse_unsupported
@@ -87,15 +89,19 @@ def prepare(
     if fused_norms not in ("auto", "on", "off"):
         raise ModelError(f"fused_norms is {fused_norms!r}; use 'auto', 'on' or 'off'")
     _check(model, placement, pipelining)
+    name = type(model).__name__
     if fused_norms == "on" or (fused_norms == "auto" and world.device.type == "cuda"):
         fuse_norms(model, required=fused_norms == "on")
     _open(model, placement, attention_kernel, probe=probe)
+    table = position_table(model)
     prepared = _in_stages(model, placement, pipelining) if world.home.pp > 1 else _whole(model, placement)
     keep_kernel(prepared, attention_kernel)
     if isinstance(prepared, PipelinedModel):
         prepared.probed = probe
     elif not probe:
         FirstPass(prepared)
+    keep_position_table(prepared, table)
+    guard(prepared, name)
     # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
     prepared.register_forward_pre_hook(check_call, with_kwargs=True, prepend=True)
     return prepared

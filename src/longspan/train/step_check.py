@@ -9,6 +9,7 @@ from longspan.comm import World
 from longspan.errors import ModelError, PlanError, counted
 from longspan.model.hf import refuse_unprepared
 from longspan.model.pipeline import PipelinedModel
+from longspan.model.positions import refuse_positions
 from longspan.model.tensor_parallel import row_multiple
 from longspan.plan import Plan
 
@@ -35,6 +36,7 @@ def check_step(model: nn.Module, plan: Plan, documents: Any, world: World) -> No
             f"with row_multiple={multiple}"
         )
     _check_documents(plan, documents)
+    refuse_positions(model, plan.micro_batches)
 
 
 def _check_documents(plan: Plan, documents: Any) -> None:
