@@ -20,6 +20,7 @@ from longspan.errors import CheckpointError, ConfigError, DataError, LongspanErr
 from longspan.plan import Plan
 from longspan.testing import run_ranks
 from longspan.train import run_lock
+from longspan.train.checkpoint_files import step_of
 from longspan.train.config import RunConfig
 from longspan.train.config_file import load_config, to_toml
 from longspan.train.metrics import read_rows
@@ -271,14 +272,15 @@ def test_a_list_of_types_must_be_as_long_as_the_layers(tmp_path: Path) -> None:
         run(small_config(tmp_path, context__cp_comm_type=["p2p"] * 3), 2)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+def test_a_step_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path: Path) -> None:
+    steep = {"train__lr": 1e30, "train__warmup_steps": 0, "train__max_grad_norm": 0.0, "train__optimizer": "sgd"}
+    config = small_config(tmp_path, train__save_every=1, **steep)
     with pytest.raises(LongspanError, match=r"step \d: .* the largest weight is \d.*e\+.* lower the learning rate"):
-        run(
-            small_config(
-                tmp_path, train__lr=1e30, train__warmup_steps=0, train__max_grad_norm=0.0, train__optimizer="sgd"
-            ),
-            2,
-        )
+        run(config, 2)
+    rows = [row for row in read_rows(Path(config.run.dir) / "metrics.jsonl") if "loss" in row]
+    assert rows and all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in rows)
+    saved = {step_of(path) for path in (Path(config.run.dir) / "checkpoints").iterdir()}
+    assert saved == {row["step"] for row in rows}
 
 
 def test_sigterm_to_the_launcher_saves_and_leaves(straight: tuple[RunConfig, Outcome], tmp_path: Path) -> None:
