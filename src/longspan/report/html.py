@@ -4,13 +4,14 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from longspan.errors import counted
+from longspan.errors import RunFolderError, counted
 from longspan.plan import Cost, Plan
 from longspan.report.gantt import HATCH, gantt_svg
 from longspan.report.markup import key, tag, text
 from longspan.report.run_folder import RunFolder
 from longspan.report.run_page import run_sections
 from longspan.report.series import write_number, write_seconds
+from longspan.train.disk import naming, reason
 
 # The policy makes the browser refuse any request: what the page shows is in the page.
 _META = (
@@ -22,7 +23,9 @@ _TIP = tag("div", id="tip", role="status", aria_live="polite", hidden=True)
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Write `report.html` into a run's folder and return its path. Raises ConfigError for a folder that is no run.
+    """Write `report.html` into a run's folder and return its path.
+
+    Raises ConfigError for a folder that is no run, RunFolderError for what the disk refuses.
 
     >>> write_report("runs/first")
     """
@@ -31,7 +34,11 @@ def write_report(run_dir: str | Path) -> Path:
     if run.plans:
         body.insert(-1 if run.config_text else len(body), plan_section(run.plans))
     path = run.path / "report.html"
-    path.write_text(_page(f"{run.name} · longspan", body), encoding="utf-8")
+    try:
+        with naming(path):
+            path.write_text(_page(f"{run.name} · longspan", body), encoding="utf-8")
+    except OSError as error:
+        raise RunFolderError(reason(error)) from error
     return path
 
 

@@ -160,7 +160,7 @@ class RunSection:
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: go on from the newest good checkpoint; never: refuse a folder that holds one; must: refuse one without."""
     keep_checkpoints: int = 2
-    """Newest checkpoints that are kept; 0: all."""
+    """Newest good checkpoints that are kept; 0: all."""
     timeout_seconds: float = 600.0
     """How long a rank waits for the others before it says which one is missing."""
 
