@@ -7,6 +7,7 @@ import pytest
 
 from longspan.cli.main import main
 from longspan.testing import run_ranks
+from longspan.train.checkpoint_files import PARTIAL
 from longspan.train.config import RunConfig
 from longspan.train.metrics import read_rows
 from tests.train.small import small_config, train_rank
@@ -16,6 +17,7 @@ from tests.train.small import small_config, train_rank
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     config = small_config(tmp_path_factory.mktemp("eval"), train__steps=2, train__save_every=1)
     run_ranks(train_rank, 2, config, 2)
+    (Path(config.run.dir) / "checkpoints" / f"step-000009{PARTIAL}").mkdir()  # a save that was interrupted
     return config
 
 
@@ -30,7 +32,11 @@ def test_the_loss_is_that_of_the_run(
     before = sorted(Path(run.run.dir).rglob("*"))
     flags = ["--json", "--context.eval_context_parallel_size", degree, "--context.eval_max_tokens_per_slot", "64"]
     assert main(["eval", target, "--world", str(world), *flags]) == 0
-    found = json.loads(capfd.readouterr().out)
+    out, err = capfd.readouterr()
+    found = json.loads(out)
+    assert err.count("its save was interrupted") == (not checkpoint), (
+        "one rank says it, where checkpoints are looked for"
+    )
     trained = read_rows(Path(run.run.dir) / "metrics.jsonl")[-1]
     assert (found["step"], found["cp"], found["world"]) == (2, int(degree), world)
     assert found["eval_loss"] == pytest.approx(trained["eval_loss"], rel=1e-6)

@@ -2,16 +2,19 @@
 
 import ctypes
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from longspan.comm import child, launch
+from longspan.comm.crew import Crew, _Rank
 from longspan.errors import CommError, LayoutError
 from longspan.testing import run_ranks
 
@@ -187,3 +190,41 @@ def test_signals_reach_the_ranks_of_a_script_and_nothing_stays_behind(tmp_path: 
 def test_an_answer_survives_an_error_that_does_not_pickle() -> None:
     answer = child._failure(AwkwardError(1, 2))
     assert answer.pickled is None and "AwkwardError: 1 and 2" in answer.text
+
+
+def test_a_second_signal_kills_ranks_that_did_not_heed_the_first() -> None:
+    sent: list[int] = []
+    forwarding = launch._Forwarding(SimpleNamespace(signal=sent.append))  # pyright: ignore[reportArgumentType]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        forwarding._forward(number, None)
+    assert sent == [signal.SIGTERM, signal.SIGKILL] and forwarding.seen == signal.SIGINT
+
+
+SAW = child.Answer(False, pickle.dumps(CommError("rank 2 does not answer")), summary="saw", consequence=True)
+FAILED = child.Answer(False, pickle.dumps(ValueError("boom")), summary="ValueError: boom")
+DEATH = "was killed by signal 9 (SIGKILL)"
+ARRIVED = [  # how ranks 0, 1, ... failed, in the order of their failures -> the error that is raised
+    ([SAW], "rank 2 does not answer"),
+    ([SAW, FAILED], "boom"),
+    ([FAILED, SAW], "boom"),
+    ([FAILED, DEATH], f"rank 1 of 2 {DEATH}"),
+    ([SAW, FAILED, DEATH], f"rank 2 of 3 {DEATH}"),
+]
+
+
+@pytest.mark.parametrize(("failures", "message"), ARRIVED)
+def test_the_cause_comes_before_what_others_saw_of_it(
+    failures: list[child.Answer | str], message: str, tmp_path: Path
+) -> None:
+    ranks = object.__new__(Crew)
+    ranks.folder, ranks.ranks = tmp_path, []
+    for index, failure in enumerate(failures):
+        rank = _Rank(index, None, None)  # pyright: ignore[reportArgumentType]
+        rank.waiting, rank.death = False, failure if isinstance(failure, str) else None
+        rank.answer = None if isinstance(failure, str) else failure
+        ranks.ranks.append(rank)
+    ranks.failed = list(ranks.ranks)
+    error = ranks._first_failure(60)
+    assert str(error) == message
+    others = [DEATH if isinstance(x, str) else x.summary for x in failures]
+    assert {note.partition(": ")[2] for note in getattr(error, "__notes__", [])} <= set(others)
