@@ -159,6 +159,24 @@ def test_other_plans_of_the_same_tokens_have_the_same_losses(
         assert plan.cost.closing_seconds == pytest.approx(10e-3 + weights * 8 / 2 / 350e9, rel=1e-12)
 
 
+def test_dropout_in_attention_has_the_same_losses_at_every_degree(
+    straight: tuple[RunConfig, Outcome], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(Path(straight[0].run.dir) / "model", tmp_path / "model"))
+    values = json.loads((folder / "config.json").read_text())
+    losses: list[list[object]] = []
+    for dropout, cp, ranks in ((0.3, 1, 1), (0.3, 1, 2), (0.3, 2, 2), (0.0, 2, 2)):
+        (folder / "config.json").write_text(json.dumps(values | {"attention_dropout": dropout}))
+        changes = {"model__path": str(folder), "context__context_parallel_size": cp, "train__steps": 2}
+        config = small_config(
+            tmp_path / f"{dropout}-{cp}-{ranks}", train__eval_every=0, data__eval_documents=0, **changes
+        )
+        run(config, ranks)
+        losses.append([row["loss"] for row in rows_of(config) if "loss" in row])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] == pytest.approx(losses[2], rel=1e-5)
+    assert abs(losses[3][0] - losses[0][0]) > 1e-3  # type: ignore[operator]
+
+
 def test_contiguous_rows_have_the_losses_of_zigzag_rows(tmp_path: Path) -> None:
     rows: dict[str, list[dict[str, object]]] = {}
     both = {"context__cp_comm_type": "a2a", "context__eval_cp_comm_type": "a2a", "model__dtype": "float64"}

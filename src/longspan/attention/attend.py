@@ -27,7 +27,7 @@ from longspan.attention.ring import ring_backward, ring_forward
 from longspan.attention.routes import Asked, Route, routes_of
 from longspan.attention.rows import as_dtype, taken
 from longspan.attention.validate import check_budget, check_capture, check_features, check_sinks, check_tensors
-from longspan.comm import SequenceShard, ShardPart, world_of
+from longspan.comm import SequenceShard, ShardPart
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -66,6 +66,7 @@ def attend(
     scale: float | None = None,
     dropout: float = 0.0,
     dropout_seed: int | None = None,
+    first_head: int = 0,
     cp_comm_type: str | Sequence[str] | None = None,
     hierarchical_context_parallel_sizes: Sequence[int] | None = None,
     max_gather_bytes: int | None = None,
@@ -89,8 +90,10 @@ def attend(
     document out) has output and gradient 0.
 
     `dropout` zeroes weights with this probability, by a hash of `dropout_seed`, head, document and both positions: the
-    same weights at every degree and under every type. By default the seed is mixed from `torch.initial_seed()`, the
-    world's step and `layer`. Pass 0.0 in evaluation, and in a CUDA graph, whose replays would drop the same weights.
+    same weights at every degree and under every type. By default the seed is mixed from the world's seed and step, as
+    they were when the shard was bound, and `layer`: the same on all ranks, and again in recomputation. `first_head` is
+    the index of q's first head among all of the layer's, where tensor parallelism gives each rank some. Pass 0.0 in
+    evaluation, and in a CUDA graph, whose replays would drop the same weights.
 
     `cp_comm_type` (p2p, all_gather, a2a, a2a+p2p, auto) and `hierarchical_context_parallel_sizes` (a2a, p2p) win over
     the groups' own; of a list with one per layer, `layer` picks. `max_gather_bytes` bounds what all_gather holds of
@@ -118,7 +121,7 @@ def attend(
     walk = _remembered(q, k, v, sinks, shard, asked)
     if dropout:
         check_capture(dropout)
-        seeded = Dropout(dropout, _seed(dropout_seed, shard, layer))
+        seeded = Dropout(dropout, _seed(dropout_seed, shard, layer), first_head)
         walk = replace(walk, rule=replace(walk.rule, dropout=seeded))
     q = q if walk.sign == 1 else q * walk.sign
     return _Attend.apply(q, k, v, sinks, walk)  # pyright: ignore[reportReturnType]
@@ -205,7 +208,7 @@ def _need(q: Tensor, v: Tensor, shard: SequenceShard, asked: _Call, mask: Mask) 
 def _seed(given: int | None, shard: SequenceShard, layer: int | None) -> int:
     if given is not None:
         return mixed_seed(given)
-    return mixed_seed(torch.initial_seed(), world_of(shard.world_key).step, -1 if layer is None else layer)
+    return mixed_seed(*shard.seed, -1 if layer is None else layer)
 
 
 class _Part(NamedTuple):

@@ -98,7 +98,8 @@ class SequenceShard(_Immutable):
 
     `rows` (T,) int64: packed row of each local row, −1 for padding; `position_ids` (T,) int64: position inside the
     document. Per local segment, which is one document's rows of one group: `documents` (ids; −1 for padding) and
-    `cu_seqlens` (n + 1,) int32, boundaries among the local rows. `parts`: one per group that this slot is in.
+    `cu_seqlens` (n + 1,) int32, boundaries among the local rows. `parts`: one per group that this slot is in. `seed` is
+    the world's seed and step when it was bound, from which masks of dropout are hashed.
 
     >>> shard = bind(plan.micro_batches[0], world)
     >>> x_local = shard.scatter(x)                  # (S, …) to (T, …)
@@ -115,6 +116,7 @@ class SequenceShard(_Immutable):
         "parts",
         "position_ids",
         "rows",
+        "seed",
         "slot",
         "world_key",
     )
@@ -122,6 +124,7 @@ class SequenceShard(_Immutable):
     micro_batch: MicroBatch
     slot: int
     world_key: int
+    seed: tuple[int, int]
     parts: tuple[ShardPart, ...]
     rows: Tensor
     position_ids: Tensor
@@ -131,7 +134,13 @@ class SequenceShard(_Immutable):
     memo: dict[Any, Any]
 
     def __init__(
-        self, micro_batch: MicroBatch, slot: int, world_key: int, device: torch.device, padding: int = 0
+        self,
+        micro_batch: MicroBatch,
+        slot: int,
+        world_key: int,
+        device: torch.device,
+        padding: int = 0,
+        seed: tuple[int, int] = (0, 0),
     ) -> None:
         parts = _parts(micro_batch, slot, world_key, padding)
         rows, positions, documents, cu_seqlens = _lay_out(micro_batch, parts)
@@ -139,6 +148,7 @@ class SequenceShard(_Immutable):
             micro_batch=micro_batch,
             slot=slot,
             world_key=world_key,
+            seed=seed,
             parts=parts,
             rows=to_device(rows, device),
             position_ids=to_device(positions, device),
@@ -172,7 +182,7 @@ class SequenceShard(_Immutable):
         wanted = -(-max(real, minimum) // multiple) * multiple
         if wanted == self.local_rows:
             return self
-        return SequenceShard(self.micro_batch, self.slot, self.world_key, self.device, padding=wanted - real)
+        return SequenceShard(self.micro_batch, self.slot, self.world_key, self.device, wanted - real, self.seed)
 
     def scatter(self, x: Tensor, fill: float = 0) -> Tensor:
         """(S, …) packed rows, the same on every rank, to this rank's (T, …); padding rows hold `fill`. Local.
@@ -236,7 +246,7 @@ def bind(micro_batch: MicroBatch, world: World) -> SequenceShard:
             f"the micro-batch uses slot {outside[-1]}, the home has {world.home.slots} slots "
             f"(0 to {world.home.slots - 1}); plan for this home, or start more processes"
         )
-    return SequenceShard(micro_batch, world.slot, world.key, world.device)
+    return SequenceShard(micro_batch, world.slot, world.key, world.device, seed=(world.seed, world.step))
 
 
 def _check_fill(fill: float, dtype: torch.dtype) -> None:

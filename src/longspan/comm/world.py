@@ -45,6 +45,9 @@ class World(Channels):
     `timeout` in seconds bounds every collective. `max_groups` bounds the communicators of their own that `prepare`
     makes per slot (None: 4 on GPUs, where each costs 485 MiB, and none on CPUs, where they gain nothing).
 
+    `seed` is what dropout's masks are hashed from, with the step: the same on every rank. It begins as the first rank's
+    `torch.initial_seed()`; whoever sets it sets the same on all ranks, before micro-batches are bound.
+
     Raises CommError where the processes that were started are not the home's ranks.
     """
 
@@ -101,8 +104,9 @@ class World(Channels):
             if self._made_default:
                 begin(place, corner(store, name), self.backend, self.timeout)
             self._make_groups()
-            # Slots of a node, as the home's first rank sees it: every rank must choose alike by it.
-            self.node_size = self.broadcast_object(max(1, _ranks_of_node(len(self.home.ranks)) // self.home.tp))
+            # As the home's first rank sees them, for every rank must choose alike: slots of a node, and the seed.
+            nodes = max(1, _ranks_of_node(len(self.home.ranks)) // self.home.tp)
+            self.node_size, self.seed = self.broadcast_object((nodes, torch.initial_seed()))
         except BaseException as error:
             self._leave(error)
             raise

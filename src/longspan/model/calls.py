@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from longspan.attention import attend
-from longspan.comm import SequenceShard
+from longspan.comm import SequenceShard, world_of
 from longspan.errors import ModelError
 from longspan.model.first_pass import calls_of
 from longspan.model.kernels import with_kernel
 from longspan.model.positions import refuse_positions
 from longspan.model.probe import AttentionCall, Probe, unknown_tensors
+from longspan.model.randomness import refuse_randomness
 
 IMPLEMENTATION = "longspan"
 
@@ -52,11 +53,28 @@ def attention(
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, N, H), (T, K, H), (T, K, H)
     settings = {"causal": causal, "window": sliding_window, "sinks": s_aux, "softcap": softcap}
     where = {"layer": layer_index(module), "kernel": attention_kernel}
+    if dropout:
+        where["first_head"] = _first_head(module, q.shape[1], rows)
     out = attend(q, k, v, rows, scale=scaling, dropout=dropout, **where, **settings)
     return out.unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)
+
+
+def _first_head(module: nn.Module, heads: int, shard: SequenceShard) -> int:
+    """The index of this rank's first query head among all of the layer's, by which dropout's masks go."""
+    world = world_of(shard.world_key)
+    tp, whole = world.home.tp, getattr(getattr(module, "config", None), "num_attention_heads", None)
+    if tp == 1 or heads == whole:
+        return 0
+    if whole is None or heads * tp != whole:
+        raise ModelError(
+            f"{type(module).__name__} attends with {heads} heads on each of {tp} tensor-parallel ranks and its "
+            f"configuration has num_attention_heads {whole}: which of them are here is not known, and dropout's masks "
+            "go by it; set its attention dropout to 0.0, or use tp 1"
+        )
+    return world.coordinates.tp * heads
 
 
 def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
@@ -76,6 +94,8 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
             f"{type(model).__name__} got {found}; call {_call(model)} with shard = bind(micro_batch, world)"
         )
     _refuse_arguments(model, given)
+    if model.training:
+        refuse_randomness(model)
     for name in ("input_ids", "inputs_embeds", "position_ids"):
         if name in given:
             given[name] = _one_row_of(name, given[name], shard)

@@ -25,6 +25,7 @@ from longspan.model.pipelining import Pipelining
 from longspan.model.placement import Placement
 from longspan.model.positions import keep_position_table, position_table
 from longspan.model.probe import probe_model
+from longspan.model.randomness import random_draws
 from longspan.model.recompute import Recomputation
 from longspan.model.refusals import refuse_unsupported
 
@@ -72,6 +73,9 @@ def prepare(
     model's plan; with `sequence_parallel`, norms and residuals hold rows / tp of a slot's rows, which must be a
     multiple of tp: plan with `row_multiple=home.tp`.
 
+    A model that draws at random outside attention in training, as by `resid_pdrop`, is evaluated as it is; training it
+    is refused.
+
     Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
     """
     pipelining = Pipelining(pipeline_schedule, world.home.pp, virtual_stages)
@@ -94,8 +98,10 @@ def prepare(
         fuse_norms(model, required=fused_norms == "on")
     _open(model, placement, attention_kernel, probe=probe)
     table = position_table(model)
+    draws = random_draws(model)
     prepared = _in_stages(model, placement, pipelining) if world.home.pp > 1 else _whole(model, placement)
     keep_kernel(prepared, attention_kernel)
+    prepared.random_draws = draws  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     if isinstance(prepared, PipelinedModel):
         prepared.probed = probe
     elif not probe:

@@ -4,9 +4,9 @@ A checkpoint is a folder `step-000100` with the ranks' `.distcp` files, `state.j
 last, `manifest.json`: size and SHA-256 of every file, taken by its writer while it wrote. It is written as
 `step-000100.partial`, synced and renamed, so an interrupted save never damages an older one. Weights and optimizer
 state are stored by name and global shape, as they are in the whole model: any number of ranks may load them, in any
-number of pipeline stages. The data position is the step alone (`order.py`), and random numbers are seeded by (seed,
-step, slot), so neither needs a state of its own. What stands in a folder is judged by `checkpoint_files.py`; before a
-checkpoint is loaded, its files are hashed once, each by one of the ranks.
+number of pipeline stages. The data position is the step alone (`order.py`), and dropout's masks are hashed from
+the run's seed and the step, so neither needs a state of its own. What stands in a folder is judged by
+`checkpoint_files.py`; before a checkpoint is loaded, its files are hashed once, each by one of the ranks.
 """
 
 import shutil

@@ -13,9 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from longspan.comm import World
 from longspan.errors import LongspanError, RunFolderError
 from longspan.model import save_model
@@ -129,7 +126,6 @@ def _step(job: Job, plans: PlanAhead, step: int) -> tuple[dict[str, Any], Plan]:
     documents = job.corpus.select(job.order.documents_of_step(step))
     plan = plans.plan(step)
     world.prepare(plan)
-    torch.manual_seed(_seed(config.seed, step, world.slot))
     lr = lr_at(step, config.steps, config.warmup_steps, config.lr, config.min_lr_ratio)
     for group in job.optimizer.param_groups:
         group["lr"] = lr
@@ -229,11 +225,6 @@ def _agreed(world: World, stop: StopSignal, failure: LongspanError | None) -> st
 
 def _due(done: int, every: int) -> bool:
     return every > 0 and done > 0 and done % every == 0
-
-
-def _seed(seed: int, step: int, slot: int) -> int:
-    """Of dropout and the like: a function of (seed, step, slot), so that a resumed run draws the same numbers."""
-    return int(np.random.SeedSequence([seed, step, slot]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def _last_loss(metrics: Path, done: int) -> float:

@@ -16,6 +16,7 @@ from longspan.comm import World
 from longspan.errors import CheckpointError, ConfigError, DataError, RunFolderError, counted
 from longspan.model import load_model, prepare
 from longspan.model.pipeline import PipelinedModel
+from longspan.model.randomness import refuse_randomness
 from longspan.plan import Cost
 from longspan.train.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint
 from longspan.train.checkpoint_files import read_state, remove_unfinished
@@ -78,6 +79,8 @@ def set_up(config: RunConfig, world: World, say: Say) -> Job:
     longest, heads = (int(corpus.lengths[at]), corpus.origin(at)), None if model is None else query_heads(model.config)
     check_longest(config, world.home, *longest, heads)
     model = model_under_home(config, world, corpus, model)
+    refuse_randomness(model)
+    world.seed = config.train.seed
     optimizer = build_optimizer(model, config.train.optimizer, config.train.lr, config.train.weight_decay)
     done = 0
     if checkpoint is not None:

@@ -87,7 +87,7 @@ def run_step(
     """
     started = time.perf_counter()
     check_update(optimizer, max_grad_norm, backward=backward)
-    check_step(model, plan, documents, world)
+    check_step(model, plan, documents, world, backward=backward)
     if step is not None:
         world.step = step
     routing = router_step(model, world, plan.tokens, router)

@@ -10,13 +10,16 @@ from longspan.errors import ModelError, PlanError, counted
 from longspan.model.hf import refuse_unprepared
 from longspan.model.pipeline import PipelinedModel
 from longspan.model.positions import refuse_positions
+from longspan.model.randomness import refuse_randomness
 from longspan.model.tensor_parallel import row_multiple
 from longspan.plan import Plan
 
 
-def check_step(model: nn.Module, plan: Plan, documents: Any, world: World) -> None:
+def check_step(model: nn.Module, plan: Plan, documents: Any, world: World, *, backward: bool) -> None:
     """Raise ModelError or PlanError where model, plan, documents and home do not belong together."""
     refuse_unprepared(model)
+    if backward:
+        refuse_randomness(model)
     if world.home.pp > 1 and not isinstance(model, PipelinedModel):
         raise ModelError(
             f"the home has pp {world.home.pp}, but {type(model).__name__} is not cut into stages; call model = "
