@@ -8,7 +8,9 @@ import transformers
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.model import refusals
 from longspan.model.hf import IMPLEMENTATION
+from longspan.model.moe import use_experts
 from longspan.model.probe import decoder_layers, probe_model
 from longspan.model.refusals import refuse_shared_layers, refuse_unsupported
 from tests.model.stock import SIZES, tiny
@@ -34,6 +36,7 @@ REFUSED = {
         "layers 0 are of type 'chunked_attention'",
     ),
     "experts": ("Qwen2MoeConfig", {"num_experts": 4}, r"experts \(num_experts 4\).* for qwen3_moe, .* not qwen2_moe"),
+    "tuples": ("LlamaConfig", {"return_dict": False}, r"return_dict is False, .*; set model.config.return_dict = True"),
     "noise": ("MixtralConfig", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
 }
 
@@ -45,6 +48,22 @@ def test_configurations_refused_by_name(case: str) -> None:
     with pytest.raises(ModelError, match=says) as caught:
         refuse_unsupported(model)
     assert type(model).__name__ in str(caught.value)
+
+
+@pytest.mark.parametrize("tuned", [True, False])
+def test_llama4_is_refused_by_its_temperature_whatever_mixtures_are_allowed(
+    tuned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "_EXPERT_FAMILIES", ("llama4_text",))
+    types = ["full_attention"] * 2
+    values = {"layer_types": types, "no_rope_layers": [1, 0], "attn_temperature_tuning": tuned}
+    model = build("Llama4TextConfig", **values, num_local_experts=4)
+    if not tuned:
+        refuse_unsupported(model)
+        return
+    says = r"sequence: model.layers.1.self_attn scales queries by a row's number .* \(attn_temperature_tuning\)$"
+    with pytest.raises(ModelError, match=says):
+        refuse_unsupported(model)
 
 
 def test_every_reason_is_told() -> None:
@@ -100,6 +119,17 @@ PROBED = {
         r"FalconForCausalLM: transformer.h.0.self_attention, .*\(FalconAttention\) bypasses",
     ),
     "Bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}, r"BloomForCausalLM cannot be probed|bypasses"),
+    "GPT-J": ("GPTJConfig", {}, r"raised RuntimeError: Tensor.item.*; its forward reads values of .*probe=False"),
+    "Xmod": (
+        "XmodConfig",
+        {"is_decoder": True},
+        "raised ValueError: Input language .*; the error is its forward's own",
+    ),
+    "Qwen2-MoE's windows": (
+        "Qwen2MoeConfig",
+        {"num_experts": 4, "use_sliding_window": True, "sliding_window": 5},
+        "model.layers.0.self_attn is a sliding_attention layer but passes no sliding_window",
+    ),
     "Nemotron": ("NemotronConfig", {}, "cannot be probed: .*got no shard.*must hand keyword arguments down"),
     "bidirectional": ("LlamaConfig", {}, "model.layers.0.self_attn is not causal"),
 }
@@ -113,6 +143,7 @@ def test_models_refused_by_the_probe(case: str) -> None:
         for layer in decoder_layers(model).values():
             layer.self_attn.is_causal = False  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
     model.set_attn_implementation(IMPLEMENTATION)
+    use_experts(model)
     with pytest.raises(ModelError, match=says):
         probe_model(model)
 

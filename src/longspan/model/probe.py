@@ -52,10 +52,22 @@ def probe_model(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} cannot be probed: model(input_ids, position_ids=, use_cache=, shard=) on the meta "
-            f"device raised {type(error).__name__}: {error}; its forward must hand keyword arguments down to attention"
+            f"device raised {type(error).__name__}: {error}; {_cause(error)}"
         ) from error
     judge_calls(model, tuple(probe.calls))
     return tuple(probe.calls)
+
+
+def _cause(error: Exception) -> str:
+    """What an error of a forward pass on the meta device means, and what to do."""
+    if isinstance(error, ModelError):  # our attention was reached, and had no shard
+        return "its forward must hand keyword arguments down to attention"
+    if isinstance(error, RuntimeError) and "meta" in str(error):  # NotImplementedError among them
+        return (
+            "its forward reads values of tensors, and there are none on the meta device; with probe=False its first "
+            "pass shows whether its layers attend"
+        )
+    return "the error is its forward's own; with probe=False its first pass shows whether its layers attend"
 
 
 def judge_calls(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> None:

@@ -24,7 +24,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
             f"prepare takes a transformers model (PreTrainedModel), got {type(model).__name__}; "
             "a model of your own calls longspan.attend itself and needs no prepare"
         )
-    rules = (_architecture, _rope, _layer_types, _experts, _convolutions)
+    rules = (_architecture, _outputs, _rope, _temperature, _layer_types, _experts, _convolutions)
     reasons = [reason for rule in rules for reason in rule(model)]
     if reasons:
         raise ModelError(f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(reasons)}")
@@ -40,6 +40,25 @@ def _architecture(model: PreTrainedModel) -> Iterator[str]:
         yield f"its head ({head.group()}) reads other rows than its own; use the causal language model"
     if getattr(config, "add_cross_attention", False):
         yield "add_cross_attention is set, cross attention is not supported"
+
+
+def _outputs(model: PreTrainedModel) -> Iterator[str]:
+    if model.config.return_dict is False:
+        yield "return_dict is False, so that hidden states come without a name; set model.config.return_dict = True"
+
+
+def _temperature(model: PreTrainedModel) -> Iterator[str]:
+    """Llama 4 counts the rows that it is given, whatever position_ids says."""
+    names = [
+        name
+        for name, module in model.named_modules()
+        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
+    ]
+    if names:
+        yield (
+            f"{_short(names)} scales queries by a row's number among the local rows, not by its position "
+            "(attn_temperature_tuning)"
+        )
 
 
 def _rope(model: PreTrainedModel) -> Iterator[str]:
