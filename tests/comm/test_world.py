@@ -3,7 +3,10 @@
 import math
 import os
 import re
+import resource
 import time
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from longspan.comm.groups import Groups, world_of
+from longspan.comm.meeting import CONNECTIONS, allow_open_files
 from longspan.comm.shard import bind
 from longspan.comm.world import World
 from longspan.errors import CommError
@@ -46,9 +50,17 @@ def visit(rank: int, home: Layout) -> None:
             world.step = 3
             assert world.watch.step == world.step == 3
             check_mesh(world)
+            check_files(world)
             assert [record.kind for record in world.groups_made][:2] == ["control", "parent"]
     with pytest.raises(CommError, match="not open"):
         world.barrier()
+
+
+def check_files(world: World) -> None:
+    """With every group that a home may have: no more connections to each other rank than a world allows for."""
+    _ = world.everyone, world.home.tp > 1 and world.tp_channel, world.pipeline
+    if (files := Path("/proc/self/fd")).exists():
+        assert len(list(files.iterdir())) <= 80 + CONNECTIONS * len(world.home.ranks)
 
 
 def check_mesh(world: World) -> None:
@@ -162,6 +174,29 @@ def test_after_any_failure_to_open_the_next_world_opens() -> None:
     ):
         assert re.search(wanted, message)
     assert len(others) == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "limits", "becomes"),
+    [
+        (76, (1024, 4096), None),  # enough
+        (330, (1024, 4096), (256 + 10 * 330, 4096)),
+        (330, (1024, -1), (256 + 10 * 330, -1)),
+        (8192, (-1, -1), None),
+        (1024, (1024, 4096), (4096, 4096)),  # and a warning
+    ],
+)
+def test_files_that_a_world_opens_are_allowed(
+    ranks: int, limits: tuple[int, int], becomes: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed: list[object] = [None]
+    monkeypatch.setattr(resource, "getrlimit", lambda what: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda what, new: changed.append(new))
+    short = becomes == limits[1:] * 2
+    says = r"may open 4,096 files, and a world of 1,024 ranks opens up to 10,496: 10 connections .*ulimit -Hn 10496"
+    with pytest.warns(RuntimeWarning, match=says) if short else nullcontext():
+        allow_open_files(ranks)
+    assert changed[-1] == becomes
 
 
 def misuse(rank: int) -> None:

@@ -177,6 +177,13 @@ def test_digest_sees_every_integer_and_string() -> None:
     assert len(set(digests)) == len(digests) and all(len(digest) == 64 for digest in digests)
 
 
+def test_a_digest_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = replace(GOOD)
+    digest = plan.digest()
+    monkeypatch.setattr(Plan, "_integers", lambda plan: {})
+    assert plan.digest() == digest != replace(GOOD).digest()
+
+
 def test_digest_leaves_times_out() -> None:
     priced = replace(GOOD, predicted_seconds=1.0, lower_bound_seconds=0.5, cost=Cost(linear_seconds=1.0))
     assert priced.digest() == GOOD.digest() and priced != GOOD

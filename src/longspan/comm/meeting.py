@@ -3,8 +3,10 @@
 Which processes meet is decided by `world`, which reads torchrun's variables.
 """
 
+import resource
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +19,9 @@ from longspan.errors import CommError, counted
 from longspan.layout.layout import short
 
 BOTH = "cpu:gloo,cuda:nccl"  # tensors on GPUs through NCCL, the host's integers through gloo
+# Gloo connects every pair of members of a group when it makes it: of the default, the control and the plane's group, of
+# three for meshes and all planes, and of four that plans gain. A process has some 25 other files open in a bare world.
+CONNECTIONS, OTHER_FILES = 10, 256
 _shared: dict[str, Store] = {}  # by address: a process keeps its store, so that it can open worlds in turn
 
 _ending: list[threading.Thread] = []  # destroying the groups of worlds that were left with an error
@@ -50,6 +55,27 @@ def meet(place: Place, timeout: float) -> Store:
             ) from error
         _shared[place.address] = store
     return _shared[place.address]
+
+
+def allow_open_files(size: int) -> None:
+    """Raise this process's limit of open files to what a world of so many ranks opens, as far as the system lets it.
+
+    Warns where that is not enough: connections fail then, one by one, when a group is made.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = OTHER_FILES + CONNECTIONS * size
+    if soft == resource.RLIM_INFINITY or soft >= need:
+        return
+    allowed = need if hard == resource.RLIM_INFINITY else min(need, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < need:
+        warnings.warn(
+            f"this process may open {allowed:,} files, and a world of {counted(size, 'rank')} opens up to {need:,}: "
+            f"{CONNECTIONS} connections to each other rank and {OTHER_FILES} more; raise the hard limit "
+            f"(`ulimit -Hn {need}`, or LimitNOFILE of the service that starts the ranks)",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def gather(store: Store, place: Place, timeout: float) -> str:

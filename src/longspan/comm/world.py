@@ -16,7 +16,19 @@ from torch.distributed import ProcessGroup, Store
 from longspan.comm.channels import Channels
 from longspan.comm.family import Family
 from longspan.comm.groups import Groups, _worlds
-from longspan.comm.meeting import BOTH, Place, begin, choose_device, clone, corner, end, gather, meet, wait_for_ends
+from longspan.comm.meeting import (
+    BOTH,
+    Place,
+    allow_open_files,
+    begin,
+    choose_device,
+    clone,
+    corner,
+    end,
+    gather,
+    meet,
+    wait_for_ends,
+)
 from longspan.comm.meshes import Meshes
 from longspan.comm.notes import Notes
 from longspan.comm.rollcall import Watch
@@ -72,6 +84,7 @@ class World(Channels):
         self._made_default = not dist.is_initialized()
         place = _started(self.home) if self._made_default else _running(self.home)
         self._take(place)
+        allow_open_files(place.size)
         store = meet(place, self.timeout) if self._made_default else dist.distributed_c10d._get_default_store()
         self._open(place, store, gather(store, place, self.timeout))
         return self

@@ -167,6 +167,10 @@ class Plan:
 
         Times and the cost are left out: two hosts may round them differently without disagreeing on what to do.
         """
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         return hashlib.sha256(json.dumps(self._integers(), separators=(",", ":")).encode()).hexdigest()
 
     def to_json(self, indent: int | None = None) -> str:
