@@ -217,6 +217,16 @@ def test_the_family_of_communicators_is_bounded(most: int, plans: list[Plan], ga
     assert again == [[]] * len(plans), "what is there is not made again"
 
 
+def test_slots_that_can_gain_nothing_are_not_counted() -> None:
+    """So that plans of ever other groups do not add up."""
+    plans = [plan_of(((0, 1), (2, 3)))] + [plan_of((slots, (5, 6, 7))) for slots in ((0, 2), (1, 3), (3, 4), (1, 5))]
+    for most, counted in ((0, set()), (1, {(5, 6, 7)}), (2, {(5, 6, 7), (0, 2), (1, 3), (3, 4), (1, 5)})):
+        family = Family(most)
+        for plan in plans:
+            family.wanted(plan)
+        assert set(family._seen) | (family._chosen - {(0, 1), (2, 3)}) == counted
+
+
 def test_messages_that_travel_beside_kernels_go_on_streams_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of planes and of plans over NCCL; layers wait for those of FSDP2 and of tensor parallelism."""
     asked: list[Any] = []

@@ -14,7 +14,7 @@ class Family:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._seen: Counter[tuple[int, ...]] = Counter()  # micro-batches in which these slots were a group
+        self._seen: Counter[tuple[int, ...]] = Counter()  # micro-batches in which slots that may gain were a group
         self._chosen: set[tuple[int, ...]] = set()
         self._load: Counter[int] = Counter()  # communicators per slot
 
@@ -22,13 +22,17 @@ class Family:
         """The slots to make communicators for now, ascending in each, in plan order."""
         groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups if group.degree > 1]
         one_degree = len({group.degree for group in groups}) == 1
-        found = [tuple(sorted(group.slots)) for group in groups]
-        self._seen.update(found)
+        may_gain = [slots for group in groups if self._may_gain(slots := tuple(sorted(group.slots)))]
+        self._seen.update(may_gain)
         wanted: list[tuple[int, ...]] = []
-        for slots in dict.fromkeys(found):
-            room = all(self._load[slot] < self.most for slot in slots)
-            if room and slots not in self._chosen and (one_degree or self._seen[slots] > 1):
+        for slots in dict.fromkeys(may_gain):
+            if self._may_gain(slots) and (one_degree or self._seen[slots] > 1):
                 wanted.append(slots)
                 self._chosen.add(slots)
                 self._load.update(slots)
+                del self._seen[slots]
         return wanted
+
+    def _may_gain(self, slots: tuple[int, ...]) -> bool:
+        """Whether they lack a communicator and have room for one, which slots never gain again."""
+        return slots not in self._chosen and all(self._load[slot] < self.most for slot in slots)
