@@ -9,7 +9,7 @@ import pytest
 
 from longspan.report import gantt_svg
 from longspan.report.chart import Chart, Series, chart_figure
-from longspan.report.gantt import HATCH
+from longspan.report.gantt import PATTERNS
 from tests.report.runs import mixed_plan
 
 STEPS = np.arange(1, 6)
@@ -53,7 +53,7 @@ def test_zero_is_on_the_axis_where_it_is_asked_for(zero: bool) -> None:
 
 @pytest.mark.parametrize(
     "picture",
-    [lambda: gantt_svg(mixed_plan(16)), lambda: gantt_svg(mixed_plan(16), unit="rows", limit=20), lambda: HATCH],
+    [lambda: gantt_svg(mixed_plan(16)), lambda: gantt_svg(mixed_plan(16), unit="rows", limit=20), lambda: PATTERNS],
     ids=["gantt", "gantt with summaries", "hatch"],
 )
 def test_every_element_has_what_it_is_drawn_by(picture: Callable[[], str]) -> None:
@@ -62,3 +62,13 @@ def test_every_element_has_what_it_is_drawn_by(picture: Callable[[], str]) -> No
         assert not missing, (element.tag, element.attrib, missing)
         if element.attrib.get("role") == "img":
             assert {"aria-label", "tabindex", "viewBox"} <= element.attrib.keys()
+
+
+def test_marks_at_one_place_stand_beside_each_other() -> None:
+    x, y = np.array([10.0, 20.0]), np.array([5.0, 4.0])
+    series = tuple(Series(f"cp {cp}", x, y + 1e-9 * cp, cp, "marks") for cp in range(3))
+    drawing = chart_figure(Chart("Loss", series, "nats", width=480))
+    shapes = re.findall(r'class="mark c\d"[^>]*?(?:cx="|x="|d="M)([\d.]+)', drawing)
+    places = [float(place) for place in shapes[-6:]]
+    assert len(places) == 6 and len({round(place) for place in places}) == 6
+    assert min(abs(a - b) for i, a in enumerate(places) for b in places[:i]) > 6

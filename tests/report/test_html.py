@@ -63,7 +63,7 @@ def test_one_file_with_everything(tmp_path: Path) -> None:
     assert "default-src 'none'" in html and "prefers-color-scheme: dark" in html and "@media print" in html
     assert page.plans == 2 * 3  # in time and in rows
     names = [series["name"] for chart in page.charts for series in chart["series"]]
-    assert {"training", "evaluation, cp 4", "each step"} <= set(names) and len(page.charts) == 7
+    assert {"training", "evaluation, cp 4", "each step"} <= set(names) and len(page.charts) == 8
     for words in ("Evaluation at each degree", "✓ equal", "+3.0e-08", "-2.0e-07", "step 60", "evaluation-cp4"):
         assert words in page.content, words
     assert "qwen3-tiny on a<b>&c · fixed plans, cp 2 · evaluated at cp 4 · steps 1 to 60" in page.content
@@ -86,8 +86,17 @@ def test_degrees_groups_and_losses_of_routers_are_shown(tmp_path: Path) -> None:
     (run / "groups.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made) + "torn")
     page = page_of(run)
     assert "tp 2 x ep 4, sequence-parallel · fixed plans, free, cp 2" in page.content
-    assert "Router balance loss" in page.content and "Router z-loss" in page.content and len(page.charts) == 9
-    assert "of the first rank: tp of 2, 2 x parent of 2" in page.content
+    assert "Router balance loss" in page.content and "Router z-loss" in page.content and len(page.charts) == 10
+
+
+def test_versions_are_a_line_of_the_header_and_communicators_no_key_figure(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "groups.jsonl").write_text(json.dumps({"kind": "tp", "ranks": [0, 1]}) + "\n")
+    html = write_report(run).read_text()
+    head, cards = html.split("<header>")[1].split("</header>")[0], html.split('class="cards"')[1].split("</dl>")[0]
+    assert "torch 2.13.0" in head and "torch" not in cards and "communicators" not in html
+    narrow, wide = (html.index(f'class="chart {name}"') for name in ("narrow", "wide"))
+    assert wide < narrow and ".chart.wide { display: none; }" in html
 
 
 def test_text_is_escaped(tmp_path: Path) -> None:

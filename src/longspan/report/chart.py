@@ -6,7 +6,7 @@ axis, linear or logarithmic in y; nothing else.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +17,7 @@ from longspan.report.series import byte_ticks, log_ticks, thin, ticks, write_byt
 
 Format = Literal["number", "loss", "percent", "bytes"]
 MAX_POINTS = 900  # of one curve, in the drawing and under the crosshair
+MARK_SIZE, MARK_ROOM = 5.0, 13.0
 _MARKS = ("circle", "square", "triangle", "diamond")
 
 
@@ -86,7 +87,7 @@ def _drawing(chart: Chart, drawn: Sequence[Series]) -> str:
     return tag(
         "svg",
         _axes(chart, frame),
-        *(_curve(series, frame) for series in drawn),
+        *_curves(drawn, frame),
         _references(chart, frame),
         viewBox=f"0 0 {chart.width} {chart.height}",
         tabindex=0,
@@ -166,14 +167,21 @@ def _references(chart: Chart, frame: _Frame) -> str:
     return "".join(parts)
 
 
-def _curve(series: Series, frame: _Frame) -> str:
-    points = list(zip(frame.across(series.x).tolist(), frame.up(series.y).tolist(), strict=True))
-    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-    line = tag("path", class_=f"curve {series.kind} c{series.color}", d=path)
-    if series.kind == "marks" or len(points) == 1:
-        size = 7.5 - 1.2 * min(series.color, 3)  # curves that lie on each other stay visible: later ones are smaller
-        line += "".join(mark(series.color, x, y, size) for x, y in points)
-    return line
+def _curves(drawn: Sequence[Series], frame: _Frame) -> Iterator[str]:
+    """The curves, and over them all marks: one that would lie on an earlier one stands to the left of it."""
+    marks, taken = list[str](), list[tuple[float, float]]()
+    for series in drawn:
+        points = list(zip(frame.across(series.x).tolist(), frame.up(series.y).tolist(), strict=True))
+        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        yield tag("path", class_=f"curve {series.kind} c{series.color}", d=path)
+        if series.kind != "marks" and len(points) > 1:
+            continue
+        for x, y in points:
+            while any(abs(x - other) < MARK_ROOM and abs(y - level) < MARK_ROOM for other, level in taken):
+                x -= MARK_ROOM
+            taken.append((x, y))
+            marks.append(mark(series.color, x, y, MARK_SIZE))
+    yield from marks
 
 
 def mark(color: int, x: float, y: float, size: float = 4.0) -> str:

@@ -49,9 +49,18 @@ def gantt_svg(plan: Plan, cost: Cost | None = None, *, unit: Unit = "seconds", l
     )
 
 
-# Once a page: the pattern of a slot that has nothing to do.
-HATCH = tag(
+# Once a page: the patterns of a slot that has nothing to do, and of many short documents.
+PATTERNS = tag(
     "svg",
+    tag(
+        "pattern",
+        tag("rect", class_="many-base", x=0, y=0, width=3, height=3),
+        tag("path", class_="many-line", d="M0 0.5H3"),
+        id="many",
+        width=3,
+        height=3,
+        patternUnits="userSpaceOnUse",
+    ),
     tag(
         "pattern",
         tag("path", class_="hatch", d="M0 0V6"),

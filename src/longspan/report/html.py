@@ -6,7 +6,7 @@ from pathlib import Path
 
 from longspan.errors import RunFolderError, counted
 from longspan.plan import Cost, Plan
-from longspan.report.gantt import HATCH, gantt_svg
+from longspan.report.gantt import PATTERNS, gantt_svg
 from longspan.report.markup import key, tag, text
 from longspan.report.run_folder import RunFolder
 from longspan.report.run_page import run_sections
@@ -69,7 +69,7 @@ def _legend() -> str:
     box = {"width": 22, "height": 12}
     keys = (
         (key(tag("rect", class_="b k0", **box)), "a document: one colour, one block over the slots that share it"),
-        (key(tag("rect", class_="many", **box)), "documents too short to draw apart"),
+        (key(tag("rect", class_="many", **box)), "busy with documents too short to draw apart"),
         (key(tag("rect", class_="launch", **box)), "fixed time of a micro-batch"),
         (key(tag("rect", class_="panel", **box), tag("rect", fill="url(#idle)", **box)), "nothing to do"),
     )
@@ -120,5 +120,5 @@ def _page(title: str, body: Sequence[str]) -> str:
     room = files("longspan.report")
     style, script = (room.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     head = tag("title", text(title)) + tag("style", f"\n{style}")
-    body = [HATCH, tag("main", *(f"\n{part}" for part in body)), _TIP, tag("script", f"\n{script}")]
+    body = [PATTERNS, tag("main", *(f"\n{part}" for part in body)), _TIP, tag("script", f"\n{script}")]
     return f'<!doctype html>\n<html lang="en"><head>{_META}{head}</head>\n<body>{"".join(body)}</body></html>\n'

@@ -47,6 +47,12 @@ function nearest(xs, x) {
   return Math.abs(xs[high] - x) < Math.abs(xs[low] - x) ? high : low;
 }
 
+// The last place that is not beyond x, by half a step: what was known then; -1 where nothing was.
+function latest(xs, x) {
+  const i = nearest(xs, x);
+  return xs[i] <= x + 0.5 ? i : i - 1;
+}
+
 class Crosshair {
   constructor(svg) {
     this.svg = svg;
@@ -94,8 +100,9 @@ class Crosshair {
     for (const other of crosshairs) other.mark(x);
     const rows = [line(`${this.data.xLabel} ${x.toLocaleString("en")}`)];
     this.data.series.forEach((s) => {
-      const i = nearest(s.x, x), far = Math.abs(s.x[i] - x) > 0.5;
-      const label = far ? `${s.name} (at ${s.x[i].toLocaleString("en")})` : s.name;
+      const i = latest(s.x, x);
+      if (i < 0) return;
+      const label = x - s.x[i] > 0.5 ? `${s.name} (at ${s.x[i].toLocaleString("en")})` : s.name;
       rows.push(line(label, written(s.y[i], this.data.format), s.color));
     });
     showTip(rows, clientX, clientY);
@@ -106,10 +113,11 @@ class Crosshair {
     this.hair.setAttribute("d", `M${at} ${top}V${bottom}`);
     this.hair.setAttribute("visibility", "visible");
     this.data.series.forEach((s, i) => {
-      const k = nearest(s.x, x);
+      const k = latest(s.x, x);
+      this.dots[i].setAttribute("visibility", k < 0 ? "hidden" : "visible");
+      if (k < 0) return;
       this.dots[i].setAttribute("cx", this.across(s.x[k]));
       this.dots[i].setAttribute("cy", this.up(s.y[k]));
-      this.dots[i].setAttribute("visibility", "visible");
     });
   }
 

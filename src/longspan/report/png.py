@@ -9,6 +9,8 @@ from longspan.report.bars import Unit, plan_bars
 # Paul Tol's light scheme: told apart with any colour vision, dark labels readable on all. The same as in page.css.
 FILLS = ("#77aadd", "#ee8866", "#44bb99", "#eedd88", "#ffaabb", "#99ddff", "#bbcc33", "#c9a6d9")
 
+MANY, IDLE = "#93a5bf", "#f3f3f0"
+
 
 def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: Unit = "seconds") -> Path:
     """Write the picture of a plan, slots × time, as a PNG file. Raises ConfigError without matplotlib.
@@ -33,10 +35,10 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
     x_scale, y_scale = 1300 / (picture.end or 1.0), 100 * (inches - 1.2) / plan.slots
     bars, summaries = picture.thinned(x_scale, y_scale, limit=6000)
     for panel in picture.panels:
-        axes.axvspan(panel.start, panel.stop, facecolor="#f3f3f0", edgecolor="none", zorder=0)
+        axes.axvspan(panel.start, panel.stop, facecolor=IDLE, edgecolor="none", zorder=0)
         axes.axvline(panel.stop, color="#555555", linewidth=0.8, zorder=3)
     boxes = [Rectangle((s.start, s.slot), s.stop - s.start, s.slots) for s in summaries]
-    axes.add_collection(PatchCollection(boxes, facecolor="#c4c4bd", edgecolor="none", zorder=1))
+    axes.add_collection(PatchCollection(boxes, facecolor=MANY, edgecolor="none", zorder=1))
     boxes = [Rectangle((b.start, b.slot), b.stop - b.start, b.slots) for b in bars]
     fills = [FILLS[picture.color_of[b.document] % len(FILLS)] for b in bars]
     axes.add_collection(PatchCollection(boxes, facecolor=fills, edgecolor="white", linewidth=0.5, zorder=2))
@@ -54,6 +56,13 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
     axes.set_title(_title(plan), loc="left", fontsize=11)
     if plan.slots <= 24:
         axes.set_yticks([slot + 0.5 for slot in range(plan.slots)], [str(slot) for slot in range(plan.slots)])
+    words = {
+        FILLS[0]: "a document: one colour, one block over the slots that share it",
+        MANY: "busy with documents too short to draw apart",
+        IDLE: "nothing to do" if unit == "rows" else "nothing to do, or the fixed time of a micro-batch",
+    }
+    patches = [Rectangle((0, 0), 1, 1, facecolor=fill, edgecolor="#999999", label=name) for fill, name in words.items()]
+    figure.legend(handles=patches, loc="outside lower left", ncols=3, frameon=False, fontsize=9)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, dpi=150, facecolor="white")

@@ -56,7 +56,6 @@ class RunFolder:
     config_text: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     plans: tuple[tuple[str, Plan], ...] = ()
-    groups: tuple[dict[str, Any], ...] = ()
     summary: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -88,7 +87,6 @@ class RunFolder:
             config_text=config_text,
             config=config,
             plans=plans,
-            groups=tuple(_rows(path / "groups.jsonl")),
             summary=summary,
             notes=(*notes, *plan_notes),
         )
@@ -119,12 +117,6 @@ def _metric_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
             f"{metrics} holds no step ({counted(damaged, 'unreadable line')}); the run ended before its first step"
         )
     return rows, [f"{counted(damaged, 'line')} of metrics.jsonl could not be read and left out"] if damaged else []
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file that may not be there, a line each; other lines are left out."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    yield from (row for row in map(_object, text.splitlines()) if row is not None)
 
 
 def _object(text: str) -> dict[str, Any] | None:

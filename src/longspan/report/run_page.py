@@ -1,7 +1,6 @@
 """The sections of a run's report: key figures, curves, the table of degrees, the configuration."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -13,6 +12,7 @@ from longspan.report.run_folder import EvalRow, RunFolder
 from longspan.report.series import smooth, write_bytes, write_number, write_seconds
 
 _DEGREES = ("tp", "pp", "vpp", "ep", "dp_replicate")  # of [parallel]; 1 is not worth a word
+LOSS_WIDTHS = {"wide": 1120, "narrow": 480}  # the page shows the one that suits its own width
 LAST = 10  # steps in "final loss"
 SAME = 1e-6  # relative difference up to which two degrees are called equal
 
@@ -21,7 +21,8 @@ def run_sections(run: RunFolder) -> Iterator[str]:
     """The parts of the page in order; the configuration comes last."""
     yield _header(run)
     yield _figures(run)
-    yield _section("Loss", chart_figure(_loss_chart(run), css_class="wide"))
+    wide, narrow = (chart_figure(_loss_chart(run, width), css_class=name) for name, width in LOSS_WIDTHS.items())
+    yield _section("Loss", wide, narrow)
     rows = run.final or _last_evaluations(run)
     if rows:
         yield degrees_table(rows)
@@ -40,7 +41,10 @@ def _header(run: RunFolder) -> str:
     steps = f"steps {int(run.step[0]):,} to {int(run.step[-1]):,}" if len(run.step) else "no training step"
     title = tag("p", "longspan", class_="brand") + tag("h1", text(run.name))
     parts = [*_described(run), steps + _ending(run)]
-    return tag("header", title, tag("p", text(" · ".join(parts)), class_="sub"))
+    versions = run.summary.get("versions")
+    made = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else []
+    lines = (tag("p", text(" · ".join(line)), class_="sub") for line in (parts, made) if line)
+    return tag("header", title, *lines)
 
 
 def _ending(run: RunFolder) -> str:
@@ -120,17 +124,6 @@ def _setting(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     world = run.summary.get("world")
     if world is not None:
         yield "world", f"{world}", "processes"
-    sizes = Counter(
-        f"{row.get('kind')} of {len(row['ranks'])}" for row in run.groups if isinstance(row.get("ranks"), list)
-    )
-    if sizes:
-        names = (f"{count} x {name}" if count > 1 else name for name, count in sizes.items())
-        yield "communicators", f"{sizes.total()}", f"of the first rank: {', '.join(names)}"
-    versions = run.summary.get("versions")
-    if isinstance(versions, dict) and versions:
-        name = "longspan" if "longspan" in versions else next(iter(versions))
-        others = " · ".join(f"{k} {v}" for k, v in versions.items() if k != name)
-        yield str(name), str(versions[name]), others
 
 
 def _finite(values: np.ndarray) -> np.ndarray:
@@ -147,7 +140,7 @@ def _spread(rows: Sequence[EvalRow]) -> float:
     return (max(losses) - min(losses)) / abs(losses[0]) if losses[0] else 0.0
 
 
-def _loss_chart(run: RunFolder) -> Chart:
+def _loss_chart(run: RunFolder, width: int) -> Chart:
     loss, vocab = run.train["loss"], run.vocab_size()
     window = max(5, len(loss) // 30) if len(loss) >= 20 else 1
     series = [Series("training", run.step, loss, 0, "faint")]
@@ -162,7 +155,7 @@ def _loss_chart(run: RunFolder) -> Chart:
     references = ((math.log(vocab), f"ln V = {math.log(vocab):.3f}, a uniform guess"),) if vocab else ()
     label = "nats per predicted token"
     return Chart(
-        "Training and evaluation", tuple(series), label, width=1120, height=360, references=references, y_format="loss"
+        "Training and evaluation", tuple(series), label, width=width, height=360, references=references, y_format="loss"
     )
 
 
