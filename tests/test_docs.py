@@ -43,7 +43,7 @@ def test_the_page_on_planning_is_one_program(tmp_path: Path) -> None:
 
 
 def test_the_page_on_attention_has_a_program(tmp_path: Path) -> None:
-    assert "so a2a, the fastest" in run_page("attention.md", tmp_path)
+    assert "a2a is chosen: it is the fastest" in run_page("attention.md", tmp_path)
 
 
 def test_the_page_on_parallelism_is_one_program(tmp_path: Path) -> None:

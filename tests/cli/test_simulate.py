@@ -159,3 +159,18 @@ def test_degrees_that_the_query_heads_do_not_allow_are_not_compared(capsys: pyte
     assert names == ["padded, cp 1", "fixed, cp 1", "fixed, cp 2", "fixed, cp 4", "dynamic"]
     assert main([*base, "--which-eval-degree"]) == 0
     assert [row["cp"] for row in json.loads(capsys.readouterr().out)["degrees"]] == [1, 2, 4]
+
+
+def test_saved_plans_say_what_they_are_priced_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, plan = tmp_path / "plan.json", plan_fixed([900, 300], Layout(4), cp=2)
+    path.write_text(plan.to_json())
+    assert main(["simulate", "--plans", str(path)]) == 0
+    assert "1 saved plan, " in (out := capsys.readouterr().out) and "priced for Qwen3-8B on GPUs of 400 TFLOP/s" in out
+    path.write_text(dataclasses.replace(plan, cost=dataclasses.replace(plan.cost, source="")).to_json())
+    assert main(["simulate", "--plans", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("1 saved plan, priced for no machine") and "relative" in out and "seconds  x bound" not in out
+    model = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(model | {"vocab_size": 1000}))
+    assert main(["simulate", "--plans", str(path), "--model", str(tmp_path)]) == 0
+    assert "priced for the model on H200s" in capsys.readouterr().out

@@ -35,7 +35,7 @@ def test_group_seconds_of_many_groups_at_once() -> None:
 def test_every_constant_counts() -> None:
     # the wire inside a node, the wire across, and attention are the longer in turn
     groups = (np.full(3, 9e4), np.array([1e6, 1e6, 1e12]), np.full(3, 4), np.array([True, False, True]))
-    values = Cost().to_json()
+    values = Cost().constants()
     del values["micro_batch_seconds"], values["closing_seconds"]
     for name, value in values.items():
         changed = Cost.from_json(values | {name: 2 * value})
@@ -107,3 +107,14 @@ def test_docstrings_show_what_happens(module: str | None) -> None:
     subject = longspan.plan if module is None else __import__(f"longspan.plan.{module}", fromlist=["_"])
     found = doctest.testmod(subject)
     assert found.attempted and not found.failed
+
+
+def test_a_cost_says_what_it_is_of() -> None:
+    assert Cost().source == "Qwen3-8B on GPUs of 400 TFLOP/s" and Cost(linear_seconds=1.0).source != Cost().source
+    twice = Cost().scaled(2.0, "slower GPUs")
+    assert Cost.from_json(twice.to_json()) == twice and Cost.from_json(twice.to_json()).source == "slower GPUs"
+    groups = (np.full(3, 9e4), np.array([1e6, 1e6, 1e12]), np.full(3, 4), np.array([True, False, True]))
+    assert twice.group_seconds(*groups) == pytest.approx(2 * Cost().group_seconds(*groups), rel=1e-12)
+    assert "does not name" in (Cost.from_json({}).source or "")
+    with pytest.raises(PlanError, match="source is 3; give words"):
+        Cost.from_json({"source": 3})

@@ -12,6 +12,7 @@ given plan, lockstep: 4 slots, 2 micro-batches, at most 600 rows a slot
   documents                3   24 to 1,000 rows, median 300
   tokens               1,324   1,321 targets
   predicted        80.123 ms   no lower bound
+  priced for  Qwen3-8B on GPUs of 400 TFLOP/s
   rows used            32.3%   of slots x micro-batches x the fullest slot's 512 rows
 
   micro-batch   groups                    tokens   fullest slot      seconds    idle
@@ -25,9 +26,9 @@ def test_a_long_plan_counts_the_middle() -> None:
     plan = plan_fixed([100] * 120, Layout(2), 1, max_tokens_per_slot=100)
     lines = plan.table(limit=9).splitlines()
     assert len(plan.micro_batches) == 60
-    assert len(lines) == 7 + 9 + 1
-    assert lines[13].strip() == "…   51 more micro-batches"
-    assert [line.split()[0] for line in lines[14:]] == ["57", "58", "59"]
+    assert len(lines) == 8 + 9 + 1
+    assert lines[14].strip() == "…   51 more micro-batches"
+    assert [line.split()[0] for line in lines[15:]] == ["57", "58", "59"]
     assert not any("more micro-batches" in plan.table(limit=limit) for limit in (59, 60, 61))
 
 

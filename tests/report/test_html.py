@@ -3,14 +3,18 @@
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from longspan.errors import ConfigError
+from longspan.plan import Plan
 from longspan.report import RunFolder, plan_page, write_report
 from longspan.report.markup import tag, text
+from longspan.report.priced import priced_plans
 from tests.report.runs import VOCABULARY, mixed_plan, train_row, write_run
 
 VOID = {"meta"}
@@ -208,3 +212,37 @@ def test_the_page_of_a_plan(slots: int) -> None:
     page = Page(html)
     assert page.plans == 2 and len(html) < 900_000
     assert "× 1.111" in page.content
+
+
+def of_no_machine(run: Path) -> None:
+    """As a run on CPUs leaves its plans."""
+    for file in (run / "plans").iterdir():
+        plan = Plan.from_json(file.read_bytes())
+        file.write_text(replace(plan, cost=replace(plan.cost, source="")).to_json())
+
+
+def test_plans_of_cpus_are_shown_at_the_speed_of_the_run_or_without_a_time(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    of_no_machine(run)
+    plans = dict(priced_plans(RunFolder.read(run)))
+    median = float(np.median(RunFolder.read(run).train["seconds"]))
+    assert plans["step 60"].predicted_seconds == pytest.approx(median)
+    assert plans["step 60"].timeline().step_seconds == pytest.approx(median)
+    assert plans["evaluation-cp4"].predicted_seconds == pytest.approx(median / 3)
+    content = page_of(run).content
+    assert "this run, scaled to its median step" in content and "measured" in content and "Qwen3-8B" not in content
+    unmeasured = [{key: value for key, value in train_row(1).items() if key != "seconds"}]
+    run = write_run(tmp_path / "other", rows=unmeasured)
+    of_no_machine(run)
+    html = write_report(run).read_text()
+    assert "no machine: times only compare" in html and "share of the step, as predicted" in html
+    assert "predicted seconds" not in html and "<dt>predicted</dt>" not in html
+
+
+def test_plans_of_a_machine_keep_their_times_and_name_it(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    saved = {name: plan.predicted_seconds for name, plan in RunFolder.read(run).plans}
+    priced = {name: plan.predicted_seconds for name, plan in priced_plans(RunFolder.read(run))}
+    assert priced["step 60"] == saved["step 60"]
+    assert priced["evaluation-cp4"] == pytest.approx(saved["evaluation-cp4"] / 3)
+    assert "Qwen3-8B on GPUs of 400 TFLOP/s; forward passes alone" in page_of(run).content

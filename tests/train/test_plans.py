@@ -11,7 +11,7 @@ import pytest
 
 from longspan.layout import Layout
 from longspan.plan import Cost
-from longspan.plan.model_cost import cost_on_h200
+from longspan.plan.model_cost import cost_on_cpus, cost_on_h200
 from longspan.plan.simulate import shared_by
 from longspan.train.config import ContextConfig, ParallelConfig, RunConfig, TrainConfig
 from longspan.train.order import StepOrder
@@ -55,7 +55,8 @@ def test_without_a_cost_plans_on_gpus_are_priced_for_the_model(tmp_path: Path) -
     path.write_text(json.dumps({"micro_batch_seconds": 5.0}))
     model = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     model["vocab_size"] = 1000
-    assert cost_of_run(config, model, said.append, gpu=False) == Cost()
+    on_cpus = cost_of_run(config, model, said.append, gpu=False)
+    assert on_cpus == cost_on_cpus(model) and on_cpus.source == "" and not said
     measured = replace(config, context=replace(DYNAMIC, cost=str(path)))
     assert cost_of_run(measured, model, said.append, gpu=True).micro_batch_seconds == 5.0
     found = cost_of_run(config, model, said.append, gpu=True)

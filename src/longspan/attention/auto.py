@@ -105,7 +105,7 @@ def choose_type(group: Group, call: Call, *, node_size: int, machine: Machine | 
         if call.heads % sizes[0]
     ]
     best = min(found, key=lambda each: each.seconds)
-    so = f"so {_name(best.cp_comm_type, best.sizes)}, the fastest"
+    so = f"{_name(best.cp_comm_type, best.sizes)} is chosen: it is the fastest"
     levels = best.sizes if best.cp_comm_type == "a2a+p2p" else None
     return Choice(best.cp_comm_type, levels, (_facts(group, call, node_size), *map(str, found), *cannot, so))
 

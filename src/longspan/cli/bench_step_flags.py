@@ -79,7 +79,7 @@ class StepFlags(BenchFlags, SourceFlags):
     keep_gathered: Switch = False
     """Keep a layer's gathered parameters between its forward and its backward pass."""
     fused_norms: Literal["auto", "on", "off"] = "auto"
-    """RMS norms as one kernel of torch's each way: auto (on GPUs), on, or off."""
+    """Run each RMS norm as one torch kernel forward and one backward: auto (on GPUs), on, or off."""
     compiled: Switch = False
     """Compile norms and MLPs with torch.compile; warm up with 3 steps or more."""
     optimizer: Literal["adamw", "sgd", ""] = "adamw"

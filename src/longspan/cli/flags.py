@@ -22,8 +22,8 @@ class TrainFlags(RunConfig):
     """Train a model: from defaults, then CONFIG.toml, then flags.
 
     Alone it runs one process. With --world N it starts N processes on this machine; under torchrun it uses those.
-    The run's folder gets its configuration, metrics, checkpoints, plans and report.html; a run that is found there
-    is gone on with.
+    The run's folder gets its configuration, metrics, checkpoints, plans and report.html; where it
+    holds a run already, that run goes on from its newest checkpoint.
     """
 
     parallel: FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)

@@ -67,7 +67,8 @@ def main(argv: Sequence[str]) -> int:
     if flags.plans:
         rows = list(_saved(flags))
         total = sum(found.seconds for _, found in rows)
-        title = f"{counted(len(rows), 'saved plan')}, {write_seconds(total)} together"
+        together = f", {write_seconds(total)} together" if _timed(rows) else ""
+        title = f"{counted(len(rows), 'saved plan')}{together}, priced for {_sources(rows)}"
         print(_json(title, rows) if flags.json else _comparison(title, rows))
         return 0
     home = home_of(flags)
@@ -144,10 +145,19 @@ def _saved(flags: SimulateFlags) -> Iterator[tuple[str, Simulation]]:
             yield file.stem, simulate(plan, cost=own, pp=flags.pp, vpp=flags.vpp, backward=not flags.evaluation)
 
 
+def _timed(rows: Sequence[tuple[str, Simulation | str]]) -> bool:
+    return all(isinstance(found, str) or found.cost.source for _, found in rows)
+
+
+def _sources(rows: Sequence[tuple[str, Simulation]]) -> str:
+    """What the plans were priced for, each source once."""
+    return ", ".join(dict.fromkeys(found.cost.source or NO_MACHINE for _, found in rows))
+
+
 def _comparison(title: str, rows: Sequence[tuple[str, Simulation | str]]) -> str:
     names = (
         "plan",
-        "seconds",
+        "seconds" if _timed(rows) else "relative",
         "x bound",
         "micro-batches",
         "bubble",
@@ -165,6 +175,8 @@ def _comparison(title: str, rows: Sequence[tuple[str, Simulation | str]]) -> str
     notes = [_COMPARISON_NOTE, *([_CLOSING_NOTE] if free else [])]
     if any(each.plan.mode == "free" and not each.closing_seconds for _, each in found):
         notes.append(UNPRICED)
+    if not _timed(rows):
+        notes.append(UNTIMED)
     return "\n".join([title, "", text_table(names, cells), *failed, "", *notes])
 
 
@@ -172,6 +184,11 @@ _COMPARISON_NOTE = """\
 x bound: over what no plan can beat on these slots and stages. bubble: share of a stage's time that the pipeline
 leaves empty; idle: share that slots wait for slower ones. peak rows and kept: what the fullest slot's first stage
 holds for its backward passes, as rows of the whole model and in bytes. ring: bytes of the step on all links."""
+NO_MACHINE = "no machine"
+UNTIMED = (
+    "relative: the plans are of a run on CPUs, whose speed nothing told; the numbers only compare plans.\n"
+    "--cost FILE, of longspan bench calibrate, or --model FOLDER, on H200s, makes seconds of them"
+)
 _CLOSING_NOTE = """\
 closing: share of a free step that gathers sharded parameters before it and sums their gradients after it."""
 _DEGREE_NOTE = """\

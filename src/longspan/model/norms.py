@@ -1,4 +1,4 @@
-"""Root-mean-square norms as one kernel of torch's, in place of a model's own half-dozen operations.
+"""Root-mean-square norms as one torch kernel, in place of a model's own half-dozen operations.
 
 transformers writes such a norm in Python: to float32, square, mean, root, product, back, and the weight, each a pass
 over memory, and more in backward. `torch.nn.functional.rms_norm` is one kernel each way on GPUs from torch 2.9 on

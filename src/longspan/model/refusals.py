@@ -1,4 +1,4 @@
-"""What a sharded sequence would silently change about a model, read from its configuration and refused by name.
+"""What a sharded sequence would silently change about a model, read from its configuration and refused.
 
 Each rule is one function from a model to the reasons why it cannot run exactly. `probe.py` adds what only a forward
 pass shows: which layers reach `attend`, and with what.

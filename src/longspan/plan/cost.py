@@ -6,7 +6,7 @@ latency for each ring step. Memory is not priced (planners are given a cap), nor
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.model_shape import ModelShape
+
+DEFAULT_SOURCE = "Qwen3-8B on GPUs of 400 TFLOP/s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,9 @@ class Cost:
     `across_bytes_per_second` elsewhere; `ring_step_seconds` of latency for each of the degree − 1 steps, and
     `micro_batch_seconds` of launches for each micro-batch. `closing_seconds` are added to a step in free mode: where
     parameters are sharded over slots, they are gathered before it and gradients are summed after it (`with_closing`).
-    Raises PlanError for a value that is negative or not finite.
+    `source` says in words what model and machine the constants are of, for tables and reports; "" is of no machine: its
+    seconds say how the parts of plans compare, and nothing else. Raises PlanError for a value that is negative or not
+    finite.
     """
 
     linear_seconds: float = 45.4e9 / 4e14  # 6 FLOPs for each of 7.57e9 weights
@@ -41,14 +45,38 @@ class Cost:
     ring_step_seconds: float = 36 * 2 * 10e-6
     micro_batch_seconds: float = 10e-3
     closing_seconds: float = 0.0
+    source: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
+        if self.source is None:
+            usual = self.constants() == {f.name: f.default for f in dataclasses.fields(self) if f.name != "source"}
+            object.__setattr__(self, "source", DEFAULT_SOURCE if usual else "constants of the caller")
+        said: object = self.source
+        if not isinstance(said, str):
+            raise PlanError(f"source is {said!r}; give words that say what model and machine the cost is of")
+        for name, value in self.constants().items():
             positive = name.endswith("_per_second")
             good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
             if not good or value < 0 or (positive and value == 0):
                 least = "above 0" if positive else "of at least 0"
                 raise PlanError(f"{name} is {value!r}; give a finite number {least}")
+
+    def constants(self) -> dict[str, Any]:
+        """The constants by name."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "source"}
+
+    def scaled(self, factor: float, source: str) -> "Cost":
+        """The cost of a machine on which everything takes `factor` times as long.
+
+        >>> Cost().scaled(2.0, "slower GPUs").micro_batch_seconds
+        0.02
+        """
+        taken = {
+            name: value / factor if name.endswith("_per_second") else value * factor
+            for name, value in self.constants().items()
+            if name != "ring_bytes"
+        }
+        return dataclasses.replace(self, **taken, source=source)
 
     def work_seconds(self, tokens: ArrayLike, squares: ArrayLike) -> NDArray[np.float64]:
         """Seconds of documents on one slot without communication: `tokens` is their sum, `squares` that of squares."""
@@ -131,11 +159,12 @@ class Cost:
             across_bytes_per_second=across_gbps * 1e9,
             ring_step_seconds=shape.layers * 2 * ring_step_latency,
             micro_batch_seconds=micro_batch_seconds,
+            source=f"the model at {tflops:g} TFLOP/s",
         )
 
-    def to_json(self) -> dict[str, float]:
-        """The constants by name, for a JSON document; `Cost.from_json` gives an equal cost back."""
-        return dataclasses.asdict(self)
+    def to_json(self) -> dict[str, float | str]:
+        """The constants and the source by name, for a JSON document; `Cost.from_json` gives an equal cost back."""
+        return self.constants() | {"source": self.source or ""}
 
     @classmethod
     def from_json(cls, values: Any) -> "Cost":
@@ -144,7 +173,8 @@ class Cost:
         found = cast(dict[str, Any], values) if isinstance(values, dict) else {"": values}
         if not all(name in names for name in found):
             raise PlanError(f"a cost is an object with numbers for some of {', '.join(names)}; got {values!r}")
-        return cls(**found)
+        unnamed: dict[str, Any] = {"source": "a file that does not name its machine"}
+        return cls(**(unnamed | found))
 
 
 DEFAULT_COST = Cost()

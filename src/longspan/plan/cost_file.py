@@ -1,6 +1,7 @@
 """The cost in a file that `longspan bench calibrate` wrote, for training and for the command line."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from longspan.errors import ConfigError, LongspanError
@@ -18,7 +19,7 @@ def read_cost(file: str, key: str) -> Cost:
     if not file:
         return DEFAULT_COST
     try:
-        return Cost.from_json(json.loads(Path(file).read_text(encoding="utf-8")))
+        return replace(Cost.from_json(json.loads(Path(file).read_text(encoding="utf-8"))), source=file)
     except (OSError, ValueError, TypeError, LongspanError) as error:
         raise ConfigError(
             f"{key} {file} {_lack(error)}; give the file that `longspan bench calibrate --out FILE.json` writes for "

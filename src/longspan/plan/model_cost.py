@@ -14,18 +14,36 @@ H200_TFLOPS = 450.0
 # degree 4 and 16K or 64K packed rows (bench/records/attention-time-packed-4xH200.md).
 H200_RING_STEP_SECONDS = 300e-6
 
+# Of a process on CPUs with gloo, as orders of magnitude: they decide how parts of a plan compare, never a time.
+CPU_TFLOPS = 0.02
+CPU_GBPS = 1.0
+CPU_RING_STEP_SECONDS = 500e-6
+
 
 def cost_on_h200(config: Any) -> Cost:
     """The cost of a model, as in `Cost.for_model`, by what H200s were measured to sustain.
 
     >>> plan = plan_dynamic(lengths, home, cost=cost_on_h200("Qwen3-8B/config.json"))  # doctest: +SKIP
     """
-    return Cost.for_model(
+    cost = Cost.for_model(
         config,
         tflops=H200_TFLOPS,
         attention_tflops=H200_ATTENTION_TFLOPS,
         ring_step_latency=H200_RING_STEP_SECONDS,
     )
+    return replace(cost, source="the model on H200s")
+
+
+def cost_on_cpus(config: Any) -> Cost:
+    """How the parts of a model's plans compare on CPUs, of which no machine was measured: `source` is "".
+
+    >>> cost_on_cpus("Qwen3-8B/config.json").source  # doctest: +SKIP
+    ''
+    """
+    cost = Cost.for_model(
+        config, tflops=CPU_TFLOPS, inside_gbps=CPU_GBPS, across_gbps=CPU_GBPS, ring_step_latency=CPU_RING_STEP_SECONDS
+    )
+    return replace(cost, source="")
 
 
 def with_recomputation(cost: Cost, config: Any, kind: str, layers: int = 0) -> Cost:

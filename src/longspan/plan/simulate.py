@@ -44,6 +44,7 @@ class Simulation:
     """
 
     plan: Plan
+    cost: Cost
     seconds: float
     lower_bound_seconds: float
     bubble: float
@@ -88,6 +89,7 @@ def simulate(
     hops = (pp * vpp - 1) * (2 if backward else 1)
     return Simulation(
         plan=plan,
+        cost=cost,
         seconds=seconds,
         lower_bound_seconds=share * (_lower_bound(plan, cost, pp) + closing),
         bubble=run.bubble,

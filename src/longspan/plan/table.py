@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from longspan.plan.evaluate import Timeline
     from longspan.plan.plan import MicroBatch, Plan
 
+NO_MACHINE = "no machine: seconds only say how the parts of plans compare"
+
 
 def plan_table(plan: "Plan", cost: Cost | None = None, limit: int = 24) -> str:
     """The plan as text; of more than `limit` micro-batches the middle ones are counted, not shown."""
@@ -31,6 +33,7 @@ def _header(plan: "Plan", cost: Cost, times: "Timeline") -> list[str]:
         f"  documents   {len(plan.lengths):>14,}   {spread}",
         f"  tokens      {plan.tokens:>14,}   {plan.targets:,} targets",
         f"  predicted   {_seconds(times.step_seconds):>14}   {_against_bound(plan, times)}",
+        f"  priced for  {cost.source or NO_MACHINE}",
         *_closing(plan, cost, times),
         f"  rows used   {plan.efficiency:>14.1%}   of slots x micro-batches x the fullest slot's {fullest:,} rows",
     ]

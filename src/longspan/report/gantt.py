@@ -5,7 +5,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from longspan.errors import counted
 from longspan.plan import Cost, Plan
@@ -32,7 +32,7 @@ def gantt_svg(plan: Plan, cost: Cost | None = None, *, unit: Unit = "seconds", l
     height = row_height(plan.slots)
     x_scale = (WIDTH - _LEFT - _RIGHT) / (picture.end or 1.0)
     bars, summaries = picture.thinned(x_scale, height, limit)
-    canvas = _Canvas(picture, x_scale, height)
+    canvas = _Canvas(picture, x_scale, height, plan.cost if cost is None else cost)
     against = "time" if unit == "seconds" else "rows"
     return tag(
         "svg",
@@ -47,6 +47,13 @@ def gantt_svg(plan: Plan, cost: Cost | None = None, *, unit: Unit = "seconds", l
         aria_label=f"{counted(plan.slots, 'slot')} over {against}. Arrow keys read the documents.",
         data_plan=json.dumps(_hover_data(plan, bars, plan.cost if cost is None else cost), separators=(",", ":")),
     )
+
+
+def write_times(cost: Cost, step_seconds: float) -> Callable[[float], str]:
+    """How times under a cost are written: as durations, or as shares of the step where it is of no machine."""
+    if cost.source:
+        return write_seconds
+    return lambda seconds: f"{100 * seconds / (step_seconds or 1.0):.0f}% of the step"
 
 
 # Once a page: the patterns of a slot that has nothing to do, and of many short documents.
@@ -80,7 +87,9 @@ PATTERNS = tag(
 class _Canvas:
     """Turns bars into SVG elements at one scale."""
 
-    def __init__(self, picture: PlanBars, x_scale: float, height: float) -> None:
+    def __init__(self, picture: PlanBars, x_scale: float, height: float, cost: Cost) -> None:
+        self.write_time = write_times(cost, picture.end)
+        self.timed = bool(cost.source)
         self.picture, self.plan, self.x_scale, self.height = picture, picture.plan, x_scale, height
         self.bottom = _TOP + height * picture.plan.slots
 
@@ -127,7 +136,7 @@ class _Canvas:
             f"micro-batch {part.micro_batch}, slots {slots}",
         ]
         if part.slots > 1 and self.picture.unit == "seconds":
-            info.append(f"busy until {write_seconds(part.least)} to {write_seconds(part.most)}")
+            info.append(f"busy until {self.write_time(part.least)} to {self.write_time(part.most)}")
         return tag(
             "rect",
             class_="many",
@@ -159,11 +168,15 @@ class _Canvas:
         for start, value in self._tick_values():
             x = self.x(start + value)
             parts.append(tag("path", class_="grid short", d=f"M{x:.1f} {self.bottom:.1f}v4"))
-            parts.append(
-                _label(f"{value:g}" if seconds else write_number(value), x, self.bottom + 16, "middle", "tick")
-            )
-        words = "predicted seconds" if seconds else "rows of a slot, to the cap of each micro-batch"
+            parts.append(_label(self._tick(value), x, self.bottom + 16, "middle", "tick"))
+        timed = "predicted seconds" if self.timed else "share of the step, as predicted"
+        words = timed if seconds else "rows of a slot, to the cap of each micro-batch"
         return "".join(parts) + _label(words, WIDTH - _RIGHT, self.bottom + 32, "end")
+
+    def _tick(self, value: float) -> str:
+        if self.picture.unit == "rows":
+            return write_number(value)
+        return f"{value:g}" if self.timed else self.write_time(value)
 
     def _tick_values(self) -> list[tuple[float, float]]:
         if self.picture.unit == "seconds":
@@ -196,7 +209,7 @@ def _label(words: str, x: float, y: float, anchor: str, css_class: str = "label"
 
 def _hover_data(plan: Plan, bars: Sequence[Bar], cost: Cost) -> dict[str, object]:
     """What the tooltip says: for each drawn document its group, and for each such group its slots and rows."""
-    times = group_times(plan, cost)
+    times, write_time = group_times(plan, cost), write_times(cost, plan.timeline(cost).step_seconds)
     documents: dict[int, list[int]] = {}
     groups: dict[tuple[int, int], int] = {}
     described: list[list[object]] = []
@@ -210,7 +223,7 @@ def _hover_data(plan: Plan, bars: Sequence[Bar], cost: Cost) -> dict[str, object
                 if isinstance(group.cp_comm_type, str)
                 else "/".join(dict.fromkeys(group.cp_comm_type))
             )
-            seconds = write_seconds(float(times[bar.micro_batch][bar.group]))
+            seconds = write_time(float(times[bar.micro_batch][bar.group]))
             padded = f", each padded to {group.pad_to:,}" if group.pad_to else ""
             described.append(
                 [

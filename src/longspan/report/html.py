@@ -1,6 +1,6 @@
 """Pages that open anywhere: one file, no network, light and dark, readable without a script and on paper."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from longspan.errors import RunFolderError, counted
 from longspan.plan import Cost, Plan
 from longspan.report.gantt import PATTERNS, gantt_svg
 from longspan.report.markup import key, tag, text
+from longspan.report.priced import measured_seconds, priced_plans
 from longspan.report.run_folder import RunFolder
 from longspan.report.run_page import run_sections
 from longspan.report.series import write_number, write_seconds
@@ -32,7 +33,8 @@ def write_report(run_dir: str | Path) -> Path:
     run = RunFolder.read(run_dir)
     body = [*run_sections(run)]
     if run.plans:
-        body.insert(-1 if run.config_text else len(body), plan_section(run.plans))
+        took = {name: measured_seconds(run, name) for name, _ in run.plans}
+        body.insert(-1 if run.config_text else len(body), plan_section(priced_plans(run), took=took))
     path = run.path / "report.html"
     try:
         with naming(path):
@@ -51,8 +53,10 @@ def plan_page(plan: Plan, cost: Cost | None = None, *, title: str = "plan") -> s
     return _page(f"{title} · longspan", [head, plan_section([(title, plan)], cost)])
 
 
-def plan_section(plans: Sequence[tuple[str, Plan]], cost: Cost | None = None) -> str:
-    """Pictures of plans with a selector between them, in time and in rows."""
+def plan_section(
+    plans: Sequence[tuple[str, Plan]], cost: Cost | None = None, took: Mapping[str, float | None] | None = None
+) -> str:
+    """Pictures of plans with a selector between them, in time and in rows; `took` is what a plan by name took."""
     options = (tag("option", text(name), value=i) for i, (name, _) in enumerate(plans))
     choice = tag("label", "plan ", tag("select", *options, id="plan-choice")) if len(plans) > 1 else ""
     buttons = (
@@ -60,7 +64,7 @@ def plan_section(plans: Sequence[tuple[str, Plan]], cost: Cost | None = None) ->
         tag("button", "rows", type="button", data_unit="rows", aria_pressed="false"),
     )
     units = tag("span", *buttons, class_="switch", role="group", aria_label="unit")
-    cards = (_plan_card(i, plan, cost) for i, (_, plan) in enumerate(plans))
+    cards = (_plan_card(i, plan, cost, (took or {}).get(name)) for i, (name, plan) in enumerate(plans))
     title, controls = tag("h2", "Plan of a step"), tag("div", choice, units, class_="controls")
     return tag("section", title, controls, *cards, _legend(), id="plans")
 
@@ -82,8 +86,8 @@ def _legend() -> str:
     )
 
 
-def _plan_card(index: int, plan: Plan, cost: Cost | None) -> str:
-    facts = (tag("div", tag("dt", text(name)), tag("dd", text(value))) for name, value in _plan_facts(plan))
+def _plan_card(index: int, plan: Plan, cost: Cost | None, took: float | None) -> str:
+    facts = (tag("div", tag("dt", text(name)), tag("dd", text(value))) for name, value in _plan_facts(plan, took))
     pictures = {unit: gantt_svg(plan, cost, unit=unit) for unit in ("seconds", "rows")}
     # Only the picture that shows is part of the document; the others wait in templates.
     shown = pictures.pop("seconds") if index == 0 else ""
@@ -100,7 +104,7 @@ def _plan_card(index: int, plan: Plan, cost: Cost | None) -> str:
     )
 
 
-def _plan_facts(plan: Plan) -> Iterator[tuple[str, str]]:
+def _plan_facts(plan: Plan, took: float | None) -> Iterator[tuple[str, str]]:
     degrees = sorted({group.degree for m in plan.micro_batches for group in m.groups})
     yield "planner", f"{plan.planner}, {plan.mode}"
     yield "documents", f"{len(plan.lengths):,}, longest {max(plan.lengths, default=0):,}"
@@ -109,7 +113,11 @@ def _plan_facts(plan: Plan) -> Iterator[tuple[str, str]]:
     if degrees:
         yield "degrees", ", ".join(map(str, degrees)) if len(degrees) <= 6 else f"{degrees[0]} to {degrees[-1]}"
     yield "packing efficiency", f"{100 * plan.efficiency:.1f}%"
-    yield "predicted", write_seconds(plan.predicted_seconds)
+    if plan.cost.source:
+        yield "predicted", write_seconds(plan.predicted_seconds)
+    if took is not None:
+        yield "measured", write_seconds(took)
+    yield "priced for", plan.cost.source or "no machine: times only compare"
     if plan.mode == "free" and plan.cost.closing_seconds:
         yield "of these, closing", f"{write_seconds(plan.cost.closing_seconds)}: parameters gathered, gradients summed"
     if plan.lower_bound_seconds:

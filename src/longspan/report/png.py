@@ -52,7 +52,8 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
             middle = ((b.start + b.stop) / 2, b.slot + b.slots / 2)
             axes.text(*middle, text, ha="center", va="center", fontsize=8, color="#222222", zorder=4)
     axes.set(xlim=(0, picture.end or 1.0), ylim=(plan.slots, 0), ylabel="slot")
-    axes.set_xlabel("predicted seconds" if unit == "seconds" else "rows of a slot, micro-batch after micro-batch")
+    timed = "predicted seconds" if (cost or plan.cost).source else "predicted time, of no machine"
+    axes.set_xlabel(timed if unit == "seconds" else "rows of a slot, micro-batch after micro-batch")
     axes.set_title(_title(plan), loc="left", fontsize=11)
     if plan.slots <= 24:
         axes.set_yticks([slot + 0.5 for slot in range(plan.slots)], [str(slot) for slot in range(plan.slots)])
@@ -72,8 +73,9 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
 def _title(plan: Plan) -> str:
     ratio = plan.predicted_seconds / plan.lower_bound_seconds if plan.lower_bound_seconds else 0.0
     bound = f" · {ratio:.3f} × the lower bound" if ratio else ""
+    seconds = f" · {plan.predicted_seconds:.3g} s" if plan.cost.source else ""
     return (
         f"{plan.planner} plan · {counted(len(plan.lengths), 'document')}, {counted(plan.tokens, 'token')} on "
         f"{counted(plan.slots, 'slot')} · "
-        f"{counted(len(plan.micro_batches), 'micro-batch', 'es')} · {plan.predicted_seconds:.3g} s{bound}"
+        f"{counted(len(plan.micro_batches), 'micro-batch', 'es')}{seconds}{bound}"
     )

@@ -34,7 +34,7 @@ class DataConfig:
     vocab_size: int = 2048
     """Entries of the byte-pair tokenizer that is trained when no other is given, and of the preset's embedding."""
     max_document_tokens: int = 2048
-    """Longer texts are cut into documents of at most this many tokens; 0: they are refused by name."""
+    """Longer texts are cut into documents of at most this many tokens; 0: they are an error that names them."""
     eval_documents: int = 32
     """Documents held out for evaluation, chosen by the seed; 0: no evaluation."""
 
@@ -138,7 +138,8 @@ class TrainConfig:
     loss_chunk_rows: int = 0
     """Rows whose logits are formed at a time; 0: as many as 2 GiB hold on a GPU, 64 MiB on a CPU."""
     fused_norms: Literal["auto", "on", "off"] = "auto"
-    """RMS norms as one kernel of torch's each way, rounded once: auto (on GPUs, those that can), on, or off."""
+    """Run each RMS norm as one torch kernel forward and one backward, rounded once: auto (on GPUs, where a norm allows
+    it), on, or off."""
     router_balance_loss: float = -1.0
     """Weight of the load-balancing loss of experts' routers; -1: what the model's configuration says, 0: none."""
     router_z_loss: float = 0.0

@@ -48,7 +48,7 @@ class GroupLog:
         if made:
             counts = Counter(f"{record.kind} of {len(record.ranks)}" for record in made)
             names = ", ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items())
-            self._say(f"communicators of this rank: {names}")
+            self._say(f"process groups of the first rank (kind and number of ranks): {names}")
         said = len(self._levels) - len(levels)
         for found in levels[: max(0, SAID - said)]:
             self._say(f"hierarchical group of slots {sum(found.a2a, ())}: {found}")

@@ -19,7 +19,7 @@ from longspan.plan import Cost, Mode, PartitionKind, Plan, PlanAhead, WarmStart,
 from longspan.plan.check import heads_allow
 from longspan.plan.cost import DEFAULT_COST
 from longspan.plan.cost_file import read_cost
-from longspan.plan.model_cost import cost_on_h200, with_recomputation
+from longspan.plan.model_cost import cost_on_cpus, cost_on_h200, with_recomputation
 from longspan.plan.simulate import shared_by
 from longspan.train.config import ContextConfig, ParallelConfig, RunConfig
 from longspan.train.order import StepOrder
@@ -33,23 +33,23 @@ def cost_of(context: ContextConfig) -> Cost:
 
 
 def cost_of_run(config: RunConfig, model_config: Any, say: Callable[[str], None], *, gpu: bool) -> Cost:
-    """What a run's plans are priced by: the file of `context.cost`; without one, on GPUs its model on H200s.
+    """What a run's plans are priced by: the file of `context.cost`; without one, its model on H200s or on CPUs.
 
     >>> cost = cost_of_run(config, model.config, print, gpu=world.device.type == "cuda")  # doctest: +SKIP
 
-    What is recomputed counts. A model that its configuration does not price, and any on CPUs, is planned for as a
-    Qwen3-8B; on GPUs that is said.
+    What is recomputed counts. The cost on CPUs is of no machine (`Cost.source` is ""): plans are compared by it, and no
+    time is told. A model that its configuration does not price is planned for as a Qwen3-8B, which is said.
     """
     context, train = config.context, config.train
-    if context.cost or not gpu:
+    if context.cost:
         return cost_of(context)
     try:
-        cost = cost_on_h200(model_config)
+        cost = cost_on_h200(model_config) if gpu else cost_on_cpus(model_config)
         layers = train.recompute_layers * config.parallel.pp  # of each stage
         return with_recomputation(cost, model_config, train.activation_checkpointing, layers)
     except PlanError as error:
         say(f"plans are priced as for a Qwen3-8B: {error}; name a file in context.cost")
-        return cost_of(context)
+        return cost_of(context) if gpu else replace(cost_of(context), source="")
 
 
 @cache
