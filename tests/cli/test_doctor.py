@@ -98,4 +98,4 @@ def test_a_failure_is_a_cross_and_exit_code_1(
 def test_nccl_needs_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert main(["doctor", "--world", "2", "--backend", "nccl"]) == 1
-    assert "there are 1 GPUs for 2 ranks" in capsys.readouterr().out
+    assert "needs a GPU for each of 2 ranks; found 1 GPU" in capsys.readouterr().out

@@ -119,4 +119,4 @@ def test_plans_made_ahead_are_those_made_inline(context: ContextConfig) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_evaluations_lay_out_rows_as_training_does(sequence_parallel: bool) -> None:
     config = replace(RunConfig(), parallel=ParallelConfig(tp=2, sequence_parallel=sequence_parallel))
-    assert evaluation_choice(config, Cost()).row_multiple == (2 if sequence_parallel else 1)
+    assert evaluation_choice(config, Cost(), 8).row_multiple == (2 if sequence_parallel else 1)
