@@ -108,10 +108,10 @@ def test_damaged_ones_neither_count_nor_shadow_good_ones(tmp_path: Path) -> None
     for step in range(1, 8):
         file_checkpoint(tmp_path, step)
     cut(tmp_path / "step-000005" / "__0_0.distcp")
-    note_damage({tmp_path / "step-000007": "its contents have changed"})
+    note_damage({tmp_path / "step-000007": "its contents have changed"}, tmp_path / "step-000006")
     prune(tmp_path, 3)
     assert sorted(step_of(path) for path in tmp_path.iterdir()) == [3, 4, 5, 6, 7]
-    file_checkpoint(tmp_path, 7)  # saved again, it is good
+    note_damage({}, tmp_path / "step-000007")  # restored
     prune(tmp_path, 3)
     assert sorted(step_of(path) for path in tmp_path.iterdir()) == [4, 5, 6, 7]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from longspan.cli.main import main
+from longspan.errors import RunFolderError
+from longspan.report import write_report
 from longspan.train.disk import naming, reason
 from longspan.train.finite import as_json
 from longspan.train.metrics import MetricsLog, read_rows, write_whole
@@ -37,11 +38,11 @@ def test_a_row_on_a_full_disk_names_the_file(tmp_path: Path) -> None:
     assert re.match(rf"{tmp_path}/metrics.jsonl: {FULL}", reason(error.value))
 
 
-def test_a_report_on_a_full_disk_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_on_a_full_disk_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
     (tmp_path / "report.html").symlink_to("/dev/full")
-    assert main(["report", str(tmp_path)]) == 2
-    assert re.match(f"error: {tmp_path}/report.html: {FULL}", capsys.readouterr().err)
+    with pytest.raises(RunFolderError, match=f"^{tmp_path}/report.html: {FULL}"):
+        write_report(tmp_path)
 
 
 def test_reasons_of_other_kinds() -> None:

@@ -81,8 +81,8 @@ def find_checkpoint(root: Path, world: World, say: Say, *, note: bool = False) -
     """
     paths = first_does(world, lambda: finished(root, say), refuse=CheckpointError)
     found, damage = newest_good(paths, partial(check_checkpoint, world=world), say if is_first(world) else _silent)
-    if note and damage:
-        first_does(world, lambda: note_damage(damage), refuse=CheckpointError)
+    if note:
+        first_does(world, lambda: note_damage(damage, found), refuse=CheckpointError)
     return found
 
 

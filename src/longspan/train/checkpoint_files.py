@@ -112,10 +112,15 @@ def newest_good(paths: Sequence[Path], check: Check, say: Say) -> tuple[Path | N
     return None, damage
 
 
-def note_damage(damage: Mapping[Path, str]) -> None:
-    """Write down in damaged checkpoints what is wrong, so that none of them counts when older ones are removed."""
-    for path, text in damage.items():
-        with suppress(OSError):  # on a full disk the run goes on
+def note_damage(damage: Mapping[Path, str], good: Path | None) -> None:
+    """Write down in damaged checkpoints what is wrong, so that none of them counts when older ones are removed.
+
+    In the one that is `good` no such note is left: it may have been restored.
+    """
+    with suppress(OSError):  # on a full disk the run goes on
+        if good is not None:
+            (good / DAMAGED).unlink(missing_ok=True)
+        for path, text in damage.items():
             (path / DAMAGED).write_text(text + "\n", encoding="utf-8")
 
 

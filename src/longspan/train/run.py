@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.comm import World
-from longspan.errors import LongspanError, RunFolderError
+from longspan.errors import DataError, LongspanError, RunFolderError
 from longspan.model import save_model
 from longspan.model.router import RouterCoefficients
 from longspan.plan import Plan, PlanAhead
@@ -178,7 +178,7 @@ def _evaluate(job: Job, log: MetricsLog, screen: Screen, done: int) -> Evaluatio
 def _finish(job: Job, log: MetricsLog, screen: Screen) -> tuple[Evaluation, ...]:
     """After the last step: the weights as a Hugging Face folder, and their loss at every degree, recorded once."""
     world, done = job.world, job.config.train.steps
-    tokenizer = load_tokenizer(job.dir) if is_first(world) else None
+    tokenizer = together(world, lambda: load_tokenizer(job.dir) if is_first(world) else None, refuse=DataError)
     save_model(job.model, job.dir / "model", world, tokenizer)
     if not job.order.evaluation:
         return ()

@@ -233,7 +233,7 @@ def _checkpoint_to_resume(config: RunConfig, world: World, say: Say) -> Path | N
         return None
     if config.run.resume == "never":
         raise CheckpointError(f"run.resume is 'never' and {found} is there; set run.dir to a new folder, or use 'auto'")
-    _check_same_run(config, read_state(found), found)
+    _check_same_run(config, first_does(world, lambda: read_state(found), refuse=CheckpointError), found)
     return found
 
 
