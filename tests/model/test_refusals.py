@@ -12,6 +12,7 @@ from longspan.model import refusals
 from longspan.model.hf import IMPLEMENTATION
 from longspan.model.moe import use_experts
 from longspan.model.probe import decoder_layers, probe_model
+from longspan.model.randomness import random_draws
 from longspan.model.refusals import refuse_shared_layers, refuse_unsupported
 from tests.model.stock import SIZES, tiny
 
@@ -64,6 +65,14 @@ def test_llama4_is_refused_by_its_temperature_whatever_mixtures_are_allowed(
     says = r"sequence: model.layers.1.self_attn scales queries by a row's number .* \(attn_temperature_tuning\)$"
     with pytest.raises(ModelError, match=says):
         refuse_unsupported(model)
+
+
+def test_phimoe_draws_its_experts_in_training_even_without_noise() -> None:
+    values = {"num_local_experts": 4, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0}
+    model = build("PhimoeConfig", **values)
+    model.set_attn_implementation(IMPLEMENTATION)
+    use_experts(model)
+    assert any("exponential_" in draw for draw in random_draws(model))
 
 
 def test_every_reason_is_told() -> None:
