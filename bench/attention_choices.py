@@ -27,11 +27,11 @@ from attention_time import settings_of, settled
 
 from longspan import Layout, World
 from longspan.attention import all_to_all
-from longspan.cli.bench_attention_cases import own_cases, tensors_of
-from longspan.cli.bench_attention_ranks import forward_flops
-from longspan.cli.bench_record import where_it_ran
+from longspan.bench.attention.cases import own_cases, tensors_of
+from longspan.bench.attention.ranks import forward_flops
+from longspan.bench.record import where_it_ran
 from longspan.cli.machine import machine
-from longspan.comm import groups
+from longspan.comm.groups.groups import groups
 from longspan.report.text_table import markdown_table
 from longspan.train.versions import versions
 

@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from longspan.cli.bench_record import where_it_ran, write_record
+from longspan.bench.record import where_it_ran, write_record
 from longspan.cli.machine import machine
 from longspan.comm import run_local
 from longspan.train.versions import versions

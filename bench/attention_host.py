@@ -31,11 +31,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan import Group, Layout, World, attend, bind, plan_fixed
-from longspan.attention import fused, kernels
-from longspan.attention.circle import Circle, Mask
+from longspan.attention import kernels
+from longspan.attention.geometry.members import Circle, Mask
+from longspan.attention.sums import fused
 from longspan.cli.machine import machine, machine_text
-from longspan.comm.groups import Groups, _worlds
-from longspan.comm.rollcall import Watch
+from longspan.comm.failure.watch import Watch
+from longspan.comm.groups.groups import Groups, _worlds
 from longspan.comm.shard import ShardPart
 from longspan.train.versions import versions
 

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from longspan.cli.bench_record import begin_or_go_on, where_it_ran, write_record
+from longspan.bench.record import begin_or_go_on, where_it_ran, write_record
 from longspan.comm import run_local
 from tests.attention.parity import DEGREES, DTYPES, REFUSED, WAYS, Combination, run, whole
 

@@ -29,11 +29,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
 from longspan.attention import kernels
-from longspan.cli.bench_attention_cases import Run, Settings, lengths_of, own_cases, tensors_of
-from longspan.cli.bench_attention_ranks import forward_flops
-from longspan.cli.bench_record import where_it_ran
+from longspan.bench.attention.cases import Run, Settings, lengths_of, own_cases, tensors_of
+from longspan.bench.attention.ranks import forward_flops
+from longspan.bench.record import where_it_ran
+from longspan.bench.step.profile_parts import merged
 from longspan.cli.machine import machine
-from longspan.cli.step_parts import merged
 from longspan.train.versions import versions
 
 Span = tuple[float, float]

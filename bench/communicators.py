@@ -23,10 +23,10 @@ import torch
 
 from longspan import Layout, Plan, World, bind, plan_dynamic
 from longspan.attention import attend
-from longspan.cli.bench_record import where_it_ran, write_record
+from longspan.bench.record import where_it_ran, write_record
 from longspan.cli.machine import machine
 from longspan.comm import run_local
-from longspan.plan.distributions import sample_lengths
+from longspan.plan.simulate.distributions import sample_lengths
 from longspan.train.versions import versions
 
 

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 from longspan import Layout, plan_dynamic
 from longspan.cli.machine import machine, machine_text
 from longspan.plan import Cost, lower_bound_seconds
-from longspan.plan.bound_strong import strong_bound
-from longspan.plan.distributions import sample_lengths
-from longspan.plan.pack import first_fit
+from longspan.plan.cost.strong_bound import strong_bound
+from longspan.plan.planners.bin_packing import first_fit
+from longspan.plan.simulate.distributions import sample_lengths
 
 NAMES = ("lognorm", "bimodal", "uniform", "files", "expo")
 LONGEST = 131072

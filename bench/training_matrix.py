@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from longspan.cli.bench_record import begin_or_go_on, where_it_ran, write_record
+from longspan.bench.record import begin_or_go_on, where_it_ran, write_record
 from longspan.comm import run_local
 from tests.train.matrix import DTYPES, LIMITS, RANKS, Combination, Errors, every, run, wanted_of, worst_of_ranks
 

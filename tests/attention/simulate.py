@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from longspan.attention.block import Rule, Saved, add_block, block_gradients, summed
-from longspan.attention.circle import Mask
-from longspan.attention.kernels.launch import Launch
-from longspan.attention.merge import Partial, RowSum, accumulation_dtype
-from longspan.attention.tiles import tiles_between
+from longspan.attention.geometry.launch import Launch
+from longspan.attention.geometry.members import Mask
+from longspan.attention.geometry.tiles import tiles_between
+from longspan.attention.sums.merge import Partial, RowSum, accumulation_dtype
 from longspan.layout import Partition
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from longspan import Group, Layout, MicroBatch, World, bind
-from longspan.attention.circle import Mask
+from longspan.attention.geometry.members import Mask
 from longspan.comm import SequenceShard
 from longspan.errors import AttentionError, CommError
 from longspan.testing import backend

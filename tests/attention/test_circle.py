@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from longspan import Group, MicroBatch
-from longspan.attention.circle import Circle, Mask
-from longspan.attention.halo import Halo, is_narrow, seen_by
-from longspan.attention.heads import Deal
+from longspan.attention.geometry.head_split import Deal
+from longspan.attention.geometry.launch import Launch, Tokens
+from longspan.attention.geometry.members import Circle, Mask
+from longspan.attention.geometry.tiles import Tile, Tiling
 from longspan.attention.kernels.dropout import Dropout, _absorb
-from longspan.attention.kernels.launch import Launch, Tokens
-from longspan.attention.tiles import Tile, Tiling
+from longspan.attention.window_rows import Halo, is_narrow, seen_by
 from longspan.comm import SequenceShard
 
 CPU = torch.device("cpu")

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from longspan.attention import KERNELS, Need, choose
 from longspan.attention.block import Rule
-from longspan.attention.circle import Circle, Mask
+from longspan.attention.geometry.launch import Launch, visible
+from longspan.attention.geometry.members import Circle, Mask
+from longspan.attention.geometry.tiles import Tile, Tiling
 from longspan.attention.kernels import cpu_flash, cudnn, reference, torch_flash
-from longspan.attention.kernels.launch import Launch, visible
-from longspan.attention.tiles import Tile, Tiling
 from longspan.comm import ShardPart
 from longspan.errors import AttentionError
 from longspan.plan import Group

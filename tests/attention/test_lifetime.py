@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
-from longspan.attention.circle import Circle, Mask
-from longspan.attention.halo import Halo
+from longspan.attention.geometry.members import Circle, Mask
+from longspan.attention.window_rows import Halo
 from longspan.comm import SequenceShard
 from longspan.testing import backend
 

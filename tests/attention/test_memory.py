@@ -13,10 +13,10 @@ import longspan.attention.ring as ring
 from longspan import Layout, World, attend, bind
 from longspan.attention import all_gather
 from longspan.attention import block as block_module
+from longspan.attention.geometry.launch import Launch, Tokens
+from longspan.attention.geometry.tiles import Tile, Tiling
 from longspan.attention.kernels import reference
 from longspan.attention.kernels.dropout import Dropout
-from longspan.attention.kernels.launch import Launch, Tokens
-from longspan.attention.tiles import Tile, Tiling
 from longspan.comm import Channel, RingBlocks
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import micro_batch

@@ -25,12 +25,12 @@ CASES = cases_of(
 
 MUTATIONS = [
     # merging blocks
-    ("attention.merge", "step = torch.sigmoid(lse - held_lse)", "step = torch.full_like(lse, 0.5)"),
-    ("attention.merge", "held_lse = torch.logaddexp(held_lse, lse)", "held_lse = torch.maximum(held_lse, lse)"),
+    ("attention.sums.merge", "step = torch.sigmoid(lse - held_lse)", "step = torch.full_like(lse, 0.5)"),
+    ("attention.sums.merge", "held_lse = torch.logaddexp(held_lse, lse)", "held_lse = torch.maximum(held_lse, lse)"),
     # sums of gradients over blocks, of queries and of keys and values
-    ("attention.rows", "into += source", "into.copy_(source)"),
-    ("attention.rows", "into.index_add_(0, index,", "into.index_copy_(0, index,"),
-    ("attention.merge", "add_rows([(x, self._wide())], rows)", "self._wide()"),
+    ("attention.sums.rows", "into += source", "into.copy_(source)"),
+    ("attention.sums.rows", "into.index_add_(0, index,", "into.index_copy_(0, index,"),
+    ("attention.sums.merge", "add_rows([(x, self._wide())], rows)", "self._wide()"),
     # one ring step
     (
         "attention.ring",
@@ -40,19 +40,19 @@ MUTATIONS = [
     ("attention.ring", "(owner), rule))", "(owner) if owner else (), rule))"),
     ("attention.ring", "(self._circle.member)", "(self._circle.member) if self._circle.member else ()"),
     (
-        "attention.merge",
+        "attention.sums.merge",
         "add_rows([(x, self._wide()[:, heads])], slice(0, self._shape[0]))",
         "self._wide()[:, heads] = x",
     ),
     # sums of dK and dV
     (
-        "attention.rows",
+        "attention.sums.rows",
         "add_rows(list(zip(gradients, total, strict=True)), rows)",
         "add_rows([(gradients[0], total[0])], rows)",
     ),
-    ("attention.rows", "if fresh and len(addends) == 1", "if len(addends) == 1"),
-    ("attention.halo", "total.index_add_(0, sent, arrived)", "total.index_copy_(0, sent, arrived)"),
-    ("attention.rows", "total.index_add_(0, rows,", "total.index_copy_(0, rows,"),
+    ("attention.sums.rows", "if fresh and len(addends) == 1", "if len(addends) == 1"),
+    ("attention.window_rows", "total.index_add_(0, sent, arrived)", "total.index_copy_(0, sent, arrived)"),
+    ("attention.sums.rows", "total.index_add_(0, rows,", "total.index_copy_(0, rows,"),
     ("attention.all_gather", "(self._circle.degree, -1)).sum(0)", "(self._circle.degree, -1))[0]"),
     ("attention.all_to_all", ".sum(2) for x", "[:, :, 0] for x"),
     ("attention.all_to_all", "summed(of_keys, ", "summed(of_keys[:1], "),
@@ -60,7 +60,7 @@ MUTATIONS = [
     ("attention.all_gather", "(started.pop().wait(),), order)", "(started.pop().wait(),), order.flip(0))"),
     ("attention.all_to_all", "None if orders is None else orders[1]", "None"),
     ("attention.all_to_all", "arrived if orders is None else matrix_of((arrived,), orders[0])", "arrived"),
-    ("attention.halo", "index_copy_(0, self.places, handle", "index_copy_(0, self.places.flip(0), handle"),
+    ("attention.window_rows", "index_copy_(0, self.places, handle", "index_copy_(0, self.places.flip(0), handle"),
     ("attention.all_to_all", "start = self.deal.q(self._me).start + part", "start = part"),
     ("attention.all_to_all", "part * cuts // self.slices)", "part * (cuts == self.slices))"),
     ("attention.all_to_all", "whole[self.deal.q(self._me)] = x", "whole[: len(x)] = x"),
@@ -72,25 +72,25 @@ MUTATIONS = [
     # the sign of the scale
     ("attention.attend", "sign=(scale > 0) - (scale < 0)", "sign=1"),
     # edges of masks
-    ("attention.tiles", "left=window - 1 - ahead", "left=window - ahead"),
+    ("attention.geometry.tiles", "left=window - 1 - ahead", "left=window - ahead"),
     (
-        "attention.tiles",
+        "attention.geometry.tiles",
         "found.left < found.k_stop - found.k_start - 1",
         "found.left < (found.k_stop - found.k_start) // 2",
     ),
-    ("attention.tiles", "at = some.k_stop - some.left - 1", "at = some.k_stop - some.left"),
-    ("attention.tiles", "k_stop=at, left=np.zeros_like(at)", "k_stop=at, left=np.ones_like(at)"),
-    ("attention.tiles", "k_stop + window - 1", "k_stop + window - 2"),
-    ("attention.tiles", "np.array([0, -1])", "np.array([-1, -1])"),
+    ("attention.geometry.tiles", "at = some.k_stop - some.left - 1", "at = some.k_stop - some.left"),
+    ("attention.geometry.tiles", "k_stop=at, left=np.zeros_like(at)", "k_stop=at, left=np.ones_like(at)"),
+    ("attention.geometry.tiles", "k_stop + window - 1", "k_stop + window - 2"),
+    ("attention.geometry.tiles", "np.array([0, -1])", "np.array([-1, -1])"),
     (
-        "attention.circle",
+        "attention.geometry.members",
         "held.stop, np.asarray(group.lengths)[held.document]",
         "held.stop, np.asarray(group.laid_out)[held.document]",
     ),
     # dropout and softcap
     ("attention.kernels.dropout", "self.first_head, self.first_head + heads", "0, heads"),
     ("attention.kernels.dropout", "document[rows]), q_position[rows]", "document[rows]), 0 * q_position[rows]"),
-    ("attention.circle", "lambda: held.positions", "lambda: 0 * held.positions"),
+    ("attention.geometry.members", "lambda: held.positions", "lambda: 0 * held.positions"),
     ("attention.kernels.reference", "dscores *= slope", "pass"),
     ("attention.kernels.reference", "dscores.sub_(delta.unsqueeze(-1)).mul_", "dscores.mul_"),
     ("attention.kernels.reference", "weights if factors is None else weights * factors", "weights"),

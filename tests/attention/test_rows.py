@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspan.attention.merge import RowSum, merge_
-from longspan.attention.rows import add_addends, add_rows, as_dtype, copy_rows, matrix_of
+from longspan.attention.sums.merge import RowSum, merge_
+from longspan.attention.sums.rows import add_addends, add_rows, as_dtype, copy_rows, matrix_of
 from longspan.comm import Addend
-from longspan.comm.matrix import columns
+from longspan.comm.moves.side_by_side import columns
 from longspan.testing import backend
 
 DEVICE = torch.device("cuda" if backend() == "nccl" else "cpu")

@@ -6,8 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from longspan.attention import tiles
-from longspan.attention.tiles import Tile, Tiling, tiles_between
+from longspan.attention.geometry import tiles
+from longspan.attention.geometry.tiles import Tile, Tiling, tiles_between
 from longspan.layout import Partition, Segments
 
 LENGTHS = [(16,), (1,), (3, 1, 2), (7, 16, 5, 1, 30), (2,) * 9]

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from longspan.cli.bench import BENCHES
-from longspan.cli.bench_attention import AttentionFlags, make_settings, record_markdown, record_text
-from longspan.cli.bench_attention_cases import Settings
-from longspan.cli.bench_attention_ranks import forward_flops
+from longspan.bench.attention.cases import Settings
+from longspan.bench.attention.command import AttentionFlags, make_settings, record_markdown, record_text
+from longspan.bench.attention.ranks import forward_flops
+from longspan.bench.benches import BENCHES
 from longspan.cli.main import main
 
 

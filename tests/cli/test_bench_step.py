@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from longspan.cli.bench_step_flags import StepFlags
-from longspan.cli.bench_step_ranks import model_flops
-from longspan.cli.bench_step_record import record_markdown, record_text
-from longspan.cli.bench_step_settings import Settings, make_settings
-from longspan.cli.bench_step_shapes import SHAPES, shape_named
+from longspan.bench.step.flags import StepFlags
+from longspan.bench.step.profile_parts import kind_of, merged, parts_of
+from longspan.bench.step.ranks import model_flops
+from longspan.bench.step.record import record_markdown, record_text
+from longspan.bench.step.settings import Settings, make_settings
+from longspan.bench.step.shapes import SHAPES, shape_named
 from longspan.cli.main import main
-from longspan.cli.step_parts import kind_of, merged, parts_of
 from longspan.plan import Cost
 
 

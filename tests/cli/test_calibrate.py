@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longspan.cli.bench_calibrate import CalibrateFlags, make_record, make_settings, record_text
-from longspan.cli.calibration import Calibration, Sample, calibrate, least_squares
+from longspan.bench.calibrate.command import CalibrateFlags, make_record, make_settings, record_text
+from longspan.bench.calibrate.fit import Calibration, Sample, calibrate, least_squares
 from longspan.cli.main import main
 from longspan.plan import Cost
-from longspan.plan.cost_file import read_cost
+from longspan.plan.cost.cost_file import read_cost
 
 COST = Cost(
     linear_seconds=3e-6,

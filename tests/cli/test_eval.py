@@ -7,9 +7,9 @@ import pytest
 
 from longspan.cli.main import main
 from longspan.testing import run_ranks
-from longspan.train.checkpoint_files import PARTIAL
-from longspan.train.config import RunConfig
-from longspan.train.metrics import read_rows
+from longspan.train.checkpoint.files import PARTIAL
+from longspan.train.config.sections import RunConfig
+from longspan.train.run.metrics_log import read_rows
 from tests.train.small import small_config, train_rank
 
 

@@ -10,8 +10,8 @@ from longspan import __version__
 from longspan.cli.flags import EvalFlags, TrainFlags, parse_eval, parse_train
 from longspan.cli.main import VERBS, main
 from longspan.cli.parse import flag_types
-from longspan.train.config import ContextConfig, RunConfig
-from longspan.train.config_file import config_keys, load_config
+from longspan.train.config.file import config_keys, load_config
+from longspan.train.config.sections import ContextConfig, RunConfig
 
 PINNED = Path(__file__).with_name("flags.txt")
 

@@ -14,7 +14,7 @@ from longspan.cli.main import main
 from longspan.cli.plan import PlanFlags
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan
-from longspan.plan.model_cost import cost_on_h200
+from longspan.plan.cost.model_cost import cost_on_h200
 
 FLAGS = [
     "lengths",

@@ -10,7 +10,7 @@ from longspan.cli.main import main
 from longspan.cli.simulate import SimulateFlags
 from longspan.layout import Layout
 from longspan.plan import Cost, plan_fixed
-from longspan.plan.simulate import simulate
+from longspan.plan.simulate.simulate import simulate
 from tests.report.runs import write_run
 
 FLAGS = [

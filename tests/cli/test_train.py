@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from longspan.cli.main import main
-from longspan.train.config_file import load_config, to_toml
+from longspan.train.config.file import load_config, to_toml
 from tests.train.small import small_config
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspan.comm.channel import Channel
-from longspan.comm.collectives import Gradient, all_reduce_sum, gather_rows, scatter_rows
+from longspan.comm.groups.channel import Channel
+from longspan.comm.moves.collectives import Gradient, all_reduce_sum, gather_rows, scatter_rows
 from longspan.comm.world import World
 from longspan.errors import CommError
 from longspan.layout import Layout

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.comm.channel import EVENT_BYTES, Channel, Handle, summed
-from longspan.comm.family import Family
-from longspan.comm.groups import GroupRecord, Groups
+from longspan.comm.groups.channel import EVENT_BYTES, Channel, Handle, summed
+from longspan.comm.groups.communicator_choice import Family
+from longspan.comm.groups.groups import GroupRecord, Groups
 from longspan.comm.world import World
 from longspan.errors import CommError
 from longspan.layout import Layout

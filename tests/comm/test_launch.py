@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longspan.comm import child, launch
-from longspan.comm.crew import Crew, _Rank
 from longspan.errors import CommError, LayoutError
+from longspan.launch import launch, rank_process
+from longspan.launch.local_ranks import Crew, _Rank
 from longspan.testing import run_ranks
 
 
@@ -75,7 +75,7 @@ def test_a_failing_rank_is_named(how: str) -> None:
         run_ranks(fail, 3, how)
     assert raised.type is kind
     if how not in ("kill", "leave"):
-        assert isinstance(raised.value.__cause__, child.RankError)
+        assert isinstance(raised.value.__cause__, rank_process.RankError)
         assert "on rank 1" in str(raised.value.__cause__) and "in fail" in str(raised.value.__cause__)
 
 
@@ -188,7 +188,7 @@ def test_signals_reach_the_ranks_of_a_script_and_nothing_stays_behind(tmp_path: 
 
 
 def test_an_answer_survives_an_error_that_does_not_pickle() -> None:
-    answer = child._failure(AwkwardError(1, 2))
+    answer = rank_process._failure(AwkwardError(1, 2))
     assert answer.pickled is None and "AwkwardError: 1 and 2" in answer.text
 
 
@@ -200,8 +200,8 @@ def test_a_second_signal_kills_ranks_that_did_not_heed_the_first() -> None:
     assert sent == [signal.SIGTERM, signal.SIGKILL] and forwarding.seen == signal.SIGINT
 
 
-SAW = child.Answer(False, pickle.dumps(CommError("rank 2 does not answer")), summary="saw", consequence=True)
-FAILED = child.Answer(False, pickle.dumps(ValueError("boom")), summary="ValueError: boom")
+SAW = rank_process.Answer(False, pickle.dumps(CommError("rank 2 does not answer")), summary="saw", consequence=True)
+FAILED = rank_process.Answer(False, pickle.dumps(ValueError("boom")), summary="ValueError: boom")
 DEATH = "was killed by signal 9 (SIGKILL)"
 ARRIVED = [  # how ranks 0, 1, ... failed, in the order of their failures -> the error that is raised
     ([SAW], "rank 2 does not answer"),
@@ -214,7 +214,7 @@ ARRIVED = [  # how ranks 0, 1, ... failed, in the order of their failures -> the
 
 @pytest.mark.parametrize(("failures", "message"), ARRIVED)
 def test_the_cause_comes_before_what_others_saw_of_it(
-    failures: list[child.Answer | str], message: str, tmp_path: Path
+    failures: list[rank_process.Answer | str], message: str, tmp_path: Path
 ) -> None:
     ranks = object.__new__(Crew)
     ranks.folder, ranks.ranks = tmp_path, []

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from longspan import Layout, World
-from longspan.comm import meeting, ring
-from longspan.comm.rank_pool import RankPool
+from longspan.comm import rendezvous
+from longspan.comm.moves import ring
 from longspan.errors import CommError
+from longspan.testing.rank_pool import RankPool
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def test_ranks_stay_for_calls_on_all_and_on_some_of_them(pool: RankPool) -> None
 
 def known_stores(rank: int) -> int:
     with World(Layout(ranks=3), backend="gloo"):
-        return len(meeting._shared)
+        return len(rendezvous._shared)
 
 
 def test_no_store_of_an_earlier_call_is_kept_for_its_port_may_come_again(pool: RankPool) -> None:

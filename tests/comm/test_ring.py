@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from longspan.attention.rows import add_addends
-from longspan.comm.ring import Addend, GradientRing, RingBlocks
+from longspan.attention.sums.rows import add_addends
+from longspan.comm.moves.ring import Addend, GradientRing, RingBlocks
 from longspan.comm.world import World
 from longspan.layout import Layout
 from longspan.testing import backend, run_ranks

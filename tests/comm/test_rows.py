@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspan.comm.rows import RowExchange, RowGradient, exchange_rows
+from longspan.comm.moves.row_exchange import RowExchange, RowGradient, exchange_rows
 from longspan.comm.world import World
 from longspan.errors import CommError, LayoutError
 from longspan.layout import Exchange, Layout, Partition

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longspan.comm.groups import Groups, world_of
-from longspan.comm.meeting import CONNECTIONS, allow_open_files
+from longspan.comm.groups.groups import Groups, world_of
+from longspan.comm.rendezvous import CONNECTIONS, allow_open_files
 from longspan.comm.shard import bind
 from longspan.comm.world import World
 from longspan.errors import CommError

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from longspan.model.moe import router_modules
+from longspan.model.experts.moe import router_modules
 from longspan.testing import backend
 from tests.model.moe_models import router_losses
 from tests.model.stock import SIZES, VOCABULARY, _norms_in_float64, gradients_of, weights_of

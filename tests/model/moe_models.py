@@ -20,8 +20,8 @@ from transformers import (
 )
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from longspan.model.moe import router_modules
-from longspan.model.router import RouterCoefficients
+from longspan.model.experts.moe import router_modules
+from longspan.model.experts.router import RouterCoefficients
 from longspan.testing import backend
 from tests.model.stock import SIZES, _norms_in_float64, gradients_of
 

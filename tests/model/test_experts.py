@@ -18,8 +18,8 @@ from longspan.model import prepare, save_model
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from longspan.train.checkpoint import load_checkpoint, save_checkpoint
-from longspan.train.checkpoint_files import checkpoint_path
+from longspan.train.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from longspan.train.checkpoint.files import checkpoint_path
 from tests.model.moe_models import moe_answer, moe_model
 from tests.model.stock import texts, tiny, weights_of, worst
 from tests.model.test_moe import LENGTHS, PLANS, WEIGHTS, Case, Errors, compare, errors_of, gradients_of

@@ -11,8 +11,8 @@ from longspan.comm import World, bind
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.moe import IMPLEMENTATION
-from longspan.model.router import RouterCoefficients, RouterLosses
+from longspan.model.experts.moe import IMPLEMENTATION
+from longspan.model.experts.router import RouterCoefficients, RouterLosses
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.testing import backend, run_ranks
 from longspan.train import StepResult, run_step

@@ -12,11 +12,11 @@ from longspan.comm import World, bind
 from longspan.errors import LongspanError, ModelError, PlanError
 from longspan.layout import Layout
 from longspan.model import prepare, save_model
-from longspan.model.hf import IMPLEMENTATION
-from longspan.model.pipeline import PipelinedModel, _origin, refuse_shared_over_stages
-from longspan.model.pipelining import Pipelining
-from longspan.model.stages import Call, Stage, cut, layers_of_stages, parts_of, refuse_inexact
-from longspan.model.tied import TiedCopies
+from longspan.model.pipeline.pipeline import PipelinedModel, _origin, refuse_shared_over_stages
+from longspan.model.pipeline.settings import Pipelining
+from longspan.model.pipeline.stages import Call, Stage, cut, layers_of_stages, parts_of, refuse_inexact
+from longspan.model.pipeline.tied_embedding import TiedCopies
+from longspan.model.prepare import IMPLEMENTATION
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step

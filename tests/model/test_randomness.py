@@ -12,7 +12,7 @@ from longspan.comm import World, bind
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.randomness import random_draws
+from longspan.model.seams.randomness import random_draws
 from longspan.plan import plan_fixed
 from longspan.testing import backend
 from longspan.train import run_step

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from longspan.attention import attend
-from longspan.attention.recall import Recording
+from longspan.attention.saved_outputs import Recording
 from longspan.comm import Channel, World, bind
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.offload import Parking, hooks
+from longspan.model.placement.offload import Parking, hooks
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step

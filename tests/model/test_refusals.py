@@ -8,12 +8,12 @@ import transformers
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model import refusals
-from longspan.model.hf import IMPLEMENTATION
-from longspan.model.moe import use_experts
-from longspan.model.probe import decoder_layers, probe_model
-from longspan.model.randomness import random_draws
-from longspan.model.refusals import refuse_shared_layers, refuse_unsupported
+from longspan.model.experts.moe import use_experts
+from longspan.model.prepare import IMPLEMENTATION
+from longspan.model.seams import refusals
+from longspan.model.seams.probe import decoder_layers, probe_model
+from longspan.model.seams.randomness import random_draws
+from longspan.model.seams.refusals import refuse_shared_layers, refuse_unsupported
 from tests.model.stock import SIZES, tiny
 
 LONG = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from longspan.model.split_backward import backward_to_inputs, backward_to_weights
+from longspan.model.pipeline.split_backward import backward_to_inputs, backward_to_weights
 
 SIZE = 3
 

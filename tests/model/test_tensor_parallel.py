@@ -14,7 +14,7 @@ from longspan.comm import World, bind
 from longspan.errors import LongspanError, ModelError, PlanError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.router import RouterCoefficients
+from longspan.model.experts.router import RouterCoefficients
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from longspan.errors import ModelError
-from longspan.model.tp_plan import PARTIAL_GRADIENT, placed_styles
-from longspan.model.tp_unplaced import partial_parameters
+from longspan.model.tensor_parallel.plan import PARTIAL_GRADIENT, placed_styles
+from longspan.model.tensor_parallel.unplaced import partial_parameters
 from tests.model.stock import tiny
 
 

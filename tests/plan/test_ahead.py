@@ -17,7 +17,7 @@ import pytest
 
 from longspan.errors import LongspanError, PlanError
 from longspan.plan import Plan
-from longspan.plan.ahead import PlanAhead, PlannerError, WarmStart
+from longspan.plan.ahead.plan_ahead import PlanAhead, PlannerError, WarmStart
 from longspan.testing import run_ranks
 from tests.plan import planners
 
@@ -202,7 +202,7 @@ def test_a_daemonic_process_may_plan_ahead() -> None:
 
 _SCRIPT = """
 import os, sys, time
-from longspan.plan.ahead import PlanAhead
+from longspan.plan.ahead.plan_ahead import PlanAhead
 from tests.plan import planners
 
 def planner(step):

@@ -10,8 +10,9 @@ import pytest
 
 from longspan.cli.main import main
 from longspan.errors import ConfigError
-from longspan.plan import Cost, cost_file
-from longspan.train.config import ContextConfig
+from longspan.plan import Cost
+from longspan.plan.cost.cost import cost_file
+from longspan.train.config.sections import ContextConfig
 from longspan.train.plans import cost_of
 
 BAD = [  # what is in the place of the file, what is said of it

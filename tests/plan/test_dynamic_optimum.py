@@ -7,7 +7,7 @@ import pytest
 
 from longspan.layout import Layout
 from longspan.plan import Cost, lower_bound_seconds, plan_dynamic
-from longspan.plan.bound_strong import strong_bound
+from longspan.plan.cost.strong_bound import strong_bound
 
 COST = Cost()
 

@@ -8,18 +8,18 @@ import pytest
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, lower_bound_seconds
-from longspan.plan.bound_strong import strong_bound
-from longspan.plan.distributions import sample_lengths
-from longspan.plan.dynamic.cells import divide
+from longspan.plan.cost.strong_bound import strong_bound
+from longspan.plan.dynamic.cell_queue import CellQueue
 from longspan.plan.dynamic.degrees import Anchoring, Degrees
+from longspan.plan.dynamic.division import divide
 from longspan.plan.dynamic.draft import Cells
+from longspan.plan.dynamic.free_slots import FreeSlots
 from longspan.plan.dynamic.greedy import greedy_deal
+from longspan.plan.dynamic.lockstep import shelve
 from longspan.plan.dynamic.problem import Problem, runs
-from longspan.plan.dynamic.queue import CellQueue
-from longspan.plan.dynamic.shelves import shelve
-from longspan.plan.dynamic.slots import FreeSlots
-from longspan.plan.dynamic.targets import Search, Settings
-from longspan.plan.request import Request
+from longspan.plan.dynamic.search import Search, Settings
+from longspan.plan.planners.request import Request
+from longspan.plan.simulate.distributions import sample_lengths
 
 
 def problem(lengths: list[int], slots: int, cap: int | None = 8192, min_cp: int = 1, max_cp: int = 0) -> Problem:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from longspan.errors import LayoutError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, plan_fixed, plan_padded, slot_rows
-from longspan.plan.fixed import Packer
-from longspan.plan.pack import first_fit, spread
-from longspan.plan.request import Request
+from longspan.plan.planners.bin_packing import first_fit, spread
+from longspan.plan.planners.fixed import Packer
+from longspan.plan.planners.request import Request
 from tests.plan.cases import bounded, lengths
 
 PLANNERS = {"fixed": plan_fixed, "padded": plan_padded}

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from longspan.attention.auto import Call
-from longspan.attention.routes import Asked, routes_of
+from longspan.attention.comm_choice import Asked, routes_of
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Plan, plan_dynamic, plan_fixed, plan_padded

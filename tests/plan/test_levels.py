@@ -7,7 +7,7 @@ import pytest
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Group, plan_fixed
-from longspan.plan.levels import Levels, hierarchical_groups, levels_of
+from longspan.plan.hierarchy import Levels, hierarchical_groups, levels_of
 
 SIZES = [(2, 2), (4, 2), (2, 4), (2, 3), (3, 2), (1, 4), (4, 1)]
 

@@ -7,8 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from longspan.plan import Cost
-from longspan.plan.model_cost import cost_on_h200, with_recomputation
-from longspan.plan.model_shape import ModelShape
+from longspan.plan.cost.model_cost import cost_on_h200, with_recomputation
+from longspan.plan.cost.model_shape import ModelShape
 
 CONFIG = Qwen3Config(
     hidden_size=64,

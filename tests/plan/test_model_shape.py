@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from longspan.errors import PlanError
-from longspan.plan import Cost, model_shape
-from longspan.plan.model_shape import ModelShape
+from longspan.plan import Cost
+from longspan.plan.cost.cost import model_shape
+from longspan.plan.cost.model_shape import ModelShape
 
 QWEN3_8B: dict[str, Any] = {
     "hidden_size": 4096,

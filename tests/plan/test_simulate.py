@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from longspan.errors import LayoutError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Group, MicroBatch, Plan, plan_fixed
-from longspan.plan.distributions import DISTRIBUTIONS, sample_lengths
-from longspan.plan.pipeline import run_pipeline
-from longspan.plan.simulate import RowBytes, shared_by, simulate, simulate_run
-from longspan.plan.which_degree import which_degree
+from longspan.plan.simulate.distributions import DISTRIBUTIONS, sample_lengths
+from longspan.plan.simulate.pipeline_time import run_pipeline
+from longspan.plan.simulate.simulate import RowBytes, shared_by, simulate, simulate_run
+from longspan.plan.simulate.which_degree import which_degree
 from tests.plan.cases import bounded, plans
 
 # ---- pipelines

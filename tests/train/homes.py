@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from longspan.testing import run_ranks
-from longspan.train.config import ParallelConfig, RunConfig
-from longspan.train.metrics import read_rows
+from longspan.train.config.sections import ParallelConfig, RunConfig
+from longspan.train.run.metrics_log import read_rows
 from tests.train.small import train_rank
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.router import RouterCoefficients
+from longspan.model.experts.router import RouterCoefficients
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend
 from longspan.train import build_optimizer, run_step

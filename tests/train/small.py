@@ -7,12 +7,12 @@ import numpy as np
 
 from longspan import World
 from longspan.testing import backend
-from longspan.train.config import RunConfig
-from longspan.train.config_check import check_config
-from longspan.train.config_file import load_config
-from longspan.train.outcome import Outcome
-from longspan.train.run import train
-from longspan.train.screen import Screen
+from longspan.train.config.file import load_config
+from longspan.train.config.sections import RunConfig
+from longspan.train.run.config_check import check_config
+from longspan.train.run.loop import train
+from longspan.train.run.progress import Screen
+from longspan.train.run.result import Outcome
 
 WORDS = (
     "def",

@@ -11,12 +11,12 @@ from longspan.errors import ConfigError, LayoutError
 from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.check import COMM_TYPES
-from longspan.train.config import RunConfig
-from longspan.train.config_check import check_config, check_longest
-from longspan.train.config_file import config_keys, load_config, to_toml
-from longspan.train.order import StepOrder
+from longspan.train.config.file import config_keys, load_config, to_toml
+from longspan.train.config.sections import RunConfig
+from longspan.train.data.step_order import StepOrder
+from longspan.train.memory.row_probe import probe_plan
 from longspan.train.plans import PlanChoice, degrees_to_compare, plans_of_steps
-from longspan.train.row_probe import probe_plan
+from longspan.train.run.config_check import check_config, check_longest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

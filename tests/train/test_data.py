@@ -13,13 +13,13 @@ import torch
 
 from longspan import Layout, SequenceShard, plan_fixed
 from longspan.errors import DataError
-from longspan.train.config import DataConfig
-from longspan.train.corpus import ensure_corpus
-from longspan.train.data import Corpus
+from longspan.train.config.sections import DataConfig
+from longspan.train.data.build import ensure_corpus
+from longspan.train.data.documents import Corpus
+from longspan.train.data.files import find_files
+from longspan.train.data.step_order import StepOrder
+from longspan.train.data.tokenizer import load_tokenizer
 from longspan.train.loss import read_rows
-from longspan.train.order import StepOrder
-from longspan.train.sources import find_files
-from longspan.train.tokenizer import load_tokenizer
 from tests.train.small import write_texts
 
 

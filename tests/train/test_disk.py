@@ -12,7 +12,7 @@ from longspan.errors import RunFolderError
 from longspan.report import write_report
 from longspan.train.disk import naming, reason
 from longspan.train.finite import as_json
-from longspan.train.metrics import MetricsLog, read_rows, write_whole
+from longspan.train.run.metrics_log import MetricsLog, read_rows, write_whole
 
 FULL = r"No space left on device \([\d,]+ bytes are free\); make room there and start the same command again"
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from longspan.comm import World
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.parallelize import fsdp_modules
+from longspan.model.placement.sharding import fsdp_modules
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from longspan import World
 from longspan.testing import backend, run_ranks
-from longspan.train.config import RunConfig
-from longspan.train.config_check import check_config
-from longspan.train.run import train
-from longspan.train.screen import Screen
+from longspan.train.config.sections import RunConfig
+from longspan.train.run.config_check import check_config
+from longspan.train.run.loop import train
+from longspan.train.run.progress import Screen
 from tests.attention.test_attend import needs
 from tests.train.small import small_config
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from longspan.train import stop as stop_module
-from longspan.train.metrics import MetricsLog, memory_bytes, read_rows
-from longspan.train.screen import Screen
-from longspan.train.stop import StopSignal
+from longspan.train.run.loop import stop_signal as stop_module
+from longspan.train.run.metrics_log import MetricsLog, memory_bytes, read_rows
+from longspan.train.run.progress import Screen
+from longspan.train.run.stop_signal import StopSignal
 
 
 def test_a_resumed_log_goes_on_after_its_step(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from longspan.comm import World
 from longspan.errors import CommError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.pipeline import PipelinedModel
-from longspan.model.router import RouterCoefficients
+from longspan.model.experts.router import RouterCoefficients
+from longspan.model.pipeline.pipeline import PipelinedModel
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from longspan.errors import ConfigError
 from longspan.testing import backend
-from longspan.train.config import ParallelConfig, RunConfig
-from longspan.train.config_check import check_config
+from longspan.train.config.sections import ParallelConfig, RunConfig
+from longspan.train.run.config_check import check_config
 from tests.model.stock import SIZES, worst
 from tests.train.homes import farthest, gone_on_from_the_first_checkpoint, losses_of_run, saved_weights
 from tests.train.small import small_config

@@ -11,12 +11,12 @@ import pytest
 
 from longspan.layout import Layout
 from longspan.plan import Cost
-from longspan.plan.model_cost import cost_on_cpus, cost_on_h200
-from longspan.plan.simulate import shared_by
-from longspan.train.config import ContextConfig, ParallelConfig, RunConfig, TrainConfig
-from longspan.train.order import StepOrder
+from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200
+from longspan.plan.simulate.simulate import shared_by
+from longspan.train.config.sections import ContextConfig, ParallelConfig, RunConfig, TrainConfig
+from longspan.train.data.step_order import StepOrder
 from longspan.train.plans import PlanChoice, StepPlanner, cost_of_run, plans_of_steps
-from longspan.train.setup import evaluation_choice
+from longspan.train.run.setup import evaluation_choice
 
 LENGTHS = np.random.default_rng(0).integers(2, 400, 80)
 HOME = Layout(ranks=6)

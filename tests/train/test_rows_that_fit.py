@@ -15,11 +15,20 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.testing import backend, run_ranks
-from longspan.train import build_optimizer, row_probe, rows_that_fit
-from longspan.train.config import RunConfig
-from longspan.train.live_bytes import LiveBytes
-from longspan.train.row_probe import TOO_MANY_FILE, TooMany, conditions, most_bytes, noted, probe_plan, too_many_rows
-from longspan.train.rows_that_fit import FILE, RowsThatFit, fitted, measure
+from longspan.train import build_optimizer
+from longspan.train.config.sections import RunConfig
+from longspan.train.memory import row_probe, rows_that_fit
+from longspan.train.memory.live_bytes import LiveBytes
+from longspan.train.memory.row_probe import (
+    TOO_MANY_FILE,
+    TooMany,
+    conditions,
+    most_bytes,
+    noted,
+    probe_plan,
+    too_many_rows,
+)
+from longspan.train.memory.rows_that_fit import FILE, RowsThatFit, fitted, measure
 from tests.train.small import small_config, train_rank
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from longspan.testing import run_ranks
-from longspan.train.metrics import read_rows
+from longspan.train.run.metrics_log import read_rows
 from tests.train.small import small_config, train_rank
 
 PRESETS = {

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longspan.testing import backend
-from longspan.train.config import ParallelConfig, RunConfig
+from longspan.train.config.sections import ParallelConfig, RunConfig
 from tests.model.stock import worst
 from tests.train.homes import farthest, gone_on_from_the_first_checkpoint, losses_of_run, saved_weights
 from tests.train.small import small_config

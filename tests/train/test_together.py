@@ -8,7 +8,7 @@ from longspan import Layout, World
 from longspan.comm import patience
 from longspan.errors import CheckpointError, DataError
 from longspan.testing import backend, run_ranks
-from longspan.train.together import first_does, together
+from longspan.train.all_ranks import first_does, together
 
 
 def rank_outcomes(rank: int) -> list[object]:

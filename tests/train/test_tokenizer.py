@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from longspan.errors import DataError
-from longspan.train.tokenizer import END_OF_TEXT, check_vocabulary, load_tokenizer, train_tokenizer
+from longspan.train.data.tokenizer import END_OF_TEXT, check_vocabulary, load_tokenizer, train_tokenizer
 
 TEXTS = ["def layout(rank):\n    return rank\n" * 5, "für alle Ränge: übrig\n", "plan " * 30]
 

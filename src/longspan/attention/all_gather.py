@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from longspan.attention.block import Attended, Gradients, Kept, Rule, Saved, add_block, block_gradients
-from longspan.attention.circle import Circle
-from longspan.attention.merge import Partial, RowSum, accumulation_dtype
-from longspan.attention.rows import joined_heads, matrix_of, sum_rows
+from longspan.attention.geometry.members import Circle
+from longspan.attention.sums.merge import Partial, RowSum, accumulation_dtype
+from longspan.attention.sums.rows import joined_heads, matrix_of, sum_rows
 from longspan.comm import Addend, Handle, columns
 
 _Pair = tuple[Tensor, Tensor]

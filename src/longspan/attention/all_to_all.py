@@ -4,8 +4,8 @@ What is computed in between is a ring around the circle of such neighbourhoods: 
 neighbours are the whole group, and of `p2p` blocks under `a2a+p2p`, where they are the first level. Rows are laid in
 document order, so that a neighbourhood's rows of a document are few runs, under zigzag two.
 
-Query heads are dealt out in equal numbers (`heads.py`). With fewer key/value heads than neighbours, the same head goes
-to several, and their gradients are summed.
+Query heads are dealt out in equal numbers (`head_split.py`). With fewer key/value heads than neighbours, the same head
+goes to several, and their gradients are summed.
 
 Large tensors go in slices of the heads: the next slice travels while one is computed, and the results of one while the
 next is. Slices that share a key/value head send it with the first, and the sum of its gradients with the last.
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from longspan.attention.block import KEPT, Attended, Gradients, Kept, Rule, summed
-from longspan.attention.circle import Circle
-from longspan.attention.heads import Deal, dealt
-from longspan.attention.merge import accumulation_dtype
+from longspan.attention.geometry.head_split import Deal, dealt
+from longspan.attention.geometry.members import Circle
 from longspan.attention.ring import ring_backward, ring_forward
-from longspan.attention.rows import by_heads, by_member, copy_rows, matrix_of
+from longspan.attention.sums.merge import accumulation_dtype
+from longspan.attention.sums.rows import by_heads, by_member, copy_rows, matrix_of
 from longspan.comm import Addend, Handle, columns
 
 SLICES = 2  # four took longer (bench/records/attention-slices-4xH200.md)

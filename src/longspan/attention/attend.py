@@ -18,15 +18,15 @@ from longspan.attention.all_gather import all_gather_backward, all_gather_forwar
 from longspan.attention.all_to_all import a2a_backward, a2a_forward
 from longspan.attention.auto import Call
 from longspan.attention.block import Attended, Gradients, Kept, Rule
-from longspan.attention.circle import Circle, Mask
+from longspan.attention.checks import check_budget, check_capture, check_features, check_sinks, check_tensors
+from longspan.attention.comm_choice import Asked, Route, routes_of
+from longspan.attention.geometry.members import Circle, Mask
 from longspan.attention.kernels import Need, choose
 from longspan.attention.kernels.dropout import Dropout, mixed_seed
-from longspan.attention.merge import accumulation_dtype
-from longspan.attention.recall import recalled
 from longspan.attention.ring import ring_backward, ring_forward
-from longspan.attention.routes import Asked, Route, routes_of
-from longspan.attention.rows import as_dtype, taken
-from longspan.attention.validate import check_budget, check_capture, check_features, check_sinks, check_tensors
+from longspan.attention.saved_outputs import recalled
+from longspan.attention.sums.merge import accumulation_dtype
+from longspan.attention.sums.rows import as_dtype, taken
 from longspan.comm import SequenceShard, ShardPart
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from longspan.attention.halo import narrow
-from longspan.attention.heads import Deal
+from longspan.attention.geometry.head_split import Deal
+from longspan.attention.window_rows import narrow
 from longspan.layout import Partition
 from longspan.plan import Group
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longspan.attention.geometry.launch import Launch
 from longspan.attention.kernels import Kernel
 from longspan.attention.kernels.dropout import Dropout
-from longspan.attention.kernels.launch import Launch
-from longspan.attention.merge import Partial, RowSum
-from longspan.attention.rows import taken
+from longspan.attention.sums.merge import Partial, RowSum
+from longspan.attention.sums.rows import taken
 from longspan.comm import Addend
 
 NUMBERS_AT_ONCE = 1 << 23  # of (rows, heads, head size) whose products with the gradient are held: 32 MiB in float32
@@ -23,7 +23,7 @@ NUMBERS_AT_ONCE = 1 << 23  # of (rows, heads, head size) whose products with the
 
 @dataclass(frozen=True)
 class Rule:
-    """What is computed with the rows that see each other, whatever the communication (what sees what: `circle.py`).
+    """What is computed with the rows that see each other, whatever the communication (what sees what: `members.py`).
 
     `sinks` (N,) are those of the heads at hand. `max_gather_bytes` bounds what `all_gather` holds at a time;
     `kv_heads` is how many key/value heads the call has, which an exchange of heads needs to know.

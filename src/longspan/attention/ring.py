@@ -4,16 +4,16 @@ While a block is computed the next is in flight; two or three blocks are held at
 walks the ring again instead of keeping the blocks, and each block's gradient travels behind it, home to its owner.
 
 What no query sees is not computed. Under a window that is narrow against the documents it is not sent either, and
-there is no ring: see `halo.py`.
+there is no ring: see `window_rows.py`.
 """
 
 from torch import Tensor
 
 from longspan.attention.block import Attended, Gradients, Kept, Rule, Saved, add_block, block_gradients, summed
-from longspan.attention.circle import Circle
-from longspan.attention.halo import halo_backward, halo_forward, is_narrow
-from longspan.attention.merge import Partial, RowSum, accumulation_dtype
-from longspan.attention.rows import add_addends, joined_heads
+from longspan.attention.geometry.members import Circle
+from longspan.attention.sums.merge import Partial, RowSum, accumulation_dtype
+from longspan.attention.sums.rows import add_addends, joined_heads
+from longspan.attention.window_rows import halo_backward, halo_forward, is_narrow
 from longspan.comm import Addend, GradientRing, RingBlocks
 
 HALVES_BYTES = 48 << 20  # of a block's gradients: a message that is worth one more launch to hide (H200)

@@ -6,7 +6,7 @@ here.
 
 from torch import Tensor
 
-from longspan.comm.rows import RowExchange, RowGradient
+from longspan.comm.moves.row_exchange import RowExchange, RowGradient
 from longspan.comm.world import World
 from longspan.layout import Exchange, Partition
 

@@ -12,7 +12,7 @@ import tyro
 
 from longspan.cli.machine import machine, machine_text
 from longspan.cli.parse import parse_flags
-from longspan.cli.ranks import reports_here, under_torchrun
+from longspan.cli.processes import reports_here, under_torchrun
 from longspan.errors import ConfigError, LongspanError, counted
 from longspan.report.series import write_bytes, write_seconds
 from longspan.report.text_table import text_table

@@ -15,7 +15,7 @@ from longspan.comm import World
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.plan import Plan, plan_fixed
-from longspan.plan.levels import Levels, hierarchical_groups, levels_of
+from longspan.plan.hierarchy import Levels, hierarchical_groups, levels_of
 from longspan.train import run_step
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 96, 41)  # ragged, some shorter than twice the degree, one without a target

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longspan.cli.flags import parse_eval
-from longspan.cli.ranks import ranks_wanted, reports_here, run_on_ranks
+from longspan.cli.processes import ranks_wanted, reports_here, run_on_ranks
 from longspan.errors import CheckpointError, counted
-from longspan.train.checkpoint_files import step_of
-from longspan.train.config import RunConfig
-from longspan.train.config_check import check_config
-from longspan.train.config_file import load_config
+from longspan.train.checkpoint.files import step_of
+from longspan.train.config.file import load_config
+from longspan.train.config.sections import RunConfig
 from longspan.train.finite import as_json
+from longspan.train.run.config_check import check_config
 
 if TYPE_CHECKING:
-    from longspan.train.outcome import Evaluation
+    from longspan.train.run.result import Evaluation
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,7 +51,7 @@ def split_target(target: Path) -> tuple[Path, Path | None]:
 def eval_rank(rank: int, config: RunConfig, checkpoint: Path | None, ranks: int, backend: str | None) -> "Evaluation":
     """What one rank does."""
     from longspan.comm import World
-    from longspan.train.setup import evaluate_checkpoint
+    from longspan.train.run.setup import evaluate_checkpoint
 
     home = check_config(config, ranks, training=False)
     say = partial(print, file=sys.stderr) if rank == 0 else _silent

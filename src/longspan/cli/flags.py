@@ -11,8 +11,8 @@ import tyro
 from tyro.conf import FlagConversionOff, FlagCreatePairsOff, Positional
 
 from longspan.cli.parse import parse_flags
-from longspan.train.config import ContextConfig, ParallelConfig, RunConfig, TrainConfig
-from longspan.train.config_file import load_config
+from longspan.train.config.file import load_config
+from longspan.train.config.sections import ContextConfig, ParallelConfig, RunConfig, TrainConfig
 
 Switch = Annotated[bool, FlagCreatePairsOff]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from longspan.errors import ConfigError, DataError
 from longspan.layout import check_lengths
-from longspan.plan.distributions import DISTRIBUTIONS, sample_lengths
-from longspan.train.sources import find_files, read_file, read_texts
+from longspan.plan.simulate.distributions import DISTRIBUTIONS, sample_lengths
+from longspan.train.data.files import find_files, read_file, read_texts
 
 BYTES_PER_TOKEN = 4  # of English text and code under the usual byte-pair vocabularies
 

@@ -74,7 +74,7 @@ def _run(words: list[str]) -> int:
         return 0
     verb, *rest = words
     if verb not in VERBS:
-        from longspan.train.config_file import nearest
+        from longspan.train.config.file import nearest
 
         raise ConfigError(f"longspan has no verb {verb!r}: {nearest(verb, VERBS)}")
     return import_module(f"longspan.cli.{verb}").main(rest)

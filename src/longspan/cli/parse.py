@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import tyro
 
 from longspan.errors import ConfigError
-from longspan.train.config_file import nearest, present_word
+from longspan.train.config.file import nearest, present_word
 
 Flags = TypeVar("Flags")
 _BOOLEANS = ("true", "false", "True", "False")

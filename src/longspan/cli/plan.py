@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from longspan.cli.closing import UNPRICED, ClosingFlags, check_weights, with_weights
+from longspan.cli.free_mode_flags import UNPRICED, ClosingFlags, check_weights, with_weights
 from longspan.cli.lengths import SourceFlags, read_lengths
 from longspan.cli.parse import check_least, parse_flags
 from longspan.cli.pricing import PricingFlags, notes_on, read_price, shared_arguments

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from longspan.errors import ConfigError
 from longspan.plan import Cost
-from longspan.plan.cost_file import read_cost
-from longspan.plan.model_cost import cost_on_h200
-from longspan.plan.model_shape import read_query_heads
+from longspan.plan.cost.cost_file import read_cost
+from longspan.plan.cost.model_cost import cost_on_h200
+from longspan.plan.cost.model_shape import read_query_heads
 
 DEFAULT_HEADS = 32  # of Qwen3-8B, which the default cost is of
 

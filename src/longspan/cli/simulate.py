@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from longspan.cli.closing import UNPRICED, ClosingFlags, check_weights, with_weights
+from longspan.cli.free_mode_flags import UNPRICED, ClosingFlags, check_weights, with_weights
 from longspan.cli.lengths import SourceFlags, read_lengths
 from longspan.cli.parse import check_least, parse_flags
 from longspan.cli.pricing import PricingFlags, heads_of, notes_on, read_price, shared_arguments
@@ -16,8 +16,8 @@ from longspan.errors import ConfigError, LongspanError, counted
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
-from longspan.plan.simulate import Simulation, shared_by, simulate
-from longspan.plan.which_degree import DegreeChoice, which_degree
+from longspan.plan.simulate.simulate import Simulation, shared_by, simulate
+from longspan.plan.simulate.which_degree import DegreeChoice, which_degree
 from longspan.report.series import write_bytes, write_number, write_seconds
 from longspan.report.text_table import text_table
 

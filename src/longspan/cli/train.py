@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from longspan.cli.flags import parse_train
-from longspan.cli.ranks import ranks_wanted, reports_here, run_on_ranks
-from longspan.train.config import RunConfig
-from longspan.train.config_check import check_config
+from longspan.cli.processes import ranks_wanted, reports_here, run_on_ranks
+from longspan.train.config.sections import RunConfig
+from longspan.train.run.config_check import check_config
 
 if TYPE_CHECKING:
-    from longspan.train.outcome import Outcome
+    from longspan.train.run.result import Outcome
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,8 +29,8 @@ def main(argv: Sequence[str]) -> int:
 def train_rank(rank: int, config: RunConfig, ranks: int, backend: str | None, to_stderr: bool) -> "Outcome":
     """What one rank does."""
     from longspan.comm import World
-    from longspan.train.run import train
-    from longspan.train.screen import Screen
+    from longspan.train.run.loop import train
+    from longspan.train.run.progress import Screen
 
     home = check_config(config, ranks)
     with World(home, backend=backend, timeout=config.run.timeout_seconds) as world:

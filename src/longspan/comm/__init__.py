@@ -7,35 +7,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from longspan.comm.channel import Channel as Channel
-    from longspan.comm.channel import Handle as Handle
-    from longspan.comm.collectives import all_reduce_sum as all_reduce_sum
-    from longspan.comm.collectives import gather_rows as gather_rows
-    from longspan.comm.collectives import scatter_rows as scatter_rows
-    from longspan.comm.groups import world_of as world_of
-    from longspan.comm.host_arrays import to_device as to_device
-    from longspan.comm.launch import run_local as run_local
-    from longspan.comm.matrix import columns as columns
-    from longspan.comm.ring import Addend as Addend
-    from longspan.comm.ring import GradientRing as GradientRing
-    from longspan.comm.ring import RingBlocks as RingBlocks
-    from longspan.comm.rows import exchange_rows as exchange_rows
+    from longspan.comm.groups.channel import Channel as Channel
+    from longspan.comm.groups.channel import Handle as Handle
+    from longspan.comm.groups.groups import world_of as world_of
+    from longspan.comm.moves.collectives import all_reduce_sum as all_reduce_sum
+    from longspan.comm.moves.collectives import gather_rows as gather_rows
+    from longspan.comm.moves.collectives import scatter_rows as scatter_rows
+    from longspan.comm.moves.ring import Addend as Addend
+    from longspan.comm.moves.ring import GradientRing as GradientRing
+    from longspan.comm.moves.ring import RingBlocks as RingBlocks
+    from longspan.comm.moves.row_exchange import exchange_rows as exchange_rows
+    from longspan.comm.moves.side_by_side import columns as columns
     from longspan.comm.shard import SequenceShard as SequenceShard
     from longspan.comm.shard import ShardPart as ShardPart
     from longspan.comm.shard import bind as bind
+    from longspan.comm.to_device import to_device as to_device
     from longspan.comm.waiting import patience as patience
     from longspan.comm.world import World as World
+    from longspan.launch.launch import run_local as run_local
 
 _HOME_OF = {
-    **dict.fromkeys(("all_reduce_sum", "gather_rows", "scatter_rows"), "longspan.comm.collectives"),
-    "columns": "longspan.comm.matrix",
-    **dict.fromkeys(("Channel", "Handle"), "longspan.comm.channel"),
-    "world_of": "longspan.comm.groups",
-    "to_device": "longspan.comm.host_arrays",
-    "run_local": "longspan.comm.launch",
+    **dict.fromkeys(("all_reduce_sum", "gather_rows", "scatter_rows"), "longspan.comm.moves.collectives"),
+    "columns": "longspan.comm.moves.side_by_side",
+    **dict.fromkeys(("Channel", "Handle"), "longspan.comm.groups.channel"),
+    "world_of": "longspan.comm.groups.groups",
+    "to_device": "longspan.comm.to_device",
+    "run_local": "longspan.launch.launch",
     "patience": "longspan.comm.waiting",
-    **dict.fromkeys(("Addend", "GradientRing", "RingBlocks"), "longspan.comm.ring"),
-    "exchange_rows": "longspan.comm.rows",
+    **dict.fromkeys(("Addend", "GradientRing", "RingBlocks"), "longspan.comm.moves.ring"),
+    "exchange_rows": "longspan.comm.moves.row_exchange",
     **dict.fromkeys(("SequenceShard", "ShardPart", "bind"), "longspan.comm.shard"),
     "World": "longspan.comm.world",
 }

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longspan.comm.channel import Channel
-from longspan.comm.groups import world_of
-from longspan.comm.host_arrays import to_device
+from longspan.comm.groups.channel import Channel
+from longspan.comm.groups.groups import world_of
+from longspan.comm.to_device import to_device
 from longspan.comm.world import World
 from longspan.errors import CommError, LayoutError, PlanError
 from longspan.layout import Segments

@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 
-from longspan.comm.channels import Channels
-from longspan.comm.family import Family
-from longspan.comm.groups import Groups, _worlds
-from longspan.comm.meeting import (
+from longspan.comm.failure.incident import Notes
+from longspan.comm.failure.watch import Watch
+from longspan.comm.groups.channels import Channels
+from longspan.comm.groups.communicator_choice import Family
+from longspan.comm.groups.groups import Groups, _worlds
+from longspan.comm.groups.meshes import Meshes
+from longspan.comm.rendezvous import (
     BOTH,
     Place,
     allow_open_files,
@@ -29,9 +32,6 @@ from longspan.comm.meeting import (
     meet,
     wait_for_ends,
 )
-from longspan.comm.meshes import Meshes
-from longspan.comm.notes import Notes
-from longspan.comm.rollcall import Watch
 from longspan.errors import CommError, counted
 from longspan.layout import Coordinates, Layout
 from longspan.layout.layout import short

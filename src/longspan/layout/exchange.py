@@ -1,7 +1,7 @@
 """What has to move so that members who have some rows hold the rows that they need.
 
-An Exchange is a value made from two partitions of the same members on the host. `comm/rows.py` carries it out; nothing
-here communicates.
+An Exchange is a value made from two partitions of the same members on the host. `comm/moves/row_exchange.py` carries it
+out; nothing here communicates.
 """
 
 from dataclasses import dataclass

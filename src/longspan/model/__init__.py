@@ -7,16 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from longspan.model.hf import is_prepared as is_prepared
-    from longspan.model.hf import prepare as prepare
     from longspan.model.load import full_state_dict as full_state_dict
     from longspan.model.load import load_model as load_model
     from longspan.model.load import save_model as save_model
+    from longspan.model.prepare import is_prepared as is_prepared
+    from longspan.model.prepare import prepare as prepare
     from longspan.model.presets import PRESETS as PRESETS
     from longspan.model.presets import preset_config as preset_config
 
 _HOME_OF = {
-    **dict.fromkeys(("prepare", "is_prepared"), "longspan.model.hf"),
+    **dict.fromkeys(("prepare", "is_prepared"), "longspan.model.prepare"),
     **dict.fromkeys(("load_model", "save_model", "full_state_dict"), "longspan.model.load"),
     **dict.fromkeys(("PRESETS", "preset_config"), "longspan.model.presets"),
 }

@@ -7,14 +7,14 @@ make one from document lengths alone. Integers and numpy; no torch.
 (1, 1220, 1217)
 """
 
-from longspan.plan.ahead import PlanAhead, WarmStart
-from longspan.plan.bound import Bound, lower_bound_seconds
-from longspan.plan.cost import Cost
+from longspan.plan.ahead.plan_ahead import PlanAhead, WarmStart
+from longspan.plan.cost.bound import Bound, lower_bound_seconds
+from longspan.plan.cost.cost import Cost
 from longspan.plan.dynamic import plan_dynamic
-from longspan.plan.evaluate import Timeline, predicted_seconds, slot_rows, timeline
-from longspan.plan.fixed import plan_fixed
-from longspan.plan.padded import plan_padded
 from longspan.plan.plan import CommType, Group, MicroBatch, Mode, PartitionKind, Plan
+from longspan.plan.planners.fixed import plan_fixed
+from longspan.plan.planners.padded import plan_padded
+from longspan.plan.timeline import Timeline, predicted_seconds, slot_rows, timeline
 
 __all__ = [
     "Bound",

@@ -12,11 +12,11 @@ import numpy as np
 
 from longspan.errors import LayoutError, PlanError
 from longspan.layout import check_lengths
-from longspan.plan.evaluate import slot_rows
+from longspan.plan.timeline import slot_rows
 
 if TYPE_CHECKING:
     from longspan.plan.plan import Group, Plan
-    from longspan.plan.request import Request
+    from longspan.plan.planners.request import Request
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p", "auto")
 PARTITIONS = ("zigzag", "contiguous")

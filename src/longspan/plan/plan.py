@@ -2,7 +2,7 @@
 
 A Plan is made from document lengths alone and is the same on every rank and host. Planners (`fixed`, `padded`,
 `dynamic`) make it; `comm.bind` turns one of its micro-batches into what a rank does. This module does not decide
-anything and does not price anything (`cost.py`, `evaluate.py`, `bound.py`); `check.py` says what makes a plan sound.
+anything and does not price anything (`cost.py`, `timeline.py`, `bound.py`); `check.py` says what makes a plan sound.
 """
 
 import hashlib
@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from longspan.layout import Partition
 from longspan.plan.check import check_plan
-from longspan.plan.cost import DEFAULT_COST, Cost
-from longspan.plan.evaluate import Timeline, slot_rows, timeline
-from longspan.plan.table import plan_table
+from longspan.plan.cost.cost import DEFAULT_COST, Cost
+from longspan.plan.plan_text import plan_table
+from longspan.plan.timeline import Timeline, slot_rows, timeline
 
 CommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p", "auto"]
 PartitionKind = Literal["zigzag", "contiguous"]
@@ -182,7 +182,7 @@ class Plan:
     @classmethod
     def from_json(cls, text: str | bytes) -> "Plan":
         """The checked plan that `to_json` wrote. Raises PlanError naming the part that is missing or wrong."""
-        from longspan.plan.read import read_plan
+        from longspan.plan.plan_json import read_plan
 
         return read_plan(text)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from longspan.plan import Plan
-from longspan.plan.pipeline import FORWARD_SHARE
+from longspan.plan.simulate.pipeline_time import FORWARD_SHARE
 from longspan.report.run_folder import RunFolder
 
 OWN_STEPS = "this run, scaled to its median step"

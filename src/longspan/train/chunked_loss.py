@@ -1,7 +1,7 @@
 """Cross entropy from hidden states, a few rows at a time: the logits of all rows never exist at once.
 
-What turns hidden states into logits is a head (`longspan.model.head`). Gradients are made in forward, chunk by chunk,
-so that no logits are computed twice.
+What turns hidden states into logits is a head (`longspan.model.seams.row_loss`). Gradients are made in forward, chunk
+by chunk, so that no logits are computed twice.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ CHUNK_BYTES_ELSEWHERE = 64 << 20
 
 
 class RowHead(Protocol):
-    """What makes logits (t, V) of hidden states (t, D); `longspan.model.head.Head` is one."""
+    """What makes logits (t, V) of hidden states (t, D); `longspan.model.seams.row_loss.Head` is one."""
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:

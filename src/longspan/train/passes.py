@@ -1,7 +1,7 @@
 """The forward and backward passes of a step over this rank's micro-batches, where the whole model is on every rank.
 
 In free mode a slot runs the micro-batches that it is in, at its own pace; over sharded parameters these are gathered
-before, and a closing micro-batch sums gradients. Models in stages are `pipelined.py`'s.
+before, and a closing micro-batch sums gradients. Models in stages are `passes_in_stages.py`'s.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from longspan.comm import World, to_device
-from longspan.model.first_pass import awaits_first_pass
-from longspan.model.hf import is_prepared
-from longspan.model.parallelize import fsdp_modules, parameters_gathered, replicas_summed_at_last
-from longspan.model.router import RouterStep
+from longspan.model.experts.router import RouterStep
+from longspan.model.placement.sharding import fsdp_modules, parameters_gathered, replicas_summed_at_last
+from longspan.model.prepare import is_prepared
+from longspan.model.seams.first_pass import awaits_first_pass
 from longspan.plan import Plan
 from longspan.train.chunked_loss import chunked_cross_entropy
+from longspan.train.local_batch import Work, padding_alone
 from longspan.train.loss import summed_cross_entropy
-from longspan.train.work import Work, padding_alone
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from longspan.errors import ConfigError, LongspanError, PlanError, counted
 from longspan.layout import Layout
 from longspan.plan import Cost, Mode, PartitionKind, Plan, PlanAhead, WarmStart, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
-from longspan.plan.cost import DEFAULT_COST
-from longspan.plan.cost_file import read_cost
-from longspan.plan.model_cost import cost_on_cpus, cost_on_h200, with_recomputation
-from longspan.plan.simulate import shared_by
-from longspan.train.config import ContextConfig, ParallelConfig, RunConfig
-from longspan.train.order import StepOrder
+from longspan.plan.cost.cost import DEFAULT_COST
+from longspan.plan.cost.cost_file import read_cost
+from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200, with_recomputation
+from longspan.plan.simulate.simulate import shared_by
+from longspan.train.config.sections import ContextConfig, ParallelConfig, RunConfig
+from longspan.train.data.step_order import StepOrder
 
 WARM_STEPS = 64  # dynamic plans of so many steps begin from what was found for the first of them
 

@@ -4,8 +4,8 @@
     result = run_step(model, wide_plan, documents, world, backward=False)       # evaluation, at any other degree
 
 Nothing is installed or rebound between the two: they are two plans. What is refused is in `step_check.py`, how rows are
-read in `work.py`, how they go through the model in `passes.py` and `pipelined.py`. Not covered: the learning rate,
-which is the caller's.
+read in `local_batch.py`, how they go through the model in `passes.py` and `passes_in_stages.py`. Not covered: the
+learning rate, which is the caller's.
 """
 
 import math
@@ -21,17 +21,17 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.errors import PlanError
-from longspan.model.moe import router_step
-from longspan.model.parallelize import gradients_summed_over_slots, reshard
-from longspan.model.pipeline import PipelinedModel
-from longspan.model.router import RouterCoefficients, RouterLosses
+from longspan.model.experts.moe import router_step
+from longspan.model.experts.router import RouterCoefficients, RouterLosses
+from longspan.model.pipeline.pipeline import PipelinedModel
+from longspan.model.placement.sharding import gradients_summed_over_slots, reshard
 from longspan.plan import Plan
 from longspan.train.gradients import check_finite, clip_gradients, square_sum
+from longspan.train.local_batch import Work, read_together
 from longspan.train.loss import NO_TARGET
 from longspan.train.passes import Passes, run_here
-from longspan.train.pipelined import counted_parameters, makes_loss, run_through_stages
+from longspan.train.passes_in_stages import counted_parameters, makes_loss, run_through_stages
 from longspan.train.step_check import check_step, check_update
-from longspan.train.work import Work, read_together
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from longspan.attention.kernels.launch import Launch, visible
-from longspan.attention.merge import accumulation_dtype, merge_
-from longspan.attention.tiles import Tile
+from longspan.attention.geometry.launch import Launch, visible
+from longspan.attention.geometry.tiles import Tile
+from longspan.attention.sums.merge import accumulation_dtype, merge_
 
 _BAND_ROWS = 256  # query rows of a band whose mask is held at once
 

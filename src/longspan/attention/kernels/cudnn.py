@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from longspan.attention.geometry.launch import Launch
+from longspan.attention.geometry.tiles import Tile, Tiling
 from longspan.attention.kernels import reference
-from longspan.attention.kernels.launch import Launch
-from longspan.attention.merge import accumulation_dtype, merge_
-from longspan.attention.tiles import Tile, Tiling
+from longspan.attention.sums.merge import accumulation_dtype, merge_
 
 _CAPABILITIES = (9, 10)
 _VERSION = 91100  # from it on, query heads of 192 with values of 128

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from longspan.attention.kernels.launch import Launch
-from longspan.attention.tiles import Tile
+from longspan.attention.geometry.launch import Launch
+from longspan.attention.geometry.tiles import Tile
 
 _BITS = 31  # of the hash that are compared with the rate
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from longspan.attention.kernels.launch import Launch
+from longspan.attention.geometry.launch import Launch
 
 _CAPABILITIES = (9, 10, 11)
 _HEAD_SIZES = 32  # multiples of this are right

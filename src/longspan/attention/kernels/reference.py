@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from longspan.attention.geometry.launch import Launch, visible
+from longspan.attention.geometry.tiles import Tile
 from longspan.attention.kernels.dropout import Dropout
-from longspan.attention.kernels.launch import Launch, visible
-from longspan.attention.merge import accumulation_dtype
-from longspan.attention.tiles import Tile
+from longspan.attention.sums.merge import accumulation_dtype
 
 _BYTES_AT_ONCE = 256 << 20  # of the scores of a piece and all that is made of them
 _NUMBERS = (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from longspan.attention.kernels.launch import Launch
+from longspan.attention.geometry.launch import Launch
 
 
 def forward(

@@ -1,6 +1,6 @@
 """A handful of documents side by side: bundles of them, each on slots of its own, as many as make them end together.
 
-`shelves.py` gives gaps to short documents and needs some to be good. Where there are few, every way to bundle the
+`lockstep.py` gives gaps to short documents and needs some to be good. Where there are few, every way to bundle the
 documents of a micro-batch by work can be tried, and for each the widths that let the slowest bundle end earliest.
 """
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longspan.plan.dynamic.emit import micro_batch_of
+from longspan.plan.dynamic.free_slots import FreeSlots
 from longspan.plan.dynamic.greedy import greedy_deal
 from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, Ints, Problem
-from longspan.plan.dynamic.slots import FreeSlots
-from longspan.plan.pack import spread
+from longspan.plan.dynamic.to_micro_batches import micro_batch_of
 from longspan.plan.plan import MicroBatch
+from longspan.plan.planners.bin_packing import spread
 
 MOST_ITEMS = 40
 MOST_SLOTS = 64

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longspan.plan.dynamic.cells import Division, divide
+from longspan.plan.dynamic.cell_queue import CellQueue
+from longspan.plan.dynamic.division import Division, divide
 from longspan.plan.dynamic.draft import Anchor, Cells, Draft
 from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem
-from longspan.plan.dynamic.queue import CellQueue
-from longspan.plan.pack import first_fit
+from longspan.plan.planners.bin_packing import first_fit
 
 GOALS = (1.003, 1.01, 1.02)  # when lanes should end, against the mean work of a slot
 FEW_SLOTS = 1024  # up to which all goals are tried; else the one in the middle

@@ -7,16 +7,16 @@ from typing import Literal
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.check import check_choice, check_count, check_first_size, check_heads
-from longspan.plan.cost import DEFAULT_COST, Cost
+from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.dynamic.bundles import plan_bundles
-from longspan.plan.dynamic.cells import divide
-from longspan.plan.dynamic.emit import longest_first, micro_batches
+from longspan.plan.dynamic.division import divide
 from longspan.plan.dynamic.free import plan_free
 from longspan.plan.dynamic.problem import DegreeSet, Ints, Problem
-from longspan.plan.dynamic.targets import Effort, Settings, search, warm_starts
-from longspan.plan.fixed import Packer
+from longspan.plan.dynamic.search import Effort, Settings, search, warm_starts
+from longspan.plan.dynamic.to_micro_batches import longest_first, micro_batches
 from longspan.plan.plan import MicroBatch, Mode, PartitionKind, Plan
-from longspan.plan.request import Request
+from longspan.plan.planners.fixed import Packer
+from longspan.plan.planners.request import Request
 
 EffortName = Literal["fast", "balanced", "thorough"]
 Candidate = tuple[float, Callable[[], list[MicroBatch]]]  # seconds, and the micro-batches if they are wanted

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from longspan.plan.request import Request
+from longspan.plan.planners.request import Request
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -1,0 +1,134 @@
+"""Attention outputs that outlive the forward pass of a layer whose other activations are recomputed in backward.
+
+`attend` asks `recalled` for what its forward pass gives. Inside `Recording.forward()` the answer is computed and
+remembered, inside `Recording.recompute()` it is taken from memory, call by call in the same order, so that neither the
+kernels nor the communication of attention run a second time. Elsewhere nothing is remembered. Who opens a recording for
+which layer is `model/placement/recompute.py`'s business.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+Result = TypeVar("Result")
+
+
+class Park(Protocol):
+    """Somewhere else to keep a tensor: `parked = park(x)` and later `x = parked()`."""
+
+    def __call__(self, x: Tensor) -> Callable[[], Tensor]:
+        """Take a tensor; what is returned gives it back."""
+        ...
+
+
+class _OfInput(NamedTuple):
+    """A tensor that is a view of one of the call's inputs, which are recomputed: nothing of it is kept."""
+
+    which: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # elements after the input's own
+
+
+@dataclass(frozen=True)
+class _Kept:
+    fetch: Callable[[], Tensor]
+
+
+class Recording:
+    """What the attention calls of one checkpointed call of a layer gave, in order.
+
+    `park` may keep it elsewhere (`model/placement/offload.py`); by default it stays where it is. It is freed with the
+    recording, which the layer's checkpoint holds until its backward pass is over.
+    """
+
+    def __init__(self, park: Park | None = None) -> None:
+        self._park: Park = park or _in_place
+        self._calls: list[Any] = []
+        self._next: int | None = None  # None: recording
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """For `torch.utils.checkpoint`'s `context_fn`: around the forward pass, and around its recomputation."""
+        return self.forward(), _Reentrant(self.recompute)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Attention calls inside are remembered."""
+        with _active(self, None):
+            yield
+
+    @contextmanager
+    def recompute(self) -> Iterator[None]:
+        """Attention calls inside get what those in `forward` gave."""
+        with _active(self, 0):
+            yield
+
+    def recalled(self, compute: Callable[[], Result], inputs: Sequence[Tensor]) -> Result:
+        """The result of a call, computed or remembered."""
+        if self._next is None:
+            result = compute()
+            self._calls.append(tree_map(lambda x: self._keep(x, inputs), result))
+            return result
+        assert self._next < len(self._calls), "a recomputed layer calls attention more often than its forward pass did"
+        call = self._calls[self._next]
+        self._next += 1
+        return tree_map(lambda x: _given_back(x, inputs), call, is_leaf=lambda x: isinstance(x, _OfInput))
+
+    def _keep(self, x: Any, inputs: Sequence[Tensor]) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        for i, given in enumerate(inputs):
+            if x.untyped_storage()._cdata == given.untyped_storage()._cdata and x.numel():
+                return _OfInput(i, tuple(x.size()), x.stride(), int(x.storage_offset()) - int(given.storage_offset()))
+        return _Kept(self._park(x.detach()))
+
+
+_recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
+
+
+def recalled(compute: Callable[[], Result], inputs: Sequence[Tensor]) -> Result:
+    """`compute()`, or what it gave in the forward pass that is being recomputed.
+
+    The result is a tree of tensors; those that share memory with `inputs` are made again from the inputs at hand.
+    """
+    recording = _recording.get()
+    return compute() if recording is None else recording.recalled(compute, inputs)
+
+
+class _Reentrant(AbstractContextManager[None]):
+    """A context that may be entered again: a graph that is kept is recomputed in every backward pass."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._open = self._make()
+        self._open.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._open.__exit__(*error)
+
+
+@contextmanager
+def _active(recording: Recording, start: int | None) -> Iterator[None]:
+    token, recording._next = _recording.set(recording), start
+    try:
+        yield
+    finally:
+        _recording.reset(token)
+
+
+def _given_back(x: Any, inputs: Sequence[Tensor]) -> Any:
+    if isinstance(x, _OfInput):
+        given = inputs[x.which]
+        return given.as_strided(x.size, x.stride, given.storage_offset() + x.offset)
+    return x.fetch() if isinstance(x, _Kept) else x
+
+
+def _in_place(x: Tensor) -> Callable[[], Tensor]:
+    return x.detach

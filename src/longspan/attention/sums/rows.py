@@ -1,0 +1,139 @@
+"""Copies and sums of rows between tensors that lie differently: to heads and back, to document order and back.
+
+On GPUs each is one pass over memory (`fused.py`).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longspan.attention.sums import fused
+from longspan.comm import Addend
+from longspan.comm.moves.ring import Block, covers
+
+Move = tuple[Tensor, Tensor]
+
+
+def copy_rows(moves: Sequence[Move], index: Tensor | None = None) -> None:
+    """into[r] ← source[index[r]] (source[r] without an index), for pairs (source, into) of (rows, members, width)."""
+    if fused.available(moves[0][1]):
+        fused.copy_rows(moves, index)
+        return
+    for source, into in moves:
+        into.copy_(source if index is None else source.index_select(0, index))
+
+
+def add_rows(moves: Sequence[Move], rows: slice | Tensor) -> None:
+    """into[rows] += source, for pairs (source, into) of (rows, …), all with as many source rows; these are distinct."""
+    index = rows if isinstance(rows, Tensor) else None
+    some = [(source, into if index is not None else taken(into, rows)) for source, into in moves]
+    if all(into.dtype == torch.float32 and fused.available(into) for _, into in some):
+        fused.add_rows([(_even(source), into) for source, into in some], index)
+        return
+    for source, into in some:
+        if index is None:
+            into += source
+        else:
+            into.index_add_(0, index, source.to(into.dtype))
+
+
+def add_addends(total: Block, addends: Sequence[Addend], *, fresh: bool) -> None:
+    """Add parts of a block's gradient to its sum in place, or, where the sum is `fresh`, fill it with them."""
+    if fresh and len(addends) == 1 and covers(addends[0].rows, len(total[0])):
+        _copy(list(zip(addends[0].tensors, total, strict=True)))
+        return
+    for into in total if fresh else ():
+        into.zero_()
+    for rows, gradients in addends:
+        add_rows(list(zip(gradients, total, strict=True)), rows)
+
+
+def as_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Tensors (rows, …) contiguous and in `dtype`; those that are so already are passed on."""
+    found = [
+        x
+        if x.dtype == dtype and x.is_contiguous()
+        else torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+        for x in tensors
+    ]
+    changed = [(x, into) for x, into in zip(tensors, found, strict=True) if into is not x]
+    if changed:
+        _copy(changed)
+    return found
+
+
+def _copy(moves: Sequence[Move]) -> None:
+    """into ← source, for pairs (source, into) of (rows, …)."""
+    if fused.available(moves[0][1]):
+        fused.copy_whole_rows([(_even(source), into) for source, into in moves])
+        return
+    for source, into in moves:
+        into.copy_(source)
+
+
+def _even(x: Tensor) -> Tensor:
+    """x (rows, …), copied where the elements of a row do not follow each other."""
+    step = 1
+    for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
+        if size != 1 and stride != step:
+            return x.contiguous()
+        step *= size
+    return x
+
+
+def taken(x: Tensor, rows: slice | Tensor) -> Tensor:
+    """x[rows]; x itself where that is all of it, which costs the host nothing."""
+    return x if covers(rows, x.shape[0]) else x[rows]
+
+
+def matrix_of(tensors: Sequence[Tensor], index: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Rows of tensors (rows, …) of one dtype side by side, those of `index` in its order: (rows, columns).
+
+    A view of a contiguous tensor that is alone and taken as it is: only read what is returned.
+    """
+    if len(tensors) == 1 and index is None and dtype in (None, tensors[0].dtype) and tensors[0].is_contiguous():
+        return tensors[0].flatten(1)
+    rows = tensors[0].shape[0] if index is None else index.shape[0]
+    flat = [x.flatten(1).unsqueeze(1) for x in tensors]
+    widths = [x.shape[2] for x in flat]
+    matrix = tensors[0].new_empty((rows, sum(widths)), dtype=dtype)
+    copy_rows(list(zip(flat, by_member(matrix, 1, widths), strict=True)), index)
+    return matrix
+
+
+def by_member(matrix: Tensor, members: int, widths: Sequence[int]) -> list[Tensor]:
+    """A contiguous matrix (members × rows, columns), member after member, as views (rows, members, width)."""
+    columns, start, found = matrix.shape[1], matrix.storage_offset(), list[Tensor]()
+    rows = matrix.shape[0] // members
+    for width in widths:
+        found.append(matrix.as_strided((rows, members, width), (columns, rows * columns, 1), start))
+        start += width
+    return found
+
+
+def by_heads(x: Tensor, members: int, slices: int, part: int) -> Tensor:
+    """A part of the heads of (T, N, size) as (T, members, columns): a view where a row's heads follow each other."""
+    rows, heads, size = x.shape
+    count = heads // (members * slices)
+    row, head, column = x.stride()
+    if head != size or column != 1:
+        return x.unflatten(1, (members, slices, count))[:, :, part].flatten(2)
+    width = count * size
+    return x.as_strided((rows, members, width), (row, slices * width, 1), x.storage_offset() + part * width)
+
+
+def joined_heads(parts: Sequence[Tensor]) -> Tensor:
+    """Slices of the heads (rows, some heads, …) as (rows, heads, …); a copy unless there is one alone."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
+
+
+def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """total[r] ← sum of x[index[r]] over addends (x, index), for total (R, W); an index of −1 adds nothing."""
+    if addends and fused.available(total) and total.dtype == torch.float32:
+        fused.sum_rows(total, addends)
+        return
+    total.zero_()
+    for x, index in addends:
+        rows = (index >= 0).nonzero().squeeze(1)
+        total.index_add_(0, rows, x.index_select(0, index.index_select(0, rows)).to(total.dtype))

@@ -1,0 +1,1 @@
+"""`longspan bench`: what is measured on a machine, and what is written beside it."""

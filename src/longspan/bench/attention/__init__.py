@@ -1,0 +1,1 @@
+"""`longspan bench attention`: forward and backward of attention over all ranks, beside torch's own."""

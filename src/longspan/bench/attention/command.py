@@ -1,0 +1,202 @@
+"""`longspan bench attention`: how fast attention over several ranks is, beside torch's own `context_parallel`."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from longspan.bench.attention.cases import Settings
+from longspan.bench.attention.ranks import attention_ranks
+from longspan.bench.flags import BenchFlags
+from longspan.bench.record import where_it_ran, write_record
+from longspan.cli.flags import Switch
+from longspan.cli.parse import parse_flags
+from longspan.cli.processes import reports_here, run_on_ranks
+from longspan.errors import ConfigError, counted
+from longspan.report.series import write_bytes
+from longspan.report.text_table import markdown_table, text_table
+
+TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+CPU_RANKS = 4
+GPU_DEFAULTS = {"lengths": "16384,65536", "heads": 32, "key_value_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+CPU_DEFAULTS = {"lengths": "1024,2048", "heads": 8, "key_value_heads": 2, "head_size": 64, "dtype": "float32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionFlags(BenchFlags):
+    """Time forward and backward of causal attention: one sequence (or equal packed documents) split over all ranks.
+
+    Runs one process for each GPU of this machine, or torchrun's, or --world local processes on the CPU. Before anything
+    is timed, output and gradients at a short length are compared with dense attention in float32 on one device.
+    torch's context_parallel runs in the same processes, where it can.
+    """
+
+    types: str = ",".join(TYPES)
+    """Communication types, with commas between."""
+    lengths: str = ""
+    """Sequence lengths, with commas between; empty: 16384,65536 on GPUs, 1024,2048 on CPUs."""
+    documents: int = 1
+    """Equal packed documents that share the sequence."""
+    partition: Literal["zigzag", "contiguous"] = "zigzag"
+    """How longspan deals out rows: zigzag: equal causal work; contiguous: one run a rank, fewer copies under a2a."""
+    window: int = 0
+    """Positions that a query sees, its own included; 0: all before it."""
+    sinks: Switch = False
+    """A learnt logit for each query head that takes weight and gives no value."""
+    kernel: str = ""
+    """Kernel by name (fa4, cudnn, torch_flash, cpu_flash, reference); empty: the first that can."""
+    hierarchical: str = ""
+    """Sizes of a2a+p2p, as in 2,4; empty: 2 and half of the ranks, or 1 and all where they are odd."""
+    heads: int = 0
+    """Query heads; 0: 32 on GPUs, 8 on CPUs."""
+    key_value_heads: int = 0
+    """Key and value heads; 0: 8 on GPUs, 2 on CPUs."""
+    head_size: int = 0
+    """Size of a head; 0: 128 on GPUs, 64 on CPUs."""
+    dtype: Literal["", "bfloat16", "float16", "float32"] = ""
+    """Of queries, keys and values; empty: bfloat16 on GPUs, float32 on CPUs."""
+    cuda_graph: Switch = False
+    """Also every type captured in a CUDA graph and replayed, which leaves the host's work out. Needs GPUs."""
+    no_peers: Switch = False
+    """Leave torch's context_parallel out."""
+    warmup: int = 3
+    """Runs before the timed ones."""
+    repeats: int = 10
+    """Timed runs; their median counts."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the bench; 0, or 1 where an output or gradient was wrong."""
+    flags = parse_flags(AttentionFlags, argv, "longspan bench attention")
+    ranks, backend = flags.processes(CPU_RANKS)
+    settings = make_settings(flags, ranks, backend, ["longspan", "bench", "attention", *argv])
+    record = run_on_ranks(attention_ranks, (settings,), ranks)
+    if reports_here():
+        if flags.out:
+            write_record(record, Path(flags.out), record_markdown(record))
+        print(json.dumps(record, indent=1) if flags.json else record_text(record))
+    return 0 if all(row.get("good", True) for row in record["checks"]) else 1
+
+
+def make_settings(flags: AttentionFlags, ranks: int, backend: str, command: Sequence[str]) -> Settings:
+    """What the ranks are told. Raises ConfigError for types, lengths and sizes that cannot be."""
+    defaults = GPU_DEFAULTS if backend == "nccl" else CPU_DEFAULTS
+    types = tuple(name for name in flags.types.split(",") if name)
+    unknown = [name for name in types if name not in TYPES]
+    if unknown or not types:
+        raise ConfigError(f"--types {flags.types!r}: this release has {' and '.join(TYPES)}")
+    try:
+        lengths = tuple(int(length) for length in (flags.lengths or str(defaults["lengths"])).split(","))
+    except ValueError:
+        raise ConfigError(f"--lengths {flags.lengths!r} is not a list of integers such as 16384,65536") from None
+    if min(lengths) < flags.documents or flags.documents < 1:
+        raise ConfigError(f"{flags.documents} documents do not share {min(lengths)} rows; use at least a row each")
+    if flags.window < 0:
+        raise ConfigError(f"--window {flags.window}: at least 1, or 0 for none")
+    if flags.cuda_graph and backend != "nccl":
+        raise ConfigError(f"--cuda-graph needs a GPU for each rank; these {ranks} talk through {backend}")
+    flags.check_runs()
+    return Settings(
+        types=types,
+        lengths=lengths,
+        documents=flags.documents,
+        partition=flags.partition,
+        window=flags.window,
+        sinks=flags.sinks,
+        kernel=flags.kernel,
+        hierarchical=_sizes(flags.hierarchical, ranks),
+        heads=flags.heads or int(defaults["heads"]),
+        key_value_heads=flags.key_value_heads or int(defaults["key_value_heads"]),
+        head_size=flags.head_size or int(defaults["head_size"]),
+        dtype=flags.dtype or str(defaults["dtype"]),
+        warmup=flags.warmup,
+        repeats=flags.repeats,
+        peers=not flags.no_peers,
+        ranks=ranks,
+        backend=backend,
+        timeout_seconds=flags.timeout_seconds,
+        command=" ".join(command),
+        out=str(Path(flags.out).resolve()) if flags.out else "",
+        cuda_graph=flags.cuda_graph,
+    )
+
+
+def _sizes(text: str, ranks: int) -> tuple[int, int]:
+    if not text:
+        return (1, ranks) if ranks % 2 else (2, ranks // 2)
+    sizes = tuple(int(size) for size in text.split(",") if size.isdecimal())
+    if len(sizes) != 2 or sizes[0] * sizes[1] != ranks:
+        raise ConfigError(f"--hierarchical {text!r}: give two sizes whose product is the {ranks} ranks, as in 2,2")
+    return sizes
+
+
+def record_text(record: dict[str, Any]) -> str:
+    """A record for a terminal."""
+    return f"{_title(record)}\n\n{text_table(_NAMES, _rows(record))}\n\n{_checks(record)}{_missing(record)}"
+
+
+def record_markdown(record: dict[str, Any]) -> str:
+    """A record for people who read bench/records."""
+    return (
+        f"# {_title(record)}\n\n"
+        f"{where_it_ran(record)}\n\n"
+        f"{markdown_table(_NAMES, _rows(record))}\n\n"
+        "TFLOP/s per device count 3.5 × the forward FLOPs (4 · heads · head size · the pairs of positions that see "
+        "each other, which are S² / 2 a document without a window) for forward and backward together. "
+        f"Median of {record['repeats']} runs after {record['warmup']}, the slowest rank.\n\n"
+        f"{_checks(record)}{_missing(record)}\n"
+    )
+
+
+_NAMES = ("attention", "length", "forward ms", "both ms", "TFLOP/s per device", "peak memory")
+
+
+def _title(record: dict[str, Any]) -> str:
+    packed = f", {record['documents']} packed documents" if record["documents"] > 1 else ""
+    packed += f", window {record['window']}" if record["window"] else ""
+    packed += ", sinks" if record.get("sinks") else ""
+    packed += f", longspan's rows {record['partition']}" if record.get("partition", "zigzag") != "zigzag" else ""
+    return (
+        f"Causal attention over {counted(record['ranks'], 'rank')} ({record['backend']}): {record['heads']} query and "
+        f"{record['key_value_heads']} key/value heads of {record['head_size']}, {record['dtype']}{packed}, "
+        f"kernel {record['kernel']}"
+    )
+
+
+def _rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
+    rows = []
+    for row in record["rows"]:
+        if "missing" in row:
+            continue
+        times = (f"{1e3 * row['forward_seconds']:.2f}", f"{1e3 * row['seconds']:.2f}")
+        speed = (
+            f"{row['tflops_per_device']:.0f}" if row["tflops_per_device"] >= 10 else f"{row['tflops_per_device']:.3g}"
+        )
+        memory = write_bytes(row["peak_bytes"]) if row["peak_bytes"] else ""
+        rows.append((row["name"], f"{row['length']:,}", *times, speed, memory))
+    return rows
+
+
+def _checks(record: dict[str, Any]) -> str:
+    lines = []
+    for row in record["checks"]:
+        if "missing" in row:
+            continue
+        errors = ", ".join(f"{name} {value:.1e}" for name, value in row["errors"].items())
+        verdict = "good" if row["good"] else "WRONG"
+        lines.append(f"- {row['name']}: {verdict}: {errors} (allowed {row['tolerance']:.1e})")
+    return f"Relative to dense attention in float32 at {record['check_length']:,} rows:\n\n" + "\n".join(lines)
+
+
+def _missing(record: dict[str, Any]) -> str:
+    """One line for each reason for which something did not run."""
+    found = dict.fromkeys(
+        (row["name"], row["missing"]) for row in (*record["checks"], *record["rows"]) if "missing" in row
+    )
+    return "".join(f"\n- {name}: not available: {reason}" for name, reason in found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""`longspan bench calibrate`: the constants of a Cost for a model on this machine."""

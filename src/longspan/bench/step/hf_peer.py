@@ -1,0 +1,89 @@
+"""The step that `bench step --peers` compares with: stock Hugging Face under FSDP2 and torch's `context_parallel`.
+
+One sequence over all GPUs, scaled-dot-product attention on cuDNN, full recomputation of every layer, cross entropy of
+all logits. torch's module is private and differs between 2.11 and 2.13; whatever goes wrong is the caller's to report.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from longspan.comm import World
+from longspan.model.seams.probe import decoder_layers
+from longspan.train import build_optimizer
+
+PEER = "Hugging Face + FSDP2 + torch context_parallel (cuDNN), full recomputation"
+
+
+@contextmanager
+def peer_step(
+    settings: Any, make: Callable[..., Any], world: World
+) -> Iterator[tuple[Callable[[], None], list[float]]]:
+    """A step, and the losses of those that ran. Raises ValueError for what the stack does not offer."""
+    if world.device.type != "cuda":
+        raise ValueError("its attention kernels run on CUDA only")
+    if len(settings.lengths) != 1:
+        raise ValueError(f"it has no packed documents; give one length, not {len(settings.lengths)}")
+    if settings.lengths[0] % (2 * settings.ranks):
+        raise ValueError(f"{settings.lengths[0]} rows do not divide by 2 x {settings.ranks} ranks")
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    set_rotate_method("allgather")
+    mesh = init_device_mesh("cuda", (settings.ranks,))
+    model = _sharded(settings, make, world, mesh)
+    optimizer = build_optimizer(model, settings.flags.optimizer, lr=0.0) if settings.flags.optimizer else None
+    losses: list[float] = []
+
+    def step() -> None:
+        ids, labels, positions = _inputs(settings, world)
+        buffers = [ids, labels, positions]
+        with (
+            context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)),
+            sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+        ):
+            # A mask by layer type is taken as it is: none, so that attention is causal and nothing is built.
+            mask = {"full_attention": None}
+            logits = model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
+            loss = F.cross_entropy(logits[0].float(), labels[0], ignore_index=-100, reduction="sum")
+            (loss / (settings.lengths[0] - 1)).backward()
+            del logits
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
+        losses.append(world.reduce_sum([loss.item()])[0] / (settings.lengths[0] - 1))
+
+    yield step, losses
+
+
+def _inputs(settings: Any, world: World) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, labels and positions (1, S) of the whole sequence, on every rank."""
+    length = settings.lengths[0]
+    positions = torch.arange(length, device=world.device)
+    mixed = (positions + 1) * 2654435761 + 40503
+    ids = (mixed ^ (mixed >> 13)) % settings.shape.vocabulary
+    labels = torch.cat([ids[1:], ids.new_full((1,), -100)])
+    return ids[None].clone(), labels[None].clone(), positions[None].clone()
+
+
+def _sharded(settings: Any, make: Callable[..., Any], world: World, mesh: Any) -> Any:
+    model = make(settings, world.device)
+    model.set_attn_implementation("sdpa")
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    compute = getattr(torch, settings.compute) if settings.compute else None
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    for layer in decoder_layers(model).values():
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not settings.flags.keep_gathered)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)  # a sum over ranks, as the loss is divided already
+    return model

@@ -1,0 +1,1 @@
+"""What a rank is doing, and what ranks tell each other when a collective fails."""

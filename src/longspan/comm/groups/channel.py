@@ -1,0 +1,267 @@
+"""How the members of a plan's group talk: exchanges that are started, and waited for by their handles.
+
+Point-to-point on the plane's parent group works for any members and any order; where the members have a communicator of
+their own (`groups.py`), one call of it does the same.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from longspan.comm.failure.watch import Watch
+from longspan.comm.groups.groups import Groups, ParentName
+from longspan.layout.layout import short
+
+# torch 2.13 renamed all_gather_into_tensor and warns about the old name.
+_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# torch's NCCL works hold what they receive, and the last work is watched until the next is waited for. From this many
+# bytes on an event is watched instead, which the host records in 40 µs.
+EVENT_BYTES = 64 << 20
+
+
+class Handle:
+    """A started exchange. `wait()` returns its result once its tensors may be used; a second call returns it again.
+
+    On a GPU, waiting orders the current stream behind the exchange and does not stop the host.
+    """
+
+    __slots__ = ("_finish", "_held", "_keep", "_ranks", "_result", "_watch", "_what", "_works")
+
+    def __init__(
+        self,
+        watch: Watch,
+        what: str,
+        ranks: Sequence[int],
+        works: Sequence[Work],
+        keep: object = None,
+        finish: Callable[[], Any] | None = None,
+        held: int = 0,  # bytes that the works themselves hold on to
+    ) -> None:
+        self._watch, self._what, self._ranks, self._works = watch, what, ranks, works
+        self._keep, self._finish, self._held, self._result = keep, finish, held, None
+
+    def wait(self) -> Any:
+        """Wait for the exchange. Raises CommError, after a roll call, where it fails or times out."""
+        if self._works:
+            with self._watch.during(self._what, self._ranks) as operation:
+                for work in self._works:
+                    work.wait()
+                if self._held < EVENT_BYTES:
+                    self._watch.queued(operation, self._works)
+                else:
+                    self._watch.mark(operation)
+        if self._finish is not None:
+            self._result = self._finish()
+        self._works, self._keep, self._finish = (), None, None
+        return self._result
+
+
+class Channel:
+    """The members of one plan group in this rank's plane, and how they talk.
+
+    `ranks` are the members' global ranks in the order of the group's slots, `index` this rank's place among them.
+    Every method is entered by all members, in one order on every rank. Point-to-point runs on
+    the parent group, which is the plane's, or with `parent="everyone"` that of all ranks, with "pipeline" that of the
+    stages of a slot, with "tp" that of a slot's tensor-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        ranks: tuple[int, ...],
+        index: int,
+        device: torch.device,
+        parent: ParentName = "plane",
+    ) -> None:
+        self.ranks, self.index, self.device = ranks, index, device
+        self._by_rank = sorted(range(len(ranks)), key=ranks.__getitem__)  # members in the order that torch has them in
+        self._groups = groups
+        self._parent: ParentName = parent
+        group = groups.parent(parent)
+        self._peers = tuple(dist.get_group_rank(group, rank) for rank in ranks)
+
+    @property
+    def degree(self) -> int:
+        """How many members there are."""
+        return len(self.ranks)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The parent group."""
+        return self._groups.parent(self._parent)
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        what: str,
+        result: Callable[[], Any] | None = None,
+    ) -> Handle:
+        """Start one batch of sends to and receives from members, each a (member index, contiguous tensor).
+
+        Tensors without elements are dropped on both sides. Between two members, tensors match in the order given.
+        `result` makes what the handle's `wait()` returns.
+        """
+        works, ops = self._started(sends, receives, what)
+        return Handle(self.watch, what, self.ranks, works, keep=ops, finish=result)
+
+    def _started(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], what: str
+    ) -> tuple[Sequence[Work], list[dist.P2POp]]:
+        parent = self.group
+        ops: list[dist.P2POp] = []
+        for member, tensor in sends:
+            if tensor.numel():
+                ops.append(dist.P2POp(dist.isend, tensor.contiguous(), group=parent, group_peer=self._peer(member)))
+        for member, tensor in receives:
+            assert tensor.is_contiguous(), f"{what}: a receive buffer must be contiguous"
+            if tensor.numel():
+                ops.append(dist.P2POp(dist.irecv, tensor, group=parent, group_peer=self._peer(member)))
+        if not ops:
+            return (), ops
+        with self.watch.during(what, self.ranks):
+            return dist.batch_isend_irecv(ops), ops
+
+    def all_to_all_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int], what: str) -> Handle:
+        """Start sending runs of rows of x (sum of sends, …), `sends[m]` to member m, one after another.
+
+        `wait()` returns the rows that arrive, `receives[m]` from member m, one after another: (sum of receives, …).
+        What a member sends itself is copied. One call of the members' own communicator where there is one; where they
+        are not in the order of their ranks, which is torch's, rows are copied into that order and back.
+        """
+        into = x.new_empty((sum(receives), *x.shape[1:]))
+        assert x.shape[0] == sum(sends) and sends[self.index] == receives[self.index], (what, x.shape, sends, receives)
+        own = self._groups.communicator(self.ranks)
+        if own is not None:
+            by_rank = self._by_rank
+            handle = self._all_to_all(own, _runs(x, sends, by_rank).contiguous(), into, sends, receives, what)
+            if by_rank == sorted(by_rank):
+                return handle
+            arrived, members = [receives[m] for m in by_rank], sorted(range(self.degree), key=by_rank.__getitem__)
+            return Handle(self.watch, what, self.ranks, (), finish=lambda: _runs(handle.wait(), arrived, members))
+        parts, arriving = x.split(list(sends)), into.split(list(receives))
+        arriving[self.index].copy_(parts[self.index])
+        others = [member for member in range(self.degree) if member != self.index]
+        return self.exchange(
+            [(m, parts[m]) for m in others], [(m, arriving[m]) for m in others], what, result=lambda: into
+        )
+
+    def shift(self, x: Tensor, into: Tensor, what: str) -> Handle:
+        """Start sending x to the next member and receiving `into`, contiguous, from the one before; rows may differ."""
+        right, left = (self.index + 1) % self.degree, (self.index - 1) % self.degree
+        own = self._groups.communicator(self.ranks)
+        if own is None:
+            return self.exchange([(right, x)], [(left, into)], what)
+        sends, receives = [0] * self.degree, [0] * self.degree
+        sends[right], receives[left] = x.shape[0], into.shape[0]
+        return self._all_to_all(own, x.contiguous(), into, sends, receives, what)
+
+    def _all_to_all(
+        self,
+        group: ProcessGroup,
+        x: Tensor,
+        into: Tensor,
+        sends: Sequence[int],
+        receives: Sequence[int],
+        what: str,
+    ) -> Handle:
+        """Runs of x and of `into` lie in the order of their members' ranks; counts are in member order."""
+        splits = [[counts[member] for member in self._by_rank] for counts in (receives, sends)]
+        with self.watch.during(what, self.ranks):
+            work = group.alltoall_base(into, x, *splits)
+        return Handle(self.watch, what, self.ranks, (work,), keep=x, finish=lambda: into, held=into.nbytes)
+
+    def all_gather(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
+        """Start gathering every member's rows; `wait()` returns a list of (counts[m], …) tensors, views of one buffer.
+
+        `x` is (counts[index], …). Uses the members' own communicator where `World.prepare` made one.
+        """
+        buffer, works, keep = self._started_all_gather(x, counts, what)
+        parts = [buffer[start : start + n] for start, n in zip(self.starts(counts), counts, strict=True)]
+        return Handle(self.watch, what, self.ranks, works, keep=keep, finish=lambda: parts, held=buffer.nbytes)
+
+    def all_gather_rows(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
+        """The same as `all_gather`, but `wait()` returns the buffer: member m's rows begin at `starts(counts)[m]`."""
+        buffer, works, keep = self._started_all_gather(x, counts, what)
+        return Handle(self.watch, what, self.ranks, works, keep=keep, finish=lambda: buffer, held=buffer.nbytes)
+
+    def starts(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Where each member's rows begin in what `all_gather_rows` returns."""
+        own = self._gathering(counts)
+        if own is None:
+            return tuple(accumulate(counts[:-1], initial=0))
+        # torch sorts the ranks of a group, and every member sends as many rows
+        return tuple(dist.get_group_rank(own, rank) * max(counts) for rank in self.ranks)
+
+    def _gathering(self, counts: Sequence[int]) -> ProcessGroup | None:
+        return self._groups.communicator(self.ranks) if max(counts) > 0 and self.degree > 1 else None
+
+    def _started_all_gather(self, x: Tensor, counts: Sequence[int], what: str) -> tuple[Tensor, Sequence[Work], object]:
+        assert x.shape[0] == counts[self.index] and len(counts) == self.degree, (what, x.shape, counts, self.index)
+        own = self._gathering(counts)
+        if own is not None:
+            padded = _padded(x, max(counts))
+            buffer = x.new_empty((self.degree * max(counts), *x.shape[1:]))
+            with self.watch.during(what, self.ranks):
+                return buffer, (_all_gather_single(buffer, padded, group=own, async_op=True),), padded
+        buffer = x.new_empty((sum(counts), *x.shape[1:]))
+        parts = buffer.split(list(counts))
+        parts[self.index].copy_(x)
+        others = [member for member in range(self.degree) if member != self.index]
+        works, ops = self._started([(m, parts[self.index]) for m in others], [(m, parts[m]) for m in others], what)
+        return buffer, works, ops
+
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
+        """Start sending runs of rows of x (sum of counts, …), `counts[m]` to member m, one after another.
+
+        `wait()` returns the sum (counts[index], …) of what the members sent here, in the dtype of x. It is taken in
+        member order, so that it does not depend on timing, and in float32 (float64 for float64, integers in their own
+        dtype), so that its error does not grow with the number of members.
+        """
+        rows = counts[self.index]
+        arriving = self.all_to_all_rows(x, counts, [rows] * self.degree, what)
+        return Handle(self.watch, what, self.ranks, (), finish=lambda: summed(arriving.wait().split(rows or 1)))
+
+    @property
+    def watch(self) -> Watch:
+        """The world's watch, which names this channel's collectives when they fail."""
+        return self._groups.watch
+
+    def _peer(self, member: int) -> int:
+        assert member != self.index, "a member does not send to itself"
+        return self._peers[member]
+
+    def __repr__(self) -> str:
+        return f"Channel(ranks {short(self.ranks)}, index {self.index})"
+
+
+def _runs(x: Tensor, counts: Sequence[int], order: Sequence[int]) -> Tensor:
+    """x (sum of counts, …), runs of `counts` rows, with its runs in another order; a copy where that differs."""
+    if list(order) == sorted(order):
+        return x
+    runs = x.split(list(counts))
+    return torch.cat([runs[index] for index in order])
+
+
+def summed(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors in their order and dtype, taken in float32 (float64 for float64, integers as they are)."""
+    dtype = parts[0].dtype
+    total = parts[0].to(torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(dtype)
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """x (n, …) with zero rows appended, contiguous: (rows, …)."""
+    if x.shape[0] == rows:
+        return x.contiguous()
+    padded = x.new_zeros((rows, *x.shape[1:]))
+    padded[: x.shape[0]].copy_(x)
+    return padded

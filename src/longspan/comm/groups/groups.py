@@ -1,0 +1,111 @@
+"""The communicators of a world, by rank tuple, and open worlds by key.
+
+A bounded family of communicators, made by `World.prepare`, is the fast way for groups that recur (`channel.py` has the
+general one). A group that is not there is an error; None is never passed to torch, which would take it for the whole
+world.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from longspan.comm.failure.watch import Watch
+from longspan.errors import CommError
+
+if TYPE_CHECKING:
+    from longspan.comm.world import World
+
+ParentName = Literal["plane", "everyone", "pipeline", "tp"]
+
+# Kinds whose messages travel beside kernels of the same layer. Their NCCL kernels go before blocks of a running kernel
+# that wait for a place on the device: behind them, a message that is sent ahead starts when the kernel is nearly done
+# (bench/attention_choices.py --choice streams).
+AHEAD = frozenset({"parent", "communicator"})
+
+_worlds: dict[int, "World"] = {}
+
+
+def world_of(key: int) -> "World":
+    """The open world with this key. Raises CommError where it has been left."""
+    if key not in _worlds:
+        raise CommError(f"world {key} has been left (open worlds: {sorted(_worlds) or 'none'}); use it inside its with")
+    return _worlds[key]
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """One communicator that a world made: its ranks, what it is for, and the seconds that it took.
+
+    `kind` is "control" (host values), "parent" (point-to-point of a plane), "everyone" (of all planes), "slots",
+    "replicate", "tp", "outer" and "ep" (axes of device meshes), "pipeline" (the stages of a slot), or "communicator"
+    (a plan's group).
+    """
+
+    ranks: tuple[int, ...]
+    kind: str
+    seconds: float
+
+
+class Groups:
+    """The communicators of one world, made by all its ranks in one order and looked up by rank tuple."""
+
+    def __init__(self, *, backend: str, timeout: float, watch: Watch) -> None:
+        self.watch = watch
+        self.made: list[GroupRecord] = []
+        self._backend, self._timeout = backend, timeout
+        self._mine: list[ProcessGroup] = []
+        self._by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
+        self._parents: dict[ParentName, ProcessGroup] = {}
+
+    def make(self, ranks: Sequence[int], kind: str, *, backend: str | None = None) -> ProcessGroup | None:
+        """Make one communicator; called by every rank of the world in one order. None where this rank is no member.
+
+        Callers that are members get the group; None is never handed on to torch.
+        """
+        started, timeout, backend = time.monotonic(), timedelta(seconds=self._timeout), backend or self._backend
+        options = _on_a_stream_of_high_priority(timeout) if kind in AHEAD and "nccl" in backend else None
+        with self.watch.during(f"making the {kind} group", ranks):
+            group = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
+        if self.watch.rank not in ranks:
+            return None
+        assert isinstance(group, ProcessGroup)
+        self._mine.append(group)
+        self.made.append(GroupRecord(tuple(ranks), kind, time.monotonic() - started))
+        return group
+
+    def add_communicator(self, ranks: tuple[int, ...], group: ProcessGroup) -> None:
+        """Remember the communicator of these ranks, whatever their order."""
+        self._by_ranks[tuple(sorted(ranks))] = group
+
+    def communicator(self, ranks: Sequence[int]) -> ProcessGroup | None:
+        """The members' own communicator, or None where they talk point to point."""
+        return self._by_ranks.get(tuple(sorted(ranks)))
+
+    def parent(self, name: ParentName) -> ProcessGroup:
+        """The group on which point-to-point runs. Raises CommError once the world has been left."""
+        if name not in self._parents:
+            raise CommError("this world has been left; its channels can no longer talk")
+        return self._parents[name]
+
+    def set_parent(self, name: ParentName, group: ProcessGroup) -> None:
+        """Say which group that is."""
+        self._parents[name] = group
+
+    def forget(self) -> list[ProcessGroup]:
+        """Drop every reference, so that the groups can be freed; returns them for a last time."""
+        mine, self._mine = self._mine, []
+        self._parents.clear()
+        self._by_ranks.clear()
+        return mine
+
+
+def _on_a_stream_of_high_priority(timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    options._timeout = timeout  # else torch warns that it differs from the group's
+    return options

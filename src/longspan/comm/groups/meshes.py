@@ -1,0 +1,145 @@
+"""Device meshes of a home, for FSDP2 and DTensor: slices of root meshes, over groups that the world makes.
+
+A root mesh covers one pipeline stage. That of most parameters has the axes "replicate" × "slots" × "tp", that of expert
+parameters "replicate" × "outer" × "ep": outer × ep are the slots of one replica in order, and the tensor-parallel ranks
+of a slot, each of which computes its part of the rows with the same experts, stand side by side on "outer". An axis
+"replicate", "ep" or "tp" of size 1 is left out. FSDP2 over DTensors asks that its own mesh and theirs are slices of one
+root. Groups are made when a mesh that needs them is first asked for, by all ranks together, and shared by both roots.
+"""
+
+import logging
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from longspan.comm.groups.groups import Groups
+from longspan.errors import CommError
+from longspan.layout import Layout
+from longspan.layout.layout import short
+
+Ranks = npt.NDArray[np.int64]
+
+REPLICATE, SLOTS, OUTER, EP, TP = "replicate", "slots", "outer", "ep", "tp"
+
+
+class Meshes:
+    """The device meshes of one rank's pipeline stage, made on first use by all ranks of the home together.
+
+    Every property raises CommError for a home that has no such mesh, before a group is made.
+    """
+
+    def __init__(self, home: Layout, stage: int, groups: Groups, device_type: str) -> None:
+        self._home, self._stage, self._groups, self._device_type = home, stage, groups, device_type
+        self._mine: dict[str, ProcessGroup] = {}
+
+    @cached_property
+    def fsdp(self) -> DeviceMesh:
+        """Over what FSDP2 shards parameters: "slots", or "replicate" × "slots"."""
+        return self._slice(self._root, (REPLICATE, SLOTS))
+
+    @cached_property
+    def tp(self) -> DeviceMesh:
+        """The tensor-parallel ranks of this slot, a slice of the root that `fsdp` is a slice of."""
+        self._check_axis(TP, self._home.tp)
+        return self._slice(self._root, (TP,))
+
+    @cached_property
+    def expert(self) -> DeviceMesh:
+        """Over what FSDP2 shards expert parameters: all ranks of a stage that hold the same experts.
+
+        Those are the slots without "ep", with every slot's tensor-parallel ranks: where tp and ep are 1, `fsdp`.
+        """
+        if self._home.ep == self._home.tp == 1:
+            return self.fsdp
+        return self._slice(self._expert_root, (REPLICATE, OUTER))
+
+    @cached_property
+    def ep(self) -> DeviceMesh:
+        """The `home.ep` neighbouring slots that this rank shares its experts with."""
+        self._check_axis(EP, self._home.ep)
+        return self._slice(self._expert_root, (EP,))
+
+    def forget(self) -> None:
+        """Let torch forget these meshes once their groups are gone: equal ones of a later world would get dead groups.
+
+        torch (2.11 to 2.13) keeps a mesh with the sharding of every operation that it has seen on DTensors, and meshes
+        of the same ranks and axes are equal.
+        """
+        if self._mine:
+            from torch.distributed.tensor import DTensor  # half a second, where no model was prepared
+
+            DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+            getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+            self._mine.clear()
+
+    @cached_property
+    def _root(self) -> DeviceMesh:
+        home = self._home
+        sizes = (home.dp_replicate, home.slots // home.dp_replicate, home.tp)
+        return self._build((REPLICATE, SLOTS, TP), np.asarray(home.ranks).reshape(home.pp, *sizes))
+
+    @cached_property
+    def _expert_root(self) -> DeviceMesh:
+        home = self._home
+        width = home.slots // home.dp_replicate
+        if width % home.ep:
+            raise CommError(
+                f"ep {home.ep} does not divide the {width} slots of a replica ({home.slots} slots / dp_replicate "
+                f"{home.dp_replicate}), so copies of experts would not line up; use an ep that divides {width}"
+            )
+        ranks = np.asarray(home.ranks).reshape(home.pp, home.dp_replicate, width // home.ep, home.ep, home.tp)
+        ranks = ranks.swapaxes(3, 4).reshape(home.pp, home.dp_replicate, -1, home.ep)
+        return self._build((REPLICATE, OUTER, EP), ranks)
+
+    def _build(self, axes: Sequence[str], ranks: Ranks) -> DeviceMesh:
+        """The root mesh of ranks (pp, one dim for each axis) at this rank's stage."""
+        ranks = self._in_group_order(ranks, axes)
+        sizes = ranks.shape[1:]
+        kept = [i for i, (axis, size) in enumerate(zip(axes, sizes, strict=True)) if axis in (SLOTS, OUTER) or size > 1]
+        groups = [self._group(axes[i], np.moveaxis(ranks, i + 1, -1).reshape(-1, sizes[i])) for i in kept]
+        names = tuple(axes[i] for i in kept)
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], self._device_type, mesh_dim_names=names)
+        # DTensor warns of every norm and every whole tensor that two axes take two messages for (torch 2.13).
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        mesh = torch.from_numpy(ranks[self._stage].reshape([sizes[i] for i in kept])).to(torch.int)
+        return DeviceMesh.from_group(groups, self._device_type, mesh, mesh_dim_names=names)
+
+    def _group(self, axis: str, lines: Ranks) -> ProcessGroup:
+        """This rank's group along an axis; every rank makes the groups of all lines in one order."""
+        if axis not in self._mine:
+            for line in lines.tolist():
+                group = self._groups.make(line, axis)
+                if group is not None:
+                    self._mine[axis] = group
+        return self._mine[axis]
+
+    def _in_group_order(self, ranks: Ranks, axes: Sequence[str]) -> Ranks:
+        """The ranks (pp, …) so that they ascend along sharded axes: torch orders the members of a group by rank.
+
+        Which slot holds which shard of a parameter is free, so slots alone are sorted. With other axes beside them
+        the order is the home's: it decides who holds which heads or experts.
+        """
+        if tuple(axes) == (REPLICATE, SLOTS, TP) and self._home.tp == 1:
+            return np.sort(ranks, axis=2)
+        for i, axis in enumerate(axes):
+            for line in np.moveaxis(ranks, i + 1, -1).reshape(-1, ranks.shape[i + 1]):
+                if axis != REPLICATE and (np.diff(line) < 0).any():
+                    raise CommError(
+                        f"the home's ranks {short(line.tolist())} descend along {axis}, but torch orders the members "
+                        "of a group by rank; with tp or ep, give the home its ranks in ascending order"
+                    )
+        return ranks
+
+    def _slice(self, root: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
+        assert root.mesh_dim_names is not None
+        return root[tuple(axis for axis in axes if axis in root.mesh_dim_names)]
+
+    def _check_axis(self, axis: str, size: int) -> None:
+        if size == 1:
+            raise CommError(f"the home has {axis} 1, so it has no {axis} mesh; use Layout(ranks=…, {axis}=2) or more")

@@ -1,0 +1,1 @@
+"""What moves tensors between ranks: rings, row exchanges, collectives of tensor parallelism."""

@@ -1,0 +1,139 @@
+"""Move blocks around a ring while the caller computes on the block at hand.
+
+Attention never mentions send or receive: it loops over `RingBlocks`, and in backward hands each block's gradient to a
+`GradientRing`, whose sum travels with the block and comes home. What is done with a block is `attention/ring.py`.
+
+A block is several tensors with the same rows; they travel side by side in one buffer, so that a step is one message.
+Order of posting, the same on every rank and so free of deadlock on one parent group: blocks of step s, gradients of
+step s, blocks of step s + 1. Members without rows send and receive nothing: both sides know the counts from the plan.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from longspan.comm.groups.channel import Channel, Handle
+from longspan.comm.moves.side_by_side import columns, side_by_side
+
+Block = tuple[Tensor, ...]
+
+
+class RingBlocks:
+    """Iterate over (owner, block) for every member of a channel, one's own block first.
+
+    `tensors` are this member's part of the block, each (counts[index], …) and of one dtype; a yielded block has
+    `counts[owner]` rows. While the caller works on one block the next is in flight, in one of two rotating buffers, so
+    that `peak_blocks` (one's own included) is at most 3, whatever the degree. A yielded block is only valid until the
+    next iteration.
+
+    >>> for owner, (k, v) in RingBlocks(part.channel(), (k, v), part.counts, "ring forward"):
+    ...     total = merge(total, block_attention(q, k, v))
+    """
+
+    def __init__(self, channel: Channel, tensors: Sequence[Tensor], counts: Sequence[int], what: str) -> None:
+        self._channel, self._counts, self._what = channel, tuple(counts), what
+        self._shapes = [t.shape[1:] for t in tensors]
+        self._own = tuple(tensors)
+        self._spare: list[Tensor] = []
+        self._live = self.peak_blocks = 1
+
+    def __iter__(self) -> Iterator[tuple[int, Block]]:
+        degree, me = self._channel.degree, self._channel.index
+        buffer = packed = first = side_by_side(self._own)
+        block = self._own
+        for step in range(degree):
+            owner = (me - step) % degree
+            if step + 1 == degree:
+                yield owner, block
+                return
+            arriving = self._take(first)
+            following = arriving[: self._counts[(owner - 1) % degree]]
+            handle = self._channel.shift(packed, following, self._what)
+            yield owner, block
+            handle.wait()
+            if buffer is not first:
+                self._spare.append(buffer)
+            buffer, packed, block = arriving, following, columns(following, self._shapes)
+
+    def _take(self, like: Tensor) -> Tensor:
+        """A buffer that nobody reads: a spare one, or a new one of the largest block's size."""
+        if self._spare:
+            return self._spare.pop()
+        self._live += 1
+        self.peak_blocks = max(self.peak_blocks, self._live)
+        return like.new_empty((max(self._counts), *like.shape[1:]))
+
+
+class Addend(NamedTuple):
+    """A part of a block's gradient: tensors (rows, …) for some rows of the block, which are distinct."""
+
+    rows: slice | Tensor
+    tensors: Sequence[Tensor]
+
+
+class AddInPlace(Protocol):
+    """How addends are added to a block's sum."""
+
+    def __call__(self, total: Block, addends: Sequence[Addend], *, fresh: bool) -> None:
+        """Add them to `total` in place, or, where it is fresh, fill it."""
+        ...
+
+
+class GradientRing:
+    """Sum every member's gradient of each block; the sum travels behind the block and comes home to its owner.
+
+    Call `add` once for each block but one's own, in the order in which `RingBlocks` yields owners, then `finish` with
+    one's own gradient of one's own block, which need not travel: what is computed between the last `add` and `finish`
+    hides the last step home. Sums are taken in `dtype` and in ring order, the owner last, which does not depend on
+    timing. Two buffers, whatever the degree.
+
+    `add(total, addends, fresh=…)` adds to the tensors of `total` in place, or fills them where they are fresh.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        like: Sequence[Tensor],
+        counts: Sequence[int],
+        what: str,
+        *,
+        add: AddInPlace,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._channel, self._counts, self._what, self._add = channel, tuple(counts), what, add
+        self._shapes = [t.shape[1:] for t in like]
+        shape = (max(self._counts), sum(t.shape[1:].numel() for t in like))
+        self._buffers = [like[0].new_empty(shape, dtype=dtype) for _ in range(1 if channel.degree == 1 else 2)]
+        self._step = 0
+        self._handle: Handle | None = None
+
+    def add(self, owner: int, addends: Sequence[Addend]) -> None:
+        """Add this member's gradient of another's block, as any number of addends, and send the sum on."""
+        assert owner != self._channel.index, "one's own gradient is given to finish"
+        total = self._arrived(owner, addends)
+        self._step += 1
+        arriving = self._at((owner - 1) % self._channel.degree)
+        self._handle = self._channel.shift(total, arriving, self._what)
+
+    def finish(self, addends: Sequence[Addend]) -> Block:
+        """The sum over all members of the gradient of one's own block, each (counts[index], …)."""
+        assert self._step == self._channel.degree - 1, (self._step, self._channel.degree)
+        return columns(self._arrived(self._channel.index, addends), self._shapes)
+
+    def _arrived(self, owner: int, addends: Sequence[Addend]) -> Tensor:
+        """The sum so far of the owner's block, where others were before, and this member's addends."""
+        total, fresh = self._at(owner), self._handle is None
+        if self._handle is not None:
+            self._handle.wait()
+        self._add(columns(total, self._shapes), addends, fresh=fresh)
+        return total
+
+    def _at(self, owner: int) -> Tensor:
+        return self._buffers[self._step % len(self._buffers)][: self._counts[owner]]
+
+
+def covers(rows: slice | Tensor, count: int) -> bool:
+    """Whether these are all of `count` rows, in order."""
+    return isinstance(rows, slice) and rows.start == 0 and rows.stop == count

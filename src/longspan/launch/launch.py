@@ -1,0 +1,99 @@
+"""Start N local ranks from one fork server, wait for their answers, and say which one failed and how.
+
+Every rank is a fresh process with torchrun's variables set and no process group. The store that ranks meet at lives in
+the parent (as under torchrun), so that survivors can still talk to it when a rank dies. Several machines are torchrun's
+business, not this module's.
+"""
+
+import os
+import pickle
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from longspan.errors import CommError
+from longspan.launch.local_ranks import Crew
+
+
+def run_local(
+    fn: Callable[..., Any],
+    n: int,
+    args: Sequence[Any] = (),
+    *,
+    timeout: float | None = None,
+    grace: float = 10.0,
+    threads: int | None = None,
+) -> list[Any]:
+    """Run `fn(rank, *args)` on n fresh local processes and return their results by rank.
+
+    >>> run_local(train_rank, 4, (config,), timeout=None)
+
+    `fn` must be importable (a function at the top of a module or script). `timeout` bounds the whole call in seconds;
+    when one rank fails, the others have `grace` seconds to say what they saw and are then killed. `threads` is torch's
+    number of threads in each rank (None: the CPUs shared out evenly). Output of the ranks goes where the caller's
+    goes. SIGINT and SIGTERM are forwarded to the ranks once and waited for; a second one kills them.
+
+    The first failing rank's error is raised again here, with its type and its traceback as the cause. CommError names
+    a rank that was killed or left without an answer, and the ranks that still ran when the time was up.
+    """
+    if n < 1:
+        raise CommError(f"{n} ranks were asked for; give a count of at least 1")
+    payload = pickled_call(fn, args)
+    with tempfile.TemporaryDirectory(prefix="longspan-ranks-") as folder:
+        crew = Crew(n, Path(folder), threads or max(1, _cpus() // n), payload)
+        try:
+            with _Forwarding(crew) as forwarding:
+                crew.start()
+                crew.collect(timeout, grace)
+        finally:
+            crew.end()
+    if crew.failure is not None:
+        forwarding.repeat()
+        raise crew.failure
+    return [rank.answer.value() for rank in crew.ranks if rank.answer is not None]
+
+
+class _Forwarding:
+    """While ranks run, SIGINT and SIGTERM go to them instead of ending their launcher."""
+
+    def __init__(self, crew: Crew) -> None:
+        self.crew = crew
+        self.seen: int | None = None
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Forwarding":
+        if threading.current_thread() is threading.main_thread():
+            self.before = {s: signal.signal(s, self._forward) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _forward(self, number: int, _: FrameType | None) -> None:
+        self.crew.signal(number if self.seen is None else signal.SIGKILL)
+        self.seen = number
+
+    def repeat(self) -> None:
+        """Ranks that failed because of a forwarded signal: let it have its usual effect here too."""
+        if self.seen is not None:
+            signal.raise_signal(self.seen)
+
+
+def pickled_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    """What a rank unpickles and calls. Raises CommError for what cannot be sent."""
+    try:
+        return pickle.dumps((fn, tuple(args)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise CommError(
+            f"{fn!r} and its arguments cannot be sent to other processes ({error}); give a function at the top of a "
+            f"module and arguments that pickle"
+        ) from error
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

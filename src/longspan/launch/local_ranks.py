@@ -1,0 +1,232 @@
+"""The ranks of one launch: fresh processes from one fork server, what each of them answered, and how one ended."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+from multiprocessing import connection, forkserver
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longspan.errors import CommError
+from longspan.launch.rank_process import DEAD_KEY, Answer, Descriptor, Spec, Task, rank_main
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerProcess
+
+# Imported once, by the fork server; a module that cannot be imported is left out.
+PRELOAD = (
+    "__main__",
+    "torch",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "transformers",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.llama.modeling_llama",
+    "longspan.comm.world",
+    "longspan.comm.shard",
+    "longspan.attention",
+)
+
+
+class _Rank:
+    """One process, its answer when it has come, and what it was doing when its time was up."""
+
+    def __init__(self, index: int, process: "ForkServerProcess", pipe: connection.Connection) -> None:
+        self.index, self.process, self.pipe = index, process, pipe
+        self.answer: Answer | None = None
+        self.death: str | None = None
+        self.waiting = True
+
+    def receive(self) -> None:
+        """Take the answer from the pipe; a pipe that ends without one means that the process died."""
+        try:
+            self.answer = pickle.loads(self.pipe.recv_bytes())
+        except EOFError:
+            self.process.join()
+            self.death = _how_it_ended(self.process.exitcode)
+        self.waiting = False
+
+    def give(self, task: Task) -> None:
+        """Send a task to a rank that takes them through its pipe."""
+        self.answer, self.waiting = None, True
+        self.pipe.send_bytes(pickle.dumps(task))
+
+    @property
+    def failed(self) -> bool:
+        return self.death is not None or (self.answer is not None and not self.answer.ok)
+
+
+class Crew:
+    """Local ranks of one call, from start to end; or, without a payload, of one call after another (`give`)."""
+
+    def __init__(self, n: int, folder: Path, threads: int, payload: bytes | None = None) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOAD))
+        _start_fork_server()
+        self.store = _meeting_point()
+        self.folder = folder
+        self.failure: BaseException | None = None
+        self.ranks: list[_Rank] = []  # those that the call at hand runs on
+        self.failed: list[_Rank] = []  # in the order in which their failures arrived
+        self._context, self._payload, self._threads = context, payload, threads
+        self._n = n
+        self._all: list[_Rank] = []
+
+    def start(self) -> None:
+        """Start every rank."""
+        streams = (Descriptor(1), Descriptor(2))
+        for index in range(self._n):
+            here, there = self._context.Pipe()
+            task = None if self._payload is None else self._task(index, self._n, self._payload)
+            spec = Spec(index, task, self._threads, self.folder)
+            process = self._context.Process(target=rank_main, args=(spec, there, *streams), name=f"rank {index}")
+            process.start()
+            there.close()
+            self._all.append(_Rank(index, process, here))
+        self.ranks = self._all
+
+    def give(self, payload: bytes, n: int) -> None:
+        """Let the first n ranks make a call, with a store of its own to meet at."""
+        self.store, self.ranks, self.failed, self.failure = _meeting_point(), self._all[:n], [], None
+        for rank in self.ranks:
+            rank.give(self._task(rank.index, n, payload))
+
+    def _task(self, index: int, n: int, payload: bytes) -> Task:
+        environment = dict(os.environ) | _torchrun_variables(n, self.store.port, self._threads)
+        return Task(environment | {"RANK": str(index), "LOCAL_RANK": str(index)}, payload)
+
+    def collect(self, timeout: float | None, grace: float) -> None:
+        """Wait for every answer; after a first failure only `grace` seconds more."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        first: float | None = None
+        while waiting := {rank.pipe: rank for rank in self.ranks if rank.waiting}:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            for pipe in connection.wait(list(waiting), left):
+                self._take(waiting[pipe])  # pyright: ignore[reportArgumentType]
+            if first is None and self.failed:
+                first = time.monotonic()
+                deadline = min(first + grace, deadline or first + grace)
+        self.failure = self._first_failure(timeout)
+
+    def _take(self, rank: _Rank) -> None:
+        rank.receive()
+        if rank.death is not None:
+            self.store.set(f"{DEAD_KEY}{rank.index}", rank.death)
+        if rank.failed:
+            self.failed.append(rank)
+
+    def _first_failure(self, timeout: float | None) -> BaseException | None:
+        if not self.failed:
+            running = [rank for rank in self.ranks if rank.waiting]
+            return self._too_late(running, timeout) if running else None
+        # A killed rank comes first, then errors of the ranks' own, then what others saw of them.
+        first = min(
+            self.failed, key=lambda rank: 0 if rank.death else 2 if rank.answer and rank.answer.consequence else 1
+        )
+        if first.death is not None or first.answer is None:
+            error: BaseException = CommError(f"rank {first.index} of {len(self.ranks)} {first.death}")
+            if where := _dump(self.folder, first.index):
+                error.add_note(f"rank {first.index} was at:\n{where}")
+        else:
+            error = first.answer.error(first.index)
+        for rank in [rank for rank in self.ranks if rank is not first and (rank.failed or rank.waiting)][:4]:
+            said = rank.answer.summary if rank.answer else rank.death or "was still running and was killed"
+            error.add_note(f"rank {rank.index}: {said}")
+        return error
+
+    def _too_late(self, running: list[_Rank], timeout: float | None) -> CommError:
+        for rank in running:
+            rank.process.join(0)
+            if rank.process.exitcode is None and rank.process.pid is not None:
+                os.kill(rank.process.pid, signal.SIGUSR2)  # the rank's faulthandler writes where it is
+        patience = time.monotonic() + 3
+        while time.monotonic() < patience and not all(_dump(self.folder, rank.index) for rank in running):
+            time.sleep(0.05)
+        where = "".join(
+            f"\nrank {rank.index} was at:\n{_dump(self.folder, rank.index) or '  (not known)'}" for rank in running
+        )
+        names = ", ".join(str(rank.index) for rank in running)
+        return CommError(
+            f"after {timeout:g} seconds, rank(s) {names} of {len(self.ranks)} were still running and were killed; "
+            f"give more time, or see where they were:{where}"
+        )
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every rank that still runs."""
+        for rank in self.ranks:
+            rank.process.join(0)
+            if rank.process.exitcode is None and rank.process.pid is not None:
+                os.kill(rank.process.pid, number)
+
+    def end(self) -> None:
+        """Leave no process behind, whatever happened; ranks that have answered end by themselves."""
+        for rank in self.ranks:
+            if rank.waiting:
+                rank.process.kill()
+        for rank in self._all:
+            rank.pipe.close()
+        for rank in self._all:
+            rank.process.join(5)
+            if rank.process.exitcode is None:
+                rank.process.kill()
+                rank.process.join()
+            rank.process.close()
+
+
+def _start_fork_server() -> None:
+    """Start the fork server if it does not run; it imports in the background while this process imports torch.
+
+    What it imports may ask torch for GPUs, which makes CUDA unusable in everything forked from it unless torch asks the
+    driver's management library (PYTORCH_NVML_BASED_CUDA_CHECK, torch 2.11 to 2.13).
+    """
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _meeting_point() -> Any:
+    """A store server in this process on a free port, for all ranks to meet at."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+
+
+def _torchrun_variables(n: int, port: int, threads: int) -> dict[str, str]:
+    variables = {
+        "WORLD_SIZE": n,
+        "LOCAL_WORLD_SIZE": n,
+        "GROUP_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # rank 0 does not serve the store, this process does
+        "OMP_NUM_THREADS": threads,
+    }
+    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        variables["GLOO_SOCKET_IFNAME"] = "lo"
+    return {name: str(value) for name, value in variables.items()}
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is not None and code < 0:
+        known = {s.value: s.name for s in signal.Signals}
+        return f"was killed by signal {-code} ({known.get(-code, 'unknown')})"
+    return f"left with exit code {code} before it answered"
+
+
+def _dump(folder: Path, index: int) -> str:
+    path = folder / f"rank-{index}.txt"
+    text = path.read_text() if path.exists() else ""
+    return "\n".join(text.splitlines()[:14])

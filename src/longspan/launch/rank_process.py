@@ -1,0 +1,173 @@
+"""What one local rank does: set itself up, call a function, answer through a pipe; once, or for as long as it is asked.
+
+A rank of `run_local` lives for one call. One of a `RankPool` takes calls until its pipe is closed, and puts back what a
+call may have changed in its process in between.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from typing import Any
+
+from longspan.errors import CommError
+
+DEAD_KEY = "longspan/dead/"  # the launcher writes here, under the rank, how a rank died
+
+
+class Descriptor:
+    """An open file descriptor that travels with a process's arguments."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (DupFd(self.number),)
+
+
+def _received(handle: Any) -> Descriptor:
+    return Descriptor(handle.detach())
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call of a rank: its environment with torchrun's variables, and the pickled function and arguments."""
+
+    environment: dict[str, str]
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a rank needs to start: its number and its task; None where its tasks come through the pipe, one by one."""
+
+    rank: int
+    task: Task | None
+    threads: int
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank sends back: a pickled result, or a pickled error (None where it does not pickle) and its text."""
+
+    ok: bool
+    pickled: bytes | None
+    text: str = ""
+    summary: str = ""
+    consequence: bool = False  # an error that reports another rank's failure
+
+    def value(self) -> Any:
+        """The rank's result."""
+        assert self.ok and self.pickled is not None
+        return pickle.loads(self.pickled)
+
+    def error(self, rank: int) -> BaseException:
+        """The rank's error, of its own type where that pickles, with its traceback as the cause."""
+        try:
+            error = pickle.loads(self.pickled or b"")
+        except Exception:
+            error = CommError(f"rank {rank} failed with {self.summary}")
+        error.__cause__ = RankError(rank, self.text)
+        return error
+
+
+class RankError(Exception):
+    """The traceback of a rank, as text: the cause of the error that its launcher raises."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(rank, text)
+        self.rank, self.text = rank, text
+
+    def __str__(self) -> str:
+        return f"on rank {self.rank}\n{self.text}"
+
+
+def rank_main(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor) -> None:
+    """The whole life of a rank."""
+    _settle(spec, out, err)
+    if spec.task is not None:
+        _answer(spec.rank, spec.task, pipe)
+    else:
+        _serve(spec, pipe)
+    pipe.close()
+    os._exit(0)  # no destructor may wait for a rank that is gone
+
+
+def _answer(rank: int, task: Task, pipe: connection.Connection) -> None:
+    """Make one call and send what it returned or raised."""
+    os.environ.clear()
+    os.environ.update(task.environment)
+    try:
+        fn, args = pickle.loads(task.payload)
+        result = fn(rank, *args)
+        message = Answer(True, pickle.dumps(result))
+    except BaseException as error:
+        message = _failure(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pipe.send_bytes(pickle.dumps(message))
+
+
+def _serve(spec: Spec, pipe: connection.Connection) -> None:
+    """Make one call after another until the launcher closes the pipe; a call sees nothing of the calls before it."""
+    from longspan.testing.process_state import ProcessState
+
+    state = ProcessState.now()
+    while True:
+        try:
+            task: Task = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        _answer(spec.rank, task, pipe)
+        state.restore()
+
+
+def _settle(spec: Spec, out: Descriptor, err: Descriptor) -> None:
+    """Own process group (signals come from the launcher alone), the launcher's output and threads."""
+    os.setpgid(0, 0)
+    for stream, target in ((out, 1), (err, 2)):
+        os.dup2(stream.number, target)
+        os.close(stream.number)
+    log = (spec.folder / f"rank-{spec.rank}.txt").open("w")
+    faulthandler.register(signal.SIGUSR2, file=log, all_threads=False)
+    faulthandler.enable(file=log)  # a rank that dies of a fault in a library says where it was
+    threading.Thread(target=_follow_the_launcher, name="launcher watch", daemon=True).start()
+    if spec.task is not None:  # before torch is asked for anything
+        os.environ.clear()
+        os.environ.update(spec.task.environment)
+
+    import torch
+
+    torch.set_num_threads(spec.threads)
+
+
+def _follow_the_launcher() -> None:
+    """End with the launcher, also when it is killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _failure(error: BaseException) -> Answer:
+    text = "".join(traceback.format_exception(error))
+    summary = f"{type(error).__name__}: {error}".strip()
+    consequence = bool(getattr(error, "seen_from_outside", False))
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        pickled = None
+    return Answer(False, pickled, text, summary[:2000], consequence)

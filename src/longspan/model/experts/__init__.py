@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, balance losses, experts dealt out to ranks."""

@@ -1,0 +1,210 @@
+"""Mixture-of-experts layers of Hugging Face models, through transformers' ExpertsInterface under the name "longspan".
+
+Real rows alone reach experts: padding rows get zeros, so they weigh nothing in any load, loss or gradient. With
+`home.ep` > 1 the experts of a layer are dealt over `ep` neighbouring slots, expert e to member e // (experts / ep), and
+rows travel to them and back: in every layer one gather of counts and two all-to-alls forward, two backward, entered
+by every slot in every micro-batch, dummy ones included. In a layer they come after attention's communication and before
+that of the next layer, forward and (reversed) backward, on every rank alike, whatever the groups of the micro-batch:
+that one order is why ranks cannot wait for each other in a circle.
+
+transformers hands the shard to attention and not to the block of experts behind it: a hook on attention, which runs
+again where a layer is recomputed, binds it for the rest of the layer. What experts compute is in `experts.py`, losses
+of routers in `router.py`. Not covered: capacities (no row is dropped), and experts that do not use the interface.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from longspan.comm import SequenceShard, World
+from longspan.comm.groups.channel import Channel
+from longspan.comm.groups.groups import world_of
+from longspan.comm.moves.expert_exchange import all_to_all_rows, exchange_counts
+from longspan.errors import ModelError
+from longspan.model.experts.experts import Loads, run_experts
+from longspan.model.experts.router import RouterCoefficients, RouterStep, RouterTally
+from longspan.model.seams.probe import Probe, decoder_layers
+
+IMPLEMENTATION = "longspan"
+
+
+class _Bound(NamedTuple):
+    """What the layer that is running was called with."""
+
+    shard: SequenceShard | Probe
+    tally: RouterTally | None
+
+
+_bound: ContextVar[_Bound | None] = ContextVar("longspan_layer", default=None)
+
+
+def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that hold a layer's experts and use transformers' interface, by qualified name."""
+    return {name: m for name, m in model.named_modules() if hasattr(m, "is_transposed") and hasattr(m, "down_proj")}
+
+
+def router_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The routers beside those modules, by qualified name; they return (logits, weights, chosen experts)."""
+    return dict(_routers(model))
+
+
+def _routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name in expert_modules(model):
+        block = name.rpartition(".")[0]
+        for child, module in model.get_submodule(block).named_children():
+            if hasattr(module, "top_k") and hasattr(module, "num_experts"):
+                yield f"{block}.{child}", module
+
+
+def use_experts(model: PreTrainedModel) -> None:
+    """Send the model's experts and routers through this module; a model without experts is left as it is."""
+    if not expert_modules(model):
+        return
+    model.set_experts_implementation(IMPLEMENTATION)
+    for layer in decoder_layers(model).values():
+        if expert_modules(layer):
+            for child in layer.children():
+                if type(child).__name__.endswith("Attention"):
+                    child.register_forward_pre_hook(_bind, with_kwargs=True)
+    for router in router_modules(model).values():
+        router.register_forward_hook(_tally)
+    if hasattr(model.config, "output_router_logits"):
+        model.register_forward_pre_hook(_without_own_losses, with_kwargs=True)
+
+
+def _without_own_losses(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """transformers' own loss of routers is over the local rows, padding included."""
+    if kwargs.get("output_router_logits"):
+        raise ModelError(
+            f"{type(model).__name__} got output_router_logits=: a loss of the local rows would depend on the plan; "
+            "longspan.run_step reports those of the step"
+        )
+    return args, {**kwargs, "output_router_logits": False}
+
+
+def router_step(
+    model: nn.Module, world: World, tokens: int, coefficients: RouterCoefficients | None
+) -> RouterStep | None:
+    """What follows the routers of a model through a step of so many tokens; None for a model without routers.
+
+    Raises ModelError for losses of routers that are not a softmax, or not there.
+    """
+    routers = getattr(model, "routers", None) or tuple(router_modules(model).values())  # those of all pipeline stages
+    config, asked = getattr(model, "config", None), coefficients or RouterCoefficients()
+    if not routers or not hasattr(config, "router_aux_loss_coef"):
+        if asked.any:
+            raise ModelError(
+                f"{type(model).__name__.removeprefix('FSDP')} has no routers whose losses are known; set the balance "
+                "and z losses (train.router_balance_loss, train.router_z_loss) to 0"
+            )
+        return None
+    if asked.balance is None:
+        own = getattr(config, "output_router_logits", False)
+        asked = RouterCoefficients(float(config.router_aux_loss_coef) if own else 0.0, asked.z)  # pyright: ignore
+    experts = int(routers[0].num_experts)  # pyright: ignore[reportArgumentType]
+    return RouterStep(asked, world, tokens=tokens, layers=len(routers), experts=experts)
+
+
+def _bind(attention: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    shard = kwargs.get("shard")
+    _bound.set(None if shard is None else _Bound(shard, kwargs.get("router")))
+
+
+def _tally(router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    bound = _bound.get()
+    if bound is None or bound.tally is None or isinstance(bound.shard, Probe):
+        return None
+    logits, weights, chosen = output
+    return logits, bound.tally.see(router, logits, weights, chosen, real_rows(bound.shard)), chosen
+
+
+def real_rows(shard: SequenceShard) -> Tensor:
+    """The local rows (R,) that are not padding, as an index on the shard's device."""
+    if "real rows" not in shard.memo:
+        shard.memo["real rows"] = torch.nonzero(shard.rows >= 0).squeeze(1)
+    return shard.memo["real rows"]
+
+
+def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """transformers' experts function: rows (T, D), their experts (T, k) and weights (T, k) to weighted sums (T, D).
+
+    Padding rows become zeros. Raises ModelError outside a layer that was called with a shard.
+    """
+    bound = _bound.get()
+    _bound.set(None)
+    if bound is None:
+        raise ModelError(
+            f"{type(experts).__name__} got no shard, so it cannot know its rows; call model(..., shard=shard)"
+        )
+    if isinstance(bound.shard, Probe):
+        return torch.empty_like(hidden_states)
+    world = world_of(bound.shard.world_key)
+    rows = _rows_of(experts, bound.shard, len(hidden_states), world)
+    first = world.slot // world.home.ep * world.home.ep
+    channel = world.channel(range(first, first + world.home.ep)) if world.home.ep > 1 else None
+    if len(rows) == len(hidden_states):
+        return _mix(experts, hidden_states, chosen, weights, channel)
+    mixed = _mix(experts, hidden_states[rows], chosen[rows], weights[rows], channel)
+    return torch.zeros_like(hidden_states).index_copy(0, rows, mixed)
+
+
+def _rows_of(experts: nn.Module, shard: SequenceShard, given: int, world: World) -> Tensor:
+    """The real ones among the given rows: all local ones, or this tensor-parallel rank's part of as many each."""
+    local, tp, rows = shard.local_rows, world.home.tp, real_rows(shard)
+    if tp > 1 and given == -(-local // tp):
+        start = world.coordinates.tp * given
+        return rows[(rows >= start) & (rows < start + given)] - start
+    if given != local:
+        raise ModelError(
+            f"{type(experts).__name__} got {given} rows; the shard holds {local}, each of tp {tp} ranks works on "
+            f"all of them or {-(-local // tp)}"
+        )
+    return rows
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+
+
+def _mix(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, channel: Channel | None) -> Tensor:
+    """The weighted sums (R, D) of what each row's experts make of it, with experts here or dealt over a channel."""
+    count, top_k = int(experts.num_experts), chosen.shape[1]  # pyright: ignore[reportArgumentType]
+    by_expert, order = chosen.flatten().sort(stable=True)  # (R k,)
+    bounds = torch.searchsorted(by_expert, torch.arange(count + 1, device=x.device))
+    loads = bounds.diff()  # (E,): rows for each expert, without waiting for the device
+    going = x[order // top_k]  # (R k, D)
+    done = run_experts(experts, going, Loads(loads)) if channel is None else _dealt(experts, going, loads, channel)
+    weighted = done * weights.flatten()[order].unsqueeze(1)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return weighted[back].unflatten(0, (len(x), top_k)).sum(1).to(x.dtype)
+
+
+def _dealt(experts: nn.Module, x: Tensor, loads: Tensor, channel: Channel) -> Tensor:
+    """Rows (S, D) sorted by expert to their experts' members and back, (S, D) in the same order."""
+    table = np.asarray(exchange_counts(loads, channel)).reshape(channel.degree, channel.degree, -1)
+    sends = table[channel.index].sum(1).tolist()  # table (sender, member, its experts)
+    here = table[:, channel.index]  # (sender, local experts)
+    receives = here.sum(1).tolist()
+    arrived = all_to_all_rows(x, sends, receives, channel)
+    order = torch.from_numpy(_by_expert(here)).to(x.device)
+    local = here.sum(0)
+    sizes = Loads(torch.from_numpy(local).to(x.device), local.tolist())
+    done = run_experts(experts, arrived[order], sizes)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return all_to_all_rows(done[back], receives, sends, channel)
+
+
+def _by_expert(here: np.ndarray) -> np.ndarray:
+    """Where the rows lie that arrive sender after sender and are wanted expert after expert."""
+    starts = (here.cumsum() - here.ravel()).reshape(here.shape)
+    runs = [np.arange(start, start + n) for start, n in zip(starts.T.ravel(), here.T.ravel(), strict=True)]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *runs])

@@ -1,0 +1,1 @@
+"""A model in stages: cutting it, schedules, gradients of weights that stages share."""

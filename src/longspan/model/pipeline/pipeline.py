@@ -1,0 +1,255 @@
+"""A model under a home with pipeline stages: this rank's stages under the model's own names, and steps through all.
+
+`prepare` returns a PipelinedModel where `home.pp` is above 1. Parameters of the other stages are freed; those that are
+here have the names that they have in the whole model, so that optimizers, checkpoints and saved folders do not depend
+on the pipeline. How a model is cut is in `stages.py`, torch's schedules are in `schedules.py`, a head that is tied to
+the embedding in `tied_embedding.py`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from longspan.comm import SequenceShard, World, world_of
+from longspan.comm.failure.watch import of_backend
+from longspan.errors import ModelError
+from longspan.model.experts.moe import router_modules
+from longspan.model.pipeline.schedules import HandOff, make_schedule
+from longspan.model.pipeline.settings import Pipelining
+from longspan.model.pipeline.stages import Absent, Call, Parts, Stage, cut, layers_of_stages, parts_of, refuse_inexact
+from longspan.model.pipeline.tied_embedding import TiedCopies
+from longspan.model.placement.sharding import reshard
+from longspan.model.seams.first_pass import judge_calls_of, note_calls
+from longspan.model.seams.kernel_choice import with_kernel
+
+
+class Vocabulary(NamedTuple):
+    """What is asked of an embedding on ranks that hold none."""
+
+    num_embeddings: int
+
+
+class RouterSize(NamedTuple):
+    """A router of any stage: how many experts it chooses from."""
+
+    num_experts: int
+
+
+class _Ready(NamedTuple):
+    step: Callable[[], None]
+    stages: list[HandOff]
+
+
+class PipelinedModel(nn.Module):
+    """This rank's stages of a causal language model; train and evaluate it with `run_step`.
+
+    Parameters, buffers and `state_dict` keys have the names of the whole model; together, the ranks of a pipeline hold
+    each once, and a tied embedding on the first and on the last stage.
+
+    >>> model = prepare(Qwen3ForCausalLM(config), world, virtual_stages=2)     # home.pp == 2
+    >>> logits = model(input_ids=ids[None], position_ids=shard.position_ids[None], shard=shard).logits  # (1, T, V)
+
+    Calling it is for looking at logits: all stages of a slot enter with the same rows, every rank gets them, and they
+    carry no gradient. What the pipeline computes in is `dtype`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        world: World,
+        stages: Sequence[Stage],
+        pipelining: Pipelining,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.training = model.training
+        # What the whole model is, whatever stages are here.
+        self.config, self.generation_config, self.architecture = model.config, model.generation_config, type(model)
+        self.stages, self.pipelining, self.dtype = tuple(stages), pipelining, dtype  # a tuple: not by these names
+        self.tied = TiedCopies(self.stages)
+        self.probed = True  # whether the attention calls of all layers have been seen and judged
+        self._world_key = world.key
+        _ = world.pipeline  # makes its group, on all ranks together
+        self._vocabulary = Vocabulary(model.config.get_text_config().vocab_size)
+        self.routers = tuple(RouterSize(int(router.num_experts)) for router in router_modules(model).values())  # pyright: ignore[reportArgumentType]
+        self._ready: dict[tuple[int, bool], _Ready] = {}
+        for stage in self.stages:
+            _graft(self, stage.model, shared=_shared(stage.model))
+
+    def get_input_embeddings(self) -> Vocabulary:
+        """How many ids the vocabulary has, on every rank."""
+        return self._vocabulary
+
+    def named_modules(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[Any]:
+        """The modules by their names in the whole model, then the stages, which FSDP2 manages as roots."""
+        memo = set[nn.Module]() if memo is None else memo
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+        for stage in self.stages:
+            for name, module in (("", stage), (".model", stage.model), (".base_model", stage.model.base_model)):
+                if module not in memo:
+                    memo.add(module)
+                    yield f"{prefix}{'.' if prefix else ''}stages.{stage.index}{name}", module
+
+    def train(self, mode: bool = True) -> "PipelinedModel":
+        """Training or evaluation mode of all stages."""
+        for stage in self.stages:
+            stage.train(mode)
+        super().train(mode)
+        return self
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether a stage here needs token ids or labels."""
+        return any(stage.first or stage.last for stage in self.stages)
+
+    def run(self, calls: Sequence[Call], *, backward: bool) -> None:
+        """One step: every call through every stage, and back with `backward`, which adds to `.grad`.
+
+        All ranks enter with the same number of calls; those of a slot's stages are of the same rows. Without `backward`
+        parameters are resharded at the end: torch's schedules of single stages leave them gathered. Raises CommError
+        that names a rank which does not answer.
+        """
+        world = world_of(self._world_key)
+        self.tied.make_equal()
+        with self.tied.gradients_summed(world) if backward else nullcontext():
+            step, stages = self._schedule(len(calls), backward, world)
+            for call in calls:
+                call.more = with_kernel(self, call.more)
+            for stage in stages:
+                stage.calls = calls
+            if calls and not self.probed:
+                note_calls(calls[0].shard)
+            try:
+                _watched(step, world)
+            finally:
+                for stage in stages:
+                    stage.close()
+        if not backward:
+            reshard(self)
+        if calls and not self.probed:
+            self._judge(calls[0].shard, world)
+
+    def _judge(self, shard: SequenceShard, world: World) -> None:
+        """Every rank learns of layers of any stage that do not reach attention."""
+        refusal = None
+        try:
+            judge_calls_of([stage.model for stage in self.stages], shard)
+        except ModelError as error:
+            refusal = str(error)
+        if told := [each for each in world.gather_objects(refusal, "attention of all stages") if each is not None]:
+            raise ModelError(told[0])
+        self.probed = True
+
+    def _schedule(self, micro_batches: int, backward: bool, world: World) -> _Ready:
+        key = (micro_batches, backward)
+        if key not in self._ready:
+            hidden = self.config.get_text_config().hidden_size
+            stages = [HandOff(stage, world, hidden, self.dtype) for stage in self.stages]
+            self._ready[key] = _Ready(make_schedule(self.pipelining, stages, micro_batches, backward=backward), stages)
+        return self._ready[key]
+
+    @torch.no_grad()
+    def forward(self, *, input_ids: Tensor, position_ids: Tensor, shard: SequenceShard, **others: Any) -> Any:
+        """Logits (1, T, V) of one micro-batch's local rows, on every rank of the pipeline, without a gradient."""
+        if not torch.equal(position_ids[0], shard.position_ids):
+            raise ModelError("position_ids are not those of the shard; use position_ids=shard.position_ids[None]")
+        found: list[Tensor] = []
+
+        def finish(model: nn.Module, arguments: Any) -> Tensor:
+            found.append(model(**arguments).logits)
+            return found[0].new_zeros((), dtype=torch.float64)
+
+        more = {name: value for name, value in others.items() if name != "use_cache"}
+        self.run([Call(shard, input_ids, finish, more)], backward=False)
+        return CausalLMOutput(logits=self._to_all_stages(found, shard))
+
+    def _to_all_stages(self, found: list[Tensor], shard: SequenceShard) -> Tensor:
+        pipeline = world_of(self._world_key).pipeline
+        holder = self.pipelining.loss_place
+        if pipeline.index == holder:
+            logits = found[0].to(self.dtype).contiguous()
+            others = [other for other in range(pipeline.degree) if other != holder]
+            pipeline.exchange([(other, logits) for other in others], [], "logits to all stages").wait()
+            return logits
+        logits = torch.empty(
+            1, shard.local_rows, self._vocabulary.num_embeddings, dtype=self.dtype, device=shard.device
+        )
+        pipeline.exchange([], [(holder, logits)], "logits to all stages").wait()
+        return logits
+
+
+def cut_into_stages(model: PreTrainedModel, world: World, pipelining: Pipelining) -> tuple[Stage, ...]:
+    """This rank's stages of a model; the rest of it is freed.
+
+    Raises ModelError or PlanError, before anything is changed, for what would not be exact or not fit.
+    """
+    parts = parts_of(model)
+    layers = layers_of_stages(len(getattr(model.base_model, parts.layers)), pipelining.stages)
+    refuse_inexact(model, parts)
+    refuse_shared_over_stages(model, parts, layers)
+    return cut(model, parts, layers, pipelining.stages_at(world.coordinates.pp))
+
+
+def refuse_shared_over_stages(model: PreTrainedModel, parts: Parts, layers: Sequence[range]) -> None:
+    """Raise ModelError where two stages share parameters, which would part from each other at the first step.
+
+    `layers` are those of each stage. Parts of one stage may share; an embedding tied to the head is kept equal.
+    """
+    base, owner = model.base_model, dict[int, tuple[str, int]]()
+    before = [part for part in parts.before if getattr(base, part) is not model.get_input_embeddings()]
+    inside = [(f"{parts.layers}.{i}", stage) for stage, indices in enumerate(layers) for i in indices]
+    after = [(part, len(layers) - 1) for part in parts.after]
+    for part, stage in (*((part, 0) for part in before), *inside, *after):
+        for name, parameter in base.get_submodule(part).named_parameters():
+            first, there = owner.setdefault(id(parameter), (f"{part}.{name}", stage))
+            if there != stage:
+                raise ModelError(
+                    f"{part}.{name} of stage {stage} is {first} of stage {there}: pipeline stages would train a copy "
+                    "each; use fewer stages, so that both are on one, or pp 1"
+                )
+
+
+def _watched(step: Callable[[], None], world: World) -> None:
+    """Run a schedule; an error of the model is raised as it was, one of a collective after a roll call."""
+    failure: BaseException | None = None
+    with world.watch.during("pipeline of micro-batches", world.pipeline.ranks):
+        try:
+            step()
+        except RuntimeError as error:
+            failure = _origin(error)
+            if failure is None or of_backend(failure):
+                raise (failure or error) from error
+    if failure is not None:
+        raise failure
+
+
+def _origin(error: BaseException) -> BaseException | None:
+    """What torch wrapped into this error of a stage's forward or backward pass; None where nothing is wrapped."""
+    origin = error.__cause__
+    while origin is not None and origin.__cause__ is not None and "stage" in str(origin).lower():
+        origin = origin.__cause__
+    return origin
+
+
+def _shared(model: PreTrainedModel) -> set[nn.Module]:
+    """The modules of a stage's copy that every stage has a copy of: its base model and its list of layers."""
+    base = model.base_model
+    return {base, getattr(base, parts_of(model).layers)}
+
+
+def _graft(into: nn.Module, source: nn.Module, *, shared: set[nn.Module]) -> None:
+    """Put what a stage holds under the names of the whole model; what another stage of this rank holds comes first."""
+    for name, child in source.named_children():
+        if child in shared:
+            if name not in into._modules:
+                into.add_module(name, nn.Module())
+            _graft(into.get_submodule(name), child, shared=shared)
+        elif not isinstance(child, Absent) and name not in into._modules:
+            into.add_module(name, child)

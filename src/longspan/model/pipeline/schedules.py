@@ -1,0 +1,219 @@
+"""Pipeline schedules over micro-batches of unequal sizes: torch's own, over a stage that sizes its buffers by the plan.
+
+torch's `PipelineStage` allocates receive buffers once, from the first micro-batch. `HandOff` is given a template of one
+row, so that torch runs no forward pass to infer shapes, and replaces every buffer by one of the micro-batch's rows
+before it is received into; what else a micro-batch needs is handed to its forward pass here, so that `step()` takes no
+arguments. A schedule belongs to one number of micro-batches and to training or evaluation: each has its own stages.
+
+Written for torch 2.11 to 2.13. In 2.11 stages compare every micro-batch with the first (`_validate_fwd_input`,
+`_validate_fwd_outputs`), and greet their neighbours, themselves too in a V schedule (`_get_init_p2p_neighbors_ops`):
+our groups are warm already, so both are left out.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+
+from longspan.comm import World
+from longspan.errors import ModelError
+from longspan.model.pipeline.settings import Pipelining
+from longspan.model.pipeline.split_backward import backward_to_inputs, backward_to_weights
+from longspan.model.pipeline.stages import Call, Stage
+from longspan.model.tensor_parallel.tensor_parallel import row_multiple
+
+
+class HandOff(PipelineStage):
+    """A stage in one schedule: receives hidden states (1, T, D), T by micro-batch, and sends its own on.
+
+    Set `calls`, one for each micro-batch, before each step.
+    """
+
+    def __init__(self, stage: Stage, world: World, hidden_size: int, dtype: torch.dtype) -> None:
+        row = torch.empty(1, 1, hidden_size, dtype=dtype, device="meta", requires_grad=True)
+        ids = torch.empty(1, 1, dtype=torch.long, device="meta")
+        loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)
+        super().__init__(
+            stage,
+            stage.index,
+            stage.count,
+            world.device,
+            input_args=(ids if stage.first else row,),
+            output_args=(loss if stage.last else row,),
+            group=world.pp_group,
+        )
+        self.calls: Sequence[Call] = ()
+        self._call: Call | None = None
+        self._row, self._world, self._parts = row, world, row_multiple(stage)
+        self._freed = torch.empty(0, dtype=dtype, device=world.device)
+
+    def _rows_of(self, call: Call) -> int:
+        """Rows of hidden states here: all of the slot's, or under sequence parallelism a tensor-parallel rank's."""
+        return call.shard.local_rows // self._parts
+
+    def _buffer(self, micro_batch: int) -> Tensor:
+        rows = self._rows_of(self.calls[micro_batch])
+        return torch.empty(1, rows, self._row.shape[2], dtype=self._row.dtype, device=self.device)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """As torch's, into a buffer of this micro-batch's rows."""
+        if not self.is_first:
+            (info,) = self.args_recv_info[fwd_chunk_id]
+            info.buffer = self._buffer(fwd_chunk_id)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """As torch's, into a buffer of this micro-batch's rows."""
+        if self.has_backward and not self.is_last:
+            (info,) = self.grad_recv_info[bwd_chunk_id]
+            info.buffer = self._buffer(bwd_chunk_id)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None, *others: Any, **more: Any
+    ) -> Any:
+        """As torch's, with this micro-batch's ids and arguments."""
+        call = self.calls[fwd_chunk_id]
+        if not self.is_first:
+            with self._world.watch.during("hand-off between pipeline stages", self._world.pipeline.ranks) as operation:
+                self._world.watch.mark(operation)
+            (info,) = self.args_recv_info[fwd_chunk_id]
+            assert info.buffer is not None
+            info.buffer.requires_grad_(self.has_backward)
+        self._call = call
+        out = super().forward_one_chunk(fwd_chunk_id, (call.ids,), None, *others, **more)
+        if not self.is_last:
+            self._check_output(out, call)
+        return out
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """The stage's forward; what is no tensor stays out of the inputs that torch differentiates by."""
+        return self.submod(*args, call=self._call)
+
+    def _check_output(self, out: Tensor, call: Call) -> None:
+        wanted = (1, self._rows_of(call), self._row.shape[2])
+        if tuple(out.shape) != wanted or out.dtype != self._row.dtype:
+            raise ModelError(
+                f"stage {self.stage_index} made hidden states {tuple(out.shape)} of {out.dtype}, the next stage awaits "
+                f"{wanted} of {self._row.dtype}; use one dtype for parameters and hidden states"
+            )
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """As torch's; without a backward pass nothing of the micro-batch is kept."""
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        if not self.has_backward:
+            self.fwd_cache.pop(fwd_chunk_id)
+        return ops
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """As torch's; what was received for the micro-batch is freed."""
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if self.has_backward:
+            self._free(bwd_chunk_id)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """As torch's, but for a backward pass in two parts, which is `split_backward`'s; FSDP2 reduces after all."""
+        if backward_type == "full":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
+        if isinstance(self.submod, FSDPModule):
+            self.submod.set_is_last_backward(False)
+            self.submod.set_reshard_after_backward(False)
+            self.submod.set_requires_gradient_sync(False)
+        if backward_type == "weight":
+            backward_to_weights(bwd_kwargs["param_groups"])
+            return (), None
+        outputs, gradients, inputs = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
+        return backward_to_inputs(outputs, gradients, inputs, self.submod.parameters())
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """As torch's, and nothing in evaluation, where torch's V schedules fail."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """As torch's, and nothing in evaluation."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """As torch's, and nothing in evaluation, where there is no gradient."""
+        if self.has_backward:
+            super().perform_reduce_grad(grad_scale_factor)
+
+    def close(self) -> None:
+        """Keep nothing of a step: a schedule of another number of micro-batches may come next."""
+        self.clear_runtime_states()
+        self.backward_state.clear()
+        self.bwd_cache.clear()
+        self.dw_runner.clear()
+        for micro_batch in self.args_recv_info:
+            self._free(micro_batch)
+        self.calls, self._call = (), None
+
+    def _free(self, micro_batch: int) -> None:
+        for info in (*self.args_recv_info.get(micro_batch, ()), *self.grad_recv_info.get(micro_batch, ())):
+            if getattr(info, "buffer", None) is not None:
+                info.buffer = self._freed
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """torch 2.13 drops all gradients of FSDP2's parameters when a schedule first runs, those of earlier steps too.
+
+        It does so for a pass that infers shapes, which static templates spare us.
+        """
+
+    def _validate_fwd_input(self, *_: Any) -> None:
+        """torch 2.11 compares with the first micro-batch."""
+
+    def _validate_fwd_outputs(self, *_: Any) -> None:
+        """torch 2.11 compares with the first micro-batch."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """torch 2.11 greets neighbours, in a V schedule itself; our group is warm."""
+        return []
+
+
+def make_schedule(
+    pipelining: Pipelining, stages: Sequence[HandOff], micro_batches: int, *, backward: bool
+) -> Callable[[], None]:
+    """One step over `micro_batches` micro-batches: call it once the stages have their calls.
+
+    Few micro-batches for 1F1B, and evaluation, run all forward passes first: there 1F1B would do the same.
+    """
+    settings: dict[str, Any] = {"loss_fn": _as_it_is if backward else None, "scale_grads": False}
+    kind = _kind(pipelining, micro_batches, backward=backward)
+    given: Any = stages[0] if kind in (Schedule1F1B, ScheduleGPipe) else list(stages)
+    schedule = kind(given, micro_batches, **settings)
+
+    def step() -> None:
+        schedule.step(target=torch.arange(micro_batches), return_outputs=False)
+
+    return step
+
+
+def _kind(pipelining: Pipelining, micro_batches: int, *, backward: bool) -> Any:
+    """torch's class for this schedule."""
+    if pipelining.folded:
+        return ScheduleZBVZeroBubble
+    if pipelining.schedule == "zero_bubble" and backward:
+        return ScheduleInterleavedZeroBubble
+    alternating = pipelining.schedule == "1f1b" and backward
+    if pipelining.virtual_stages > 1:
+        return ScheduleInterleaved1F1B if alternating else ScheduleLoopedBFS
+    return Schedule1F1B if alternating and micro_batches >= pipelining.pp else ScheduleGPipe
+
+
+def _as_it_is(output: Tensor, _: Tensor) -> Tensor:
+    """The last stage makes the loss itself."""
+    return output

@@ -1,0 +1,45 @@
+"""The weights of all pipeline stages, whole, on one rank: what a saved Hugging Face folder is written from."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from longspan.comm import World
+from longspan.model.pipeline.pipeline import PipelinedModel
+
+
+class _Entry(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def state_of_all_stages(model: PipelinedModel, world: World) -> dict[str, Tensor]:
+    """Every entry of the whole model's `state_dict` on the CPU of the home's first rank; empty on the others.
+
+    Entered by all ranks. One tensor at a time is whole on a rank that sends it.
+    """
+    own = model.state_dict()
+    entries = [_Entry(name, tuple(value.shape), value.dtype) for name, value in own.items()]
+    held = dict(zip(world.home.ranks, world.gather_objects(entries, "names of weights"), strict=True))
+    first = world.home.ranks[0]
+    found: dict[str, Tensor] = {}
+    for value, entry in zip(own.values(), entries, strict=True):
+        whole = _whole(value)
+        if world.rank == first:
+            found[entry.name] = whole.cpu()
+        elif world.coordinates.pp > 0 and (world.slot, world.coordinates.tp) == (0, 0):
+            world.pipeline.exchange([(0, whole.contiguous())], [], "weights of a stage").wait()
+    if world.rank == first:
+        for stage in range(1, world.home.pp):
+            for entry in held[world.home.rank_at(0, pp=stage)]:
+                arriving = torch.empty(entry.shape, dtype=entry.dtype, device=world.device)
+                world.pipeline.exchange([], [(stage, arriving)], "weights of a stage").wait()
+                found.setdefault(entry.name, arriving.cpu())
+    return found
+
+
+def _whole(x: Tensor) -> Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()

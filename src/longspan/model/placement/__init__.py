@@ -1,0 +1,1 @@
+"""Where parameters and activations live: sharding, recomputation, offloading."""

@@ -1,0 +1,62 @@
+"""How a model's layers are brought under a home: split over tp, recomputed, sharded over slots, on this rank's device.
+
+The same for a whole model and for the stages of a pipeline. What is asked is checked on the whole model, on every rank,
+before the first of them is changed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.model.experts.expert_parallel import check_experts
+from longspan.model.placement.recompute import Recomputation
+from longspan.model.placement.sharding import Sharding, shard_over_slots
+from longspan.model.seams.probe import decoder_layers
+from longspan.model.seams.refusals import refuse_shared_layers
+from longspan.model.tensor_parallel.tensor_parallel import ask_for_rows, refuse_tensor_parallel, split_over_tp
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What becomes of every layer under the world's home."""
+
+    world: World
+    sharding: Sharding
+    recomputation: Recomputation
+    sequence_parallel: bool
+
+    def check(self, model: PreTrainedModel, stages: int) -> None:
+        """Raise ModelError where a whole model that goes into so many stages cannot be placed so."""
+        if self.sharding.parameters or self.sequence_parallel:
+            refuse_shared_layers(model, decoder_layers(model))
+        refuse_tensor_parallel(model, self.world, sequence_parallel=self.sequence_parallel)
+        check_experts(model, self.world.home, shard_parameters=self.sharding.parameters)
+        self.recomputation.check(model, stages)
+
+    def dtype_of(self, model: PreTrainedModel) -> torch.dtype:
+        """What the model computes in."""
+        return self.sharding.compute_dtype or model.dtype
+
+    def place(self, model: PreTrainedModel, root: nn.Module, *, has_experts: bool) -> None:
+        """Bring the layers that are here under the home; all ranks call it together.
+
+        `root` is what will be called: the model, or a stage around it. `has_experts` is of the whole model: a stage may
+        have none.
+        """
+        world, rows, copies = self.world, self.sequence_parallel, not self.sharding.parameters
+        if world.home.tp > 1:
+            split_over_tp(model, world, sequence_parallel=rows, sum_expert_gradients=copies)
+        self.recomputation.apply(model)
+        if copies:
+            nn.Module.to(root, world.device)
+        else:
+            shard_over_slots(model, world, self.sharding, root=root, has_experts=has_experts)
+        self.ask_for_rows(root)
+
+    def ask_for_rows(self, root: nn.Module) -> None:
+        """Have what is called refuse rows that do not go into equal parts under sequence parallelism."""
+        if self.sequence_parallel:
+            ask_for_rows(root, self.world.home.tp)

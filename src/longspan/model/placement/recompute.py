@@ -1,0 +1,96 @@
+"""Which activations of decoder layers are kept for backward, which are recomputed, and which wait on the host.
+
+"full" keeps a layer's input and recomputes the layer, its communication included. "selective" keeps attention's output
+and log-sum-exp as well, so that attention and its communication run once. Built on `torch.utils.checkpoint`, for each
+layer, without re-entrance; whatever a layer was called with, its shard among it, is bound into the recomputation.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, cast, get_args
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+from transformers import PreTrainedModel
+
+from longspan.attention.saved_outputs import Recording
+from longspan.errors import ModelError
+from longspan.model.pipeline.stages import layers_of_stages
+from longspan.model.placement.offload import Parking, hooks
+from longspan.model.seams.probe import decoder_layers
+
+Recompute = Literal["none", "full", "selective"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recomputation:
+    """Which decoder layers are recomputed in backward, and where what they start from waits meanwhile.
+
+    `layers` is how many of a stage's layers, the first ones (0: each); with `offload`, what is kept waits on the host.
+    """
+
+    kind: Recompute = "none"
+    layers: int = 0
+    offload: bool = False
+
+    @classmethod
+    def of(cls, asked: bool | str, *, layers: int = 0, offload: bool = False) -> "Recomputation":
+        """What a caller names: True is "full", False "none". Raises ModelError for another word, or more with none."""
+        kind = ("full" if asked else "none") if isinstance(asked, bool) else asked
+        if kind not in get_args(Recompute):
+            raise ModelError(f"activation_checkpointing is {kind!r}; use one of {', '.join(get_args(Recompute))}")
+        if kind == "none" and layers:
+            raise ModelError(f"recompute_layers is {layers}; it needs activation_checkpointing 'full' or 'selective'")
+        if kind == "none" and offload:
+            raise ModelError(
+                "offload_activations moves what checkpointed layers keep; it needs activation_checkpointing "
+                "'full' or 'selective'"
+            )
+        return cls(kind=cast(Recompute, kind), layers=layers, offload=offload)
+
+    def check(self, model: PreTrainedModel, stages: int) -> None:
+        """Raise ModelError where a whole model that goes into so many stages cannot be recomputed so.
+
+        The same on every rank, before anything is changed: more layers than the largest stage has, or layers that
+        cannot be recomputed.
+        """
+        found = decoder_layers(model)
+        most = max(len(part) for part in layers_of_stages(len(found), stages))
+        if not 0 <= self.layers <= most:
+            where = "are here" if stages == 1 else f"are in the largest of {stages} pipeline stages"
+            raise ModelError(
+                f"recompute_layers is {self.layers}, {most} decoder layers {where}; use 0 (each) to {most}"
+            )
+        for name, layer in found.items() if self.kind != "none" else ():
+            if not (model.supports_gradient_checkpointing and hasattr(layer, "gradient_checkpointing")):
+                raise ModelError(
+                    f"{type(model).__name__}: {name} ({type(layer).__name__}) does not support activation "
+                    "checkpointing; switch it off"
+                )
+
+    def apply(self, model: PreTrainedModel) -> None:
+        """Recompute the layers that are here, a whole model's or a stage's, which may be fewer than `layers`."""
+        if self.kind == "none":
+            return
+        parking = Parking() if self.offload else None
+        for index, layer in enumerate([*decoder_layers(model).values()][: self.layers or None]):
+            run = partial(_checkpointed, selective=self.kind == "selective", parking=parking, first=index == 0)
+            _set(layer, _gradient_checkpointing_func=run, gradient_checkpointing=True)
+
+
+def _set(layer: nn.Module, **values: Any) -> None:
+    """What transformers' own `gradient_checkpointing_enable` sets on a layer, in 5.17 and 5.23."""
+    for name, value in values.items():
+        setattr(layer, name, value)
+
+
+def _checkpointed(run: Callable[..., Any], *args: Any, selective: bool, parking: Parking | None, first: bool) -> Any:
+    """One call of a layer under a checkpoint of its own."""
+    if parking is not None and first:
+        parking.begin()
+    contexts = Recording(parking).contexts if selective else noop_context_fn
+    # Inside, the checkpoint's own hooks are innermost: these see the layer's inputs and nothing else.
+    with hooks(parking) if parking is not None else nullcontext():
+        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)

@@ -1,0 +1,186 @@
+"""Parameters over the slots of a home: FSDP2 on the world's mesh, or a copy on every rank whose gradients are summed.
+
+Either way a gradient is the plain sum over slots: the loss is divided by the plan's targets before backward, so nothing
+here divides. Tensor and pipeline parallelism are not in this module.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.errors import ModelError
+from longspan.model.experts.expert_parallel import shard_experts
+from longspan.model.seams.probe import decoder_layers
+
+_RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
+_BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat buffers of at most this many elements
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """Whether parameters are sharded over the slots, and how FSDP2 then treats them; otherwise every rank has a copy.
+
+    `reshard_after_forward` frees a layer's gathered parameters between forward and backward; `compute_dtype` is what
+    FSDP2 computes in. Raises ModelError for a compute dtype of parameters that are not sharded.
+    """
+
+    parameters: bool = True
+    reshard_after_forward: bool = True
+    compute_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.compute_dtype is not None and not self.parameters:
+            raise ModelError("compute_dtype is FSDP2's mixed precision; it needs shard_parameters=True")
+
+
+def shard_over_slots(
+    model: PreTrainedModel, world: World, sharding: Sharding, *, root: nn.Module, has_experts: bool
+) -> None:
+    """Shard each decoder layer, then the rest, over all slots. All ranks call it together.
+
+    `root` is what will be called: the model itself, or the pipeline stage around it; `has_experts` says whether any
+    stage has experts, whose meshes all ranks make together.
+    """
+    policy, frees = _precision(model, sharding.compute_dtype), sharding.reshard_after_forward
+    if has_experts:
+        shard_experts(model, world, policy, reshard=frees)
+    for layer in decoder_layers(model).values():
+        fully_shard(layer, mesh=world.fsdp_mesh, reshard_after_forward=frees, mp_policy=policy)
+    fully_shard(root, mesh=world.fsdp_mesh, mp_policy=policy)
+    for module in fsdp_modules(root):
+        # gloo has no premultiplied sum, which is what a divide factor alone would ask for
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+        _RESHARDS[module] = frees and module is not root  # as FSDP2 itself treats a root
+
+
+def _precision(model: nn.Module, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    dtypes = {parameter.dtype for parameter in model.parameters()} | ({compute_dtype} if compute_dtype else set())
+    low = any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
+    return MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if low else None)
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Every module that FSDP2 manages, children after parents; empty where parameters are not sharded."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def parameters_gathered(model: nn.Module) -> Iterator[None]:
+    """Parameters stay whole inside, and gradients are kept whole and not summed: no slot waits for another.
+
+    All ranks enter together. What backward passes inside leave is summed over the slots by the next backward pass
+    after it, which all slots must run. Every rank then holds all parameters and, unsummed, all gradients. Nothing
+    happens where parameters are not sharded.
+    """
+    modules = fsdp_modules(model)
+    for module in modules:
+        _keep_gathered(module, True, reshard_after_forward=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            _keep_gathered(module, False, reshard_after_forward=_RESHARDS.get(module, False))
+
+
+def _keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: bool) -> None:
+    module.set_requires_gradient_sync(not keep, recurse=False)
+    module.set_reshard_after_backward(not keep, recurse=False)
+    module.set_reshard_after_forward(reshard_after_forward, recurse=False)
+
+
+@contextmanager
+def replicas_summed_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Backward passes inside sum gradients over the slots of a replica, those after the yielded call over replicas too.
+
+    Call it before the last backward pass: what the others leave, a shard of the gradients, is in that one's sum. After
+    an error inside nothing is left. It changes nothing where parameters have no replicas (`dp_replicate` 1).
+    """
+    modules = fsdp_modules(model)
+
+    def sum_over_replicas(now: bool = True) -> None:
+        for module in modules:
+            module.set_requires_all_reduce(now, recurse=False)
+
+    sum_over_replicas(False)
+    try:
+        yield sum_over_replicas
+        assert all(group._partial_reduce_output is None for group in _reduced_together(modules)), (
+            "the last was not told"
+        )
+    finally:
+        sum_over_replicas()
+        for group in _reduced_together(modules):
+            group._partial_reduce_output = None
+
+
+def _reduced_together(modules: Sequence[FSDPModule]) -> Iterator[Any]:
+    """FSDP2's groups of parameters whose gradients are one message: in torch 2.11 one at most for each module."""
+    for module in modules:
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        yield from (group for group in groups if group is not None)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free parameters that FSDP2 kept gathered after a forward pass without a backward pass."""
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+@contextmanager
+def gradients_summed_over_slots(model: nn.Module, world: World) -> Iterator[None]:
+    """What backward passes inside add to `.grad` is summed over the slots at the end; FSDP2 sums by itself.
+
+    Gradients that were there before are kept and not summed again.
+    """
+    if fsdp_modules(model) or world.home.slots == 1:
+        yield
+        return
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    earlier = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    yield
+    for bucket in _buckets([_local(p.grad) for p in parameters if p.grad is not None]):
+        _sum_over_slots(bucket, world)
+    for parameter, gradient in zip(parameters, earlier, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    for gradient in gradients:
+        full = sum(g.numel() for g in bucket) + gradient.numel() > _BUCKET_ELEMENTS
+        if bucket and (full or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(gradient)
+    if bucket:
+        yield bucket
+
+
+def _sum_over_slots(gradients: Sequence[Tensor], world: World) -> None:
+    """Replace each tensor by its sum over the slots: a reduce-scatter and an all-gather of one flat buffer."""
+    channel = world.channel(tuple(range(world.home.slots)))
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    counts = [len(part) for part in flat.tensor_split(channel.degree)]
+    own = channel.reduce_scatter(flat, counts, "sum of gradients").wait()
+    flat = torch.cat(channel.all_gather(own, counts, "sum of gradients").wait())
+    for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(summed.view_as(gradient))

@@ -1,0 +1,168 @@
+"""`prepare`: bring a Hugging Face model under a home; then `model(input_ids, position_ids=, shard=)` runs anywhere.
+
+What such a call may hold is in `attention_calls.py`, what becomes of the layers in `placement.py`, refusals in
+`refusals.py` and `probe.py`.
+"""
+
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.errors import ModelError
+from longspan.model.experts.moe import expert_modules, use_experts
+from longspan.model.pipeline.pipeline import PipelinedModel, cut_into_stages
+from longspan.model.pipeline.settings import Pipelining
+from longspan.model.placement.placement import Placement
+from longspan.model.placement.recompute import Recomputation
+from longspan.model.placement.sharding import Sharding
+from longspan.model.seams.attention_calls import IMPLEMENTATION, check_call
+from longspan.model.seams.first_pass import FirstPass
+from longspan.model.seams.fused_norms import fuse_norms
+from longspan.model.seams.guards import guard
+from longspan.model.seams.kernel_choice import check_kernel, keep_kernel
+from longspan.model.seams.positions import keep_position_table, position_table
+from longspan.model.seams.probe import probe_model
+from longspan.model.seams.randomness import random_draws
+from longspan.model.seams.refusals import refuse_unsupported
+from longspan.model.seams.row_loss import open_head
+
+
+def prepare(
+    model: PreTrainedModel,
+    world: World,
+    *,
+    shard_parameters: bool = True,
+    reshard_after_forward: bool = True,
+    activation_checkpointing: bool | str = False,
+    offload_activations: bool = False,
+    recompute_layers: int = 0,
+    compute_dtype: torch.dtype | None = None,
+    attention_kernel: str | None = None,
+    fused_norms: Literal["auto", "on", "off"] = "auto",
+    probe: bool = True,
+    virtual_stages: int = 1,
+    pipeline_schedule: str = "1f1b",
+    sequence_parallel: bool = False,
+) -> PreTrainedModel | PipelinedModel:
+    """Bring a Hugging Face causal language model under the world's home; returns the same model.
+
+    >>> model = prepare(Qwen3ForCausalLM(config), world)
+    >>> shard = bind(plan.micro_batches[0], world).with_padding()
+    >>> logits = model(input_ids=ids[None], position_ids=shard.position_ids[None], shard=shard).logits  # (1, T, V)
+
+    All ranks call it together, with equal weights. `shard_parameters` shards them over the slots with FSDP2, otherwise
+    every rank keeps a copy; `reshard_after_forward` frees a layer's gathered parameters between forward and backward;
+    `activation_checkpointing` recomputes each decoder layer in backward: "full" (or True) all of it, "selective" all
+    but attention, whose output is kept; `recompute_layers` does so for that many of a stage's layers alone, the first
+    (0: each); `offload_activations` keeps in the host's memory what recomputation starts from. `compute_dtype`
+    (bfloat16, say) is what FSDP2 computes in, over parameters and gradient sums in their own type. `attention_kernel`
+    names a row of `longspan.attention.KERNELS`; without it each call takes the first that can. `fused_norms` runs RMS
+    norms as one kernel (`fused_norms.py`): "on", "off", or "auto": on GPUs, those that can. `probe=False` skips the
+    trial forward pass on the meta device that shows whether every layer reaches `attend`; the model's first pass then
+    shows it, and raises ModelError.
+
+    Where `home.pp` is above 1, this rank's stages are cut out, `virtual_stages` of them, and returned as a
+    PipelinedModel; the rest of the model is freed. `pipeline_schedule` is "1f1b" (interleaved with several virtual
+    stages), "gpipe", "zero_bubble" or "zbv" (two virtual stages, folded). Parameters then stay gathered from the first
+    forward to the last backward pass of a step, whatever `reshard_after_forward` says.
+
+    Where `home.tp` is above 1, heads, widths and vocabulary are split over the tensor-parallel ranks of a slot by the
+    model's plan; with `sequence_parallel`, norms and residuals hold rows / tp of a slot's rows, which must be a
+    multiple of tp: plan with `row_multiple=home.tp`.
+
+    A model that draws at random outside attention in training, as by `resid_pdrop`, is evaluated as it is; training it
+    is refused.
+
+    Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
+    """
+    pipelining = Pipelining(pipeline_schedule, world.home.pp, virtual_stages)
+    placement = Placement(
+        world,
+        Sharding(
+            parameters=shard_parameters,
+            # A backward pass in two parts loses the gradients of parameters that FSDP2 frees after a forward pass.
+            reshard_after_forward=reshard_after_forward and world.home.pp == 1,
+            compute_dtype=compute_dtype,
+        ),
+        Recomputation.of(activation_checkpointing, layers=recompute_layers, offload=offload_activations),
+        sequence_parallel=sequence_parallel,
+    )
+    if fused_norms not in ("auto", "on", "off"):
+        raise ModelError(f"fused_norms is {fused_norms!r}; use 'auto', 'on' or 'off'")
+    _check(model, placement, pipelining)
+    name = type(model).__name__
+    if fused_norms == "on" or (fused_norms == "auto" and world.device.type == "cuda"):
+        fuse_norms(model, required=fused_norms == "on")
+    _open(model, placement, attention_kernel, probe=probe)
+    table = position_table(model)
+    draws = random_draws(model)
+    prepared = _in_stages(model, placement, pipelining) if world.home.pp > 1 else _whole(model, placement)
+    keep_kernel(prepared, attention_kernel)
+    prepared.random_draws = draws  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    if isinstance(prepared, PipelinedModel):
+        prepared.probed = probe
+    elif not probe:
+        FirstPass(prepared)
+    keep_position_table(prepared, table)
+    guard(prepared, name)
+    # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
+    prepared.register_forward_pre_hook(check_call, with_kwargs=True, prepend=True)
+    return prepared
+
+
+def _check(model: PreTrainedModel, placement: Placement, pipelining: Pipelining) -> None:
+    """Refuse what would not be exact, before anything is changed."""
+    if is_prepared(model):
+        raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
+    refuse_unsupported(model)
+    placement.check(model, pipelining.stages)
+
+
+def _open(model: PreTrainedModel, placement: Placement, kernel: str | None, *, probe: bool) -> None:
+    """Send the model's attention, experts and head through this package; a trial forward pass shows that they are."""
+    model.set_attn_implementation(IMPLEMENTATION)
+    use_experts(model)
+    calls = probe_model(model) if probe else ()
+    check_kernel(model, kernel, calls, device=placement.world.device, dtype=placement.dtype_of(model))
+    model.config.use_cache = False
+    open_head(model, probe=probe)
+
+
+def _whole(model: PreTrainedModel, placement: Placement) -> PreTrainedModel:
+    placement.place(model, model, has_experts=bool(expert_modules(model)))
+    return model
+
+
+def _in_stages(model: PreTrainedModel, placement: Placement, pipelining: Pipelining) -> PipelinedModel:
+    """This rank's stages, each placed as a model of its own; the rest of the model is freed."""
+    dtype, has_experts = placement.dtype_of(model), bool(expert_modules(model))
+    stages = cut_into_stages(model, placement.world, pipelining)
+    for stage in stages:
+        if stage.last:
+            open_head(stage.model, probe=False)
+        placement.place(stage.model, stage, has_experts=has_experts)
+    prepared = PipelinedModel(model, placement.world, stages, pipelining, dtype)
+    placement.ask_for_rows(prepared)
+    return prepared
+
+
+def is_prepared(model: nn.Module) -> bool:
+    """Whether `prepare` has brought this model under a home."""
+    return any(hook is check_call for hook in model._forward_pre_hooks.values())
+
+
+def refuse_unprepared(model: nn.Module) -> None:
+    """Raise ModelError for a transformers model whose attention would take the local rows for the whole sequence."""
+    if isinstance(model, PreTrainedModel) and not is_prepared(model):
+        raise ModelError(
+            f"{type(model).__name__} was not prepared; call model = longspan.prepare(model, world) before it runs"
+        )
+
+
+def vocabulary_size(model: nn.Module) -> int | None:
+    """How many token ids the model's input embedding knows; None where it has none to ask."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    return getattr(embedding, "num_embeddings", None)

@@ -1,0 +1,63 @@
+"""The first pass of a model that was prepared without a probe shows what the probe would have: which layers attend.
+
+Attention calls of one forward pass are noted in the memo of its shard, and judged when the pass is over, on every rank,
+before an optimizer moves anything. Recomputation comes later and is not noted. What is judged is in `probe.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from longspan.comm import SequenceShard
+from longspan.model.seams.probe import AttentionCall, Probe, judge_calls
+
+_CALLS = "attention calls"  # in a shard's memo
+
+
+def calls_of(shard: object) -> list[AttentionCall] | None:
+    """Where attention calls of the running pass are noted; None where nobody asks."""
+    if isinstance(shard, Probe):
+        return shard.calls
+    return shard.memo.get(_CALLS) if isinstance(shard, SequenceShard) else None
+
+
+def note_calls(shard: SequenceShard) -> list[AttentionCall]:
+    """From here on, the calls of attention with this shard, until `judge_calls_of`."""
+    return shard.memo.setdefault(_CALLS, [])
+
+
+def judge_calls_of(models: Sequence[PreTrainedModel], shard: SequenceShard) -> None:
+    """Judge what was noted of a pass through a model, or through some stages of one. Raises ModelError."""
+    calls: list[AttentionCall] = shard.memo.pop(_CALLS)
+    for model in models:
+        modules = {id(module) for module in model.modules()}
+        judge_calls(model, tuple(call for call in calls if id(call.module) in modules))
+
+
+class FirstPass:
+    """Forward hooks of a model that was not probed; they go when a pass has shown that its layers attend."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self, with_kwargs=True),
+            model.register_forward_hook(self._judge, with_kwargs=True),
+        ]
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Before the pass: note its calls of attention."""
+        if isinstance(shard := kwargs.get("shard"), SequenceShard):
+            note_calls(shard)
+
+    def _judge(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object) -> None:
+        if isinstance(shard := kwargs.get("shard"), SequenceShard):
+            judge_calls_of([model], shard)
+            for handle in self._handles:
+                handle.remove()
+
+
+def awaits_first_pass(model: nn.Module) -> bool:
+    """Whether no pass has shown yet that the layers of a model that was not probed attend."""
+    return any(isinstance(hook, FirstPass) for hook in model._forward_pre_hooks.values())

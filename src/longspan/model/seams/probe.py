@@ -1,0 +1,165 @@
+"""One forward pass over two rows on the meta device: which layers reach our attention function, and what they ask.
+
+Some models compute attention in their own code and never ask transformers' AttentionInterface (Falcon, Bloom, MPT …);
+under a sharded sequence they would attend to the local rows only, without an error. The probe runs the model's own
+modules with meta tensors in place of its parameters, so it costs no memory and changes nothing. It does not judge
+configurations (`refusals.py`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+from longspan.errors import ModelError
+from longspan.model.pipeline.stages import Absent
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What one layer asks of attention: features that need support, and tensors that we would not know how to use."""
+
+    module: nn.Module
+    causal: bool
+    window: int | None
+    softcap: float | None
+    sinks: bool
+    unknown: tuple[str, ...]
+    head_size: int = 0
+    value_size: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """Given as `shard=`, makes the attention function record its caller instead of attending."""
+
+    calls: list[AttentionCall] = field(default_factory=list[AttentionCall])
+
+
+def probe_model(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
+    """Every attention call of one forward pass, in order.
+
+    The model's attention implementation must be set already. Raises ModelError, naming the modules, where a decoder
+    layer does not reach the attention function or asks for what it cannot do exactly.
+    """
+    probe = Probe()
+    try:
+        run_on_meta(model, probe)
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be probed: model(input_ids, position_ids=, use_cache=, shard=) on the meta "
+            f"device raised {type(error).__name__}: {error}; {_cause(error)}"
+        ) from error
+    judge_calls(model, tuple(probe.calls))
+    return tuple(probe.calls)
+
+
+def _cause(error: Exception) -> str:
+    """What an error of a forward pass on the meta device means, and what to do."""
+    if isinstance(error, ModelError):  # our attention was reached, and had no shard
+        return "its forward must hand keyword arguments down to attention"
+    if isinstance(error, RuntimeError) and "meta" in str(error):  # NotImplementedError among them
+        return (
+            "its forward reads values of tensors, and there are none on the meta device; with probe=False its first "
+            "pass shows whether its layers attend"
+        )
+    return "the error is its forward's own; with probe=False its first pass shows whether its layers attend"
+
+
+def judge_calls(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> None:
+    """Raise ModelError, naming the modules, where by the attention calls of a pass the model would not be exact."""
+    _refuse_bypass(model, {id(call.module) for call in calls})
+    _refuse_features(model, calls)
+
+
+def run_on_meta(model: PreTrainedModel, probe: Probe, **more: Any) -> Any:
+    """What the model's forward returns for two rows, on the meta device, with `more` keyword arguments."""
+    ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False, "shard": probe, **more}
+    with torch.no_grad():
+        return functional_call(model, _on_meta(model), (), inputs, tie_weights=False)
+
+
+def _on_meta(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Meta tensors by name, once for each module's own parameters and buffers.
+
+    A module under two names, as a layer that others share, must be named once: torch would put the first stand-in back
+    in place of the parameter.
+    """
+    return {
+        f"{prefix}.{name}" if prefix else name: torch.empty_like(tensor, device="meta")
+        for prefix, module in model.named_modules()
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    }
+
+
+def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The model's decoder layers that are here, by qualified name, in order.
+
+    Raises ModelError where they cannot be found.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return {f"{name}.{i}": layer for i, layer in enumerate(module) if not isinstance(layer, Absent)}
+    raise ModelError(f"{type(model).__name__} has no list of {count} decoder layers (num_hidden_layers) to be found")
+
+
+def _refuse_bypass(model: PreTrainedModel, reached: set[int]) -> None:
+    bypassing: list[str] = []
+    for name, layer in decoder_layers(model).items():
+        if not any(id(module) in reached for module in layer.modules()):
+            bypassing.append(next((f"{name}.{found}" for found, _ in _attention_modules(layer)), name))
+        else:
+            bypassing += [f"{name}.{f}" for f, m in _attention_modules(layer) if not _reaches(m, reached)]
+    if bypassing:
+        shown = ", ".join(bypassing[:4]) + (f", … ({len(bypassing)} in all)" if len(bypassing) > 4 else "")
+        kinds = sorted({type(model.get_submodule(name)).__name__ for name in bypassing})
+        raise ModelError(
+            f"{_name(model)}: {shown} ({', '.join(kinds)}) bypasses transformers' AttentionInterface and would "
+            "attend to the local rows alone; use a model whose attention goes through the interface (Qwen3, Llama, …)"
+        )
+
+
+def _name(model: nn.Module) -> str:
+    """The architecture's name, which FSDP2 puts a word before."""
+    return type(model).__name__.removeprefix("FSDP")
+
+
+def _attention_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in layer.named_modules():
+        if name and type(module).__name__.endswith("Attention"):
+            yield name, module
+
+
+def _reaches(module: nn.Module, reached: set[int]) -> bool:
+    return any(id(inner) in reached for inner in module.modules())
+
+
+def _refuse_features(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> None:
+    names = {id(module): name for name, module in model.named_modules()}
+    types = getattr(model.config, "layer_types", None) or []
+    for call in calls:
+        where = f"{_name(model)}: {names[id(call.module)]}"
+        layer = getattr(call.module, "layer_idx", None)
+        if not call.causal:
+            raise ModelError(f"{where} is not causal; only causal decoders are supported")
+        if call.unknown:
+            raise ModelError(f"{where} passes {', '.join(call.unknown)} to attention, which attend does not take")
+        if layer is None or not 0 <= layer < model.config.num_hidden_layers:
+            raise ModelError(f"{where} has layer_idx {layer!r}; attend needs the global layer index")
+        if call.window is None and types and types[layer] == "sliding_attention":
+            raise ModelError(f"{where} is a sliding_attention layer but passes no sliding_window to attention")
+    softcap = getattr(model.config, "attn_logit_softcapping", None)
+    if softcap and any(call.softcap is None for call in calls):
+        raise ModelError(f"{_name(model)}: attn_logit_softcapping is {softcap} but does not reach attention")
+
+
+def unknown_tensors(arguments: dict[str, object]) -> tuple[str, ...]:
+    """Names of tensor arguments that would change attention and that `attend` has no place for."""
+    known = {"position_ids", "cache_position"}
+    return tuple(name for name, value in arguments.items() if isinstance(value, Tensor) and name not in known)

@@ -1,0 +1,110 @@
+"""What a model draws at random in training outside of attention, found by one pass on the meta device.
+
+Attention's dropout is exact: its masks are hashed from global positions. Anything else would be drawn by each rank for
+the rows that it happens to hold, so that loss and gradients would depend on the layout. Such a model is evaluated as it
+is, and refused when it trains.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from longspan.errors import ModelError, counted
+from longspan.model.seams.probe import Probe, run_on_meta
+
+# Functions of torch that draw for every element; a scalar, which decides whether a layer is left out, is layerdrop's.
+_DRAWS = {"rand_like", "randn_like", "bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_"}
+_DRAWS |= {"exponential_", "gumbel_softmax", "rrelu"}
+_NOT_HERE = ("att", "summary", "classifier", "layerdrop")  # keys of dropout in attention, or in heads of other tasks
+
+
+def random_draws(model: PreTrainedModel) -> tuple[str, ...]:
+    """What a forward pass in training draws at random outside attention, in words; nothing for most models.
+
+    The model's attention implementation must be set already. Where it does not run on the meta device, its dropout
+    modules are counted instead.
+    """
+    draws = _Draws()
+    try:
+        with _training(model), draws:
+            run_on_meta(model, Probe())
+        calls = draws.calls
+    except Exception:  # whatever its forward raises there: `probe_model` says it where it must run
+        calls = Counter(_module_draws(model))
+    return tuple(f"{what} ({counted(number, 'call')})" for what, number in sorted(calls.items())) + _layerdrop(model)
+
+
+def refuse_randomness(model: nn.Module) -> None:
+    """Raise ModelError where training this prepared model would draw numbers that depend on the layout."""
+    draws: tuple[str, ...] = getattr(model, "random_draws", ())
+    if draws:
+        config = getattr(model, "config", None)
+        raise ModelError(
+            f"{_name(model)} draws at random outside attention in training: {', '.join(draws)}. Each rank would draw "
+            "for its own rows, so that the loss would depend on the layout; before the model is built, set "
+            f"{_keys(config) or 'what makes it do so'} to 0.0 in its configuration (config.json). Attention dropout "
+            "may stay, and evaluation draws nothing"
+        )
+
+
+class _Draws(TorchFunctionMode):
+    """Counts calls of torch's functions that draw at random, while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        arguments, name = kwargs or {}, getattr(func, "__name__", "")
+        if "dropout" in name:
+            rate, training = (*args[1:3], *(True,) * 2)[:2] if len(args) > 1 else (arguments.get("p", 0.5), True)
+            rate, training = arguments.get("p", rate), arguments.get("training", arguments.get("train", training))
+            self.calls.update([f"{name} of {rate:g}"] if training and rate else [])
+        elif name in _DRAWS:
+            self.calls.update([name])
+        return func(*args, **arguments)
+
+
+def _module_draws(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p and "att" not in name.rpartition(".")[2]:
+            yield f"dropout of {module.p:g}"
+
+
+def _layerdrop(model: PreTrainedModel) -> tuple[str, ...]:
+    """Layers left out at random: ranks that leave out different ones would wait for each other for ever."""
+    keys = model.config.get_text_config().to_dict()
+    return tuple(f"{key} {value:g}" for key, value in keys.items() if "layerdrop" in key and _positive(value))
+
+
+def _keys(config: Any) -> str:
+    """The keys of a configuration that say how much is dropped outside attention, with their values."""
+    values = {} if config is None else config.get_text_config().to_dict()
+    keys = [key for key in values if "layerdrop" in key or ("drop" in key and not any(w in key for w in _NOT_HERE))]
+    return ", ".join(f"{key} ({values[key]:g})" for key in keys if _positive(values[key]))
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _name(model: nn.Module) -> str:
+    return getattr(model, "family", None) or type(model).__name__
+
+
+@contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    before = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode

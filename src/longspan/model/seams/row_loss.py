@@ -1,0 +1,126 @@
+"""From hidden states to the loss without the logits of all rows at once: a seam in the model's own forward.
+
+`model(input_ids=, position_ids=, shard=, row_loss=fn)` returns `fn(hidden, head)` in place of logits: `hidden` (T, D)
+are the last hidden states, `head` a Head, which makes logits (t, V) of any of their rows. The call still goes through
+the root module, so that FSDP2's hooks run and the head's parameters are gathered inside. What the rows are turned into
+is `train/chunked_loss.py`'s business, how the vocabulary is split over tensor-parallel ranks the head module's.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longspan.errors import ModelError
+from longspan.model.seams.probe import Probe, run_on_meta
+
+RowLoss = Callable[[Tensor, "Head"], Tensor]
+
+
+class Head:
+    """What a model does to its last hidden states: (t, D) to logits (t, V).
+
+    It runs the model's own forward with the hidden states in place of its base model's, so that biases, soft caps and
+    scales of any architecture are in it.
+    """
+
+    def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
+        self._model, self._forward = model, forward
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """What logits depend on beside hidden states; under FSDP2 inside the model's forward: the gathered ones."""
+        return tuple(p for p in _output_embedding(self._model).parameters() if p.requires_grad)
+
+    @property
+    def vocabulary(self) -> int:
+        """Columns of the logits that are formed here."""
+        return _output_embedding(self._model).weight.shape[0]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self._forward(_AfterBase(self._model, hidden.unsqueeze(0)), use_cache=False).logits.squeeze(0)
+
+
+def open_head(model: PreTrainedModel, *, probe: bool = True) -> None:
+    """Let the model's forward take `row_loss=`; without it, it is as before. `probe` tries it on the meta device.
+
+    Raises ModelError where logits are not a function of the last hidden states and the output embedding alone.
+    """
+    _check(model)
+    forward = type(model).forward
+
+    @wraps(forward)
+    def with_row_loss(*args: Any, row_loss: RowLoss | None = None, **kwargs: Any) -> Any:
+        if row_loss is None:
+            return forward(model, *args, **kwargs)
+        hidden = model.base_model(*args, **kwargs).last_hidden_state.squeeze(0)  # (T, D)
+        return row_loss(hidden, Head(model, forward))
+
+    model.forward = with_row_loss
+    if probe:
+        _try(model)
+
+
+def _check(model: PreTrainedModel) -> None:
+    name, head = type(model).__name__, model.get_output_embeddings()
+    if head is None or model.base_model is model:
+        raise ModelError(f"{name} has no output embedding over a base model; use a causal language model")
+    known = {id(p) for module in (model.base_model, head) for p in module.parameters()}
+    if beside := [n for n, p in model.named_parameters() if id(p) not in known]:
+        raise ModelError(
+            f"{name} has parameters beside its base model and its output embedding ({', '.join(beside[:4])}); its loss "
+            "cannot be taken from the last hidden states"
+        )
+
+
+def _output_embedding(model: PreTrainedModel) -> Any:
+    return model.get_output_embeddings()
+
+
+def _try(model: PreTrainedModel) -> None:
+    """Two rows must come out as two rows of logits that depend on the hidden states."""
+
+    def logits(hidden: Tensor, head: Head) -> Tensor:
+        with torch.enable_grad():
+            return head(hidden.detach().requires_grad_())
+
+    try:
+        found = run_on_meta(model, Probe(), row_loss=logits)
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__}: its forward cannot be cut after its base model ({type(error).__name__}: {error})"
+        ) from error
+    wanted = (2, _output_embedding(model).weight.shape[0])
+    if tuple(found.shape) != wanted or not found.requires_grad:
+        raise ModelError(
+            f"{type(model).__name__}: two rows of hidden states gave logits of shape {tuple(found.shape)}, not {wanted}"
+        )
+
+
+class _AfterBase:
+    """A model as its own forward sees it, whose base model answers with given hidden states (1, t, D)."""
+
+    def __init__(self, model: PreTrainedModel, hidden: Tensor) -> None:
+        self._model, self._hidden = model, hidden
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._model.base_model_prefix:
+            return lambda *_, **__: _Given(self._hidden)
+        return getattr(self._model, name)
+
+
+class _Given:
+    """A base model's output of hidden states alone; whatever else is asked for is None."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]

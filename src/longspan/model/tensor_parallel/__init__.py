@@ -1,0 +1,1 @@
+"""Transformers' tensor-parallel plans, applied by style."""

@@ -1,0 +1,121 @@
+"""Which tensor-parallel style each module of a model gets: transformers' own plan, or ours where it has none.
+
+A plan maps qualified names, `*` for a layer's number, to styles. Experts (modules named "experts") are left out of it:
+their rows are split over the tensor-parallel ranks, whatever their parameters look like. The styles themselves are in
+`styles.py`.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.errors import ModelError
+
+COLWISE, ROWWISE = "colwise", "rowwise"
+GATHERED = ("colwise_gather_output", "colwise_rep")
+PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
+EMBEDDING = "embedding_rowwise"
+HEADS = "heads"  # ours: a parameter with one number for each query head
+KNOWN = (COLWISE, ROWWISE, *GATHERED, PARTIAL_GRADIENT, EMBEDDING, HEADS)
+_WITHOUT_EFFECT = ("replicate",)
+
+# gpt-oss has no plan of its own (transformers 5.17 to 5.23).
+_ATTENTION = {"q_proj": COLWISE, "k_proj": COLWISE, "v_proj": COLWISE, "o_proj": ROWWISE, "sinks": HEADS}
+_OUR_PLANS = {"gpt_oss": {f"layers.*.self_attn.{name}": style for name, style in _ATTENTION.items()}}
+
+
+class Placed(NamedTuple):
+    """One entry of a plan found in a model: `name` is a module's, or with `parameter` that of a module's own."""
+
+    name: str
+    module: nn.Module
+    style: str
+    parameter: str | None = None
+
+
+def placed_styles(model: PreTrainedModel) -> list[Placed]:
+    """Every module and parameter that the model's plan names, with its style, in the model's order.
+
+    Raises ModelError for a model without a plan, and for a style that is not known, naming both.
+    """
+    plan = {re.compile(re.escape(k).replace(r"\*", r"\d+")): style for k, style in _plan_of(model).items()}
+    found = list(_find(model, plan))
+    if unknown := sorted({f"{p.style!r} of {p.name}" for p in found if p.style not in KNOWN}):
+        raise ModelError(
+            f"{type(model).__name__}: tensor-parallel style {unknown[0]} is not supported "
+            f"({', '.join(KNOWN)} are); use tp 1"
+        )
+    return found
+
+
+def blocks_of(placed: Sequence[Placed]) -> set[str]:
+    """Modules whose input goes to column-wise linears, by name: attention and MLP."""
+    return {name.rpartition(".")[0] for name, _, style, _ in placed if style == COLWISE}
+
+
+def experts_of(layer: nn.Module) -> dict[str, nn.Module]:
+    """The experts of a decoder layer by name: modules named "experts"."""
+    return {name: module for name, module in layer.named_modules() if name.rpartition(".")[2] == "experts"}
+
+
+def _plan_of(model: PreTrainedModel) -> dict[str, str]:
+    config = model.config.get_text_config()
+    base = getattr(config, "base_model_tp_plan", None) or _OUR_PLANS.get(config.model_type)
+    if base is None:
+        raise ModelError(
+            f"{type(model).__name__} has no tensor-parallel plan (base_model_tp_plan of its configuration); use tp 1"
+        )
+    prefix = model.base_model_prefix
+    return {f"{prefix}.{name}": style for name, style in base.items()} | dict(
+        getattr(type(model), "_tp_plan", None) or {}
+    )
+
+
+def _find(model: PreTrainedModel, plan: Mapping[re.Pattern[str], str]) -> Iterator[Placed]:
+    for name, module in model.named_modules():
+        if ".experts." in f".{name}.":
+            continue
+        if (style := _style(plan, name)) is not None:
+            yield Placed(name, module, style)
+        for parameter, _ in module.named_parameters(recurse=False):
+            if (style := _style(plan, f"{name}.{parameter}")) is not None:
+                yield Placed(f"{name}.{parameter}", module, style, parameter)
+
+
+def _style(plan: Mapping[re.Pattern[str], str], name: str) -> str | None:
+    found = next((style for pattern, style in plan.items() if pattern.fullmatch(name)), None)
+    return None if found in _WITHOUT_EFFECT else found
+
+
+def check_sizes(model: PreTrainedModel, placed: list[Placed], tp: int) -> None:
+    """Raise ModelError, with the sizes that would fit, where tp does not divide heads or intermediate sizes."""
+    sizes = _sizes(model, placed)
+    wrong = {what: size for what, size in sizes.items() if size % tp}
+    if not wrong:
+        return
+    common = math.gcd(*sizes.values())
+    fit = [str(d) for d in range(1, common + 1) if common % d == 0]
+    raise ModelError(
+        f"tp {tp} does not divide {' and '.join(f'{size} ({what})' for what, size in wrong.items())} of "
+        f"{type(model).__name__}; use tp {', '.join(fit[:-1]) + ' or ' if len(fit) > 1 else ''}{fit[-1]}"
+    )
+
+
+def _sizes(model: PreTrainedModel, placed: list[Placed]) -> dict[str, int]:
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    sizes = {"query heads": heads, "key/value heads": getattr(config, "num_key_value_heads", None) or heads}
+    for name, module, style, parameter in placed:
+        if parameter is None and style in (COLWISE, ROWWISE):
+            if not isinstance(module, nn.Linear):
+                raise ModelError(
+                    f"{name} ({type(module).__name__}) has style {style!r}, which is for nn.Linear; use tp 1"
+                )
+            width = module.out_features if style == COLWISE else module.in_features
+            if ".self_attn." not in name:
+                sizes["width of " + re.sub(r"\.\d+\.", ".*.", name)] = width
+    return sizes

@@ -1,0 +1,193 @@
+"""What a tensor-parallel style does to one module: its parameters become slices, its forward sees local tensors.
+
+A sharded parameter is a DTensor, so that FSDP2, optimizers, checkpoints and norms know it as a part of a whole; forward
+computes with its local tensor, and every message is one of `comm.tp`. Modules keep their names, weights and classes;
+an instance's `forward` is wrapped, and holds a world's key, no group. Which module gets which style is in `plan.py`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from longspan.comm import World
+from longspan.comm.moves.tp_collectives import tp_copy, tp_gather, tp_place, tp_split, tp_sum, tp_sum_split
+
+ROWS = 1  # the dim of rows in a packed (1, T, …)
+View = Callable[[Tensor], Tensor | None]
+Through = Callable[[Tensor], Tensor]
+
+
+def slice_parameter(module: nn.Module, name: str, dim: int, world: World) -> nn.Parameter:
+    """Keep this rank's slice of a parameter that every rank holds whole, on the world's device; returns it."""
+    whole = getattr(module, name)
+    mesh = world.tp_mesh
+    own = whole.detach().chunk(world.home.tp, dim)[world.coordinates.tp].to(world.device)
+    own = own.clone(memory_format=torch.contiguous_format)
+    sliced = nn.Parameter(
+        DTensor.from_local(own, mesh, [Shard(dim)], run_check=False), requires_grad=whole.requires_grad
+    )
+    module.register_parameter(name, sliced)
+    return sliced
+
+
+def local(x: Tensor) -> Tensor:
+    """The local tensor of a sharded parameter; its gradient becomes the parameter's own slice."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def nothing(x: Tensor) -> None:
+    """A parameter left out of a module's forward."""
+
+
+@contextmanager
+def seen_as(module: nn.Module, values: Mapping[str, object]) -> Iterator[None]:
+    """Inside, the module's attributes have these values, parameters too: they shadow them, nothing is replaced."""
+    own = vars(module)
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del own[name]
+        own.update(before)
+
+
+def wrap_forward(
+    module: nn.Module,
+    *,
+    enter: Through | None = None,
+    leave: Through | None = None,
+    views: Mapping[str, View] | None = None,
+) -> None:
+    """Wrap the module's forward: `enter` on its first tensor, `leave` on its first output, parameters seen as `views`.
+
+    Wrapping again goes around what is there.
+    """
+    inner = module.forward
+    shown = dict(views or {})
+
+    @wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if enter is not None:
+            args, kwargs = _with_first(enter, args, kwargs)
+        with seen_as(module, {name: view(getattr(module, name)) for name, view in shown.items()}):
+            out = inner(*args, **kwargs)
+        if leave is None:
+            return out
+        return (leave(out[0]), *out[1:]) if isinstance(out, tuple) else leave(out)
+
+    module.forward = forward
+
+
+def _with_first(
+    enter: Through, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (enter(args[0]), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": enter(kwargs["hidden_states"])}
+
+
+def columnwise(linear: nn.Linear, world: World) -> None:
+    """Each rank makes its slice of the outputs from the whole input; the caller's input gradient is partial."""
+    names = ["weight"] if linear.bias is None else ["weight", "bias"]
+    for name in names:
+        slice_parameter(linear, name, 0, world)
+    wrap_forward(linear, views=dict.fromkeys(names, local))
+
+
+def columnwise_gathered(linear: nn.Linear, world: World) -> None:
+    """As `columnwise`, and every rank gets all outputs; the output's gradient is identical, and so is the input's."""
+    columnwise(linear, world)
+    key = world.key
+    wrap_forward(
+        linear, enter=partial(tp_copy, key=key), leave=partial(tp_gather, key=key, dim=-1, gradient="identical")
+    )
+
+
+def rowwise(linear: nn.Linear, world: World, *, sequence_parallel: bool) -> None:
+    """Each rank takes its slice of the inputs; outputs are summed, over rows in parts under sequence parallelism.
+
+    The bias is added once, to the sum.
+    """
+    slice_parameter(linear, "weight", 1, world)
+    key = world.key
+    total: Through = partial(tp_sum_split, key=key, dim=ROWS) if sequence_parallel else partial(tp_sum, key=key)
+    if linear.bias is None:
+        wrap_forward(linear, leave=total, views={"weight": local})
+        return
+    bias_of: Through = partial(tp_copy, key=key) if sequence_parallel else local
+
+    def with_bias(out: Tensor) -> Tensor:
+        bias = linear.bias
+        assert bias is not None
+        return total(out) + bias_of(bias)
+
+    wrap_forward(linear, leave=with_bias, views={"weight": local, "bias": nothing})
+
+
+def partial_gradients(module: nn.Module, key: int, parameter: str | None = None) -> None:
+    """Each rank applies the module's own parameters, or one of them, whole, to some of the rows, heads or features:
+    gradients are summed."""
+    names = [name for name, _ in module.named_parameters(recurse=False)] if parameter is None else [parameter]
+    wrap_forward(module, views=dict.fromkeys(names, partial(tp_copy, key=key)))
+
+
+def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel: bool) -> None:
+    """Each rank looks up its slice of the vocabulary, zeros for other ids; summed, in parts of the rows under
+    sequence parallelism. The weight must be sliced already: a tied one is the head's."""
+    module: Any = embedding
+    inner, key = embedding.forward, world.key
+    index, degree = tp_place(key)
+    width = embedding.num_embeddings // degree
+    first, padding = index * width, embedding.padding_idx
+    own_padding = padding - first if padding is not None and first <= padding < first + width else None
+
+    @wraps(inner)
+    def forward(ids: Tensor) -> Tensor:
+        elsewhere = (ids < first) | (ids >= first + width)  # (1, T)
+        with seen_as(embedding, {"weight": local(embedding.weight), "padding_idx": own_padding}):
+            found = inner((ids - first).masked_fill(elsewhere, 0))
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return tp_sum_split(found, key, ROWS) if sequence_parallel else tp_sum(found, key)
+
+    module.forward = forward
+
+
+def split_rows_of_experts(experts: nn.Module, key: int, *, sum_gradients: bool) -> None:
+    """Each rank runs the experts on its part of the rows; everybody gets all rows back.
+
+    Tensors given to the experts, (T, …) each and the same on every rank, are padded to a multiple of tp with rows of
+    zeros: expert 0 with weight 0. With `sum_gradients` the experts' gradients, which are partial, are summed here;
+    otherwise whoever shards the parameters must sum over the tensor-parallel ranks.
+    """
+    if sum_gradients:
+        for module in experts.modules():
+            partial_gradients(module, key)
+    inner = experts.forward
+
+    @wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        rows = (args[0] if args else kwargs["hidden_states"]).shape[0]
+        own = partial(_own_rows, rows=rows, key=key)
+        found = inner(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
+        found = tp_gather(found, key, 0, gradient="identical")
+        return found if found.shape[0] == rows else found[:rows].clone()  # FSDP2 warns of modules that return views
+
+    experts.forward = forward
+
+
+def _own_rows(value: Any, *, rows: int, key: int) -> Any:
+    """This rank's rows of a (T, …) tensor; other values are passed on."""
+    if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != rows:
+        return value
+    index, degree = tp_place(key)
+    missing = -rows % degree
+    if missing:
+        value = torch.cat([value, value.new_zeros((missing, *value.shape[1:]))])
+    return tp_split(value, key, 0) if value.is_floating_point() else value.chunk(degree)[index]

@@ -1,0 +1,228 @@
+"""Tensor parallelism from a model's plan: heads, widths and vocabulary split over the `tp` ranks of a slot.
+
+All ranks of a slot hold the same rows and compute the same loss, which counts once a slot; each attends with its own
+heads. Experts are not split: their rows are, see `split_rows_of_experts`. Logits are whole on every rank: the head
+gathers them, from as many rows of hidden states as it is given, so that a caller who wants little memory gives few.
+
+With sequence parallelism, norms and residuals hold rows / tp of the slot's rows: gathered before attention and MLP,
+summed in parts after them; positions, attention, the last hidden states and logits are of all the slot's rows.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from longspan.comm import SequenceShard, World
+from longspan.comm.moves.tp_collectives import tp_copy, tp_gather, tp_split
+from longspan.errors import ModelError
+from longspan.model.pipeline.stages import Absent, Parts, run_stand_ins
+from longspan.model.seams.probe import decoder_layers
+from longspan.model.tensor_parallel.plan import (
+    COLWISE,
+    EMBEDDING,
+    GATHERED,
+    HEADS,
+    PARTIAL_GRADIENT,
+    ROWWISE,
+    Placed,
+    blocks_of,
+    check_sizes,
+    experts_of,
+    placed_styles,
+)
+from longspan.model.tensor_parallel.styles import (
+    ROWS,
+    Through,
+    columnwise,
+    columnwise_gathered,
+    local,
+    partial_gradients,
+    rowwise,
+    slice_parameter,
+    split_rows_of_experts,
+    split_vocabulary,
+    wrap_forward,
+)
+from longspan.model.tensor_parallel.unplaced import partial_parameters
+
+
+def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_parallel: bool) -> None:
+    """Raise ModelError, before anything is changed, for a model that the home's tp does not fit."""
+    tp = world.home.tp
+    if tp > 1:
+        _checked(model, tp, sequence_parallel=sequence_parallel)
+        if sequence_parallel:
+            _refuse_other_rows(model)
+    elif sequence_parallel:
+        raise ModelError("sequence_parallel splits rows over tensor-parallel ranks, the home has tp 1; leave it out")
+
+
+def _checked(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> list[Placed]:
+    placed = placed_styles(model)
+    check_sizes(model, placed, tp)
+    placed += partial_parameters(model, placed)
+    if sequence_parallel:
+        for name, layer in decoder_layers(model).items():
+            _regions(name, layer, placed)
+        _final_norm(model)
+    return placed
+
+
+def split_over_tp(
+    model: PreTrainedModel, world: World, *, sequence_parallel: bool = False, sum_expert_gradients: bool = False
+) -> None:
+    """Split the model over the tensor-parallel ranks of this rank's slot; all ranks call it together, before FSDP2.
+
+    `sum_expert_gradients` is for parameters that nobody else shards over the ranks of `world.expert_mesh`.
+    Raises ModelError for a model whose plan or sizes do not allow it.
+    """
+    placed = _checked(model, world.home.tp, sequence_parallel=sequence_parallel)
+    _ = world.tp_mesh  # made by all ranks together
+    _split_vocabulary(model, placed, world, sequence_parallel=sequence_parallel)
+    for _, module, style, parameter in placed:
+        if style == COLWISE and isinstance(module, nn.Linear):
+            columnwise(module, world)
+        elif style == ROWWISE and isinstance(module, nn.Linear):
+            rowwise(module, world, sequence_parallel=sequence_parallel)
+        elif style == PARTIAL_GRADIENT:
+            partial_gradients(module, world.key, parameter)
+        elif style == HEADS and parameter is not None:
+            slice_parameter(module, parameter, 0, world)
+            wrap_forward(module, views={parameter: local})
+    _wrap_blocks(model, placed, world, sequence_parallel=sequence_parallel)
+    for layer in decoder_layers(model).values():
+        for experts in experts_of(layer).values():
+            split_rows_of_experts(experts, world.key, sum_gradients=sum_expert_gradients)
+    if sequence_parallel:
+        _split_residuals(model, placed, world)
+
+
+def _wrap_blocks(model: nn.Module, placed: list[Placed], world: World, *, sequence_parallel: bool) -> None:
+    enter: Through = partial(tp_copy, key=world.key)
+    if sequence_parallel:
+        enter = partial(tp_gather, key=world.key, dim=ROWS, gradient="partial")
+    for name in sorted(blocks_of(placed)):
+        wrap_forward(model.get_submodule(name), enter=enter)
+
+
+def _split_vocabulary(model: PreTrainedModel, placed: list[Placed], world: World, *, sequence_parallel: bool) -> None:
+    """Split the head, with a tied embedding, where tp divides the vocabulary; otherwise every rank holds it whole."""
+    head, embedding = _vocabulary_modules(model)
+    styles = {id(module): style for _, module, style, _ in placed}
+    tied = head is not None and embedding is not None and head.weight is embedding.weight
+    fits = [module is not None and module.weight.shape[0] % world.home.tp == 0 for module in (head, embedding)]
+    if head is not None and fits[0] and styles.get(id(head)) in GATHERED:
+        columnwise_gathered(head, world)
+        if tied and embedding is not None:
+            embedding.weight = head.weight
+    if embedding is not None and fits[1] and styles.get(id(embedding)) == EMBEDDING and not tied:
+        slice_parameter(embedding, "weight", 0, world)
+    if embedding is not None and isinstance(embedding.weight, DTensor):
+        split_vocabulary(embedding, world, sequence_parallel=sequence_parallel)
+    elif embedding is not None and sequence_parallel:
+        wrap_forward(embedding, leave=partial(tp_split, key=world.key, dim=ROWS))
+
+
+def _vocabulary_modules(model: PreTrainedModel) -> tuple[nn.Linear | None, nn.Embedding | None]:
+    """(head, input embedding), each None where it is not here."""
+    head: Any = model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
+    return (
+        head if isinstance(head, nn.Linear) else None,
+        embedding if isinstance(embedding, nn.Embedding) else None,
+    )
+
+
+# ---- sequence-parallel regions
+
+
+def _split_residuals(model: PreTrainedModel, placed: list[Placed], world: World) -> None:
+    key = world.key
+    for name, layer in decoder_layers(model).items():
+        norms, mixtures = _regions(name, layer, placed)
+        for norm in norms:
+            partial_gradients(norm, key)
+        for block in mixtures:
+            wrap_forward(
+                block,
+                enter=partial(tp_gather, key=key, dim=ROWS, gradient="identical"),
+                leave=partial(tp_split, key=key, dim=ROWS),
+            )
+    norm = _final_norm(model)
+    if not isinstance(norm, Absent):
+        partial_gradients(norm, key)
+        wrap_forward(norm, leave=partial(tp_gather, key=key, dim=ROWS, gradient="identical"))
+
+
+def _regions(name: str, layer: nn.Module, placed: list[Placed]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """(modules that work on single rows of the residual, blocks of experts) among a decoder layer's children."""
+    rowwise_modules, mixtures, blocks = list[nn.Module](), list[nn.Module](), blocks_of(placed)
+    for child, module in layer.named_children():
+        if experts_of(module):
+            mixtures.append(module)
+        elif not any(True for _ in module.children()):
+            rowwise_modules.append(module)
+        elif f"{name}.{child}" not in blocks:
+            raise ModelError(
+                f"{name}.{child} ({type(module).__name__}) has no place in a sequence-parallel region: it is neither "
+                "in the tensor-parallel plan nor a norm nor a block of experts; use sequence_parallel=False"
+            )
+    return rowwise_modules, mixtures
+
+
+def _final_norm(model: PreTrainedModel) -> nn.Module:
+    norm = getattr(model.base_model, "norm", None)
+    if not isinstance(norm, nn.Module):
+        raise ModelError(
+            f"{type(model.base_model).__name__} has no module `norm` after its layers, where sequence-parallel rows "
+            "are gathered; use sequence_parallel=False"
+        )
+    return norm
+
+
+def _refuse_other_rows(model: PreTrainedModel) -> None:
+    """Raise ModelError where rows would not be parts from the embedding to the last layer and whole after the norm."""
+    base, name = model.base_model, type(model).__name__
+    embedding = next(child for child, module in base.named_children() if module is model.get_input_embeddings())
+    layers = next(child for child, _ in base.named_children() if isinstance(base.get_submodule(child), nn.ModuleList))
+    parts = Parts((embedding,), layers, ("norm",))
+    if beside := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in (embedding, layers, "norm")]:
+        raise ModelError(
+            f"{name} has parameters outside its embedding, layers and norm ({', '.join(beside[:4])}), which have no "
+            "place in a sequence-parallel region; use sequence_parallel=False"
+        )
+    order = [call.part for call in run_stand_ins(model, parts)[0]]
+    if order.count("norm") != 1 or order[-1] != "norm":
+        raise ModelError(
+            f"{name} calls norm {order.count('norm')} times in a forward pass, as {', '.join(order)}; sequence "
+            "parallelism gathers rows in it, once, after the layers: use sequence_parallel=False"
+        )
+
+
+class RowsDivide:
+    """Forward pre-hook of a sequence-parallel model or stage: the shard's rows are a multiple of tp, or ModelError."""
+
+    def __init__(self, tp: int) -> None:
+        self.tp = tp
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        shard = kwargs.get("shard")
+        if isinstance(shard, SequenceShard) and shard.local_rows % self.tp:
+            raise ModelError(
+                f"the shard holds {shard.local_rows} rows, which sequence parallelism cannot split over tp {self.tp}; "
+                f"use shard.with_padding(multiple={self.tp}), and plans with row_multiple={self.tp}"
+            )
+
+
+def ask_for_rows(model: nn.Module, tp: int) -> None:
+    """Let a sequence-parallel model refuse rows that tp does not divide; after FSDP2, whose hook must come later."""
+    model.register_forward_pre_hook(RowsDivide(tp), with_kwargs=True, prepend=True)
+
+
+def row_multiple(model: nn.Module) -> int:
+    """What a slot's rows must be a multiple of: tp under sequence parallelism, else 1."""
+    return next((hook.tp for hook in model._forward_pre_hooks.values() if isinstance(hook, RowsDivide)), 1)

@@ -1,0 +1,1 @@
+"""Plans of coming steps, made in another process."""

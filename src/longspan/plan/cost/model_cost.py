@@ -1,0 +1,69 @@
+"""What a model's steps cost where nobody has measured them: on H200s, and with layers that run forward twice."""
+
+from dataclasses import replace
+from typing import Any
+
+from longspan.plan.cost.cost import Cost
+from longspan.plan.cost.model_shape import ModelShape
+
+# What H200s sustain (bench/records/step-analysis.md): attention's kernels, and all else of a step together: layers,
+# exchanges that show, optimizer and waiting.
+H200_ATTENTION_TFLOPS = 600.0
+H200_TFLOPS = 450.0
+# Of a group's ring in one layer, one way: what sharded attention takes beyond its kernels, 2 ms forward and backward at
+# degree 4 and 16K or 64K packed rows (bench/records/attention-time-packed-4xH200.md).
+H200_RING_STEP_SECONDS = 300e-6
+
+# Of a process on CPUs with gloo, as orders of magnitude: they decide how parts of a plan compare, never a time.
+CPU_TFLOPS = 0.02
+CPU_GBPS = 1.0
+CPU_RING_STEP_SECONDS = 500e-6
+
+
+def cost_on_h200(config: Any) -> Cost:
+    """The cost of a model, as in `Cost.for_model`, by what H200s were measured to sustain.
+
+    >>> plan = plan_dynamic(lengths, home, cost=cost_on_h200("Qwen3-8B/config.json"))  # doctest: +SKIP
+    """
+    cost = Cost.for_model(
+        config,
+        tflops=H200_TFLOPS,
+        attention_tflops=H200_ATTENTION_TFLOPS,
+        ring_step_latency=H200_RING_STEP_SECONDS,
+    )
+    return replace(cost, source="the model on H200s")
+
+
+def cost_on_cpus(config: Any) -> Cost:
+    """How the parts of a model's plans compare on CPUs, of which no machine was measured: `source` is "".
+
+    >>> cost_on_cpus("Qwen3-8B/config.json").source  # doctest: +SKIP
+    ''
+    """
+    cost = Cost.for_model(
+        config, tflops=CPU_TFLOPS, inside_gbps=CPU_GBPS, across_gbps=CPU_GBPS, ring_step_latency=CPU_RING_STEP_SECONDS
+    )
+    return replace(cost, source="")
+
+
+def with_recomputation(cost: Cost, config: Any, kind: str, layers: int = 0) -> Cost:
+    """A model's cost where so many layers (0: each) run forward again in backward: "none", "selective" or "full".
+
+    >>> with_recomputation(cost, "Qwen3-8B/config.json", "selective").linear_seconds  # doctest: +SKIP
+
+    Forward is a third of what a layer's weights take (2 FLOPs of 6), and of "full" 2 products in attention of 7, one of
+    the ring's two passes and a third of its bytes. torch stops before the last product of a dense layer, from which
+    nothing is kept.
+    """
+    if kind == "none":
+        return cost
+    shape = ModelShape.of(config)
+    share = min(layers or shape.layers, shape.layers) / shape.layers
+    full = share if kind == "full" else 0.0
+    return replace(
+        cost,
+        linear_seconds=cost.linear_seconds * (1 + share * shape.recomputed_weights / shape.weights * 2 / 6),
+        attention_seconds=cost.attention_seconds * (1 + full * 2 / 7),
+        ring_step_seconds=cost.ring_step_seconds * (1 + full / 2),
+        ring_bytes=cost.ring_bytes * (1 + full / 3),
+    )

@@ -1,0 +1,79 @@
+"""Plans from JSON: the inverse of `Plan.to_json`, strict, with errors that name the part that is missing or wrong."""
+
+import json
+from typing import Any, cast
+
+from longspan.errors import PlanError
+from longspan.plan.cost.cost import Cost
+from longspan.plan.plan import Group, MicroBatch, Plan
+
+_PLAN = {"slots", "lengths", "micro_batches"}  # needed; the rest has a default
+_LIMITS = {"targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple"}
+_PLAN_MORE = _LIMITS | {"tokens", "planner", "predicted_seconds", "lower_bound_seconds", "cost"}
+_GROUP = {"slots", "documents"}
+_GROUP_MORE = {"lengths", "cp_comm_type", "hierarchical_context_parallel_sizes", "partition", "pad_to"}
+
+
+def read_plan(text: str | bytes) -> Plan:
+    """The checked plan of a JSON document. Raises PlanError."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise PlanError(f"a plan must be JSON as Plan.to_json writes it: {error}") from None
+    values = _object("the plan", found, _PLAN, _PLAN_MORE)
+    tokens = values.pop("tokens", None)
+    lengths = values["lengths"] = _tuple("lengths", values["lengths"])
+    batches = _tuple("micro_batches", values["micro_batches"])
+    values["micro_batches"] = tuple(_micro_batch(m, groups, lengths) for m, groups in enumerate(batches))
+    values["cost"] = Cost.from_json(values.get("cost", {}))
+    for name in ("predicted_seconds", "lower_bound_seconds"):
+        values[name] = _seconds(name, values.get(name, 0.0))
+    values.setdefault("targets", sum(length - 1 for length in lengths if isinstance(length, int)))
+    plan = Plan(**values).check()
+    if tokens is not None and tokens != plan.tokens:
+        raise PlanError(f"the plan says {tokens!r} tokens, but its lengths add up to {plan.tokens}")
+    return plan
+
+
+def _micro_batch(m: int, groups: Any, lengths: tuple[Any, ...]) -> MicroBatch:
+    found = _tuple(f"micro-batch {m}", groups)
+    return MicroBatch(tuple(_group(f"micro-batch {m}, group {g}", group, lengths) for g, group in enumerate(found)))
+
+
+def _group(where: str, found: Any, lengths: tuple[Any, ...]) -> Group:
+    values = _object(where, found, _GROUP, _GROUP_MORE)
+    for name in ("slots", "documents", "lengths", "hierarchical_context_parallel_sizes"):
+        if name in values and not (name.startswith("hier") and values[name] is None):
+            values[name] = _tuple(f"{where}: {name}", values[name])
+    kind = values.get("cp_comm_type", "p2p")
+    values["cp_comm_type"] = kind if isinstance(kind, str) else _tuple(f"{where}: cp_comm_type", kind)
+    documents = values["documents"]
+    if not all(type(d) is int and 0 <= d < len(lengths) for d in documents):
+        raise PlanError(f"{where} has documents {documents}, but the plan has {len(lengths)} lengths")
+    values.setdefault("lengths", tuple(lengths[d] for d in documents))
+    return Group(**values)
+
+
+def _object(where: str, found: Any, needed: set[str], more: set[str]) -> dict[str, Any]:
+    """A copy of the JSON object, if it has all the needed keys and none that are unknown."""
+    if not isinstance(found, dict):
+        raise PlanError(f"{where} must be an object, got {type(found).__name__}")
+    values = dict(cast(dict[str, Any], found))
+    missing, unknown = sorted(needed - set(values)), sorted(set(values) - needed - more)
+    if missing:
+        raise PlanError(f"{where} lacks {', '.join(missing)}")
+    if unknown:
+        raise PlanError(f"{where} has unknown {', '.join(unknown)}; known are {', '.join(sorted(needed | more))}")
+    return values
+
+
+def _tuple(where: str, values: Any) -> tuple[Any, ...]:
+    if not isinstance(values, list):
+        raise PlanError(f"{where} must be a list, got {type(values).__name__}")
+    return tuple(cast(list[Any], values))
+
+
+def _seconds(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise PlanError(f"{name} is {value!r}; it must be a number of at least 0")
+    return float(value)

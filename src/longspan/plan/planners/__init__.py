@@ -1,0 +1,1 @@
+"""Fixed and padded plans, and what all planners are asked for."""

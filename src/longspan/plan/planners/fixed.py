@@ -1,0 +1,207 @@
+"""Plans in which every group has the same context-parallel degree, as contiguous blocks of slots.
+
+Documents are packed into bins of at most a group's capacity, and bins into micro-batches: few bins (first-fit
+decreasing) or level ones (longest processing time first), whichever the cost model prefers. Degrees that vary are
+`dynamic.py`'s.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.layout import Layout
+from longspan.plan.cost.cost import DEFAULT_COST, Cost
+from longspan.plan.plan import Group, MicroBatch, Mode, PartitionKind, Plan
+from longspan.plan.planners.bin_packing import first_fit, spread
+from longspan.plan.planners.request import Request
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+def plan_fixed(
+    lengths: Sequence[int],
+    home: Layout,
+    cp: int,
+    *,
+    max_tokens_per_slot: int | None = None,
+    targets: int | None = None,
+    cp_comm_type: str | Sequence[str] = "p2p",
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
+    cost: Cost = DEFAULT_COST,
+    node_size: int = 8,
+    micro_batch_multiple: int = 1,
+    mode: Mode = "lockstep",
+    row_multiple: int = 1,
+    partition: PartitionKind = "zigzag",
+    heads: int | None = None,
+    allow_empty: bool = True,
+) -> Plan:
+    """Pack documents into micro-batches for groups of `cp` slots each.
+
+    >>> plan = plan_fixed([900, 300, 20], Layout(ranks=8), cp=4, max_tokens_per_slot=512)
+    >>> [group.documents for group in plan.micro_batches[0].groups]
+    [(0,), (1, 2)]
+
+    Every slot runs the same number of micro-batches, a multiple of `micro_batch_multiple`, and holds at most
+    `max_tokens_per_slot` rows in each, in whole multiples of `row_multiple`. `targets` is what divides the loss
+    (default length − 1 a document). `hierarchical_context_parallel_sizes` count where a layer uses a2a+p2p.
+
+    `partition` is how the slots of a group deal out its rows. "zigzag": of each document equal shares from its
+    beginning and its end, so that every slot has as much causal attention. "contiguous": documents end to end, one run
+    of rows a slot; it pays under `a2a`, which divides heads, not rows, and need not reorder what arrives. Under `p2p`,
+    `all_gather` and `a2a+p2p` slots with the ends of long documents compute more, and a step takes longer than `cost`
+    predicts.
+
+    `heads` is the model's number of query heads, which the home's tp divides. With it, a degree (under `a2a`) or first
+    size (under `a2a+p2p`) that cannot deal them out is an error here; without it, `attend` finds that in the step.
+
+    No documents give a step of dummy micro-batches; with `allow_empty=False`, an error.
+
+    Raises PlanError where cp does not divide the slots, a document is longer than cp x max_tokens_per_slot, or a type
+    or number is impossible; LayoutError for a bad length.
+    """
+    request = Request.of(
+        lengths,
+        home,
+        targets=targets,
+        max_tokens_per_slot=max_tokens_per_slot,
+        cp_comm_type=cp_comm_type,
+        hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
+        allow_empty=allow_empty,
+        cost=cost,
+        node_size=node_size,
+        micro_batch_multiple=micro_batch_multiple,
+        mode=mode,
+        row_multiple=row_multiple,
+        partition=partition,
+        heads=heads,
+    )
+    packer = Packer.of(request, request.check_degree(home, cp))
+    if not request.lengths:
+        return request.plan((), "fixed")
+    best = min(packer.deals(), key=packer.seconds)
+    return request.plan(packer.micro_batches(best), "fixed")
+
+
+@dataclass(frozen=True, eq=False)
+class Packer:
+    """Documents longest first, and the groups that they can go to.
+
+    A *deal* gives each document a place in that order: micro-batch x groups + group, as an array.
+    """
+
+    request: Request
+    cp: int
+    order: Ints  # (documents,) ids, longest first, equal lengths by id
+    lengths: list[int]  # (documents,) in that order
+    work: list[float]  # (documents,) seconds, in that order
+    room: int  # rows that a group holds
+    inside: NDArray[np.bool_]  # (groups,) whether all its slots share a node
+
+    @classmethod
+    def of(cls, request: Request, cp: int) -> "Packer":
+        """The documents and groups of a request at degree cp, which divides its slots."""
+        lengths = np.array(request.lengths, dtype=np.int64)
+        order = np.argsort(-lengths, kind="stable")
+        rows = lengths[order]
+        first = np.arange(0, request.slots, cp)
+        room = int(rows.sum()) if request.rows is None else request.rows * cp
+        inside = first // request.node_size == (first + cp - 1) // request.node_size
+        work = request.cost.work_seconds(rows, rows * rows)
+        return cls(request, cp, order, rows.tolist(), work.tolist(), room, inside)
+
+    def deals(self) -> Iterator[Ints]:
+        """The deals worth pricing: few bins, level bins, the same with one more round of micro-batches, and chains."""
+        few = self._dealt(first_fit(self.lengths, self.room))
+        yield self._placed(self._levelled(few))
+        groups, multiple = len(self.inside), self.request.micro_batch_multiple
+        least = self._whole(1 + int(few.max()) // groups)
+        for count in (least, least + multiple):
+            level = spread(self.lengths, self.work, count * groups, self.room)
+            if level is not None:
+                yield self._placed(self._levelled(self._dealt(level)))
+        if self.request.mode == "free":
+            yield self._chains()
+
+    def seconds(self, deal: Ints) -> float:
+        """What the step takes; the sums are exactly rounded, so that all hosts prefer the same deal."""
+        each, launch = self._matrix(deal, self.inside), self.request.cost.micro_batch_seconds
+        if self.request.mode == "lockstep":
+            return math.fsum(each.max(axis=1) + launch)
+        return max(math.fsum(column[column > 0] + launch) for column in each.T)
+
+    def micro_batches(self, deal: Ints) -> list[MicroBatch]:
+        """Groups of the documents that share a place, ids rising; a place without documents has no group."""
+        held: dict[int, list[int]] = {}
+        for document, place in sorted(zip(self.order.tolist(), deal.tolist(), strict=True)):
+            held.setdefault(place, []).append(document)
+        batches: list[list[Group]] = [[] for _ in range(self._count(deal))]
+        for place in sorted(held):
+            m, g = divmod(place, len(self.inside))
+            batches[m].append(self.request.group(range(g * self.cp, (g + 1) * self.cp), held[place]))
+        return [MicroBatch(tuple(groups)) for groups in batches]
+
+    def _dealt(self, bins: Sequence[int]) -> Ints:
+        """Bins by falling time, so that those of one micro-batch are alike."""
+        found = np.array(bins, dtype=np.int64)
+        rank = np.argsort(np.argsort(-self._bin_seconds(found, int(found.max()) + 1, True), kind="stable"))
+        return rank[found]
+
+    def _levelled(self, deal: Ints) -> Ints:
+        """The same micro-batches, the documents of each spread anew over its groups where that is faster."""
+        groups, count = len(self.inside), self._count(deal)
+        batch, fresh = deal // groups, deal.copy()
+        members = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])
+        for m, here in enumerate(members):
+            ids: list[int] = here.tolist()
+            bins = spread([self.lengths[i] for i in ids], [self.work[i] for i in ids], groups, self.room)
+            fresh[here] = deal[here] if bins is None else m * groups + np.array(bins, dtype=np.int64)
+        before, after = (self._matrix(places, True, count).max(axis=1) for places in (deal, fresh))
+        return np.where((after < before)[batch], fresh, deal)
+
+    def _placed(self, deal: Ints) -> Ints:
+        """The bins of each micro-batch at the groups that suit: the longest inside a node, or where least is to do."""
+        groups, each = len(self.inside), self._matrix(deal, True)
+        load, place = np.zeros(groups), np.empty(each.shape, dtype=np.int64)
+        for m, seconds in enumerate(each):
+            wanted = ~self.inside if self.request.mode == "lockstep" else load
+            place[m, np.argsort(-seconds, kind="stable")] = m * groups + np.argsort(wanted, kind="stable")
+            load[place[m] - m * groups] += seconds
+        return place.reshape(-1)[deal]
+
+    def _chains(self) -> Ints:
+        """Documents spread over the groups first, then each group's own packed into few micro-batches."""
+        groups, whole = len(self.inside), sum(self.lengths)
+        chain = np.array(spread(self.lengths, self.work, groups, whole), dtype=np.int64)
+        deal = np.empty_like(chain)
+        for g in range(groups):
+            here = np.flatnonzero(chain == g)
+            bins = first_fit([self.lengths[i] for i in here.tolist()], self.room)
+            deal[here] = np.array(bins, dtype=np.int64) * groups + g
+        return deal
+
+    def _matrix(self, deal: Ints, inside: NDArray[np.bool_] | bool, count: int | None = None) -> Floats:
+        """Seconds of each place (micro-batches, groups)."""
+        count = count or self._count(deal)
+        flags = np.broadcast_to(inside, (count, len(self.inside))).reshape(-1)
+        return self._bin_seconds(deal, flags.size, flags).reshape(count, len(self.inside))
+
+    def _bin_seconds(self, bins: Ints, count: int, inside: NDArray[np.bool_] | bool) -> Floats:
+        """Seconds of each bin (count,); an empty one takes none."""
+        rows = np.array(self.lengths, dtype=np.int64)
+        tokens, squares = np.zeros((2, count), dtype=np.int64)
+        np.add.at(tokens, bins, rows)
+        np.add.at(squares, bins, rows * rows)
+        return np.where(tokens > 0, self.request.cost.group_seconds(tokens, squares, self.cp, inside), 0.0)
+
+    def _count(self, deal: Ints) -> int:
+        return self._whole(1 + int(deal.max()) // len(self.inside))
+
+    def _whole(self, micro_batches: int) -> int:
+        """So many micro-batches, rounded up to the multiple asked for."""
+        multiple = self.request.micro_batch_multiple
+        return -(-micro_batches // multiple) * multiple

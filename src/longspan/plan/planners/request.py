@@ -1,0 +1,201 @@
+"""What every planner is asked: documents, slots, a cap and a price, checked once, and the plan made of the answer.
+
+Planners differ in which documents they put together where; that is not decided here.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from longspan.errors import PlanError, counted
+from longspan.layout import Layout, check_lengths
+from longspan.plan.check import (
+    MODES,
+    PARTITIONS,
+    check_choice,
+    check_comm_types,
+    check_count,
+    check_first_size,
+    check_heads,
+    check_hierarchy,
+    check_size,
+    heads_allow,
+)
+from longspan.plan.cost.bound import Bound, lower_bound_seconds
+from longspan.plan.cost.cost import Cost
+from longspan.plan.plan import Group, MicroBatch, Mode, PartitionKind, Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The checked arguments that all planners share; make it with `Request.of`."""
+
+    lengths: tuple[int, ...]
+    slots: int
+    targets: int
+    max_tokens_per_slot: int | None
+    cp_comm_type: str | tuple[str, ...]
+    hierarchical_context_parallel_sizes: tuple[int, int] | None
+    cost: Cost
+    node_size: int
+    micro_batch_multiple: int
+    mode: Mode
+    row_multiple: int
+    partition: PartitionKind
+    heads: int | None = None  # query heads of the model, None where they are not known
+    tp: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Sequence[int],
+        home: Layout,
+        *,
+        targets: int | None,
+        max_tokens_per_slot: int | None,
+        cp_comm_type: str | Sequence[str],
+        hierarchical_context_parallel_sizes: Sequence[int] | None,
+        allow_empty: bool,
+        **others: Any,
+    ) -> "Request":
+        """Check what a caller asked of a planner. Raises PlanError, or LayoutError for a bad length."""
+        found = check_lengths(lengths)
+        if not found and not allow_empty:
+            raise PlanError(
+                "there are no documents to plan and allow_empty is False; give lengths, or leave allow_empty out for a "
+                "step of dummy micro-batches"
+            )
+        check_size(len(found), max(found, default=0))
+        types, sizes = check_comm_types(cp_comm_type), hierarchical_context_parallel_sizes
+        request = cls(
+            lengths=found,
+            slots=home.slots,
+            targets=sum(found) - len(found) if targets is None else check_count("targets", targets, least=0),
+            max_tokens_per_slot=max_tokens_per_slot,
+            cp_comm_type=types[0] if isinstance(cp_comm_type, str) else types,
+            hierarchical_context_parallel_sizes=None if sizes is None else tuple(sizes),  # pyright: ignore
+            tp=home.tp,
+            **others,
+        )
+        request._check_numbers()
+        if request.mode == "free" and home.ep > 1:
+            raise PlanError(
+                f"mode is 'free' and the home has ep {home.ep}: slots that share experts wait for each other in every "
+                "layer; use mode='lockstep', or ep 1"
+            )
+        if request.mode == "free" and home.pp > 1:
+            raise PlanError(
+                f"mode is 'free' and the home has pp {home.pp}: a pipeline keeps all slots at one micro-batch; "
+                "use mode='lockstep', or pp 1"
+            )
+        return request
+
+    def _check_numbers(self) -> None:
+        check_count("node_size", self.node_size)
+        check_count("micro_batch_multiple", self.micro_batch_multiple)
+        check_count("row_multiple", self.row_multiple)
+        check_choice("mode", self.mode, MODES)
+        check_choice("partition", self.partition, PARTITIONS)
+        if self.heads is not None:
+            check_count("heads", self.heads)
+        if self.max_tokens_per_slot is not None:
+            cap = check_count("max_tokens_per_slot", self.max_tokens_per_slot)
+            if cap < self.row_multiple:
+                raise PlanError(
+                    f"max_tokens_per_slot {cap} is below row_multiple {self.row_multiple}: a slot could hold no row; "
+                    f"use at least {self.row_multiple}"
+                )
+
+    @property
+    def rows(self) -> int | None:
+        """Rows that a slot can hold in whole row multiples; None for no limit."""
+        cap = self.max_tokens_per_slot
+        return None if cap is None else cap // self.row_multiple * self.row_multiple
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The communication types, one for all layers or one for each."""
+        return (self.cp_comm_type,) if isinstance(self.cp_comm_type, str) else self.cp_comm_type
+
+    def degrees(self, least: int, most: int) -> range | tuple[int, ...]:
+        """The degrees from `least` to `most` that a group may have; under a2a those that the query heads allow."""
+        if self.heads is None or "a2a" not in self.types:
+            return range(least, most + 1)
+        return tuple(d for d in range(least, most + 1) if heads_allow(d, self.heads, self.types, self.tp))
+
+    def check_degree(self, home: Layout, cp: int) -> int:
+        """The degree, if it divides the slots and every document fits its cap. Raises PlanError saying which fit."""
+        check_count("cp", cp)
+        if self.slots % cp:
+            fit = [str(d) for d in range(1, self.slots + 1) if self.slots % d == 0]
+            listed = ", ".join(fit[:-1]) + (" or " if len(fit) > 1 else "") + fit[-1]
+            raise PlanError(
+                f"cp {cp} does not divide {counted(self.slots, 'slot')} "
+                f"({counted(len(home.ranks), 'rank')} / tp {home.tp} / pp {home.pp}); use {listed}"
+            )
+        check_hierarchy(self.types, self.hierarchical_context_parallel_sizes, cp)
+        check_heads(self, cp)
+        check_first_size(self)
+        self.check_longest(cp)
+        return int(cp)
+
+    def check_longest(self, cp: int, limit: str = "") -> None:
+        """Raise PlanError where the longest document does not fit cp slots; `limit` says why cp cannot be higher."""
+        if self.rows is None or not self.lengths or max(self.lengths) <= self.rows * cp:
+            return
+        longest = max(self.lengths)
+        over = sum(length > self.rows * cp for length in self.lengths)
+        multiple = f" in multiples of {self.row_multiple}" if self.row_multiple > 1 else ""
+        raise PlanError(
+            f"document {self.lengths.index(longest)} has {longest} rows, more than the {self.rows * cp} that cp {cp} x "
+            f"max_tokens_per_slot {self.max_tokens_per_slot} hold{multiple} ({over} such documents); raise "
+            f"max_tokens_per_slot to {self._least_cap(longest, cp)}, {limit or 'raise cp'}, or cut the document"
+        )
+
+    def _least_cap(self, longest: int, cp: int) -> int:
+        return -(-longest // (cp * self.row_multiple)) * self.row_multiple
+
+    def group(self, slots: Sequence[int], documents: Sequence[int], pad_to: int | None = None) -> Group:
+        """A group of these slots and documents with the types asked for."""
+        lengths = tuple(self.lengths[d] for d in documents)
+        sizes, partition = self.sizes_of(len(slots)), self.partition_of(len(slots))
+        return Group(tuple(slots), tuple(documents), lengths, self.cp_comm_type, sizes, partition, pad_to)
+
+    def sizes_of(self, degree: int) -> tuple[int, int] | None:
+        """The two sizes of a group of this degree: of the first that was asked for, what divides the degree."""
+        if "a2a+p2p" not in self.types or self.hierarchical_context_parallel_sizes is None:
+            return None
+        inner = math.gcd(self.hierarchical_context_parallel_sizes[0], degree)
+        return inner, degree // inner
+
+    def partition_of(self, degree: int) -> PartitionKind:
+        """How a group of this degree deals out its rows; a slot alone has the same rows either way."""
+        return self.partition if degree > 1 else "zigzag"
+
+    def plan(self, micro_batches: Sequence[MicroBatch], planner: str, *, max_cp: int | None = None) -> Plan:
+        """The checked plan of these micro-batches, with dummies up to the next multiple, its time and its bound."""
+        dummies = max(1, len(micro_batches)) + (-max(1, len(micro_batches)) % self.micro_batch_multiple)
+        batches = (*micro_batches, *[MicroBatch()] * (dummies - len(micro_batches)))
+        plan = Plan(
+            slots=self.slots,
+            lengths=self.lengths,
+            micro_batches=batches,
+            targets=self.targets,
+            mode=self.mode,
+            max_tokens_per_slot=self.max_tokens_per_slot,
+            node_size=self.node_size,
+            row_multiple=self.row_multiple,
+            planner=planner,
+            cost=self.cost,
+        ).check()
+        seconds, bound = plan.timeline().step_seconds, self.lower_bound(max_cp).seconds
+        bound += self.cost.closing_seconds if self.mode == "free" else 0.0
+        return replace(plan, predicted_seconds=seconds, lower_bound_seconds=bound)
+
+    def lower_bound(self, max_cp: int | None = None) -> Bound:
+        """What no plan of this request can beat; `max_cp` limits the degree of a group."""
+        cap, cost = self.max_tokens_per_slot, self.cost
+        return lower_bound_seconds(
+            self.lengths, self.slots, cap, cost, self.mode, max_cp=max_cp, node_size=self.node_size
+        )

@@ -1,0 +1,1 @@
+"""What planners and degrees would cost on a cluster."""

@@ -1,0 +1,184 @@
+"""When every slot starts and ends each micro-batch of a plan, under a Cost.
+
+Lockstep: all slots end a micro-batch with its slowest. Free: only slots that groups join wait for each other. Every
+function is vectorised over groups and slots, so that a plan of thousands of slots is priced in a fraction of a second.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.plan.cost.cost import Cost
+
+if TYPE_CHECKING:
+    from longspan.plan.plan import MicroBatch, Mode
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class GroupTable:
+    """All groups of a plan as columns, in plan order, and their members as (group, slot) pairs."""
+
+    micro_batch: Ints  # (G,)
+    degree: Ints  # (G,)
+    tokens: Ints  # (G,) laid-out rows
+    squares: Ints  # (G,) sum of squared laid-out rows of a document
+    group: Ints  # (E,) of each membership
+    slot: Ints  # (E,)
+
+    @classmethod
+    def of(cls, micro_batches: "Sequence[MicroBatch]") -> "GroupTable":
+        """The groups of these micro-batches."""
+        groups = [(m, group) for m, batch in enumerate(micro_batches) for group in batch.groups]
+        degree = _ints([len(group.slots) for _, group in groups])
+        counts = _ints([len(group.lengths) for _, group in groups])
+        pad = np.repeat(_ints([group.pad_to or 0 for _, group in groups]), counts)
+        lengths = np.fromiter(chain.from_iterable(group.lengths for _, group in groups), np.int64, len(pad))
+        rows = np.where(pad > 0, pad, lengths)
+        return cls(
+            micro_batch=_ints([m for m, _ in groups]),
+            degree=degree,
+            tokens=_segment_sums(rows, counts),
+            squares=_segment_sums(rows * rows, counts),
+            group=np.repeat(np.arange(len(groups)), degree),
+            slot=np.fromiter(chain.from_iterable(group.slots for _, group in groups), np.int64, int(degree.sum())),
+        )
+
+    @property
+    def rows(self) -> Ints:
+        """The most rows that one member of each group holds (G,)."""
+        return -(-self.tokens // self.degree)
+
+    def inside(self, node_size: int) -> NDArray[np.bool_]:
+        """Whether all slots of each group share a node (G,)."""
+        if not len(self.degree):
+            return np.zeros(0, dtype=np.bool_)
+        first = np.cumsum(self.degree) - self.degree
+        node = self.slot // node_size
+        return np.minimum.reduceat(node, first) == np.maximum.reduceat(node, first)
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """When each slot works: arrays of shape (micro-batches, slots), times in seconds from the start of the step.
+
+    `rows` held, `busy` seconds of own work, `start` of that work, and `end`, at which the slot may go on; `end − start
+    − busy` is the wait for others. A slot that skips a micro-batch has `start == end` and no busy time. `step_seconds`
+    is the end of the whole step, in free mode `Cost.closing_seconds` after the last slot's.
+    """
+
+    rows: Ints
+    busy: Floats
+    start: Floats
+    end: Floats
+    step_seconds: float
+
+    @property
+    def idle(self) -> Floats:
+        """Share of each micro-batch's slot time that is spent waiting, between 0 and 1 (micro-batches,)."""
+        taken = np.diff(self.end, axis=0, prepend=0.0).sum(axis=1)
+        return np.clip(1.0 - self.busy.sum(axis=1) / np.maximum(taken, 1e-300), 0.0, 1.0)
+
+
+def slot_rows(micro_batches: "Sequence[MicroBatch]", slots: int, row_multiple: int = 1) -> Ints:
+    """Rows that each slot holds in each micro-batch, padding included, rounded up to `row_multiple` (M, slots)."""
+    table = GroupTable.of(micro_batches)
+    rows = _per_slot(table, table.rows, len(micro_batches), slots).astype(np.int64)
+    return -(-rows // row_multiple) * row_multiple
+
+
+def predicted_seconds(
+    micro_batches: "Sequence[MicroBatch]", slots: int, cost: Cost, *, mode: "Mode" = "lockstep", node_size: int = 8
+) -> float:
+    """Seconds of a step of these micro-batches on so many slots."""
+    return timeline(micro_batches, slots, cost, mode=mode, node_size=node_size).step_seconds
+
+
+def timeline(
+    micro_batches: "Sequence[MicroBatch]",
+    slots: int,
+    cost: Cost,
+    *,
+    mode: "Mode" = "lockstep",
+    node_size: int = 8,
+    row_multiple: int = 1,
+) -> Timeline:
+    """When each slot works in each micro-batch; slot ids must be below `slots` (`Plan.check` says so by name)."""
+    table, count = GroupTable.of(micro_batches), len(micro_batches)
+    seconds = cost.group_seconds(table.tokens, table.squares, table.degree, table.inside(node_size))
+    busy = _per_slot(table, seconds, count, slots)
+    rows = _per_slot(table, table.rows, count, slots).astype(np.int64)
+    if mode == "lockstep":
+        busy += cost.micro_batch_seconds
+        start, end, total = _lockstep(busy)
+    else:
+        active = np.zeros((count, slots), dtype=np.bool_)
+        active[table.micro_batch[table.group], table.slot] = True
+        busy[active] += cost.micro_batch_seconds
+        start, end, total = _free(busy, active, _components(table, count, slots))
+        total += cost.closing_seconds
+    return Timeline(-(-rows // row_multiple) * row_multiple, busy, start, end, total)
+
+
+def _lockstep(busy: Floats) -> tuple[Floats, Floats, float]:
+    slowest = busy.max(axis=1)
+    end = np.cumsum(slowest)
+    shape = np.ones_like(busy)
+    return (end - slowest)[:, None] * shape, end[:, None] * shape, math.fsum(slowest)
+
+
+def _free(busy: Floats, active: NDArray[np.bool_], component: Ints) -> tuple[Floats, Floats, float]:
+    """Joined slots start when the last of them is ready and end with the slowest; the others pass by."""
+    count, slots = busy.shape
+    start, end, clock = np.zeros_like(busy), np.zeros_like(busy), np.zeros(slots)
+    for m in range(count):
+        here = np.flatnonzero(active[m])
+        root = component[m, here]
+        ready, longest = np.zeros(slots), np.zeros(slots)
+        np.maximum.at(ready, root, clock[here])
+        np.maximum.at(longest, root, busy[m, here])
+        start[m] = clock
+        start[m, here] = ready[root]
+        clock[here] = ready[root] + longest[root]
+        end[m] = clock
+    return start, end, float(clock.max(initial=0.0))
+
+
+def _components(table: GroupTable, count: int, slots: int) -> Ints:
+    """The lowest slot that groups join each slot to in each micro-batch (M, slots); by hooking and pointer jumping."""
+    label = np.arange(count * slots)
+    cells = table.micro_batch[table.group] * slots + table.slot
+    first = np.cumsum(table.degree) - table.degree
+    while len(cells):
+        low = np.minimum.reduceat(label[cells], first)[table.group]
+        joined = label.copy()
+        np.minimum.at(joined, label[cells], low)
+        joined = joined[joined]
+        if np.array_equal(joined, label):
+            break
+        label = joined
+    return label.reshape(count, slots) % slots
+
+
+def _per_slot(table: GroupTable, values: Floats | Ints, count: int, slots: int) -> Floats:
+    """The sum of a group's value over the groups that each slot is in, for each micro-batch (M, slots)."""
+    cells = table.micro_batch[table.group] * slots + table.slot
+    sums: Floats = np.bincount(cells, weights=values[table.group], minlength=count * slots).astype(np.float64)
+    return sums.reshape(count, slots)
+
+
+def _segment_sums(values: Ints, counts: Ints) -> Ints:
+    total = np.concatenate(([0], np.cumsum(values)))
+    stop = np.cumsum(counts)
+    return total[stop] - total[stop - counts]
+
+
+def _ints(values: Sequence[int]) -> Ints:
+    return np.array(values, dtype=np.int64)

@@ -1,0 +1,63 @@
+"""Local ranks that stay for many calls, so that a device is set up and its kernels are compiled once.
+
+On a GPU, a fresh process spends seconds on the device's context, its libraries and its kernels before it computes
+anything; a suite of tests spends most of its time there. Fresh ranks for every call are `run_local`'s business.
+"""
+
+import atexit
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from longspan.launch.launch import pickled_call
+from longspan.launch.local_ranks import Crew
+
+
+class RankPool:
+    """Up to `size` local ranks, started at the first call and started again after one that failed.
+
+    >>> pool = RankPool(4)
+    >>> pool.run(fn, 2, args, timeout=60)
+    >>> pool.close()
+
+    Between calls each rank puts back what a call may leave behind (`process_state.py`). A call that fails ends all
+    ranks, for a communicator may be broken and a kernel may still wait.
+    """
+
+    def __init__(self, size: int, threads: int = 1) -> None:
+        self.size, self.threads = size, threads
+        self._crew: Crew | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        atexit.register(self.close)
+
+    def run(
+        self, fn: Callable[..., Any], n: int, args: Sequence[Any] = (), *, timeout: float, grace: float = 10.0
+    ) -> list[Any]:
+        """`fn(rank, *args)` on the first n ranks; returns and raises as `run_local` does."""
+        payload, crew = pickled_call(fn, args), self._running()
+        try:
+            crew.give(payload, n)
+            crew.collect(timeout, grace)
+            if crew.failure is not None:
+                raise crew.failure
+        except BaseException:
+            self.close()
+            raise
+        return [rank.answer.value() for rank in crew.ranks if rank.answer is not None]
+
+    def _running(self) -> Crew:
+        if self._crew is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="longspan-ranks-")
+            self._crew = Crew(self.size, Path(self._folder.name), self.threads)
+            self._crew.start()
+        return self._crew
+
+    def close(self) -> None:
+        """End all ranks; the next call starts them again."""
+        if self._crew is not None:
+            self._crew.end()
+            self._crew = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None

@@ -1,0 +1,1 @@
+"""Checkpoints: saved by all ranks, complete or not there at all."""

@@ -1,0 +1,170 @@
+"""Checkpoints: saved by all ranks with torch's distributed checkpoint, complete or not there at all.
+
+A checkpoint is a folder `step-000100` with the ranks' `.distcp` files, `state.json` (step, configuration) and, written
+last, `manifest.json`: size and SHA-256 of every file, taken by its writer while it wrote. It is written as
+`step-000100.partial`, synced and renamed, so an interrupted save never damages an older one. Weights and optimizer
+state are stored by name and global shape, as they are in the whole model: any number of ranks may load them, in any
+number of pipeline stages. The data position is the step alone (`step_order.py`), and dropout's masks are hashed from
+the run's seed and the step, so neither needs a state of its own. What stands in a folder is judged by
+`files.py`; before a checkpoint is loaded, its files are hashed once, each by one of the ranks.
+"""
+
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+from longspan.comm import World
+from longspan.errors import CheckpointError
+from longspan.train.all_ranks import Say, first_does, is_first, together
+from longspan.train.checkpoint.files import (
+    PARTIAL,
+    Digest,
+    begin,
+    check_contents,
+    check_sizes,
+    checkpoint_path,
+    dealt_out,
+    finish,
+    finished,
+    newest_good,
+    note_damage,
+    prune,
+    read_state,
+)
+from longspan.train.checkpoint.storage import HashingWriter, PatientReader
+
+_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # no list of parameters, which differs between stages
+
+
+def save_checkpoint(
+    root: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    world: World,
+    *,
+    step: int,
+    state: Mapping[str, Any],
+    keep: int,
+) -> Path:
+    """Write checkpoint `step` under `root` and keep the newest `keep` (0: all); all ranks call it together.
+
+    `state` is whatever else a resumed run wants to see, as JSON. Raises CheckpointError on every rank where any could
+    not write.
+    """
+    path = checkpoint_path(root, step)
+    folder = path.with_name(path.name + PARTIAL)
+    first_does(world, lambda: begin(folder), refuse=CheckpointError)
+    try:
+        digests = _write(folder, _tensors(model, optimizer), world)
+        first_does(world, lambda: finish(folder, path, {"step": step, **state}, digests), refuse=CheckpointError)
+    except CheckpointError as error:
+        if is_first(world):
+            shutil.rmtree(folder, ignore_errors=True)  # what it takes may be what the disk lacks
+        raise CheckpointError(f"checkpoint {path} could not be written: {error}") from error
+    first_does(world, lambda: prune(root, keep), refuse=CheckpointError)
+    return path
+
+
+def find_checkpoint(root: Path, world: World, say: Say, *, note: bool = False) -> Path | None:
+    """The newest good checkpoint under `root`, None where there is none; the same on every rank.
+
+    What is unfinished or damaged is skipped and told to `say` on the first rank; with `note`, damage is written down in
+    the checkpoint too, for `save_checkpoint` to keep others. Raises CheckpointError where nothing good is left.
+    """
+    paths = first_does(world, lambda: finished(root, say), refuse=CheckpointError)
+    found, damage = newest_good(paths, partial(check_checkpoint, world=world), say if is_first(world) else _silent)
+    if note:
+        first_does(world, lambda: note_damage(damage, found), refuse=CheckpointError)
+    return found
+
+
+def check_checkpoint(path: Path, world: World) -> None:
+    """Raise CheckpointError on every rank unless every file of a checkpoint is as it was written.
+
+    All ranks call it together: each reads a part of the files.
+    """
+    files = first_does(world, lambda: check_sizes(path), refuse=CheckpointError)
+    mine = dealt_out(files, len(world.home.ranks))[world.home.ranks.index(world.rank)]
+    together(world, lambda: check_contents(path, mine), refuse=CheckpointError)
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None, world: World) -> dict[str, Any]:
+    """Load a checkpoint into a model and an optimizer (or the model alone); returns its state.
+
+    Moments and step counts come from the checkpoint. The optimizer keeps its own hyperparameters (lr, weight decay,
+    betas, eps): a resumed run is one of the configuration at hand. All ranks call it together, with any number of
+    ranks. Raises CheckpointError where it belongs to another model.
+    """
+    state, stored = first_does(world, lambda: (read_state(path), _stored_names(path)), refuse=CheckpointError)
+    tensors = _tensors(model, optimizer)
+    hyperparameters = {name: tensors["optimizer"].pop(name) for name in _hyperparameters(tensors)}
+    _check_names(path, stored, {name for names in world.gather_objects(list(tensors["model"])) for name in names})
+    try:
+        dcp.load(tensors, storage_reader=PatientReader(path, world), process_group=world.control)
+    except (Exception, CheckpointException) as error:  # other shapes and unreadable files alike
+        raise CheckpointError(f"checkpoint {path} does not fit this model: {_reason(error)}") from error
+    optimizers = [] if optimizer is None else [optimizer]
+    moments = tensors.get("optimizer", {}) | hyperparameters
+    set_state_dict(model, optimizers, model_state_dict=tensors["model"], optim_state_dict=moments, options=_BY_NAME)
+    return state
+
+
+def _write(folder: Path, tensors: dict[str, Any], world: World) -> list[dict[str, Digest]]:
+    """Write the files of all ranks; returns the size and hash of each rank's."""
+    writer = HashingWriter(folder, world)
+    try:
+        dcp.save(tensors, storage_writer=writer, process_group=world.control)
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        raise CheckpointError(_reason(error)) from error
+    return world.gather_objects(writer.digests)
+
+
+def _stored_names(path: Path) -> set[str]:
+    """The weights that a checkpoint holds."""
+    try:
+        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except Exception as error:  # an unreadable pickle raises anything
+        raise CheckpointError(f"checkpoint {path}: .metadata cannot be read: {error}") from error
+    return {name.removeprefix("model.") for name in stored if name.startswith("model.")}
+
+
+def _check_names(path: Path, saved: set[str], weights: set[str]) -> None:
+    """torch refuses weights that the checkpoint lacks; those that the model lacks would be passed over in silence.
+
+    `weights` are those of all ranks.
+    """
+    if saved != weights:
+        lacks, extra = sorted(weights - saved), sorted(saved - weights)
+        raise CheckpointError(
+            f"checkpoint {path} is of another model: it lacks {len(lacks)} of this model's weights "
+            f"({', '.join(lacks[:2]) or 'none'}) and has {len(extra)} that this model has not "
+            f"({', '.join(extra[:2]) or 'none'}); load it with the model that it was saved from"
+        )
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong on the first rank where something did, without the tracebacks of all of them."""
+    failures = list(error.failures.items()) if isinstance(error, CheckpointException) else []
+    return f"{failures[0][1][0]} (on rank {failures[0][0]})" if failures else str(error)
+
+
+def _hyperparameters(tensors: Mapping[str, Any]) -> list[str]:
+    """Names of what an optimizer was told, beside its moments."""
+    return [name for name in tensors.get("optimizer", {}) if name.startswith("param_groups.")]
+
+
+def _tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    weights, moments = get_state_dict(model, [] if optimizer is None else [optimizer], options=_BY_NAME)
+    return {"model": weights} | ({} if optimizer is None else {"optimizer": moments})
+
+
+def _silent(_: str) -> None:
+    pass

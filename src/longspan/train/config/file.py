@@ -1,0 +1,165 @@
+"""Configuration files: TOML to a RunConfig and back. Unknown names are refused with the nearest known one."""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from longspan.errors import ConfigError
+from longspan.train.config.sections import RunConfig
+
+# Keys that older runs have in their config.toml, with the one value that says what every run does now.
+_GONE = {"data.read": ("rows", "every slot reads the rows that it computes")}
+
+
+def load_config(path: str | Path | None = None, overrides: Mapping[str, object] | None = None) -> RunConfig:
+    """Read a configuration: the defaults, then the file, then `overrides` ("section.key": value).
+
+    >>> load_config(None, {"train.steps": 10}).train.steps
+    10
+
+    Raises ConfigError for a file that is missing or not TOML, for an unknown section or key (with the nearest name),
+    and for a value of the wrong type. Whether the values fit together is checked by `check_config`.
+    """
+    config = RunConfig() if path is None else _from_file(Path(path))
+    for key, value in (overrides or {}).items():
+        section, _, name = key.partition(".")
+        config = _with_section(config, section, {name: value} if name else value, source="the overrides")
+    return config
+
+
+def config_keys() -> tuple[str, ...]:
+    """Every "section.key", in order."""
+    sections = get_type_hints(RunConfig)
+    return tuple(
+        f"{section.name}.{key.name}" for section in fields(RunConfig) for key in fields(sections[section.name])
+    )
+
+
+def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """A hint for a mistyped name: the nearest known one, or all of them. All begin with `prefix`, which counts not."""
+    known = tuple(known)
+    bare = [other.removeprefix(prefix) for other in known]
+    close = difflib.get_close_matches(name.removeprefix(prefix), bare, n=1, cutoff=0.5)
+    return f"did you mean {prefix + close[0]!r}?" if close else f"known: {', '.join(known)}"
+
+
+def to_toml(config: RunConfig) -> str:
+    """The configuration as TOML; `load_config` of it gives an equal one back."""
+    sections = []
+    for name, values in asdict(config).items():
+        lines = (f"{key} = {_toml_value(value)}" for key, value in values.items())
+        sections.append("\n".join([f"[{name}]", *lines]) + "\n")
+    return "\n".join(sections)
+
+
+def _from_file(path: Path) -> RunConfig:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; give a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    config = RunConfig()
+    for section, values in tables.items():
+        config = _with_section(config, section, values, source=str(path))
+    return config
+
+
+def _with_section(config: RunConfig, section: str, values: object, *, source: str) -> RunConfig:
+    names = [f.name for f in fields(RunConfig)]
+    if section not in names:
+        owners = [key for key in config_keys() if key.endswith(f".{section}")]
+        hint = f"did you mean {owners[0]!r}?" if owners else nearest(section, names)
+        raise ConfigError(f"unknown section [{section}] in {source}: {hint}")
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{section} is {values!r} in {source}; it is a section: write [{section}] and its keys below")
+    known = getattr(config, section)
+    types = get_type_hints(type(known))
+    changes: dict[str, Any] = {}
+    for key, value in values.items():
+        if f"{section}.{key}" in _GONE:
+            _check_gone(f"{section}.{key}", value, source)
+            continue
+        if key not in types:
+            raise ConfigError(f"unknown key {section}.{key} in {source}: {_key_hint(section, str(key), types)}")
+        changes[key] = _converted(f"{section}.{key}", value, types[key], source)
+    return replace(config, **{section: replace(known, **changes)})
+
+
+def _check_gone(key: str, value: object, source: str) -> None:
+    only, what = _GONE[key]
+    if value != only:
+        raise ConfigError(f"{key} is {value!r} in {source}; there is no such key any more: {what}. Leave it out")
+
+
+def _key_hint(section: str, key: str, siblings: Iterable[str]) -> str:
+    elsewhere = [known for known in config_keys() if known.endswith(f".{key}")]
+    return f"did you mean {elsewhere[0]!r}?" if elsewhere else nearest(key, siblings).replace("'", f"'{section}.", 1)
+
+
+def _converted(key: str, value: object, kind: Any, source: str) -> object:
+    """The value as `kind` holds it: a list becomes a tuple, an integer may stand for a float."""
+    value = present_word(value, kind)
+    for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
+        found = _fitting(value, option)
+        if found is not None:
+            return found
+    hint = ""
+    if get_origin(kind) is Literal and isinstance(value, str):
+        hint = f" ({nearest(value, get_args(kind))})"
+    raise ConfigError(f"{key} is {value!r} in {source}; it must be {_wanted(kind)}{hint}")
+
+
+def present_word(value: object, kind: Any) -> object:
+    """A value as it is written now: true and false of what became a choice are "full" and "none"."""
+    word = {True: "full", "true": "full", False: "none", "false": "none"}.get(value) if _is_word(value) else None
+    return word if get_origin(kind) is Literal and word in get_args(kind) else value
+
+
+def _is_word(value: object) -> bool:
+    return isinstance(value, bool | str)
+
+
+def _fitting(value: object, option: Any) -> object | None:
+    if get_origin(option) is Literal:
+        return value if value in get_args(option) else None
+    if get_origin(option) is tuple:
+        items = value if isinstance(value, list | tuple) else ()
+        inner = [_fitting(item, get_args(option)[0]) for item in items]
+        return tuple(inner) if inner and None not in inner else None
+    if isinstance(value, bool) is not (option is bool):
+        return None
+    if option is float and isinstance(value, int):
+        return float(value)
+    return value if isinstance(value, option) else None
+
+
+def _wanted(kind: Any) -> str:
+    words = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+    if isinstance(kind, UnionType):
+        return " or ".join(_wanted(option) for option in get_args(kind))
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(repr, get_args(kind)))
+    if get_origin(kind) is tuple:
+        return {int: "a list of integers", str: "a list of strings"}[get_args(kind)[0]]
+    return words[kind]
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return '"' + "".join(_toml_escape(c) for c in value) + '"'
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    return repr(value)
+
+
+def _toml_escape(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
+    return f"\\u{ord(character):04x}" if ord(character) < 32 or ord(character) == 127 else character

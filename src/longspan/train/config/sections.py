@@ -1,0 +1,182 @@
+"""What a run is told: six sections of frozen values with the defaults of `make train`.
+
+A RunConfig comes from a TOML file and flags (`file.py`, `cli/flags.py`) and is checked against the number of
+ranks before any process group exists (`config_check.py`). The text under each key is also its `--help`.
+This module decides nothing and imports no torch.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+AUTO = "auto"  # for context.max_tokens_per_slot
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model: random weights of a preset, or a local Hugging Face folder."""
+
+    preset: str = "qwen3-tiny"
+    """Random weights: qwen3-tiny, llama-tiny, qwen3-deep-tiny (4 layers), qwen3-moe-tiny, gpt-oss-tiny (8 experts)."""
+    path: str = ""
+    """A local Hugging Face folder with config.json and safetensors; wins over preset."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Parameters and arithmetic: float32, float64 or bfloat16."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The text, how it becomes documents, and which of them are only evaluated."""
+
+    path: str = "stdlib"
+    """stdlib (sources of this Python's standard library), or a folder or file of .txt .md .py .jsonl."""
+    tokenizer: str = ""
+    """A folder with tokenizer.json; empty: the model folder's, else one trained on the corpus."""
+    vocab_size: int = 2048
+    """Entries of the byte-pair tokenizer that is trained when no other is given, and of the preset's embedding."""
+    max_document_tokens: int = 2048
+    """Longer texts are cut into documents of at most this many tokens; 0: they are an error that names them."""
+    eval_documents: int = 32
+    """Documents held out for evaluation, chosen by the seed; 0: no evaluation."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Where the weights live. Context parallelism is not here: it moves no weight."""
+
+    tp: int = 1
+    """Tensor-parallel degree: neighbouring ranks that share out heads, widths and vocabulary."""
+    pp: int = 1
+    """Pipeline stages: ranks that each hold a part of the layers."""
+    vpp: int = 1
+    """Virtual pipeline stages a rank, each a part of the layers of its own; more than 1 interleaves them."""
+    pipeline_schedule: Literal["1f1b", "gpipe", "zero_bubble", "zbv"] = "1f1b"
+    """Order of forward and backward passes: 1f1b, gpipe, zero_bubble, or zbv (vpp = 2, folded like a V)."""
+    ep: int = 1
+    """Expert-parallel degree: neighbouring slots that share out the experts of every layer."""
+    dp_replicate: int = 1
+    """Copies of the sharded weights (HSDP): each copy is sharded over slots / copies."""
+    sequence_parallel: bool = False
+    """Split the rows of norms and residuals over the tensor-parallel ranks; needs tp above 1."""
+    reshard_after_forward: bool = True
+    """Free gathered weights after the forward pass: less memory, one more gather; never with pp above 1."""
+
+
+@dataclass(frozen=True)
+class ContextConfig:
+    """Who shares which documents, in training and in evaluation."""
+
+    planner: Literal["fixed", "padded", "dynamic"] = "fixed"
+    """fixed: packed documents at one degree; padded: one document a row; dynamic: a degree for each document."""
+    context_parallel_size: int = 2
+    """Slots that share a document in training (fixed and padded)."""
+    cp_comm_type: str | tuple[str, ...] = "p2p"
+    """How they share it: p2p, all_gather, a2a, a2a+p2p or auto (docs/attention.md); one, or one for each layer."""
+    partition: Literal["zigzag", "contiguous"] = "zigzag"
+    """How their rows are dealt out: zigzag: equal causal work; contiguous: one run a slot, fewer copies under a2a."""
+    attention_kernel: str = ""
+    """Attention kernel, in training and evaluation (longspan doctor --kernels); empty: the first that can."""
+    hierarchical_context_parallel_sizes: int | tuple[int, ...] = (2, 2)
+    """Sizes (a2a, p2p) of a2a+p2p; read with that type only."""
+    min_dynamic_context_parallel_size: int = 1
+    """Smallest degree that the dynamic planner may choose."""
+    max_dynamic_context_parallel_size: int = 0
+    """Largest degree that the dynamic planner may choose; 0: no limit."""
+    max_tokens_per_slot: int | str = 1024
+    """Rows of one micro-batch on one slot, at most; 0: no limit; auto: as many as its memory holds, measured first."""
+    node_size: int = 8
+    """Slots of one host: what the plan's cost model takes as near."""
+    cost: str = ""
+    """File of longspan bench calibrate: what steps cost here; empty: on GPUs the model on H200s (docs/planning.md)."""
+    mode: Literal["lockstep", "free"] = "lockstep"
+    """In training, who waits: lockstep: all slots for the slowest of a micro-batch; free: those that share a group."""
+    plan_ahead: int = 2
+    """Coming steps whose dynamic plans another process makes meanwhile; 0: each when its step begins."""
+    eval_planner: Literal["fixed", "padded", "dynamic"] = "fixed"
+    """Planner of evaluation."""
+    eval_context_parallel_size: int = 4
+    """Slots that share a document in evaluation; this key alone changes the degree."""
+    eval_cp_comm_type: str | tuple[str, ...] = "p2p"
+    """As cp_comm_type, in evaluation."""
+    eval_partition: Literal["zigzag", "contiguous"] = "zigzag"
+    """As partition, in evaluation."""
+    eval_max_tokens_per_slot: int = 2048
+    """As max_tokens_per_slot, in evaluation."""
+    eval_hierarchical_context_parallel_sizes: int | tuple[int, ...] = (2, 2)
+    """As hierarchical_context_parallel_sizes, in evaluation."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Steps, optimizer, and when to evaluate and save."""
+
+    steps: int = 300
+    """Optimizer steps of the whole run."""
+    tokens_per_step: int = 4096
+    """Whole documents are taken up to this many tokens, at least one document a step."""
+    lr: float = 6e-3
+    """Peak learning rate, reached after the warm-up; a cosine leads down from it."""
+    min_lr_ratio: float = 0.1
+    """Learning rate of the last step, as a share of lr."""
+    warmup_steps: int = 100
+    """Steps of linear warm-up."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """adamw or sgd."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0: never."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Recompute layers in the backward pass: none, full, or selective (all but attention); true is full."""
+    recompute_layers: int = 0
+    """Recompute this many of a stage's layers, the first ones, and keep the others' activations; 0: each."""
+    memory_fraction: float = 0.8
+    """Of a GPU's free memory, what max_tokens_per_slot = "auto" may fill."""
+    memory_bytes: int = 0
+    """The same in bytes, on any device; 0: memory_fraction of a GPU, 1 GiB on a CPU."""
+    offload_activations: bool = False
+    """Keep what checkpointed layers start from in the host's memory meanwhile."""
+    loss_chunk_rows: int = 0
+    """Rows whose logits are formed at a time; 0: as many as 2 GiB hold on a GPU, 64 MiB on a CPU."""
+    fused_norms: Literal["auto", "on", "off"] = "auto"
+    """Run each RMS norm as one torch kernel forward and one backward, rounded once: auto (on GPUs, where a norm allows
+    it), on, or off."""
+    router_balance_loss: float = -1.0
+    """Weight of the load-balancing loss of experts' routers; -1: what the model's configuration says, 0: none."""
+    router_z_loss: float = 0.0
+    """Weight of the z-loss of experts' routers: the mean square of the logsumexp of their logits."""
+    seed: int = 0
+    """Of weights, document order and held-out documents."""
+    eval_every: int = 100
+    """Steps between evaluations; 0: only after the last step."""
+    save_every: int = 0
+    """Steps between checkpoints; 0: only after the last step and when the run is told to stop."""
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """The run's folder and how it behaves."""
+
+    dir: str = "runs/first"
+    """Folder of the run: config, corpus, metrics, plans, checkpoints, report."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto: go on from the newest good checkpoint; never: refuse a folder that holds one; must: refuse one without."""
+    keep_checkpoints: int = 2
+    """Newest good checkpoints that are kept; 0: all."""
+    timeout_seconds: float = 600.0
+    """How long a rank waits for the others before it says which one is missing."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that a run is told.
+
+    >>> from dataclasses import replace
+    >>> config = replace(RunConfig(), train=TrainConfig(steps=10))
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    run: RunSection = field(default_factory=RunSection)

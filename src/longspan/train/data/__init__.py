@@ -1,0 +1,1 @@
+"""From files to the documents of a step."""

@@ -1,0 +1,186 @@
+"""Making a corpus folder: read, tokenize, cut into documents, write. One rank does it, once for each run folder.
+
+Texts stream through in batches, so a corpus may be larger than memory. Reading it back is `documents.py`'s business.
+"""
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from longspan.errors import DataError, counted
+from longspan.train.config.sections import DataConfig
+from longspan.train.data.documents import Corpus, Manifest
+from longspan.train.data.files import Source, changed_files, describe, find_files, read_file, read_texts
+from longspan.train.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+
+SAMPLE_CHARACTERS = 4_000_000  # what the byte-pair tokenizer is trained on, at most
+BATCH_CHARACTERS = 4_000_000  # what is tokenized at once
+SHORTEST = 2  # a document of one token predicts nothing
+
+Say = Callable[[str], None]
+
+
+def ensure_corpus(data: DataConfig, run_dir: Path, *, model_dir: Path | None, resumed: bool, say: Say) -> Corpus:
+    """The run's corpus: the one that is there if it would come out the same, else a new one.
+
+    `say` hears what happens, at least once a batch. Raises DataError for sources that are missing, empty or unreadable,
+    and, where the run is `resumed`, for sources or settings that changed since it began: its order would not hold.
+    """
+    folder = run_dir / "corpus"
+    files = find_files(data.path, leave_out=run_dir)
+    given = _given_tokenizer(data, model_dir)
+    if (folder / "corpus.json").is_file():
+        corpus = Corpus(folder)
+        changes = _changes(corpus.manifest, data, files, given)
+        if not changes:
+            return corpus
+        if resumed:
+            raise DataError(_changed_message(run_dir, changes))
+        say(f"the corpus changed ({changes[0]}): building it again")
+    elif resumed:
+        raise DataError(f"{run_dir} has checkpoints but no corpus: restore {folder}, or set run.dir to a new folder")
+    return build_corpus(data, files, run_dir, tokenizer=given, say=say)
+
+
+def build_corpus(
+    data: DataConfig, files: dict[str, Path], run_dir: Path, *, tokenizer: TextTokenizer | None, say: Say
+) -> Corpus:
+    """Write `run_dir/corpus` and `run_dir/tokenizer.json`; a build that is interrupted leaves neither half-made."""
+    partial, folder = run_dir / "corpus.partial", run_dir / "corpus"
+    for old in (partial, folder):
+        shutil.rmtree(old, ignore_errors=True)
+    partial.mkdir(parents=True)
+    reader = _Reader(files)
+    if tokenizer is None:
+        say(f"training a tokenizer of {data.vocab_size} entries on {data.path}")
+        tokenizer = train_tokenizer(_sample(files), data.vocab_size)
+    tokenizer.save_pretrained(run_dir)
+    lengths, origins = _write_tokens(reader, tokenizer, data.max_document_tokens, partial / "tokens.bin", say)
+    if not lengths:
+        no = f"{len(reader.skipped)} {'is' if len(reader.skipped) == 1 else 'are'}"
+        raise DataError(
+            f"data.path {data.path!r} is empty: of {counted(len(files), 'file')} {no} not UTF-8, and the rest holds no "
+            f"text of {SHORTEST} tokens or more; give text"
+        )
+    np.save(partial / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+    np.save(partial / "origins.npy", np.array(origins, dtype=np.int32))
+    manifest = _manifest(data, tokenizer, reader)
+    (partial / "corpus.json").write_text(manifest.to_json(), encoding="utf-8")
+    partial.rename(folder)
+    if reader.skipped:
+        say(f"left out {counted(len(reader.skipped), 'file')}, not UTF-8: {', '.join(reader.skipped[:5])}")
+    return Corpus(folder)
+
+
+class _Reader:
+    """Texts of files in order; remembers what was read and what was not UTF-8."""
+
+    def __init__(self, files: dict[str, Path]) -> None:
+        self.files = files
+        self.sources: list[Source] = []
+        self.skipped: list[str] = []
+
+    def texts(self) -> Iterator[tuple[int, str]]:
+        """(index of the source, text), file after file."""
+        for name, file in self.files.items():
+            raw = read_file(name, file)
+            self.sources.append(describe(name, file, raw))
+            try:
+                for text in read_texts(name, raw):
+                    yield len(self.sources) - 1, text
+            except UnicodeDecodeError:
+                self.skipped.append(name)
+
+
+def _write_tokens(
+    reader: _Reader, tokenizer: TextTokenizer, longest: int, file: Path, say: Say
+) -> tuple[list[int], list[int]]:
+    """Write the ids of all documents end to end; returns each document's length and source."""
+    dtype, lengths, origins = _dtype(tokenizer), list[int](), list[int]()
+    with file.open("wb") as out:
+        for batch in _batches(reader.texts()):
+            for origin, ids in zip((o for o, _ in batch), tokenizer.encode([t for _, t in batch]), strict=True):
+                step = longest or max(len(ids), 1)
+                for start in range(0, len(ids), step):
+                    document = ids[start : start + step]
+                    if len(document) >= SHORTEST:
+                        out.write(document.astype(dtype).tobytes())
+                        lengths.append(len(document))
+                        origins.append(origin)
+            files, tokens = counted(len(reader.files), "file"), counted(sum(lengths), "token")
+            say(f"tokenized {len(reader.sources)} of {files}, {tokens}")
+    return lengths, origins
+
+
+def _batches(texts: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    batch, size = list[tuple[int, str]](), 0
+    for origin, text in texts:
+        batch.append((origin, text))
+        size += len(text)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _sample(files: dict[str, Path]) -> Iterator[str]:
+    """Texts to train a tokenizer on: files in a fixed shuffled order, until SAMPLE_CHARACTERS are together."""
+    names, left = list(files), SAMPLE_CHARACTERS
+    order = np.argsort(np.random.PCG64(0).random_raw(len(names)), kind="stable")
+    reader = _Reader({names[i]: files[names[i]] for i in order})
+    for _, text in reader.texts():
+        yield text[:left]
+        left -= len(text)
+        if left <= 0:
+            return
+
+
+def _given_tokenizer(data: DataConfig, model_dir: Path | None) -> TextTokenizer | None:
+    if data.tokenizer:
+        return load_tokenizer(data.tokenizer)
+    if model_dir is not None and (model_dir / "tokenizer.json").is_file():
+        return load_tokenizer(model_dir)
+    return None
+
+
+def _manifest(data: DataConfig, tokenizer: TextTokenizer, reader: _Reader) -> Manifest:
+    return Manifest(
+        path=data.path,
+        max_document_tokens=data.max_document_tokens,
+        tokenizer_digest=tokenizer.digest,
+        tokenizer_size=tokenizer.size,
+        dtype=_dtype(tokenizer),
+        sources=tuple(reader.sources),
+        skipped=tuple(reader.skipped),
+    )
+
+
+def _dtype(tokenizer: TextTokenizer) -> str:
+    return "<u2" if tokenizer.size <= 2**16 else "<u4"
+
+
+def _changes(old: Manifest, data: DataConfig, files: dict[str, Path], given: TextTokenizer | None) -> list[str]:
+    """Why the corpus would come out differently today; nothing where it would not."""
+    changes = list[str]()
+    for key, before, now in (
+        ("data.path", old.path, data.path),
+        ("data.max_document_tokens", old.max_document_tokens, data.max_document_tokens),
+    ):
+        if before != now:
+            changes.append(f"{key} was {before!r} and is {now!r}")
+    if given is not None and given.digest != old.tokenizer_digest:
+        changes.append("the tokenizer is another one")
+    if given is None and data.vocab_size < old.tokenizer_size:
+        changes.append(f"data.vocab_size is {data.vocab_size}, the tokenizer has {old.tokenizer_size} entries")
+    return changes or changed_files(list(old.sources), files)
+
+
+def _changed_message(run_dir: Path, changes: list[str]) -> str:
+    more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
+    return (
+        f"the corpus of {run_dir} changed since the run began: {'; '.join(changes[:3])}{more}; "
+        f"restore it, or set run.dir to a new folder"
+    )

@@ -1,0 +1,1 @@
+"""Losses of an evaluation set, at any degree."""

@@ -1,0 +1,154 @@
+"""One probe of `max_tokens_per_slot = "auto"`: a step of so many rows on every slot, and the most bytes that it takes.
+
+A rank that runs out of memory inside a probe cannot go on: the others are in collectives that it has left, so that no
+two ranks need be at the same one. It ends the run with an error that names the probe, and the run's folder keeps how
+many rows were too many: the next start of the run stays below.
+"""
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from longspan.comm import World
+from longspan.comm.failure.watch import is_out_of_memory
+from longspan.errors import ConfigError
+from longspan.layout import Layout
+from longspan.model.prepare import vocabulary_size
+from longspan.plan import Plan
+from longspan.train.config.sections import RunConfig
+from longspan.train.memory.live_bytes import LiveBytes
+from longspan.train.plans import PlanChoice, query_heads, row_multiple_of
+from longspan.train.run.metrics_log import write_whole
+from longspan.train.step import run_step
+
+TOO_MANY_FILE = "max_tokens_per_slot.too_many.json"
+_OF_CONTEXT = (
+    "planner",
+    "mode",
+    "context_parallel_size",
+    "max_dynamic_context_parallel_size",
+    "cp_comm_type",
+    "partition",
+    "hierarchical_context_parallel_sizes",
+    "attention_kernel",
+)
+_OF_DATA = ("tokenizer", "vocab_size")
+_OF_TRAINING = (
+    "optimizer",
+    "activation_checkpointing",
+    "recompute_layers",
+    "offload_activations",
+    "loss_chunk_rows",
+    "fused_norms",
+    "memory_fraction",
+    "memory_bytes",
+)
+
+
+@dataclass(frozen=True)
+class TooMany:
+    """Rows of a probe that did not fit, on so many ranks and under these keys of the configuration."""
+
+    rows: int
+    ranks: int
+    measured_for: dict[str, Any]
+
+
+class _Measured(Protocol):
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def measured_for(self) -> dict[str, Any]: ...
+
+
+Noted = TypeVar("Noted", bound=_Measured)
+
+
+def most_bytes(config: RunConfig, model: nn.Module, world: World, rows: int) -> int:
+    """The most bytes at a time of a step of micro-batches of so many rows on every slot, above those before.
+
+    Raises ConfigError, on the rank concerned alone, where its memory does not suffice; the others raise CommError,
+    which quotes it.
+    """
+    plan = probe_plan(config, world.home, rows, query_heads(model.config))
+    random, vocabulary = np.random.default_rng(0), vocabulary_size(model) or 2
+    documents = [random.integers(0, vocabulary, size=n) for n in plan.lengths]
+    world.prepare(plan)
+    try:
+        return _measured(config, model, world, plan, documents)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _too_many(config, world, rows, error) from error
+    finally:
+        model.zero_grad(set_to_none=True)
+
+
+def _measured(config: RunConfig, model: nn.Module, world: World, plan: Plan, documents: Any) -> int:
+    if world.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(world.device)
+        before = torch.cuda.memory_allocated(world.device)
+        run_step(model, plan, documents, world, loss_chunk_rows=config.train.loss_chunk_rows)
+        return torch.cuda.max_memory_allocated(world.device) - before
+    with LiveBytes() as counted:
+        run_step(model, plan, documents, world, loss_chunk_rows=config.train.loss_chunk_rows)
+    return counted.peak
+
+
+def probe_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = None) -> Plan:
+    """Every slot holds so many rows of a document of the widest group that training uses, in each micro-batch.
+
+    Under sequence parallelism `rows` is a multiple of tp.
+    """
+    choice = PlanChoice.training(config.context, row_multiple=row_multiple_of(config.parallel), heads=heads)
+    widest = choice.degree if choice.planner != "dynamic" else min(choice.max_degree or home.slots, home.slots)
+    degree = max(d for d in range(1, widest + 1) if home.slots % d == 0 and choice.allows(d, home))
+    in_flight = max(1, home.pp * config.parallel.vpp)  # micro-batches that a pipeline holds at once
+    lengths = [rows * degree] * (home.slots // degree * in_flight)
+    probe = replace(choice, planner="fixed", max_tokens_per_slot=rows).at_degree(degree, longest=rows * degree)
+    return probe.plan(lengths, home)
+
+
+def _too_many(config: RunConfig, world: World, rows: int, error: BaseException) -> ConfigError:
+    """The error of a rank without memory for a probe of so many rows, which are remembered."""
+    too_many = TooMany(rows, len(world.home.ranks), conditions(config))
+    with suppress(OSError):  # the folder may not be there on every rank
+        write_whole(Path(config.run.dir) / TOO_MANY_FILE, json.dumps(asdict(too_many), indent=1))
+    return ConfigError(
+        f'context.max_tokens_per_slot is "auto": rank {world.rank} ran out of memory in a probe of {rows} rows of a '
+        f"slot ({str(error).partition('. ')[0]}). The run has noted it: start it again and it probes fewer rows, or "
+        f"give a number below {rows}"
+    )
+
+
+def too_many_rows(directory: Path, ranks: int, now: dict[str, Any]) -> int | None:
+    """The rows of a probe for which there was no memory when the run was started before, under the same conditions."""
+    found = noted(TooMany, directory / TOO_MANY_FILE, ranks, now, "rows are probed from the start")
+    return None if found is None else found.rows
+
+
+def noted(kind: type[Noted], file: Path, ranks: int, now: dict[str, Any], otherwise: str) -> Noted | None:
+    """What the run noted before on as many ranks under the same keys; without a damaged file, `otherwise`."""
+    if not file.is_file():
+        return None
+    try:
+        found = kind(**json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{file} is damaged: {error}; remove it and {otherwise}") from error
+    return found if (found.ranks, found.measured_for) == (ranks, now) else None
+
+
+def conditions(config: RunConfig) -> dict[str, Any]:
+    """The keys of a configuration on which the rows depend, with their values as JSON keeps them."""
+    found = {f"model.{key}": value for key, value in asdict(config.model).items()}
+    found |= {f"data.{key}": getattr(config.data, key) for key in _OF_DATA}
+    found |= {f"parallel.{key}": value for key, value in asdict(config.parallel).items()}
+    found |= {f"context.{key}": getattr(config.context, key) for key in _OF_CONTEXT}
+    found |= {f"train.{key}": getattr(config.train, key) for key in _OF_TRAINING}
+    return json.loads(json.dumps(found))

@@ -1,0 +1,194 @@
+"""`max_tokens_per_slot = "auto"`: how many rows of a micro-batch fit in a slot's memory, measured on the model at hand.
+
+Two probe micro-batches of different sizes, forward and backward (`row_probe.py`), give the bytes that do not depend on
+rows and those of a row; the rows are what the budget then leaves room for, the least of all ranks. A third probe nearer
+to these corrects them, as gradients may need more than the activations of few rows. After each probe the ranks tell
+each other its bytes, and the next one is no larger than they allow. Weights and moments are accounted for beforehand:
+probes change neither. A run keeps what it found in its folder and goes on with it.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from longspan.comm import World
+from longspan.errors import ConfigError
+from longspan.train.all_ranks import first_does
+from longspan.train.config.sections import AUTO, RunConfig
+from longspan.train.memory.row_probe import conditions, most_bytes, noted, too_many_rows
+from longspan.train.plans import row_multiple_of
+from longspan.train.run.metrics_log import write_whole
+
+FILE = "max_tokens_per_slot.json"
+PROBES = {"cuda": (1024, 4096)}  # rows of a slot
+PROBES_ELSEWHERE = (64, 256)
+FARTHEST = 8  # times the largest probe, at most, is the third
+CPU_BUDGET = 1 << 30
+
+
+@dataclass(frozen=True)
+class RowsThatFit:
+    """What was found: `rows` of a slot in a micro-batch, and from what: bytes, on the rank with the least room.
+
+    `measured_for` are the keys of the configuration that it depends on.
+    """
+
+    rows: int
+    bytes_per_row: float
+    fixed_bytes: float
+    budget_bytes: float
+    ranks: int
+    measured_for: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def fitted(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> RowsThatFit:
+    """The rows that a budget holds, from two measurements (rows, most bytes). Raises ConfigError where none fit.
+
+    >>> fitted([(100, 3000), (300, 7000)], 10_000, ranks=1).rows
+    450
+    """
+    each, fixed = _line_through(probes)
+    rows = int((budget - fixed) // each)
+    if rows < 1:
+        raise ConfigError(
+            f'context.max_tokens_per_slot is "{AUTO}": a row takes {each:,.0f} bytes beside {fixed:,.0f} for any '
+            f"number of rows, and the budget is {budget:,.0f}; raise train.memory_fraction or train.memory_bytes, "
+            "recompute activations (train.activation_checkpointing), or start more processes"
+        )
+    return RowsThatFit(rows, each, fixed, budget, ranks)
+
+
+def with_rows_that_fit(config: RunConfig, model: nn.Module, optimizer: Optimizer, world: World, say: Any) -> RunConfig:
+    """The configuration with a number in place of "auto": the run's own, or measured now; entered by all ranks."""
+    if config.context.max_tokens_per_slot != AUTO:
+        return config
+    directory = Path(config.run.dir)
+    file, ranks, now = directory / FILE, len(world.home.ranks), conditions(config)
+    found: RowsThatFit | None = first_does(
+        world, lambda: noted(RowsThatFit, file, ranks, now, "it is measured again"), refuse=ConfigError
+    )
+    if found is None:
+        below = first_does(world, lambda: too_many_rows(directory, ranks, now), refuse=ConfigError)
+        found = replace(measure(config, model, optimizer, world, below=below), measured_for=now)
+        text = json.dumps(asdict(found), indent=1)
+        first_does(world, lambda: write_whole(file, text), refuse=ConfigError)
+    say(
+        f"max_tokens_per_slot: {found.rows} rows of {found.bytes_per_row:,.0f} bytes each, in {found.budget_bytes:,.0f}"
+    )
+    return replace(config, context=replace(config.context, max_tokens_per_slot=found.rows))
+
+
+def measure(
+    config: RunConfig, model: nn.Module, optimizer: Optimizer, world: World, *, below: int | None = None
+) -> RowsThatFit:
+    """Run two probes and one that is nearer, and agree on the rows that fit on every rank.
+
+    `below`: so many rows did not fit before; no probe has as many, nor has the result. Raises ConfigError where fewer
+    rows than two probes need are left, and on a rank that runs out of memory in a probe.
+    """
+    probes = _Probes(config, model, world, _budget(config, model, optimizer, world.device), below)
+    probes.run(probes.first, warm=True)
+    probes.run(probes.second())
+    nearer = probes.nearer()
+    if nearer > probes.most:
+        probes.run(nearer)
+    return probes.fitted()
+
+
+class _Probes:
+    """The probes run so far, and what they say about the next one; the same on every rank."""
+
+    def __init__(self, config: RunConfig, model: nn.Module, world: World, budget: float, below: int | None) -> None:
+        self._config, self._model, self._world, self._below = config, model, world, below
+        self._multiple = row_multiple_of(config.parallel)
+        self._sizes = PROBES.get(world.device.type, PROBES_ELSEWHERE)
+        self._budgets: list[float] = world.gather_objects(budget)
+        self._found: list[tuple[int, list[int]]] = []  # rows, the most bytes of every rank
+        self.first = self._rounded(min(self._sizes[0], (below or math.inf) / 4))
+        if self.first < 2 * self._multiple:
+            raise ConfigError(
+                f'context.max_tokens_per_slot is "{AUTO}": {below} rows of a slot did not fit when this run was '
+                "started before, which leaves too few for probes; recompute activations "
+                "(train.activation_checkpointing), start more processes, or give a number"
+            )
+
+    @property
+    def most(self) -> int:
+        """The rows of the largest probe."""
+        return max(rows for rows, _ in self._found)
+
+    def run(self, rows: int, *, warm: bool = False) -> None:
+        """Run one probe, with `warm` after one that is not measured, and tell the others what it took."""
+        if warm:
+            self._bytes_of_all(rows)
+        self._found.append((rows, self._bytes_of_all(rows)))
+
+    def _bytes_of_all(self, rows: int) -> list[int]:
+        found = most_bytes(self._config, self._model, self._world, rows)
+        return self._world.gather_objects(max(found, 1), f"the bytes of a probe of {rows} rows")
+
+    def second(self) -> int:
+        """As many rows as surely fit if all bytes of the first probe are its rows'; fewer than the first if not it."""
+        rows, found = self._found[0]
+        room = min(budget / most for budget, most in zip(self._budgets, found, strict=True))
+        larger = self._rounded(min(self._sizes[1], rows * room, self._limit / 2))
+        return larger if larger >= rows + rows // 4 else self._rounded(rows / 2)
+
+    def nearer(self) -> int:
+        """Half of the rows that fit by now."""
+        return self._rounded(min(self.fitted().rows / 2, FARTHEST * self.most, self._limit / 2))
+
+    def fitted(self) -> RowsThatFit:
+        """The fit of the two largest probes, on the rank where the fewest rows fit."""
+        few, many = sorted(self._found)[-2:]
+        by_rank = [
+            ([(few[0], small), (many[0], large)], budget)
+            for small, large, budget in zip(few[1], many[1], self._budgets, strict=True)
+        ]
+        found = fitted(*min(by_rank, key=lambda told: _rows_of(*told)), ranks=len(self._budgets))
+        return found if found.rows < self._limit else replace(found, rows=int(self._limit // 2))
+
+    @property
+    def _limit(self) -> float:
+        return self._below or math.inf
+
+    def _rounded(self, rows: float) -> int:
+        return int(rows // self._multiple) * self._multiple
+
+
+def _rows_of(probes: Sequence[tuple[int, int]], budget: float) -> float:
+    each, fixed = _line_through(probes)
+    return (budget - fixed) / each
+
+
+def _line_through(probes: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """The bytes of a row, and those beside them, of two measurements (rows, most bytes)."""
+    (few, small), (many, large) = probes
+    each = max((large - small) / (many - few), 1.0)
+    return each, max(small - each * few, 0.0)
+
+
+def _budget(config: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device) -> float:
+    """Bytes for gradients and activations, beside weights and moments."""
+    if config.train.memory_bytes:
+        return float(config.train.memory_bytes)
+    if device.type != "cuda":
+        return float(CPU_BUDGET)
+    torch.cuda.empty_cache()
+    return config.train.memory_fraction * torch.cuda.mem_get_info(device)[0] - _moments_to_come(model, optimizer)
+
+
+def _moments_to_come(model: nn.Module, optimizer: Optimizer) -> float:
+    """Bytes that the optimizer's first step will take."""
+    if optimizer.state or type(optimizer).__name__ != "AdamW":
+        return 0.0
+    local = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters() if p.requires_grad)
+    return 2.0 * sum(p.numel() * p.element_size() for p in local)

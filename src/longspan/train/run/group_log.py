@@ -1,0 +1,54 @@
+"""What a run says and writes of the groups that its ranks talk in: communicators, and levels of hierarchical groups.
+
+`groups.jsonl` in the run's folder has one object a communicator (kind, ranks, seconds, plans so far) and one for each
+set of slots with two levels (a2a, p2p). One rank writes, of the communicators that it is in.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from longspan.comm import World
+from longspan.plan import Plan
+from longspan.plan.hierarchy import Levels, hierarchical_groups, levels_of
+from longspan.train.disk import naming
+
+SAID = 8  # hierarchical groups on the screen; all are in the file
+
+
+class GroupLog:
+    """Notes what is new after each plan; writes nothing where `path` is None.
+
+    >>> log = GroupLog(world, Path("runs/first/groups.jsonl"), screen.say)
+    >>> log.note(plan)
+    """
+
+    def __init__(self, world: World, path: Path | None, say: Callable[[str], None]) -> None:
+        self._world, self._path, self._say = world, path, say
+        self._plans = self._known = 0
+        self._levels: set[Levels] = set()
+        if path is not None:
+            path.write_text("", encoding="utf-8")
+
+    def note(self, plan: Plan) -> None:
+        """Write and say which groups this plan added."""
+        self._plans += 1
+        made = self._world.groups_made[self._known :]
+        self._known += len(made)
+        fresh = dict.fromkeys(levels_of(group) for group in hierarchical_groups(plan))
+        levels = [found for found in fresh if found not in self._levels]
+        self._levels.update(levels)
+        if self._path is None or not (made or levels):
+            return
+        rows = [{"kind": r.kind, "ranks": r.ranks, "seconds": round(r.seconds, 6), "plan": self._plans} for r in made]
+        rows += [{"kind": "levels", "a2a": found.a2a, "p2p": found.p2p, "plan": self._plans} for found in levels]
+        with naming(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        if made:
+            counts = Counter(f"{record.kind} of {len(record.ranks)}" for record in made)
+            names = ", ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items())
+            self._say(f"process groups of the first rank (kind and number of ranks): {names}")
+        said = len(self._levels) - len(levels)
+        for found in levels[: max(0, SAID - said)]:
+            self._say(f"hierarchical group of slots {sum(found.a2a, ())}: {found}")

@@ -1,0 +1,233 @@
+"""`train`: the loop of a run, from its configuration to its last evaluation, on every rank inside an open world.
+
+A step is: documents of the step, a plan of their lengths, `run_step`. What a run leaves in its folder: config.toml,
+corpus/, tokenizer.json, metrics.jsonl, groups.jsonl, plans/, checkpoints/, model/ (Hugging Face), summary.json; and
+run.lock, which keeps a second run out.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from longspan.comm import World
+from longspan.errors import DataError, LongspanError, RunFolderError
+from longspan.model import save_model
+from longspan.model.experts.router import RouterCoefficients
+from longspan.plan import Plan, PlanAhead
+from longspan.train.all_ranks import attempt, first_does, is_first, raise_any, together
+from longspan.train.checkpoint.checkpoint import save_checkpoint
+from longspan.train.config.sections import RunConfig, TrainConfig
+from longspan.train.data.tokenizer import load_tokenizer
+from longspan.train.evaluation.evaluate import compare_degrees, evaluate, save_plan
+from longspan.train.finite import as_json
+from longspan.train.optim import lr_at
+from longspan.train.plans import plans_of_steps, query_heads, row_multiple_of
+from longspan.train.run.config_check import check_config
+from longspan.train.run.group_log import GroupLog
+from longspan.train.run.lock import run_lock
+from longspan.train.run.metrics_log import MetricsLog, memory_bytes, read_rows, write_whole
+from longspan.train.run.progress import Screen
+from longspan.train.run.result import LAST_STEPS, Evaluation, Outcome
+from longspan.train.run.setup import Job, evaluation_choice, set_up
+from longspan.train.run.stop_signal import StopSignal
+from longspan.train.step import run_step
+
+
+def train(config: RunConfig, world: World, screen: Screen) -> Outcome:
+    """Train to the last step, or until told to stop; all ranks call it together, with the same configuration.
+
+    SIGTERM or Ctrl-C on any rank ends the run after the step at hand, with a checkpoint. Raises LongspanError for
+    what does not fit, before the first step, for a loss or gradients that are not finite, before they are used, and for
+    what the disk refuses; RunFolderError where another run is at work in the folder.
+    """
+    check_config(config, len(world.home.ranks))
+    with StopSignal() as stop, run_lock(Path(config.run.dir), world, screen.say):
+        return _train(set_up(config, world, screen.say), screen, stop)
+
+
+def _train(job: Job, screen: Screen, stop: StopSignal) -> Outcome:
+    world = job.world
+    metrics, group_file = (job.dir / name if is_first(world) else None for name in ("metrics.jsonl", "groups.jsonl"))
+    with together(world, lambda: MetricsLog(metrics, after_step=job.done), refuse=RunFolderError) as log:
+        groups = together(world, lambda: GroupLog(world, group_file, screen.say), refuse=RunFolderError)
+        with _plans(job) as plans:
+            done, stopped = _steps(job, plans, log, screen, stop, groups)
+        screen.end_bar()
+        final = () if stopped else _finish(job, log, screen)
+    outcome = Outcome(
+        dir=job.dir,
+        done=done,
+        steps=job.config.train.steps,
+        stopped=stopped,
+        last_loss=_last_loss(metrics, done) if metrics else math.nan,
+        vocab_size=job.corpus.manifest.tokenizer_size,
+        final=final,
+        world=len(world.home.ranks),
+    )
+    summary = as_json(outcome.summary(), indent=1)
+    first_does(world, lambda: write_whole(job.dir / "summary.json", summary), refuse=RunFolderError)
+    return outcome
+
+
+def _plans(job: Job) -> PlanAhead:
+    """The plans of the run's steps, priced for its model."""
+    parameters, home = list(job.model.parameters()), job.world.home
+    return plans_of_steps(
+        job.config.context,
+        job.order,
+        home,
+        cost=job.cost,
+        weights=sum(parameter.numel() for parameter in parameters) // home.tp,
+        weight_bytes=parameters[0].element_size(),
+        row_multiple=row_multiple_of(job.config.parallel),
+        heads=query_heads(job.model.config),
+    )
+
+
+def _steps(
+    job: Job, plans: PlanAhead, log: MetricsLog, screen: Screen, stop: StopSignal, groups: GroupLog
+) -> tuple[int, str]:
+    """The steps that are left; returns the number that is done, and what stopped them."""
+    done, steps, settings = job.done, job.config.train.steps, job.config.train
+    if _due(done, settings.eval_every) and done < steps and not _recorded(job, log, done):
+        _evaluate(job, log, screen, done)
+    while done < steps:
+        row, plan = _step(job, plans, done)
+        done += 1
+        _, failure = attempt(partial(_note_step, row, plan, log, groups), RunFolderError)
+        screen.step(row)
+        stopped = _agreed(job.world, stop, failure)
+        if done in (job.done + 1, steps) or stopped:
+            _save_plan(job, plan, f"step-{done:06d}")
+        if _due(done, settings.eval_every) and done < steps and not stopped:
+            found = _evaluate(job, log, screen, done)
+            if found is not None:
+                together(job.world, partial(groups.note, found.plan), refuse=RunFolderError)
+        if _due(done, settings.save_every) or done == steps or stopped:
+            _save(job, done)
+        if stopped:
+            return done, stopped
+    return done, ""
+
+
+def _note_step(row: Mapping[str, Any], plan: Plan, log: MetricsLog, groups: GroupLog) -> None:
+    groups.note(plan)
+    log.write(row)
+
+
+def _step(job: Job, plans: PlanAhead, step: int) -> tuple[dict[str, Any], Plan]:
+    """One optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
+    started = time.perf_counter()
+    config, world = job.config.train, job.world
+    documents = job.corpus.select(job.order.documents_of_step(step))
+    plan = plans.plan(step)
+    world.prepare(plan)
+    lr = lr_at(step, config.steps, config.warmup_steps, config.lr, config.min_lr_ratio)
+    for group in job.optimizer.param_groups:
+        group["lr"] = lr
+    norm = config.max_grad_norm or None
+    result = run_step(
+        job.model,
+        plan,
+        documents,
+        world,
+        optimizer=job.optimizer,
+        max_grad_norm=norm,
+        step=step + 1,
+        loss_chunk_rows=config.loss_chunk_rows,
+        router=router_coefficients(config),
+    )
+    seconds = time.perf_counter() - started
+    row = {
+        "step": step + 1,
+        "loss": result.loss,
+        "tokens": result.tokens,
+        "targets": result.targets,
+        "grad_norm": result.grad_norm,
+        "lr": lr,
+        "seconds": round(seconds, 6),
+        "tokens_per_second": round(result.tokens / seconds, 3),
+        "memory_bytes": memory_bytes(world.device),
+        "micro_batches": result.micro_batches,
+        "efficiency": round(plan.efficiency, 6),
+    }
+    if result.router is not None:
+        row |= {"router_balance_loss": result.router.balance, "router_z_loss": result.router.z}
+    return row, plan
+
+
+def router_coefficients(config: TrainConfig) -> RouterCoefficients:
+    """What the losses of routers weigh; a balance of -1 is what the model's configuration says."""
+    balance = config.router_balance_loss
+    return RouterCoefficients(balance=None if balance < 0 else balance, z=config.router_z_loss)
+
+
+def _evaluate(job: Job, log: MetricsLog, screen: Screen, done: int) -> Evaluation | None:
+    if not job.order.evaluation:
+        return None
+    choice = evaluation_choice(job.config, job.cost, query_heads(job.model.config))
+    found = evaluate(job.model, job.corpus, job.order.evaluation, choice, job.world, step=done, config=job.config)
+    _record(job, log, screen, [found])
+    return found
+
+
+def _finish(job: Job, log: MetricsLog, screen: Screen) -> tuple[Evaluation, ...]:
+    """After the last step: the weights as a Hugging Face folder, and their loss at every degree, recorded once."""
+    world, done = job.world, job.config.train.steps
+    tokenizer = together(world, lambda: load_tokenizer(job.dir) if is_first(world) else None, refuse=DataError)
+    save_model(job.model, job.dir / "model", world, tokenizer)
+    if not job.order.evaluation:
+        return ()
+    choice = evaluation_choice(job.config, job.cost, query_heads(job.model.config))
+    final = compare_degrees(job.model, job.corpus, job.order.evaluation, choice, world, step=done, config=job.config)
+    if _recorded(job, log, done):
+        return final
+    if choice.planner != "fixed" or choice.degree not in [evaluation.cp for evaluation in final]:
+        _evaluate(job, log, screen, done)
+    _record(job, log, screen, final)
+    return final
+
+
+def _recorded(job: Job, log: MetricsLog, done: int) -> bool:
+    """Whether the run has an evaluation after so many steps: what the first rank's file says, on every rank."""
+    return job.world.broadcast_object(done in log.evaluated)
+
+
+def _record(job: Job, log: MetricsLog, screen: Screen, evaluations: Sequence[Evaluation]) -> None:
+    for evaluation in evaluations:
+        together(job.world, partial(log.write, evaluation.row()), refuse=RunFolderError)
+        screen.evaluation(evaluation.row())
+        _save_plan(job, evaluation.plan, f"evaluation-cp{evaluation.cp}")
+
+
+def _save_plan(job: Job, plan: Plan, name: str) -> None:
+    """Keep a plan for the report."""
+    first_does(job.world, lambda: save_plan(plan, job.dir / "plans", name), refuse=RunFolderError)
+
+
+def _save(job: Job, done: int) -> None:
+    state = {"config": asdict(job.config), "ranks": len(job.world.home.ranks)}
+    keep = job.config.run.keep_checkpoints
+    save_checkpoint(job.checkpoints, job.model, job.optimizer, job.world, step=done, state=state, keep=keep)
+
+
+def _agreed(world: World, stop: StopSignal, failure: LongspanError | None) -> str:
+    """What any rank was told to stop by; the same on every rank. Raises what any rank failed with."""
+    if not world.any_rank(bool(stop.asked) or failure is not None):
+        return ""
+    raise_any(world, failure)
+    return next(name for name in world.gather_objects(stop.asked) if name)
+
+
+def _due(done: int, every: int) -> bool:
+    return every > 0 and done > 0 and done % every == 0
+
+
+def _last_loss(metrics: Path, done: int) -> float:
+    rows = (row for row in read_rows(metrics) if done - LAST_STEPS < row["step"] <= done)
+    losses = [row["loss"] for row in rows if isinstance(row.get("loss"), float)]
+    return math.fsum(losses) / len(losses) if losses else math.nan

@@ -1,0 +1,272 @@
+"""From a configuration to everything that a run works with: model, optimizer, corpus, order, and where to go on.
+
+Every check that needs the data or the model is made here, on every rank, before the first step.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.errors import CheckpointError, ConfigError, DataError, RunFolderError, counted
+from longspan.model import load_model, prepare
+from longspan.model.pipeline.pipeline import PipelinedModel
+from longspan.model.seams.randomness import refuse_randomness
+from longspan.plan import Cost
+from longspan.train.all_ranks import Say, first_does, together
+from longspan.train.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint
+from longspan.train.checkpoint.files import read_state, remove_unfinished
+from longspan.train.config.file import to_toml
+from longspan.train.config.sections import AUTO, RunConfig
+from longspan.train.data.build import ensure_corpus
+from longspan.train.data.documents import Corpus
+from longspan.train.data.step_order import StepOrder
+from longspan.train.data.tokenizer import check_vocabulary
+from longspan.train.disk import naming
+from longspan.train.evaluation.evaluate import evaluate
+from longspan.train.memory.rows_that_fit import with_rows_that_fit
+from longspan.train.optim import build_optimizer
+from longspan.train.plans import PlanChoice, cost_of_run, query_heads, row_multiple_of
+from longspan.train.run.config_check import check_longest
+from longspan.train.run.metrics_log import write_whole
+from longspan.train.run.result import Evaluation
+
+# What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
+_FIXED_SECTIONS = ("model", "data")
+_FIXED_KEYS = ("train.seed", "train.tokens_per_step", "train.optimizer")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank holds of a run: the model under its home, its data, and the number of steps that are done."""
+
+    config: RunConfig
+    world: World
+    model: PreTrainedModel | PipelinedModel
+    optimizer: Optimizer
+    corpus: Corpus
+    order: StepOrder
+    cost: Cost  # what plans are priced by
+    done: int
+
+    @property
+    def dir(self) -> Path:
+        """The run's folder."""
+        return Path(self.config.run.dir)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the run's checkpoints stand."""
+        return self.dir / "checkpoints"
+
+
+def set_up(config: RunConfig, world: World, say: Say) -> Job:
+    """Open or begin the run of this configuration, which `check_config` has passed; all ranks call it together.
+
+    Raises ConfigError, DataError, ModelError or CheckpointError, the same on every rank, for what does not fit.
+    """
+    directory = Path(config.run.dir)
+    checkpoint = _checkpoint_to_resume(config, world, say)
+    model = _given_model(config)
+    corpus = _shared_corpus(config, world, model, resumed=checkpoint is not None, say=say)
+    order = order_of(config, corpus)
+    at = int(np.argmax(corpus.lengths))
+    longest, heads = (int(corpus.lengths[at]), corpus.origin(at)), None if model is None else query_heads(model.config)
+    check_longest(config, world.home, *longest, heads)
+    model = model_under_home(config, world, corpus, model)
+    refuse_randomness(model)
+    world.seed = config.train.seed
+    optimizer = build_optimizer(model, config.train.optimizer, config.train.lr, config.train.weight_decay)
+    done = 0
+    if checkpoint is not None:
+        done = int(load_checkpoint(checkpoint, model, optimizer, world)["step"])
+        say(f"going on from {checkpoint}: {done} of {config.train.steps} steps are done")
+    if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
+        first_does(world, lambda: write_whole(directory / "config.toml", to_toml(config)), refuse=RunFolderError)
+    config = with_rows_that_fit(config, model, optimizer, world, say)
+    check_longest(config, world.home, *longest, heads)
+    return Job(config, world, model, optimizer, corpus, order, _cost(config, world, model, say), done)
+
+
+def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World, say: Say) -> Evaluation:
+    """The loss of a checkpoint (None: the run's newest good one) on the run's held-out documents.
+
+    All ranks call it together; the plan is that of the evaluation half of `config.context`. Nothing is written.
+    Raises CheckpointError for a missing or damaged checkpoint, DataError where the run holds out no documents.
+    """
+    directory = Path(config.run.dir)
+    if checkpoint is not None:
+        check_checkpoint(checkpoint, world)
+    found = checkpoint or find_checkpoint(directory / "checkpoints", world, say)
+    if found is None:
+        raise CheckpointError(f"{directory} has no checkpoint; train it first: longspan train {directory}/config.toml")
+    corpus = Corpus(directory / "corpus")
+    documents = order_of(config, corpus).evaluation
+    if not documents:
+        raise DataError(
+            f"{directory} holds out no documents (data.eval_documents is 0), so there is nothing to evaluate"
+        )
+    model = model_under_home(config, world, corpus)
+    step = int(load_checkpoint(found, model, None, world)["step"])
+    choice = evaluation_choice(config, _cost(config, world, model, say), query_heads(model.config))
+    return evaluate(model, corpus, documents, choice, world, step=step, config=config)
+
+
+def evaluation_choice(config: RunConfig, cost: Cost, heads: int) -> PlanChoice:
+    """How evaluations of this configuration are planned, by the run's cost and its model's query heads."""
+    rows = row_multiple_of(config.parallel)
+    return PlanChoice.evaluation(config.context, cost=cost, row_multiple=rows, heads=heads)
+
+
+def _cost(config: RunConfig, world: World, model: PreTrainedModel | PipelinedModel, say: Say) -> Cost:
+    return cost_of_run(config, model.config, say, gpu=world.device.type == "cuda")
+
+
+def order_of(config: RunConfig, corpus: Corpus) -> StepOrder:
+    """The order of a run's documents."""
+    return StepOrder(
+        corpus.lengths,
+        tokens_per_step=config.train.tokens_per_step,
+        seed=config.train.seed,
+        eval_documents=config.data.eval_documents,
+    )
+
+
+def model_under_home(
+    config: RunConfig, world: World, corpus: Corpus, model: PreTrainedModel | None = None
+) -> PreTrainedModel | PipelinedModel:
+    """The run's model, loaded unless it is given, checked against the corpus and the configuration, and prepared."""
+    size = corpus.manifest.tokenizer_size
+    if model is None:
+        rows = size if config.data.tokenizer else config.data.vocab_size
+        model = _given_model(config) or load_model(
+            None, config.model.preset, dtype=config.model.dtype, seed=config.train.seed, vocab_size=rows
+        )
+    _check_vocabulary(config, model, size)
+    _check_layers(config, model)
+    return prepare(
+        model,
+        world,
+        reshard_after_forward=config.parallel.reshard_after_forward,
+        virtual_stages=config.parallel.vpp,
+        pipeline_schedule=config.parallel.pipeline_schedule,
+        activation_checkpointing=config.train.activation_checkpointing,
+        offload_activations=config.train.offload_activations,
+        recompute_layers=config.train.recompute_layers,
+        attention_kernel=config.context.attention_kernel or None,
+        fused_norms=config.train.fused_norms,
+        sequence_parallel=config.parallel.sequence_parallel,
+    )
+
+
+def _given_model(config: RunConfig) -> PreTrainedModel | None:
+    if not config.model.path:
+        return None
+    return load_model(config.model.path, config.model.preset, dtype=config.model.dtype, seed=config.train.seed)
+
+
+def _shared_corpus(
+    config: RunConfig, world: World, model: PreTrainedModel | None, *, resumed: bool, say: Say
+) -> Corpus:
+    """The corpus in the run's folder: the first rank makes sure of it, the others open what it made."""
+    directory = Path(config.run.dir)
+
+    def build() -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        folder = Path(config.model.path) if config.model.path else None
+        with naming(directory / "corpus"):
+            built = ensure_corpus(config.data, directory, model_dir=folder, resumed=resumed, say=say)
+        tokens, files = int(built.lengths.sum()), counted(len(built.manifest.sources), "file")
+        documents = counted(len(built), "document")
+        say(f"corpus: {files} of {config.data.path}, {documents}, {counted(tokens, 'token')}")
+
+    if model is not None and not config.data.tokenizer:
+        _check_given_vocabulary(config, model)
+    first_does(world, build, refuse=DataError)
+    return together(world, lambda: _open_corpus(directory), refuse=DataError)
+
+
+def _open_corpus(directory: Path) -> Corpus:
+    try:
+        return Corpus(directory / "corpus")
+    except DataError as error:
+        raise DataError(f"{error}; the run's folder must be on storage that all its machines share") from error
+
+
+def _check_given_vocabulary(config: RunConfig, model: PreTrainedModel) -> None:
+    """Before a tokenizer is trained for a model folder that has none: would it fit?"""
+    if not (Path(config.model.path) / "tokenizer.json").is_file():
+        _check_vocabulary(config, model, config.data.vocab_size)
+
+
+def _check_vocabulary(config: RunConfig, model: PreTrainedModel, size: int) -> None:
+    rows = model.get_input_embeddings().num_embeddings
+    assert isinstance(rows, int)
+    tokenizer = config.data.tokenizer or (config.model.path or "trained on the corpus (data.vocab_size)")
+    check_vocabulary(size, rows, tokenizer=tokenizer, model=config.model.path or config.model.preset)
+
+
+def _check_layers(config: RunConfig, model: PreTrainedModel) -> None:
+    layers = model.config.get_text_config().num_hidden_layers
+    for choice in (PlanChoice.training(config.context), PlanChoice.evaluation(config.context)):
+        if len(choice.comm_types) not in (1, layers):
+            raise ConfigError(
+                f"{choice.keys.comm_type} lists {counted(len(choice.comm_types), 'type')}, "
+                f"the model has {counted(layers, 'layer')}; give one type, or one for each layer"
+            )
+
+
+def _checkpoint_to_resume(config: RunConfig, world: World, say: Say) -> Path | None:
+    root = Path(config.run.dir) / "checkpoints"
+    first_does(world, lambda: remove_unfinished(root, say), refuse=CheckpointError)
+    found = find_checkpoint(root, world, say, note=True)
+    if found is None:
+        if config.run.resume == "must":
+            raise CheckpointError(
+                f"run.resume is 'must' and there is no checkpoint in {root}; use 'auto' to begin a run"
+            )
+        return None
+    if config.run.resume == "never":
+        raise CheckpointError(f"run.resume is 'never' and {found} is there; set run.dir to a new folder, or use 'auto'")
+    _check_same_run(config, first_does(world, lambda: read_state(found), refuse=CheckpointError), found)
+    return found
+
+
+def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
+    before, now = state.get("config", {}), json.loads(json.dumps(asdict(config)))
+    if state.get("step", 0) > config.train.steps:
+        raise ConfigError(
+            f"{path} is at step {state['step']}, beyond train.steps {config.train.steps}; raise train.steps"
+        )
+    fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in now[section]] + list(_FIXED_KEYS)
+    for name in fixed:
+        section, _, key = name.partition(".")
+        was, value = before.get(section, {}).get(key), now[section][key]
+        if was is not None and was != value:
+            raise ConfigError(
+                f"{name} was {was!r} when {path} was saved and is {value!r} now; "
+                f"set it back, or set run.dir to a new folder"
+            )
+    if state.get("step", 0) == config.train.steps:
+        _check_finished(before, now, path)
+
+
+def _check_finished(before: dict[str, Any], now: dict[str, Any], path: Path) -> None:
+    """A finished run is shown and not trained: under other keys than it was trained with, it would be another run's."""
+    changes = [
+        f"{section}.{key} was {before[section][key]!r} and is {value!r} now"
+        for section in now.keys() & before.keys() - {"run"}
+        for key, value in now[section].items()
+        if key in before[section] and not key.startswith("eval_") and value not in (before[section][key], AUTO)
+    ]
+    if changes:
+        raise ConfigError(
+            f"the run has come to its end at step {now['train']['steps']} ({path}), and nothing is left to train: "
+            f"{'; '.join(sorted(changes))}. Set them back to see the run, raise train.steps to train on with them, "
+            "or set run.dir to a new folder"
+        )
