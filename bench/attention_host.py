@@ -36,8 +36,9 @@ from longspan.attention.geometry.members import Circle, Mask
 from longspan.attention.sums import fused
 from longspan.cli.machine import machine, machine_text
 from longspan.comm.failure.watch import Watch
-from longspan.comm.groups.groups import Groups, _worlds
+from longspan.comm.groups.groups import Groups
 from longspan.comm.shard import ShardPart
+from longspan.comm.world import _worlds
 from longspan.train.versions import versions
 
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from longspan.comm.failure import watch
+from longspan.comm.failure import watch as watch_module
 from longspan.comm.failure.incident import Notes
 from longspan.comm.failure.watch import Watch
 from longspan.comm.world import World
@@ -92,7 +92,7 @@ def test_a_rank_that_leaves_and_lives_on_is_quoted_at_once() -> None:
 
 def wait_in_vain(rank: int, folder: Path) -> None:
     """Rank 1 leaves with an error and keeps its connections; rank 0 is in a barrier, rank 2 at work of its own."""
-    watch.LEFT_SECONDS = 1.0
+    watch_module.LEFT_SECONDS = 1.0
     kept = None
     try:
         with World(Layout(ranks=3), backend="gloo", timeout=60) as world:
@@ -176,7 +176,7 @@ def test_a_store_that_stays_silent_is_told_of_and_gpus_are_watched_on(
     def fails(notes: Notes) -> bool:
         raise RuntimeError("connection reset by peer")
 
-    monkeypatch.setattr(watch, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(watch_module, "SILENT_SECONDS", 0.3)
     monkeypatch.setattr(Notes, "somebody_left", fails)
     told, looked = "", list[int]()
     while told.count("answers no more roll calls") < 2:

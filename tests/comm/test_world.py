@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longspan.comm.groups.groups import Groups, world_of
+from longspan.comm.groups.groups import Groups
 from longspan.comm.rendezvous import CONNECTIONS, allow_open_files
 from longspan.comm.shard import bind
-from longspan.comm.world import World
+from longspan.comm.world import World, world_of
 from longspan.errors import CommError
 from longspan.layout import Layout
 from longspan.plan import MicroBatch

@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     name, *rest = argv
     if name not in BENCHES:
         raise ConfigError(f"longspan bench has no {name!r}; it has {', '.join(BENCHES)}")
-    return import_module(f"longspan.cli.bench_{name}").main(rest)
+    return import_module(f"longspan.bench.{name}.command").main(rest)
 
 
 def usage() -> str:

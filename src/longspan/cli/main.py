@@ -22,6 +22,7 @@ VERBS = {
     "report": "write the HTML report of a run or a plan",
     "doctor": "check versions, kernels, process groups and exactness on this machine",
 }
+_MODULES = {"bench": "longspan.bench.benches"}  # of verbs that are not in this folder
 EXIT_ERROR, EXIT_INTERRUPT = 2, 130
 
 
@@ -77,7 +78,7 @@ def _run(words: list[str]) -> int:
         from longspan.train.config.file import nearest
 
         raise ConfigError(f"longspan has no verb {verb!r}: {nearest(verb, VERBS)}")
-    return import_module(f"longspan.cli.{verb}").main(rest)
+    return import_module(_MODULES.get(verb, f"longspan.cli.{verb}")).main(rest)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from longspan.comm.groups.channel import Channel as Channel
     from longspan.comm.groups.channel import Handle as Handle
-    from longspan.comm.groups.groups import world_of as world_of
     from longspan.comm.moves.collectives import all_reduce_sum as all_reduce_sum
     from longspan.comm.moves.collectives import gather_rows as gather_rows
     from longspan.comm.moves.collectives import scatter_rows as scatter_rows
@@ -24,13 +23,14 @@ if TYPE_CHECKING:
     from longspan.comm.to_device import to_device as to_device
     from longspan.comm.waiting import patience as patience
     from longspan.comm.world import World as World
+    from longspan.comm.world import world_of as world_of
     from longspan.launch.launch import run_local as run_local
 
 _HOME_OF = {
     **dict.fromkeys(("all_reduce_sum", "gather_rows", "scatter_rows"), "longspan.comm.moves.collectives"),
     "columns": "longspan.comm.moves.side_by_side",
     **dict.fromkeys(("Channel", "Handle"), "longspan.comm.groups.channel"),
-    "world_of": "longspan.comm.groups.groups",
+    "world_of": "longspan.comm.world",
     "to_device": "longspan.comm.to_device",
     "run_local": "longspan.launch.launch",
     "patience": "longspan.comm.waiting",

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from longspan.comm.groups.channel import Channel
-from longspan.comm.groups.groups import world_of
 from longspan.comm.to_device import to_device
-from longspan.comm.world import World
+from longspan.comm.world import World, world_of
 from longspan.errors import CommError, LayoutError, PlanError
 from longspan.layout import Segments
 from longspan.layout.segments import expand

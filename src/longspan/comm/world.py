@@ -17,7 +17,7 @@ from longspan.comm.failure.incident import Notes
 from longspan.comm.failure.watch import Watch
 from longspan.comm.groups.channels import Channels
 from longspan.comm.groups.communicator_choice import Family
-from longspan.comm.groups.groups import Groups, _worlds
+from longspan.comm.groups.groups import Groups
 from longspan.comm.groups.meshes import Meshes
 from longspan.comm.rendezvous import (
     BOTH,
@@ -39,10 +39,18 @@ from longspan.layout.layout import short
 TORCHRUN_SETS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 KNOWN_WHEN_OPEN = frozenset(
-    ("rank", "coordinates", "slot", "plane", "device", "backend", "max_groups", "node_size", "_channels")
+    ("rank", "coordinates", "slot", "plane", "device", "backend", "max_groups", "node_size", "seed", "_channels")
 )
 
 _keys = count()
+_worlds: dict[int, "World"] = {}  # those that are open
+
+
+def world_of(key: int) -> "World":
+    """The open world with this key. Raises CommError where it has been left."""
+    if key not in _worlds:
+        raise CommError(f"world {key} has been left (open worlds: {sorted(_worlds) or 'none'}); use it inside its with")
+    return _worlds[key]
 
 
 class World(Channels):
@@ -158,6 +166,11 @@ class World(Channels):
         end(self._groups.forget(), default=self._made_default, patient=error is None)
 
     # ---- what others ask an open world for
+
+    def check_open(self) -> None:
+        """Raise CommError where this world has not been opened or has been left."""
+        if self.key not in _worlds:
+            raise CommError("this world is not open; use it inside `with World(home) as world:`")
 
     if not TYPE_CHECKING:
 

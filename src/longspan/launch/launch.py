@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from longspan.errors import CommError
-from longspan.launch.local_ranks import Crew
+from longspan.launch.local_ranks import LocalRanks
 
 
 def run_local(
@@ -44,24 +44,24 @@ def run_local(
         raise CommError(f"{n} ranks were asked for; give a count of at least 1")
     payload = pickled_call(fn, args)
     with tempfile.TemporaryDirectory(prefix="longspan-ranks-") as folder:
-        crew = Crew(n, Path(folder), threads or max(1, _cpus() // n), payload)
+        ranks = LocalRanks(n, Path(folder), threads or max(1, _cpus() // n), payload)
         try:
-            with _Forwarding(crew) as forwarding:
-                crew.start()
-                crew.collect(timeout, grace)
+            with _Forwarding(ranks) as forwarding:
+                ranks.start()
+                ranks.collect(timeout, grace)
         finally:
-            crew.end()
-    if crew.failure is not None:
+            ranks.end()
+    if ranks.failure is not None:
         forwarding.repeat()
-        raise crew.failure
-    return [rank.answer.value() for rank in crew.ranks if rank.answer is not None]
+        raise ranks.failure
+    return [rank.answer.value() for rank in ranks.ranks if rank.answer is not None]
 
 
 class _Forwarding:
     """While ranks run, SIGINT and SIGTERM go to them instead of ending their launcher."""
 
-    def __init__(self, crew: Crew) -> None:
-        self.crew = crew
+    def __init__(self, ranks: LocalRanks) -> None:
+        self.ranks = ranks
         self.seen: int | None = None
         self.before: dict[int, Any] = {}
 
@@ -75,7 +75,7 @@ class _Forwarding:
             signal.signal(number, handler)
 
     def _forward(self, number: int, _: FrameType | None) -> None:
-        self.crew.signal(number if self.seen is None else signal.SIGKILL)
+        self.ranks.signal(number if self.seen is None else signal.SIGKILL)
         self.seen = number
 
     def repeat(self) -> None:

@@ -6,12 +6,13 @@ import pickle
 import signal
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.errors import CommError
-from longspan.launch.rank_process import DEAD_KEY, Answer, Descriptor, Spec, Task, rank_main
+from longspan.launch.rank_process import DEAD_KEY, Answer, Descriptor, Spec, State, Task, rank_main
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
@@ -60,10 +61,20 @@ class _Rank:
         return self.death is not None or (self.answer is not None and not self.answer.ok)
 
 
-class Crew:
-    """Local ranks of one call, from start to end; or, without a payload, of one call after another (`give`)."""
+class LocalRanks:
+    """Local ranks of one call, from start to end; or, without a payload, of one call after another (`give`).
 
-    def __init__(self, n: int, folder: Path, threads: int, payload: bytes | None = None) -> None:
+    Between calls each rank restores the `state` that it notes when it starts.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        folder: Path,
+        threads: int,
+        payload: bytes | None = None,
+        state: Callable[[], State] | None = None,
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOAD))
         _start_fork_server()
@@ -72,7 +83,7 @@ class Crew:
         self.failure: BaseException | None = None
         self.ranks: list[_Rank] = []  # those that the call at hand runs on
         self.failed: list[_Rank] = []  # in the order in which their failures arrived
-        self._context, self._payload, self._threads = context, payload, threads
+        self._context, self._payload, self._threads, self._state = context, payload, threads, state
         self._n = n
         self._all: list[_Rank] = []
 
@@ -82,7 +93,7 @@ class Crew:
         for index in range(self._n):
             here, there = self._context.Pipe()
             task = None if self._payload is None else self._task(index, self._n, self._payload)
-            spec = Spec(index, task, self._threads, self.folder)
+            spec = Spec(index, task, self._threads, self.folder, self._state)
             process = self._context.Process(target=rank_main, args=(spec, there, *streams), name=f"rank {index}")
             process.start()
             there.close()

@@ -13,11 +13,12 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from longspan.errors import CommError
 
@@ -46,14 +47,26 @@ class Task:
     payload: bytes
 
 
+class State(Protocol):
+    """What calls may change in a process, as it was before them."""
+
+    def restore(self) -> None:
+        """Put it back."""
+        ...
+
+
 @dataclass(frozen=True)
 class Spec:
-    """What a rank needs to start: its number and its task; None where its tasks come through the pipe, one by one."""
+    """What a rank needs to start: its number and its task.
+
+    Without a task, its tasks come through the pipe, one by one, and `state` notes what is put back between them.
+    """
 
     rank: int
     task: Task | None
     threads: int
     folder: Path
+    state: Callable[[], State] | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +111,8 @@ def rank_main(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Des
     if spec.task is not None:
         _answer(spec.rank, spec.task, pipe)
     else:
-        _serve(spec, pipe)
+        assert spec.state is not None
+        _serve(spec.rank, spec.state(), pipe)
     pipe.close()
     os._exit(0)  # no destructor may wait for a rank that is gone
 
@@ -118,17 +132,14 @@ def _answer(rank: int, task: Task, pipe: connection.Connection) -> None:
     pipe.send_bytes(pickle.dumps(message))
 
 
-def _serve(spec: Spec, pipe: connection.Connection) -> None:
+def _serve(rank: int, state: State, pipe: connection.Connection) -> None:
     """Make one call after another until the launcher closes the pipe; a call sees nothing of the calls before it."""
-    from longspan.testing.process_state import ProcessState
-
-    state = ProcessState.now()
     while True:
         try:
             task: Task = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        _answer(spec.rank, task, pipe)
+        _answer(rank, task, pipe)
         state.restore()
 
 

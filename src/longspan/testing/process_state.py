@@ -73,8 +73,7 @@ def _forget_worlds() -> None:
     A later store may have the port of one that is gone.
     """
     from longspan.comm import rendezvous, world
-    from longspan.comm.groups.groups import groups
 
-    groups._worlds.clear()
+    world._worlds.clear()
     rendezvous._shared.clear()
     world._keys = count()

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from longspan.launch.launch import pickled_call
-from longspan.launch.local_ranks import Crew
+from longspan.launch.local_ranks import LocalRanks
+from longspan.testing.process_state import ProcessState
 
 
 class RankPool:
@@ -27,7 +28,7 @@ class RankPool:
 
     def __init__(self, size: int, threads: int = 1) -> None:
         self.size, self.threads = size, threads
-        self._crew: Crew | None = None
+        self._ranks: LocalRanks | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         atexit.register(self.close)
 
@@ -35,29 +36,29 @@ class RankPool:
         self, fn: Callable[..., Any], n: int, args: Sequence[Any] = (), *, timeout: float, grace: float = 10.0
     ) -> list[Any]:
         """`fn(rank, *args)` on the first n ranks; returns and raises as `run_local` does."""
-        payload, crew = pickled_call(fn, args), self._running()
+        payload, ranks = pickled_call(fn, args), self._running()
         try:
-            crew.give(payload, n)
-            crew.collect(timeout, grace)
-            if crew.failure is not None:
-                raise crew.failure
+            ranks.give(payload, n)
+            ranks.collect(timeout, grace)
+            if ranks.failure is not None:
+                raise ranks.failure
         except BaseException:
             self.close()
             raise
-        return [rank.answer.value() for rank in crew.ranks if rank.answer is not None]
+        return [rank.answer.value() for rank in ranks.ranks if rank.answer is not None]
 
-    def _running(self) -> Crew:
-        if self._crew is None:
+    def _running(self) -> LocalRanks:
+        if self._ranks is None:
             self._folder = tempfile.TemporaryDirectory(prefix="longspan-ranks-")
-            self._crew = Crew(self.size, Path(self._folder.name), self.threads)
-            self._crew.start()
-        return self._crew
+            self._ranks = LocalRanks(self.size, Path(self._folder.name), self.threads, state=ProcessState.now)
+            self._ranks.start()
+        return self._ranks
 
     def close(self) -> None:
         """End all ranks; the next call starts them again."""
-        if self._crew is not None:
-            self._crew.end()
-            self._crew = None
+        if self._ranks is not None:
+            self._ranks.end()
+            self._ranks = None
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None

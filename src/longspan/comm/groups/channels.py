@@ -4,6 +4,7 @@ Every group is made by all ranks together, in one order: those that are asked fo
 plans in `prepare`. What ranks tell each other on the host is in `host`.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.comm.groups.channel import Channel
 from longspan.comm.groups.communicator_choice import Family
-from longspan.comm.groups.groups import GroupRecord, Groups, _worlds
+from longspan.comm.groups.groups import GroupRecord, Groups
 from longspan.comm.groups.meshes import Meshes
 from longspan.comm.host_values import HostValues
 from longspan.errors import CommError
@@ -176,7 +177,6 @@ class Channels(HostValues):
             channel.exchange([(right, x)], [(left, x.clone())], "warming point-to-point").wait()
             torch.cuda.synchronize(self.device)
 
+    @abstractmethod
     def check_open(self) -> None:
-        """Raises CommError where this world has not been opened or has been left."""
-        if self.key not in _worlds:
-            raise CommError("this world is not open; use it inside `with World(home) as world:`")
+        """Raise CommError where this world has not been opened or has been left."""

@@ -1,4 +1,4 @@
-"""The communicators of a world, by rank tuple, and open worlds by key.
+"""The communicators of a world, by rank tuple.
 
 A bounded family of communicators, made by `World.prepare`, is the fast way for groups that recur (`channel.py` has the
 general one). A group that is not there is an error; None is never passed to torch, which would take it for the whole
@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -17,24 +17,12 @@ from torch.distributed import ProcessGroup
 from longspan.comm.failure.watch import Watch
 from longspan.errors import CommError
 
-if TYPE_CHECKING:
-    from longspan.comm.world import World
-
 ParentName = Literal["plane", "everyone", "pipeline", "tp"]
 
 # Kinds whose messages travel beside kernels of the same layer. Their NCCL kernels go before blocks of a running kernel
 # that wait for a place on the device: behind them, a message that is sent ahead starts when the kernel is nearly done
 # (bench/attention_choices.py --choice streams).
 AHEAD = frozenset({"parent", "communicator"})
-
-_worlds: dict[int, "World"] = {}
-
-
-def world_of(key: int) -> "World":
-    """The open world with this key. Raises CommError where it has been left."""
-    if key not in _worlds:
-        raise CommError(f"world {key} has been left (open worlds: {sorted(_worlds) or 'none'}); use it inside its with")
-    return _worlds[key]
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from longspan.comm.groups.channel import Channel, _all_gather_single
-from longspan.comm.groups.groups import world_of
 from longspan.comm.moves.collectives import Gradient
+from longspan.comm.world import world_of
 
 # torch 2.13 renamed reduce_scatter_tensor.
 _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
