@@ -1,7 +1,7 @@
 """Do the tests notice a wrong line? A seeded sample of mutants of src/longspan, each run against tests chosen for it.
 
     python bench/mutation.py --count 150 --out bench/records/mutation.json         # draws, runs, resumes
-    python bench/mutation.py --only plan/cost/cost.py:Cost.with_closing:arithmetic:2    # one of them, on the tree as it is
+    python bench/mutation.py --only plan/cost/cost.py:Cost.with_closing:arithmetic:2  # one, on today's tree
     python bench/mutation.py --again bench/records/mutation.json --out after.json  # those that lived, on today's tree
 
 A mutant is one change of one expression or statement. Docstrings, annotations, f-strings, `raise`, `assert`, `del` and

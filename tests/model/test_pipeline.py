@@ -12,9 +12,11 @@ from longspan.comm import World, bind
 from longspan.errors import LongspanError, ModelError, PlanError
 from longspan.layout import Layout
 from longspan.model import prepare, save_model
+from longspan.model.layers import layers_of_stages
+from longspan.model.parts import parts_of
 from longspan.model.pipeline.pipeline import PipelinedModel, _origin, refuse_shared_over_stages
 from longspan.model.pipeline.settings import Pipelining
-from longspan.model.pipeline.stages import Call, Stage, cut, layers_of_stages, parts_of, refuse_inexact
+from longspan.model.pipeline.stages import Call, Stage, cut, refuse_inexact
 from longspan.model.pipeline.tied_embedding import TiedCopies
 from longspan.model.prepare import IMPLEMENTATION
 from longspan.plan import plan_fixed

@@ -10,9 +10,9 @@ import pytest
 
 from longspan.errors import RunFolderError
 from longspan.report import write_report
-from longspan.train.disk import naming, reason
+from longspan.train.disk import naming, reason, write_whole
 from longspan.train.finite import as_json
-from longspan.train.run.metrics_log import MetricsLog, read_rows, write_whole
+from longspan.train.run.metrics_log import MetricsLog, read_rows
 
 FULL = r"No space left on device \([\d,]+ bytes are free\); make room there and start the same command again"
 

@@ -56,12 +56,14 @@ Dropped = tuple[str, str, str]
 MUTATIONS: list[tuple[Dropped, Callable[[Combination], bool]]] = [
     (("comm.moves.tp_collectives", '_summed(gradients[0], ctx.key, "sum of gradients over tp")', "gradients[0]"),
      lambda c: c.tp == (2, False)),
-    (("model.tensor_parallel.tensor_parallel", "            partial_gradients(norm, key)", "            pass"), lambda c: c.tp[1]),
+    (("model.tensor_parallel.tensor_parallel", "            partial_gradients(norm, key)", "            pass"),
+     lambda c: c.tp[1]),
     (("model.experts.moe", ".sum(1).to(x.dtype)", "[:, 0].to(x.dtype)"), lambda c: c.ep == 2),
     (("model.experts.moe", "all_to_all_rows(x, sends,", "all_to_all_rows(x.detach(), sends,"), lambda c: c.ep == 2),
     (("model.pipeline.tied_embedding", "            _exchange(mine[0], world)", "            pass"),
      lambda c: c.family == "qwen3" and c.stages[0] == 2),
-    (("model.placement.sharding", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(2.0)"), lambda c: c.ep == 1),
+    (("model.placement.sharding", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(2.0)"),
+     lambda c: c.ep == 1),
 ]  # fmt: skip
 NOTICED = [next(c for c in PAIRS if c.ranks == 4 and notices(c)) for _, notices in MUTATIONS]
 

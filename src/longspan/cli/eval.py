@@ -17,7 +17,7 @@ from longspan.train.finite import as_json
 from longspan.train.run.config_check import check_config
 
 if TYPE_CHECKING:
-    from longspan.train.run.result import Evaluation
+    from longspan.train.evaluation.result import Evaluation
 
 
 def main(argv: Sequence[str]) -> int:

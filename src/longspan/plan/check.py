@@ -6,24 +6,21 @@ micro-batch, group, slot or document and the numbers. Whether a model can run a 
 
 from collections.abc import Iterable, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from longspan.errors import LayoutError, PlanError
 from longspan.layout import check_lengths
+from longspan.plan.micro_batch import Group
+from longspan.plan.plan_fields import PlanFields
 from longspan.plan.timeline import slot_rows
-
-if TYPE_CHECKING:
-    from longspan.plan.plan import Group, Plan
-    from longspan.plan.planners.request import Request
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p", "auto")
 PARTITIONS = ("zigzag", "contiguous")
 MODES = ("lockstep", "free")
 
 
-def check_plan(plan: "Plan") -> None:
+def check_plan(plan: PlanFields) -> None:
     """Raise PlanError where the plan is not sound."""
     _check_numbers(plan)
     for m, batch in enumerate(plan.micro_batches):
@@ -92,47 +89,7 @@ def heads_allow(degree: int, heads: int | None, types: Iterable[str], tp: int = 
     return heads is None or degree == 1 or "a2a" not in types or heads % (degree * tp) == 0
 
 
-def check_heads(request: "Request", degree: int) -> None:
-    """Raise PlanError where `a2a` would deal the query heads to a group of a degree that does not divide them.
-
-    Key/value heads limit nothing: where there are fewer than slots, the same head goes to several.
-    """
-    if degree in request.degrees(degree, degree):
-        return
-    fit = request.degrees(1, degree)
-    levels = ", ".join(f"({d}, {degree // d})" for d in fit if degree % d == 0)
-    raise PlanError(
-        f"cp_comm_type 'a2a' deals {_heads(request)} to the {degree} slots of a group, which do not divide them; use "
-        f"cp {_listed(fit)}, or p2p, all_gather, or a2a+p2p with hierarchical_context_parallel_sizes {levels}"
-    )
-
-
-def check_first_size(request: "Request") -> None:
-    """Raise PlanError where `a2a+p2p` would deal the query heads to a first size that does not divide them."""
-    sizes, heads = request.hierarchical_context_parallel_sizes, request.heads
-    if heads is None or sizes is None or "a2a+p2p" not in request.types or heads % (sizes[0] * request.tp) == 0:
-        return
-    fit = [1, *(size for size in range(2, sizes[0]) if heads % (size * request.tp) == 0)]
-    raise PlanError(
-        f"cp_comm_type 'a2a+p2p' deals {_heads(request)} to {sizes[0]} slots, the first of "
-        f"hierarchical_context_parallel_sizes {sizes}, which do not divide them; use a first size of "
-        f"{_listed(fit)}, or p2p or all_gather"
-    )
-
-
-def _heads(request: "Request") -> str:
-    """The query heads, as messages say them."""
-    shared = f" (of each rank, {request.heads} / tp {request.tp})" if request.tp > 1 else ""
-    return f"{(request.heads or 0) // request.tp} query heads{shared}"
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    """1, 2 or 4"""
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last
-
-
-def _check_numbers(plan: "Plan") -> None:
+def _check_numbers(plan: PlanFields) -> None:
     check_count("slots", plan.slots)
     check_count("targets", plan.targets, least=0)
     check_count("node_size", plan.node_size)
@@ -149,7 +106,7 @@ def _check_numbers(plan: "Plan") -> None:
         raise PlanError("the plan has no micro-batch; a step has at least one, if only a dummy")
 
 
-def _check_group(where: str, group: "Group", plan: "Plan") -> None:
+def _check_group(where: str, group: Group, plan: PlanFields) -> None:
     if not group.slots or not group.documents:
         missing = "slots" if group.documents else "documents"
         raise PlanError(f"{where} has no {missing}; leave the group out: a slot in no group runs a dummy pass")
@@ -169,7 +126,7 @@ def _check_group(where: str, group: "Group", plan: "Plan") -> None:
         raise PlanError(f"{where}: {error}") from None
 
 
-def _check_group_lengths(where: str, group: "Group", plan: "Plan") -> None:
+def _check_group_lengths(where: str, group: Group, plan: PlanFields) -> None:
     if len(group.documents) != len(group.lengths):
         raise PlanError(f"{where} has {len(group.documents)} documents and {len(group.lengths)} lengths")
     if min(group.documents) < 0 or max(group.documents) >= len(plan.lengths):
@@ -184,7 +141,7 @@ def _check_group_lengths(where: str, group: "Group", plan: "Plan") -> None:
         raise PlanError(f"{where} pads to {group.pad_to!r} rows, less than its longest document, {max(group.lengths)}")
 
 
-def _check_documents(plan: "Plan") -> None:
+def _check_documents(plan: PlanFields) -> None:
     held = np.array([d for batch in plan.micro_batches for d in batch.documents], dtype=np.int64)
     times = np.bincount(held, minlength=len(plan.lengths))
     wrong = np.flatnonzero(times != 1)
@@ -198,7 +155,7 @@ def _check_documents(plan: "Plan") -> None:
         )
 
 
-def _check_cap(plan: "Plan") -> None:
+def _check_cap(plan: PlanFields) -> None:
     cap = plan.max_tokens_per_slot
     if cap is None:
         return

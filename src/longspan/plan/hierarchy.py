@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from longspan.errors import PlanError
-from longspan.plan.plan import Group, Plan
+from longspan.plan.micro_batch import Group
+from longspan.plan.plan import Plan
 
 Slots = tuple[int, ...]
 

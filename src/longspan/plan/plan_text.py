@@ -1,27 +1,25 @@
 """A plan as plain text that reads well in a terminal or a log: sizes and times first, then the micro-batches."""
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from longspan.errors import counted
 from longspan.plan.cost.cost import Cost
-
-if TYPE_CHECKING:
-    from longspan.plan.plan import MicroBatch, Plan
-    from longspan.plan.timeline import Timeline
+from longspan.plan.micro_batch import MicroBatch
+from longspan.plan.plan_fields import PlanFields
+from longspan.plan.timeline import Timeline
 
 NO_MACHINE = "no machine: seconds only say how the parts of plans compare"
 
 
-def plan_table(plan: "Plan", cost: Cost | None = None, limit: int = 24) -> str:
+def plan_table(plan: PlanFields, cost: Cost | None = None, limit: int = 24) -> str:
     """The plan as text; of more than `limit` micro-batches the middle ones are counted, not shown."""
     times = plan.timeline(cost)
     return "\n".join([*_header(plan, cost or plan.cost, times), "", *_lines(plan, times, limit)])
 
 
-def _header(plan: "Plan", cost: Cost, times: "Timeline") -> list[str]:
+def _header(plan: PlanFields, cost: Cost, times: Timeline) -> list[str]:
     cap = f"at most {plan.max_tokens_per_slot:,}" if plan.max_tokens_per_slot else "no limit on"
     lengths = sorted(plan.lengths)
     median = f", median {lengths[len(lengths) // 2]:,}" if lengths else ""
@@ -39,12 +37,12 @@ def _header(plan: "Plan", cost: Cost, times: "Timeline") -> list[str]:
     ]
 
 
-def _against_bound(plan: "Plan", times: "Timeline") -> str:
+def _against_bound(plan: PlanFields, times: Timeline) -> str:
     bound = plan.lower_bound_seconds
     return f"{times.step_seconds / bound:.3f} x the lower bound of {_seconds(bound)}" if bound else "no lower bound"
 
 
-def _closing(plan: "Plan", cost: Cost, times: "Timeline") -> list[str]:
+def _closing(plan: PlanFields, cost: Cost, times: Timeline) -> list[str]:
     """In free mode, what of the predicted seconds is neither a document's nor a wait for one."""
     if plan.mode == "lockstep" or not cost.closing_seconds:
         return []
@@ -52,7 +50,7 @@ def _closing(plan: "Plan", cost: Cost, times: "Timeline") -> list[str]:
     return [f"  closing     {taken:>14}   {share:.1%} of it: parameters gathered, gradients summed"]
 
 
-def _lines(plan: "Plan", times: "Timeline", limit: int) -> list[str]:
+def _lines(plan: PlanFields, times: Timeline, limit: int) -> list[str]:
     count = len(plan.micro_batches)
     shown = (
         list(range(count)) if count <= limit + 1 else [*range(limit - limit // 3), *range(count - limit // 3, count)]
@@ -71,7 +69,7 @@ def _lines(plan: "Plan", times: "Timeline", limit: int) -> list[str]:
     return lines
 
 
-def _degrees(batch: "MicroBatch", most: int = 4) -> str:
+def _degrees(batch: MicroBatch, most: int = 4) -> str:
     """The groups by degree, widest first, as in '2 x cp 8, 16 x cp 1'."""
     found = sorted(Counter(group.degree for group in batch.groups).items(), reverse=True)
     named = [f"{count} x cp {degree}" for degree, count in found]

@@ -8,15 +8,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longspan.plan.cost.cost import Cost
-
-if TYPE_CHECKING:
-    from longspan.plan.plan import MicroBatch, Mode
+from longspan.plan.micro_batch import MicroBatch, Mode
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -34,7 +31,7 @@ class GroupTable:
     slot: Ints  # (E,)
 
     @classmethod
-    def of(cls, micro_batches: "Sequence[MicroBatch]") -> "GroupTable":
+    def of(cls, micro_batches: Sequence[MicroBatch]) -> "GroupTable":
         """The groups of these micro-batches."""
         groups = [(m, group) for m, batch in enumerate(micro_batches) for group in batch.groups]
         degree = _ints([len(group.slots) for _, group in groups])
@@ -87,7 +84,7 @@ class Timeline:
         return np.clip(1.0 - self.busy.sum(axis=1) / np.maximum(taken, 1e-300), 0.0, 1.0)
 
 
-def slot_rows(micro_batches: "Sequence[MicroBatch]", slots: int, row_multiple: int = 1) -> Ints:
+def slot_rows(micro_batches: Sequence[MicroBatch], slots: int, row_multiple: int = 1) -> Ints:
     """Rows that each slot holds in each micro-batch, padding included, rounded up to `row_multiple` (M, slots)."""
     table = GroupTable.of(micro_batches)
     rows = _per_slot(table, table.rows, len(micro_batches), slots).astype(np.int64)
@@ -95,18 +92,18 @@ def slot_rows(micro_batches: "Sequence[MicroBatch]", slots: int, row_multiple: i
 
 
 def predicted_seconds(
-    micro_batches: "Sequence[MicroBatch]", slots: int, cost: Cost, *, mode: "Mode" = "lockstep", node_size: int = 8
+    micro_batches: Sequence[MicroBatch], slots: int, cost: Cost, *, mode: Mode = "lockstep", node_size: int = 8
 ) -> float:
     """Seconds of a step of these micro-batches on so many slots."""
     return timeline(micro_batches, slots, cost, mode=mode, node_size=node_size).step_seconds
 
 
 def timeline(
-    micro_batches: "Sequence[MicroBatch]",
+    micro_batches: Sequence[MicroBatch],
     slots: int,
     cost: Cost,
     *,
-    mode: "Mode" = "lockstep",
+    mode: Mode = "lockstep",
     node_size: int = 8,
     row_multiple: int = 1,
 ) -> Timeline:

@@ -4,6 +4,7 @@ The system's own error of a failed write carries no file's name; `naming` adds i
 """
 
 import errno
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,3 +38,17 @@ def _free(error: OSError) -> str:
     path = Path(str(error.filename or ".")).absolute()
     place = next((folder for folder in (path, *path.parents) if folder.exists()), None)
     return "" if place is None else f" ({shutil.disk_usage(place).free:,} bytes are free)"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is there in full or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with naming(path), partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    partial.replace(path)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from longspan.comm import World
-from longspan.model.seams.probe import decoder_layers
+from longspan.model.layers import decoder_layers
 from longspan.train import build_optimizer
 
 PEER = "Hugging Face + FSDP2 + torch context_parallel (cuDNN), full recomputation"

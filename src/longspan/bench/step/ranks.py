@@ -21,7 +21,7 @@ from longspan.bench.step.settings import Settings
 from longspan.cli.machine import machine
 from longspan.comm import World
 from longspan.model import prepare
-from longspan.model.seams.probe import decoder_layers
+from longspan.model.layers import decoder_layers
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.train import build_optimizer, run_step
 from longspan.train.versions import versions

@@ -29,7 +29,8 @@ from longspan.comm.world import world_of
 from longspan.errors import ModelError
 from longspan.model.experts.experts import Loads, run_experts
 from longspan.model.experts.router import RouterCoefficients, RouterStep, RouterTally
-from longspan.model.seams.probe import Probe, decoder_layers
+from longspan.model.layers import decoder_layers
+from longspan.model.seams.probe import Probe
 
 IMPLEMENTATION = "longspan"
 

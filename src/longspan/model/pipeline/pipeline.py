@@ -19,9 +19,11 @@ from longspan.comm import SequenceShard, World, world_of
 from longspan.comm.failure.watch import of_backend
 from longspan.errors import ModelError
 from longspan.model.experts.moe import router_modules
+from longspan.model.layers import Absent, layers_of_stages
+from longspan.model.parts import Parts, parts_of
 from longspan.model.pipeline.schedules import HandOff, make_schedule
 from longspan.model.pipeline.settings import Pipelining
-from longspan.model.pipeline.stages import Absent, Call, Parts, Stage, cut, layers_of_stages, parts_of, refuse_inexact
+from longspan.model.pipeline.stages import Call, Stage, cut, refuse_inexact
 from longspan.model.pipeline.tied_embedding import TiedCopies
 from longspan.model.placement.sharding import reshard
 from longspan.model.seams.first_pass import judge_calls_of, note_calls

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.model.experts.expert_parallel import check_experts
+from longspan.model.layers import decoder_layers
 from longspan.model.placement.recompute import Recomputation
 from longspan.model.placement.sharding import Sharding, shard_over_slots
-from longspan.model.seams.probe import decoder_layers
 from longspan.model.seams.refusals import refuse_shared_layers
 from longspan.model.tensor_parallel.tensor_parallel import ask_for_rows, refuse_tensor_parallel, split_over_tp
 

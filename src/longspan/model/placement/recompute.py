@@ -17,9 +17,8 @@ from transformers import PreTrainedModel
 
 from longspan.attention.saved_outputs import Recording
 from longspan.errors import ModelError
-from longspan.model.pipeline.stages import layers_of_stages
+from longspan.model.layers import decoder_layers, layers_of_stages
 from longspan.model.placement.offload import Parking, hooks
-from longspan.model.seams.probe import decoder_layers
 
 Recompute = Literal["none", "full", "selective"]
 

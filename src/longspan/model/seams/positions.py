@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.seams.probe import decoder_layers
+from longspan.model.layers import decoder_layers
 from longspan.plan import MicroBatch
 
 

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.pipeline.stages import Absent
+from longspan.model.layers import decoder_layers
 
 
 @dataclass(frozen=True)
@@ -95,18 +95,6 @@ def _on_meta(model: nn.Module) -> dict[str, torch.Tensor]:
         for prefix, module in model.named_modules()
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     }
-
-
-def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The model's decoder layers that are here, by qualified name, in order.
-
-    Raises ModelError where they cannot be found.
-    """
-    count = model.config.get_text_config().num_hidden_layers
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return {f"{name}.{i}": layer for i, layer in enumerate(module) if not isinstance(layer, Absent)}
-    raise ModelError(f"{type(model).__name__} has no list of {count} decoder layers (num_hidden_layers) to be found")
 
 
 def _refuse_bypass(model: PreTrainedModel, reached: set[int]) -> None:

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from longspan.comm import SequenceShard, World
 from longspan.comm.moves.tp_collectives import tp_copy, tp_gather, tp_split
 from longspan.errors import ModelError
-from longspan.model.pipeline.stages import Absent, Parts, run_stand_ins
-from longspan.model.seams.probe import decoder_layers
+from longspan.model.layers import Absent, decoder_layers
+from longspan.model.parts import Parts, run_stand_ins
 from longspan.model.tensor_parallel.plan import (
     COLWISE,
     EMBEDDING,

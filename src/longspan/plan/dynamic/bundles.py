@@ -13,7 +13,7 @@ from longspan.plan.dynamic.free_slots import FreeSlots
 from longspan.plan.dynamic.greedy import greedy_deal
 from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, Ints, Problem
 from longspan.plan.dynamic.to_micro_batches import micro_batch_of
-from longspan.plan.plan import MicroBatch
+from longspan.plan.micro_batch import MicroBatch
 from longspan.plan.planners.bin_packing import spread
 
 MOST_ITEMS = 40

@@ -6,7 +6,7 @@ from typing import Literal
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan.check import check_choice, check_count, check_first_size, check_heads
+from longspan.plan.check import check_choice, check_count
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.dynamic.bundles import plan_bundles
 from longspan.plan.dynamic.division import divide
@@ -14,9 +14,10 @@ from longspan.plan.dynamic.free import plan_free
 from longspan.plan.dynamic.problem import DegreeSet, Ints, Problem
 from longspan.plan.dynamic.search import Effort, Settings, search, warm_starts
 from longspan.plan.dynamic.to_micro_batches import longest_first, micro_batches
-from longspan.plan.plan import MicroBatch, Mode, PartitionKind, Plan
+from longspan.plan.micro_batch import MicroBatch, Mode, PartitionKind
+from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import Packer
-from longspan.plan.planners.request import Request
+from longspan.plan.planners.request import Request, check_first_size, check_heads
 
 EffortName = Literal["fast", "balanced", "thorough"]
 Candidate = tuple[float, Callable[[], list[MicroBatch]]]  # seconds, and the micro-batches if they are wanted

@@ -10,7 +10,7 @@ from dataclasses import replace
 from longspan.plan.dynamic.division import Division
 from longspan.plan.dynamic.draft import Draft
 from longspan.plan.dynamic.problem import Problem
-from longspan.plan.plan import Group, MicroBatch
+from longspan.plan.micro_batch import Group, MicroBatch
 
 
 def micro_batches(draft: Draft, division: Division) -> list[MicroBatch]:

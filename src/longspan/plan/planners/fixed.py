@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from longspan.layout import Layout
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
-from longspan.plan.plan import Group, MicroBatch, Mode, PartitionKind, Plan
+from longspan.plan.micro_batch import Group, MicroBatch, Mode, PartitionKind
+from longspan.plan.plan import Plan
 from longspan.plan.planners.bin_packing import first_fit, spread
 from longspan.plan.planners.request import Request
 

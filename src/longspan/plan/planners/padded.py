@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from longspan.layout import Layout
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
-from longspan.plan.plan import MicroBatch, Mode, PartitionKind, Plan
+from longspan.plan.micro_batch import MicroBatch, Mode, PartitionKind
+from longspan.plan.plan import Plan
 from longspan.plan.planners.request import Request
 
 

@@ -16,15 +16,14 @@ from longspan.plan.check import (
     check_choice,
     check_comm_types,
     check_count,
-    check_first_size,
-    check_heads,
     check_hierarchy,
     check_size,
     heads_allow,
 )
 from longspan.plan.cost.bound import Bound, lower_bound_seconds
 from longspan.plan.cost.cost import Cost
-from longspan.plan.plan import Group, MicroBatch, Mode, PartitionKind, Plan
+from longspan.plan.micro_batch import Group, MicroBatch, Mode, PartitionKind
+from longspan.plan.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,3 +198,43 @@ class Request:
         return lower_bound_seconds(
             self.lengths, self.slots, cap, cost, self.mode, max_cp=max_cp, node_size=self.node_size
         )
+
+
+def check_heads(request: Request, degree: int) -> None:
+    """Raise PlanError where `a2a` would deal the query heads to a group of a degree that does not divide them.
+
+    Key/value heads limit nothing: where there are fewer than slots, the same head goes to several.
+    """
+    if degree in request.degrees(degree, degree):
+        return
+    fit = request.degrees(1, degree)
+    levels = ", ".join(f"({d}, {degree // d})" for d in fit if degree % d == 0)
+    raise PlanError(
+        f"cp_comm_type 'a2a' deals {_heads(request)} to the {degree} slots of a group, which do not divide them; use "
+        f"cp {_listed(fit)}, or p2p, all_gather, or a2a+p2p with hierarchical_context_parallel_sizes {levels}"
+    )
+
+
+def check_first_size(request: Request) -> None:
+    """Raise PlanError where `a2a+p2p` would deal the query heads to a first size that does not divide them."""
+    sizes, heads = request.hierarchical_context_parallel_sizes, request.heads
+    if heads is None or sizes is None or "a2a+p2p" not in request.types or heads % (sizes[0] * request.tp) == 0:
+        return
+    fit = [1, *(size for size in range(2, sizes[0]) if heads % (size * request.tp) == 0)]
+    raise PlanError(
+        f"cp_comm_type 'a2a+p2p' deals {_heads(request)} to {sizes[0]} slots, the first of "
+        f"hierarchical_context_parallel_sizes {sizes}, which do not divide them; use a first size of "
+        f"{_listed(fit)}, or p2p or all_gather"
+    )
+
+
+def _heads(request: Request) -> str:
+    """The query heads, as messages say them."""
+    shared = f" (of each rank, {request.heads} / tp {request.tp})" if request.tp > 1 else ""
+    return f"{(request.heads or 0) // request.tp} query heads{shared}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """1, 2 or 4"""
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last

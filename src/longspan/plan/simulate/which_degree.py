@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from longspan.errors import PlanError
 from longspan.layout import Layout, check_lengths
 from longspan.plan.cost.cost import Cost
-from longspan.plan.plan import Group, MicroBatch
+from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.planners.fixed import plan_fixed
 from longspan.plan.simulate.pipeline_time import run_pipeline
 from longspan.plan.simulate.simulate import Simulation, simulate

@@ -13,9 +13,9 @@ from longspan.comm import World
 from longspan.plan import Plan
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.documents import Corpus
+from longspan.train.disk import write_whole
+from longspan.train.evaluation.result import Evaluation
 from longspan.train.plans import PlanChoice, degrees_to_compare
-from longspan.train.run.metrics_log import write_whole
-from longspan.train.run.result import Evaluation
 from longspan.train.step import run_step
 
 

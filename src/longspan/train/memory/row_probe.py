@@ -22,9 +22,9 @@ from longspan.layout import Layout
 from longspan.model.prepare import vocabulary_size
 from longspan.plan import Plan
 from longspan.train.config.sections import RunConfig
+from longspan.train.disk import write_whole
 from longspan.train.memory.live_bytes import LiveBytes
 from longspan.train.plans import PlanChoice, query_heads, row_multiple_of
-from longspan.train.run.metrics_log import write_whole
 from longspan.train.step import run_step
 
 TOO_MANY_FILE = "max_tokens_per_slot.too_many.json"

@@ -23,9 +23,9 @@ from longspan.comm import World
 from longspan.errors import ConfigError
 from longspan.train.all_ranks import first_does
 from longspan.train.config.sections import AUTO, RunConfig
+from longspan.train.disk import write_whole
 from longspan.train.memory.row_probe import conditions, most_bytes, noted, too_many_rows
 from longspan.train.plans import row_multiple_of
-from longspan.train.run.metrics_log import write_whole
 
 FILE = "max_tokens_per_slot.json"
 PROBES = {"cuda": (1024, 4096)}  # rows of a slot

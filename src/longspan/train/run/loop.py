@@ -22,16 +22,18 @@ from longspan.train.all_ranks import attempt, first_does, is_first, raise_any, t
 from longspan.train.checkpoint.checkpoint import save_checkpoint
 from longspan.train.config.sections import RunConfig, TrainConfig
 from longspan.train.data.tokenizer import load_tokenizer
+from longspan.train.disk import write_whole
 from longspan.train.evaluation.evaluate import compare_degrees, evaluate, save_plan
+from longspan.train.evaluation.result import Evaluation
 from longspan.train.finite import as_json
 from longspan.train.optim import lr_at
 from longspan.train.plans import plans_of_steps, query_heads, row_multiple_of
 from longspan.train.run.config_check import check_config
 from longspan.train.run.group_log import GroupLog
 from longspan.train.run.lock import run_lock
-from longspan.train.run.metrics_log import MetricsLog, memory_bytes, read_rows, write_whole
+from longspan.train.run.metrics_log import MetricsLog, memory_bytes, read_rows
 from longspan.train.run.progress import Screen
-from longspan.train.run.result import LAST_STEPS, Evaluation, Outcome
+from longspan.train.run.result import LAST_STEPS, Outcome
 from longspan.train.run.setup import Job, evaluation_choice, set_up
 from longspan.train.run.stop_signal import StopSignal
 from longspan.train.step import run_step

@@ -7,7 +7,6 @@ written and read as null.
 """
 
 import json
-import os
 import resource
 import sys
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from longspan.train.disk import naming
+from longspan.train.disk import naming, write_whole
 from longspan.train.finite import as_json, finite
 
 
@@ -70,20 +69,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(finite(row))
     return rows
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there in full or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with naming(path), partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    partial.replace(path)
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -27,14 +27,13 @@ from longspan.train.data.build import ensure_corpus
 from longspan.train.data.documents import Corpus
 from longspan.train.data.step_order import StepOrder
 from longspan.train.data.tokenizer import check_vocabulary
-from longspan.train.disk import naming
+from longspan.train.disk import naming, write_whole
 from longspan.train.evaluation.evaluate import evaluate
+from longspan.train.evaluation.result import Evaluation
 from longspan.train.memory.rows_that_fit import with_rows_that_fit
 from longspan.train.optim import build_optimizer
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads, row_multiple_of
 from longspan.train.run.config_check import check_longest
-from longspan.train.run.metrics_log import write_whole
-from longspan.train.run.result import Evaluation
 
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
 _FIXED_SECTIONS = ("model", "data")

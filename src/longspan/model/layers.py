@@ -1,0 +1,54 @@
+"""Decoder layers of a model: finding them, counting those of stages, and what stands in for those elsewhere."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longspan.errors import ModelError
+
+
+def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
+    """Consecutive layers for each stage, at least one: the embedding and the head count as one layer each.
+
+    Layers that remain go to the stage with the least to do, the last of equals: in 1F1B earlier stages keep the
+    activations of more micro-batches.
+
+    >>> [len(part) for part in layers_of_stages(36, 4)]
+    [8, 9, 10, 9]
+
+    Raises ModelError where there are more stages than layers.
+    """
+    if stages > layers:
+        raise ModelError(
+            f"{stages} pipeline stages (pp x virtual stages) for {layers} layers; each stage needs at least one: "
+            f"use at most {layers} stages"
+        )
+    load = [1 + (stage == 0) + (stage == stages - 1) for stage in range(stages)]
+    counts = [1] * stages
+    for _ in range(layers - stages):
+        least = min(range(stages), key=lambda stage: (load[stage], -stage))
+        load[least] += 1
+        counts[least] += 1
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+
+
+class Absent(nn.Module):
+    """Stands where another rank holds a module, and hands its first input on."""
+
+    def forward(self, x: Tensor, *others: Any, **more: Any) -> Tensor:
+        """The first input as it is."""
+        return x
+
+
+def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The model's decoder layers that are here, by qualified name, in order.
+
+    Raises ModelError where they cannot be found.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return {f"{name}.{i}": layer for i, layer in enumerate(module) if not isinstance(layer, Absent)}
+    raise ModelError(f"{type(model).__name__} has no list of {count} decoder layers (num_hidden_layers) to be found")

@@ -1,0 +1,135 @@
+"""The parts of a causal language model that stages and sequence parallelism rely on: which are called, and how."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from longspan.errors import ModelError
+from longspan.model.layers import Absent
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where a model's parts are, by name inside its base model: modules before the layers, the layers, those after."""
+
+    before: tuple[str, ...]
+    layers: str
+    after: tuple[str, ...]
+
+
+def parts_of(model: PreTrainedModel) -> Parts:
+    """The parts that the model's own pipeline plan names, or the usual three where it has none and they are there.
+
+    Raises ModelError for a model that has neither, or that keeps parameters elsewhere in its base model.
+    """
+    base, name = model.base_model, type(model).__name__
+    order: list[str] = [*(getattr(model.config, "base_model_pp_plan", None) or ("embed_tokens", "layers", "norm"))]
+    lists = [part for part in order if isinstance(getattr(base, part, None), nn.ModuleList)]
+    if base is model or len(lists) != 1 or any(not isinstance(getattr(base, part, None), nn.Module) for part in order):
+        raise ModelError(
+            f"{name} cannot be cut into pipeline stages: its pipeline plan names {', '.join(order)}, its base model "
+            f"has {', '.join(n for n, _ in base.named_children())}; use pp 1"
+        )
+    at = order.index(lists[0])
+    parts = Parts(tuple(order[:at]), lists[0], tuple(order[at + 1 :]))
+    if beside := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in order]:
+        raise ModelError(
+            f"{name} has parameters that its pipeline plan does not place ({', '.join(beside[:4])}); use pp 1"
+        )
+    return parts
+
+
+class PartCall(NamedTuple):
+    """A part was called; `reads_more`: with hidden states beside those that the call before it returned."""
+
+    part: str
+    reads_more: bool
+
+
+def run_stand_ins(model: PreTrainedModel, parts: Parts) -> tuple[list[PartCall], bool]:
+    """The calls of a base model's parts in one forward pass of two rows of hidden states, with stand-ins for all parts.
+
+    And whether the hidden states came out bit by bit as they went in; on the meta device, in their shape.
+    """
+    bare, hidden = (
+        shallow_copy(model, parts, range(0), first=False, last=False).base_model,
+        model.config.get_text_config(),
+    )
+    device = next((buffer.device for buffer in bare.buffers()), torch.device("cpu"))  # of the rotary frequencies
+    x = torch.linspace(-1, 1, 2 * hidden.hidden_size, device=device).view(1, 2, hidden.hidden_size).requires_grad_()
+    returned, calls = [x], list[PartCall]()
+
+    def note(part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
+        calls.append(PartCall(part, _depend([args, kwargs], returned[:-1])))
+        returned.append(out.detach().requires_grad_())
+        return returned[-1]
+
+    for name, module in bare.named_modules():
+        if isinstance(module, Absent):
+            module.register_forward_hook(partial(note, name), with_kwargs=True)
+    with torch.enable_grad():
+        out = bare(inputs_embeds=x, position_ids=torch.arange(2, device=device)[None], use_cache=False)[0]
+        equal = out.shape == x.shape and (device.type == "meta" or torch.equal(out, x))
+        return calls, equal and not _depend([out], returned[:-1])
+
+
+def _depend(values: Any, tensors: Sequence[Tensor]) -> bool:
+    """Whether any tensor among values, however deep in tuples, lists and dictionaries, was made from one of these."""
+    made = [leaf.sum() for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not made or not tensors:
+        return False
+    gradients = torch.autograd.grad(made, tensors, retain_graph=True, allow_unused=True)
+    return any(gradient is not None for gradient in gradients)
+
+
+def shallow_copy(model: PreTrainedModel, parts: Parts, layers: range, *, first: bool, last: bool) -> PreTrainedModel:
+    """The model with stand-ins for what this stage does not hold; modules without parameters are copied."""
+    tied = is_tied(model)
+    whole = shallow_module(model)
+    base = shallow_module(model.base_model)
+    whole._modules[model.base_model_prefix] = base
+    held = dict.fromkeys(parts.before, first or (tied and last)) | dict.fromkeys(parts.after, last)
+    for name, module in base.named_children():
+        if name == parts.layers:
+            base._modules[name] = _some_layers(module, layers)
+        elif name in held:
+            base._modules[name] = module if held[name] else Absent()
+        else:
+            base._modules[name] = copy.deepcopy(module)  # rotary embeddings: buffers alone
+    if not (last or (tied and first)):
+        for name, _ in list(model.named_children()):
+            if name != model.base_model_prefix:
+                whole._modules[name] = Absent()
+    return whole
+
+
+def _some_layers(layers: nn.Module, held: range) -> nn.ModuleList:
+    some = shallow_module(layers)
+    assert isinstance(some, nn.ModuleList)
+    for i, name in enumerate(layers._modules):
+        if i not in held:
+            some._modules[name] = Absent()
+    return some
+
+
+def shallow_module(module: Any) -> Any:
+    """A module of its own with the same children: what is put in a child's place is not put into the original."""
+    twin = copy.copy(module)
+    for name, value in vars(module).items():
+        if name.startswith("_") and isinstance(value, dict):
+            twin.__dict__[name] = copy.copy(value)
+    twin.__dict__.pop("forward", None)  # a forward of the instance is bound to the original
+    return twin
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Whether the embedding and the head are one parameter."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return head is not None and head.weight is embedding.weight

@@ -1,0 +1,93 @@
+"""Groups of slots that work on documents, and the micro-batches that they make up."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from longspan.layout import Partition
+
+CommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p", "auto"]
+PartitionKind = Literal["zigzag", "contiguous"]
+Mode = Literal["lockstep", "free"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Slots that share documents in one micro-batch: all that `bind` needs to know of them.
+
+    `slots` in ring order; `documents` are ids into the plan's lengths, `lengths` their rows, in packed order.
+    `cp_comm_type` is one string, or one per model layer. `pad_to` lays every document out as that many rows
+    (the classical padded batch); None lays each out as it is.
+    """
+
+    slots: tuple[int, ...]
+    documents: tuple[int, ...]
+    lengths: tuple[int, ...]
+    cp_comm_type: str | tuple[str, ...] = "p2p"
+    hierarchical_context_parallel_sizes: tuple[int, int] | None = None
+    partition: PartitionKind = "zigzag"
+    pad_to: int | None = None
+
+    @property
+    def degree(self) -> int:
+        """Context-parallel degree: how many slots share the rows."""
+        return len(self.slots)
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the documents, without padding."""
+        return sum(self.lengths)
+
+    @property
+    def laid_out(self) -> tuple[int, ...]:
+        """Rows that each document takes, padding included."""
+        return self.lengths if self.pad_to is None else (self.pad_to,) * len(self.lengths)
+
+    @property
+    def rows_per_slot(self) -> int:
+        """The most rows that one member holds, padding included: ceil(laid-out rows / degree)."""
+        return -(-sum(self.laid_out) // self.degree)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields for a JSON document; those that most groups leave at their default are left out."""
+        fields = {name: getattr(self, name) for name in ("slots", "documents", "lengths", "cp_comm_type")}
+        if self.hierarchical_context_parallel_sizes is not None:
+            fields["hierarchical_context_parallel_sizes"] = self.hierarchical_context_parallel_sizes
+        if self.partition != "zigzag":
+            fields["partition"] = self.partition
+        return fields if self.pad_to is None else fields | {"pad_to": self.pad_to}
+
+    @cached_property
+    def shares(self) -> Partition:
+        """Who holds which laid-out rows; rows count through the documents in order, padding included."""
+        make = Partition.zigzag if self.partition == "zigzag" else Partition.contiguous
+        return make(self.laid_out, self.degree)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward pass: groups in the one order in which every slot takes them.
+
+    A slot may be in several groups. A slot that is in none runs a dummy pass in lockstep and skips in free mode.
+    """
+
+    groups: tuple[Group, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Rows of all documents of this micro-batch, without padding: S."""
+        return sum(group.tokens for group in self.groups)
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """Document ids in packed order, group by group."""
+        return tuple(d for group in self.groups for d in group.documents)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Document lengths in packed order, group by group."""
+        return tuple(n for group in self.groups for n in group.lengths)
+
+    def groups_of(self, slot: int) -> tuple[tuple[int, Group], ...]:
+        """The groups that a slot is in, with their index, in order."""
+        return tuple((i, group) for i, group in enumerate(self.groups) if slot in group.slots)
