@@ -18,7 +18,7 @@ from longspan.model.pipeline.pipeline import PipelinedModel, _origin, refuse_sha
 from longspan.model.pipeline.settings import Pipelining
 from longspan.model.pipeline.stages import Call, Stage, cut, refuse_inexact
 from longspan.model.pipeline.tied_embedding import TiedCopies
-from longspan.model.prepare import IMPLEMENTATION
+from longspan.model.prepared import IMPLEMENTATION
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step

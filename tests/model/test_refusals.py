@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.experts.moe import use_experts
 from longspan.model.layers import decoder_layers
-from longspan.model.prepare import IMPLEMENTATION
+from longspan.model.prepared import IMPLEMENTATION
 from longspan.model.seams import refusals
 from longspan.model.seams.probe import probe_model
 from longspan.model.seams.randomness import random_draws

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from longspan.model.load import full_state_dict as full_state_dict
     from longspan.model.load import load_model as load_model
     from longspan.model.load import save_model as save_model
-    from longspan.model.prepare import is_prepared as is_prepared
-    from longspan.model.prepare import prepare as prepare
+    from longspan.model.prepared import is_prepared as is_prepared
+    from longspan.model.prepared import prepare as prepare
     from longspan.model.presets import PRESETS as PRESETS
     from longspan.model.presets import preset_config as preset_config
 
 _HOME_OF = {
-    **dict.fromkeys(("prepare", "is_prepared"), "longspan.model.prepare"),
+    **dict.fromkeys(("prepare", "is_prepared"), "longspan.model.prepared"),
     **dict.fromkeys(("load_model", "save_model", "full_state_dict"), "longspan.model.load"),
     **dict.fromkeys(("PRESETS", "preset_config"), "longspan.model.presets"),
 }

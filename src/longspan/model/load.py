@@ -22,7 +22,7 @@ from longspan.comm import World, patience
 from longspan.errors import ModelError
 from longspan.model.pipeline.pipeline import PipelinedModel
 from longspan.model.pipeline.state import state_of_all_stages
-from longspan.model.prepare import vocabulary_size
+from longspan.model.prepared import vocabulary_size
 from longspan.model.presets import PRESETS, preset_config
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

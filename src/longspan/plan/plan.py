@@ -7,6 +7,7 @@ anything and does not price anything (`cost.py`, `timeline.py`, `bound.py`); `ch
 
 from dataclasses import dataclass
 
+from longspan.errors import PlanError
 from longspan.plan.check import check_plan
 from longspan.plan.cost.cost import Cost
 from longspan.plan.plan_fields import PlanFields
@@ -40,4 +41,8 @@ class Plan(PlanFields):
     @classmethod
     def from_json(cls, text: str | bytes) -> "Plan":
         """The checked plan that `to_json` wrote. Raises PlanError naming the part that is missing or wrong."""
-        return cls(**read_fields(text)).check()
+        fields, tokens = read_fields(text)
+        plan = cls(**fields).check()
+        if tokens is not None and tokens != plan.tokens:
+            raise PlanError(f"the plan says {tokens!r} tokens, but its lengths add up to {plan.tokens}")
+        return plan

@@ -9,7 +9,7 @@ from torch import nn
 from longspan.comm import SequenceShard, World, bind
 from longspan.errors import DataError
 from longspan.model.pipeline.pipeline import PipelinedModel
-from longspan.model.prepare import vocabulary_size
+from longspan.model.prepared import vocabulary_size
 from longspan.plan import MicroBatch, Plan
 from longspan.train.loss import NO_TARGET, Rows, read_rows
 

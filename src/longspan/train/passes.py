@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from longspan.comm import World, to_device
 from longspan.model.experts.router import RouterStep
 from longspan.model.placement.sharding import fsdp_modules, parameters_gathered, replicas_summed_at_last
-from longspan.model.prepare import is_prepared
+from longspan.model.prepared import is_prepared
 from longspan.model.seams.first_pass import awaits_first_pass
 from longspan.plan import Plan
 from longspan.train.chunked_loss import chunked_cross_entropy

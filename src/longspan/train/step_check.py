@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from longspan.comm import World
 from longspan.errors import ModelError, PlanError, counted
 from longspan.model.pipeline.pipeline import PipelinedModel
-from longspan.model.prepare import refuse_unprepared
+from longspan.model.prepared import refuse_unprepared
 from longspan.model.seams.positions import refuse_positions
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.model.tensor_parallel.tensor_parallel import row_multiple

@@ -15,7 +15,7 @@ from longspan.bench.calibrate.fit import Sample
 from longspan.comm import RingBlocks, SequenceShard, World, bind
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
-from longspan.model.prepare import vocabulary_size
+from longspan.model.prepared import vocabulary_size
 from longspan.plan import Plan, plan_fixed
 from longspan.train import run_step
 

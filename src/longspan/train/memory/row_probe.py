@@ -19,7 +19,7 @@ from longspan.comm import World
 from longspan.comm.failure.watch import is_out_of_memory
 from longspan.errors import ConfigError
 from longspan.layout import Layout
-from longspan.model.prepare import vocabulary_size
+from longspan.model.prepared import vocabulary_size
 from longspan.plan import Plan
 from longspan.train.config.sections import RunConfig
 from longspan.train.disk import write_whole
