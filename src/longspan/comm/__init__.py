@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from longspan.comm.groups.channel import Channel as Channel
     from longspan.comm.groups.channel import Handle as Handle
+    from longspan.comm.host_arrays import to_device as to_device
     from longspan.comm.moves.collectives import all_reduce_sum as all_reduce_sum
     from longspan.comm.moves.collectives import gather_rows as gather_rows
     from longspan.comm.moves.collectives import scatter_rows as scatter_rows
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from longspan.comm.shard import SequenceShard as SequenceShard
     from longspan.comm.shard import ShardPart as ShardPart
     from longspan.comm.shard import bind as bind
-    from longspan.comm.to_device import to_device as to_device
     from longspan.comm.waiting import patience as patience
     from longspan.comm.world import World as World
     from longspan.comm.world import world_of as world_of
@@ -31,7 +31,7 @@ _HOME_OF = {
     "columns": "longspan.comm.moves.side_by_side",
     **dict.fromkeys(("Channel", "Handle"), "longspan.comm.groups.channel"),
     "world_of": "longspan.comm.world",
-    "to_device": "longspan.comm.to_device",
+    "to_device": "longspan.comm.host_arrays",
     "run_local": "longspan.launch.launch",
     "patience": "longspan.comm.waiting",
     **dict.fromkeys(("Addend", "GradientRing", "RingBlocks"), "longspan.comm.moves.ring"),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longspan.comm.groups.channel import Channel
-from longspan.comm.to_device import to_device
+from longspan.comm.host_arrays import to_device
 from longspan.comm.world import World, world_of
 from longspan.errors import CommError, LayoutError, PlanError
 from longspan.layout import Segments

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longspan.comm.groups.channel import Channel
-from longspan.comm.to_device import to_device
+from longspan.comm.host_arrays import to_device
 from longspan.errors import CommError, LayoutError
 from longspan.layout import Exchange, Partition
 
