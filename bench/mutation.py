@@ -247,9 +247,9 @@ def run_tests(root: Path, arguments: list[str], limit: float) -> tuple[int | Non
         return status, output.read()
 
 
-def judge(root: Path, mutant: dict[str, Any], tests: Tests) -> dict[str, Any]:
-    """Whether the tests notice one mutant, with the first that does."""
-    chosen = tests.of(mutant["file"])
+def judge(root: Path, mutant: dict[str, Any], tests: Tests, asked: list[str] | None = None) -> dict[str, Any]:
+    """Whether its tests, or those that were asked for, notice one mutant, with the first that does."""
+    chosen = tests.of(mutant["file"]) if asked is None else dict.fromkeys(asked, 60.0)
     if not chosen:
         return {"verdict": "lived", "tests": 0, "seconds": 0.0}
     path = root / "src/longspan" / mutant["file"]
@@ -319,6 +319,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40, help="what the tests of one mutant may take, unchanged")
     parser.add_argument("--base", help="a commit instead of the working tree")
     parser.add_argument("--only", nargs="*", help="names of mutants")
+    parser.add_argument("--tests", nargs="*", help="files or names of tests that pass, instead of those chosen")
     parser.add_argument("--again", type=Path, help="a record: its mutants that lived")
     parser.add_argument("--out", type=Path, help="a .json file; what it holds already is not run again")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
@@ -341,7 +342,7 @@ def main() -> None:
             if flags.list or name not in every:
                 print(name, every.get(name, {}), flush=True)
             elif name not in record["mutants"]:
-                result = every[name] | judge(root, every[name], tests)
+                result = every[name] | judge(root, every[name], tests, flags.tests)
                 record["mutants"][name] = result
                 print(f"{result['verdict']:8} {result['seconds']:6.1f} s  {name}  {result.get('by', '')}", flush=True)
                 if flags.out:
