@@ -7,10 +7,10 @@
 A mutant is one change of one expression or statement. Docstrings, annotations, f-strings, `raise`, `assert`, `del` and
 imports are left alone, and so are files that only a GPU runs. Its name says file, function, operator and ordinal in
 that function. The working tree (or a commit, `--base`) is copied to a temporary folder and changed there. The tests of
-a mutant come from its room: files named after the module, files that name it or what it defines (the shortest first),
-and the usual ones; the quick tests of a file first, as long as they take `--seconds` together. Tests marked as slow,
-tests that change source texts themselves and what a file has after three times `--seconds` are not among them. A run
-that takes far longer than without the mutant counts as killed.
+a mutant come from its room: files named after the module, files that name it, files that name what it defines (the
+shortest first), and the usual ones; the quick tests of a file first, as long as they take `--seconds` together. Tests
+marked as slow, tests that change source texts themselves and what a file has after three times `--seconds` are not
+among them. A run that takes far longer than without the mutant counts as killed.
 `unshare --pid --fork --mount-proc` before the command keeps a mutant's signals from other processes of the machine.
 """
 
@@ -196,17 +196,15 @@ class Tests:
         inside = [name for name in self.texts if name.startswith(f"{room}/")]
         tree = ast.parse((self.root / "src/longspan" / file).read_text())
         public = [x.name for x in tree.body if isinstance(x, ast.FunctionDef | ast.ClassDef) and x.name[0] != "_"]
-        names = re.compile(rf"\b(import {stem}|{'|'.join([file[:-3].replace('/', '.'), *public])})\b")
+        path, defined = file[:-3].replace("/", "."), "|".join({*public} - {"main"}) or "no public name"
         same = [name for name in inside if f"{stem}_".startswith(Path(name).stem[5:] + "_")]
-        others = [name for name in inside if name not in same and names.search(self.texts[name])]
+        named = [name for name in inside if re.search(rf"\b(import {stem}|{path})\b", self.texts[name])]
+        using = [name for name in inside if re.search(rf"\b({defined})\b", self.texts[name])]
+        same.sort(key=len, reverse=True)
+        for group in (named, using):
+            group.sort(key=lambda name: len(self.texts[name]))
         chosen: dict[str, float] = {}
-        for name in dict.fromkeys(
-            [
-                *sorted(same, key=len, reverse=True),
-                *sorted(others, key=lambda x: len(self.texts[x])),
-                *USUAL.get(room, []),
-            ]
-        ):
+        for name in dict.fromkeys([*same, *named, *using, *USUAL.get(room, [])]):
             if sum(chosen.values()) > 0.8 * self.seconds:
                 break
             for test, x in sorted(self.timed(name).items(), key=lambda item: item[1]):
@@ -249,9 +247,9 @@ def run_tests(root: Path, arguments: list[str], limit: float) -> tuple[int | Non
         return status, output.read()
 
 
-def judge(root: Path, mutant: dict[str, Any], tests: Tests) -> dict[str, Any]:
-    """Whether the tests notice one mutant, with the first that does."""
-    chosen = tests.of(mutant["file"])
+def judge(root: Path, mutant: dict[str, Any], tests: Tests, asked: list[str] | None = None) -> dict[str, Any]:
+    """Whether its tests, or those that were asked for, notice one mutant, with the first that does."""
+    chosen = tests.of(mutant["file"]) if asked is None else dict.fromkeys(asked, 60.0)
     if not chosen:
         return {"verdict": "lived", "tests": 0, "seconds": 0.0}
     path = root / "src/longspan" / mutant["file"]
@@ -321,6 +319,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40, help="what the tests of one mutant may take, unchanged")
     parser.add_argument("--base", help="a commit instead of the working tree")
     parser.add_argument("--only", nargs="*", help="names of mutants")
+    parser.add_argument("--tests", nargs="*", help="files or names of tests that pass, instead of those chosen")
     parser.add_argument("--again", type=Path, help="a record: its mutants that lived")
     parser.add_argument("--out", type=Path, help="a .json file; what it holds already is not run again")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
@@ -343,7 +342,7 @@ def main() -> None:
             if flags.list or name not in every:
                 print(name, every.get(name, {}), flush=True)
             elif name not in record["mutants"]:
-                result = every[name] | judge(root, every[name], tests)
+                result = every[name] | judge(root, every[name], tests, flags.tests)
                 record["mutants"][name] = result
                 print(f"{result['verdict']:8} {result['seconds']:6.1f} s  {name}  {result.get('by', '')}", flush=True)
                 if flags.out:

@@ -47,7 +47,7 @@ def test_choices(members, call, node_size, wanted):
     choice = choose_type(members, call, node_size=node_size)
     assert named(choice) == wanted, str(choice)
     if members.degree > 1:
-        assert f"so {wanted}" in choice.reasons[-1]
+        assert f"{wanted} is chosen: " in choice.reasons[-1]
 
 
 SKEWS = [  # of a ring of 4: what its busiest member computes, in means of all

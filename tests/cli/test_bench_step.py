@@ -119,6 +119,9 @@ def test_the_shape_that_goals_are_set_for() -> None:
     assert (config.hidden_size, config.num_hidden_layers, config.head_dim) == (4096, 36, 128)
     experts = shape_named("qwen3-30b-a3b").changed(StepFlags(layers=4)).config(49152)
     assert (experts.num_experts, experts.num_experts_per_tok, experts.num_hidden_layers) == (128, 8, 4)
+    assert experts.norm_topk_prob
+    given = StepFlags(experts=4, experts_per_token=2, expert_ffn=24)
+    assert shape_named("small").changed(given).config(64).moe_intermediate_size == 24
 
 
 def test_one_sequence_over_all_ranks() -> None:

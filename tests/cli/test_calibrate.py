@@ -51,8 +51,8 @@ def _measured(truth: Calibration, noise: float = 0.0, *, ring: bool = True) -> l
 
 def test_constants_are_found_where_nothing_disturbs() -> None:
     found = calibrate(_measured(TRUTH), ring_bytes=4608.0, across_bytes_per_second=1e9)
-    for name, value in COST.to_json().items():
-        assert found.cost.to_json()[name] == pytest.approx(value, rel=1e-6), name
+    for name, value in COST.constants().items():
+        assert found.cost.constants()[name] == pytest.approx(value, rel=1e-6), name
     assert found.step_seconds == pytest.approx(TRUTH.step_seconds, rel=1e-6)
     assert found.call_seconds == pytest.approx(TRUTH.call_seconds, rel=1e-6)
     assert found.wire_step_seconds == pytest.approx(TRUTH.wire_step_seconds, rel=1e-6)
@@ -62,17 +62,17 @@ def test_constants_are_found_where_nothing_disturbs() -> None:
 def test_constants_are_found_through_noise() -> None:
     samples = _measured(TRUTH, noise=0.02)
     found = calibrate(samples, ring_bytes=4608.0, across_bytes_per_second=1e9)
-    for name, value in COST.to_json().items():
-        assert found.cost.to_json()[name] == pytest.approx(value, rel=0.12), name
+    for name, value in COST.constants().items():
+        assert found.cost.constants()[name] == pytest.approx(value, rel=0.12), name
     assert max(abs(found.relative_error(sample)) for sample in samples) < 0.1
 
 
-@pytest.mark.parametrize("name", sorted({*COST.to_json()} - {"ring_bytes", "across_bytes_per_second"}))
+@pytest.mark.parametrize("name", sorted({*COST.constants()} - {"ring_bytes", "across_bytes_per_second"}))
 def test_every_constant_is_told_from_the_others(name: str) -> None:
     truth = replace(TRUTH, cost=replace(COST, **{name: 3 * getattr(COST, name)}))
     found = calibrate(_measured(truth), ring_bytes=4608.0, across_bytes_per_second=1e9)
-    for key, value in truth.cost.to_json().items():
-        assert found.cost.to_json()[key] == pytest.approx(value, rel=1e-6), key
+    for key, value in truth.cost.constants().items():
+        assert found.cost.constants()[key] == pytest.approx(value, rel=1e-6), key
 
 
 def test_samples_that_only_check_decide_nothing() -> None:
@@ -128,7 +128,7 @@ def test_two_ranks_write_a_cost_that_plans_are_priced_by(tmp_path: Path, capfd: 
     record = json.loads(printed.out)
     assert printed.err == f"wrote {out}\n"
     cost = read_cost(out, "--cost")
-    assert cost.to_json() == record["cost"] and cost.ring_bytes == 2 * 3 * 2 * 96 * 4 and record["ring_measured"]
+    assert cost == Cost.from_json(record["cost"]) and cost.ring_bytes == 2 * 3 * 2 * 96 * 4 and record["ring_measured"]
     samples = record["samples"]
     kinds = [sample["what"].split(":")[0] for sample in samples]
     assert [kinds.count(kind) for kind in ("step", "attention", "wire")] == [3 + 2, 2 + 2, 4]
@@ -138,7 +138,7 @@ def test_two_ranks_write_a_cost_that_plans_are_priced_by(tmp_path: Path, capfd: 
         error = sample["predicted_seconds"] / sample["measured_seconds"] - 1
         assert sample["relative_error"] == pytest.approx(error)
     assert main(["plan", "--same", "4x100", "--slots", "4", "--cp", "2", "--cost", out, "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["cost"] == record["cost"]
+    assert json.loads(capfd.readouterr().out)["cost"] == record["cost"] | {"source": out}
 
 
 def test_one_rank_in_words() -> None:

@@ -46,7 +46,7 @@ def visit(rank: int, home: Layout) -> None:
             assert world.gather_objects({"rank": rank}) == [{"rank": r} for r in home.ranks]
             assert world.broadcast_object(rank) == home.ranks[0] and world.broadcast_object(rank, source=n - 1) == n - 1
             assert world.any_rank(rank == n - 1) and not world.any_rank(False)
-            world.agree("0f" * 32)
+            assert not world.agree("0f" * 32) and world.agree("0f" * 32, flag=rank == n - 1)
             world.step = 3
             assert world.watch.step == world.step == 3
             check_mesh(world)

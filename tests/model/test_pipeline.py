@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaModel, NanoChatConfig
 
 from longspan.comm import World, bind
-from longspan.errors import LongspanError, ModelError, PlanError
+from longspan.comm.failure.watch import Watch
+from longspan.errors import CommError, LongspanError, ModelError, PlanError
 from longspan.layout import Layout
 from longspan.model import prepare, save_model
 from longspan.model.layers import layers_of_stages
 from longspan.model.parts import parts_of
-from longspan.model.pipeline.pipeline import PipelinedModel, _origin, refuse_shared_over_stages
+from longspan.model.pipeline.pipeline import PipelinedModel, _origin, _watched, refuse_shared_over_stages
 from longspan.model.pipeline.settings import Pipelining
 from longspan.model.pipeline.stages import Call, Stage, cut, refuse_inexact
 from longspan.model.pipeline.tied_embedding import TiedCopies
@@ -359,3 +361,21 @@ def test_the_model_s_error_is_found_behind_what_torch_wraps_around_it() -> None:
     assert _origin(chain(*wrapped, model)) is model
     assert _origin(chain(wrapped[0], chain(model, cause))) is model  # what the model itself chains stays
     assert _origin(RuntimeError("a collective failed")) is None
+
+
+WRAPPED = [  # what torch's schedule raises, what it wraps, what comes out
+    (RuntimeError("[Stage 0] failed to run forward"), ValueError("rows do not fit"), ValueError),
+    (RuntimeError("[Stage 0] failed to run forward"), RuntimeError("gloo: connection closed"), CommError),
+    (RuntimeError("gloo: connection closed"), None, CommError),
+]
+
+
+@pytest.mark.parametrize(("error", "origin", "expected"), WRAPPED)
+def test_no_error_of_a_schedule_is_lost(error: Exception, origin: Exception | None, expected: type) -> None:
+    world: Any = SimpleNamespace(watch=Watch(0, (0,), 60.0, None), pipeline=SimpleNamespace(ranks=(0,)))
+
+    def step() -> None:
+        raise error from origin
+
+    with pytest.raises(expected, match="rows do not fit" if expected is ValueError else "connection closed"):
+        _watched(step, world)

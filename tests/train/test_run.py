@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from longspan.errors import CheckpointError, ConfigError, DataError, LongspanError, ModelError, RunFolderError
 from longspan.plan import Plan
+from longspan.plan.cost.model_cost import CPU_GBPS
 from longspan.testing import run_ranks
 from longspan.train.checkpoint.files import step_of
 from longspan.train.config.file import load_config, to_toml
@@ -156,7 +157,7 @@ def test_other_plans_of_the_same_tokens_have_the_same_losses(
     assert bool(plan.cost.closing_seconds) == (config.context.mode == "free")
     if plan.cost.closing_seconds:  # the other slot's half of 4 bytes a weight, and of 4 a gradient
         weights = sum(x.numel() for x in load_file(Path(config.run.dir) / "model" / "model.safetensors").values())
-        assert plan.cost.closing_seconds == pytest.approx(10e-3 + weights * 8 / 2 / 350e9, rel=1e-12)
+        assert plan.cost.closing_seconds == pytest.approx(10e-3 + weights * 8 / 2 / (CPU_GBPS * 1e9), rel=1e-12)
 
 
 def test_dropout_in_attention_has_the_same_losses_at_every_degree(

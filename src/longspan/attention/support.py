@@ -88,7 +88,11 @@ EVERYWHERE: tuple[tuple[str, str], ...] = (
     ("scale", "`scale=`, any finite number; H ** −0.5 by default"),
     ("value heads of another size", "v (T, K, Hv), as in multi-head latent attention"),
     ("grouped and multi-query heads", "K divides N"),
-    ("dropout", "`dropout=`; the mask is a hash of seed, head, document and positions: the same at every degree"),
+    (
+        "dropout",
+        "`dropout=`; the mask is a hash of seed, step, layer, head, document and positions: the same at every degree, "
+        "in every home and in recomputation",
+    ),
     ("rows that see no key", "output 0, gradients 0"),
     ("deterministic mode", "sums over blocks and ranks are taken in a fixed order; see the kernels"),
 )

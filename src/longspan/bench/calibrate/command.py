@@ -15,6 +15,7 @@ from longspan.cli.machine import machine, machine_text
 from longspan.cli.parse import parse_flags
 from longspan.cli.processes import reports_here, run_on_ranks, under_torchrun
 from longspan.errors import ConfigError, counted
+from longspan.plan import Cost
 from longspan.report.text_table import text_table
 from longspan.train.versions import versions
 
@@ -160,7 +161,8 @@ def record_text(record: dict[str, Any]) -> str:
         (row["what"], *(f"{1e3 * row[name]:.2f}" for name in ("measured_seconds", "predicted_seconds")), _percent(row))
         for row in record["samples"]
     ]
-    constants = text_table(("constant", "value"), [(name, f"{value:.4g}") for name, value in record["cost"].items()])
+    values = Cost.from_json(record["cost"]).constants()
+    constants = text_table(("constant", "value"), [(name, f"{value:.4g}") for name, value in values.items()])
     notes = [] if record["ring_measured"] else ["no ring was measured: the ring's constants are Cost's defaults"]
     table = text_table(("what", "measured ms", "predicted ms", "error"), rows)
     return "\n\n".join([head, table, _summary(record["samples"]), constants, *notes])
