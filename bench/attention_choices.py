@@ -31,7 +31,7 @@ from longspan.bench.attention.cases import own_cases, tensors_of
 from longspan.bench.attention.ranks import forward_flops
 from longspan.bench.record import where_it_ran
 from longspan.cli.machine import machine
-from longspan.comm.groups.groups import groups
+from longspan.comm.groups import groups
 from longspan.report.text_table import markdown_table
 from longspan.train.versions import versions
 

@@ -15,7 +15,7 @@ import torch
 
 from longspan.errors import CommError, LayoutError
 from longspan.launch import launch, rank_process
-from longspan.launch.local_ranks import Crew, _Rank
+from longspan.launch.local_ranks import LocalRanks, _Rank
 from longspan.testing import run_ranks
 
 
@@ -216,7 +216,7 @@ ARRIVED = [  # how ranks 0, 1, ... failed, in the order of their failures -> the
 def test_the_cause_comes_before_what_others_saw_of_it(
     failures: list[rank_process.Answer | str], message: str, tmp_path: Path
 ) -> None:
-    ranks = object.__new__(Crew)
+    ranks = object.__new__(LocalRanks)
     ranks.folder, ranks.ranks = tmp_path, []
     for index, failure in enumerate(failures):
         rank = _Rank(index, None, None)  # pyright: ignore[reportArgumentType]

@@ -11,7 +11,7 @@ import pytest
 from longspan.cli.main import main
 from longspan.errors import ConfigError
 from longspan.plan import Cost
-from longspan.plan.cost.cost import cost_file
+from longspan.plan.cost import cost_file
 from longspan.train.config.sections import ContextConfig
 from longspan.train.plans import cost_of
 

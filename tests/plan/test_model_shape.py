@@ -10,7 +10,7 @@ import pytest
 
 from longspan.errors import PlanError
 from longspan.plan import Cost
-from longspan.plan.cost.cost import model_shape
+from longspan.plan.cost import model_shape
 from longspan.plan.cost.model_shape import ModelShape
 
 QWEN3_8B: dict[str, Any] = {

@@ -20,9 +20,9 @@ from longspan.comm import waiting
 from longspan.errors import CheckpointError, CommError
 from longspan.model import load_model, prepare
 from longspan.testing import backend, run_ranks
+from longspan.train.checkpoint import checkpoint as checkpoint_module
+from longspan.train.checkpoint import files as files_module
 from longspan.train.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
-from longspan.train.checkpoint.checkpoint import checkpoint as checkpoint_module
-from longspan.train.checkpoint.checkpoint import files as files_module
 from longspan.train.checkpoint.files import (
     begin,
     check_files,

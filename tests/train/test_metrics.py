@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longspan.train.run.loop import stop_signal as stop_module
+from longspan.train.run import stop_signal as stop_module
 from longspan.train.run.metrics_log import MetricsLog, memory_bytes, read_rows
 from longspan.train.run.progress import Screen
 from longspan.train.run.stop_signal import StopSignal
