@@ -49,6 +49,8 @@ def talk(rank: int, max_groups: int) -> list[GroupRecord]:
                     with only_its_communicator(world, channel):
                         for check in (check_gather, check_sum, check_rows, check_shift):
                             check(channel, counts, dtype)
+        own = [record.ranks for record in world.groups_made if record.kind == "communicator"]
+        assert all(world._groups.communicator(ranks) is not None for ranks in own), "made, and not used"
         return world.groups_made
 
 
