@@ -86,6 +86,21 @@ def test_a_failure_is_raised_and_new_ranks_answer_the_next_call(pool: RankPool) 
     assert [value for _, value in after] == [6.0] * 3
 
 
+def leave_what_cannot_be_put_back(rank: int) -> None:
+    def refuse() -> None:
+        raise RuntimeError("cannot be destroyed")
+
+    torch.distributed.is_initialized = lambda: True  # type: ignore[assignment]
+    torch.distributed.destroy_process_group = refuse  # type: ignore[assignment]
+
+
+def test_ranks_that_cannot_put_back_what_a_call_changed_are_replaced(pool: RankPool) -> None:
+    before = pool.run(total, 2, (2,), timeout=60)
+    pool.run(leave_what_cannot_be_put_back, 2, timeout=60)
+    after = pool.run(total, 2, (2,), timeout=60)
+    assert {pid for pid, _ in before}.isdisjoint(pid for pid, _ in after) and after[0][1] == 3.0
+
+
 def stay_away(rank: int) -> None:
     if rank == 0:
         with World(Layout(ranks=2), backend="gloo", timeout=1000) as world:

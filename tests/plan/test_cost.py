@@ -102,7 +102,7 @@ def test_refused(values: object, message: str) -> None:
         Cost.from_json(values)
 
 
-@pytest.mark.parametrize("module", ["cost", "fixed", "padded", None])
+@pytest.mark.parametrize("module", ["cost.cost", "planners.fixed", "planners.padded", None])
 def test_docstrings_show_what_happens(module: str | None) -> None:
     subject = longspan.plan if module is None else __import__(f"longspan.plan.{module}", fromlist=["_"])
     found = doctest.testmod(subject)

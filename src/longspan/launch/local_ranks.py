@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.errors import CommError
-from longspan.launch.rank_process import DEAD_KEY, Answer, Descriptor, Spec, State, Task, rank_main
+from longspan.launch.rank_process import DEAD_KEY, READY, Answer, Descriptor, Spec, State, Task, rank_main
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
@@ -99,6 +99,16 @@ class LocalRanks:
             there.close()
             self._all.append(_Rank(index, process, here))
         self.ranks = self._all
+
+    def ready(self, timeout: float) -> bool:
+        """Whether the ranks of the call before have put back what it changed, and live."""
+        for rank in self.ranks:
+            try:
+                if rank.answer is not None and not (rank.pipe.poll(timeout) and rank.pipe.recv_bytes() == READY):
+                    return False
+            except (EOFError, OSError):  # it died of what the call had left
+                return False
+        return True
 
     def give(self, payload: bytes, n: int) -> None:
         """Let the first n ranks make a call, with a store of its own to meet at."""

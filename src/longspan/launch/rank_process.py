@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.reduction import DupFd
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 
 from longspan.errors import CommError
 
+READY = b"ready"  # a rank that takes tasks says so once nothing is left of the one before
 DEAD_KEY = "longspan/dead/"  # the launcher writes here, under the rank, how a rank died
 
 
@@ -137,10 +139,12 @@ def _serve(rank: int, state: State, pipe: connection.Connection) -> None:
     while True:
         try:
             task: Task = pickle.loads(pipe.recv_bytes())
-        except EOFError:
+        except (EOFError, OSError):  # the launcher has closed the pipe
             return
         _answer(rank, task, pipe)
         state.restore()
+        with suppress(OSError):
+            pipe.send_bytes(READY)
 
 
 def _settle(spec: Spec, out: Descriptor, err: Descriptor) -> None:

@@ -14,6 +14,8 @@ from longspan.launch.launch import pickled_call
 from longspan.launch.local_ranks import LocalRanks
 from longspan.testing.process_state import ProcessState
 
+READY_SECONDS = 30.0  # a rank that has not put back what a call changed by then is ended
+
 
 class RankPool:
     """Up to `size` local ranks, started at the first call and started again after one that failed.
@@ -48,6 +50,8 @@ class RankPool:
         return [rank.answer.value() for rank in ranks.ranks if rank.answer is not None]
 
     def _running(self) -> LocalRanks:
+        if self._ranks is not None and not self._ranks.ready(READY_SECONDS):
+            self.close()
         if self._ranks is None:
             self._folder = tempfile.TemporaryDirectory(prefix="longspan-ranks-")
             self._ranks = LocalRanks(self.size, Path(self._folder.name), self.threads, state=ProcessState.now)
