@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from longspan.comm.matrix import columns, side_by_side
+from longspan.comm.moves.side_by_side import columns, side_by_side
 
 
 @pytest.mark.parametrize("sizes", [[(3,)], [(3,), (2, 2)], [(1,), (2,), (2, 1)]])
