@@ -36,7 +36,8 @@ from typing import Any, cast
 
 ROOT = Path(__file__).parents[1]
 WEIGHTS = {"cli": 2.0, "report": 2.0, "comm": 1.5, "plan": 1.5}  # rooms with fewer lines of tests are drawn from more
-ONLY_GPU = ("triton_kernels.py", "kernels/cudnn.py", "kernels/fa4.py", "kernels/torch_flash.py", "step_parts.py")
+ONLY_GPU = ("triton_kernels.py", "kernels/cudnn.py", "kernels/fa4.py", "kernels/torch_flash.py", "profile_parts.py")
+TESTED_IN = {"bench": "cli", "launch": "comm"}  # rooms whose tests stand in another one's folder
 PER_FUNCTION = 2
 MOST_MEMORY = 16 << 30  # of one process: a loop that never ends fails early
 USUAL = {
@@ -193,6 +194,7 @@ class Tests:
     def of(self, file: str) -> dict[str, float]:
         """Test ids with their seconds, in the order to run them."""
         room, stem = file.split("/")[0], Path(file).stem
+        room = TESTED_IN.get(room, room)
         inside = [name for name in self.texts if name.startswith(f"{room}/")]
         tree = ast.parse((self.root / "src/longspan" / file).read_text())
         public = [x.name for x in tree.body if isinstance(x, ast.FunctionDef | ast.ClassDef) and x.name[0] != "_"]
