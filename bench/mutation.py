@@ -339,7 +339,7 @@ def main() -> None:
             "commit": copied(flags.base, root),
         }
         every = mutants(root)
-        tests = Tests(root, flags.seconds, record["tests"])
+        tests = Tests(root, flags.seconds, record.setdefault("tests", {}))
         for name in wanted(flags, every):
             if flags.list or name not in every:
                 print(name, every.get(name, {}), flush=True)
