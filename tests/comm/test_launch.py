@@ -129,13 +129,13 @@ from longspan.comm import run_local
 def wait_for_a_signal(rank, number):
     seen = []
     signal.signal(number, lambda *_: seen.append(number))
-    os.write(1, f"rank {os.getpid()}\n".encode())  # one line, whatever the others write
+    os.write(1, f"rank {os.getpid()}\\n".encode())  # in one piece, whatever the others write
     while not seen:
         time.sleep(0.01)
     return [int(s) for s in seen]
 
 def sleep(rank):
-    os.write(1, f"rank {os.getpid()}\n".encode())  # one line, whatever the others write
+    os.write(1, f"rank {os.getpid()}\\n".encode())  # in one piece, whatever the others write
     time.sleep(60)
 
 if __name__ == "__main__":
