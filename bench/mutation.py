@@ -37,13 +37,14 @@ from typing import Any, cast
 ROOT = Path(__file__).parents[1]
 WEIGHTS = {"cli": 2.0, "report": 2.0, "comm": 1.5, "plan": 1.5}  # rooms with fewer lines of tests are drawn from more
 ONLY_GPU = ("triton_kernels.py", "kernels/cudnn.py", "kernels/fa4.py", "kernels/torch_flash.py", "profile_parts.py")
-TESTED_IN = {"bench": "cli", "launch": "comm"}  # rooms whose tests stand in another one's folder
+TESTED_IN = {"bench": "cli", "testing": "launch"}  # rooms whose tests stand in another one's folder
 PER_FUNCTION = 2
 MOST_MEMORY = 16 << 30  # of one process: a loop that never ends fails early
 USUAL = {
     "attention": ["attention/test_attend.py", "attention/test_behaviour.py"],
     "cli": ["cli/test_flags.py", "cli/test_plan.py", "cli/test_doctor.py"],
-    "comm": ["comm/test_collectives.py", "comm/test_groups.py", "comm/test_world.py"],
+    "comm": ["comm/test_groups.py", "comm/test_ring.py", "comm/test_world.py"],
+    "launch": ["launch/test_launch.py", "launch/test_rank_pool.py"],
     "layout": ["layout/test_layout.py", "layout/test_partition.py"],
     "model": ["model/test_prepare.py", "model/test_load.py", "model/test_pipeline.py"],
     "plan": ["plan/test_plan.py", "plan/test_dynamic.py", "plan/test_fixed.py"],

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longspan.comm.groups.channel import EVENT_BYTES, Channel, Handle, summed
-from longspan.comm.groups.communicator_choice import Family
+from longspan.comm.groups.communicator_choice import CommunicatorChoice
 from longspan.comm.groups.groups import GroupRecord, Groups
 from longspan.comm.world import World
 from longspan.errors import CommError
@@ -200,7 +200,7 @@ def plan_of(*micro_batches: tuple[tuple[int, ...], ...]) -> Plan:
     return Plan(8, lengths, tuple(groups), targets=sum(lengths))
 
 
-FAMILIES = [  # (most per slot, plans in turn, what each gains)
+CHOICES = [  # (most per slot, plans in turn, what each gains)
     (4, [plan_of(((0, 1), (2, 3)), ((0, 1),))], [[(0, 1), (2, 3)]]),  # one degree: all of them
     (4, [plan_of(((0, 1), (2,)), ((0, 1),))], [[(0, 1)]]),  # slots alone talk to nobody
     (4, [plan_of(((0, 1, 2), (3, 4)))], [[]]),  # mixed degrees, seen once
@@ -210,12 +210,12 @@ FAMILIES = [  # (most per slot, plans in turn, what each gains)
 ]
 
 
-@pytest.mark.parametrize(("most", "plans", "gains"), FAMILIES)
-def test_the_family_of_communicators_is_bounded(most: int, plans: list[Plan], gains: list[object]) -> None:
-    family = Family(most)
-    assert [family.wanted(plan) for plan in plans] == gains
+@pytest.mark.parametrize(("most", "plans", "gains"), CHOICES)
+def test_the_number_of_communicators_is_bounded(most: int, plans: list[Plan], gains: list[object]) -> None:
+    choice = CommunicatorChoice(most)
+    assert [choice.choose(plan) for plan in plans] == gains
     for _ in range(2):
-        again = [family.wanted(plan) for plan in plans]
+        again = [choice.choose(plan) for plan in plans]
     assert again == [[]] * len(plans), "what is there is not made again"
 
 
@@ -223,10 +223,10 @@ def test_slots_that_can_gain_nothing_are_not_counted() -> None:
     """So that plans of ever other groups do not add up."""
     plans = [plan_of(((0, 1), (2, 3)))] + [plan_of((slots, (5, 6, 7))) for slots in ((0, 2), (1, 3), (3, 4), (1, 5))]
     for most, counted in ((0, set()), (1, {(5, 6, 7)}), (2, {(5, 6, 7), (0, 2), (1, 3), (3, 4), (1, 5)})):
-        family = Family(most)
+        choice = CommunicatorChoice(most)
         for plan in plans:
-            family.wanted(plan)
-        assert set(family._seen) | (family._chosen - {(0, 1), (2, 3)}) == counted
+            choice.choose(plan)
+        assert set(choice._seen) | (choice._chosen - {(0, 1), (2, 3)}) == counted
 
 
 def test_messages_that_travel_beside_kernels_go_on_streams_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup, Store
 from longspan.comm.failure.incident import Notes
 from longspan.comm.failure.watch import Watch
 from longspan.comm.groups.channels import Channels
-from longspan.comm.groups.communicator_choice import Family
+from longspan.comm.groups.communicator_choice import CommunicatorChoice
 from longspan.comm.groups.groups import Groups
 from longspan.comm.groups.meshes import Meshes
 from longspan.comm.rendezvous import (
@@ -108,7 +108,7 @@ class World(Channels):
         self.backend = BOTH if self.device.type == "cuda" else "gloo"
         self.max_groups = max_groups if max_groups is not None else 4 if self.device.type == "cuda" else 0
         self._channels = {}
-        self._family = Family(self.max_groups)
+        self._choice = CommunicatorChoice(self.max_groups)
 
     def _open(self, place: Place, store: Store, name: str) -> None:
         """Make what the ranks talk through, in this corner of their store."""

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.comm.groups.channel import Channel
-from longspan.comm.groups.communicator_choice import Family
+from longspan.comm.groups.communicator_choice import CommunicatorChoice
 from longspan.comm.groups.groups import GroupRecord, Groups
 from longspan.comm.groups.meshes import Meshes
 from longspan.comm.host_values import HostValues
@@ -34,7 +34,7 @@ class Channels(HostValues):
     device: torch.device
     _groups: Groups
     _meshes: Meshes
-    _family: Family
+    _choice: CommunicatorChoice
     _channels: dict[tuple[int, ...], Channel]
 
     @property
@@ -156,7 +156,7 @@ class Channels(HostValues):
         if plan.slots != self.home.slots:
             raise CommError(f"the plan is for {plan.slots} slots, the home has {self.home.slots}; plan for this home")
         self.agree(plan.digest())
-        for slots in self._family.wanted(plan):
+        for slots in self._choice.choose(plan):
             for plane in self.home.planes():
                 ranks = tuple(plane[slot] for slot in slots)
                 group = self._groups.make(ranks, "communicator")

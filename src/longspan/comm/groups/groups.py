@@ -1,6 +1,6 @@
 """The communicators of a world, by rank tuple.
 
-A bounded family of communicators, made by `World.prepare`, is the fast way for groups that recur (`channel.py` has the
+A bounded number of communicators, made by `World.prepare`, is the fast way for groups that recur (`channel.py` has the
 general one). A group that is not there is an error; None is never passed to torch, which would take it for the whole
 world.
 """
