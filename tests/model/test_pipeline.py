@@ -16,7 +16,7 @@ from longspan.layout import Layout
 from longspan.model import prepare, save_model
 from longspan.model.layers import layers_of_stages
 from longspan.model.parts import parts_of
-from longspan.model.pipeline.pipeline import PipelinedModel, _origin, _watched, refuse_shared_over_stages
+from longspan.model.pipeline.pipeline import PipelineModel, _origin, _watched, refuse_shared_over_stages
 from longspan.model.pipeline.settings import Pipelining
 from longspan.model.pipeline.stages import Call, Stage, cut, refuse_inexact
 from longspan.model.pipeline.tied_embedding import TiedCopies
@@ -251,7 +251,7 @@ def _pipelines(rank: int, folder: str) -> dict[tuple[str, int, str], dict[str, A
             stock = deep(family, torch.float64)
             wanted = answer(stock, documents, world.device)
             model = prepare(deep(family, torch.float64), world, virtual_stages=vpp, pipeline_schedule=schedule)
-            assert isinstance(model, PipelinedModel)
+            assert isinstance(model, PipelineModel)
             optimizer = build_optimizer(model, "adamw", 1e-2, 0.1)
             plan = plan_fixed(LENGTHS, world.home, cp=2, max_tokens_per_slot=20)
             worst_logits = 0.0

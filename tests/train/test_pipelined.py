@@ -18,7 +18,7 @@ from longspan.errors import CommError
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.experts.router import RouterCoefficients
-from longspan.model.pipeline.pipeline import PipelinedModel
+from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
@@ -59,7 +59,7 @@ class Case:
     kind: str
     dtype: torch.dtype = torch.float64
 
-    def prepared(self, world: World, layers: int = 4) -> PipelinedModel:
+    def prepared(self, world: World, layers: int = 4) -> PipelineModel:
         model = prepare(
             deep(self.family, self.dtype, layers),
             world,
@@ -68,7 +68,7 @@ class Case:
             virtual_stages=self.vpp,
             pipeline_schedule=self.schedule,
         )
-        assert isinstance(model, PipelinedModel)
+        assert isinstance(model, PipelineModel)
         return model
 
 
@@ -108,7 +108,7 @@ def _stock(family: str, dtype: torch.dtype, device: torch.device) -> Answer:
     return answer(deep(family, dtype), texts(LENGTHS), device, **losses)
 
 
-def _errors(model: PipelinedModel, plan: Plan, wanted: Answer, world: World) -> dict[str, float]:
+def _errors(model: PipelineModel, plan: Plan, wanted: Answer, world: World) -> dict[str, float]:
     """Of one step's loss, gradient norm and gradients of this rank's stages; infinite where one is missing."""
     documents = texts(LENGTHS)
     router = ROUTER if model.routers else None
@@ -177,7 +177,7 @@ def _shared_layer(rank: int) -> dict[str, float]:
     with World(Layout(ranks=2, pp=2), backend=backend()) as world:
         wanted = answer(shared(), texts(LENGTHS), world.device)
         model = prepare(shared(), world, shard_parameters=False, pipeline_schedule="zero_bubble")
-        assert isinstance(model, PipelinedModel)
+        assert isinstance(model, PipelineModel)
         return _errors(model, plan_fixed(LENGTHS, world.home, cp=1, max_tokens_per_slot=40), wanted, world)
 
 

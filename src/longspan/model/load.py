@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from longspan.comm import World, patience
 from longspan.errors import ModelError
-from longspan.model.pipeline.pipeline import PipelinedModel
+from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.state import state_of_all_stages
 from longspan.model.prepared import vocabulary_size
 from longspan.model.presets import PRESETS, preset_config
@@ -124,7 +124,7 @@ def _check_index(folder: Path, index: Path) -> None:
 
 
 def save_model(
-    model: PreTrainedModel | PipelinedModel, folder: str | Path, world: World, tokenizer: Any = None
+    model: PreTrainedModel | PipelineModel, folder: str | Path, world: World, tokenizer: Any = None
 ) -> None:
     """Write the full weights to a folder that stock transformers loads; all ranks call it together.
 
@@ -132,7 +132,7 @@ def save_model(
     leaves what was there: rank 0, or with pipeline stages the home's first rank. Raises ModelError on every rank
     where writing failed.
     """
-    if isinstance(model, PipelinedModel):
+    if isinstance(model, PipelineModel):
         writer, full = world.home.ranks[0], state_of_all_stages(model, world)
     else:
         writer, full = 0, full_state_dict(model)  # torch gathers on rank 0, wherever that is in the home
@@ -157,7 +157,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return dict(get_model_state_dict(model, options=options))  # pyright: ignore[reportReturnType]
 
 
-def _write(model: PreTrainedModel | PipelinedModel, full: dict[str, Tensor], folder: Path, tokenizer: Any) -> None:
+def _write(model: PreTrainedModel | PipelineModel, full: dict[str, Tensor], folder: Path, tokenizer: Any) -> None:
     partial, old = (folder.with_name(f"{folder.name}{ending}") for ending in (".partial", ".old"))
     for leftover in (partial, old):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -171,12 +171,12 @@ def _write(model: PreTrainedModel | PipelinedModel, full: dict[str, Tensor], fol
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _stock_twin(model: PreTrainedModel | PipelinedModel, full: dict[str, Tensor]) -> PreTrainedModel:
+def _stock_twin(model: PreTrainedModel | PipelineModel, full: dict[str, Tensor]) -> PreTrainedModel:
     """The unprepared model class over the gathered weights, tied where the original ties."""
     config = deepcopy(model.config)
     config._attn_implementation = "eager"
     config.use_cache = True  # prepare turned it off for training; who loads the folder wants transformers' default
-    own = model.architecture if isinstance(model, PipelinedModel) else type(model)
+    own = model.architecture if isinstance(model, PipelineModel) else type(model)
     stock: Any = next(kind for kind in own.__mro__ if not issubclass(kind, FSDPModule))
     with torch.device("meta"):
         twin = stock(config)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.experts.moe import expert_modules, use_experts
-from longspan.model.pipeline.pipeline import PipelinedModel, cut_into_stages
+from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.settings import Pipelining
 from longspan.model.placement.placement import Placement
 from longspan.model.placement.recompute import Recomputation
@@ -46,7 +46,7 @@ def prepare(
     virtual_stages: int = 1,
     pipeline_schedule: str = "1f1b",
     sequence_parallel: bool = False,
-) -> PreTrainedModel | PipelinedModel:
+) -> PreTrainedModel | PipelineModel:
     """Bring a Hugging Face causal language model under the world's home; returns the same model.
 
     >>> model = prepare(Qwen3ForCausalLM(config), world)
@@ -65,7 +65,7 @@ def prepare(
     shows it, and raises ModelError.
 
     Where `home.pp` is above 1, this rank's stages are cut out, `virtual_stages` of them, and returned as a
-    PipelinedModel; the rest of the model is freed. `pipeline_schedule` is "1f1b" (interleaved with several virtual
+    PipelineModel; the rest of the model is freed. `pipeline_schedule` is "1f1b" (interleaved with several virtual
     stages), "gpipe", "zero_bubble" or "zbv" (two virtual stages, folded). Parameters then stay gathered from the first
     forward to the last backward pass of a step, whatever `reshard_after_forward` says.
 
@@ -102,7 +102,7 @@ def prepare(
     prepared = _in_stages(model, placement, pipelining) if world.home.pp > 1 else _whole(model, placement)
     keep_kernel(prepared, attention_kernel)
     prepared.random_draws = draws  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-    if isinstance(prepared, PipelinedModel):
+    if isinstance(prepared, PipelineModel):
         prepared.probed = probe
     elif not probe:
         FirstPass(prepared)
@@ -136,7 +136,7 @@ def _whole(model: PreTrainedModel, placement: Placement) -> PreTrainedModel:
     return model
 
 
-def _in_stages(model: PreTrainedModel, placement: Placement, pipelining: Pipelining) -> PipelinedModel:
+def _in_stages(model: PreTrainedModel, placement: Placement, pipelining: Pipelining) -> PipelineModel:
     """This rank's stages, each placed as a model of its own; the rest of the model is freed."""
     dtype, has_experts = placement.dtype_of(model), bool(expert_modules(model))
     stages = cut_into_stages(model, placement.world, pipelining)
@@ -144,7 +144,7 @@ def _in_stages(model: PreTrainedModel, placement: Placement, pipelining: Pipelin
         if stage.last:
             open_head(stage.model, probe=False)
         placement.place(stage.model, stage, has_experts=has_experts)
-    prepared = PipelinedModel(model, placement.world, stages, pipelining, dtype)
+    prepared = PipelineModel(model, placement.world, stages, pipelining, dtype)
     placement.ask_for_rows(prepared)
     return prepared
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from longspan.comm import SequenceShard, World, bind
 from longspan.errors import DataError
-from longspan.model.pipeline.pipeline import PipelinedModel
+from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import vocabulary_size
 from longspan.plan import MicroBatch, Plan
 from longspan.train.loss import NO_TARGET, Rows, read_rows
@@ -32,7 +32,7 @@ def read_together(model: nn.Module, plan: Plan, documents: Any, world: World) ->
 
     Each slot reads the rows that it computes; its ranks of stages in the middle read none.
     """
-    reads = not isinstance(model, PipelinedModel) or model.reads_tokens
+    reads = not isinstance(model, PipelineModel) or model.reads_tokens
     work, failure, vocabulary = list[Work](), None, vocabulary_size(model)
     try:
         for shard in _shards(plan, world):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.comm import to_device
-from longspan.model.pipeline.pipeline import PipelinedModel
+from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import Call
 from longspan.train.chunked_loss import chunked_cross_entropy
 from longspan.train.local_batch import Work, padding_alone
@@ -25,7 +25,7 @@ def run_through_stages(passes: Passes, work: Sequence[Work]) -> float:
     forward pass of their own beforehand.
     """
     model, total = passes.model, torch.zeros((), dtype=torch.float64, device=passes.world.device)
-    assert isinstance(model, PipelinedModel)
+    assert isinstance(model, PipelineModel)
     if passes.counts_loads:
         with torch.no_grad():
             model.run([_counting_call(passes, each) for each in work], backward=False)
@@ -62,10 +62,10 @@ def _counting_call(passes: Passes, work: Work) -> Call:
 
 def makes_loss(model: nn.Module) -> bool:
     """Whether the loss and the targets of this rank's slot are counted here: on the last stage of a pipeline."""
-    return not isinstance(model, PipelinedModel) or any(stage.last for stage in model.stages)
+    return not isinstance(model, PipelineModel) or any(stage.last for stage in model.stages)
 
 
 def counted_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that this rank's stages count in the gradient norm: a tied embedding is counted on the first."""
-    skipped = model.tied.counted_elsewhere if isinstance(model, PipelinedModel) else None
+    skipped = model.tied.counted_elsewhere if isinstance(model, PipelineModel) else None
     return [parameter for parameter in model.parameters() if parameter is not skipped]

@@ -23,7 +23,7 @@ from longspan.comm import World
 from longspan.errors import PlanError
 from longspan.model.experts.moe import router_step
 from longspan.model.experts.router import RouterCoefficients, RouterLosses
-from longspan.model.pipeline.pipeline import PipelinedModel
+from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.placement.sharding import gradients_summed_over_slots, reshard
 from longspan.plan import Plan
 from longspan.train.gradients import check_finite, clip_gradients, square_sum
@@ -116,7 +116,7 @@ def run_step(
 def _run(passes: Passes, work: Sequence[Work]) -> float:
     """This rank's sum of the loss; with backward, gradients of the sum over slots, divided by the plan's targets."""
     model, world, backward = passes.model, passes.world, passes.backward
-    run = run_through_stages if isinstance(model, PipelinedModel) else run_here
+    run = run_through_stages if isinstance(model, PipelineModel) else run_here
     named = world.watch.naming("forward and backward passes", world.home.ranks)
     closing = gradients_summed_over_slots(model, world) if backward else _resharded(model)
     with named, _mode(model, training=backward), torch.set_grad_enabled(backward), closing:

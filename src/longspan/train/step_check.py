@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.errors import ModelError, PlanError, counted
-from longspan.model.pipeline.pipeline import PipelinedModel
+from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import refuse_unprepared
 from longspan.model.seams.positions import refuse_positions
 from longspan.model.seams.randomness import refuse_randomness
@@ -20,7 +20,7 @@ def check_step(model: nn.Module, plan: Plan, documents: Any, world: World, *, ba
     refuse_unprepared(model)
     if backward:
         refuse_randomness(model)
-    if world.home.pp > 1 and not isinstance(model, PipelinedModel):
+    if world.home.pp > 1 and not isinstance(model, PipelineModel):
         raise ModelError(
             f"the home has pp {world.home.pp}, but {type(model).__name__} is not cut into stages; call model = "
             "longspan.prepare(model, world), or use a home without pp"

@@ -1,6 +1,6 @@
 """A model under a home with pipeline stages: this rank's stages under the model's own names, and steps through all.
 
-`prepare` returns a PipelinedModel where `home.pp` is above 1. Parameters of the other stages are freed; those that are
+`prepare` returns a PipelineModel where `home.pp` is above 1. Parameters of the other stages are freed; those that are
 here have the names that they have in the whole model, so that optimizers, checkpoints and saved folders do not depend
 on the pipeline. How a model is cut is in `stages.py`, torch's schedules are in `schedules.py`, a head that is tied to
 the embedding in `tied_embedding.py`.
@@ -47,7 +47,7 @@ class _Ready(NamedTuple):
     stages: list[HandOff]
 
 
-class PipelinedModel(nn.Module):
+class PipelineModel(nn.Module):
     """This rank's stages of a causal language model; train and evaluate it with `run_step`.
 
     Parameters, buffers and `state_dict` keys have the names of the whole model; together, the ranks of a pipeline hold
@@ -99,7 +99,7 @@ class PipelinedModel(nn.Module):
                     memo.add(module)
                     yield f"{prefix}{'.' if prefix else ''}stages.{stage.index}{name}", module
 
-    def train(self, mode: bool = True) -> "PipelinedModel":
+    def train(self, mode: bool = True) -> "PipelineModel":
         """Training or evaluation mode of all stages."""
         for stage in self.stages:
             stage.train(mode)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from longspan.comm import World
-from longspan.model.pipeline.pipeline import PipelinedModel
+from longspan.model.pipeline.pipeline import PipelineModel
 
 
 class _Entry(NamedTuple):
@@ -16,7 +16,7 @@ class _Entry(NamedTuple):
     dtype: torch.dtype
 
 
-def state_of_all_stages(model: PipelinedModel, world: World) -> dict[str, Tensor]:
+def state_of_all_stages(model: PipelineModel, world: World) -> dict[str, Tensor]:
     """Every entry of the whole model's `state_dict` on the CPU of the home's first rank; empty on the others.
 
     Entered by all ranks. One tensor at a time is whole on a rank that sends it.

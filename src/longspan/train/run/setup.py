@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.errors import CheckpointError, ConfigError, DataError, RunFolderError, counted
 from longspan.model import load_model, prepare
-from longspan.model.pipeline.pipeline import PipelinedModel
+from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan import Cost
 from longspan.train.all_ranks import Say, first_does, together
@@ -46,7 +46,7 @@ class Job:
 
     config: RunConfig
     world: World
-    model: PreTrainedModel | PipelinedModel
+    model: PreTrainedModel | PipelineModel
     optimizer: Optimizer
     corpus: Corpus
     order: StepOrder
@@ -122,7 +122,7 @@ def evaluation_choice(config: RunConfig, cost: Cost, heads: int) -> PlanChoice:
     return PlanChoice.evaluation(config.context, cost=cost, row_multiple=rows, heads=heads)
 
 
-def _cost(config: RunConfig, world: World, model: PreTrainedModel | PipelinedModel, say: Say) -> Cost:
+def _cost(config: RunConfig, world: World, model: PreTrainedModel | PipelineModel, say: Say) -> Cost:
     return cost_of_run(config, model.config, say, gpu=world.device.type == "cuda")
 
 
@@ -138,7 +138,7 @@ def order_of(config: RunConfig, corpus: Corpus) -> StepOrder:
 
 def model_under_home(
     config: RunConfig, world: World, corpus: Corpus, model: PreTrainedModel | None = None
-) -> PreTrainedModel | PipelinedModel:
+) -> PreTrainedModel | PipelineModel:
     """The run's model, loaded unless it is given, checked against the corpus and the configuration, and prepared."""
     size = corpus.manifest.tokenizer_size
     if model is None:
