@@ -17,7 +17,7 @@ from longspan.model import prepare, save_model
 from longspan.model.layers import layers_of_stages
 from longspan.model.parts import parts_of
 from longspan.model.pipeline.pipeline import PipelineModel, _origin, _watched, refuse_shared_over_stages
-from longspan.model.pipeline.settings import Pipelining
+from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.stages import Call, Stage, cut, refuse_inexact
 from longspan.model.pipeline.tied_embedding import TiedCopies
 from longspan.model.prepared import IMPLEMENTATION
@@ -55,11 +55,11 @@ def test_more_stages_than_layers() -> None:
 @pytest.mark.parametrize("pp", [2, 3, 4])
 @pytest.mark.parametrize(("schedule", "vpp"), [("1f1b", 1), ("1f1b", 3), ("zero_bubble", 2), ("zbv", 2)])
 def test_every_stage_is_on_one_rank(schedule: str, vpp: int, pp: int) -> None:
-    held = [Pipelining(schedule, pp, vpp).stages_at(place) for place in range(pp)]
+    held = [PipelineSettings(schedule, pp, vpp).stages_at(place) for place in range(pp)]
     assert sorted(stage for stages in held for stage in stages) == list(range(pp * vpp))
     assert all(len(stages) == vpp for stages in held)
     assert 0 in held[0] and (pp * vpp - 1 in held[0 if schedule == "zbv" else pp - 1])
-    assert pp * vpp - 1 in held[Pipelining(schedule, pp, vpp).loss_place]
+    assert pp * vpp - 1 in held[PipelineSettings(schedule, pp, vpp).loss_place]
 
 
 SCHEDULES = [
@@ -74,7 +74,7 @@ SCHEDULES = [
 @pytest.mark.parametrize(("name", "pp", "vpp", "says"), SCHEDULES)
 def test_schedules_that_are_refused(name: str, pp: int, vpp: int, says: str) -> None:
     with pytest.raises(PlanError, match=says):
-        Pipelining(name, pp, vpp)
+        PipelineSettings(name, pp, vpp)
 
 
 ENOUGH = [
@@ -89,7 +89,7 @@ ENOUGH = [
 
 @pytest.mark.parametrize(("name", "vpp", "pp", "counts"), ENOUGH)
 def test_interleaved_schedules_go_in_equal_rounds(name: str, vpp: int, pp: int, counts: dict[int, int]) -> None:
-    assert {count: Pipelining(name, pp, vpp).enough_micro_batches(count) for count in counts} == counts
+    assert {count: PipelineSettings(name, pp, vpp).enough_micro_batches(count) for count in counts} == counts
 
 
 class _Positions:

@@ -14,7 +14,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.experts.moe import expert_modules, use_experts
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
-from longspan.model.pipeline.settings import Pipelining
+from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.placement.placement import Placement
 from longspan.model.placement.recompute import Recomputation
 from longspan.model.placement.sharding import Sharding
@@ -78,7 +78,7 @@ def prepare(
 
     Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
     """
-    pipelining = Pipelining(pipeline_schedule, world.home.pp, virtual_stages)
+    pipeline_settings = PipelineSettings(pipeline_schedule, world.home.pp, virtual_stages)
     placement = Placement(
         world,
         Sharding(
@@ -92,14 +92,14 @@ def prepare(
     )
     if fused_norms not in ("auto", "on", "off"):
         raise ModelError(f"fused_norms is {fused_norms!r}; use 'auto', 'on' or 'off'")
-    _check(model, placement, pipelining)
+    _check(model, placement, pipeline_settings)
     name = type(model).__name__
     if fused_norms == "on" or (fused_norms == "auto" and world.device.type == "cuda"):
         fuse_norms(model, required=fused_norms == "on")
     _open(model, placement, attention_kernel, probe=probe)
     table = position_table(model)
     draws = random_draws(model)
-    prepared = _in_stages(model, placement, pipelining) if world.home.pp > 1 else _whole(model, placement)
+    prepared = _in_stages(model, placement, pipeline_settings) if world.home.pp > 1 else _whole(model, placement)
     keep_kernel(prepared, attention_kernel)
     prepared.random_draws = draws  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     if isinstance(prepared, PipelineModel):
@@ -113,12 +113,12 @@ def prepare(
     return prepared
 
 
-def _check(model: PreTrainedModel, placement: Placement, pipelining: Pipelining) -> None:
+def _check(model: PreTrainedModel, placement: Placement, pipeline_settings: PipelineSettings) -> None:
     """Refuse what would not be exact, before anything is changed."""
     if is_prepared(model):
         raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
     refuse_unsupported(model)
-    placement.check(model, pipelining.stages)
+    placement.check(model, pipeline_settings.stages)
 
 
 def _open(model: PreTrainedModel, placement: Placement, kernel: str | None, *, probe: bool) -> None:
@@ -136,15 +136,15 @@ def _whole(model: PreTrainedModel, placement: Placement) -> PreTrainedModel:
     return model
 
 
-def _in_stages(model: PreTrainedModel, placement: Placement, pipelining: Pipelining) -> PipelineModel:
+def _in_stages(model: PreTrainedModel, placement: Placement, pipeline_settings: PipelineSettings) -> PipelineModel:
     """This rank's stages, each placed as a model of its own; the rest of the model is freed."""
     dtype, has_experts = placement.dtype_of(model), bool(expert_modules(model))
-    stages = cut_into_stages(model, placement.world, pipelining)
+    stages = cut_into_stages(model, placement.world, pipeline_settings)
     for stage in stages:
         if stage.last:
             open_head(stage.model, probe=False)
         placement.place(stage.model, stage, has_experts=has_experts)
-    prepared = PipelineModel(model, placement.world, stages, pipelining, dtype)
+    prepared = PipelineModel(model, placement.world, stages, pipeline_settings, dtype)
     placement.ask_for_rows(prepared)
     return prepared
 

@@ -30,7 +30,7 @@ def run_through_stages(passes: Passes, work: Sequence[Work]) -> float:
         with torch.no_grad():
             model.run([_counting_call(passes, each) for each in work], backward=False)
     passes.settle()
-    count = model.pipelining.enough_micro_batches(len(work)) if passes.backward else len(work)
+    count = model.pipeline_settings.enough_micro_batches(len(work)) if passes.backward else len(work)
     padding = [padding_alone(passes.plan, passes.world) for _ in range(count - len(work))]
     model.run([_call(passes, each, total) for each in (*work, *padding)], backward=passes.backward)
     return total.item()

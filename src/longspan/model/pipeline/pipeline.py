@@ -22,7 +22,7 @@ from longspan.model.experts.moe import router_modules
 from longspan.model.layers import Absent, layers_of_stages
 from longspan.model.parts import Parts, parts_of
 from longspan.model.pipeline.schedules import HandOff, make_schedule
-from longspan.model.pipeline.settings import Pipelining
+from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.stages import Call, Stage, cut, refuse_inexact
 from longspan.model.pipeline.tied_embedding import TiedCopies
 from longspan.model.placement.sharding import reshard
@@ -65,14 +65,14 @@ class PipelineModel(nn.Module):
         model: PreTrainedModel,
         world: World,
         stages: Sequence[Stage],
-        pipelining: Pipelining,
+        pipeline_settings: PipelineSettings,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.training = model.training
         # What the whole model is, whatever stages are here.
         self.config, self.generation_config, self.architecture = model.config, model.generation_config, type(model)
-        self.stages, self.pipelining, self.dtype = tuple(stages), pipelining, dtype  # a tuple: not by these names
+        self.stages, self.pipeline_settings, self.dtype = tuple(stages), pipeline_settings, dtype  # a tuple: not by these names
         self.tied = TiedCopies(self.stages)
         self.probed = True  # whether the attention calls of all layers have been seen and judged
         self._world_key = world.key
@@ -154,7 +154,7 @@ class PipelineModel(nn.Module):
         if key not in self._ready:
             hidden = self.config.get_text_config().hidden_size
             stages = [HandOff(stage, world, hidden, self.dtype) for stage in self.stages]
-            self._ready[key] = _Ready(make_schedule(self.pipelining, stages, micro_batches, backward=backward), stages)
+            self._ready[key] = _Ready(make_schedule(self.pipeline_settings, stages, micro_batches, backward=backward), stages)
         return self._ready[key]
 
     @torch.no_grad()
@@ -174,7 +174,7 @@ class PipelineModel(nn.Module):
 
     def _to_all_stages(self, found: list[Tensor], shard: SequenceShard) -> Tensor:
         pipeline = world_of(self._world_key).pipeline
-        holder = self.pipelining.loss_place
+        holder = self.pipeline_settings.loss_place
         if pipeline.index == holder:
             logits = found[0].to(self.dtype).contiguous()
             others = [other for other in range(pipeline.degree) if other != holder]
@@ -187,16 +187,16 @@ class PipelineModel(nn.Module):
         return logits
 
 
-def cut_into_stages(model: PreTrainedModel, world: World, pipelining: Pipelining) -> tuple[Stage, ...]:
+def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: PipelineSettings) -> tuple[Stage, ...]:
     """This rank's stages of a model; the rest of it is freed.
 
     Raises ModelError or PlanError, before anything is changed, for what would not be exact or not fit.
     """
     parts = parts_of(model)
-    layers = layers_of_stages(len(getattr(model.base_model, parts.layers)), pipelining.stages)
+    layers = layers_of_stages(len(getattr(model.base_model, parts.layers)), pipeline_settings.stages)
     refuse_inexact(model, parts)
     refuse_shared_over_stages(model, parts, layers)
-    return cut(model, parts, layers, pipelining.stages_at(world.coordinates.pp))
+    return cut(model, parts, layers, pipeline_settings.stages_at(world.coordinates.pp))
 
 
 def refuse_shared_over_stages(model: PreTrainedModel, parts: Parts, layers: Sequence[range]) -> None:

@@ -28,7 +28,7 @@ from torch.distributed.pipelining import (
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.pipeline.settings import Pipelining
+from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.split_backward import backward_to_inputs, backward_to_weights
 from longspan.model.pipeline.stages import Call, Stage
 from longspan.model.tensor_parallel.tensor_parallel import row_multiple
@@ -185,14 +185,14 @@ class HandOff(PipelineStage):
 
 
 def make_schedule(
-    pipelining: Pipelining, stages: Sequence[HandOff], micro_batches: int, *, backward: bool
+    pipeline_settings: PipelineSettings, stages: Sequence[HandOff], micro_batches: int, *, backward: bool
 ) -> Callable[[], None]:
     """One step over `micro_batches` micro-batches: call it once the stages have their calls.
 
     Few micro-batches for 1F1B, and evaluation, run all forward passes first: there 1F1B would do the same.
     """
     settings: dict[str, Any] = {"loss_fn": _as_it_is if backward else None, "scale_grads": False}
-    kind = _kind(pipelining, micro_batches, backward=backward)
+    kind = _kind(pipeline_settings, micro_batches, backward=backward)
     given: Any = stages[0] if kind in (Schedule1F1B, ScheduleGPipe) else list(stages)
     schedule = kind(given, micro_batches, **settings)
 
@@ -202,16 +202,16 @@ def make_schedule(
     return step
 
 
-def _kind(pipelining: Pipelining, micro_batches: int, *, backward: bool) -> Any:
+def _kind(pipeline_settings: PipelineSettings, micro_batches: int, *, backward: bool) -> Any:
     """torch's class for this schedule."""
-    if pipelining.folded:
+    if pipeline_settings.folded:
         return ScheduleZBVZeroBubble
-    if pipelining.schedule == "zero_bubble" and backward:
+    if pipeline_settings.schedule == "zero_bubble" and backward:
         return ScheduleInterleavedZeroBubble
-    alternating = pipelining.schedule == "1f1b" and backward
-    if pipelining.virtual_stages > 1:
+    alternating = pipeline_settings.schedule == "1f1b" and backward
+    if pipeline_settings.virtual_stages > 1:
         return ScheduleInterleaved1F1B if alternating else ScheduleLoopedBFS
-    return Schedule1F1B if alternating and micro_batches >= pipelining.pp else ScheduleGPipe
+    return Schedule1F1B if alternating and micro_batches >= pipeline_settings.pp else ScheduleGPipe
 
 
 def _as_it_is(output: Tensor, _: Tensor) -> Tensor:

@@ -10,10 +10,10 @@ SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 
 
 @dataclass(frozen=True)
-class Pipelining:
+class PipelineSettings:
     """A schedule over `pp` ranks that hold `virtual_stages` stages each.
 
-    >>> Pipelining("1f1b", pp=2, virtual_stages=2).stages_at(1)
+    >>> PipelineSettings("1f1b", pp=2, virtual_stages=2).stages_at(1)
     (1, 3)
 
     Raises PlanError for a schedule that is not there or not for so many stages a rank.
