@@ -123,9 +123,7 @@ def _check_index(folder: Path, index: Path) -> None:
         raise ModelError(f"{folder} lacks {len(missing)} of {len(files)} weight files: {', '.join(missing[:4])}")
 
 
-def save_model(
-    model: PreTrainedModel | PipelineModel, folder: str | Path, world: World, tokenizer: Any = None
-) -> None:
+def save_model(model: PreTrainedModel | PipelineModel, folder: str | Path, world: World, tokenizer: Any = None) -> None:
     """Write the full weights to a folder that stock transformers loads; all ranks call it together.
 
     One rank writes safetensors, configuration and tokenizer next to `folder` and renames, so an interrupted save

@@ -72,7 +72,11 @@ class PipelineModel(nn.Module):
         self.training = model.training
         # What the whole model is, whatever stages are here.
         self.config, self.generation_config, self.architecture = model.config, model.generation_config, type(model)
-        self.stages, self.pipeline_settings, self.dtype = tuple(stages), pipeline_settings, dtype  # a tuple: not by these names
+        self.stages, self.pipeline_settings, self.dtype = (
+            tuple(stages),
+            pipeline_settings,
+            dtype,
+        )  # a tuple: not by these names
         self.tied = TiedCopies(self.stages)
         self.probed = True  # whether the attention calls of all layers have been seen and judged
         self._world_key = world.key
@@ -154,7 +158,9 @@ class PipelineModel(nn.Module):
         if key not in self._ready:
             hidden = self.config.get_text_config().hidden_size
             stages = [HandOff(stage, world, hidden, self.dtype) for stage in self.stages]
-            self._ready[key] = _Ready(make_schedule(self.pipeline_settings, stages, micro_batches, backward=backward), stages)
+            self._ready[key] = _Ready(
+                make_schedule(self.pipeline_settings, stages, micro_batches, backward=backward), stages
+            )
         return self._ready[key]
 
     @torch.no_grad()
