@@ -18,7 +18,7 @@ from longspan.model.layers import layers_of_stages
 from longspan.model.parts import parts_of
 from longspan.model.pipeline.pipeline import PipelineModel, _origin, _watched, refuse_shared_over_stages
 from longspan.model.pipeline.settings import PipelineSettings
-from longspan.model.pipeline.stages import Call, Stage, cut, refuse_inexact
+from longspan.model.pipeline.stages import Stage, StageInput, cut, refuse_inexact
 from longspan.model.pipeline.tied_embedding import TiedCopies
 from longspan.model.prepared import IMPLEMENTATION
 from longspan.plan import plan_fixed
@@ -109,7 +109,9 @@ def test_stages_one_after_another_are_the_model(family: str, count: int) -> None
     for index in range(count):
         (stage,) = _stages(family, count, index)
         shard: Any = _Positions()
-        x = stage(x, call=Call(shard, ids, lambda model, arguments: model(**_without_shard(arguments)).logits))
+        x = stage(
+            x, stage_input=StageInput(shard, ids, lambda model, arguments: model(**_without_shard(arguments)).logits)
+        )
         held += [name.removeprefix("model.") for name, _ in stage.named_parameters()]
     assert torch.equal(x, wanted)
     tied = family in ("qwen3", "qwen3-moe")  # whose embedding is held twice

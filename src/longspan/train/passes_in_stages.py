@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from longspan.comm import to_device
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.pipeline.stages import Call
+from longspan.model.pipeline.stages import StageInput
 from longspan.train.chunked_loss import chunked_cross_entropy
 from longspan.train.local_batch import Work, padding_alone
 from longspan.train.passes import Passes
@@ -28,36 +28,36 @@ def run_through_stages(passes: Passes, work: Sequence[Work]) -> float:
     assert isinstance(model, PipelineModel)
     if passes.counts_loads:
         with torch.no_grad():
-            model.run([_counting_call(passes, each) for each in work], backward=False)
+            model.run([_counting_input(passes, each) for each in work], backward=False)
     passes.settle()
     count = model.pipeline_settings.enough_micro_batches(len(work)) if passes.backward else len(work)
     padding = [padding_alone(passes.plan, passes.world) for _ in range(count - len(work))]
-    model.run([_call(passes, each, total) for each in (*work, *padding)], backward=passes.backward)
+    model.run([_stage_input(passes, each, total) for each in (*work, *padding)], backward=passes.backward)
     return total.item()
 
 
-def _call(passes: Passes, work: Work, total: Tensor) -> Call:
+def _stage_input(passes: Passes, work: Work, total: Tensor) -> StageInput:
     """One micro-batch through the stages; the last adds its loss to `total`, and gives its part of the step's."""
     device = passes.world.device
     labels = to_device(work.labels, device)
 
-    def finish(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
+    def make_output(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
         chunk = passes.chunk_rows
         loss = part(**arguments, row_loss=lambda x, head: chunked_cross_entropy(x, labels, head, chunk))
         total.add_(loss.detach())
         return passes.mean(loss)
 
-    return Call(work.shard, to_device(work.ids, device)[None], finish, passes.router())
+    return StageInput(work.shard, to_device(work.ids, device)[None], make_output, passes.router())
 
 
-def _counting_call(passes: Passes, work: Work) -> Call:
+def _counting_input(passes: Passes, work: Work) -> StageInput:
     """One micro-batch through the stages for the loads of its routers alone."""
 
-    def finish(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
+    def make_output(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
         return part(**arguments, row_loss=lambda x, _: x.new_zeros((), dtype=torch.float64))
 
     ids = to_device(work.ids, passes.world.device)[None]
-    return Call(work.shard, ids, finish, passes.router(counting=True))
+    return StageInput(work.shard, ids, make_output, passes.router(counting=True))
 
 
 def makes_loss(model: nn.Module) -> bool:

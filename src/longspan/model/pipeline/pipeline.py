@@ -23,7 +23,7 @@ from longspan.model.layers import Absent, layers_of_stages
 from longspan.model.parts import Parts, parts_of
 from longspan.model.pipeline.schedules import HandOff, make_schedule
 from longspan.model.pipeline.settings import PipelineSettings
-from longspan.model.pipeline.stages import Call, Stage, cut, refuse_inexact
+from longspan.model.pipeline.stages import Stage, StageInput, cut, refuse_inexact
 from longspan.model.pipeline.tied_embedding import TiedCopies
 from longspan.model.placement.sharding import reshard
 from longspan.model.seams.first_pass import judge_calls_of, note_calls
@@ -115,23 +115,23 @@ class PipelineModel(nn.Module):
         """Whether a stage here needs token ids or labels."""
         return any(stage.first or stage.last for stage in self.stages)
 
-    def run(self, calls: Sequence[Call], *, backward: bool) -> None:
-        """One step: every call through every stage, and back with `backward`, which adds to `.grad`.
+    def run(self, inputs: Sequence[StageInput], *, backward: bool) -> None:
+        """One step: every micro-batch through every stage, and back with `backward`, which adds to `.grad`.
 
-        All ranks enter with the same number of calls; those of a slot's stages are of the same rows. Without `backward`
+        All ranks enter with the same number of inputs; those of a slot's stages are of the same rows. Without `backward`
         parameters are resharded at the end: torch's schedules of single stages leave them gathered. Raises CommError
         that names a rank which does not answer.
         """
         world = world_of(self._world_key)
         self.tied.make_equal()
         with self.tied.gradients_summed(world) if backward else nullcontext():
-            step, stages = self._schedule(len(calls), backward, world)
-            for call in calls:
-                call.more = with_kernel(self, call.more)
+            step, stages = self._schedule(len(inputs), backward, world)
+            for stage_input in inputs:
+                stage_input.keywords = with_kernel(self, stage_input.keywords)
             for stage in stages:
-                stage.calls = calls
-            if calls and not self.probed:
-                note_calls(calls[0].shard)
+                stage.inputs = inputs
+            if inputs and not self.probed:
+                note_calls(inputs[0].shard)
             try:
                 _watched(step, world)
             finally:
@@ -139,8 +139,8 @@ class PipelineModel(nn.Module):
                     stage.close()
         if not backward:
             reshard(self)
-        if calls and not self.probed:
-            self._judge(calls[0].shard, world)
+        if inputs and not self.probed:
+            self._judge(inputs[0].shard, world)
 
     def _judge(self, shard: SequenceShard, world: World) -> None:
         """Every rank learns of layers of any stage that do not reach attention."""
@@ -170,12 +170,12 @@ class PipelineModel(nn.Module):
             raise ModelError("position_ids are not those of the shard; use position_ids=shard.position_ids[None]")
         found: list[Tensor] = []
 
-        def finish(model: nn.Module, arguments: Any) -> Tensor:
+        def make_output(model: nn.Module, arguments: Any) -> Tensor:
             found.append(model(**arguments).logits)
             return found[0].new_zeros((), dtype=torch.float64)
 
-        more = {name: value for name, value in others.items() if name != "use_cache"}
-        self.run([Call(shard, input_ids, finish, more)], backward=False)
+        keywords = {name: value for name, value in others.items() if name != "use_cache"}
+        self.run([StageInput(shard, input_ids, make_output, keywords)], backward=False)
         return CausalLMOutput(logits=self._to_all_stages(found, shard))
 
     def _to_all_stages(self, found: list[Tensor], shard: SequenceShard) -> Tensor:

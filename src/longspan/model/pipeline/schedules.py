@@ -30,14 +30,14 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.split_backward import backward_to_inputs, backward_to_weights
-from longspan.model.pipeline.stages import Call, Stage
+from longspan.model.pipeline.stages import Stage, StageInput
 from longspan.model.tensor_parallel.tensor_parallel import row_multiple
 
 
 class HandOff(PipelineStage):
     """A stage in one schedule: receives hidden states (1, T, D), T by micro-batch, and sends its own on.
 
-    Set `calls`, one for each micro-batch, before each step.
+    Set `inputs`, one for each micro-batch, before each step.
     """
 
     def __init__(self, stage: Stage, world: World, hidden_size: int, dtype: torch.dtype) -> None:
@@ -53,17 +53,17 @@ class HandOff(PipelineStage):
             output_args=(loss if stage.last else row,),
             group=world.pp_group,
         )
-        self.calls: Sequence[Call] = ()
-        self._call: Call | None = None
+        self.inputs: Sequence[StageInput] = ()
+        self._input: StageInput | None = None
         self._row, self._world, self._parts = row, world, row_multiple(stage)
         self._freed = torch.empty(0, dtype=dtype, device=world.device)
 
-    def _rows_of(self, call: Call) -> int:
+    def _rows_of(self, stage_input: StageInput) -> int:
         """Rows of hidden states here: all of the slot's, or under sequence parallelism a tensor-parallel rank's."""
-        return call.shard.local_rows // self._parts
+        return stage_input.shard.local_rows // self._parts
 
     def _buffer(self, micro_batch: int) -> Tensor:
-        rows = self._rows_of(self.calls[micro_batch])
+        rows = self._rows_of(self.inputs[micro_batch])
         return torch.empty(1, rows, self._row.shape[2], dtype=self._row.dtype, device=self.device)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
@@ -84,25 +84,25 @@ class HandOff(PipelineStage):
         self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None, *others: Any, **more: Any
     ) -> Any:
         """As torch's, with this micro-batch's ids and arguments."""
-        call = self.calls[fwd_chunk_id]
+        stage_input = self.inputs[fwd_chunk_id]
         if not self.is_first:
             with self._world.watch.during("hand-off between pipeline stages", self._world.pipeline.ranks) as operation:
                 self._world.watch.mark(operation)
             (info,) = self.args_recv_info[fwd_chunk_id]
             assert info.buffer is not None
             info.buffer.requires_grad_(self.has_backward)
-        self._call = call
-        out = super().forward_one_chunk(fwd_chunk_id, (call.ids,), None, *others, **more)
+        self._input = stage_input
+        out = super().forward_one_chunk(fwd_chunk_id, (stage_input.ids,), None, *others, **more)
         if not self.is_last:
-            self._check_output(out, call)
+            self._check_output(out, stage_input)
         return out
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """The stage's forward; what is no tensor stays out of the inputs that torch differentiates by."""
-        return self.submod(*args, call=self._call)
+        return self.submod(*args, stage_input=self._input)
 
-    def _check_output(self, out: Tensor, call: Call) -> None:
-        wanted = (1, self._rows_of(call), self._row.shape[2])
+    def _check_output(self, out: Tensor, stage_input: StageInput) -> None:
+        wanted = (1, self._rows_of(stage_input), self._row.shape[2])
         if tuple(out.shape) != wanted or out.dtype != self._row.dtype:
             raise ModelError(
                 f"stage {self.stage_index} made hidden states {tuple(out.shape)} of {out.dtype}, the next stage awaits "
@@ -160,7 +160,7 @@ class HandOff(PipelineStage):
         self.dw_runner.clear()
         for micro_batch in self.args_recv_info:
             self._free(micro_batch)
-        self.calls, self._call = (), None
+        self.inputs, self._input = (), None
 
     def _free(self, micro_batch: int) -> None:
         for info in (*self.args_recv_info.get(micro_batch, ()), *self.grad_recv_info.get(micro_batch, ())):
@@ -187,7 +187,7 @@ class HandOff(PipelineStage):
 def make_schedule(
     pipeline_settings: PipelineSettings, stages: Sequence[HandOff], micro_batches: int, *, backward: bool
 ) -> Callable[[], None]:
-    """One step over `micro_batches` micro-batches: call it once the stages have their calls.
+    """One step over `micro_batches` micro-batches: call it once the stages have their inputs.
 
     Few micro-batches for 1F1B, and evaluation, run all forward passes first: there 1F1B would do the same.
     """

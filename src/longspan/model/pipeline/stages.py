@@ -16,24 +16,24 @@ from longspan.comm import SequenceShard
 from longspan.errors import ModelError
 from longspan.model.parts import Parts, is_tied, run_stand_ins, shallow_copy, shallow_module
 
-Finish = Callable[[nn.Module, Mapping[str, Any]], Tensor]
+MakeOutput = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
 
-class Call:
-    """What a stage needs beside its input: token ids (1, T) for the first, `finish` for the last.
+class StageInput:
+    """What a stage needs beside its input: token ids (1, T) for the first, `make_output` for the last.
 
     A plain class, as SequenceShard is: FSDP2 and torch's schedules look into dataclasses and trees of tensors.
 
-    `finish(model, arguments)` calls the model and makes the last stage's output from it, in training the loss (a
-    scalar). `more` goes to every stage's layers, as `shard` does.
+    `make_output(model, arguments)` calls the model and makes the last stage's output from it, in training the loss (a
+    scalar). `keywords` goes to every stage's layers, as `shard` does.
     """
 
-    __slots__ = ("finish", "ids", "more", "shard")
+    __slots__ = ("ids", "keywords", "make_output", "shard")
 
     def __init__(
-        self, shard: SequenceShard, ids: Tensor, finish: Finish, more: Mapping[str, Any] | None = None
+        self, shard: SequenceShard, ids: Tensor, make_output: MakeOutput, keywords: Mapping[str, Any] | None = None
     ) -> None:
-        self.shard, self.ids, self.finish, self.more = shard, ids, finish, more or {}
+        self.shard, self.ids, self.make_output, self.keywords = shard, ids, make_output, keywords or {}
 
 
 class Stage(nn.Module):
@@ -58,13 +58,13 @@ class Stage(nn.Module):
         """Whether it makes the loss."""
         return self.index == self.count - 1
 
-    def forward(self, x: Tensor, *, call: Call) -> Tensor:
-        """Hidden states (1, T, D) for the next stage; on the last one what `call.finish` makes."""
+    def forward(self, x: Tensor, *, stage_input: StageInput) -> Tensor:
+        """Hidden states (1, T, D) for the next stage; on the last one what `stage_input.make_output` makes."""
         inputs: dict[str, Any] = {"input_ids": x} if self.first else {"inputs_embeds": x}
-        inputs |= {"position_ids": call.shard.position_ids[None], "shard": call.shard, "use_cache": False}
-        inputs |= call.more
+        inputs |= {"position_ids": stage_input.shard.position_ids[None], "shard": stage_input.shard, "use_cache": False}
+        inputs |= stage_input.keywords
         if self.last:
-            return call.finish(self.model, inputs)
+            return stage_input.make_output(self.model, inputs)
         return self.model.base_model(**inputs).last_hidden_state
 
 
