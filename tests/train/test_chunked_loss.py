@@ -13,7 +13,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.seams.row_loss import Head
+from longspan.model.seams.row_loss import OutputHead
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
@@ -179,7 +179,7 @@ def test_a_head_with_a_bias() -> None:
         model = prepare(PhiForCausalLM(PhiConfig(**SIZES)), world, shard_parameters=False)
         hidden = torch.randn(5, 32)
         model.lm_head.bias.data.normal_()
-        seen = Head(model, type(model).forward)
+        seen = OutputHead(model, type(model).forward)
         assert torch.equal(seen(hidden), model.lm_head(hidden)) and len(seen.parameters) == 2
 
 

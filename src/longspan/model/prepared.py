@@ -27,7 +27,7 @@ from longspan.model.seams.positions import keep_position_table, position_table
 from longspan.model.seams.probe import probe_model
 from longspan.model.seams.randomness import random_draws
 from longspan.model.seams.refusals import refuse_unsupported
-from longspan.model.seams.row_loss import open_head
+from longspan.model.seams.row_loss import add_row_loss
 
 
 def prepare(
@@ -128,7 +128,7 @@ def _open(model: PreTrainedModel, placement: Placement, kernel: str | None, *, p
     calls = probe_model(model) if probe else ()
     check_kernel(model, kernel, calls, device=placement.world.device, dtype=placement.dtype_of(model))
     model.config.use_cache = False
-    open_head(model, probe=probe)
+    add_row_loss(model, probe=probe)
 
 
 def _whole(model: PreTrainedModel, placement: Placement) -> PreTrainedModel:
@@ -142,7 +142,7 @@ def _in_stages(model: PreTrainedModel, placement: Placement, pipeline_settings: 
     stages = cut_into_stages(model, placement.world, pipeline_settings)
     for stage in stages:
         if stage.last:
-            open_head(stage.model, probe=False)
+            add_row_loss(stage.model, probe=False)
         placement.place(stage.model, stage, has_experts=has_experts)
     prepared = PipelineModel(model, placement.world, stages, pipeline_settings, dtype)
     placement.ask_for_rows(prepared)

@@ -18,7 +18,7 @@ CHUNK_BYTES_ELSEWHERE = 64 << 20
 
 
 class RowHead(Protocol):
-    """What makes logits (t, V) of hidden states (t, D); `longspan.model.seams.row_loss.Head` is one."""
+    """What makes logits (t, V) of hidden states (t, D); `longspan.model.seams.row_loss.OutputHead` is one."""
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:

@@ -118,7 +118,7 @@ class PipelineModel(nn.Module):
     def run(self, inputs: Sequence[StageInput], *, backward: bool) -> None:
         """One step: every micro-batch through every stage, and back with `backward`, which adds to `.grad`.
 
-        All ranks enter with the same number of inputs; those of a slot's stages are of the same rows. Without `backward`
+        All ranks enter with the same number of inputs, and the stages of a slot with the same rows. Without `backward`
         parameters are resharded at the end: torch's schedules of single stages leave them gathered. Raises CommError
         that names a rank which does not answer.
         """

@@ -1,7 +1,7 @@
 """From hidden states to the loss without the logits of all rows at once: a seam in the model's own forward.
 
 `model(input_ids=, position_ids=, shard=, row_loss=fn)` returns `fn(hidden, head)` in place of logits: `hidden` (T, D)
-are the last hidden states, `head` a Head, which makes logits (t, V) of any of their rows. The call still goes through
+are the last hidden states, `head` a OutputHead, which makes logits (t, V) of any of their rows. The call still goes through
 the root module, so that FSDP2's hooks run and the head's parameters are gathered inside. What the rows are turned into
 is `train/chunked_loss.py`'s business, how the vocabulary is split over tensor-parallel ranks the head module's.
 """
@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.seams.probe import Probe, run_on_meta
 
-RowLoss = Callable[[Tensor, "Head"], Tensor]
+RowLoss = Callable[[Tensor, "OutputHead"], Tensor]
 
 
-class Head:
+class OutputHead:
     """What a model does to its last hidden states: (t, D) to logits (t, V).
 
     It runs the model's own forward with the hidden states in place of its base model's, so that biases, soft caps and
@@ -44,7 +44,7 @@ class Head:
         return self._forward(_AfterBase(self._model, hidden.unsqueeze(0)), use_cache=False).logits.squeeze(0)
 
 
-def open_head(model: PreTrainedModel, *, probe: bool = True) -> None:
+def add_row_loss(model: PreTrainedModel, *, probe: bool = True) -> None:
     """Let the model's forward take `row_loss=`; without it, it is as before. `probe` tries it on the meta device.
 
     Raises ModelError where logits are not a function of the last hidden states and the output embedding alone.
@@ -57,7 +57,7 @@ def open_head(model: PreTrainedModel, *, probe: bool = True) -> None:
         if row_loss is None:
             return forward(model, *args, **kwargs)
         hidden = model.base_model(*args, **kwargs).last_hidden_state.squeeze(0)  # (T, D)
-        return row_loss(hidden, Head(model, forward))
+        return row_loss(hidden, OutputHead(model, forward))
 
     model.forward = with_row_loss
     if probe:
@@ -83,7 +83,7 @@ def _output_embedding(model: PreTrainedModel) -> Any:
 def _try(model: PreTrainedModel) -> None:
     """Two rows must come out as two rows of logits that depend on the hidden states."""
 
-    def logits(hidden: Tensor, head: Head) -> Tensor:
+    def logits(hidden: Tensor, head: OutputHead) -> Tensor:
         with torch.enable_grad():
             return head(hidden.detach().requires_grad_())
 
