@@ -26,7 +26,7 @@ from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.stages import Stage, StageInput, cut, refuse_inexact
 from longspan.model.pipeline.tied_embedding import TiedCopies
 from longspan.model.placement.sharding import reshard
-from longspan.model.seams.first_pass import judge_calls_of, note_calls
+from longspan.model.seams.first_pass import check_recorded_calls, record_calls
 from longspan.model.seams.kernel_choice import with_kernel
 
 
@@ -131,7 +131,7 @@ class PipelineModel(nn.Module):
             for stage in stages:
                 stage.inputs = inputs
             if inputs and not self.probed:
-                note_calls(inputs[0].shard)
+                record_calls(inputs[0].shard)
             try:
                 _watched(step, world)
             finally:
@@ -140,13 +140,13 @@ class PipelineModel(nn.Module):
         if not backward:
             reshard(self)
         if inputs and not self.probed:
-            self._judge(inputs[0].shard, world)
+            self._check_pass(inputs[0].shard, world)
 
-    def _judge(self, shard: SequenceShard, world: World) -> None:
+    def _check_pass(self, shard: SequenceShard, world: World) -> None:
         """Every rank learns of layers of any stage that do not reach attention."""
         refusal = None
         try:
-            judge_calls_of([stage.model for stage in self.stages], shard)
+            check_recorded_calls([stage.model for stage in self.stages], shard)
         except ModelError as error:
             refusal = str(error)
         if told := [each for each in world.gather_objects(refusal, "attention of all stages") if each is not None]:

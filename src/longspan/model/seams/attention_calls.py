@@ -14,10 +14,10 @@ from transformers import AttentionInterface
 from longspan.attention import attend
 from longspan.comm import SequenceShard, world_of
 from longspan.errors import ModelError
-from longspan.model.seams.first_pass import calls_of
+from longspan.model.seams.first_pass import recorded_calls
 from longspan.model.seams.kernel_choice import with_kernel
 from longspan.model.seams.positions import refuse_positions
-from longspan.model.seams.probe import AttentionCall, Probe, unknown_tensors
+from longspan.model.seams.probe import RecordedCall, Probe, unknown_tensors
 from longspan.model.seams.randomness import refuse_randomness
 
 IMPLEMENTATION = "longspan"
@@ -44,9 +44,9 @@ def attention(
     Raises ModelError without a shard, with a mask, or with more than one batch row.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if (calls := calls_of(shard)) is not None:
+    if (calls := recorded_calls(shard)) is not None:
         sizes, unknown = (query.shape[-1], value.shape[-1]), unknown_tensors(others)
-        calls.append(AttentionCall(module, causal, sliding_window, softcap, s_aux is not None, unknown, *sizes))
+        calls.append(RecordedCall(module, causal, sliding_window, softcap, s_aux is not None, unknown, *sizes))
     if isinstance(shard, Probe):
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
     rows = _checked_shard(module, query, attention_mask, shard)

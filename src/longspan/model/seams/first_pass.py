@@ -12,29 +12,29 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from longspan.comm import SequenceShard
-from longspan.model.seams.probe import AttentionCall, Probe, judge_calls
+from longspan.model.seams.probe import RecordedCall, Probe, check_calls
 
 _CALLS = "attention calls"  # in a shard's memo
 
 
-def calls_of(shard: object) -> list[AttentionCall] | None:
+def recorded_calls(shard: object) -> list[RecordedCall] | None:
     """Where attention calls of the running pass are noted; None where nobody asks."""
     if isinstance(shard, Probe):
         return shard.calls
     return shard.memo.get(_CALLS) if isinstance(shard, SequenceShard) else None
 
 
-def note_calls(shard: SequenceShard) -> list[AttentionCall]:
-    """From here on, the calls of attention with this shard, until `judge_calls_of`."""
+def record_calls(shard: SequenceShard) -> list[RecordedCall]:
+    """From here on, the calls of attention with this shard, until `check_recorded_calls`."""
     return shard.memo.setdefault(_CALLS, [])
 
 
-def judge_calls_of(models: Sequence[PreTrainedModel], shard: SequenceShard) -> None:
+def check_recorded_calls(models: Sequence[PreTrainedModel], shard: SequenceShard) -> None:
     """Judge what was noted of a pass through a model, or through some stages of one. Raises ModelError."""
-    calls: list[AttentionCall] = shard.memo.pop(_CALLS)
+    calls: list[RecordedCall] = shard.memo.pop(_CALLS)
     for model in models:
         modules = {id(module) for module in model.modules()}
-        judge_calls(model, tuple(call for call in calls if id(call.module) in modules))
+        check_calls(model, tuple(call for call in calls if id(call.module) in modules))
 
 
 class FirstPass:
@@ -43,17 +43,19 @@ class FirstPass:
     def __init__(self, model: PreTrainedModel) -> None:
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self, with_kwargs=True),
-            model.register_forward_hook(self._judge, with_kwargs=True),
+            model.register_forward_hook(self._check_pass, with_kwargs=True),
         ]
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Before the pass: note its calls of attention."""
         if isinstance(shard := kwargs.get("shard"), SequenceShard):
-            note_calls(shard)
+            record_calls(shard)
 
-    def _judge(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object) -> None:
+    def _check_pass(
+        self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object
+    ) -> None:
         if isinstance(shard := kwargs.get("shard"), SequenceShard):
-            judge_calls_of([model], shard)
+            check_recorded_calls([model], shard)
             for handle in self._handles:
                 handle.remove()
 

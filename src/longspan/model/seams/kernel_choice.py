@@ -13,13 +13,13 @@ from torch import nn
 from longspan.attention import Need, choose
 from longspan.attention.kernels import named
 from longspan.errors import AttentionError
-from longspan.model.seams.probe import AttentionCall
+from longspan.model.seams.probe import RecordedCall
 
 
 def check_kernel(
     model: nn.Module,
     name: str | None,
-    calls: Sequence[AttentionCall],
+    calls: Sequence[RecordedCall],
     *,
     device: torch.device,
     dtype: torch.dtype,

@@ -20,7 +20,7 @@ from longspan.model.layers import decoder_layers
 
 
 @dataclass(frozen=True)
-class AttentionCall:
+class RecordedCall:
     """What one layer asks of attention: features that need support, and tensors that we would not know how to use."""
 
     module: nn.Module
@@ -37,10 +37,10 @@ class AttentionCall:
 class Probe:
     """Given as `shard=`, makes the attention function record its caller instead of attending."""
 
-    calls: list[AttentionCall] = field(default_factory=list[AttentionCall])
+    calls: list[RecordedCall] = field(default_factory=list[RecordedCall])
 
 
-def probe_model(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
+def probe_model(model: PreTrainedModel) -> tuple[RecordedCall, ...]:
     """Every attention call of one forward pass, in order.
 
     The model's attention implementation must be set already. Raises ModelError, naming the modules, where a decoder
@@ -54,7 +54,7 @@ def probe_model(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
             f"{type(model).__name__} cannot be probed: model(input_ids, position_ids=, use_cache=, shard=) on the meta "
             f"device raised {type(error).__name__}: {error}; {_cause(error)}"
         ) from error
-    judge_calls(model, tuple(probe.calls))
+    check_calls(model, tuple(probe.calls))
     return tuple(probe.calls)
 
 
@@ -70,7 +70,7 @@ def _cause(error: Exception) -> str:
     return "the error is its forward's own; with probe=False its first pass shows whether its layers attend"
 
 
-def judge_calls(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> None:
+def check_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
     """Raise ModelError, naming the modules, where by the attention calls of a pass the model would not be exact."""
     _refuse_bypass(model, {id(call.module) for call in calls})
     _refuse_features(model, calls)
@@ -128,7 +128,7 @@ def _reaches(module: nn.Module, reached: set[int]) -> bool:
     return any(id(inner) in reached for inner in module.modules())
 
 
-def _refuse_features(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> None:
+def _refuse_features(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
     names = {id(module): name for name, module in model.named_modules()}
     types = getattr(model.config, "layer_types", None) or []
     for call in calls:
