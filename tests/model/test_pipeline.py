@@ -19,7 +19,7 @@ from longspan.model.parts import parts_of
 from longspan.model.pipeline.pipeline import PipelineModel, _origin, _watched, refuse_shared_over_stages
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.stages import Stage, StageInput, cut, refuse_inexact
-from longspan.model.pipeline.tied_embedding import TiedCopies
+from longspan.model.pipeline.tied_embedding import TiedEmbedding
 from longspan.model.prepared import IMPLEMENTATION
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
@@ -134,7 +134,7 @@ def _without_shard(arguments: Any) -> dict[str, Any]:
 
 def test_two_stages_of_one_rank_have_tied_copies_of_their_own() -> None:
     first, last = _stages("qwen3", 4, 0, 3)
-    tied = TiedCopies((first, last))
+    tied = TiedEmbedding((first, last))
     assert tied.first is not None and tied.last is not None and tied.first is not tied.last
     assert torch.equal(tied.first, tied.last)
     assert last.model.get_input_embeddings().weight is tied.last
@@ -275,7 +275,7 @@ def _pipelines(rank: int, folder: str) -> dict[tuple[str, int, str], dict[str, A
                 "logits": worst_logits,
                 "names": (set(own), set(loaded), set(model.state_dict()), set(stock.state_dict())),
                 "saved": worst(own, {name: loaded[name] for name in own}),
-                "tied": [_local_copy(copy) for copy in (model.tied.first, model.tied.last)],
+                "tied": [_local_copy(copy) for copy in (model.tied_embedding.first, model.tied_embedding.last)],
             }
     return found
 

@@ -15,7 +15,7 @@ from longspan.comm import Channel, World, bind
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.placement.offload import Parking, hooks
+from longspan.model.placement.offload import HostOffload, hooks
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
@@ -142,7 +142,7 @@ def test_several_calls_in_flight(offload: bool, twice: bool, monkeypatch: pytest
         wanted = [_gradients(layer, x, layer(x, shard)) for shard in shards]
         module = import_module("longspan.attention.attend")
         monkeypatch.setattr(module, "_attended", _noting(module._attended, computed))
-        parking, outs = Parking() if offload else None, []
+        parking, outs = HostOffload() if offload else None, []
         for shard in shards:
             recording = Recording(parking)
             if parking is not None:
@@ -188,7 +188,7 @@ def test_a_layer_that_writes_into_attentions_output_is_an_error(how: str, kept: 
     """torch's checkpoints do not look at version counters: gradients would be wrong, without a word."""
     _, x = _layer()
     layer = Writing(how)
-    recording = Recording(Parking() if "offloaded" in kept else None)
+    recording = Recording(HostOffload() if "offloaded" in kept else None)
     parts = [Group((0,), (0,), (4,)), Group((0,), (1,), (5,))] if groups == 2 else [Group((0,), (0, 1), (4, 5))]
     contexts = noop_context_fn if kept == "full" else recording.contexts
     with World(Layout(ranks=1), backend="gloo") as world:

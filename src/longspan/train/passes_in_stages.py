@@ -67,5 +67,5 @@ def makes_loss(model: nn.Module) -> bool:
 
 def counted_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that this rank's stages count in the gradient norm: a tied embedding is counted on the first."""
-    skipped = model.tied.counted_elsewhere if isinstance(model, PipelineModel) else None
+    skipped = model.tied_embedding.counted_elsewhere if isinstance(model, PipelineModel) else None
     return [parameter for parameter in model.parameters() if parameter is not skipped]

@@ -21,10 +21,10 @@ from longspan.errors import ModelError
 from longspan.model.experts.moe import router_modules
 from longspan.model.layers import Absent, layers_of_stages
 from longspan.model.parts import Parts, parts_of
-from longspan.model.pipeline.schedules import HandOff, make_schedule
+from longspan.model.pipeline.schedules import ScheduledStage, make_schedule
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.stages import Stage, StageInput, cut, refuse_inexact
-from longspan.model.pipeline.tied_embedding import TiedCopies
+from longspan.model.pipeline.tied_embedding import TiedEmbedding
 from longspan.model.placement.sharding import reshard
 from longspan.model.seams.first_pass import check_recorded_calls, record_calls
 from longspan.model.seams.kernel_choice import with_kernel
@@ -44,7 +44,7 @@ class RouterSize(NamedTuple):
 
 class _Ready(NamedTuple):
     step: Callable[[], None]
-    stages: list[HandOff]
+    stages: list[ScheduledStage]
 
 
 class PipelineModel(nn.Module):
@@ -77,7 +77,7 @@ class PipelineModel(nn.Module):
             pipeline_settings,
             dtype,
         )  # a tuple: not by these names
-        self.tied = TiedCopies(self.stages)
+        self.tied_embedding = TiedEmbedding(self.stages)
         self.probed = True  # whether the attention calls of all layers have been seen and judged
         self._world_key = world.key
         _ = world.pipeline  # makes its group, on all ranks together
@@ -123,8 +123,8 @@ class PipelineModel(nn.Module):
         that names a rank which does not answer.
         """
         world = world_of(self._world_key)
-        self.tied.make_equal()
-        with self.tied.gradients_summed(world) if backward else nullcontext():
+        self.tied_embedding.make_equal()
+        with self.tied_embedding.gradients_summed(world) if backward else nullcontext():
             step, stages = self._schedule(len(inputs), backward, world)
             for stage_input in inputs:
                 stage_input.keywords = with_kernel(self, stage_input.keywords)
@@ -157,7 +157,7 @@ class PipelineModel(nn.Module):
         key = (micro_batches, backward)
         if key not in self._ready:
             hidden = self.config.get_text_config().hidden_size
-            stages = [HandOff(stage, world, hidden, self.dtype) for stage in self.stages]
+            stages = [ScheduledStage(stage, world, hidden, self.dtype) for stage in self.stages]
             self._ready[key] = _Ready(
                 make_schedule(self.pipeline_settings, stages, micro_batches, backward=backward), stages
             )

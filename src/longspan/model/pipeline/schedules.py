@@ -1,6 +1,6 @@
 """Pipeline schedules over micro-batches of unequal sizes: torch's own, over a stage that sizes its buffers by the plan.
 
-torch's `PipelineStage` allocates receive buffers once, from the first micro-batch. `HandOff` is given a template of one
+torch's `PipelineStage` allocates receive buffers once, from the first micro-batch. `ScheduledStage` is given a template of one
 row, so that torch runs no forward pass to infer shapes, and replaces every buffer by one of the micro-batch's rows
 before it is received into; what else a micro-batch needs is handed to its forward pass here, so that `step()` takes no
 arguments. A schedule belongs to one number of micro-batches and to training or evaluation: each has its own stages.
@@ -34,7 +34,7 @@ from longspan.model.pipeline.stages import Stage, StageInput
 from longspan.model.tensor_parallel.tensor_parallel import row_multiple
 
 
-class HandOff(PipelineStage):
+class ScheduledStage(PipelineStage):
     """A stage in one schedule: receives hidden states (1, T, D), T by micro-batch, and sends its own on.
 
     Set `inputs`, one for each micro-batch, before each step.
@@ -185,7 +185,7 @@ class HandOff(PipelineStage):
 
 
 def make_schedule(
-    pipeline_settings: PipelineSettings, stages: Sequence[HandOff], micro_batches: int, *, backward: bool
+    pipeline_settings: PipelineSettings, stages: Sequence[ScheduledStage], micro_batches: int, *, backward: bool
 ) -> Callable[[], None]:
     """One step over `micro_batches` micro-batches: call it once the stages have their inputs.
 

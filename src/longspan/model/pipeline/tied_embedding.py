@@ -16,7 +16,7 @@ from longspan.comm import World
 from longspan.model.pipeline.stages import Stage
 
 
-class TiedCopies:
+class TiedEmbedding:
     """This rank's copies of a tied embedding, on its first and its last stage; neither on other ranks."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:

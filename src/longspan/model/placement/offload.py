@@ -13,10 +13,10 @@ from torch import Tensor
 AHEAD = 4  # tensors: a layer's input and what its attention keeps
 
 
-class Parking:
+class HostOffload:
     """Where the activations of one model wait; `parked = parking(x)` and later `x = parked()`.
 
-    >>> parking = Parking()
+    >>> parking = HostOffload()
     >>> parked = parking(torch.ones(3))
     >>> parked().tolist()
     [1.0, 1.0, 1.0]
@@ -27,15 +27,15 @@ class Parking:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._last: weakref.ref[Parked] | None = None
+        self._last: weakref.ref[OffloadedTensor] | None = None
 
     def begin(self) -> None:
         """The first layer of a forward pass: what follows is not fetched together with what was before."""
         self._last = None
 
-    def __call__(self, x: Tensor) -> "Parked":
+    def __call__(self, x: Tensor) -> "OffloadedTensor":
         """Copy a tensor to the host; its memory is free once nothing else holds it."""
-        parked = Parked(x, self._stream(x.device), self._last)
+        parked = OffloadedTensor(x, self._stream(x.device), self._last)
         self._last = weakref.ref(parked)
         return parked
 
@@ -47,10 +47,12 @@ class Parking:
         return self._streams[device]
 
 
-class Parked:
+class OffloadedTensor:
     """A tensor in the host's memory; call it to get the tensor back on its device."""
 
-    def __init__(self, x: Tensor, stream: torch.cuda.Stream | None, before: "weakref.ref[Parked] | None") -> None:
+    def __init__(
+        self, x: Tensor, stream: torch.cuda.Stream | None, before: "weakref.ref[OffloadedTensor] | None"
+    ) -> None:
         self._device, self._stream, self._before = x.device, stream, before
         self._here: tuple[Tensor, torch.cuda.Event] | None = None
         self._taken = False
@@ -82,7 +84,7 @@ class Parked:
         x.record_stream(current)
         return x
 
-    def _parked_before(self) -> "Parked | None":
+    def _parked_before(self) -> "OffloadedTensor | None":
         return None if self._before is None else self._before()
 
     def fetch(self) -> None:
@@ -97,7 +99,7 @@ class Parked:
         self._here = (x, arrived)
 
 
-def hooks(parking: Parking) -> torch.autograd.graph.saved_tensors_hooks:
+def hooks(parking: HostOffload) -> torch.autograd.graph.saved_tensors_hooks:
     """A context in which what autograd saves waits on the host."""
     return torch.autograd.graph.saved_tensors_hooks(parking, _fetched)
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from longspan.attention.saved_outputs import Recording
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers, layers_of_stages
-from longspan.model.placement.offload import Parking, hooks
+from longspan.model.placement.offload import HostOffload, hooks
 
 Recompute = Literal["none", "full", "selective"]
 
@@ -73,7 +73,7 @@ class Recomputation:
         """Recompute the layers that are here, a whole model's or a stage's, which may be fewer than `layers`."""
         if self.kind == "none":
             return
-        parking = Parking() if self.offload else None
+        parking = HostOffload() if self.offload else None
         for index, layer in enumerate([*decoder_layers(model).values()][: self.layers or None]):
             run = partial(_checkpointed, selective=self.kind == "selective", parking=parking, first=index == 0)
             _set(layer, _gradient_checkpointing_func=run, gradient_checkpointing=True)
@@ -85,7 +85,9 @@ def _set(layer: nn.Module, **values: Any) -> None:
         setattr(layer, name, value)
 
 
-def _checkpointed(run: Callable[..., Any], *args: Any, selective: bool, parking: Parking | None, first: bool) -> Any:
+def _checkpointed(
+    run: Callable[..., Any], *args: Any, selective: bool, parking: HostOffload | None, first: bool
+) -> Any:
     """One call of a layer under a checkpoint of its own."""
     if parking is not None and first:
         parking.begin()
