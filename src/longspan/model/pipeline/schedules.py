@@ -1,13 +1,14 @@
-"""Pipeline schedules over micro-batches of unequal sizes: torch's own, over a stage that sizes its buffers by the plan.
+"""torch's pipeline schedules over micro-batches of unequal sizes, with a stage that sizes its buffers by the plan.
 
-torch's `PipelineStage` allocates receive buffers once, from the first micro-batch. `ScheduledStage` is given a template of one
-row, so that torch runs no forward pass to infer shapes, and replaces every buffer by one of the micro-batch's rows
-before it is received into; what else a micro-batch needs is handed to its forward pass here, so that `step()` takes no
-arguments. A schedule belongs to one number of micro-batches and to training or evaluation: each has its own stages.
+torch's `PipelineStage` allocates receive buffers once, from the first micro-batch. `ScheduledStage` is given a template
+of one row, so that torch runs no forward pass to infer shapes, and replaces every buffer by one of the micro-batch's
+rows before it is received into. What else a micro-batch needs it hands to its forward pass itself, so that `step()`
+takes no arguments. A schedule belongs to one number of micro-batches and to training or evaluation: each has its own
+stages.
 
 Written for torch 2.11 to 2.13. In 2.11 stages compare every micro-batch with the first (`_validate_fwd_input`,
-`_validate_fwd_outputs`), and greet their neighbours, themselves too in a V schedule (`_get_init_p2p_neighbors_ops`):
-our groups are warm already, so both are left out.
+`_validate_fwd_outputs`), and exchange a message with their neighbours first, themselves too in a V schedule
+(`_get_init_p2p_neighbors_ops`). Our groups have communicated already, so both are left out.
 """
 
 from collections.abc import Callable, Sequence

@@ -17,7 +17,7 @@ from longspan.errors import ModelError
 from longspan.model.seams.first_pass import recorded_calls
 from longspan.model.seams.kernel_choice import with_kernel
 from longspan.model.seams.positions import refuse_positions
-from longspan.model.seams.probe import RecordedCall, Probe, unknown_tensors
+from longspan.model.seams.probe import Probe, RecordedCall, unknown_tensors
 from longspan.model.seams.randomness import refuse_randomness
 
 IMPLEMENTATION = "longspan"

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from longspan.comm import SequenceShard
-from longspan.model.seams.probe import RecordedCall, Probe, check_calls
+from longspan.model.seams.probe import Probe, RecordedCall, check_calls
 
 _CALLS = "attention calls"  # in a shard's memo
 

@@ -1,9 +1,10 @@
-"""From hidden states to the loss without the logits of all rows at once: a seam in the model's own forward.
+"""From hidden states to the loss without the logits of all rows at once, inside the model's own forward.
 
 `model(input_ids=, position_ids=, shard=, row_loss=fn)` returns `fn(hidden, head)` in place of logits: `hidden` (T, D)
-are the last hidden states, `head` a OutputHead, which makes logits (t, V) of any of their rows. The call still goes through
-the root module, so that FSDP2's hooks run and the head's parameters are gathered inside. What the rows are turned into
-is `train/chunked_loss.py`'s business, how the vocabulary is split over tensor-parallel ranks the head module's.
+are the last hidden states, and `head`, an OutputHead, makes the logits (t, V) of any of their rows. The call still goes
+through the root module, so that FSDP2's hooks run and the head's parameters are gathered inside. What is made of the
+rows is said in `train/chunked_loss.py`; the head module itself knows how the vocabulary is split over tensor-parallel
+ranks.
 """
 
 from collections.abc import Callable
