@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.comm import World, to_device
-from longspan.model.experts.router import RouterStep
+from longspan.model.experts.router import RouterStatistics
 from longspan.model.placement.sharding import fsdp_modules, parameters_gathered, replicas_summed_at_last
 from longspan.model.prepared import is_prepared
 from longspan.model.seams.first_pass import awaits_first_pass
@@ -36,7 +36,7 @@ class Passes:
     world: World
     backward: bool
     chunk_rows: int
-    routing: RouterStep | None
+    routing: RouterStatistics | None
 
     def mean(self, loss_sum: Tensor) -> Tensor:
         """A sum over rows as its part of the step's loss: divided by the plan's targets."""
@@ -44,7 +44,7 @@ class Passes:
 
     def router(self, *, counting: bool = False) -> dict[str, Any]:
         """The keyword argument by which a model's routers tell what they see in one more micro-batch, if it has any."""
-        return {} if self.routing is None else {"router": self.routing.tally(counting=counting)}
+        return {} if self.routing is None else {"router": self.routing.new_sums(counting=counting)}
 
     @property
     def counts_loads(self) -> bool:
@@ -54,7 +54,7 @@ class Passes:
     def settle(self) -> None:
         """Fix the loads of experts before the first backward pass; entered by all slots."""
         if self.routing is not None and self.backward:
-            self.routing.settle()
+            self.routing.fix_loads()
 
 
 def run_here(passes: Passes, work: Sequence[Work]) -> float:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.errors import PlanError
-from longspan.model.experts.moe import router_step
+from longspan.model.experts.moe import router_statistics
 from longspan.model.experts.router import RouterCoefficients, RouterLosses
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.placement.sharding import gradients_summed_over_slots, reshard
@@ -90,7 +90,7 @@ def run_step(
     check_step(model, plan, documents, world, backward=backward)
     if step is not None:
         world.step = step
-    routing = router_step(model, world, plan.tokens, router)
+    routing = router_statistics(model, world, plan.tokens, router)
     work = read_together(model, plan, documents, world)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)

@@ -28,21 +28,21 @@ from longspan.comm.moves.expert_exchange import all_to_all_rows, exchange_counts
 from longspan.comm.world import world_of
 from longspan.errors import ModelError
 from longspan.model.experts.experts import Loads, run_experts
-from longspan.model.experts.router import RouterCoefficients, RouterStep, RouterTally
+from longspan.model.experts.router import RouterCoefficients, RouterStatistics, RouterSums
 from longspan.model.layers import decoder_layers
 from longspan.model.seams.probe import Probe
 
 IMPLEMENTATION = "longspan"
 
 
-class _Bound(NamedTuple):
+class _LayerArguments(NamedTuple):
     """What the layer that is running was called with."""
 
     shard: SequenceShard | Probe
-    tally: RouterTally | None
+    sums: RouterSums | None
 
 
-_bound: ContextVar[_Bound | None] = ContextVar("longspan_layer", default=None)
+_layer_arguments: ContextVar[_LayerArguments | None] = ContextVar("longspan_layer", default=None)
 
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -72,9 +72,9 @@ def use_experts(model: PreTrainedModel) -> None:
         if expert_modules(layer):
             for child in layer.children():
                 if type(child).__name__.endswith("Attention"):
-                    child.register_forward_pre_hook(_bind, with_kwargs=True)
+                    child.register_forward_pre_hook(_keep_layer_arguments, with_kwargs=True)
     for router in router_modules(model).values():
-        router.register_forward_hook(_tally)
+        router.register_forward_hook(_record_routing)
     if hasattr(model.config, "output_router_logits"):
         model.register_forward_pre_hook(_without_own_losses, with_kwargs=True)
 
@@ -91,9 +91,9 @@ def _without_own_losses(
     return args, {**kwargs, "output_router_logits": False}
 
 
-def router_step(
+def router_statistics(
     model: nn.Module, world: World, tokens: int, coefficients: RouterCoefficients | None
-) -> RouterStep | None:
+) -> RouterStatistics | None:
     """What follows the routers of a model through a step of so many tokens; None for a model without routers.
 
     Raises ModelError for losses of routers that are not a softmax, or not there.
@@ -111,20 +111,20 @@ def router_step(
         own = getattr(config, "output_router_logits", False)
         asked = RouterCoefficients(float(config.router_aux_loss_coef) if own else 0.0, asked.z)  # pyright: ignore
     experts = int(routers[0].num_experts)  # pyright: ignore[reportArgumentType]
-    return RouterStep(asked, world, tokens=tokens, layers=len(routers), experts=experts)
+    return RouterStatistics(asked, world, tokens=tokens, layers=len(routers), experts=experts)
 
 
-def _bind(attention: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _keep_layer_arguments(attention: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     shard = kwargs.get("shard")
-    _bound.set(None if shard is None else _Bound(shard, kwargs.get("router")))
+    _layer_arguments.set(None if shard is None else _LayerArguments(shard, kwargs.get("router")))
 
 
-def _tally(router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    bound = _bound.get()
-    if bound is None or bound.tally is None or isinstance(bound.shard, Probe):
+def _record_routing(router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    layer = _layer_arguments.get()
+    if layer is None or layer.sums is None or isinstance(layer.shard, Probe):
         return None
     logits, weights, chosen = output
-    return logits, bound.tally.see(router, logits, weights, chosen, real_rows(bound.shard)), chosen
+    return logits, layer.sums.record(router, logits, weights, chosen, real_rows(layer.shard)), chosen
 
 
 def real_rows(shard: SequenceShard) -> Tensor:
@@ -139,16 +139,16 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
 
     Padding rows become zeros. Raises ModelError outside a layer that was called with a shard.
     """
-    bound = _bound.get()
-    _bound.set(None)
-    if bound is None:
+    layer = _layer_arguments.get()
+    _layer_arguments.set(None)
+    if layer is None:
         raise ModelError(
             f"{type(experts).__name__} got no shard, so it cannot know its rows; call model(..., shard=shard)"
         )
-    if isinstance(bound.shard, Probe):
+    if isinstance(layer.shard, Probe):
         return torch.empty_like(hidden_states)
-    world = world_of(bound.shard.world_key)
-    rows = _rows_of(experts, bound.shard, len(hidden_states), world)
+    world = world_of(layer.shard.world_key)
+    rows = _rows_of(experts, layer.shard, len(hidden_states), world)
     first = world.slot // world.home.ep * world.home.ep
     channel = world.channel(range(first, first + world.home.ep)) if world.home.ep > 1 else None
     if len(rows) == len(hidden_states):

@@ -52,28 +52,29 @@ class RouterLosses(NamedTuple):
     z: float
 
 
-class RouterTally:
-    """What the routers of one rank see in one micro-batch. Not a dataclass: FSDP2 rebuilds those in arguments.
+class RouterSums:
+    """What the routers of one rank do in one micro-batch, as sums over its rows, for each router by identity.
 
-    It travels beside the shard, as `router=`. Seeing a layer again, in recomputation, changes nothing.
+    Given to the model as `router=`, beside the shard; a plain class, because FSDP2 rebuilds dataclasses that it finds
+    in arguments. A layer that is recomputed records its sums again, which changes nothing.
     """
 
-    __slots__ = ("seen", "step")
+    __slots__ = ("by_router", "statistics")
 
-    def __init__(self, step: "RouterStep") -> None:
-        self.step = step
-        self.seen: dict[int, Tensor] = {}  # by router: (2 E + 1,) loads, sums of probabilities, sum of z
+    def __init__(self, statistics: "RouterStatistics") -> None:
+        self.statistics = statistics
+        self.by_router: dict[int, Tensor] = {}  # (2 E + 1,): loads, sums of probabilities, sum of z
 
-    def see(self, router: nn.Module, logits: Tensor, weights: Tensor, chosen: Tensor, rows: Tensor) -> Tensor:
-        """Note a layer's routing of its real `rows` (R,); returns the weights (T, k), with the losses' gradient."""
+    def record(self, router: nn.Module, logits: Tensor, weights: Tensor, chosen: Tensor, rows: Tensor) -> Tensor:
+        """Record a layer's routing of its real `rows` (R,); returns the weights (T, k), with the losses' gradient."""
         with torch.no_grad():
-            self.seen[id(router)] = _sums(logits[rows], chosen[rows])
-        if not torch.is_grad_enabled() or not self.step.coefficients.any:
+            self.by_router[id(router)] = _sums(logits[rows], chosen[rows])
+        if not torch.is_grad_enabled() or not self.statistics.coefficients.any:
             return weights
-        return _WithRouterLosses.apply(weights, logits, rows, self.step)  # pyright: ignore[reportReturnType]
+        return _WithRouterLosses.apply(weights, logits, rows, self.statistics)  # pyright: ignore[reportReturnType]
 
 
-class RouterStep:
+class RouterStatistics:
     """The routers of all micro-batches of one step: `tokens` of the plan, through `layers` with `experts` each."""
 
     def __init__(
@@ -81,27 +82,27 @@ class RouterStep:
     ) -> None:
         self.coefficients, self.world, self.experts = coefficients, world, experts
         self.rows = max(tokens * layers, 1)
-        self.tallies: list[RouterTally] = []
-        self.counted: list[RouterTally] = []
+        self.micro_batches: list[RouterSums] = []
+        self.counted_ahead: list[RouterSums] = []  # of micro-batches that run again, with a graph
         self.fractions: Tensor | None = None  # F (E,)
 
-    def tally(self, *, counting: bool = False) -> RouterTally:
+    def new_sums(self, *, counting: bool = False) -> RouterSums:
         """For one more micro-batch; `counting` where it will run again, with a graph."""
-        tallies = self.counted if counting else self.tallies
-        tallies.append(RouterTally(self))
-        return tallies[-1]
+        micro_batches = self.counted_ahead if counting else self.micro_batches
+        micro_batches.append(RouterSums(self))
+        return micro_batches[-1]
 
-    def settle(self) -> None:
-        """Fix F by the tallies so far, which must cover the step; entered by all slots, before any backward pass."""
+    def fix_loads(self) -> None:
+        """Fix F by the micro-batches so far, which must be the step's; all slots call it before any backward pass."""
         if self.coefficients.balance:
-            local = _total([*self.counted, *self.tallies], self.experts)[: self.experts]
+            local = _total([*self.counted_ahead, *self.micro_batches], self.experts)[: self.experts]
             loads = self.world.sum_over_stages(local, "loads of experts")
             self.fractions = torch.tensor(loads, dtype=torch.float64, device=self.world.device) / self.rows
-        self.counted.clear()
+        self.counted_ahead.clear()
 
     def sums(self) -> list[float]:
         """This rank's loads, sums of probabilities (E each) and sum of z: to be summed over slots for `losses`."""
-        return _total(self.tallies, self.experts)
+        return _total(self.micro_batches, self.experts)
 
     def losses(self, sums: Sequence[float]) -> RouterLosses:
         """The step's losses from the sums over all slots."""
@@ -109,13 +110,9 @@ class RouterStep:
         return RouterLosses(float(self.experts * (loads * probabilities).sum()), sums[-1] / self.rows)
 
 
-def _total(tallies: Sequence[RouterTally], experts: int) -> list[float]:
-    seen = [sums for tally in tallies for sums in tally.seen.values()]
-    return torch.stack(seen).sum(0).tolist() if seen else [0.0] * (2 * experts + 1)
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
+def _total(micro_batches: Sequence[RouterSums], experts: int) -> list[float]:
+    sums = [router for micro_batch in micro_batches for router in micro_batch.by_router.values()]
+    return torch.stack(sums).sum(0).tolist() if sums else [0.0] * (2 * experts + 1)
 
 
 def _sums(logits: Tensor, chosen: Tensor) -> Tensor:
@@ -128,30 +125,35 @@ def _sums(logits: Tensor, chosen: Tensor) -> Tensor:
     return torch.cat([loads, probabilities, z[None]])
 
 
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
 class _WithRouterLosses(torch.autograd.Function):
     """A router's weights as they are; backward adds the gradient of its losses to its logits."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, logits: Tensor, rows: Tensor, step: RouterStep) -> Tensor:
+    def forward(ctx: Any, weights: Tensor, logits: Tensor, rows: Tensor, statistics: RouterStatistics) -> Tensor:
         ctx.save_for_backward(logits, rows)
-        ctx.step = step
+        ctx.statistics = statistics
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         logits, rows = ctx.saved_tensors
-        own = _logit_gradient(_wide(logits[rows]), ctx.step).to(logits.dtype)
-        return gradients[0], torch.zeros_like(logits).index_copy(0, rows, own), None, None
+        of_rows = _logit_gradient(_wide(logits[rows]), ctx.statistics).to(logits.dtype)
+        return gradients[0], torch.zeros_like(logits).index_copy(0, rows, of_rows), None, None
 
 
-def _logit_gradient(logits: Tensor, step: RouterStep) -> Tensor:
+def _logit_gradient(logits: Tensor, statistics: RouterStatistics) -> Tensor:
     """Of both losses times their coefficients: (R, E), p (g − Σ g p) with g = E F / N, and 2 lse p / N."""
+    coefficients, rows = statistics.coefficients, statistics.rows
     p = logits.softmax(-1)
     gradient = torch.zeros_like(p)
-    if step.coefficients.balance:
-        assert step.fractions is not None, "a backward pass before settle()"
-        g = step.fractions.to(p.dtype) * (step.coefficients.balance * step.experts / step.rows)
+    if coefficients.balance:
+        assert statistics.fractions is not None, "a backward pass before fix_loads()"
+        g = statistics.fractions.to(p.dtype) * (coefficients.balance * statistics.experts / rows)
         gradient += p * (g - (p * g).sum(-1, keepdim=True))
-    if step.coefficients.z:
-        gradient += logits.logsumexp(-1, keepdim=True) * p * (2 * step.coefficients.z / step.rows)
+    if coefficients.z:
+        gradient += logits.logsumexp(-1, keepdim=True) * p * (2 * coefficients.z / rows)
     return gradient
