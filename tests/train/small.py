@@ -12,7 +12,7 @@ from longspan.train.config.sections import RunConfig
 from longspan.train.run.config_check import check_config
 from longspan.train.run.loop import train
 from longspan.train.run.progress import Screen
-from longspan.train.run.result import Outcome
+from longspan.train.run.result import TrainResult
 
 WORDS = (
     "def",
@@ -64,7 +64,7 @@ def small_config(folder: Path, **changes: object) -> RunConfig:
     return load_config(None, SMALL | paths | given)
 
 
-def train_rank(rank: int, config: RunConfig, ranks: int) -> Outcome:
+def train_rank(rank: int, config: RunConfig, ranks: int) -> TrainResult:
     """Train on this rank, without a screen."""
     home = check_config(config, ranks)
     with (

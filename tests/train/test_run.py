@@ -25,16 +25,16 @@ from longspan.train.config.file import load_config, to_toml
 from longspan.train.config.sections import RunConfig
 from longspan.train.run import lock as run_lock
 from longspan.train.run.metrics_log import read_rows
-from longspan.train.run.result import Outcome
+from longspan.train.run.result import TrainResult
 from tests.train.small import small_config, train_rank, without_times
 
 
-def run(config: RunConfig, ranks: int) -> Outcome:
+def run(config: RunConfig, ranks: int) -> TrainResult:
     return run_ranks(train_rank, ranks, config, ranks, timeout=90)[0]
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Outcome]:
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, TrainResult]:
     """Six steps on two ranks without a break, a checkpoint at 3 and at 6."""
     config = small_config(tmp_path_factory.mktemp("straight"), train__save_every=3)
     return config, run(config, 2)
@@ -55,7 +55,7 @@ def copy_cut_at(config: RunConfig, folder: Path, step: int) -> RunConfig:
     return replace(config, run=replace(config.run, dir=str(copied)))
 
 
-def test_what_a_run_leaves(straight: tuple[RunConfig, Outcome]) -> None:
+def test_what_a_run_leaves(straight: tuple[RunConfig, TrainResult]) -> None:
     config, outcome = straight
     folder = Path(config.run.dir)
     assert load_config(folder / "config.toml") == config
@@ -72,7 +72,7 @@ def test_what_a_run_leaves(straight: tuple[RunConfig, Outcome]) -> None:
     assert steps[-1]["loss"] < steps[0]["loss"] < 1.2 * math.log(300)
 
 
-def test_the_last_evaluations_agree_over_degrees(straight: tuple[RunConfig, Outcome]) -> None:
+def test_the_last_evaluations_agree_over_degrees(straight: tuple[RunConfig, TrainResult]) -> None:
     _, outcome = straight
     one, two = outcome.final
     assert (one.cp, two.cp) == (1, 2) and (one.tokens, one.targets) == (two.tokens, two.targets)
@@ -80,7 +80,7 @@ def test_the_last_evaluations_agree_over_degrees(straight: tuple[RunConfig, Outc
     assert outcome.text().splitlines()[-2:] and "relative difference" in outcome.text()
 
 
-def test_the_model_folder_is_the_trained_model(straight: tuple[RunConfig, Outcome]) -> None:
+def test_the_model_folder_is_the_trained_model(straight: tuple[RunConfig, TrainResult]) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = Path(straight[0].run.dir) / "model"
@@ -89,7 +89,7 @@ def test_the_model_folder_is_the_trained_model(straight: tuple[RunConfig, Outcom
 
 
 def test_a_resumed_run_is_bit_for_bit_the_run_without_a_break(
-    straight: tuple[RunConfig, Outcome], tmp_path: Path
+    straight: tuple[RunConfig, TrainResult], tmp_path: Path
 ) -> None:
     config, _ = straight
     again = copy_cut_at(config, tmp_path, 3)
@@ -99,7 +99,7 @@ def test_a_resumed_run_is_bit_for_bit_the_run_without_a_break(
     assert old.keys() == new.keys() and all(old[name].equal(new[name]) for name in old)
 
 
-def test_a_run_resumed_on_other_ranks_has_the_same_losses(straight: tuple[RunConfig, Outcome], tmp_path: Path) -> None:
+def test_a_run_resumed_on_other_ranks_has_the_same_losses(straight: tuple[RunConfig, TrainResult], tmp_path: Path) -> None:
     config, _ = straight
     again = copy_cut_at(config, tmp_path, 3)
     context = replace(config.context, context_parallel_size=3, eval_context_parallel_size=1)
@@ -112,7 +112,7 @@ def test_a_run_resumed_on_other_ranks_has_the_same_losses(straight: tuple[RunCon
 
 @pytest.mark.parametrize("lost", [False, True], ids=["whole", "killed before its last evaluation"])
 def test_a_finished_run_is_shown_again_and_not_trained(
-    straight: tuple[RunConfig, Outcome], tmp_path: Path, lost: bool
+    straight: tuple[RunConfig, TrainResult], tmp_path: Path, lost: bool
 ) -> None:
     config, outcome = straight
     again = copy_cut_at(config, tmp_path, 6)
@@ -147,7 +147,7 @@ PLANNERS = [
 
 @pytest.mark.parametrize("changes", PLANNERS, ids=["padded", "dynamic", "recomputed"])
 def test_other_plans_of_the_same_tokens_have_the_same_losses(
-    straight: tuple[RunConfig, Outcome], tmp_path: Path, changes: dict[str, object]
+    straight: tuple[RunConfig, TrainResult], tmp_path: Path, changes: dict[str, object]
 ) -> None:
     config = small_config(tmp_path, train__eval_every=0, **changes)
     run(config, 2)
@@ -161,7 +161,7 @@ def test_other_plans_of_the_same_tokens_have_the_same_losses(
 
 
 def test_dropout_in_attention_has_the_same_losses_at_every_degree(
-    straight: tuple[RunConfig, Outcome], tmp_path: Path
+    straight: tuple[RunConfig, TrainResult], tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(Path(straight[0].run.dir) / "model", tmp_path / "model"))
     values = json.loads((folder / "config.json").read_text())
@@ -204,14 +204,14 @@ REFUSED = [
 
 @pytest.mark.parametrize(("kind", "changes", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
 def test_resumes_that_would_be_another_run(
-    straight: tuple[RunConfig, Outcome], kind: type[LongspanError], changes: dict[str, object], message: str
+    straight: tuple[RunConfig, TrainResult], kind: type[LongspanError], changes: dict[str, object], message: str
 ) -> None:
     config = small_config(Path(straight[0].run.dir).parent, train__save_every=3, **changes)
     with pytest.raises(kind, match=message):
         run(config, 2)
 
 
-def test_a_finished_run_is_not_shown_under_other_keys(straight: tuple[RunConfig, Outcome], tmp_path: Path) -> None:
+def test_a_finished_run_is_not_shown_under_other_keys(straight: tuple[RunConfig, TrainResult], tmp_path: Path) -> None:
     again = copy_cut_at(straight[0], tmp_path, 6)
     config = Path(again.run.dir) / "config.toml"
     before = config.read_text()
@@ -253,7 +253,7 @@ def test_a_run_that_was_killed_holds_no_folder(tmp_path: Path) -> None:
     run_lock._locked(tmp_path, print).close()
 
 
-def test_a_corpus_that_changed_is_refused_on_every_rank(straight: tuple[RunConfig, Outcome]) -> None:
+def test_a_corpus_that_changed_is_refused_on_every_rank(straight: tuple[RunConfig, TrainResult]) -> None:
     texts, config = Path(straight[0].data.path), straight[0]
     before = (texts / "file03.py").read_text()
     (texts / "file03.py").write_text("other text\n")
@@ -271,7 +271,7 @@ def test_nothing_to_resume_where_it_must(tmp_path: Path) -> None:
         run(small_config(tmp_path, run__resume="must"), 2)
 
 
-def test_bad_models_and_data_are_every_ranks_error(straight: tuple[RunConfig, Outcome], tmp_path: Path) -> None:
+def test_bad_models_and_data_are_every_ranks_error(straight: tuple[RunConfig, TrainResult], tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no model folder .*nowhere"):
         run(small_config(tmp_path, model__path=str(tmp_path / "nowhere")), 2)
     model = Path(straight[0].run.dir) / "model"
@@ -279,7 +279,7 @@ def test_bad_models_and_data_are_every_ranks_error(straight: tuple[RunConfig, Ou
         run(small_config(tmp_path, model__path=str(model), data__path=str(tmp_path / "none")), 2)
 
 
-def test_a_vocabulary_that_does_not_fit_the_model(straight: tuple[RunConfig, Outcome], tmp_path: Path) -> None:
+def test_a_vocabulary_that_does_not_fit_the_model(straight: tuple[RunConfig, TrainResult], tmp_path: Path) -> None:
     model = shutil.copytree(Path(straight[0].run.dir) / "model", tmp_path / "model")
     (model / "tokenizer.json").unlink()
     with pytest.raises(DataError, match=r"has ids up to 399, the embedding of .*model has 300 rows"):
@@ -302,7 +302,7 @@ def test_a_step_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path: Path)
     assert saved == {row["step"] for row in rows}
 
 
-def test_sigterm_to_the_launcher_saves_and_leaves(straight: tuple[RunConfig, Outcome], tmp_path: Path) -> None:
+def test_sigterm_to_the_launcher_saves_and_leaves(straight: tuple[RunConfig, TrainResult], tmp_path: Path) -> None:
     config = small_config(tmp_path, train__steps=10_000, train__eval_every=0)
     (tmp_path / "config.toml").write_text(to_toml(config))
     command = [sys.executable, "-m", "longspan.cli.main", "train", str(tmp_path / "config.toml"), "--world", "2"]

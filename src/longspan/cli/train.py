@@ -1,4 +1,4 @@
-"""`longspan train`: check the configuration, start the ranks, train, write the report, print the outcome."""
+"""`longspan train`: check the configuration, start the ranks, train, write the report, print the result."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from longspan.train.config.sections import RunConfig
 from longspan.train.run.config_check import check_config
 
 if TYPE_CHECKING:
-    from longspan.train.run.result import Outcome
+    from longspan.train.run.result import TrainResult
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,13 +20,13 @@ def main(argv: Sequence[str]) -> int:
     ranks = ranks_wanted(flags.world)
     check_config(config, ranks)
     backend = "gloo" if flags.world else None
-    outcome: Outcome = run_on_ranks(train_rank, (config, ranks, backend, flags.json), ranks)
+    result: TrainResult = run_on_ranks(train_rank, (config, ranks, backend, flags.json), ranks)
     if reports_here():
-        _show(outcome, as_json=flags.json)
+        _show(result, as_json=flags.json)
     return 0
 
 
-def train_rank(rank: int, config: RunConfig, ranks: int, backend: str | None, to_stderr: bool) -> "Outcome":
+def train_rank(rank: int, config: RunConfig, ranks: int, backend: str | None, to_stderr: bool) -> "TrainResult":
     """What one rank does."""
     from longspan.comm import World
     from longspan.train.run.loop import train
@@ -39,11 +39,11 @@ def train_rank(rank: int, config: RunConfig, ranks: int, backend: str | None, to
             return train(config, world, screen)
 
 
-def _show(outcome: "Outcome", *, as_json: bool) -> None:
+def _show(result: "TrainResult", *, as_json: bool) -> None:
     from longspan.report import write_report
 
     out = sys.stderr if as_json else sys.stdout
-    print(f"report: {write_report(outcome.dir)}", file=out)
-    model = "" if outcome.stopped else f", Hugging Face folder: {outcome.dir / 'model'}"
-    print(f"checkpoints: {outcome.dir / 'checkpoints'}{model}", file=out)
-    print(json.dumps(outcome.summary()) if as_json else outcome.text())
+    print(f"report: {write_report(result.dir)}", file=out)
+    model = "" if result.stopped else f", Hugging Face folder: {result.dir / 'model'}"
+    print(f"checkpoints: {result.dir / 'checkpoints'}{model}", file=out)
+    print(json.dumps(result.summary()) if as_json else result.text())

@@ -14,7 +14,7 @@ from longspan.plan import MicroBatch, Plan
 from longspan.train.loss import NO_TARGET, Rows, read_rows
 
 
-class Work(NamedTuple):
+class LocalBatch(NamedTuple):
     """One micro-batch as this rank runs it: its shard, its token ids (T,) and its labels (T,), on the host."""
 
     shard: SequenceShard
@@ -22,21 +22,21 @@ class Work(NamedTuple):
     labels: Rows
 
 
-def padding_alone(plan: Plan, world: World) -> Work:
+def padding_batch(plan: Plan, world: World) -> LocalBatch:
     """A micro-batch without documents, for all slots to enter together."""
-    return _without_rows(_with_padding(MicroBatch(), plan, world))
+    return _unread_batch(_with_padding(MicroBatch(), plan, world))
 
 
-def read_together(model: nn.Module, plan: Plan, documents: Any, world: World) -> list[Work]:
+def read_local_batches(model: nn.Module, plan: Plan, documents: Any, world: World) -> list[LocalBatch]:
     """Bind every micro-batch and read this rank's rows; where any rank cannot read, every rank raises DataError.
 
     Each slot reads the rows that it computes; its ranks of stages in the middle read none.
     """
     reads = not isinstance(model, PipelineModel) or model.reads_tokens
-    work, failure, vocabulary = list[Work](), None, vocabulary_size(model)
+    work, failure, vocabulary = list[LocalBatch](), None, vocabulary_size(model)
     try:
         for shard in _shards(plan, world):
-            work.append(Work(shard, *read_rows(documents, shard, vocabulary)) if reads else _without_rows(shard))
+            work.append(LocalBatch(shard, *read_rows(documents, shard, vocabulary)) if reads else _unread_batch(shard))
     except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
         failure = error
     _agree(plan, world, failure)
@@ -54,10 +54,10 @@ def _with_padding(micro_batch: MicroBatch, plan: Plan, world: World) -> Sequence
     return bind(micro_batch, world).with_padding(minimum=1, multiple=plan.row_multiple)
 
 
-def _without_rows(shard: SequenceShard) -> Work:
+def _unread_batch(shard: SequenceShard) -> LocalBatch:
     """The work of a rank that reads nothing: padding, or rows that come from another stage."""
     rows = shard.local_rows
-    return Work(shard, np.zeros(rows, dtype=np.int64), np.full(rows, NO_TARGET, dtype=np.int64))
+    return LocalBatch(shard, np.zeros(rows, dtype=np.int64), np.full(rows, NO_TARGET, dtype=np.int64))
 
 
 def _agree(plan: Plan, world: World, failure: Exception | None) -> None:

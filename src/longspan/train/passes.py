@@ -19,7 +19,7 @@ from longspan.model.prepared import is_prepared
 from longspan.model.seams.first_pass import awaits_first_pass
 from longspan.plan import Plan
 from longspan.train.chunked_loss import chunked_cross_entropy
-from longspan.train.local_batch import Work, padding_alone
+from longspan.train.local_batch import LocalBatch, padding_batch
 from longspan.train.loss import summed_cross_entropy
 
 
@@ -57,7 +57,7 @@ class Passes:
             self.routing.fix_loads()
 
 
-def run_here(passes: Passes, work: Sequence[Work]) -> float:
+def run_here(passes: Passes, work: Sequence[LocalBatch]) -> float:
     """This rank's sum of the loss; with backward, gradients of the sum over slots, divided by the plan's targets."""
     total = torch.zeros((), dtype=torch.float64, device=passes.world.device)
     free = passes.plan.mode == "free"
@@ -80,26 +80,26 @@ def run_here(passes: Passes, work: Sequence[Work]) -> float:
                 total += loss.detach()
     if passes.backward and free and (fsdp_modules(passes.model) or not work):
         # Over sharded parameters this pass sums the gradients of all slots, which all enter it.
-        _loss(passes, padding_alone(passes.plan, passes.world)).backward()
+        _loss(passes, padding_batch(passes.plan, passes.world)).backward()
     return total.item()
 
 
 @torch.no_grad()
 def _enter_together(passes: Passes) -> None:
     """A forward pass of padding alone on all slots, with or without work: what the first pass shows, all learn."""
-    padding = padding_alone(passes.plan, passes.world)
+    padding = padding_batch(passes.plan, passes.world)
     passes.model(**_inputs(padding), row_loss=lambda hidden, head: hidden.new_zeros(()))
 
 
 @torch.no_grad()
-def _count_loads(passes: Passes, work: Sequence[Work]) -> None:
+def _count_loads(passes: Passes, work: Sequence[LocalBatch]) -> None:
     """A forward pass of micro-batches whose routing must be known before the first backward pass."""
     for each in work:
         router = passes.router(counting=True)
         passes.model(**_inputs(each), **router, row_loss=lambda hidden, head: hidden.new_zeros(()))
 
 
-def _loss(passes: Passes, work: Work) -> Tensor:
+def _loss(passes: Passes, work: LocalBatch) -> Tensor:
     """The sum of the cross entropy of the local rows; a model of the caller's own returns logits (1, T, V)."""
     labels = to_device(work.labels, work.shard.device)
     inputs, chunk = _inputs(work) | passes.router(), passes.chunk_rows
@@ -109,7 +109,7 @@ def _loss(passes: Passes, work: Work) -> Tensor:
     return summed_cross_entropy((out if isinstance(out, Tensor) else out.logits).squeeze(0), labels)
 
 
-def _inputs(work: Work) -> dict[str, Any]:
+def _inputs(work: LocalBatch) -> dict[str, Any]:
     shard = work.shard
     return {
         "input_ids": to_device(work.ids, shard.device)[None],

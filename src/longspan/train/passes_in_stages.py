@@ -14,11 +14,11 @@ from longspan.comm import to_device
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import StageInput
 from longspan.train.chunked_loss import chunked_cross_entropy
-from longspan.train.local_batch import Work, padding_alone
+from longspan.train.local_batch import LocalBatch, padding_batch
 from longspan.train.passes import Passes
 
 
-def run_through_stages(passes: Passes, work: Sequence[Work]) -> float:
+def run_through_stages(passes: Passes, work: Sequence[LocalBatch]) -> float:
     """The loss summed over this slot's rows, on ranks of the last stage (0 elsewhere); with backward, gradients too.
 
     Micro-batches of padding are added where the schedule needs more of them. The loads of routers are counted in a
@@ -31,12 +31,12 @@ def run_through_stages(passes: Passes, work: Sequence[Work]) -> float:
             model.run([_counting_input(passes, each) for each in work], backward=False)
     passes.settle()
     count = model.pipeline_settings.enough_micro_batches(len(work)) if passes.backward else len(work)
-    padding = [padding_alone(passes.plan, passes.world) for _ in range(count - len(work))]
+    padding = [padding_batch(passes.plan, passes.world) for _ in range(count - len(work))]
     model.run([_stage_input(passes, each, total) for each in (*work, *padding)], backward=passes.backward)
     return total.item()
 
 
-def _stage_input(passes: Passes, work: Work, total: Tensor) -> StageInput:
+def _stage_input(passes: Passes, work: LocalBatch, total: Tensor) -> StageInput:
     """One micro-batch through the stages; the last adds its loss to `total`, and gives its part of the step's."""
     device = passes.world.device
     labels = to_device(work.labels, device)
@@ -50,7 +50,7 @@ def _stage_input(passes: Passes, work: Work, total: Tensor) -> StageInput:
     return StageInput(work.shard, to_device(work.ids, device)[None], make_output, passes.router())
 
 
-def _counting_input(passes: Passes, work: Work) -> StageInput:
+def _counting_input(passes: Passes, work: LocalBatch) -> StageInput:
     """One micro-batch through the stages for the loads of its routers alone."""
 
     def make_output(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:

@@ -27,7 +27,7 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.placement.sharding import gradients_summed_over_slots, reshard
 from longspan.plan import Plan
 from longspan.train.gradients import check_finite, clip_gradients, square_sum
-from longspan.train.local_batch import Work, read_together
+from longspan.train.local_batch import LocalBatch, read_local_batches
 from longspan.train.loss import NO_TARGET
 from longspan.train.passes import Passes, run_here
 from longspan.train.passes_in_stages import counted_parameters, makes_loss, run_through_stages
@@ -91,7 +91,7 @@ def run_step(
     if step is not None:
         world.step = step
     routing = router_statistics(model, world, plan.tokens, router)
-    work = read_together(model, plan, documents, world)
+    work = read_local_batches(model, plan, documents, world)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
     passes = Passes(model, plan, world, backward, loss_chunk_rows, routing)
@@ -113,7 +113,7 @@ def run_step(
     )
 
 
-def _run(passes: Passes, work: Sequence[Work]) -> float:
+def _run(passes: Passes, work: Sequence[LocalBatch]) -> float:
     """This rank's sum of the loss; with backward, gradients of the sum over slots, divided by the plan's targets."""
     model, world, backward = passes.model, passes.world, passes.backward
     run = run_through_stages if isinstance(model, PipelineModel) else run_here
@@ -132,7 +132,7 @@ class _Totals(NamedTuple):
     router: RouterLosses | None
 
 
-def _totals(passes: Passes, work: Sequence[Work], loss_sum: float) -> _Totals:
+def _totals(passes: Passes, work: Sequence[LocalBatch], loss_sum: float) -> _Totals:
     """Sums over all ranks of what each has; checks that no target was left out."""
     model, plan, world, routing = passes.model, passes.plan, passes.world, passes.routing
     targets = sum((each.labels != NO_TARGET).sum() for each in work) if makes_loss(model) else 0

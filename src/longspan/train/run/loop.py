@@ -33,13 +33,13 @@ from longspan.train.run.group_log import GroupLog
 from longspan.train.run.lock import run_lock
 from longspan.train.run.metrics_log import MetricsLog, memory_bytes, read_rows
 from longspan.train.run.progress import Screen
-from longspan.train.run.result import LAST_STEPS, Outcome
+from longspan.train.run.result import LAST_STEPS, TrainResult
 from longspan.train.run.setup import Job, evaluation_choice, set_up
 from longspan.train.run.stop_signal import StopSignal
 from longspan.train.step import run_step
 
 
-def train(config: RunConfig, world: World, screen: Screen) -> Outcome:
+def train(config: RunConfig, world: World, screen: Screen) -> TrainResult:
     """Train to the last step, or until told to stop; all ranks call it together, with the same configuration.
 
     SIGTERM or Ctrl-C on any rank ends the run after the step at hand, with a checkpoint. Raises LongspanError for
@@ -51,7 +51,7 @@ def train(config: RunConfig, world: World, screen: Screen) -> Outcome:
         return _train(set_up(config, world, screen.say), screen, stop)
 
 
-def _train(job: Job, screen: Screen, stop: StopSignal) -> Outcome:
+def _train(job: Job, screen: Screen, stop: StopSignal) -> TrainResult:
     world = job.world
     metrics, group_file = (job.dir / name if is_first(world) else None for name in ("metrics.jsonl", "groups.jsonl"))
     with together(world, lambda: MetricsLog(metrics, after_step=job.done), refuse=RunFolderError) as log:
@@ -60,7 +60,7 @@ def _train(job: Job, screen: Screen, stop: StopSignal) -> Outcome:
             done, stopped = _steps(job, plans, log, screen, stop, groups)
         screen.end_bar()
         final = () if stopped else _finish(job, log, screen)
-    outcome = Outcome(
+    result = TrainResult(
         dir=job.dir,
         done=done,
         steps=job.config.train.steps,
@@ -70,9 +70,9 @@ def _train(job: Job, screen: Screen, stop: StopSignal) -> Outcome:
         final=final,
         world=len(world.home.ranks),
     )
-    summary = as_json(outcome.summary(), indent=1)
+    summary = as_json(result.summary(), indent=1)
     first_does(world, lambda: write_whole(job.dir / "summary.json", summary), refuse=RunFolderError)
-    return outcome
+    return result
 
 
 def _plans(job: Job) -> PlanAhead:

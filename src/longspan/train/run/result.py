@@ -14,7 +14,7 @@ LAST_STEPS = 10  # whose mean loss sums up a run
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainResult:
     """What a run on `world` ranks came to: its steps, why it stopped early, its last losses, its final evaluations."""
 
     dir: Path
