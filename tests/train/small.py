@@ -11,7 +11,7 @@ from longspan.train.config.file import load_config
 from longspan.train.config.sections import RunConfig
 from longspan.train.run.config_check import check_config
 from longspan.train.run.loop import train
-from longspan.train.run.progress import Screen
+from longspan.train.run.progress import ProgressDisplay
 from longspan.train.run.result import TrainResult
 
 WORDS = (
@@ -65,13 +65,13 @@ def small_config(folder: Path, **changes: object) -> RunConfig:
 
 
 def train_rank(rank: int, config: RunConfig, ranks: int) -> TrainResult:
-    """Train on this rank, without a screen."""
+    """Train on this rank, without a display."""
     home = check_config(config, ranks)
     with (
         World(home, backend=backend(), timeout=config.run.timeout_seconds) as world,
-        Screen(config.train.steps, None) as screen,
+        ProgressDisplay(config.train.steps, None) as display,
     ):
-        return train(config, world, screen)
+        return train(config, world, display)
 
 
 def without_times(row: Mapping[str, object]) -> dict[str, object]:

@@ -9,15 +9,15 @@ from longspan.testing import backend, run_ranks
 from longspan.train.config.sections import RunConfig
 from longspan.train.run.config_check import check_config
 from longspan.train.run.loop import train
-from longspan.train.run.progress import Screen
+from longspan.train.run.progress import ProgressDisplay
 from tests.attention.test_attend import needs
 from tests.train.small import small_config
 
 
 def said(rank: int, config: RunConfig, ranks: int) -> str:
     stream = io.StringIO() if rank == 0 else None
-    with World(check_config(config, ranks), backend=backend()) as world, Screen(1, stream) as screen:
-        train(config, world, screen)
+    with World(check_config(config, ranks), backend=backend()) as world, ProgressDisplay(1, stream) as display:
+        train(config, world, display)
     return "" if stream is None else stream.getvalue()
 
 

@@ -12,7 +12,7 @@ import torch
 
 from longspan.train.run import stop_signal as stop_module
 from longspan.train.run.metrics_log import MetricsLog, memory_bytes, read_rows
-from longspan.train.run.progress import Screen
+from longspan.train.run.progress import ProgressDisplay
 from longspan.train.run.stop_signal import StopSignal
 
 
@@ -59,11 +59,11 @@ ROW = {"loss": 2.5, "tokens_per_second": 9000.0, "memory_bytes": 2**29}
 
 def test_without_a_terminal_there_are_plain_lines_and_few() -> None:
     out = io.StringIO()
-    with Screen(30, out) as screen:
-        screen.say("hello [bold]")
+    with ProgressDisplay(30, out) as display:
+        display.print_line("hello [bold]")
         for step in range(1, 31):
-            screen.step(ROW | {"step": step})
-        screen.evaluation({"step": 30, "eval_loss": 2.25, "eval_tokens": 70, "cp": 4, "seconds": 1.0})
+            display.show_step(ROW | {"step": step})
+        display.show_evaluation({"step": 30, "eval_loss": 2.25, "eval_tokens": 70, "cp": 4, "seconds": 1.0})
     lines = out.getvalue().splitlines()
     assert lines[0] == "hello [bold]" and len(lines) == 6 and "\x1b" not in out.getvalue()
     assert [line.split()[1] for line in lines[1:5]] == ["1/30", "10/30", "20/30", "30/30"]
@@ -75,10 +75,10 @@ def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    with Screen(3, out) as screen:
+    with ProgressDisplay(3, out) as display:
         for step in (1, 2, 3):
-            screen.step(ROW | {"step": step})
-        screen.say("a line [between]")
+            display.show_step(ROW | {"step": step})
+        display.print_line("a line [between]")
     assert "3/3" in out.getvalue() and "loss 2.5000" in out.getvalue() and "a line [between]" in out.getvalue()
 
 
@@ -88,9 +88,9 @@ def test_a_narrow_terminal_keeps_the_step(width: int, shown: int, monkeypatch: p
     monkeypatch.setattr(out, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(width))
-    with Screen(300, out) as screen:
-        screen.step(ROW | {"step": 145})
-        screen.step(ROW | {"step": 146})
+    with ProgressDisplay(300, out) as display:
+        display.show_step(ROW | {"step": 145})
+        display.show_step(ROW | {"step": 146})
     line = [part for part in re.split(r"[\r\n]", out.getvalue()) if "step" in part][-1]
     assert "step 146/300" in line
     assert [word in line for word in ("loss 2.5000", "9000 tokens/s", "512 MiB")] == [i < shown for i in range(3)]
@@ -98,9 +98,9 @@ def test_a_narrow_terminal_keeps_the_step(width: int, shown: int, monkeypatch: p
 
 
 def test_a_screen_without_a_stream_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
-    with Screen(3, None) as screen:
-        screen.say("x")
-        screen.step(ROW | {"step": 1})
+    with ProgressDisplay(3, None) as display:
+        display.print_line("x")
+        display.show_step(ROW | {"step": 1})
     assert capfd.readouterr() == ("", "")
 
 

@@ -30,13 +30,13 @@ def train_rank(rank: int, config: RunConfig, ranks: int, backend: str | None, to
     """What one rank does."""
     from longspan.comm import World
     from longspan.train.run.loop import train
-    from longspan.train.run.progress import Screen
+    from longspan.train.run.progress import ProgressDisplay
 
     home = check_config(config, ranks)
     with World(home, backend=backend, timeout=config.run.timeout_seconds) as world:
         stream = (sys.stderr if to_stderr else sys.stdout) if rank == 0 else None
-        with Screen(config.train.steps, stream) as screen:
-            return train(config, world, screen)
+        with ProgressDisplay(config.train.steps, stream) as display:
+            return train(config, world, display)
 
 
 def _show(result: "TrainResult", *, as_json: bool) -> None:

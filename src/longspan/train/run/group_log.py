@@ -14,13 +14,13 @@ from longspan.plan import Plan
 from longspan.plan.hierarchy import Levels, hierarchical_groups, levels_of
 from longspan.train.disk import naming
 
-SAID = 8  # hierarchical groups on the screen; all are in the file
+SAID = 8  # hierarchical groups that are printed; all are in the file
 
 
 class GroupLog:
     """Notes what is new after each plan; writes nothing where `path` is None.
 
-    >>> log = GroupLog(world, Path("runs/first/groups.jsonl"), screen.say)
+    >>> log = GroupLog(world, Path("runs/first/groups.jsonl"), display.print_line)
     >>> log.note(plan)
     """
 

@@ -32,14 +32,14 @@ from longspan.train.run.config_check import check_config
 from longspan.train.run.group_log import GroupLog
 from longspan.train.run.lock import run_lock
 from longspan.train.run.metrics_log import MetricsLog, memory_bytes, read_rows
-from longspan.train.run.progress import Screen
+from longspan.train.run.progress import ProgressDisplay
 from longspan.train.run.result import LAST_STEPS, TrainResult
 from longspan.train.run.setup import Job, evaluation_choice, set_up
 from longspan.train.run.stop_signal import StopSignal
 from longspan.train.step import run_step
 
 
-def train(config: RunConfig, world: World, screen: Screen) -> TrainResult:
+def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainResult:
     """Train to the last step, or until told to stop; all ranks call it together, with the same configuration.
 
     SIGTERM or Ctrl-C on any rank ends the run after the step at hand, with a checkpoint. Raises LongspanError for
@@ -47,19 +47,19 @@ def train(config: RunConfig, world: World, screen: Screen) -> TrainResult:
     what the disk refuses; RunFolderError where another run is at work in the folder.
     """
     check_config(config, len(world.home.ranks))
-    with StopSignal() as stop, run_lock(Path(config.run.dir), world, screen.say):
-        return _train(set_up(config, world, screen.say), screen, stop)
+    with StopSignal() as stop, run_lock(Path(config.run.dir), world, display.print_line):
+        return _train(set_up(config, world, display.print_line), display, stop)
 
 
-def _train(job: Job, screen: Screen, stop: StopSignal) -> TrainResult:
+def _train(job: Job, display: ProgressDisplay, stop: StopSignal) -> TrainResult:
     world = job.world
     metrics, group_file = (job.dir / name if is_first(world) else None for name in ("metrics.jsonl", "groups.jsonl"))
     with together(world, lambda: MetricsLog(metrics, after_step=job.done), refuse=RunFolderError) as log:
-        groups = together(world, lambda: GroupLog(world, group_file, screen.say), refuse=RunFolderError)
+        groups = together(world, lambda: GroupLog(world, group_file, display.print_line), refuse=RunFolderError)
         with _plans(job) as plans:
-            done, stopped = _steps(job, plans, log, screen, stop, groups)
-        screen.end_bar()
-        final = () if stopped else _finish(job, log, screen)
+            done, stopped = _steps(job, plans, log, display, stop, groups)
+        display.end_bar()
+        final = () if stopped else _finish(job, log, display)
     result = TrainResult(
         dir=job.dir,
         done=done,
@@ -91,22 +91,22 @@ def _plans(job: Job) -> PlanAhead:
 
 
 def _steps(
-    job: Job, plans: PlanAhead, log: MetricsLog, screen: Screen, stop: StopSignal, groups: GroupLog
+    job: Job, plans: PlanAhead, log: MetricsLog, display: ProgressDisplay, stop: StopSignal, groups: GroupLog
 ) -> tuple[int, str]:
     """The steps that are left; returns the number that is done, and what stopped them."""
     done, steps, settings = job.done, job.config.train.steps, job.config.train
     if _due(done, settings.eval_every) and done < steps and not _recorded(job, log, done):
-        _evaluate(job, log, screen, done)
+        _evaluate(job, log, display, done)
     while done < steps:
         row, plan = _step(job, plans, done)
         done += 1
         _, failure = attempt(partial(_note_step, row, plan, log, groups), RunFolderError)
-        screen.step(row)
+        display.show_step(row)
         stopped = _agreed(job.world, stop, failure)
         if done in (job.done + 1, steps) or stopped:
             _save_plan(job, plan, f"step-{done:06d}")
         if _due(done, settings.eval_every) and done < steps and not stopped:
-            found = _evaluate(job, log, screen, done)
+            found = _evaluate(job, log, display, done)
             if found is not None:
                 together(job.world, partial(groups.note, found.plan), refuse=RunFolderError)
         if _due(done, settings.save_every) or done == steps or stopped:
@@ -168,16 +168,16 @@ def router_coefficients(config: TrainConfig) -> RouterCoefficients:
     return RouterCoefficients(balance=None if balance < 0 else balance, z=config.router_z_loss)
 
 
-def _evaluate(job: Job, log: MetricsLog, screen: Screen, done: int) -> Evaluation | None:
+def _evaluate(job: Job, log: MetricsLog, display: ProgressDisplay, done: int) -> Evaluation | None:
     if not job.order.evaluation:
         return None
     choice = evaluation_choice(job.config, job.cost, query_heads(job.model.config))
     found = evaluate(job.model, job.corpus, job.order.evaluation, choice, job.world, step=done, config=job.config)
-    _record(job, log, screen, [found])
+    _record(job, log, display, [found])
     return found
 
 
-def _finish(job: Job, log: MetricsLog, screen: Screen) -> tuple[Evaluation, ...]:
+def _finish(job: Job, log: MetricsLog, display: ProgressDisplay) -> tuple[Evaluation, ...]:
     """After the last step: the weights as a Hugging Face folder, and their loss at every degree, recorded once."""
     world, done = job.world, job.config.train.steps
     tokenizer = together(world, lambda: load_tokenizer(job.dir) if is_first(world) else None, refuse=DataError)
@@ -189,8 +189,8 @@ def _finish(job: Job, log: MetricsLog, screen: Screen) -> tuple[Evaluation, ...]
     if _recorded(job, log, done):
         return final
     if choice.planner != "fixed" or choice.degree not in [evaluation.cp for evaluation in final]:
-        _evaluate(job, log, screen, done)
-    _record(job, log, screen, final)
+        _evaluate(job, log, display, done)
+    _record(job, log, display, final)
     return final
 
 
@@ -199,10 +199,10 @@ def _recorded(job: Job, log: MetricsLog, done: int) -> bool:
     return job.world.broadcast_object(done in log.evaluated)
 
 
-def _record(job: Job, log: MetricsLog, screen: Screen, evaluations: Sequence[Evaluation]) -> None:
+def _record(job: Job, log: MetricsLog, display: ProgressDisplay, evaluations: Sequence[Evaluation]) -> None:
     for evaluation in evaluations:
         together(job.world, partial(log.write, evaluation.row()), refuse=RunFolderError)
-        screen.evaluation(evaluation.row())
+        display.show_evaluation(evaluation.row())
         _save_plan(job, evaluation.plan, f"evaluation-cp{evaluation.cp}")
 
 

@@ -13,12 +13,12 @@ LINE_EVERY = 10  # steps, where there is no terminal
 BAR, LEAST_BAR, REMAINING, SLACK = 24, 8, 7, 5  # columns of a terminal; figures may become longer by some
 
 
-class Screen:
+class ProgressDisplay:
     """Shows steps and evaluations of a run; silent where `stream` is None.
 
-    >>> with Screen(300, sys.stdout) as screen:
-    ...     screen.say("607 files")
-    ...     screen.step({"step": 1, "loss": 7.6, "tokens_per_second": 9000.0, "memory_bytes": 2**29})
+    >>> with ProgressDisplay(300, sys.stdout) as display:
+    ...     display.print_line("607 files")
+    ...     display.show_step({"step": 1, "loss": 7.6, "tokens_per_second": 9000.0, "memory_bytes": 2**29})
     """
 
     def __init__(self, steps: int, stream: TextIO | None) -> None:
@@ -28,20 +28,20 @@ class Screen:
         self._since: tuple[float, int] | None = None
         self._figures = 0  # of a step, that the terminal has room for
 
-    def __enter__(self) -> "Screen":
+    def __enter__(self) -> "ProgressDisplay":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end_bar()
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Show a line."""
         if self._progress is not None:
             self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif self._stream is not None:
             print(text, file=self._stream, flush=True)
 
-    def step(self, row: Mapping[str, Any]) -> None:
+    def show_step(self, row: Mapping[str, Any]) -> None:
         """Show a training step, given its row of metrics."""
         if self._stream is None:
             return
@@ -49,12 +49,12 @@ class Screen:
             self._advance(row)
         elif row["step"] % LINE_EVERY == 0 or row["step"] in (1, self._steps):
             figures = "  ".join((*_figures(row), self._remaining(row["step"])))
-            self.say(f"step {row['step']:>6}/{self._steps}  {figures}".rstrip())
+            self.print_line(f"step {row['step']:>6}/{self._steps}  {figures}".rstrip())
 
-    def evaluation(self, row: Mapping[str, Any]) -> None:
+    def show_evaluation(self, row: Mapping[str, Any]) -> None:
         """Show an evaluation, given its row of metrics."""
         tokens, seconds = row["eval_tokens"], row["seconds"]
-        self.say(
+        self.print_line(
             f"step {row['step']:>6}  evaluation loss {row['eval_loss']:.6f} at cp {row['cp']} "
             f"({counted(tokens, 'token')} in {seconds:.1f} s)"
         )
