@@ -9,7 +9,7 @@ from longspan.cli.main import main
 from longspan.testing import run_ranks
 from longspan.train.checkpoint.files import PARTIAL
 from longspan.train.config.sections import RunConfig
-from longspan.train.run.metrics_log import read_rows
+from longspan.train.run.metrics_log import read_metrics
 from tests.train.small import small_config, train_rank
 
 
@@ -37,7 +37,7 @@ def test_the_loss_is_that_of_the_run(
     assert err.count("its save was interrupted") == (not checkpoint), (
         "one rank says it, where checkpoints are looked for"
     )
-    trained = read_rows(Path(run.run.dir) / "metrics.jsonl")[-1]
+    trained = read_metrics(Path(run.run.dir) / "metrics.jsonl")[-1]
     assert (found["step"], found["cp"], found["world"]) == (2, int(degree), world)
     assert found["eval_loss"] == pytest.approx(trained["eval_loss"], rel=1e-6)
     assert found["eval_tokens"] == trained["eval_tokens"]

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from longspan.testing import run_ranks
 from longspan.train.config.sections import ParallelConfig, RunConfig
-from longspan.train.run.metrics_log import read_rows
+from longspan.train.run.metrics_log import read_metrics
 from tests.train.small import train_rank
 
 
 def losses_of_run(config: RunConfig, ranks: int) -> list[float]:
     """The losses of all steps and evaluations, in order."""
     run_ranks(train_rank, ranks, config, ranks, timeout=120)
-    rows = read_rows(Path(config.run.dir) / "metrics.jsonl")
+    rows = read_metrics(Path(config.run.dir) / "metrics.jsonl")
     return [float(row[key]) for row in rows for key in ("loss", "eval_loss") if key in row]
 
 

@@ -22,7 +22,7 @@ from longspan.train.checkpoint import checkpoint as checkpoint_module
 from longspan.train.checkpoint.files import checkpoint_path
 from longspan.train.config.sections import ParallelConfig, RunConfig
 from longspan.train.run import loop as run_module
-from longspan.train.run.metrics_log import read_rows
+from longspan.train.run.metrics_log import read_metrics
 from tests.model.stock import SIZES, worst
 from tests.train.homes import farthest
 from tests.train.small import small_config, train_rank
@@ -104,7 +104,7 @@ def _documents(config: RunConfig, ranks: int, change: Change | None = None) -> l
 
 
 def _losses(config: RunConfig) -> list[float]:
-    return [float(row["loss"]) for row in read_rows(Path(config.run.dir) / "metrics.jsonl")]
+    return [float(row["loss"]) for row in read_metrics(Path(config.run.dir) / "metrics.jsonl")]
 
 
 def _checkpoint(config: RunConfig, step: int, folder: Path) -> dict[str, Tensor]:

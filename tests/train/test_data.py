@@ -19,7 +19,7 @@ from longspan.train.data.documents import Corpus
 from longspan.train.data.files import find_files
 from longspan.train.data.step_order import StepOrder
 from longspan.train.data.tokenizer import load_tokenizer
-from longspan.train.loss import read_rows
+from longspan.train.loss import read_inputs_and_labels
 from tests.train.small import write_texts
 
 
@@ -172,7 +172,7 @@ def test_a_rank_reads_only_its_rows_and_the_next_token_of_each_run(tmp_path: Pat
         before, runs, rows = corpus.rows_read, 0, 0
         for batch in plan.micro_batches:
             shard = SequenceShard(batch, slot, 0, torch.device("cpu"))
-            read_rows(documents, shard)
+            read_inputs_and_labels(documents, shard)
             runs += sum(len(part.segments().start) for part in shard.parts)
             rows += shard.local_rows
         read.append(corpus.rows_read - before)

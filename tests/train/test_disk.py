@@ -12,7 +12,7 @@ from longspan.errors import RunFolderError
 from longspan.report import write_report
 from longspan.train.disk import naming, reason, write_whole
 from longspan.train.finite import as_json
-from longspan.train.run.metrics_log import MetricsLog, read_rows
+from longspan.train.run.metrics_log import MetricsLog, read_metrics
 
 FULL = r"No space left on device \([\d,]+ bytes are free\); make room there and start the same command again"
 
@@ -61,5 +61,5 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
         log.write({"step": 2, "loss": math.inf, "lr": 0.5})
     lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
     wanted = [{"step": 1, "loss": None, "grad_norm": None}, {"step": 2, "loss": None, "lr": 0.5}]
-    assert lines == wanted == read_rows(path)
+    assert lines == wanted == read_metrics(path)
     assert as_json({"a": [{"b": -math.inf}, (1.0, math.nan)]}) == '{"a": [{"b": null}, [1.0, null]]}'

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from longspan.comm import SequenceShard
 from longspan.errors import DataError
 from longspan.plan import Group, MicroBatch
-from longspan.train.loss import NO_TARGET, read_rows, summed_cross_entropy
+from longspan.train.loss import NO_TARGET, read_inputs_and_labels, summed_cross_entropy
 
 CPU = torch.device("cpu")
 
@@ -53,7 +53,7 @@ def test_ids_labels_and_what_is_read(data: st.DataObject) -> None:
     for slot in range(slots):
         documents = [Recorder(text) for text in texts]
         shard = SequenceShard(micro_batch, slot, 0, CPU).with_padding(minimum=3, multiple=2)
-        ids, labels = read_rows(documents, shard, vocabulary=10**6)
+        ids, labels = read_inputs_and_labels(documents, shard, vocabulary=10**6)
         real = shard.rows.numpy() >= 0
         assert (ids[~real] == 0).all() and (labels[~real] == NO_TARGET).all()
         packed = np.concatenate(texts)
@@ -111,13 +111,13 @@ def test_refusals(case: str) -> None:
     document, says = REFUSED[case]
     shard = SequenceShard(MicroBatch((Group((0,), (7,), (4,)),)), 0, 0, CPU)
     with pytest.raises(DataError, match=says):
-        read_rows({7: document}, shard, vocabulary=50)
+        read_inputs_and_labels({7: document}, shard, vocabulary=50)
 
 
 @pytest.mark.parametrize("make", [list, np.asarray, torch.tensor])
 def test_kinds_of_documents(make: type) -> None:
     text: Sequence[int] = [4, 5, 6, 7, 8]
     shard = SequenceShard(MicroBatch((Group((1, 0), (0,), (5,)),)), 0, 0, CPU)
-    ids, labels = read_rows([make(text)], shard)
-    plain = read_rows([np.array(text)], shard)
+    ids, labels = read_inputs_and_labels([make(text)], shard)
+    plain = read_inputs_and_labels([np.array(text)], shard)
     assert (ids == plain[0]).all() and (labels == plain[1]).all() and len(ids)

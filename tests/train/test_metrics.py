@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from longspan.train.run import stop_signal as stop_module
-from longspan.train.run.metrics_log import MetricsLog, memory_bytes, read_rows
+from longspan.train.run.metrics_log import MetricsLog, memory_bytes, read_metrics
 from longspan.train.run.progress import ProgressDisplay
 from longspan.train.run.stop_signal import StopSignal
 
@@ -35,13 +35,13 @@ def test_a_resumed_log_goes_on_after_its_step(tmp_path: Path) -> None:
         {"step": 3, "loss": 9.0},
     ]
     with MetricsLog(path, after_step=0) as log:
-        assert not log.evaluated and not read_rows(path)
+        assert not log.evaluated and not read_metrics(path)
 
 
 def test_rows_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "metrics.jsonl", after_step=0) as log:
         log.write({"step": 1})
-        assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}]
+        assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]
 
 
 def test_no_path_writes_nothing() -> None:

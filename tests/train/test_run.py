@@ -24,7 +24,7 @@ from longspan.train.checkpoint.files import step_of
 from longspan.train.config.file import load_config, to_toml
 from longspan.train.config.sections import RunConfig
 from longspan.train.run import lock as run_lock
-from longspan.train.run.metrics_log import read_rows
+from longspan.train.run.metrics_log import read_metrics
 from longspan.train.run.result import TrainResult
 from tests.train.small import small_config, train_rank, without_times
 
@@ -41,7 +41,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Train
 
 
 def rows_of(config: RunConfig) -> list[dict[str, object]]:
-    return [without_times(row) for row in read_rows(Path(config.run.dir) / "metrics.jsonl")]
+    return [without_times(row) for row in read_metrics(Path(config.run.dir) / "metrics.jsonl")]
 
 
 def copy_cut_at(config: RunConfig, folder: Path, step: int) -> RunConfig:
@@ -59,7 +59,7 @@ def test_what_a_run_leaves(straight: tuple[RunConfig, TrainResult]) -> None:
     config, outcome = straight
     folder = Path(config.run.dir)
     assert load_config(folder / "config.toml") == config
-    rows = read_rows(folder / "metrics.jsonl")
+    rows = read_metrics(folder / "metrics.jsonl")
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
     wanted = "step loss tokens targets grad_norm lr seconds tokens_per_second memory_bytes micro_batches efficiency"
@@ -118,7 +118,7 @@ def test_a_finished_run_is_shown_again_and_not_trained(
     again = copy_cut_at(config, tmp_path, 6)
     if lost:
         metrics = Path(again.run.dir) / "metrics.jsonl"
-        kept = [row for row in read_rows(metrics) if row["step"] < 6 or "loss" in row]
+        kept = [row for row in read_metrics(metrics) if row["step"] < 6 or "loss" in row]
         metrics.write_text("".join(json.dumps(row) + "\n" for row in kept))
     assert run(again, 2).summary() == outcome.summary() | {"eval_at_degrees": run_summary_rows(again)}
     assert rows_of(again) == rows_of(config)
@@ -296,7 +296,7 @@ def test_a_step_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path: Path)
     config = small_config(tmp_path, train__save_every=1, **steep)
     with pytest.raises(LongspanError, match=r"step \d: .* the largest weight is \d.*e\+.* lower the learning rate"):
         run(config, 2)
-    rows = [row for row in read_rows(Path(config.run.dir) / "metrics.jsonl") if "loss" in row]
+    rows = [row for row in read_metrics(Path(config.run.dir) / "metrics.jsonl") if "loss" in row]
     assert rows and all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in rows)
     saved = {step_of(path) for path in (Path(config.run.dir) / "checkpoints").iterdir()}
     assert saved == {row["step"] for row in rows}
@@ -311,13 +311,13 @@ def test_sigterm_to_the_launcher_saves_and_leaves(straight: tuple[RunConfig, Tra
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
         metrics, deadline = Path(config.run.dir) / "metrics.jsonl", time.monotonic() + 60
-        while len(read_rows(metrics)) < 3:
+        while len(read_metrics(metrics)) < 3:
             assert time.monotonic() < deadline and process.poll() is None, process.communicate()
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    last = read_rows(metrics)[-1]["step"]
+    last = read_metrics(metrics)[-1]["step"]
     assert f"stopped by SIGTERM after step {last} of 10000" in out and not err
     saved = Path(config.run.dir) / "checkpoints" / f"step-{last:06d}"
     assert saved.is_dir() and json.loads((saved / "state.json").read_text())["step"] == last

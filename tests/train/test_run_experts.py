@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from longspan.testing import run_ranks
-from longspan.train.run.metrics_log import read_rows
+from longspan.train.run.metrics_log import read_metrics
 from tests.train.small import small_config, train_rank
 
 PRESETS = {
@@ -26,7 +26,7 @@ def test_experts_dealt_out_train_as_experts_on_every_rank(preset: str, tmp_path:
         if ep == 2:  # the checkpoint is of whole tensors
             more = replace(config, parallel=replace(config.parallel, ep=1), train=replace(config.train, steps=3))
             assert run_ranks(train_rank, 2, more, 2, timeout=110)[0].done == 3
-        rows = [row for row in read_rows(Path(config.run.dir) / "metrics.jsonl") if "loss" in row][:2]
+        rows = [row for row in read_metrics(Path(config.run.dir) / "metrics.jsonl") if "loss" in row][:2]
         curves.append([row[name] for row in rows for name in COMPARED])
     assert len(curves[0]) == 6 and curves[1] == pytest.approx(curves[0], rel=1e-5)
     assert curves[0][1] > 1 and curves[0][2] > 0

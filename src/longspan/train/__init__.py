@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from longspan.train.gradients import grad_norm as grad_norm
-    from longspan.train.loss import read_rows as read_rows
+    from longspan.train.loss import read_inputs_and_labels as read_inputs_and_labels
     from longspan.train.loss import summed_cross_entropy as summed_cross_entropy
     from longspan.train.optim import build_optimizer as build_optimizer
     from longspan.train.optim import lr_at as lr_at
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _HOME_OF = {
     **dict.fromkeys(("run_step", "StepResult"), "longspan.train.step"),
-    **dict.fromkeys(("read_rows", "summed_cross_entropy"), "longspan.train.loss"),
+    **dict.fromkeys(("read_inputs_and_labels", "summed_cross_entropy"), "longspan.train.loss"),
     **dict.fromkeys(("build_optimizer", "lr_at"), "longspan.train.optim"),
     "grad_norm": "longspan.train.gradients",
 }

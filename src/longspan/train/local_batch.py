@@ -11,7 +11,7 @@ from longspan.errors import DataError
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import vocabulary_size
 from longspan.plan import MicroBatch, Plan
-from longspan.train.loss import NO_TARGET, Rows, read_rows
+from longspan.train.loss import NO_TARGET, Rows, read_inputs_and_labels
 
 
 class LocalBatch(NamedTuple):
@@ -36,7 +36,7 @@ def read_local_batches(model: nn.Module, plan: Plan, documents: Any, world: Worl
     work, failure, vocabulary = list[LocalBatch](), None, vocabulary_size(model)
     try:
         for shard in _shards(plan, world):
-            work.append(LocalBatch(shard, *read_rows(documents, shard, vocabulary)) if reads else _unread_batch(shard))
+            work.append(LocalBatch(shard, *read_inputs_and_labels(documents, shard, vocabulary)) if reads else _unread_batch(shard))
     except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
         failure = error
     _agree(plan, world, failure)

@@ -30,7 +30,7 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return each.sum(dtype=torch.float64)
 
 
-def read_rows(documents: Any, shard: SequenceShard, vocabulary: int | None = None) -> tuple[Rows, Rows]:
+def read_inputs_and_labels(documents: Any, shard: SequenceShard, vocabulary: int | None = None) -> tuple[Rows, Rows]:
     """Token ids (T,) and labels (T,) of a shard's local rows; padding rows hold id 0 and label −100.
 
     `documents[d]` is asked for the positions that this rank holds, and for the next one where a label needs it.

@@ -31,7 +31,7 @@ from longspan.train.plans import plans_of_steps, query_heads, row_multiple_of
 from longspan.train.run.config_check import check_config
 from longspan.train.run.group_log import GroupLog
 from longspan.train.run.lock import run_lock
-from longspan.train.run.metrics_log import MetricsLog, memory_bytes, read_rows
+from longspan.train.run.metrics_log import MetricsLog, memory_bytes, read_metrics
 from longspan.train.run.progress import ProgressDisplay
 from longspan.train.run.result import LAST_STEPS, TrainResult
 from longspan.train.run.setup import Job, evaluation_choice, set_up
@@ -230,6 +230,6 @@ def _due(done: int, every: int) -> bool:
 
 
 def _last_loss(metrics: Path, done: int) -> float:
-    rows = (row for row in read_rows(metrics) if done - LAST_STEPS < row["step"] <= done)
+    rows = (row for row in read_metrics(metrics) if done - LAST_STEPS < row["step"] <= done)
     losses = [row["loss"] for row in rows if isinstance(row.get("loss"), float)]
     return math.fsum(losses) / len(losses) if losses else math.nan

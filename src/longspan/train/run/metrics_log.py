@@ -31,7 +31,7 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path | None, *, after_step: int) -> None:
-        kept = [row for row in read_rows(path) if row["step"] <= after_step] if path else []
+        kept = [row for row in read_metrics(path) if row["step"] <= after_step] if path else []
         self.evaluated: set[int] = {row["step"] for row in kept if "eval_loss" in row}
         self._file = None
         if path is not None:
@@ -56,7 +56,7 @@ class MetricsLog:
                 self._file.flush()
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics file that can be read; none where it does not exist."""
     if not path.exists():
         return []
