@@ -27,8 +27,8 @@ def build(
     tmp_path: Path, path: Path | str, *, resumed: bool = False, said: list[str] | None = None, **keys: object
 ) -> Corpus:
     data = DataConfig(path=str(path), **{"vocab_size": 300, "max_document_tokens": 64} | keys)  # type: ignore[arg-type]
-    say = (said if said is not None else []).append
-    return ensure_corpus(data, tmp_path / "run", model_dir=None, resumed=resumed, say=say)
+    log = (said if said is not None else []).append
+    return ensure_corpus(data, tmp_path / "run", model_dir=None, resumed=resumed, log=log)
 
 
 def test_stdlib_is_the_librarys_own_sources() -> None:

@@ -60,7 +60,7 @@ ROW = {"loss": 2.5, "tokens_per_second": 9000.0, "memory_bytes": 2**29}
 def test_without_a_terminal_there_are_plain_lines_and_few() -> None:
     out = io.StringIO()
     with ProgressDisplay(30, out) as display:
-        display.print_line("hello [bold]")
+        display.log("hello [bold]")
         for step in range(1, 31):
             display.show_step(ROW | {"step": step})
         display.show_evaluation({"step": 30, "eval_loss": 2.25, "eval_tokens": 70, "cp": 4, "seconds": 1.0})
@@ -78,7 +78,7 @@ def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     with ProgressDisplay(3, out) as display:
         for step in (1, 2, 3):
             display.show_step(ROW | {"step": step})
-        display.print_line("a line [between]")
+        display.log("a line [between]")
     assert "3/3" in out.getvalue() and "loss 2.5000" in out.getvalue() and "a line [between]" in out.getvalue()
 
 
@@ -99,7 +99,7 @@ def test_a_narrow_terminal_keeps_the_step(width: int, shown: int, monkeypatch: p
 
 def test_a_screen_without_a_stream_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
     with ProgressDisplay(3, None) as display:
-        display.print_line("x")
+        display.log("x")
         display.show_step(ROW | {"step": 1})
     assert capfd.readouterr() == ("", "")
 

@@ -99,7 +99,9 @@ def test_a_resumed_run_is_bit_for_bit_the_run_without_a_break(
     assert old.keys() == new.keys() and all(old[name].equal(new[name]) for name in old)
 
 
-def test_a_run_resumed_on_other_ranks_has_the_same_losses(straight: tuple[RunConfig, TrainResult], tmp_path: Path) -> None:
+def test_a_run_resumed_on_other_ranks_has_the_same_losses(
+    straight: tuple[RunConfig, TrainResult], tmp_path: Path
+) -> None:
     config, _ = straight
     again = copy_cut_at(config, tmp_path, 3)
     context = replace(config.context, context_parallel_size=3, eval_context_parallel_size=1)

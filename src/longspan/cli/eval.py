@@ -54,9 +54,9 @@ def eval_rank(rank: int, config: RunConfig, checkpoint: Path | None, ranks: int,
     from longspan.train.run.setup import evaluate_checkpoint
 
     home = check_config(config, ranks, training=False)
-    say = partial(print, file=sys.stderr) if rank == 0 else _silent
+    log = partial(print, file=sys.stderr) if rank == 0 else _silent
     with World(home, backend=backend, timeout=config.run.timeout_seconds) as world:
-        return evaluate_checkpoint(config, checkpoint, world, say)
+        return evaluate_checkpoint(config, checkpoint, world, log)
 
 
 def _text(found: "Evaluation", ranks: int) -> str:

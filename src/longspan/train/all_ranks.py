@@ -13,7 +13,7 @@ from longspan.errors import LongspanError
 from longspan.train.disk import reason
 
 Result = TypeVar("Result")
-Say = Callable[[str], None]
+LogLine = Callable[[str], None]
 
 
 def is_first(world: World) -> bool:

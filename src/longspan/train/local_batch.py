@@ -36,7 +36,11 @@ def read_local_batches(model: nn.Module, plan: Plan, documents: Any, world: Worl
     work, failure, vocabulary = list[LocalBatch](), None, vocabulary_size(model)
     try:
         for shard in _shards(plan, world):
-            work.append(LocalBatch(shard, *read_inputs_and_labels(documents, shard, vocabulary)) if reads else _unread_batch(shard))
+            work.append(
+                LocalBatch(shard, *read_inputs_and_labels(documents, shard, vocabulary))
+                if reads
+                else _unread_batch(shard)
+            )
     except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
         failure = error
     _agree(plan, world, failure)

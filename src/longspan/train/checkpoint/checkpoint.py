@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.errors import CheckpointError
-from longspan.train.all_ranks import Say, first_does, is_first, together
+from longspan.train.all_ranks import LogLine, first_does, is_first, together
 from longspan.train.checkpoint.files import (
     PARTIAL,
     Digest,
@@ -73,14 +73,14 @@ def save_checkpoint(
     return path
 
 
-def find_checkpoint(root: Path, world: World, say: Say, *, note: bool = False) -> Path | None:
+def find_checkpoint(root: Path, world: World, log: LogLine, *, note: bool = False) -> Path | None:
     """The newest good checkpoint under `root`, None where there is none; the same on every rank.
 
-    What is unfinished or damaged is skipped and told to `say` on the first rank; with `note`, damage is written down in
+    What is unfinished or damaged is skipped and logged on the first rank; with `note`, damage is written down in
     the checkpoint too, for `save_checkpoint` to keep others. Raises CheckpointError where nothing good is left.
     """
-    paths = first_does(world, lambda: finished(root, say), refuse=CheckpointError)
-    found, damage = newest_good(paths, partial(check_checkpoint, world=world), say if is_first(world) else _silent)
+    paths = first_does(world, lambda: finished(root, log), refuse=CheckpointError)
+    found, damage = newest_good(paths, partial(check_checkpoint, world=world), log if is_first(world) else _silent)
     if note:
         first_does(world, lambda: note_damage(damage, found), refuse=CheckpointError)
     return found

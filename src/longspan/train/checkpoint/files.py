@@ -19,7 +19,7 @@ from longspan.train.disk import naming
 PARTIAL = ".partial"
 MANIFEST, STATE, DAMAGED = "manifest.json", "state.json", "damaged.txt"
 Digest = tuple[int, str]  # bytes, SHA-256
-Say = Callable[[str], None]
+LogLine = Callable[[str], None]
 Check = Callable[[Path], object]  # raises CheckpointError
 
 
@@ -65,32 +65,32 @@ def prune(root: Path, keep: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_unfinished(root: Path, say: Say = lambda _: None) -> None:
-    """Remove what interrupted saves left, and tell `say` of each. Not while another process may be saving there."""
+def remove_unfinished(root: Path, log: LogLine = lambda _: None) -> None:
+    """Remove what interrupted saves left, and log each. Not while another process may be saving there."""
     for path in _steps(root):
         if path.name.endswith(PARTIAL):
-            say(f"removing {path}: its save was interrupted")
+            log(f"removing {path}: its save was interrupted")
             shutil.rmtree(path, ignore_errors=True)
 
 
-def finished(root: Path, say: Say = lambda _: None) -> list[Path]:
-    """The checkpoints under `root` whose saves came to their end, the newest first; `say` is told of the others."""
+def finished(root: Path, log: LogLine = lambda _: None) -> list[Path]:
+    """The checkpoints under `root` whose saves came to their end, the newest first; the others are logged."""
     paths = _steps(root)
     for path in (path for path in paths if path.name.endswith(PARTIAL)):
-        say(f"skipping {path}: its save was interrupted")
+        log(f"skipping {path}: its save was interrupted")
     return [path for path in paths if not path.name.endswith(PARTIAL)]
 
 
-def latest_checkpoint(root: Path, say: Say) -> Path | None:
+def latest_checkpoint(root: Path, log: LogLine) -> Path | None:
     """The newest good checkpoint under `root`, None where none was ever finished.
 
-    Unfinished and damaged ones are skipped and told to `say`. Raises CheckpointError where some were finished and all
+    Unfinished and damaged ones are skipped and logged. Raises CheckpointError where some were finished and all
     are damaged: starting over would lose a run.
     """
-    return newest_good(finished(root, say), check_files, say)[0]
+    return newest_good(finished(root, log), check_files, log)[0]
 
 
-def newest_good(paths: Sequence[Path], check: Check, say: Say) -> tuple[Path | None, dict[Path, str]]:
+def newest_good(paths: Sequence[Path], check: Check, log: LogLine) -> tuple[Path | None, dict[Path, str]]:
     """The first of `paths` that passes `check` (None of none), and what is wrong with those before it.
 
     Raises CheckpointError where there are some and none passes.
@@ -101,7 +101,7 @@ def newest_good(paths: Sequence[Path], check: Check, say: Say) -> tuple[Path | N
             check(path)
         except CheckpointError as error:
             damage[path] = str(error)
-            say(f"skipping a damaged checkpoint: {error}")
+            log(f"skipping a damaged checkpoint: {error}")
         else:
             return path, damage
     if damage:

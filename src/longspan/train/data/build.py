@@ -19,13 +19,13 @@ SAMPLE_CHARACTERS = 4_000_000  # what the byte-pair tokenizer is trained on, at 
 BATCH_CHARACTERS = 4_000_000  # what is tokenized at once
 SHORTEST = 2  # a document of one token predicts nothing
 
-Say = Callable[[str], None]
+LogLine = Callable[[str], None]
 
 
-def ensure_corpus(data: DataConfig, run_dir: Path, *, model_dir: Path | None, resumed: bool, say: Say) -> Corpus:
+def ensure_corpus(data: DataConfig, run_dir: Path, *, model_dir: Path | None, resumed: bool, log: LogLine) -> Corpus:
     """The run's corpus: the one that is there if it would come out the same, else a new one.
 
-    `say` hears what happens, at least once a batch. Raises DataError for sources that are missing, empty or unreadable,
+    What happens is logged, at least once a batch. Raises DataError for sources that are missing, empty or unreadable,
     and, where the run is `resumed`, for sources or settings that changed since it began: its order would not hold.
     """
     folder = run_dir / "corpus"
@@ -38,14 +38,14 @@ def ensure_corpus(data: DataConfig, run_dir: Path, *, model_dir: Path | None, re
             return corpus
         if resumed:
             raise DataError(_changed_message(run_dir, changes))
-        say(f"the corpus changed ({changes[0]}): building it again")
+        log(f"the corpus changed ({changes[0]}): building it again")
     elif resumed:
         raise DataError(f"{run_dir} has checkpoints but no corpus: restore {folder}, or set run.dir to a new folder")
-    return build_corpus(data, files, run_dir, tokenizer=given, say=say)
+    return build_corpus(data, files, run_dir, tokenizer=given, log=log)
 
 
 def build_corpus(
-    data: DataConfig, files: dict[str, Path], run_dir: Path, *, tokenizer: TextTokenizer | None, say: Say
+    data: DataConfig, files: dict[str, Path], run_dir: Path, *, tokenizer: TextTokenizer | None, log: LogLine
 ) -> Corpus:
     """Write `run_dir/corpus` and `run_dir/tokenizer.json`; a build that is interrupted leaves neither half-made."""
     partial, folder = run_dir / "corpus.partial", run_dir / "corpus"
@@ -54,10 +54,10 @@ def build_corpus(
     partial.mkdir(parents=True)
     reader = _Reader(files)
     if tokenizer is None:
-        say(f"training a tokenizer of {data.vocab_size} entries on {data.path}")
+        log(f"training a tokenizer of {data.vocab_size} entries on {data.path}")
         tokenizer = train_tokenizer(_sample(files), data.vocab_size)
     tokenizer.save_pretrained(run_dir)
-    lengths, origins = _write_tokens(reader, tokenizer, data.max_document_tokens, partial / "tokens.bin", say)
+    lengths, origins = _write_tokens(reader, tokenizer, data.max_document_tokens, partial / "tokens.bin", log)
     if not lengths:
         no = f"{len(reader.skipped)} {'is' if len(reader.skipped) == 1 else 'are'}"
         raise DataError(
@@ -70,7 +70,7 @@ def build_corpus(
     (partial / "corpus.json").write_text(manifest.to_json(), encoding="utf-8")
     partial.rename(folder)
     if reader.skipped:
-        say(f"left out {counted(len(reader.skipped), 'file')}, not UTF-8: {', '.join(reader.skipped[:5])}")
+        log(f"left out {counted(len(reader.skipped), 'file')}, not UTF-8: {', '.join(reader.skipped[:5])}")
     return Corpus(folder)
 
 
@@ -95,7 +95,7 @@ class _Reader:
 
 
 def _write_tokens(
-    reader: _Reader, tokenizer: TextTokenizer, longest: int, file: Path, say: Say
+    reader: _Reader, tokenizer: TextTokenizer, longest: int, file: Path, log: LogLine
 ) -> tuple[list[int], list[int]]:
     """Write the ids of all documents end to end; returns each document's length and source."""
     dtype, lengths, origins = _dtype(tokenizer), list[int](), list[int]()
@@ -110,7 +110,7 @@ def _write_tokens(
                         lengths.append(len(document))
                         origins.append(origin)
             files, tokens = counted(len(reader.files), "file"), counted(sum(lengths), "token")
-            say(f"tokenized {len(reader.sources)} of {files}, {tokens}")
+            log(f"tokenized {len(reader.sources)} of {files}, {tokens}")
     return lengths, origins
 
 

@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive, and the most at a time: counted, for devices whose allocator does not say."""
+"""How many bytes of tensors are alive, and the most at a time: counted, for devices whose allocator does not tell."""
 
 import weakref
 from typing import Any

@@ -66,7 +66,7 @@ def fitted(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> Rows
     return RowsThatFit(rows, each, fixed, budget, ranks)
 
 
-def with_rows_that_fit(config: RunConfig, model: nn.Module, optimizer: Optimizer, world: World, say: Any) -> RunConfig:
+def with_rows_that_fit(config: RunConfig, model: nn.Module, optimizer: Optimizer, world: World, log: Any) -> RunConfig:
     """The configuration with a number in place of "auto": the run's own, or measured now; entered by all ranks."""
     if config.context.max_tokens_per_slot != AUTO:
         return config
@@ -80,7 +80,7 @@ def with_rows_that_fit(config: RunConfig, model: nn.Module, optimizer: Optimizer
         found = replace(measure(config, model, optimizer, world, below=below), measured_for=now)
         text = json.dumps(asdict(found), indent=1)
         first_does(world, lambda: write_whole(file, text), refuse=ConfigError)
-    say(
+    log(
         f"max_tokens_per_slot: {found.rows} rows of {found.bytes_per_row:,.0f} bytes each, in {found.budget_bytes:,.0f}"
     )
     return replace(config, context=replace(config.context, max_tokens_per_slot=found.rows))

@@ -20,19 +20,19 @@ SAID = 8  # hierarchical groups that are printed; all are in the file
 class GroupLog:
     """Notes what is new after each plan; writes nothing where `path` is None.
 
-    >>> log = GroupLog(world, Path("runs/first/groups.jsonl"), display.print_line)
+    >>> log = GroupLog(world, Path("runs/first/groups.jsonl"), display.log)
     >>> log.note(plan)
     """
 
-    def __init__(self, world: World, path: Path | None, say: Callable[[str], None]) -> None:
-        self._world, self._path, self._say = world, path, say
+    def __init__(self, world: World, path: Path | None, log: Callable[[str], None]) -> None:
+        self._world, self._path, self._log = world, path, log
         self._plans = self._known = 0
         self._levels: set[Levels] = set()
         if path is not None:
             path.write_text("", encoding="utf-8")
 
     def note(self, plan: Plan) -> None:
-        """Write and say which groups this plan added."""
+        """Write and log which groups this plan added."""
         self._plans += 1
         made = self._world.groups_made[self._known :]
         self._known += len(made)
@@ -48,7 +48,7 @@ class GroupLog:
         if made:
             counts = Counter(f"{record.kind} of {len(record.ranks)}" for record in made)
             names = ", ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items())
-            self._say(f"process groups of the first rank (kind and number of ranks): {names}")
+            self._log(f"process groups of the first rank (kind and number of ranks): {names}")
         said = len(self._levels) - len(levels)
         for found in levels[: max(0, SAID - said)]:
-            self._say(f"hierarchical group of slots {sum(found.a2a, ())}: {found}")
+            self._log(f"hierarchical group of slots {sum(found.a2a, ())}: {found}")

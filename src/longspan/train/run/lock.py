@@ -15,19 +15,19 @@ from typing import TextIO
 
 from longspan.comm import World
 from longspan.errors import RunFolderError
-from longspan.train.all_ranks import Say, is_first, together
+from longspan.train.all_ranks import LogLine, is_first, together
 from longspan.train.disk import naming
 
 LOCK = "run.lock"
 
 
 @contextmanager
-def run_lock(directory: Path, world: World, say: Say) -> Iterator[None]:
+def run_lock(directory: Path, world: World, log: LogLine) -> Iterator[None]:
     """Hold a run's folder, which is made where it is not there; entered by all ranks.
 
     Raises RunFolderError on every rank where another process holds it: which one, on which host.
     """
-    file = together(world, lambda: _locked(directory, say) if is_first(world) else None, refuse=RunFolderError)
+    file = together(world, lambda: _locked(directory, log) if is_first(world) else None, refuse=RunFolderError)
     try:
         yield
     finally:
@@ -37,7 +37,7 @@ def run_lock(directory: Path, world: World, say: Say) -> Iterator[None]:
                 file.close()
 
 
-def _locked(directory: Path, say: Say) -> TextIO:
+def _locked(directory: Path, log: LogLine) -> TextIO:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / LOCK
     file = path.open("a+", encoding="utf-8")
@@ -47,7 +47,7 @@ def _locked(directory: Path, say: Say) -> TextIO:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             raise RunFolderError(_taken(directory, file)) from error
-        say(f"{path} cannot be locked ({error.strerror}): a second run in this folder would not be noticed")
+        log(f"{path} cannot be locked ({error.strerror}): a second run in this folder would not be noticed")
     with suppress(OSError):  # a full disk: what counts is the lock
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")

@@ -47,25 +47,27 @@ def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainRes
     what the disk refuses; RunFolderError where another run is at work in the folder.
     """
     check_config(config, len(world.home.ranks))
-    with StopSignal() as stop, run_lock(Path(config.run.dir), world, display.print_line):
-        return _train(set_up(config, world, display.print_line), display, stop)
+    with StopSignal() as stop, run_lock(Path(config.run.dir), world, display.log):
+        return _train(set_up(config, world, display.log), display, stop)
 
 
 def _train(job: Job, display: ProgressDisplay, stop: StopSignal) -> TrainResult:
     world = job.world
-    metrics, group_file = (job.dir / name if is_first(world) else None for name in ("metrics.jsonl", "groups.jsonl"))
-    with together(world, lambda: MetricsLog(metrics, after_step=job.done), refuse=RunFolderError) as log:
-        groups = together(world, lambda: GroupLog(world, group_file, display.print_line), refuse=RunFolderError)
+    metrics_file, group_file = (
+        job.dir / name if is_first(world) else None for name in ("metrics.jsonl", "groups.jsonl")
+    )
+    with together(world, lambda: MetricsLog(metrics_file, after_step=job.done), refuse=RunFolderError) as metrics:
+        groups = together(world, lambda: GroupLog(world, group_file, display.log), refuse=RunFolderError)
         with _plans(job) as plans:
-            done, stopped = _steps(job, plans, log, display, stop, groups)
+            done, stopped = _steps(job, plans, metrics, display, stop, groups)
         display.end_bar()
-        final = () if stopped else _finish(job, log, display)
+        final = () if stopped else _finish(job, metrics, display)
     result = TrainResult(
         dir=job.dir,
         done=done,
         steps=job.config.train.steps,
         stopped=stopped,
-        last_loss=_last_loss(metrics, done) if metrics else math.nan,
+        last_loss=_last_loss(metrics_file, done) if metrics_file else math.nan,
         vocab_size=job.corpus.manifest.tokenizer_size,
         final=final,
         world=len(world.home.ranks),
@@ -91,22 +93,22 @@ def _plans(job: Job) -> PlanAhead:
 
 
 def _steps(
-    job: Job, plans: PlanAhead, log: MetricsLog, display: ProgressDisplay, stop: StopSignal, groups: GroupLog
+    job: Job, plans: PlanAhead, metrics: MetricsLog, display: ProgressDisplay, stop: StopSignal, groups: GroupLog
 ) -> tuple[int, str]:
     """The steps that are left; returns the number that is done, and what stopped them."""
     done, steps, settings = job.done, job.config.train.steps, job.config.train
-    if _due(done, settings.eval_every) and done < steps and not _recorded(job, log, done):
-        _evaluate(job, log, display, done)
+    if _due(done, settings.eval_every) and done < steps and not _recorded(job, metrics, done):
+        _evaluate(job, metrics, display, done)
     while done < steps:
         row, plan = _step(job, plans, done)
         done += 1
-        _, failure = attempt(partial(_note_step, row, plan, log, groups), RunFolderError)
+        _, failure = attempt(partial(_note_step, row, plan, metrics, groups), RunFolderError)
         display.show_step(row)
         stopped = _agreed(job.world, stop, failure)
         if done in (job.done + 1, steps) or stopped:
             _save_plan(job, plan, f"step-{done:06d}")
         if _due(done, settings.eval_every) and done < steps and not stopped:
-            found = _evaluate(job, log, display, done)
+            found = _evaluate(job, metrics, display, done)
             if found is not None:
                 together(job.world, partial(groups.note, found.plan), refuse=RunFolderError)
         if _due(done, settings.save_every) or done == steps or stopped:
@@ -116,9 +118,9 @@ def _steps(
     return done, ""
 
 
-def _note_step(row: Mapping[str, Any], plan: Plan, log: MetricsLog, groups: GroupLog) -> None:
+def _note_step(row: Mapping[str, Any], plan: Plan, metrics: MetricsLog, groups: GroupLog) -> None:
     groups.note(plan)
-    log.write(row)
+    metrics.write(row)
 
 
 def _step(job: Job, plans: PlanAhead, step: int) -> tuple[dict[str, Any], Plan]:
@@ -168,16 +170,16 @@ def router_coefficients(config: TrainConfig) -> RouterCoefficients:
     return RouterCoefficients(balance=None if balance < 0 else balance, z=config.router_z_loss)
 
 
-def _evaluate(job: Job, log: MetricsLog, display: ProgressDisplay, done: int) -> Evaluation | None:
+def _evaluate(job: Job, metrics: MetricsLog, display: ProgressDisplay, done: int) -> Evaluation | None:
     if not job.order.evaluation:
         return None
     choice = evaluation_choice(job.config, job.cost, query_heads(job.model.config))
     found = evaluate(job.model, job.corpus, job.order.evaluation, choice, job.world, step=done, config=job.config)
-    _record(job, log, display, [found])
+    _record(job, metrics, display, [found])
     return found
 
 
-def _finish(job: Job, log: MetricsLog, display: ProgressDisplay) -> tuple[Evaluation, ...]:
+def _finish(job: Job, metrics: MetricsLog, display: ProgressDisplay) -> tuple[Evaluation, ...]:
     """After the last step: the weights as a Hugging Face folder, and their loss at every degree, recorded once."""
     world, done = job.world, job.config.train.steps
     tokenizer = together(world, lambda: load_tokenizer(job.dir) if is_first(world) else None, refuse=DataError)
@@ -186,22 +188,22 @@ def _finish(job: Job, log: MetricsLog, display: ProgressDisplay) -> tuple[Evalua
         return ()
     choice = evaluation_choice(job.config, job.cost, query_heads(job.model.config))
     final = compare_degrees(job.model, job.corpus, job.order.evaluation, choice, world, step=done, config=job.config)
-    if _recorded(job, log, done):
+    if _recorded(job, metrics, done):
         return final
     if choice.planner != "fixed" or choice.degree not in [evaluation.cp for evaluation in final]:
-        _evaluate(job, log, display, done)
-    _record(job, log, display, final)
+        _evaluate(job, metrics, display, done)
+    _record(job, metrics, display, final)
     return final
 
 
-def _recorded(job: Job, log: MetricsLog, done: int) -> bool:
+def _recorded(job: Job, metrics: MetricsLog, done: int) -> bool:
     """Whether the run has an evaluation after so many steps: what the first rank's file says, on every rank."""
-    return job.world.broadcast_object(done in log.evaluated)
+    return job.world.broadcast_object(done in metrics.evaluated)
 
 
-def _record(job: Job, log: MetricsLog, display: ProgressDisplay, evaluations: Sequence[Evaluation]) -> None:
+def _record(job: Job, metrics: MetricsLog, display: ProgressDisplay, evaluations: Sequence[Evaluation]) -> None:
     for evaluation in evaluations:
-        together(job.world, partial(log.write, evaluation.row()), refuse=RunFolderError)
+        together(job.world, partial(metrics.write, evaluation.row()), refuse=RunFolderError)
         display.show_evaluation(evaluation.row())
         _save_plan(job, evaluation.plan, f"evaluation-cp{evaluation.cp}")
 
@@ -229,7 +231,7 @@ def _due(done: int, every: int) -> bool:
     return every > 0 and done > 0 and done % every == 0
 
 
-def _last_loss(metrics: Path, done: int) -> float:
-    rows = (row for row in read_metrics(metrics) if done - LAST_STEPS < row["step"] <= done)
+def _last_loss(file: Path, done: int) -> float:
+    rows = (row for row in read_metrics(file) if done - LAST_STEPS < row["step"] <= done)
     losses = [row["loss"] for row in rows if isinstance(row.get("loss"), float)]
     return math.fsum(losses) / len(losses) if losses else math.nan

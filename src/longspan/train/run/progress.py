@@ -17,7 +17,7 @@ class ProgressDisplay:
     """Shows steps and evaluations of a run; silent where `stream` is None.
 
     >>> with ProgressDisplay(300, sys.stdout) as display:
-    ...     display.print_line("607 files")
+    ...     display.log("607 files")
     ...     display.show_step({"step": 1, "loss": 7.6, "tokens_per_second": 9000.0, "memory_bytes": 2**29})
     """
 
@@ -34,7 +34,7 @@ class ProgressDisplay:
     def __exit__(self, *_: object) -> None:
         self.end_bar()
 
-    def print_line(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Show a line."""
         if self._progress is not None:
             self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -49,12 +49,12 @@ class ProgressDisplay:
             self._advance(row)
         elif row["step"] % LINE_EVERY == 0 or row["step"] in (1, self._steps):
             figures = "  ".join((*_figures(row), self._remaining(row["step"])))
-            self.print_line(f"step {row['step']:>6}/{self._steps}  {figures}".rstrip())
+            self.log(f"step {row['step']:>6}/{self._steps}  {figures}".rstrip())
 
     def show_evaluation(self, row: Mapping[str, Any]) -> None:
         """Show an evaluation, given its row of metrics."""
         tokens, seconds = row["eval_tokens"], row["seconds"]
-        self.print_line(
+        self.log(
             f"step {row['step']:>6}  evaluation loss {row['eval_loss']:.6f} at cp {row['cp']} "
             f"({counted(tokens, 'token')} in {seconds:.1f} s)"
         )

@@ -18,7 +18,7 @@ from longspan.model import load_model, prepare
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan import Cost
-from longspan.train.all_ranks import Say, first_does, together
+from longspan.train.all_ranks import LogLine, first_does, together
 from longspan.train.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint
 from longspan.train.checkpoint.files import read_state, remove_unfinished
 from longspan.train.config.file import to_toml
@@ -64,15 +64,15 @@ class Job:
         return self.dir / "checkpoints"
 
 
-def set_up(config: RunConfig, world: World, say: Say) -> Job:
+def set_up(config: RunConfig, world: World, log: LogLine) -> Job:
     """Open or begin the run of this configuration, which `check_config` has passed; all ranks call it together.
 
     Raises ConfigError, DataError, ModelError or CheckpointError, the same on every rank, for what does not fit.
     """
     directory = Path(config.run.dir)
-    checkpoint = _checkpoint_to_resume(config, world, say)
+    checkpoint = _checkpoint_to_resume(config, world, log)
     model = _given_model(config)
-    corpus = _shared_corpus(config, world, model, resumed=checkpoint is not None, say=say)
+    corpus = _shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
     order = order_of(config, corpus)
     at = int(np.argmax(corpus.lengths))
     longest, heads = (int(corpus.lengths[at]), corpus.origin(at)), None if model is None else query_heads(model.config)
@@ -84,15 +84,15 @@ def set_up(config: RunConfig, world: World, say: Say) -> Job:
     done = 0
     if checkpoint is not None:
         done = int(load_checkpoint(checkpoint, model, optimizer, world)["step"])
-        say(f"going on from {checkpoint}: {done} of {config.train.steps} steps are done")
+        log(f"going on from {checkpoint}: {done} of {config.train.steps} steps are done")
     if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
         first_does(world, lambda: write_whole(directory / "config.toml", to_toml(config)), refuse=RunFolderError)
-    config = with_rows_that_fit(config, model, optimizer, world, say)
+    config = with_rows_that_fit(config, model, optimizer, world, log)
     check_longest(config, world.home, *longest, heads)
-    return Job(config, world, model, optimizer, corpus, order, _cost(config, world, model, say), done)
+    return Job(config, world, model, optimizer, corpus, order, _cost(config, world, model, log), done)
 
 
-def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World, say: Say) -> Evaluation:
+def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World, log: LogLine) -> Evaluation:
     """The loss of a checkpoint (None: the run's newest good one) on the run's held-out documents.
 
     All ranks call it together; the plan is that of the evaluation half of `config.context`. Nothing is written.
@@ -101,7 +101,7 @@ def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World
     directory = Path(config.run.dir)
     if checkpoint is not None:
         check_checkpoint(checkpoint, world)
-    found = checkpoint or find_checkpoint(directory / "checkpoints", world, say)
+    found = checkpoint or find_checkpoint(directory / "checkpoints", world, log)
     if found is None:
         raise CheckpointError(f"{directory} has no checkpoint; train it first: longspan train {directory}/config.toml")
     corpus = Corpus(directory / "corpus")
@@ -112,7 +112,7 @@ def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World
         )
     model = model_under_home(config, world, corpus)
     step = int(load_checkpoint(found, model, None, world)["step"])
-    choice = evaluation_choice(config, _cost(config, world, model, say), query_heads(model.config))
+    choice = evaluation_choice(config, _cost(config, world, model, log), query_heads(model.config))
     return evaluate(model, corpus, documents, choice, world, step=step, config=config)
 
 
@@ -122,8 +122,8 @@ def evaluation_choice(config: RunConfig, cost: Cost, heads: int) -> PlanChoice:
     return PlanChoice.evaluation(config.context, cost=cost, row_multiple=rows, heads=heads)
 
 
-def _cost(config: RunConfig, world: World, model: PreTrainedModel | PipelineModel, say: Say) -> Cost:
-    return cost_of_run(config, model.config, say, gpu=world.device.type == "cuda")
+def _cost(config: RunConfig, world: World, model: PreTrainedModel | PipelineModel, log: LogLine) -> Cost:
+    return cost_of_run(config, model.config, log, gpu=world.device.type == "cuda")
 
 
 def order_of(config: RunConfig, corpus: Corpus) -> StepOrder:
@@ -170,7 +170,7 @@ def _given_model(config: RunConfig) -> PreTrainedModel | None:
 
 
 def _shared_corpus(
-    config: RunConfig, world: World, model: PreTrainedModel | None, *, resumed: bool, say: Say
+    config: RunConfig, world: World, model: PreTrainedModel | None, *, resumed: bool, log: LogLine
 ) -> Corpus:
     """The corpus in the run's folder: the first rank makes sure of it, the others open what it made."""
     directory = Path(config.run.dir)
@@ -179,10 +179,10 @@ def _shared_corpus(
         directory.mkdir(parents=True, exist_ok=True)
         folder = Path(config.model.path) if config.model.path else None
         with naming(directory / "corpus"):
-            built = ensure_corpus(config.data, directory, model_dir=folder, resumed=resumed, say=say)
+            built = ensure_corpus(config.data, directory, model_dir=folder, resumed=resumed, log=log)
         tokens, files = int(built.lengths.sum()), counted(len(built.manifest.sources), "file")
         documents = counted(len(built), "document")
-        say(f"corpus: {files} of {config.data.path}, {documents}, {counted(tokens, 'token')}")
+        log(f"corpus: {files} of {config.data.path}, {documents}, {counted(tokens, 'token')}")
 
     if model is not None and not config.data.tokenizer:
         _check_given_vocabulary(config, model)
@@ -220,10 +220,10 @@ def _check_layers(config: RunConfig, model: PreTrainedModel) -> None:
             )
 
 
-def _checkpoint_to_resume(config: RunConfig, world: World, say: Say) -> Path | None:
+def _checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path | None:
     root = Path(config.run.dir) / "checkpoints"
-    first_does(world, lambda: remove_unfinished(root, say), refuse=CheckpointError)
-    found = find_checkpoint(root, world, say, note=True)
+    first_does(world, lambda: remove_unfinished(root, log), refuse=CheckpointError)
+    found = find_checkpoint(root, world, log, note=True)
     if found is None:
         if config.run.resume == "must":
             raise CheckpointError(
