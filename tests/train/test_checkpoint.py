@@ -26,7 +26,7 @@ from longspan.train.checkpoint.checkpoint import check_checkpoint, find_checkpoi
 from longspan.train.checkpoint.files import (
     begin,
     check_files,
-    dealt_out,
+    files_by_rank,
     finish,
     latest_checkpoint,
     note_damage,
@@ -116,10 +116,10 @@ def test_damaged_ones_neither_count_nor_shadow_good_ones(tmp_path: Path) -> None
     assert sorted(step_of(path) for path in tmp_path.iterdir()) == [4, 5, 6, 7]
 
 
-def test_the_files_of_a_checkpoint_are_dealt_out_by_their_sizes() -> None:
+def test_the_files_of_a_checkpoint_are_files_by_rank_by_their_sizes() -> None:
     files = {"a": (9, ""), "b": (5, ""), "c": (4, ""), "d": (4, ""), "e": (0, "")}
     for ranks in (1, 2, 3, 7):
-        shares = dealt_out(files, ranks)
+        shares = files_by_rank(files, ranks)
         assert len(shares) == ranks and sorted(name for share in shares for name in share) == sorted(files)
         assert max(sum(size for size, _ in share.values()) for share in shares) <= (22, 13, 9)[min(ranks, 3) - 1]
 

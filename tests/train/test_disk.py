@@ -10,8 +10,8 @@ import pytest
 
 from longspan.errors import RunFolderError
 from longspan.report import write_report
-from longspan.train.disk import naming, reason, write_whole
-from longspan.train.finite import as_json
+from longspan.train.disk import errors_name, os_error_text, write_atomically
+from longspan.train.json_record import as_json
 from longspan.train.run.metrics_log import MetricsLog, read_metrics
 
 FULL = r"No space left on device \([\d,]+ bytes are free\); make room there and start the same command again"
@@ -19,11 +19,11 @@ FULL = r"No space left on device \([\d,]+ bytes are free\); make room there and 
 
 def test_a_whole_file_on_a_full_disk_leaves_the_older_one(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
-    write_whole(path, "old")
+    write_atomically(path, "old")
     (tmp_path / "config.toml.partial").symlink_to("/dev/full")
     with pytest.raises(OSError) as error:
-        write_whole(path, "new")
-    assert re.match(f"{path}: {FULL}", reason(error.value))
+        write_atomically(path, "new")
+    assert re.match(f"{path}: {FULL}", os_error_text(error.value))
     assert [file.name for file in tmp_path.iterdir()] == ["config.toml"] and path.read_text() == "old"
 
 
@@ -35,7 +35,7 @@ def test_a_row_on_a_full_disk_names_the_file(tmp_path: Path) -> None:
         os.close(full)
         with pytest.raises(OSError) as error:
             log.write({"step": 1})
-    assert re.match(rf"{tmp_path}/metrics.jsonl: {FULL}", reason(error.value))
+    assert re.match(rf"{tmp_path}/metrics.jsonl: {FULL}", os_error_text(error.value))
 
 
 def test_a_report_on_a_full_disk_names_the_file(tmp_path: Path) -> None:
@@ -46,12 +46,12 @@ def test_a_report_on_a_full_disk_names_the_file(tmp_path: Path) -> None:
 
 
 def test_reasons_of_other_kinds() -> None:
-    with pytest.raises(OSError) as error, naming(Path("/nowhere/file")):
+    with pytest.raises(OSError) as error, errors_name(Path("/nowhere/file")):
         raise OSError(5, os.strerror(5))
-    assert reason(error.value) == "/nowhere/file: Input/output error"
-    with pytest.raises(FileNotFoundError) as error, naming(Path("other")):
+    assert os_error_text(error.value) == "/nowhere/file: Input/output error"
+    with pytest.raises(FileNotFoundError) as error, errors_name(Path("other")):
         Path("/nowhere/at/all").read_bytes()
-    assert reason(error.value) == "/nowhere/at/all: No such file or directory"
+    assert os_error_text(error.value) == "/nowhere/at/all: No such file or directory"
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:

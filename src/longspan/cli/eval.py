@@ -13,7 +13,7 @@ from longspan.errors import CheckpointError, counted
 from longspan.train.checkpoint.files import step_of
 from longspan.train.config.file import load_config
 from longspan.train.config.sections import RunConfig
-from longspan.train.finite import as_json
+from longspan.train.json_record import as_json
 from longspan.train.run.config_check import check_config
 
 if TYPE_CHECKING:

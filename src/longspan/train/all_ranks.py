@@ -10,26 +10,26 @@ from typing import Any, TypeVar
 
 from longspan.comm import World, patience
 from longspan.errors import LongspanError
-from longspan.train.disk import reason
+from longspan.train.disk import os_error_text
 
 Result = TypeVar("Result")
 LogLine = Callable[[str], None]
 
 
-def is_first(world: World) -> bool:
+def is_first_rank(world: World) -> bool:
     """Whether this rank is the one that writes and prints."""
     return world.rank == world.home.ranks[0]
 
 
-def together(world: World, work: Callable[[], Result], *, refuse: type[LongspanError]) -> Result:
-    """This rank's result of `work`. Where one rank failed, all raise its error (an OSError as `refuse`)."""
+def on_every_rank(world: World, work: Callable[[], Result], *, os_error_as: type[LongspanError]) -> Result:
+    """This rank's result of `work`. Where one rank failed, all raise its error (an OSError as `os_error_as`)."""
     with patience(world):
-        result, error = attempt(work, refuse)
-    raise_any(world, error)
+        result, error = result_or_error(work, os_error_as)
+    raise_first_error(world, error)
     return result
 
 
-def raise_any(world: World, error: LongspanError | None) -> None:
+def raise_first_error(world: World, error: LongspanError | None) -> None:
     """Raise the error of the first rank that has one, on every rank; entered by all."""
     for rank, theirs in zip(world.home.ranks, world.gather_objects(error), strict=True):
         if theirs is not None:
@@ -37,21 +37,21 @@ def raise_any(world: World, error: LongspanError | None) -> None:
             raise type(theirs)(f"{theirs}{where}")
 
 
-def first_does(world: World, work: Callable[[], Result], *, refuse: type[LongspanError]) -> Result:
+def on_first_rank(world: World, work: Callable[[], Result], *, os_error_as: type[LongspanError]) -> Result:
     """The first rank's result of `work`, on every rank; its error is raised on every rank."""
     with patience(world):
-        answer: Any = attempt(work, refuse) if is_first(world) else None
+        answer: Any = result_or_error(work, os_error_as) if is_first_rank(world) else None
     result, error = world.broadcast_object(answer)
     if error is not None:
         raise error
     return result
 
 
-def attempt(work: Callable[[], Any], refuse: type[LongspanError]) -> tuple[Any, LongspanError | None]:
-    """The result of `work`, or what it failed with, to tell the others (an OSError as `refuse`)."""
+def result_or_error(work: Callable[[], Any], os_error_as: type[LongspanError]) -> tuple[Any, LongspanError | None]:
+    """The result of `work`, or what it failed with, to tell the others (an OSError as `os_error_as`)."""
     try:
         return work(), None
     except LongspanError as error:
         return None, error
     except OSError as error:
-        return None, refuse(reason(error))
+        return None, os_error_as(os_error_text(error))

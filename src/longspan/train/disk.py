@@ -1,6 +1,6 @@
 """What a disk refused, in a user's words: which file, how much room there is, and what to do.
 
-The system's own error of a failed write carries no file's name; `naming` adds it. No torch and no ranks here.
+The system's own error of a failed write carries no file's name; `errors_name` adds it. No torch and no ranks here.
 """
 
 import errno
@@ -12,10 +12,10 @@ from pathlib import Path
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def errors_name(path: Path) -> Iterator[None]:
     """An OSError that is raised inside and names no file is of `path`.
 
-    >>> with naming(path), path.open("w") as file:
+    >>> with errors_name(path), path.open("w") as file:
     ...     file.write(text)
     """
     try:
@@ -26,7 +26,7 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def reason(error: OSError) -> str:
+def os_error_text(error: OSError) -> str:
     """The file and what is wrong with it; of a full disk also the bytes that are free, and what to do."""
     text = f"{error.filename or 'a file'}: {error.strerror or error}"
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -40,11 +40,11 @@ def _free(error: OSError) -> str:
     return "" if place is None else f" ({shutil.disk_usage(place).free:,} bytes are free)"
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file so that it is there in full or not at all."""
     partial = path.with_name(path.name + ".partial")
     try:
-        with naming(path), partial.open("w", encoding="utf-8") as file:
+        with errors_name(path), partial.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.errors import CheckpointError
-from longspan.train.all_ranks import LogLine, first_does, is_first, together
+from longspan.train.all_ranks import LogLine, is_first_rank, on_every_rank, on_first_rank
 from longspan.train.checkpoint.files import (
     PARTIAL,
     Digest,
@@ -31,7 +31,7 @@ from longspan.train.checkpoint.files import (
     check_contents,
     check_sizes,
     checkpoint_path,
-    dealt_out,
+    files_by_rank,
     finish,
     finished,
     newest_good,
@@ -61,15 +61,17 @@ def save_checkpoint(
     """
     path = checkpoint_path(root, step)
     folder = path.with_name(path.name + PARTIAL)
-    first_does(world, lambda: begin(folder), refuse=CheckpointError)
+    on_first_rank(world, lambda: begin(folder), os_error_as=CheckpointError)
     try:
         digests = _write(folder, _tensors(model, optimizer), world)
-        first_does(world, lambda: finish(folder, path, {"step": step, **state}, digests), refuse=CheckpointError)
+        on_first_rank(
+            world, lambda: finish(folder, path, {"step": step, **state}, digests), os_error_as=CheckpointError
+        )
     except CheckpointError as error:
-        if is_first(world):
+        if is_first_rank(world):
             shutil.rmtree(folder, ignore_errors=True)  # what it takes may be what the disk lacks
         raise CheckpointError(f"checkpoint {path} could not be written: {error}") from error
-    first_does(world, lambda: prune(root, keep), refuse=CheckpointError)
+    on_first_rank(world, lambda: prune(root, keep), os_error_as=CheckpointError)
     return path
 
 
@@ -79,10 +81,10 @@ def find_checkpoint(root: Path, world: World, log: LogLine, *, note: bool = Fals
     What is unfinished or damaged is skipped and logged on the first rank; with `note`, damage is written down in
     the checkpoint too, for `save_checkpoint` to keep others. Raises CheckpointError where nothing good is left.
     """
-    paths = first_does(world, lambda: finished(root, log), refuse=CheckpointError)
-    found, damage = newest_good(paths, partial(check_checkpoint, world=world), log if is_first(world) else _silent)
+    paths = on_first_rank(world, lambda: finished(root, log), os_error_as=CheckpointError)
+    found, damage = newest_good(paths, partial(check_checkpoint, world=world), log if is_first_rank(world) else _silent)
     if note:
-        first_does(world, lambda: note_damage(damage, found), refuse=CheckpointError)
+        on_first_rank(world, lambda: note_damage(damage, found), os_error_as=CheckpointError)
     return found
 
 
@@ -91,9 +93,9 @@ def check_checkpoint(path: Path, world: World) -> None:
 
     All ranks call it together: each reads a part of the files.
     """
-    files = first_does(world, lambda: check_sizes(path), refuse=CheckpointError)
-    mine = dealt_out(files, len(world.home.ranks))[world.home.ranks.index(world.rank)]
-    together(world, lambda: check_contents(path, mine), refuse=CheckpointError)
+    files = on_first_rank(world, lambda: check_sizes(path), os_error_as=CheckpointError)
+    mine = files_by_rank(files, len(world.home.ranks))[world.home.ranks.index(world.rank)]
+    on_every_rank(world, lambda: check_contents(path, mine), os_error_as=CheckpointError)
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None, world: World) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None, w
     betas, eps): a resumed run is one of the configuration at hand. All ranks call it together, with any number of
     ranks. Raises CheckpointError where it belongs to another model.
     """
-    state, stored = first_does(world, lambda: (read_state(path), _stored_names(path)), refuse=CheckpointError)
+    state, stored = on_first_rank(world, lambda: (read_state(path), _stored_names(path)), os_error_as=CheckpointError)
     tensors = _tensors(model, optimizer)
     hyperparameters = {name: tensors["optimizer"].pop(name) for name in _hyperparameters(tensors)}
     _check_names(path, stored, {name for names in world.gather_objects(list(tensors["model"])) for name in names})

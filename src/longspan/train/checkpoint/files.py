@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.errors import CheckpointError
-from longspan.train.disk import naming
+from longspan.train.disk import errors_name
 
 PARTIAL = ".partial"
 MANIFEST, STATE, DAMAGED = "manifest.json", "state.json", "damaged.txt"
@@ -151,7 +151,7 @@ def check_contents(path: Path, files: Mapping[str, Digest]) -> None:
                 raise CheckpointError(f"checkpoint {path}: {name} has other contents than were written")
 
 
-def dealt_out(files: Mapping[str, Digest], ranks: int) -> list[dict[str, Digest]]:
+def files_by_rank(files: Mapping[str, Digest], ranks: int) -> list[dict[str, Digest]]:
     """For each rank the files that it checks: the largest first, each to the rank with the fewest bytes so far."""
     shares: list[dict[str, Digest]] = [{} for _ in range(ranks)]
     loads = [0] * ranks
@@ -210,7 +210,7 @@ def _digest(path: Path) -> Digest:
 
 
 def _write_durably(path: Path, text: str) -> None:
-    with naming(path), path.open("w", encoding="utf-8") as file:
+    with errors_name(path), path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -20,7 +20,7 @@ from torch.futures import Future
 from longspan.comm import World, patience
 from longspan.errors import CheckpointError
 from longspan.train.checkpoint.files import Digest
-from longspan.train.disk import naming, reason
+from longspan.train.disk import errors_name, os_error_text
 
 
 class HashingWriter(FileSystemWriter):
@@ -51,7 +51,7 @@ class PatientReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """As torch reads; entered by all ranks."""
-        with patience(self._world), naming(Path(self.path)):
+        with patience(self._world), errors_name(Path(self.path)):
             return super().read_data(plan, planner)
 
 
@@ -68,7 +68,7 @@ class _HashingFiles(FileSystem):
         assert mode == "wb", mode
         file = None
         try:
-            with naming(Path(path)):
+            with errors_name(Path(path)):
                 file = _HashedFile(path, "wb")
                 with io.BufferedWriter(file) as stream:
                     yield stream
@@ -78,7 +78,7 @@ class _HashingFiles(FileSystem):
             if refused is None:
                 raise
             refused.filename = str(path)
-            raise CheckpointError(reason(refused)) from error
+            raise CheckpointError(os_error_text(refused)) from error
         self.digests[Path(path).name] = file.size, file.sha256.hexdigest()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:

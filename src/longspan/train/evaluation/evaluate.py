@@ -13,7 +13,7 @@ from longspan.comm import World
 from longspan.plan import Plan
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.documents import Corpus
-from longspan.train.disk import write_whole
+from longspan.train.disk import write_atomically
 from longspan.train.evaluation.result import Evaluation
 from longspan.train.plans import PlanChoice, degrees_to_compare
 from longspan.train.step import run_step
@@ -77,4 +77,4 @@ def compare_degrees(
 def save_plan(plan: Plan, folder: Path, name: str) -> None:
     """Keep a plan as `folder/name.json`, for the report."""
     folder.mkdir(exist_ok=True)
-    write_whole(folder / f"{name}.json", plan.to_json())
+    write_atomically(folder / f"{name}.json", plan.to_json())

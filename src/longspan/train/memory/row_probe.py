@@ -22,7 +22,7 @@ from longspan.layout import Layout
 from longspan.model.prepared import vocabulary_size
 from longspan.plan import Plan
 from longspan.train.config.sections import RunConfig
-from longspan.train.disk import write_whole
+from longspan.train.disk import write_atomically
 from longspan.train.memory.live_bytes import LiveBytes
 from longspan.train.plans import PlanChoice, query_heads, row_multiple_of
 from longspan.train.step import run_step
@@ -119,7 +119,7 @@ def _too_many(config: RunConfig, world: World, rows: int, error: BaseException) 
     """The error of a rank without memory for a probe of so many rows, which are remembered."""
     too_many = TooMany(rows, len(world.home.ranks), conditions(config))
     with suppress(OSError):  # the folder may not be there on every rank
-        write_whole(Path(config.run.dir) / TOO_MANY_FILE, json.dumps(asdict(too_many), indent=1))
+        write_atomically(Path(config.run.dir) / TOO_MANY_FILE, json.dumps(asdict(too_many), indent=1))
     return ConfigError(
         f'context.max_tokens_per_slot is "auto": rank {world.rank} ran out of memory in a probe of {rows} rows of a '
         f"slot ({str(error).partition('. ')[0]}). The run has noted it: start it again and it probes fewer rows, or "

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.errors import ConfigError
-from longspan.train.all_ranks import first_does
+from longspan.train.all_ranks import on_first_rank
 from longspan.train.config.sections import AUTO, RunConfig
-from longspan.train.disk import write_whole
+from longspan.train.disk import write_atomically
 from longspan.train.memory.row_probe import conditions, most_bytes, noted, too_many_rows
 from longspan.train.plans import row_multiple_of
 
@@ -72,14 +72,14 @@ def with_rows_that_fit(config: RunConfig, model: nn.Module, optimizer: Optimizer
         return config
     directory = Path(config.run.dir)
     file, ranks, now = directory / FILE, len(world.home.ranks), conditions(config)
-    found: RowsThatFit | None = first_does(
-        world, lambda: noted(RowsThatFit, file, ranks, now, "it is measured again"), refuse=ConfigError
+    found: RowsThatFit | None = on_first_rank(
+        world, lambda: noted(RowsThatFit, file, ranks, now, "it is measured again"), os_error_as=ConfigError
     )
     if found is None:
-        below = first_does(world, lambda: too_many_rows(directory, ranks, now), refuse=ConfigError)
+        below = on_first_rank(world, lambda: too_many_rows(directory, ranks, now), os_error_as=ConfigError)
         found = replace(measure(config, model, optimizer, world, below=below), measured_for=now)
         text = json.dumps(asdict(found), indent=1)
-        first_does(world, lambda: write_whole(file, text), refuse=ConfigError)
+        on_first_rank(world, lambda: write_atomically(file, text), os_error_as=ConfigError)
     log(
         f"max_tokens_per_slot: {found.rows} rows of {found.bytes_per_row:,.0f} bytes each, in {found.budget_bytes:,.0f}"
     )

@@ -15,8 +15,8 @@ from typing import TextIO
 
 from longspan.comm import World
 from longspan.errors import RunFolderError
-from longspan.train.all_ranks import LogLine, is_first, together
-from longspan.train.disk import naming
+from longspan.train.all_ranks import LogLine, is_first_rank, on_every_rank
+from longspan.train.disk import errors_name
 
 LOCK = "run.lock"
 
@@ -27,7 +27,9 @@ def run_lock(directory: Path, world: World, log: LogLine) -> Iterator[None]:
 
     Raises RunFolderError on every rank where another process holds it: which one, on which host.
     """
-    file = together(world, lambda: _locked(directory, log) if is_first(world) else None, refuse=RunFolderError)
+    file = on_every_rank(
+        world, lambda: _locked(directory, log) if is_first_rank(world) else None, os_error_as=RunFolderError
+    )
     try:
         yield
     finally:
@@ -42,7 +44,7 @@ def _locked(directory: Path, log: LogLine) -> TextIO:
     path = directory / LOCK
     file = path.open("a+", encoding="utf-8")
     try:
-        with naming(path):
+        with errors_name(path):
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):

@@ -18,14 +18,14 @@ from longspan.errors import DataError, LongspanError, RunFolderError
 from longspan.model import save_model
 from longspan.model.experts.router import RouterCoefficients
 from longspan.plan import Plan, PlanAhead
-from longspan.train.all_ranks import attempt, first_does, is_first, raise_any, together
+from longspan.train.all_ranks import is_first_rank, on_every_rank, on_first_rank, raise_first_error, result_or_error
 from longspan.train.checkpoint.checkpoint import save_checkpoint
 from longspan.train.config.sections import RunConfig, TrainConfig
 from longspan.train.data.tokenizer import load_tokenizer
-from longspan.train.disk import write_whole
+from longspan.train.disk import write_atomically
 from longspan.train.evaluation.evaluate import compare_degrees, evaluate, save_plan
 from longspan.train.evaluation.result import Evaluation
-from longspan.train.finite import as_json
+from longspan.train.json_record import as_json
 from longspan.train.optim import lr_at
 from longspan.train.plans import plans_of_steps, query_heads, row_multiple_of
 from longspan.train.run.config_check import check_config
@@ -54,10 +54,12 @@ def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainRes
 def _train(job: Job, display: ProgressDisplay, stop: StopSignal) -> TrainResult:
     world = job.world
     metrics_file, group_file = (
-        job.dir / name if is_first(world) else None for name in ("metrics.jsonl", "groups.jsonl")
+        job.dir / name if is_first_rank(world) else None for name in ("metrics.jsonl", "groups.jsonl")
     )
-    with together(world, lambda: MetricsLog(metrics_file, after_step=job.done), refuse=RunFolderError) as metrics:
-        groups = together(world, lambda: GroupLog(world, group_file, display.log), refuse=RunFolderError)
+    with on_every_rank(
+        world, lambda: MetricsLog(metrics_file, after_step=job.done), os_error_as=RunFolderError
+    ) as metrics:
+        groups = on_every_rank(world, lambda: GroupLog(world, group_file, display.log), os_error_as=RunFolderError)
         with _plans(job) as plans:
             done, stopped = _steps(job, plans, metrics, display, stop, groups)
         display.end_bar()
@@ -73,7 +75,7 @@ def _train(job: Job, display: ProgressDisplay, stop: StopSignal) -> TrainResult:
         world=len(world.home.ranks),
     )
     summary = as_json(result.summary(), indent=1)
-    first_does(world, lambda: write_whole(job.dir / "summary.json", summary), refuse=RunFolderError)
+    on_first_rank(world, lambda: write_atomically(job.dir / "summary.json", summary), os_error_as=RunFolderError)
     return result
 
 
@@ -102,7 +104,7 @@ def _steps(
     while done < steps:
         row, plan = _step(job, plans, done)
         done += 1
-        _, failure = attempt(partial(_note_step, row, plan, metrics, groups), RunFolderError)
+        _, failure = result_or_error(partial(_note_step, row, plan, metrics, groups), RunFolderError)
         display.show_step(row)
         stopped = _agreed(job.world, stop, failure)
         if done in (job.done + 1, steps) or stopped:
@@ -110,7 +112,7 @@ def _steps(
         if _due(done, settings.eval_every) and done < steps and not stopped:
             found = _evaluate(job, metrics, display, done)
             if found is not None:
-                together(job.world, partial(groups.note, found.plan), refuse=RunFolderError)
+                on_every_rank(job.world, partial(groups.note, found.plan), os_error_as=RunFolderError)
         if _due(done, settings.save_every) or done == steps or stopped:
             _save(job, done)
         if stopped:
@@ -182,7 +184,9 @@ def _evaluate(job: Job, metrics: MetricsLog, display: ProgressDisplay, done: int
 def _finish(job: Job, metrics: MetricsLog, display: ProgressDisplay) -> tuple[Evaluation, ...]:
     """After the last step: the weights as a Hugging Face folder, and their loss at every degree, recorded once."""
     world, done = job.world, job.config.train.steps
-    tokenizer = together(world, lambda: load_tokenizer(job.dir) if is_first(world) else None, refuse=DataError)
+    tokenizer = on_every_rank(
+        world, lambda: load_tokenizer(job.dir) if is_first_rank(world) else None, os_error_as=DataError
+    )
     save_model(job.model, job.dir / "model", world, tokenizer)
     if not job.order.evaluation:
         return ()
@@ -203,14 +207,14 @@ def _recorded(job: Job, metrics: MetricsLog, done: int) -> bool:
 
 def _record(job: Job, metrics: MetricsLog, display: ProgressDisplay, evaluations: Sequence[Evaluation]) -> None:
     for evaluation in evaluations:
-        together(job.world, partial(metrics.write, evaluation.row()), refuse=RunFolderError)
+        on_every_rank(job.world, partial(metrics.write, evaluation.row()), os_error_as=RunFolderError)
         display.show_evaluation(evaluation.row())
         _save_plan(job, evaluation.plan, f"evaluation-cp{evaluation.cp}")
 
 
 def _save_plan(job: Job, plan: Plan, name: str) -> None:
     """Keep a plan for the report."""
-    first_does(job.world, lambda: save_plan(plan, job.dir / "plans", name), refuse=RunFolderError)
+    on_first_rank(job.world, lambda: save_plan(plan, job.dir / "plans", name), os_error_as=RunFolderError)
 
 
 def _save(job: Job, done: int) -> None:
@@ -223,7 +227,7 @@ def _agreed(world: World, stop: StopSignal, failure: LongspanError | None) -> st
     """What any rank was told to stop by; the same on every rank. Raises what any rank failed with."""
     if not world.any_rank(bool(stop.asked) or failure is not None):
         return ""
-    raise_any(world, failure)
+    raise_first_error(world, failure)
     return next(name for name in world.gather_objects(stop.asked) if name)
 
 

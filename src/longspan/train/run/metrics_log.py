@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from longspan.train.disk import naming, write_whole
-from longspan.train.finite import as_json, finite
+from longspan.train.disk import errors_name, write_atomically
+from longspan.train.json_record import as_json, json_values
 
 
 class MetricsLog:
@@ -35,7 +35,7 @@ class MetricsLog:
         self.evaluated: set[int] = {row["step"] for row in kept if "eval_loss" in row}
         self._file = None
         if path is not None:
-            write_whole(path, "".join(as_json(row) + "\n" for row in kept))
+            write_atomically(path, "".join(as_json(row) + "\n" for row in kept))
             self._file = path.open("a", encoding="utf-8")
 
     def __enter__(self) -> "MetricsLog":
@@ -51,7 +51,7 @@ class MetricsLog:
         if "eval_loss" in row:
             self.evaluated.add(row["step"])
         if self._file is not None:
-            with naming(Path(self._file.name)):
+            with errors_name(Path(self._file.name)):
                 self._file.write(as_json(row) + "\n")
                 self._file.flush()
 
@@ -67,7 +67,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(finite(row))
+            rows.append(json_values(row))
     return rows
 
 

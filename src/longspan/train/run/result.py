@@ -7,7 +7,7 @@ from typing import Any
 
 from longspan.errors import counted
 from longspan.train.evaluation.result import Evaluation, comparison_table
-from longspan.train.finite import finite
+from longspan.train.json_record import json_values
 from longspan.train.versions import versions
 
 LAST_STEPS = 10  # whose mean loss sums up a run
@@ -39,7 +39,7 @@ class TrainResult:
             "world": self.world,
             "versions": versions(),
         }
-        return finite(values)
+        return json_values(values)
 
     def text(self) -> str:
         """The run's last lines: its mean loss, and the table of degrees where it came to its end."""

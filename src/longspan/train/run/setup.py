@@ -18,7 +18,7 @@ from longspan.model import load_model, prepare
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan import Cost
-from longspan.train.all_ranks import LogLine, first_does, together
+from longspan.train.all_ranks import LogLine, on_every_rank, on_first_rank
 from longspan.train.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint
 from longspan.train.checkpoint.files import read_state, remove_unfinished
 from longspan.train.config.file import to_toml
@@ -27,7 +27,7 @@ from longspan.train.data.build import ensure_corpus
 from longspan.train.data.documents import Corpus
 from longspan.train.data.step_order import StepOrder
 from longspan.train.data.tokenizer import check_vocabulary
-from longspan.train.disk import naming, write_whole
+from longspan.train.disk import errors_name, write_atomically
 from longspan.train.evaluation.evaluate import evaluate
 from longspan.train.evaluation.result import Evaluation
 from longspan.train.memory.rows_that_fit import with_rows_that_fit
@@ -86,7 +86,9 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> Job:
         done = int(load_checkpoint(checkpoint, model, optimizer, world)["step"])
         log(f"going on from {checkpoint}: {done} of {config.train.steps} steps are done")
     if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
-        first_does(world, lambda: write_whole(directory / "config.toml", to_toml(config)), refuse=RunFolderError)
+        on_first_rank(
+            world, lambda: write_atomically(directory / "config.toml", to_toml(config)), os_error_as=RunFolderError
+        )
     config = with_rows_that_fit(config, model, optimizer, world, log)
     check_longest(config, world.home, *longest, heads)
     return Job(config, world, model, optimizer, corpus, order, _cost(config, world, model, log), done)
@@ -178,7 +180,7 @@ def _shared_corpus(
     def build() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         folder = Path(config.model.path) if config.model.path else None
-        with naming(directory / "corpus"):
+        with errors_name(directory / "corpus"):
             built = ensure_corpus(config.data, directory, model_dir=folder, resumed=resumed, log=log)
         tokens, files = int(built.lengths.sum()), counted(len(built.manifest.sources), "file")
         documents = counted(len(built), "document")
@@ -186,8 +188,8 @@ def _shared_corpus(
 
     if model is not None and not config.data.tokenizer:
         _check_given_vocabulary(config, model)
-    first_does(world, build, refuse=DataError)
-    return together(world, lambda: _open_corpus(directory), refuse=DataError)
+    on_first_rank(world, build, os_error_as=DataError)
+    return on_every_rank(world, lambda: _open_corpus(directory), os_error_as=DataError)
 
 
 def _open_corpus(directory: Path) -> Corpus:
@@ -222,7 +224,7 @@ def _check_layers(config: RunConfig, model: PreTrainedModel) -> None:
 
 def _checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path | None:
     root = Path(config.run.dir) / "checkpoints"
-    first_does(world, lambda: remove_unfinished(root, log), refuse=CheckpointError)
+    on_first_rank(world, lambda: remove_unfinished(root, log), os_error_as=CheckpointError)
     found = find_checkpoint(root, world, log, note=True)
     if found is None:
         if config.run.resume == "must":
@@ -232,7 +234,7 @@ def _checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path
         return None
     if config.run.resume == "never":
         raise CheckpointError(f"run.resume is 'never' and {found} is there; set run.dir to a new folder, or use 'auto'")
-    _check_same_run(config, first_does(world, lambda: read_state(found), refuse=CheckpointError), found)
+    _check_same_run(config, on_first_rank(world, lambda: read_state(found), os_error_as=CheckpointError), found)
     return found
 
 

@@ -8,7 +8,7 @@ from longspan import Layout, World
 from longspan.comm import patience
 from longspan.errors import CheckpointError, DataError
 from longspan.testing import backend, run_ranks
-from longspan.train.all_ranks import first_does, together
+from longspan.train.all_ranks import on_every_rank, on_first_rank
 
 
 def rank_outcomes(rank: int) -> list[object]:
@@ -21,13 +21,13 @@ def rank_outcomes(rank: int) -> list[object]:
         return rank
 
     with World(Layout(3), backend=backend(), timeout=30) as world:
-        found.append(together(world, lambda: failing(-1), refuse=DataError))
-        found.append(first_does(world, lambda: f"from {rank}", refuse=DataError))
+        found.append(on_every_rank(world, lambda: failing(-1), os_error_as=DataError))
+        found.append(on_first_rank(world, lambda: f"from {rank}", os_error_as=DataError))
         with pytest.raises(CheckpointError) as error:
-            together(world, lambda: failing(1), refuse=CheckpointError)
+            on_every_rank(world, lambda: failing(1), os_error_as=CheckpointError)
         found.append(str(error.value))
         with pytest.raises(DataError) as other:
-            first_does(world, lambda: failing(0), refuse=DataError)
+            on_first_rank(world, lambda: failing(0), os_error_as=DataError)
         found.append(str(other.value))
     return found
 
@@ -44,10 +44,10 @@ TIMEOUT = 3.0
 def slow_work(rank: int) -> int:
     """Work of one rank that takes longer than the time-out of collectives."""
     with World(Layout(2), backend=backend(), timeout=TIMEOUT) as world:
-        together(world, lambda: time.sleep(1.3 * TIMEOUT * rank), refuse=DataError)
+        on_every_rank(world, lambda: time.sleep(1.3 * TIMEOUT * rank), os_error_as=DataError)
         with pytest.raises(KeyError), patience(world):
             raise KeyError(rank)
-        return first_does(world, lambda: rank + 1, refuse=DataError)
+        return on_first_rank(world, lambda: rank + 1, os_error_as=DataError)
 
 
 def test_work_may_take_longer_than_the_time_out() -> None:
