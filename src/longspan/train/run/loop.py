@@ -34,7 +34,7 @@ from longspan.train.run.lock import run_lock
 from longspan.train.run.metrics_log import MetricsLog, memory_bytes, read_metrics
 from longspan.train.run.progress import ProgressDisplay
 from longspan.train.run.result import LAST_STEPS, TrainResult
-from longspan.train.run.setup import Job, evaluation_choice, set_up
+from longspan.train.run.setup import TrainingRun, evaluation_choice, set_up
 from longspan.train.run.stop_signal import StopSignal
 from longspan.train.step import run_step
 
@@ -51,70 +51,75 @@ def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainRes
         return _train(set_up(config, world, display.log), display, stop)
 
 
-def _train(job: Job, display: ProgressDisplay, stop: StopSignal) -> TrainResult:
-    world = job.world
+def _train(run: TrainingRun, display: ProgressDisplay, stop: StopSignal) -> TrainResult:
+    world = run.world
     metrics_file, group_file = (
-        job.dir / name if is_first_rank(world) else None for name in ("metrics.jsonl", "groups.jsonl")
+        run.dir / name if is_first_rank(world) else None for name in ("metrics.jsonl", "groups.jsonl")
     )
     with on_every_rank(
-        world, lambda: MetricsLog(metrics_file, after_step=job.done), os_error_as=RunFolderError
+        world, lambda: MetricsLog(metrics_file, after_step=run.done), os_error_as=RunFolderError
     ) as metrics:
         groups = on_every_rank(world, lambda: GroupLog(world, group_file, display.log), os_error_as=RunFolderError)
-        with _plans(job) as plans:
-            done, stopped = _steps(job, plans, metrics, display, stop, groups)
+        with _plans(run) as plans:
+            done, stopped = _steps(run, plans, metrics, display, stop, groups)
         display.end_bar()
-        final = () if stopped else _finish(job, metrics, display)
+        final = () if stopped else _finish(run, metrics, display)
     result = TrainResult(
-        dir=job.dir,
+        dir=run.dir,
         done=done,
-        steps=job.config.train.steps,
+        steps=run.config.train.steps,
         stopped=stopped,
         last_loss=_last_loss(metrics_file, done) if metrics_file else math.nan,
-        vocab_size=job.corpus.manifest.tokenizer_size,
+        vocab_size=run.corpus.manifest.tokenizer_size,
         final=final,
         world=len(world.home.ranks),
     )
     summary = as_json(result.summary(), indent=1)
-    on_first_rank(world, lambda: write_atomically(job.dir / "summary.json", summary), os_error_as=RunFolderError)
+    on_first_rank(world, lambda: write_atomically(run.dir / "summary.json", summary), os_error_as=RunFolderError)
     return result
 
 
-def _plans(job: Job) -> PlanAhead:
+def _plans(run: TrainingRun) -> PlanAhead:
     """The plans of the run's steps, priced for its model."""
-    parameters, home = list(job.model.parameters()), job.world.home
+    parameters, home = list(run.model.parameters()), run.world.home
     return plans_of_steps(
-        job.config.context,
-        job.order,
+        run.config.context,
+        run.order,
         home,
-        cost=job.cost,
+        cost=run.cost,
         weights=sum(parameter.numel() for parameter in parameters) // home.tp,
         weight_bytes=parameters[0].element_size(),
-        row_multiple=row_multiple_of(job.config.parallel),
-        heads=query_heads(job.model.config),
+        row_multiple=row_multiple_of(run.config.parallel),
+        heads=query_heads(run.model.config),
     )
 
 
 def _steps(
-    job: Job, plans: PlanAhead, metrics: MetricsLog, display: ProgressDisplay, stop: StopSignal, groups: GroupLog
+    run: TrainingRun,
+    plans: PlanAhead,
+    metrics: MetricsLog,
+    display: ProgressDisplay,
+    stop: StopSignal,
+    groups: GroupLog,
 ) -> tuple[int, str]:
     """The steps that are left; returns the number that is done, and what stopped them."""
-    done, steps, settings = job.done, job.config.train.steps, job.config.train
-    if _due(done, settings.eval_every) and done < steps and not _recorded(job, metrics, done):
-        _evaluate(job, metrics, display, done)
+    done, steps, settings = run.done, run.config.train.steps, run.config.train
+    if _due(done, settings.eval_every) and done < steps and not _recorded(run, metrics, done):
+        _evaluate(run, metrics, display, done)
     while done < steps:
-        row, plan = _step(job, plans, done)
+        row, plan = _step(run, plans, done)
         done += 1
         _, failure = result_or_error(partial(_note_step, row, plan, metrics, groups), RunFolderError)
         display.show_step(row)
-        stopped = _agreed(job.world, stop, failure)
-        if done in (job.done + 1, steps) or stopped:
-            _save_plan(job, plan, f"step-{done:06d}")
+        stopped = _agreed(run.world, stop, failure)
+        if done in (run.done + 1, steps) or stopped:
+            _save_plan(run, plan, f"step-{done:06d}")
         if _due(done, settings.eval_every) and done < steps and not stopped:
-            found = _evaluate(job, metrics, display, done)
+            found = _evaluate(run, metrics, display, done)
             if found is not None:
-                on_every_rank(job.world, partial(groups.note, found.plan), os_error_as=RunFolderError)
+                on_every_rank(run.world, partial(groups.note, found.plan), os_error_as=RunFolderError)
         if _due(done, settings.save_every) or done == steps or stopped:
-            _save(job, done)
+            _save(run, done)
         if stopped:
             return done, stopped
     return done, ""
@@ -125,23 +130,23 @@ def _note_step(row: Mapping[str, Any], plan: Plan, metrics: MetricsLog, groups: 
     metrics.write(row)
 
 
-def _step(job: Job, plans: PlanAhead, step: int) -> tuple[dict[str, Any], Plan]:
+def _step(run: TrainingRun, plans: PlanAhead, step: int) -> tuple[dict[str, Any], Plan]:
     """One optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
     started = time.perf_counter()
-    config, world = job.config.train, job.world
-    documents = job.corpus.select(job.order.documents_of_step(step))
+    config, world = run.config.train, run.world
+    documents = run.corpus.select(run.order.documents_of_step(step))
     plan = plans.plan(step)
     world.prepare(plan)
     lr = lr_at(step, config.steps, config.warmup_steps, config.lr, config.min_lr_ratio)
-    for group in job.optimizer.param_groups:
+    for group in run.optimizer.param_groups:
         group["lr"] = lr
     norm = config.max_grad_norm or None
     result = run_step(
-        job.model,
+        run.model,
         plan,
         documents,
         world,
-        optimizer=job.optimizer,
+        optimizer=run.optimizer,
         max_grad_norm=norm,
         step=step + 1,
         loss_chunk_rows=config.loss_chunk_rows,
@@ -172,55 +177,55 @@ def router_coefficients(config: TrainConfig) -> RouterCoefficients:
     return RouterCoefficients(balance=None if balance < 0 else balance, z=config.router_z_loss)
 
 
-def _evaluate(job: Job, metrics: MetricsLog, display: ProgressDisplay, done: int) -> Evaluation | None:
-    if not job.order.evaluation:
+def _evaluate(run: TrainingRun, metrics: MetricsLog, display: ProgressDisplay, done: int) -> Evaluation | None:
+    if not run.order.evaluation:
         return None
-    choice = evaluation_choice(job.config, job.cost, query_heads(job.model.config))
-    found = evaluate(job.model, job.corpus, job.order.evaluation, choice, job.world, step=done, config=job.config)
-    _record(job, metrics, display, [found])
+    choice = evaluation_choice(run.config, run.cost, query_heads(run.model.config))
+    found = evaluate(run.model, run.corpus, run.order.evaluation, choice, run.world, step=done, config=run.config)
+    _record(run, metrics, display, [found])
     return found
 
 
-def _finish(job: Job, metrics: MetricsLog, display: ProgressDisplay) -> tuple[Evaluation, ...]:
+def _finish(run: TrainingRun, metrics: MetricsLog, display: ProgressDisplay) -> tuple[Evaluation, ...]:
     """After the last step: the weights as a Hugging Face folder, and their loss at every degree, recorded once."""
-    world, done = job.world, job.config.train.steps
+    world, done = run.world, run.config.train.steps
     tokenizer = on_every_rank(
-        world, lambda: load_tokenizer(job.dir) if is_first_rank(world) else None, os_error_as=DataError
+        world, lambda: load_tokenizer(run.dir) if is_first_rank(world) else None, os_error_as=DataError
     )
-    save_model(job.model, job.dir / "model", world, tokenizer)
-    if not job.order.evaluation:
+    save_model(run.model, run.dir / "model", world, tokenizer)
+    if not run.order.evaluation:
         return ()
-    choice = evaluation_choice(job.config, job.cost, query_heads(job.model.config))
-    final = compare_degrees(job.model, job.corpus, job.order.evaluation, choice, world, step=done, config=job.config)
-    if _recorded(job, metrics, done):
+    choice = evaluation_choice(run.config, run.cost, query_heads(run.model.config))
+    final = compare_degrees(run.model, run.corpus, run.order.evaluation, choice, world, step=done, config=run.config)
+    if _recorded(run, metrics, done):
         return final
     if choice.planner != "fixed" or choice.degree not in [evaluation.cp for evaluation in final]:
-        _evaluate(job, metrics, display, done)
-    _record(job, metrics, display, final)
+        _evaluate(run, metrics, display, done)
+    _record(run, metrics, display, final)
     return final
 
 
-def _recorded(job: Job, metrics: MetricsLog, done: int) -> bool:
+def _recorded(run: TrainingRun, metrics: MetricsLog, done: int) -> bool:
     """Whether the run has an evaluation after so many steps: what the first rank's file says, on every rank."""
-    return job.world.broadcast_object(done in metrics.evaluated)
+    return run.world.broadcast_object(done in metrics.evaluated)
 
 
-def _record(job: Job, metrics: MetricsLog, display: ProgressDisplay, evaluations: Sequence[Evaluation]) -> None:
+def _record(run: TrainingRun, metrics: MetricsLog, display: ProgressDisplay, evaluations: Sequence[Evaluation]) -> None:
     for evaluation in evaluations:
-        on_every_rank(job.world, partial(metrics.write, evaluation.row()), os_error_as=RunFolderError)
+        on_every_rank(run.world, partial(metrics.write, evaluation.row()), os_error_as=RunFolderError)
         display.show_evaluation(evaluation.row())
-        _save_plan(job, evaluation.plan, f"evaluation-cp{evaluation.cp}")
+        _save_plan(run, evaluation.plan, f"evaluation-cp{evaluation.cp}")
 
 
-def _save_plan(job: Job, plan: Plan, name: str) -> None:
+def _save_plan(run: TrainingRun, plan: Plan, name: str) -> None:
     """Keep a plan for the report."""
-    on_first_rank(job.world, lambda: save_plan(plan, job.dir / "plans", name), os_error_as=RunFolderError)
+    on_first_rank(run.world, lambda: save_plan(plan, run.dir / "plans", name), os_error_as=RunFolderError)
 
 
-def _save(job: Job, done: int) -> None:
-    state = {"config": asdict(job.config), "ranks": len(job.world.home.ranks)}
-    keep = job.config.run.keep_checkpoints
-    save_checkpoint(job.checkpoints, job.model, job.optimizer, job.world, step=done, state=state, keep=keep)
+def _save(run: TrainingRun, done: int) -> None:
+    state = {"config": asdict(run.config), "ranks": len(run.world.home.ranks)}
+    keep = run.config.run.keep_checkpoints
+    save_checkpoint(run.checkpoints, run.model, run.optimizer, run.world, step=done, state=state, keep=keep)
 
 
 def _agreed(world: World, stop: StopSignal, failure: LongspanError | None) -> str:

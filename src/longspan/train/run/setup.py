@@ -41,7 +41,7 @@ _FIXED_KEYS = ("train.seed", "train.tokens_per_step", "train.optimizer")
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingRun:
     """What a rank holds of a run: the model under its home, its data, and the number of steps that are done."""
 
     config: RunConfig
@@ -64,7 +64,7 @@ class Job:
         return self.dir / "checkpoints"
 
 
-def set_up(config: RunConfig, world: World, log: LogLine) -> Job:
+def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     """Open or begin the run of this configuration, which `check_config` has passed; all ranks call it together.
 
     Raises ConfigError, DataError, ModelError or CheckpointError, the same on every rank, for what does not fit.
@@ -91,7 +91,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> Job:
         )
     config = with_rows_that_fit(config, model, optimizer, world, log)
     check_longest(config, world.home, *longest, heads)
-    return Job(config, world, model, optimizer, corpus, order, _cost(config, world, model, log), done)
+    return TrainingRun(config, world, model, optimizer, corpus, order, _cost(config, world, model, log), done)
 
 
 def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World, log: LogLine) -> Evaluation:
