@@ -1,6 +1,7 @@
 """Names that users rely on, and what importing them costs."""
 
 import ast
+import importlib
 import inspect
 import subprocess
 import sys
@@ -54,6 +55,17 @@ def test_type_checkers_see_the_same_names():
     tree = ast.parse(Path(inspect.getfile(longspan)).read_text(encoding="utf-8"))
     seen = {alias.asname for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert set(NAMES) == seen - {None} == set(longspan.__all__) - {"__version__"}
+
+
+LAZY = ["longspan", "longspan.comm", "longspan.model", "longspan.report", "longspan.train"]
+
+
+@pytest.mark.parametrize("package", LAZY)
+def test_lazy_names_are_there_and_are_no_modules(package):
+    module = importlib.import_module(package)
+    modules = {path.stem for path in Path(inspect.getfile(module)).parent.iterdir()}
+    assert module.__all__ and not modules & set(module.__all__)
+    assert all(getattr(module, name) is not None and name in dir(module) for name in module.__all__)
 
 
 HEAVY = ["torch", "transformers", "tokenizers", "rich", "tyro"]

@@ -6,8 +6,9 @@ Names are imported on first use (PEP 562), so that planning never imports torch:
 >>> plan = plan_fixed([900, 300, 20], Layout(ranks=8), cp=4, max_tokens_per_slot=512)
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from longspan.attention import attend as attend
@@ -32,53 +33,5 @@ if TYPE_CHECKING:
     from longspan.train import run_step as run_step
 
 __version__ = "0.1.0"
-
-_HOME_OF = {
-    "LongspanError": "longspan.errors",
-    **dict.fromkeys(("Layout", "Packing", "Partition", "Exchange"), "longspan.layout"),
-    **dict.fromkeys(
-        ("Plan", "MicroBatch", "Group", "Cost", "PlanAhead", "plan_fixed", "plan_padded", "plan_dynamic"),
-        "longspan.plan",
-    ),
-    **dict.fromkeys(("World", "SequenceShard", "bind"), "longspan.comm"),
-    "attend": "longspan.attention",
-    "Bridge": "longspan.bridge",
-    "prepare": "longspan.model",
-    "run_step": "longspan.train",
-}
-
-__all__ = [
-    "Bridge",
-    "Cost",
-    "Exchange",
-    "Group",
-    "Layout",
-    "LongspanError",
-    "MicroBatch",
-    "Packing",
-    "Partition",
-    "Plan",
-    "PlanAhead",
-    "SequenceShard",
-    "World",
-    "__version__",
-    "attend",
-    "bind",
-    "plan_dynamic",
-    "plan_fixed",
-    "plan_padded",
-    "prepare",
-    "run_step",
-]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'longspan' has no attribute {name!r}; it has {', '.join(_HOME_OF)}")
-    value = getattr(import_module(_HOME_OF[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)
+__all__ += ["__version__"]

@@ -3,8 +3,9 @@
 Names are imported on first use (PEP 562): the presets' names need neither torch nor transformers.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from longspan.model.load import full_state_dict as full_state_dict
@@ -15,18 +16,4 @@ if TYPE_CHECKING:
     from longspan.model.presets import PRESETS as PRESETS
     from longspan.model.presets import preset_config as preset_config
 
-_HOME_OF = {
-    **dict.fromkeys(("prepare", "is_prepared"), "longspan.model.prepared"),
-    **dict.fromkeys(("load_model", "save_model", "full_state_dict"), "longspan.model.load"),
-    **dict.fromkeys(("PRESETS", "preset_config"), "longspan.model.presets"),
-}
-
-__all__ = list(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'longspan.model' has no attribute {name!r}; it has {', '.join(_HOME_OF)}")
-    value = getattr(import_module(_HOME_OF[name]), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -7,8 +7,9 @@ this room measures: it reads the folder that a run wrote, or a plan.
 >>> write_report("runs/first")            # runs/first/report.html
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from longspan.report.bars import PlanBars as PlanBars
@@ -20,23 +21,4 @@ if TYPE_CHECKING:
     from longspan.report.png import write_png as write_png
     from longspan.report.run_folder import RunFolder as RunFolder
 
-_HOME_OF = {
-    "PlanBars": "longspan.report.bars",
-    "plan_bars": "longspan.report.bars",
-    "chrome_trace": "longspan.report.gantt",
-    "gantt_svg": "longspan.report.gantt",
-    "plan_page": "longspan.report.html",
-    "write_report": "longspan.report.html",
-    "write_png": "longspan.report.png",
-    "RunFolder": "longspan.report.run_folder",
-}
-
-__all__ = list(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'longspan.report' has no attribute {name!r}; it has {', '.join(_HOME_OF)}")
-    value = getattr(import_module(_HOME_OF[name]), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,0 +1,32 @@
+"""Names of a package that are imported on first use (PEP 562): planning, flags and process launching need no torch."""
+
+import ast
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+
+def lazy_exports(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of a package: the names that it imports under `if TYPE_CHECKING:`.
+
+    >>> if TYPE_CHECKING:
+    ...     from longspan.train.step import run_step as run_step
+    >>> __getattr__, __dir__, __all__ = lazy_exports(__name__)
+
+    No name may be that of a module of the package: importing the module would take its place.
+    """
+    module = sys.modules[package]
+    tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+    imports = [node for block in tree.body if isinstance(block, ast.If) for node in block.body]
+    home_of = {alias.name: node.module for node in imports if isinstance(node, ast.ImportFrom) for alias in node.names}
+    names = sorted(home_of)
+
+    def load(name: str) -> object:
+        if name not in home_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(names)}")
+        value = getattr(import_module(str(home_of[name])), name)
+        setattr(module, name, value)
+        return value
+
+    return load, lambda: sorted({*names, *vars(module)}), names
