@@ -91,7 +91,7 @@ def _round(flags: argparse.Namespace, way: str) -> Iterator[dict[str, Any]]:
             for length in settings.lengths:
                 for case in own_cases(settings):
                     with case.prepare(settings, tensors_of(settings, length, world), world) as run:
-                        seconds = max(world.gather_objects(settled(run)))
+                        seconds = max(world.control.gather_objects(settled(run)))
                     tflops = 3.5 * forward_flops(settings, length) / seconds / settings.ranks / 1e12
                     what = {"way": way, "name": case.name, "documents": settings.documents, "length": length}
                     yield what | {"seconds": seconds, "tflops": tflops}

@@ -36,7 +36,9 @@ from longspan.attention.geometry.members import Circle, Mask
 from longspan.attention.sums import fused
 from longspan.cli.machine import machine, machine_text
 from longspan.comm.failure.watch import Watch
-from longspan.comm.groups.groups import Groups
+from longspan.comm.groups.channels import Channels
+from longspan.comm.groups.meshes import Meshes
+from longspan.comm.groups.process_groups import ProcessGroups
 from longspan.comm.shard import ShardPart
 from longspan.comm.world import _worlds
 from longspan.train.versions import versions
@@ -56,13 +58,15 @@ class OneRank(World):
         super().__init__(Layout(ranks))
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
         self.device, self.rank, self.slot, self.key, self.node_size = device, 0, 0, -2, ranks
-        self.plane, self._channels = self.home.plane(pp=0, tp=0), {}
-        self._watch = Watch(0, self.home.ranks, 600.0, None, gpu=device.type == "cuda")
-        self._groups = Groups(backend="fake", timeout=600.0, watch=self._watch)
-        parent, own = (self._groups.make(self.home.ranks, kind) for kind in ("parent", "communicator"))
-        assert parent is not None and own is not None
-        self._groups.set_parent("plane", parent)
-        self._groups.add_communicator(self.home.ranks, own)
+        self.plane = self.home.plane(pp=0, tp=0)
+        self.watch = Watch(0, self.home.ranks, 600.0, None, gpu=device.type == "cuda")
+        self.process_groups = ProcessGroups(backend="fake", timeout=600.0, watch=self.watch)
+        self.meshes = Meshes(self.home, 0, self.process_groups, device.type)
+        self.channels = Channels(self.home, 0, device, self.process_groups, self.meshes, max_groups=0)
+        self.process_groups.make_parent("plane", [self.home.ranks], "parent")
+        communicator = self.process_groups.make(self.home.ranks, "communicator")
+        assert communicator is not None
+        self.process_groups.add_communicator(self.home.ranks, communicator)
         _worlds[self.key] = self
 
 

@@ -63,7 +63,7 @@ def _of_type(kind: str, rows: int, world: World) -> dict[str, list[Span]]:
     )
     for _ in range(2):
         attend(q, k, v, shard).sum().backward()
-    world.barrier("start")
+    world.control.barrier("start")
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if dtype == torch.bfloat16 else [])]) as p:
         attend(q, k, v, shard).sum().backward()
         if dtype == torch.bfloat16:

@@ -51,7 +51,7 @@ def main() -> None:
         record |= {"ranks": settings.ranks, "documents": settings.documents, "window": settings.window}
         record["partition"] = settings.partition
         for length in settings.lengths:
-            limits = world.gather_objects(_limit(settings, length, world))
+            limits = world.control.gather_objects(_limit(settings, length, world))
             limit = {"limit": max(limits), "apart": max(limits) - min(limits)}
             for case in own_cases(settings):
                 tensors = tensors_of(settings, length, world)

@@ -86,8 +86,8 @@ def _measured(rank: int, ranks: int, backend: str, steps: int, most: int) -> dic
                 q = torch.zeros((shard.local_rows, 2, 8), device=world.device, dtype=torch.float32)
                 attend(q, q, q, shard, cp_comm_type="all_gather")
         after = _held(world)
-        kinds = Counter(record.kind for record in world.groups_made)
-        seconds = sum(r.seconds for r in world.groups_made if r.kind == "communicator")
+        kinds = Counter(record.kind for record in world.process_groups.made)
+        seconds = sum(r.seconds for r in world.process_groups.made if r.kind == "communicator")
     return {"kinds": dict(kinds), "seconds": seconds, "before": before, "after": after}
 
 

@@ -308,7 +308,7 @@ def worst_errors(cases: list[Case], slots: int, world: World) -> list[float]:
             shard = bind(batch, world)
             bound[layout, padding] = shard.with_padding(minimum=padding) if padding else shard
         mine.append(squares_of(case, slots, bound[layout, padding]))
-    flat = iter(world.reduce_sum([x for squares in mine for x in squares]))
+    flat = iter(world.control.sum_over_slots([x for squares in mine for x in squares]))
     summed = [[next(flat) for _ in squares] for squares in mine]
     return [_worst(case, sums, slots, named) for case, sums in zip(cases, summed, strict=True)]
 

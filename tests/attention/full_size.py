@@ -164,7 +164,7 @@ def _errors(found: list[Tensor], wanted: list[Tensor], shard: SequenceShard, wor
     """Relative 2-norms over the rows of all ranks; of this rank alone without a world."""
     squares = [(x - shard.scatter(w)).double().square().sum().item() for x, w in zip(found[:4], wanted, strict=False)]
     sums = [*squares, *(found[4].double().tolist() if len(found) > 4 else [])]
-    sums = world.reduce_sum(sums) if world is not None else sums
+    sums = world.control.sum_over_slots(sums) if world is not None else sums
     errors = [s**0.5 / w.double().norm().item() for s, w in zip(sums[:4], wanted, strict=False)]
     if len(found) > 4:
         off = torch.tensor(sums[4:], dtype=torch.float64) - wanted[4].double().cpu()

@@ -239,7 +239,7 @@ def _run_in_pieces(world: World, combinations: list[Combination]) -> Iterator[fl
     for start in range(0, len(combinations), 64):
         piece = combinations[start : start + 64]
         mine = [_attempt(world, combination) for combination in piece]
-        flat = iter(world.reduce_sum([x for squares in mine for x in squares]))
+        flat = iter(world.control.sum_over_slots([x for squares in mine for x in squares]))
         for combination, squares in zip(piece, mine, strict=True):
             summed = [next(flat) for _ in squares]
             yield _over_limit(combination, summed, world) if summed else REFUSED

@@ -56,7 +56,7 @@ def sliced_cases(rank, slots, cases):
     with World(home := Layout(ranks=slots), backend=backend(), max_groups=4) as world:
         for cp in (slots, 2):
             world.prepare(plan_fixed([9] * slots, home, cp=cp))
-        assert world._groups.communicator(world.plane) is not None
+        assert world.process_groups.communicator(world.plane) is not None
         return worst_errors(cases, slots, world)
 
 

@@ -48,7 +48,7 @@ def errors(rank: int, slots: int) -> list[tuple[str, float]]:
                 for batch in plan.micro_batches
                 for question in QUESTIONS
             ]
-            sums = world.reduce_sum([x for each in squares for x in each])
+            sums = world.control.sum_over_slots([x for each in squares for x in each])
             found.append((kind, max((e / (w or 1.0)) ** 0.5 for e, w in zip(sums[::2], sums[1::2], strict=True))))
         return found
 

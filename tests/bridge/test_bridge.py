@@ -58,7 +58,7 @@ def through(rank: int, names: list[str]) -> None:
             _, have, need = HOME[name]
             check(rank, have, need, world, GRADIENTS.get(name, "partial"))
         if world.plane != home.ranks:
-            assert [record.kind for record in world.groups_made].count("everyone") == 1
+            assert [record.kind for record in world.process_groups.made].count("everyone") == 1
 
 
 def check(rank: int, have: Lists, need: Lists, world: World, gradient: RowGradient) -> None:

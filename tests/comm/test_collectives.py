@@ -27,7 +27,7 @@ def weight_of(member: int, gradient: Gradient, *shape: int) -> Tensor:
 
 def check(rank: int, n: int) -> None:
     with World(Layout(ranks=n), backend=backend(), timeout=60) as world:
-        channel = world.channel(tuple(reversed(range(n))))
+        channel = world.channels.between(tuple(reversed(range(n))))
         for counts in COUNTS[n]:
             for gradient in GRADIENTS:
                 check_gather(channel, counts, gradient)
@@ -87,7 +87,7 @@ def test_collectives_and_their_gradients(n: int) -> None:
 
 def refuse(rank: int) -> None:
     with World(Layout(ranks=1), backend=backend()) as world:
-        channel, x = world.channel((0,)), torch.zeros(3, 1, device=world.device)
+        channel, x = world.channels.between((0,)), torch.zeros(3, 1, device=world.device)
         with pytest.raises(CommError, match=r"gather_rows got 3 rows from member 0 of 1, whose counts are \(4,\)"):
             gather_rows(x, (4,), channel, gradient="partial")
         with pytest.raises(CommError, match="scatter_rows got 3 rows, the members take 5"):

@@ -37,7 +37,7 @@ FAILURES = {  # what rank 2 does instead of entering -> what the launcher raises
 def walk(rank: int, how: str) -> None:
     with World(Layout(ranks=4), backend=backend(), timeout=3 if how == "hang" else 60) as world:
         world.step = 7
-        world.barrier()
+        world.control.barrier()
         if rank == 2:
             time.sleep(0.2)  # the others are in the exchange by now
             if how == "kill":
@@ -47,7 +47,7 @@ def walk(rank: int, how: str) -> None:
             if how == "raise":
                 raise KeyError("boom")
             time.sleep(60)
-        channel, x = world.channel((0, 1, 2, 3)), torch.ones(5, device=world.device)
+        channel, x = world.channels.between((0, 1, 2, 3)), torch.ones(5, device=world.device)
         right, left = (channel.index + 1) % 4, (channel.index - 1) % 4
         channel.exchange([(right, x)], [(left, x.clone())], "ring of four").wait()
         if world.device.type == "cuda":
@@ -75,7 +75,7 @@ def outlive(rank: int) -> str:
         with World(Layout(ranks=2), backend="gloo", timeout=60) as world:
             if rank == 1:
                 raise ValueError("not today")
-            world.barrier()
+            world.control.barrier()
     except (ValueError, CommError) as error:
         time.sleep(3 * rank)
         return str(error)
@@ -96,11 +96,11 @@ def wait_in_vain(rank: int, folder: Path) -> None:
     kept = None
     try:
         with World(Layout(ranks=3), backend="gloo", timeout=60) as world:
-            kept = world.control
+            kept = world.control.group
             if rank == 1:
                 raise ValueError("not today")
             if rank == 0:
-                world.barrier()
+                world.control.barrier()
             time.sleep(4)
             (folder / "at work").touch()
             raise ValueError("over")
@@ -208,10 +208,10 @@ def lose_the_store(rank: int, port: int) -> None:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     os.environ["MASTER_PORT"] = str(port)
     with World(Layout(ranks=2), backend="gloo", timeout=60) as world:
-        world.barrier()
+        world.control.barrier()
         if rank == 0:
             os._exit(0)
-        world.barrier("last barrier")
+        world.control.barrier("last barrier")
 
 
 def test_the_rank_that_served_the_store_is_missed() -> None:
@@ -231,7 +231,7 @@ def hang_on_a_gpu(rank: int) -> None:
         world.step = 7
         if rank == 1:
             time.sleep(60)
-        channel, x = world.channel((0, 1)), torch.ones(5, device=world.device)
+        channel, x = world.channels.between((0, 1)), torch.ones(5, device=world.device)
         channel.exchange([(1 - rank, x)], [(1 - rank, x.clone())], "pair").wait()
         torch.cuda.synchronize()
 

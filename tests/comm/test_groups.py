@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longspan.comm.groups.channel import EVENT_BYTES, Channel, Handle, summed
 from longspan.comm.groups.communicator_choice import CommunicatorChoice
-from longspan.comm.groups.groups import GroupRecord, Groups
+from longspan.comm.groups.process_groups import GroupRecord, ProcessGroups
 from longspan.comm.world import World
 from longspan.errors import CommError
 from longspan.layout import Layout
@@ -44,19 +44,19 @@ def talk(rank: int, max_groups: int) -> list[GroupRecord]:
         for dtype in DTYPES:
             for slots, counts in GATHERS:
                 if rank in slots:
-                    channel = world.channel(slots)
+                    channel = world.channels.between(slots)
                     assert channel.ranks == slots and channel.index == slots.index(rank) and repr(channel)
                     with only_its_communicator(world, channel):
                         for check in (check_gather, check_sum, check_rows, check_shift):
                             check(channel, counts, dtype)
-        own = [record.ranks for record in world.groups_made if record.kind == "communicator"]
-        assert all(world._groups.communicator(ranks) is not None for ranks in own), "made, and not used"
-        return world.groups_made
+        own = [record.ranks for record in world.process_groups.made if record.kind == "communicator"]
+        assert all(world.process_groups.communicator(ranks) is not None for ranks in own), "made, and not used"
+        return world.process_groups.made
 
 
 def only_its_communicator(world: World, channel: Channel) -> AbstractContextManager[object]:
     """Where the members have a communicator, in whatever order, nothing goes point to point."""
-    if world._groups.communicator(channel.ranks) is None:
+    if world.process_groups.communicator(channel.ranks) is None:
         return nullcontext()
     return mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("point to point"))
 
@@ -158,7 +158,7 @@ def test_works_that_hold_much_are_not_kept_to_be_watched(held: int, seen: str) -
 def pairs(rank: int) -> None:
     """Several tensors between the same two members match in order; empty ones are dropped on both sides."""
     with World(Layout(ranks=3), backend=backend(), timeout=60) as world:
-        channel = world.channel((2, 0, 1))
+        channel = world.channels.between((2, 0, 1))
         others = [m for m in range(3) if m != channel.index]
         sizes = (2, 0, 5)
         sends = [(m, torch.full((n,), 10.0 * channel.index + n, device=world.device)) for n in sizes for m in others]
@@ -235,7 +235,7 @@ def test_messages_that_travel_beside_kernels_go_on_streams_of_high_priority(monk
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **more: asked.append(more["pg_options"]))
     watch: Any = SimpleNamespace(rank=5, during=lambda *what: nullcontext())
-    groups = Groups(backend="cpu:gloo,cuda:nccl", timeout=9.0, watch=watch)
+    groups = ProcessGroups(backend="cpu:gloo,cuda:nccl", timeout=9.0, watch=watch)
     for kind, backend_ in (("parent", None), ("communicator", None), ("slots", None), ("tp", None), ("parent", "gloo")):
         assert groups.make((0, 1), kind, backend=backend_) is None
     urgent, of_a_plan, *others = asked

@@ -36,16 +36,16 @@ def _members(mesh: DeviceMesh) -> Members:
 
 def _visit(rank: int, home: Layout) -> tuple[dict[str, Members], list[str]]:
     with World(home, backend=backend(), timeout=60) as world:
-        meshes = {"fsdp": world.fsdp_mesh, "expert": world.expert_mesh}
+        meshes = {"fsdp": world.meshes.fsdp, "expert": world.meshes.expert}
         if home.tp > 1:
-            meshes["tp"] = world.tp_mesh
+            meshes["tp"] = world.meshes.tp
         if home.ep > 1:
-            meshes["ep"] = world.ep_mesh
-        assert world.fsdp_mesh is meshes["fsdp"] and world.expert_mesh is meshes["expert"]
+            meshes["ep"] = world.meshes.ep
+        assert world.meshes.fsdp is meshes["fsdp"] and world.meshes.expert is meshes["expert"]
         for names, over in (("fsdp", "tp"), ("expert", "ep")):
             if over in meshes:
                 _shard_twice(world, meshes[names], meshes[over])
-        kinds = [record.kind for record in world.groups_made]
+        kinds = [record.kind for record in world.process_groups.made]
         return {name: _members(mesh) for name, mesh in meshes.items()}, kinds
 
 
@@ -102,22 +102,22 @@ def _refused(rank: int, cases: list[tuple[Layout, str]]) -> list[str]:
     found = []
     for home, name in cases:
         with World(home, backend=backend(), timeout=60) as world:
-            before = len(world.groups_made)
+            before = len(world.process_groups.made)
             with pytest.raises(CommError) as caught:
-                getattr(world, name)
-            assert len(world.groups_made) == before
+                getattr(world.meshes, name)
+            assert len(world.process_groups.made) == before
             found.append(str(caught.value))
     return found
 
 
 def test_homes_without_such_a_mesh_are_refused() -> None:
     cases: list[tuple[Any, str, str]] = [
-        (Layout(ranks=4), "tp_mesh", "the home has tp 1, so it has no tp mesh"),
-        (Layout(ranks=4), "ep_mesh", "the home has ep 1, so it has no ep mesh"),
-        (Layout(ranks=4, ep=4, dp_replicate=2), "ep_mesh", "ep 4 does not divide the 2 slots of a replica .4 slots"),
-        (Layout(ranks=(0, 1, 3, 2), tp=2), "tp_mesh", r"ranks \(3, 2\) descend along tp"),
-        (Layout(ranks=(2, 3, 0, 1), tp=2), "fsdp_mesh", r"ranks \(2, 0\) descend along slots"),
-        (Layout(ranks=(1, 0, 2, 3), ep=2), "expert_mesh", r"ranks \(1, 0\) descend along ep"),
+        (Layout(ranks=4), "tp", "the home has tp 1, so it has no tp mesh"),
+        (Layout(ranks=4), "ep", "the home has ep 1, so it has no ep mesh"),
+        (Layout(ranks=4, ep=4, dp_replicate=2), "ep", "ep 4 does not divide the 2 slots of a replica .4 slots"),
+        (Layout(ranks=(0, 1, 3, 2), tp=2), "tp", r"ranks \(3, 2\) descend along tp"),
+        (Layout(ranks=(2, 3, 0, 1), tp=2), "fsdp", r"ranks \(2, 0\) descend along slots"),
+        (Layout(ranks=(1, 0, 2, 3), ep=2), "expert", r"ranks \(1, 0\) descend along ep"),
     ]
     for told in run_ranks(_refused, 4, [(home, name) for home, name, _ in cases]):
         for message, (_, _, says) in zip(told, cases, strict=True):
@@ -130,7 +130,7 @@ def _shuffled(rank: int) -> None:
     with World(Layout(ranks=(2, 0, 3, 1), dp_replicate=2), backend=backend(), timeout=60) as world:
         layer = nn.Linear(8, 16, bias=False, device=world.device)
         whole = layer.weight.detach().fill_(0).add_(torch.arange(128.0, device=world.device).view(16, 8)).clone()
-        fully_shard(layer, mesh=world.fsdp_mesh)
+        fully_shard(layer, mesh=world.meshes.fsdp)
         assert isinstance(layer.weight, DTensor) and torch.equal(layer.weight.full_tensor(), whole)
 
 
@@ -144,9 +144,9 @@ def _again(rank: int) -> list[float]:
     for pipeline_first in (False, True):
         with World(Layout(ranks=4, pp=2), backend=backend(), timeout=60) as world:
             if pipeline_first:
-                _ = world.pipeline
+                _ = world.channels.pipeline
             local = torch.full((1,), 3.0 + world.slot, device=world.device)  # norms 3 and 4: 5 of both, exactly
-            x = DTensor.from_local(local, world.fsdp_mesh, [Shard(0)], run_check=False)
+            x = DTensor.from_local(local, world.meshes.fsdp, [Shard(0)], run_check=False)
             norm = torch.linalg.vector_norm(x)
             assert isinstance(norm, DTensor)
             found.append(norm.full_tensor().item())

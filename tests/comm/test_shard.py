@@ -110,7 +110,7 @@ def learn(rank: int) -> list[float]:
         logits = bias.expand(shard.local_rows, 3)
         (F.cross_entropy(logits, labels.to(world.device), reduction="sum") / plan.targets).backward()
         assert bias.grad is not None
-        return world.reduce_sum(bias.grad.tolist())
+        return world.control.sum_over_slots(bias.grad.tolist())
 
 
 def test_labels_of_padding_rows_are_no_targets() -> None:

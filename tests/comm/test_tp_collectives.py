@@ -60,7 +60,7 @@ def _check(rank: int, home: Layout) -> None:
         x = own.to(world.device, copy=True).requires_grad_()
         with mock.patch.object(Layout, "rank_at", side_effect=AssertionError("who is in the group is known by now")):
             (tp_copy(x, world.key) * whole_rows[me].to(world.device)).sum().backward()
-        assert world.tp_channel.ranks == tuple(
+        assert world.channels.tp.ranks == tuple(
             home.rank_at(world.slot, pp=world.coordinates.pp, tp=i) for i in range(tp)
         )
         assert x.grad is not None and torch.equal(x.grad.cpu(), torch.stack(whole_rows).sum(0))

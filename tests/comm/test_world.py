@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longspan.comm.groups.groups import Groups
+from longspan.comm.groups.process_groups import ProcessGroups
 from longspan.comm.rendezvous import CONNECTIONS, allow_open_files
 from longspan.comm.shard import bind
 from longspan.comm.world import World, world_of
@@ -42,19 +42,22 @@ def visit(rank: int, home: Layout) -> None:
             assert (world.rank, world.coordinates) == (rank, home.coordinates(rank))
             assert world.plane[world.slot] == rank and world_of(world.key) is world
             mates = world.plane
-            assert world.reduce_sum([rank + 0.5, 1.0]) == [sum(mates) + 0.5 * len(mates), len(mates)]
-            assert math.isnan(world.reduce_sum([float("nan") if world.slot == 0 else 0.0])[0])
-            assert world.gather_objects({"rank": rank}) == [{"rank": r} for r in home.ranks]
-            assert world.broadcast_object(rank) == home.ranks[0] and world.broadcast_object(rank, source=n - 1) == n - 1
-            assert world.any_rank(rank == n - 1) and not world.any_rank(False)
-            assert not world.agree("0f" * 32) and world.agree("0f" * 32, flag=rank == n - 1)
+            assert world.control.sum_over_slots([rank + 0.5, 1.0]) == [sum(mates) + 0.5 * len(mates), len(mates)]
+            assert math.isnan(world.control.sum_over_slots([float("nan") if world.slot == 0 else 0.0])[0])
+            assert world.control.gather_objects({"rank": rank}) == [{"rank": r} for r in home.ranks]
+            assert (
+                world.control.broadcast_object(rank) == home.ranks[0]
+                and world.control.broadcast_object(rank, source=n - 1) == n - 1
+            )
+            assert world.control.any_rank(rank == n - 1) and not world.control.any_rank(False)
+            assert not world.control.agree("0f" * 32) and world.control.agree("0f" * 32, flag=rank == n - 1)
             world.step = 3
             assert world.watch.step == world.step == 3
             check_mesh(world)
             check_files(world, files)
-            assert [record.kind for record in world.groups_made][:2] == ["control", "parent"]
+            assert [record.kind for record in world.process_groups.made][:2] == ["control", "parent"]
     with pytest.raises(CommError, match="not open"):
-        world.barrier()
+        world.control.barrier()
 
 
 def open_files() -> int:
@@ -64,17 +67,17 @@ def open_files() -> int:
 
 def check_files(world: World, before: int) -> None:
     """With every group that a home may have: no more new files than a world allows for; on GPUs drivers open theirs."""
-    _ = world.everyone, world.home.tp > 1 and world.tp_channel, world.pipeline
+    _ = world.channels.everyone, world.home.tp > 1 and world.channels.tp, world.channels.pipeline
     spare = 40 if backend() == "gloo" else 256
     assert open_files() - before <= spare + CONNECTIONS * len(world.home.ranks)
 
 
 def check_mesh(world: World) -> None:
-    mesh, copies = world.fsdp_mesh, world.home.dp_replicate
-    assert mesh is world.fsdp_mesh and mesh.size() == world.home.slots
+    mesh, copies = world.meshes.fsdp, world.home.dp_replicate
+    assert mesh is world.meshes.fsdp and mesh.size() == world.home.slots
     assert mesh.mesh_dim_names == (("slots",) if copies == 1 else ("replicate", "slots"))
     group = mesh.get_group("slots")
-    assert group is not world.plane_group, "point-to-point never runs on FSDP's group"
+    assert group is not world.process_groups.parent("plane"), "point-to-point never runs on FSDP's group"
     found = torch.ones(1, device=world.device) * world.rank
     dist.all_reduce(found, group=group)
     width = world.home.slots // copies
@@ -90,7 +93,7 @@ def test_host_values_and_meshes_of_every_home(home: Layout) -> None:
 def reuse(rank: int) -> None:
     dist.init_process_group("gloo")
     with World(Layout(ranks=2), backend="gloo") as world:
-        assert world.reduce_sum([1.0]) == [2.0]
+        assert world.control.sum_over_slots([1.0]) == [2.0]
     dist.barrier()
     with World(Layout(ranks=2), backend="gloo"), pytest.raises(ValueError, match="own error"):
         raise ValueError("own error")
@@ -141,7 +144,7 @@ def open_again(rank: int) -> list[str]:
 
     def opens() -> None:
         with World(pair, backend=backend(), timeout=60) as world:
-            assert world._made_default and world.reduce_sum([1.0]) == [2.0]
+            assert world._made_default and world.control.sum_over_slots([1.0]) == [2.0]
 
     if rank == 0:
         fails(device="cuda:99")
@@ -154,7 +157,7 @@ def open_again(rank: int) -> list[str]:
     with mock.patch.object(dist, "init_process_group", side_effect=RuntimeError("gloo: no route")):
         fails()
     opens()
-    with mock.patch.object(Groups, "set_parent", side_effect=KeyError("plane")), pytest.raises(KeyError):
+    with mock.patch.object(ProcessGroups, "set_parent", side_effect=KeyError("plane")), pytest.raises(KeyError):
         World(pair, backend=backend(), timeout=60).__enter__()
     opens()
     end_slowly()
@@ -215,19 +218,19 @@ def misuse(rank: int) -> None:
             (1 - rank,): f"rank {rank} is slot {rank}, which is not a member",
         }.items():
             with pytest.raises(CommError, match=message):
-                world.channel(slots)
-        channel = world.channel((0, 1))
-        assert channel is world.channel([0, 1]) and channel is not world.channel((1, 0))
+                world.channels.between(slots)
+        channel = world.channels.between((0, 1))
+        assert channel is world.channels.between([0, 1]) and channel is not world.channels.between((1, 0))
         digest = ("ab", "cd")[rank] * 32
         with pytest.raises(
             CommError, match=r"hold 2 different plans for step 0: ranks \(0\) hold abab.*ranks \(1\) hold"
         ):
-            world.agree(digest)
+            world.control.agree(digest)
     x = torch.ones(1)
     for call in (
         lambda: channel.exchange([(1 - rank, x)], [(1 - rank, x)], "late"),
-        lambda: world.channel((0, 1)),
-        lambda: world.fsdp_mesh,
+        lambda: world.channels.between((0, 1)),
+        lambda: world.meshes.fsdp,
         lambda: world_of(world.key),
     ):
         with pytest.raises(CommError, match=r"left|not open"):
@@ -253,7 +256,7 @@ def test_a_world_that_is_not_open_says_so() -> None:
     for name in ("rank", "slot", "device", "plane"):
         with pytest.raises(CommError, match=f"this world is not open, so its {name} is not known; use it inside `with"):
             getattr(world, name)
-    for use in (lambda: bind(nothing, world), lambda: world.channel((0,)), lambda: world.step):
+    for use in (lambda: bind(nothing, world), lambda: world.channels.between((0,)), lambda: world.step):
         with pytest.raises(CommError, match="not open"):
             use()
     with world:
@@ -266,5 +269,5 @@ def test_a_world_that_is_not_open_says_so() -> None:
 
 def test_one_rank_needs_no_launcher() -> None:
     with World(Layout(ranks=1), backend="gloo") as world:
-        assert world.reduce_sum([2.5]) == [2.5]
+        assert world.control.sum_over_slots([2.5]) == [2.5]
     assert not dist.is_initialized()

@@ -23,7 +23,7 @@ def pool() -> Iterator[RankPool]:
 def total(rank: int, ranks: int) -> tuple[int, float]:
     """The process, and a sum over ranks in a world of the first ones."""
     with World(Layout(ranks=ranks), backend="gloo") as world:
-        return os.getpid(), world.sum_over_stages([float(rank + 1)])[0]
+        return os.getpid(), world.control.sum_over_stages([float(rank + 1)])[0]
 
 
 def leave_marks(rank: int) -> None:
@@ -104,7 +104,7 @@ def test_ranks_that_cannot_put_back_what_a_call_changed_are_replaced(pool: RankP
 def stay_away(rank: int) -> None:
     if rank == 0:
         with World(Layout(ranks=2), backend="gloo", timeout=1000) as world:
-            world.barrier("waiting for rank 1")
+            world.control.barrier("waiting for rank 1")
     else:
         import time
 

@@ -374,7 +374,8 @@ WRAPPED = [  # what torch's schedule raises, what it wraps, what comes out
 
 @pytest.mark.parametrize(("error", "origin", "expected"), WRAPPED)
 def test_no_error_of_a_schedule_is_lost(error: Exception, origin: Exception | None, expected: type) -> None:
-    world: Any = SimpleNamespace(watch=Watch(0, (0,), 60.0, None), pipeline=SimpleNamespace(ranks=(0,)))
+    channels = SimpleNamespace(pipeline=SimpleNamespace(ranks=(0,)))
+    world: Any = SimpleNamespace(watch=Watch(0, (0,), 60.0, None), channels=channels)
 
     def step() -> None:
         raise error from origin

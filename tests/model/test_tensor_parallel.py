@@ -272,10 +272,12 @@ def _refusals(rank: int) -> list[str]:
         with World(home, backend=backend()) as world:
             model = _model(family, torch.float32)
             change(model)
-            before = len(world.groups_made)
+            before = len(world.process_groups.made)
             with pytest.raises(ModelError) as caught:
                 prepare(model, world, sequence_parallel=rows)
-            assert len(world.groups_made) == before and not any(isinstance(p, DTensor) for p in model.parameters())
+            assert len(world.process_groups.made) == before and not any(
+                isinstance(p, DTensor) for p in model.parameters()
+            )
             found.append(str(caught.value))
     with World(Layout(ranks=4, tp=2), backend=backend()) as world:
         model = _prepared("llama", torch.float32, RECOMPUTED, world)

@@ -208,7 +208,7 @@ def damaged_rank(rank: int, ranks: int, root: Path) -> tuple[list[str], list[str
             save_checkpoint(root, model, optim, world, step=step, state={}, keep=0)
         if rank == 0:
             flip(root / "step-000004" / "__1_0.distcp")
-        world.barrier()
+        world.control.barrier()
         files_module._digest = lambda path: (hashed.append(path.name), digest(path))[1]
         path = find_checkpoint(root, world, said.append, note=True)
         assert path is not None and load_checkpoint(path, model, optim, world)["step"] == 2
@@ -246,13 +246,13 @@ def slow_disk_rank(rank: int, ranks: int, root: Path) -> list[int]:
         setattr(place, name, slowly(getattr(place, name)))
     with World(Layout(ranks), backend=backend(), timeout=60) as world:
         model, optim = opened(world)
-        beats, ask = [0], world.any_rank
+        beats, ask = [0], world.control.any_rank
 
         def counted(flag: bool) -> bool:
             beats[-1] += 1
             return ask(flag)
 
-        world.any_rank = counted  # type: ignore[method-assign]
+        world.control.any_rank = counted  # type: ignore[method-assign]
         path = save_checkpoint(root, model, optim, world, step=1, state={}, keep=0)
         beats.append(0)
         check_checkpoint(path, world)

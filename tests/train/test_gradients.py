@@ -103,7 +103,7 @@ def _frozen(stage: int, sharded: bool, dtype: torch.dtype) -> Frozen:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trained)
         wanted = answer(deep("llama", torch.float64), documents, world.device).gradients
-        trained = {name for names in world.gather_objects(trained) for name in names}
+        trained = {name for names in world.control.gather_objects(trained) for name in names}
         norm = torch.cat([wanted[name].flatten() for name in sorted(trained)]).norm().item()
         optimizer = build_optimizer(model, "sgd", lr=0.5)
         plan = plan_fixed(LENGTHS, world.home, cp=2, max_tokens_per_slot=16)

@@ -49,7 +49,7 @@ class Held(NamedTuple):
 def _held(world: World) -> Held:
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     files, threads = (len(list(Path(f"/proc/self/{kind}").iterdir())) for kind in ("fd", "task"))
-    return Held(pages * os.sysconf("SC_PAGE_SIZE"), len(world.groups_made), files, threads)
+    return Held(pages * os.sysconf("SC_PAGE_SIZE"), len(world.process_groups.made), files, threads)
 
 
 def _steps(rank: int, plans: list[Plan]) -> tuple[list[float], list[Held]]:

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -30,6 +31,12 @@ from longspan.train.memory.row_probe import (
 )
 from longspan.train.memory.rows_that_fit import FILE, RowsThatFit, fitted, measure
 from tests.train.small import small_config, train_rank
+
+
+def world_of_one_process(home: Layout, gather_objects: Callable[..., list[float]]) -> Any:
+    """What `measure` asks of a world, with what all ranks would answer."""
+    control = SimpleNamespace(gather_objects=gather_objects)
+    return SimpleNamespace(device=torch.device("cpu"), home=home, control=control)
 
 
 def test_the_fit_of_two_probes() -> None:
@@ -76,7 +83,7 @@ def test_probes_suit_rows_that_are_split_over_tp(tmp_path: Path, monkeypatch: py
             return 1000 * rows
 
         monkeypatch.setattr(rows_that_fit, "most_bytes", bytes_of)
-        world: Any = SimpleNamespace(device=torch.device("cpu"), home=home, gather_objects=lambda told, what="": [told])
+        world = world_of_one_process(home, lambda value, what="": [value])
         unused: Any = None
         assert measure(config, unused, unused, world).rows == 2010
         assert len(probed) == 4 and probed[-1] > 1000 and not any(rows % tp for rows in probed)
@@ -118,7 +125,7 @@ def test_probes_go_no_further_than_those_before_allow(
 
     monkeypatch.setattr(rows_that_fit, "most_bytes", bytes_of)
     config = small_config(tmp_path, train__memory_bytes=machine.budgets[0])
-    world: Any = SimpleNamespace(device=torch.device("cpu"), home=Layout(ranks=2), gather_objects=gather_objects)
+    world = world_of_one_process(Layout(ranks=2), gather_objects)
     unused: Any = None
     found = measure(config, unused, unused, world, below=machine.below)
     assert (probed, found.rows) == ([sizes[0], *sizes], rows)
@@ -127,7 +134,7 @@ def test_probes_go_no_further_than_those_before_allow(
 
 def test_too_few_rows_for_probes_are_named(tmp_path: Path) -> None:
     unused: Any = None
-    world: Any = SimpleNamespace(device=torch.device("cpu"), home=Layout(ranks=1), gather_objects=lambda told: [told])
+    world = world_of_one_process(Layout(ranks=1), lambda value: [value])
     with pytest.raises(ConfigError, match="7 rows of a slot did not fit when this run was started before"):
         measure(small_config(tmp_path, train__memory_bytes=1000), unused, unused, world, below=7)
 

@@ -34,7 +34,7 @@ class Bridge:
     def __init__(self, have: Partition, need: Partition, world: World, gradient: RowGradient = "partial") -> None:
         self.exchange = Exchange(have, need)
         self.gradient: RowGradient = gradient
-        self._rows = RowExchange(self.exchange, world.everyone, gradient=gradient)
+        self._rows = RowExchange(self.exchange, world.channels.everyone, gradient=gradient)
 
     def __call__(self, x_local: Tensor) -> Tensor:
         """This rank's rows of `have`, in order, to its rows of `need`. Raises LayoutError for other numbers of rows."""

@@ -62,7 +62,7 @@ def check_ranks(rank: int, ranks: int, backend: str, timeout: float) -> dict[str
             "device": str(world.device),
             "backend": world.backend,
             "ranks": ranks,
-            "groups": [asdict(record) for record in world.groups_made],
+            "groups": [asdict(record) for record in world.process_groups.made],
             "parity": [asdict(found) | {"good": found.good} for found in parity],
         }
 

@@ -86,7 +86,7 @@ class ShardPart(_Immutable):
 
     def channel(self) -> Channel:
         """How the members talk. Raises CommError where the world has been left."""
-        return world_of(self.world_key).channel(self.group.slots)
+        return world_of(self.world_key).channels.between(self.group.slots)
 
     def __repr__(self) -> str:
         return f"ShardPart(group {self.index}, member {self.member} of {self.degree}, rows {self.start}:{self.stop})"
@@ -337,7 +337,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x_local: Tensor, shard: SequenceShard) -> Tensor:
         ctx.shard = shard
         world = world_of(shard.world_key)
-        channel, counts = world.channel(range(world.home.slots)), _counts(shard.micro_batch, world.home.slots)
+        channel, counts = world.channels.between(range(world.home.slots)), _counts(shard.micro_batch, world.home.slots)
         own = x_local.detach()[: counts[shard.slot]].contiguous()
         rows = channel.all_gather_rows(own, counts, "gather of rows").wait()
         return rows.index_select(0, shard._sources(channel.starts(counts)))

@@ -20,7 +20,7 @@ def patience(world: World) -> Iterator[None]:
 
     def beat() -> None:
         try:
-            while world.any_rank(not ended.wait(min(_BEAT, world.timeout / 4))):
+            while world.control.any_rank(not ended.wait(min(_BEAT, world.timeout / 4))):
                 pass
         except BaseException as error:  # raised where the others are waited for
             failures.append(error)

@@ -1,7 +1,7 @@
-"""The ranks of a home, opened for talking: process groups, host-side agreement, bounded time-outs.
+"""The ranks of a home, opened for talking: what a `World` has, how it is opened, and how it is left.
 
 The only module below `cli/` that reads the environment (torchrun's variables). What is decided per micro-batch is in
-plans; how the ranks talk on the device is in `channels`; what moves tensors is in `channel`, `ring` and `rows`.
+plans; how ranks talk is in what a world has: `control_group`, `groups/channels` and `groups/meshes`.
 """
 
 import os
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import Store
 
+from longspan.comm.control_group import ControlGroup
 from longspan.comm.failure.incident import Notes
 from longspan.comm.failure.watch import Watch
 from longspan.comm.groups.channels import Channels
-from longspan.comm.groups.communicator_choice import CommunicatorChoice
-from longspan.comm.groups.groups import Groups
 from longspan.comm.groups.meshes import Meshes
+from longspan.comm.groups.process_groups import ProcessGroups
 from longspan.comm.rendezvous import (
     BOTH,
     Place,
@@ -35,12 +35,13 @@ from longspan.comm.rendezvous import (
 from longspan.errors import CommError, counted
 from longspan.layout import Coordinates, Layout
 from longspan.layout.layout import short
+from longspan.plan import Plan
 
 TORCHRUN_SETS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-KNOWN_WHEN_OPEN = frozenset(
-    ("rank", "coordinates", "slot", "plane", "device", "backend", "max_groups", "node_size", "seed", "_channels")
-)
+MEMBERS = ("control", "channels", "process_groups", "meshes", "watch")  # through which an open world talks
+KNOWN_WHEN_OPEN = {"rank", "coordinates", "slot", "plane", "device", "backend", "max_groups", "node_size", "seed"}
+KNOWN_WHEN_OPEN.update(MEMBERS)
 
 _keys = count()
 _worlds: dict[int, "World"] = {}  # those that are open
@@ -53,7 +54,7 @@ def world_of(key: int) -> "World":
     return _worlds[key]
 
 
-class World(Channels):
+class World:
     """The ranks of a home, ready to talk; a context manager that every rank enters.
 
     >>> with World(Layout(ranks=8)) as world:
@@ -68,6 +69,10 @@ class World(Channels):
     `seed` is what dropout's masks are hashed from, with the step: the same on every rank. It begins as the first rank's
     `torch.initial_seed()`; whoever sets it sets the same on all ranks, before micro-batches are bound.
 
+    While it is open it has `control` (host values of all ranks), `channels` (how ranks talk on their device), `meshes`
+    (for FSDP2 and DTensor: `.fsdp`, `.tp`, `.expert`, `.ep`), `process_groups` (`.made`: every communicator of this
+    rank, with what it is for and the seconds that it took) and `watch` (what this rank is doing, for error messages).
+
     Raises CommError where the processes that were started are not the home's ranks.
     """
 
@@ -81,7 +86,7 @@ class World(Channels):
         max_groups: int | None = None,
     ) -> None:
         self.home, self.timeout, self.key = home, float(timeout), -1
-        self._asked = (backend, device, max_groups)
+        self._arguments = (backend, device, max_groups)
 
     # ---- opening and leaving
 
@@ -99,7 +104,7 @@ class World(Channels):
 
     def _take(self, place: Place) -> None:
         """What this rank is and which device it has. It may be refused here, alone: no other rank knows of it yet."""
-        backend, device, max_groups = self._asked
+        backend, device, max_groups = self._arguments
         self.rank = place.rank
         self.coordinates: Coordinates = self.home.coordinates(self.rank)
         self.slot = self.coordinates.slot
@@ -107,47 +112,39 @@ class World(Channels):
         self.device = choose_device(backend, device, place.local_rank)
         self.backend = BOTH if self.device.type == "cuda" else "gloo"
         self.max_groups = max_groups if max_groups is not None else 4 if self.device.type == "cuda" else 0
-        self._channels = {}
-        self._choice = CommunicatorChoice(self.max_groups)
 
     def _open(self, place: Place, store: Store, name: str) -> None:
         """Make what the ranks talk through, in this corner of their store."""
         notes = None
         if place.size > 1 and store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
             notes = Notes(self.rank, self.home.ranks, clone(store), f"{name}/watch")
-        self._watch = Watch(self.rank, self.home.ranks, self.timeout, notes, gpu=self.device.type == "cuda")
-        self._groups = Groups(backend=self.backend, timeout=self.timeout, watch=self._watch)
-        self._meshes = Meshes(self.home, self.coordinates.pp, self._groups, self.device.type)
+        self.watch = Watch(self.rank, self.home.ranks, self.timeout, notes, gpu=self.device.type == "cuda")
+        self.process_groups = ProcessGroups(backend=self.backend, timeout=self.timeout, watch=self.watch)
+        self.meshes = Meshes(self.home, self.coordinates.pp, self.process_groups, self.device.type)
         self.key = next(_keys)
         _worlds[self.key] = self
-        self._watch.open()
+        self.watch.open()
         try:
             if self._made_default:
                 begin(place, corner(store, name), self.backend, self.timeout)
-            self._make_groups()
+            self.control = ControlGroup(self.home, self.plane, self.process_groups)
+            self.channels = Channels(
+                self.home, self.rank, self.device, self.process_groups, self.meshes, self.max_groups
+            )
+            self.channels.make_parents()
             # As the home's first rank sees them, for every rank must choose alike: slots of a node, and the seed.
             nodes = max(1, _ranks_of_node(len(self.home.ranks)) // self.home.tp)
-            self.node_size, self.seed = self.broadcast_object((nodes, torch.initial_seed()))
+            self.node_size, self.seed = self.control.broadcast_object((nodes, torch.initial_seed()))
         except BaseException as error:
             self._leave(error)
             raise
-
-    def _make_groups(self) -> None:
-        control = self._groups.make(self.home.ranks, "control", backend="gloo")
-        assert control is not None
-        self._control = control
-        for plane in self.home.planes():
-            group = self._groups.make(plane, "parent")
-            if group is not None:
-                self._groups.set_parent("plane", group)
-        self._warm(self._groups.parent("plane"), self.plane, self.channel(range(self.home.slots)))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
             if error is None:
-                self.barrier("leaving the world")
+                self.control.barrier("leaving the world")
         except BaseException as failure:
             error = failure
             raise
@@ -156,16 +153,28 @@ class World(Channels):
 
     def _leave(self, error: BaseException | None) -> None:
         if error is not None:
-            self._watch.leave(error)
-        self._watch.close()
+            self.watch.leave(error)
+        self.watch.close()
+        self.meshes.forget()
+        groups = self.process_groups.forget()
         del _worlds[self.key]
-        self._channels.clear()
-        self._meshes.forget()
-        for name in ("_meshes", "everyone", "pipeline", "tp_channel", "_control"):
+        for name in MEMBERS:
             vars(self).pop(name, None)
-        end(self._groups.forget(), default=self._made_default, patient=error is None)
+        end(groups, default=self._made_default, patient=error is None)
 
     # ---- what others ask an open world for
+
+    def prepare(self, plan: Plan) -> None:
+        """Make the communicators of their own that this plan's groups gain from and lack; entered by all ranks.
+
+        Those are the groups of a plan whose groups all have one degree, and groups that recur in the micro-batches of
+        the plans prepared so far, up to `max_groups` for each slot; all others talk point to point on the plane's
+        group. Raises CommError where ranks hold different plans or the plan is for another number of slots.
+        """
+        if plan.slots != self.home.slots:
+            raise CommError(f"the plan is for {plan.slots} slots, the home has {self.home.slots}; plan for this home")
+        self.control.agree(plan.digest())
+        self.channels.make_communicators(plan)
 
     def check_open(self) -> None:
         """Raise CommError where this world has not been opened or has been left."""
@@ -179,18 +188,6 @@ class World(Channels):
             if name in KNOWN_WHEN_OPEN:
                 raise CommError(f"this world is not open, so its {name} is not known; use it inside `with world:`")
             raise AttributeError(f"a World has no attribute {name!r}")
-
-    @property
-    def watch(self) -> Watch:
-        """What this rank is doing, for error messages."""
-        self.check_open()
-        return self._watch
-
-    @property
-    def control(self) -> ProcessGroup:
-        """The gloo group over all ranks, for the host's integers."""
-        self.check_open()
-        return self._control
 
     @property
     def step(self) -> int:

@@ -1,7 +1,7 @@
 """The home of a run: an ordered list of ranks factored into pipeline stages, slots and tensor-parallel ranks.
 
 Weights live in the home. `dp` and `cp` are not properties of it: which slots work together on which documents is
-decided per micro-batch, by a plan. Communication groups are made elsewhere (`comm/groups/groups.py`).
+decided per micro-batch, by a plan. Communication groups are made elsewhere (`comm/groups/process_groups.py`).
 """
 
 from collections.abc import Iterable, Sequence

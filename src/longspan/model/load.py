@@ -141,7 +141,7 @@ def save_model(model: PreTrainedModel | PipelineModel, folder: str | Path, world
                 _write(model, full, Path(folder), tokenizer)
         except Exception as error:  # whatever the file system raises: the other ranks must learn of it
             failure = error
-    told = world.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+    told = world.control.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
     if reasons := [reason for reason in told if reason is not None]:
         raise ModelError(f"the model could not be saved to {folder}: {reasons[0]}") from failure
 

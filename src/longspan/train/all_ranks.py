@@ -31,7 +31,7 @@ def on_every_rank(world: World, work: Callable[[], Result], *, os_error_as: type
 
 def raise_first_error(world: World, error: LongspanError | None) -> None:
     """Raise the error of the first rank that has one, on every rank; entered by all."""
-    for rank, theirs in zip(world.home.ranks, world.gather_objects(error), strict=True):
+    for rank, theirs in zip(world.home.ranks, world.control.gather_objects(error), strict=True):
         if theirs is not None:
             where = "" if rank == world.home.ranks[0] else f" (on rank {rank})"
             raise type(theirs)(f"{theirs}{where}")
@@ -41,7 +41,7 @@ def on_first_rank(world: World, work: Callable[[], Result], *, os_error_as: type
     """The first rank's result of `work`, on every rank; its error is raised on every rank."""
     with patience(world):
         answer: Any = result_or_error(work, os_error_as) if is_first_rank(world) else None
-    result, error = world.broadcast_object(answer)
+    result, error = world.control.broadcast_object(answer)
     if error is not None:
         raise error
     return result

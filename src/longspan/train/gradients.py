@@ -26,7 +26,7 @@ def grad_norm(parameters: Iterable[Tensor], world: World) -> float:
     Sharded gradients (DTensor) may live on different meshes. Parameters without a gradient are skipped: other ranks may
     have some. With pipeline stages give `counted_parameters(model)`.
     """
-    (squares,) = world.sum_over_ranks([square_sum(parameters, world)], "gradient norm")
+    (squares,) = world.control.sum_over_ranks([square_sum(parameters, world)], "gradient norm")
     return math.sqrt(squares)
 
 
@@ -118,7 +118,9 @@ def check_finite(model: nn.Module, world: World, *, loss: float, norm: float) ->
     """
     if math.isfinite(loss) and math.isfinite(norm):
         return
-    reports = dict(zip(world.home.ranks, world.gather_objects(_report(model), "what is not finite"), strict=True))
+    reports = dict(
+        zip(world.home.ranks, world.control.gather_objects(_report(model), "what is not finite"), strict=True)
+    )
     raise NonFiniteError(
         f"step {world.step}: the loss is {loss}, the gradient norm {norm}; weights and optimizer are as before the "
         f"step. {_advice(reports, loss)}"

@@ -66,7 +66,7 @@ def _unread_batch(shard: SequenceShard) -> LocalBatch:
 
 def _agree(plan: Plan, world: World, failure: Exception | None) -> None:
     """The first collective of a step: it compares the plans too, of which a rank has none if it cannot read them."""
-    if world.agree(plan.digest(), flag=failure is not None):
-        told = world.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if world.control.agree(plan.digest(), flag=failure is not None):
+        told = world.control.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
         rank, message = next((rank, m) for rank, m in zip(world.home.ranks, told, strict=True) if m is not None)
         raise DataError(f"rank {rank} could not read its rows: {message}") from failure

@@ -139,7 +139,7 @@ def _totals(passes: Passes, work: Sequence[LocalBatch], loss_sum: float) -> _Tot
     of_slot = [loss_sum, float(targets), *(routing.sums() if routing else [])]
     once = of_slot if world.coordinates.tp == 0 else [0.0] * len(of_slot)  # its tensor-parallel ranks hold the same
     squares = square_sum(counted_parameters(model), world) if passes.backward else 0.0
-    squares, loss_sum, counted, *sums = world.sum_over_ranks([squares, *once], "loss and gradient norm")
+    squares, loss_sum, counted, *sums = world.control.sum_over_ranks([squares, *once], "loss and gradient norm")
     if counted != plan.targets:
         raise PlanError(
             f"the slots counted {counted:.0f} targets, the plan has {plan.targets}; is a document left out?"

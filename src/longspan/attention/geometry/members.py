@@ -62,7 +62,7 @@ class Circle:
         return self._channel(self.part.group.slots[first : first + self.inner])
 
     def _channel(self, slots: Sequence[int]) -> Channel:
-        return world_of(self.part.world_key).channel(tuple(slots))
+        return world_of(self.part.world_key).channels.between(tuple(slots))
 
     # ---- who holds which rows
 

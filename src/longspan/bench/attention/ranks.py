@@ -154,7 +154,9 @@ def _timed(settings: Settings, case: Case, length: int, world: World) -> dict[st
             torch.cuda.reset_peak_memory_stats()
         times = _times(run, settings, cuda)
         peak = torch.cuda.max_memory_allocated() if cuda else 0
-    found = world.gather_objects((statistics.median(t[0] for t in times), statistics.median(t[1] for t in times), peak))
+    found = world.control.gather_objects(
+        (statistics.median(t[0] for t in times), statistics.median(t[1] for t in times), peak)
+    )
     forward, both, peak = (max(x[i] for x in found) for i in range(3))
     return {
         "forward_seconds": forward,

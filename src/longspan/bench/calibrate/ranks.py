@@ -108,7 +108,9 @@ class _Bench:
             times.append([self._timed(trial.run) for trial in trials])
             if self.world.rank == 0 and sys.stderr.isatty():
                 print(f"round {i + 1} of {rounds}", file=sys.stderr)
-        everywhere = np.array(self.world.gather_objects(times[self.settings.warmup :]))  # (ranks, rounds, trials)
+        everywhere = np.array(
+            self.world.control.gather_objects(times[self.settings.warmup :])
+        )  # (ranks, rounds, trials)
         seconds = everywhere.max(axis=0).min(axis=0)  # of the slowest rank in the fastest round
         return [replace(t.sample, seconds=t.times * float(s)) for t, s in zip(trials, seconds, strict=True)]
 
@@ -193,7 +195,7 @@ class _Bench:
 
     def _wire(self, rows: int) -> Trial:
         """Blocks of keys and values around all slots, without attention."""
-        channel = self.world.channel(range(self.world.home.slots))
+        channel = self.world.channels.between(range(self.world.home.slots))
         block = tuple(self._rows(rows, self.shape.key_value_heads).detach() for _ in "kv")
         counts = (rows,) * channel.degree
 
@@ -217,7 +219,7 @@ class _Bench:
 
     def _timed(self, run: Callable[[], object]) -> float:
         """Seconds on this rank; all ranks begin together."""
-        self.world.barrier()
+        self.world.control.barrier()
         self._finish()
         began = time.perf_counter()
         run()

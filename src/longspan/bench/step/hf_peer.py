@@ -57,7 +57,7 @@ def peer_step(
         if optimizer is not None:
             optimizer.step()
         model.zero_grad(set_to_none=True)
-        losses.append(world.reduce_sum([loss.item()])[0] / (settings.lengths[0] - 1))
+        losses.append(world.control.sum_over_slots([loss.item()])[0] / (settings.lengths[0] - 1))
 
     yield step, losses
 

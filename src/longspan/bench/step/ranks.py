@@ -164,7 +164,7 @@ def measured(settings: Settings, step: Callable[[], None], world: World) -> dict
         torch.cuda.reset_peak_memory_stats()
     own = [_seconds(step, world) for _ in range(settings.flags.repeats)]
     peak = torch.cuda.max_memory_allocated() if cuda else 0
-    told = world.gather_objects((statistics.median(own), peak))
+    told = world.control.gather_objects((statistics.median(own), peak))
     seconds, tokens = max(s for s, _ in told), sum(settings.lengths)
     row: dict[str, Any] = {
         "seconds": seconds,
@@ -180,7 +180,7 @@ def measured(settings: Settings, step: Callable[[], None], world: World) -> dict
 
 
 def _seconds(step: Callable[[], None], world: World) -> float:
-    world.barrier("start of a timed step")
+    world.control.barrier("start of a timed step")
     started = time.perf_counter()
     step()
     if world.device.type == "cuda":
@@ -198,7 +198,7 @@ def _profiled(step: Callable[[], None], world: World) -> dict[str, Any]:
         seconds = _seconds(step, world)
     events = profiled_events(recorded, cuda=cuda)
     parts = parts_of(events, seconds) | {"step": seconds}
-    return world.broadcast_object({"parts": parts, "kernels": longest_kernels(events)})
+    return world.control.broadcast_object({"parts": parts, "kernels": longest_kernels(events)})
 
 
 def model_flops(settings: Settings) -> float:

@@ -1,7 +1,7 @@
 """How the members of a plan's group talk: exchanges that are started, and waited for by their handles.
 
 Point-to-point on the plane's parent group works for any members and any order; where the members have a communicator of
-their own (`groups.py`), one call of it does the same.
+their own (`process_groups.py`), one call of it does the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from longspan.comm.failure.watch import Watch
-from longspan.comm.groups.groups import Groups, ParentName
+from longspan.comm.groups.process_groups import ParentName, ProcessGroups
 from longspan.layout.layout import short
 
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
@@ -73,7 +73,7 @@ class Channel:
 
     def __init__(
         self,
-        groups: Groups,
+        groups: ProcessGroups,
         ranks: tuple[int, ...],
         index: int,
         device: torch.device,

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from longspan.comm.groups.groups import Groups
+from longspan.comm.groups.process_groups import ProcessGroups
 from longspan.errors import CommError
 from longspan.layout import Layout
 from longspan.layout.layout import short
@@ -33,7 +33,7 @@ class Meshes:
     Every property raises CommError for a home that has no such mesh, before a group is made.
     """
 
-    def __init__(self, home: Layout, stage: int, groups: Groups, device_type: str) -> None:
+    def __init__(self, home: Layout, stage: int, groups: ProcessGroups, device_type: str) -> None:
         self._home, self._stage, self._groups, self._device_type = home, stage, groups, device_type
         self._mine: dict[str, ProcessGroup] = {}
 

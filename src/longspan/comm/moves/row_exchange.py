@@ -43,7 +43,7 @@ class Moves:
 class RowExchange:
     """An exchange made ready on a channel: call it with this member's rows of `have` to get its rows of `need`.
 
-    >>> move = RowExchange(Exchange(have, need), world.everyone, gradient="partial")
+    >>> move = RowExchange(Exchange(have, need), world.channels.everyone, gradient="partial")
     >>> y = move(x)                     # (rows of have here, …) -> (rows of need here, …)
 
     The exchange's ranks are the channel's members. `gradient` says what the copies of a row on the need side carry:

@@ -66,12 +66,12 @@ def _run(channel: Channel, what: str, start: Callable[[ProcessGroup], Any]) -> N
 
 def _summed(x: Tensor, key: int, what: str) -> Tensor:
     total = x.detach().clone(memory_format=torch.contiguous_format)
-    _run(world_of(key).tp_channel, what, lambda group: dist.all_reduce(total, group=group, async_op=True))
+    _run(world_of(key).channels.tp, what, lambda group: dist.all_reduce(total, group=group, async_op=True))
     return total
 
 
 def _gathered(x: Tensor, key: int, dim: int, what: str) -> Tensor:
-    tp = world_of(key).tp_channel
+    tp = world_of(key).channels.tp
     x = x.detach().contiguous()
     in_place = x.shape[:dim].numel() == 1
     found = x.new_empty(
@@ -83,7 +83,7 @@ def _gathered(x: Tensor, key: int, dim: int, what: str) -> Tensor:
 
 
 def _summed_slice(x: Tensor, key: int, dim: int, what: str) -> Tensor:
-    tp = world_of(key).tp_channel
+    tp = world_of(key).channels.tp
     x = x.detach().contiguous()
     assert x.shape[:dim].numel() == 1 and x.shape[dim] % tp.degree == 0, (what, x.shape, dim, tp.degree)
     found = x.new_empty((*x.shape[:dim], x.shape[dim] // tp.degree, *x.shape[dim + 1 :]))

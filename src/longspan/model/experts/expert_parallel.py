@@ -50,7 +50,7 @@ def shard_experts(model: PreTrainedModel, world: World, policy: MixedPrecisionPo
     home, found = world.home, expert_modules(model)
     if home.ep == home.tp == 1:
         return
-    mesh = world.expert_mesh
+    mesh = world.meshes.expert
     policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
     for experts in found.values():
         if home.ep > 1:
@@ -69,7 +69,7 @@ def _deal(experts: nn.Module, world: World) -> None:
     rank, ep = world.slot % world.home.ep, world.home.ep
     for name, parameter in list(experts.named_parameters(recurse=False)):
         own = parameter.detach().chunk(ep)[rank].to(world.device, copy=True)
-        dealt = DTensor.from_local(own, world.ep_mesh, [Shard(0)], run_check=False)
+        dealt = DTensor.from_local(own, world.meshes.ep, [Shard(0)], run_check=False)
         experts.register_parameter(name, nn.Parameter(dealt, requires_grad=parameter.requires_grad))
 
 

@@ -96,7 +96,7 @@ class RouterStatistics:
         """Fix F by the micro-batches so far, which must be the step's; all slots call it before any backward pass."""
         if self.coefficients.balance:
             local = _total([*self.counted_ahead, *self.micro_batches], self.experts)[: self.experts]
-            loads = self.world.sum_over_stages(local, "loads of experts")
+            loads = self.world.control.sum_over_stages(local, "loads of experts")
             self.fractions = torch.tensor(loads, dtype=torch.float64, device=self.world.device) / self.rows
         self.counted_ahead.clear()
 

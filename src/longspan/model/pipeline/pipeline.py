@@ -80,7 +80,7 @@ class PipelineModel(nn.Module):
         self.tied_embedding = TiedEmbedding(self.stages)
         self.probed = True  # whether the attention calls of all layers have been seen and judged
         self._world_key = world.key
-        _ = world.pipeline  # makes its group, on all ranks together
+        _ = world.channels.pipeline  # makes its group, on all ranks together
         self._vocabulary = Vocabulary(model.config.get_text_config().vocab_size)
         self.routers = tuple(RouterSize(int(router.num_experts)) for router in router_modules(model).values())  # pyright: ignore[reportArgumentType]
         self._ready: dict[tuple[int, bool], _Ready] = {}
@@ -149,7 +149,9 @@ class PipelineModel(nn.Module):
             check_recorded_calls([stage.model for stage in self.stages], shard)
         except ModelError as error:
             refusal = str(error)
-        if told := [each for each in world.gather_objects(refusal, "attention of all stages") if each is not None]:
+        if told := [
+            each for each in world.control.gather_objects(refusal, "attention of all stages") if each is not None
+        ]:
             raise ModelError(told[0])
         self.probed = True
 
@@ -179,7 +181,7 @@ class PipelineModel(nn.Module):
         return CausalLMOutput(logits=self._to_all_stages(found, shard))
 
     def _to_all_stages(self, found: list[Tensor], shard: SequenceShard) -> Tensor:
-        pipeline = world_of(self._world_key).pipeline
+        pipeline = world_of(self._world_key).channels.pipeline
         holder = self.pipeline_settings.loss_place
         if pipeline.index == holder:
             logits = found[0].to(self.dtype).contiguous()
@@ -227,7 +229,7 @@ def refuse_shared_over_stages(model: PreTrainedModel, parts: Parts, layers: Sequ
 def _watched(step: Callable[[], None], world: World) -> None:
     """Run a schedule; an error of the model is raised as it was, one of a collective after a roll call."""
     failure: BaseException | None = None
-    with world.watch.during("pipeline of micro-batches", world.pipeline.ranks):
+    with world.watch.during("pipeline of micro-batches", world.channels.pipeline.ranks):
         try:
             step()
         except RuntimeError as error:

@@ -52,7 +52,7 @@ class ScheduledStage(PipelineStage):
             world.device,
             input_args=(ids if stage.first else row,),
             output_args=(loss if stage.last else row,),
-            group=world.pp_group,
+            group=world.channels.pipeline.group,
         )
         self.inputs: Sequence[StageInput] = ()
         self._input: StageInput | None = None
@@ -87,7 +87,9 @@ class ScheduledStage(PipelineStage):
         """As torch's, with this micro-batch's ids and arguments."""
         stage_input = self.inputs[fwd_chunk_id]
         if not self.is_first:
-            with self._world.watch.during("hand-off between pipeline stages", self._world.pipeline.ranks) as operation:
+            with self._world.watch.during(
+                "hand-off between pipeline stages", self._world.channels.pipeline.ranks
+            ) as operation:
                 self._world.watch.mark(operation)
             (info,) = self.args_recv_info[fwd_chunk_id]
             assert info.buffer is not None

@@ -23,7 +23,7 @@ def state_of_all_stages(model: PipelineModel, world: World) -> dict[str, Tensor]
     """
     own = model.state_dict()
     entries = [_Entry(name, tuple(value.shape), value.dtype) for name, value in own.items()]
-    held = dict(zip(world.home.ranks, world.gather_objects(entries, "names of weights"), strict=True))
+    held = dict(zip(world.home.ranks, world.control.gather_objects(entries, "names of weights"), strict=True))
     first = world.home.ranks[0]
     found: dict[str, Tensor] = {}
     for value, entry in zip(own.values(), entries, strict=True):
@@ -31,12 +31,12 @@ def state_of_all_stages(model: PipelineModel, world: World) -> dict[str, Tensor]
         if world.rank == first:
             found[entry.name] = whole.cpu()
         elif world.coordinates.pp > 0 and (world.slot, world.coordinates.tp) == (0, 0):
-            world.pipeline.exchange([(0, whole.contiguous())], [], "weights of a stage").wait()
+            world.channels.pipeline.exchange([(0, whole.contiguous())], [], "weights of a stage").wait()
     if world.rank == first:
         for stage in range(1, world.home.pp):
             for entry in held[world.home.rank_at(0, pp=stage)]:
                 arriving = torch.empty(entry.shape, dtype=entry.dtype, device=world.device)
-                world.pipeline.exchange([], [(stage, arriving)], "weights of a stage").wait()
+                world.channels.pipeline.exchange([], [(stage, arriving)], "weights of a stage").wait()
                 found.setdefault(entry.name, arriving.cpu())
     return found
 

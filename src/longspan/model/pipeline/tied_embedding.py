@@ -65,7 +65,7 @@ class TiedEmbedding:
 @torch.no_grad()
 def _exchange(parameter: nn.Parameter, world: World) -> None:
     """Add the gradient of the other end of the pipeline; the order of two addends does not matter."""
-    pipeline = world.pipeline
+    pipeline = world.channels.pipeline
     other = pipeline.degree - 1 - pipeline.index
     assert parameter.grad is not None and other != pipeline.index
     own = _local(parameter.grad).contiguous()

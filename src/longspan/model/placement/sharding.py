@@ -54,8 +54,8 @@ def shard_over_slots(
     if has_experts:
         shard_experts(model, world, policy, reshard=frees)
     for layer in decoder_layers(model).values():
-        fully_shard(layer, mesh=world.fsdp_mesh, reshard_after_forward=frees, mp_policy=policy)
-    fully_shard(root, mesh=world.fsdp_mesh, mp_policy=policy)
+        fully_shard(layer, mesh=world.meshes.fsdp, reshard_after_forward=frees, mp_policy=policy)
+    fully_shard(root, mesh=world.meshes.fsdp, mp_policy=policy)
     for module in fsdp_modules(root):
         # gloo has no premultiplied sum, which is what a divide factor alone would ask for
         module.set_force_sum_reduction_for_comms(True)
@@ -177,7 +177,7 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def _sum_over_slots(gradients: Sequence[Tensor], world: World) -> None:
     """Replace each tensor by its sum over the slots: a reduce-scatter and an all-gather of one flat buffer."""
-    channel = world.channel(tuple(range(world.home.slots)))
+    channel = world.channels.between(tuple(range(world.home.slots)))
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     counts = [len(part) for part in flat.tensor_split(channel.degree)]
     own = channel.reduce_scatter(flat, counts, "sum of gradients").wait()

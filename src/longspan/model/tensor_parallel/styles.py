@@ -25,7 +25,7 @@ Through = Callable[[Tensor], Tensor]
 def slice_parameter(module: nn.Module, name: str, dim: int, world: World) -> nn.Parameter:
     """Keep this rank's slice of a parameter that every rank holds whole, on the world's device; returns it."""
     whole = getattr(module, name)
-    mesh = world.tp_mesh
+    mesh = world.meshes.tp
     own = whole.detach().chunk(world.home.tp, dim)[world.coordinates.tp].to(world.device)
     own = own.clone(memory_format=torch.contiguous_format)
     sliced = nn.Parameter(

@@ -77,11 +77,11 @@ def split_over_tp(
 ) -> None:
     """Split the model over the tensor-parallel ranks of this rank's slot; all ranks call it together, before FSDP2.
 
-    `sum_expert_gradients` is for parameters that nobody else shards over the ranks of `world.expert_mesh`.
+    `sum_expert_gradients` is for parameters that nobody else shards over the ranks of `world.meshes.expert`.
     Raises ModelError for a model whose plan or sizes do not allow it.
     """
     placed = _checked(model, world.home.tp, sequence_parallel=sequence_parallel)
-    _ = world.tp_mesh  # made by all ranks together
+    _ = world.meshes.tp  # made by all ranks together
     _split_vocabulary(model, placed, world, sequence_parallel=sequence_parallel)
     for _, module, style, parameter in placed:
         if style == COLWISE and isinstance(module, nn.Linear):

@@ -108,9 +108,11 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None, w
     state, stored = on_first_rank(world, lambda: (read_state(path), _stored_names(path)), os_error_as=CheckpointError)
     tensors = _tensors(model, optimizer)
     hyperparameters = {name: tensors["optimizer"].pop(name) for name in _hyperparameters(tensors)}
-    _check_names(path, stored, {name for names in world.gather_objects(list(tensors["model"])) for name in names})
+    _check_names(
+        path, stored, {name for names in world.control.gather_objects(list(tensors["model"])) for name in names}
+    )
     try:
-        dcp.load(tensors, storage_reader=PatientReader(path, world), process_group=world.control)
+        dcp.load(tensors, storage_reader=PatientReader(path, world), process_group=world.control.group)
     except (Exception, CheckpointException) as error:  # other shapes and unreadable files alike
         raise CheckpointError(f"checkpoint {path} does not fit this model: {_reason(error)}") from error
     optimizers = [] if optimizer is None else [optimizer]
@@ -123,10 +125,10 @@ def _write(folder: Path, tensors: dict[str, Any], world: World) -> list[dict[str
     """Write the files of all ranks; returns the size and hash of each rank's."""
     writer = HashingWriter(folder, world)
     try:
-        dcp.save(tensors, storage_writer=writer, process_group=world.control)
+        dcp.save(tensors, storage_writer=writer, process_group=world.control.group)
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise CheckpointError(_reason(error)) from error
-    return world.gather_objects(writer.digests)
+    return world.control.gather_objects(writer.digests)
 
 
 def _stored_names(path: Path) -> set[str]:

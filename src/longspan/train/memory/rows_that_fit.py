@@ -110,7 +110,7 @@ class _Probes:
         self._config, self._model, self._world, self._below = config, model, world, below
         self._multiple = row_multiple_of(config.parallel)
         self._sizes = PROBES.get(world.device.type, PROBES_ELSEWHERE)
-        self._budgets: list[float] = world.gather_objects(budget)
+        self._budgets: list[float] = world.control.gather_objects(budget)
         self._found: list[tuple[int, list[int]]] = []  # rows, the most bytes of every rank
         self.first = self._rounded(min(self._sizes[0], (below or math.inf) / 4))
         if self.first < 2 * self._multiple:
@@ -133,7 +133,7 @@ class _Probes:
 
     def _bytes_of_all(self, rows: int) -> list[int]:
         found = most_bytes(self._config, self._model, self._world, rows)
-        return self._world.gather_objects(max(found, 1), f"the bytes of a probe of {rows} rows")
+        return self._world.control.gather_objects(max(found, 1), f"the bytes of a probe of {rows} rows")
 
     def second(self) -> int:
         """As many rows as surely fit if all bytes of the first probe are its rows'; fewer than the first if not it."""

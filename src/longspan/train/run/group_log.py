@@ -34,7 +34,7 @@ class GroupLog:
     def note(self, plan: Plan) -> None:
         """Write and log which groups this plan added."""
         self._plans += 1
-        made = self._world.groups_made[self._known :]
+        made = self._world.process_groups.made[self._known :]
         self._known += len(made)
         fresh = dict.fromkeys(levels_of(group) for group in hierarchical_groups(plan))
         levels = [found for found in fresh if found not in self._levels]

@@ -207,7 +207,7 @@ def _finish(run: TrainingRun, metrics: MetricsLog, display: ProgressDisplay) -> 
 
 def _recorded(run: TrainingRun, metrics: MetricsLog, done: int) -> bool:
     """Whether the run has an evaluation after so many steps: what the first rank's file says, on every rank."""
-    return run.world.broadcast_object(done in metrics.evaluated)
+    return run.world.control.broadcast_object(done in metrics.evaluated)
 
 
 def _record(run: TrainingRun, metrics: MetricsLog, display: ProgressDisplay, evaluations: Sequence[Evaluation]) -> None:
@@ -230,10 +230,10 @@ def _save(run: TrainingRun, done: int) -> None:
 
 def _agreed(world: World, stop: StopSignal, failure: LongspanError | None) -> str:
     """What any rank was told to stop by; the same on every rank. Raises what any rank failed with."""
-    if not world.any_rank(bool(stop.asked) or failure is not None):
+    if not world.control.any_rank(bool(stop.asked) or failure is not None):
         return ""
     raise_first_error(world, failure)
-    return next(name for name in world.gather_objects(stop.asked) if name)
+    return next(name for name in world.control.gather_objects(stop.asked) if name)
 
 
 def _due(done: int, every: int) -> bool:

@@ -39,7 +39,7 @@ class GroupRecord:
     seconds: float
 
 
-class Groups:
+class ProcessGroups:
     """The communicators of one world, made by all its ranks in one order and looked up by rank tuple."""
 
     def __init__(self, *, backend: str, timeout: float, watch: Watch) -> None:
@@ -83,6 +83,13 @@ class Groups:
     def set_parent(self, name: ParentName, group: ProcessGroup) -> None:
         """Say which group that is."""
         self._parents[name] = group
+
+    def make_parent(self, name: ParentName, lines: Sequence[Sequence[int]], kind: str) -> None:
+        """Make a group of each of these tuples of ranks, of which this rank's is then the parent of that name."""
+        for ranks in lines:
+            group = self.make(ranks, kind)
+            if group is not None:
+                self.set_parent(name, group)
 
     def forget(self) -> list[ProcessGroup]:
         """Drop every reference, so that the groups can be freed; returns them for a last time."""
