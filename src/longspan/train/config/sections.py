@@ -6,9 +6,29 @@ This module decides nothing and imports no torch.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal, get_type_hints
 
 AUTO = "auto"  # for context.max_tokens_per_slot
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """The smallest value that a key may have; `config_check.py` refuses smaller ones."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class Above:
+    """A number that a key must exceed."""
+
+    value: int
+
+
+PositiveInt = Annotated[int, AtLeast(1)]
+NonNegativeInt = Annotated[int, AtLeast(0)]
+PositiveFloat = Annotated[float, Above(0)]
+NonNegativeFloat = Annotated[float, AtLeast(0)]
 
 
 @dataclass(frozen=True)
@@ -31,11 +51,11 @@ class DataConfig:
     """stdlib (sources of this Python's standard library), or a folder or file of .txt .md .py .jsonl."""
     tokenizer: str = ""
     """A folder with tokenizer.json; empty: the model folder's, else one trained on the corpus."""
-    vocab_size: int = 2048
+    vocab_size: Annotated[int, AtLeast(257)] = 2048  # 256 bytes and the end of text at the least
     """Entries of the byte-pair tokenizer that is trained when no other is given, and of the preset's embedding."""
-    max_document_tokens: int = 2048
+    max_document_tokens: NonNegativeInt = 2048
     """Longer texts are cut into documents of at most this many tokens; 0: they are an error that names them."""
-    eval_documents: int = 32
+    eval_documents: NonNegativeInt = 32
     """Documents held out for evaluation, chosen by the seed; 0: no evaluation."""
 
 
@@ -43,17 +63,17 @@ class DataConfig:
 class ParallelConfig:
     """Where the weights live. Context parallelism is not here: it moves no weight."""
 
-    tp: int = 1
+    tp: PositiveInt = 1
     """Tensor-parallel degree: neighbouring ranks that share out heads, widths and vocabulary."""
-    pp: int = 1
+    pp: PositiveInt = 1
     """Pipeline stages: ranks that each hold a part of the layers."""
-    vpp: int = 1
+    vpp: PositiveInt = 1
     """Virtual pipeline stages a rank, each a part of the layers of its own; more than 1 interleaves them."""
     pipeline_schedule: Literal["1f1b", "gpipe", "zero_bubble", "zbv"] = "1f1b"
     """Order of forward and backward passes: 1f1b, gpipe, zero_bubble, or zbv (vpp = 2, folded like a V)."""
-    ep: int = 1
+    ep: PositiveInt = 1
     """Expert-parallel degree: neighbouring slots that share out the experts of every layer."""
-    dp_replicate: int = 1
+    dp_replicate: PositiveInt = 1
     """Copies of the sharded weights (HSDP): each copy is sharded over slots / copies."""
     sequence_parallel: bool = False
     """Split the rows of norms and residuals over the tensor-parallel ranks; needs tp above 1."""
@@ -67,7 +87,7 @@ class ContextConfig:
 
     planner: Literal["fixed", "padded", "dynamic"] = "fixed"
     """fixed: packed documents at one degree; padded: one document a row; dynamic: a degree for each document."""
-    context_parallel_size: int = 2
+    context_parallel_size: PositiveInt = 2
     """Slots that share a document in training (fixed and padded)."""
     cp_comm_type: str | tuple[str, ...] = "p2p"
     """How they share it: p2p, all_gather, a2a, a2a+p2p or auto (docs/attention.md); one, or one for each layer."""
@@ -77,29 +97,29 @@ class ContextConfig:
     """Attention kernel, in training and evaluation (longspan doctor --kernels); empty: the first that can."""
     hierarchical_context_parallel_sizes: int | tuple[int, ...] = (2, 2)
     """Sizes (a2a, p2p) of a2a+p2p; read with that type only."""
-    min_dynamic_context_parallel_size: int = 1
+    min_dynamic_context_parallel_size: PositiveInt = 1
     """Smallest degree that the dynamic planner may choose."""
-    max_dynamic_context_parallel_size: int = 0
+    max_dynamic_context_parallel_size: NonNegativeInt = 0
     """Largest degree that the dynamic planner may choose; 0: no limit."""
-    max_tokens_per_slot: int | str = 1024
+    max_tokens_per_slot: Annotated[int | str, AtLeast(0)] = 1024
     """Rows of one micro-batch on one slot, at most; 0: no limit; auto: as many as its memory holds, measured first."""
-    node_size: int = 8
+    node_size: PositiveInt = 8
     """Slots of one host: what the plan's cost model takes as near."""
     cost: str = ""
     """File of longspan bench calibrate: what steps cost here; empty: on GPUs the model on H200s (docs/planning.md)."""
     mode: Literal["lockstep", "free"] = "lockstep"
     """In training, who waits: lockstep: all slots for the slowest of a micro-batch; free: those that share a group."""
-    plan_ahead: int = 2
+    plan_ahead: NonNegativeInt = 2
     """Coming steps whose dynamic plans another process makes meanwhile; 0: each when its step begins."""
     eval_planner: Literal["fixed", "padded", "dynamic"] = "fixed"
     """Planner of evaluation."""
-    eval_context_parallel_size: int = 4
+    eval_context_parallel_size: PositiveInt = 4
     """Slots that share a document in evaluation; this key alone changes the degree."""
     eval_cp_comm_type: str | tuple[str, ...] = "p2p"
     """As cp_comm_type, in evaluation."""
     eval_partition: Literal["zigzag", "contiguous"] = "zigzag"
     """As partition, in evaluation."""
-    eval_max_tokens_per_slot: int = 2048
+    eval_max_tokens_per_slot: NonNegativeInt = 2048
     """As max_tokens_per_slot, in evaluation."""
     eval_hierarchical_context_parallel_sizes: int | tuple[int, ...] = (2, 2)
     """As hierarchical_context_parallel_sizes, in evaluation."""
@@ -109,46 +129,46 @@ class ContextConfig:
 class TrainConfig:
     """Steps, optimizer, and when to evaluate and save."""
 
-    steps: int = 300
+    steps: PositiveInt = 300
     """Optimizer steps of the whole run."""
-    tokens_per_step: int = 4096
+    tokens_per_step: Annotated[int, AtLeast(2)] = 4096
     """Whole documents are taken up to this many tokens, at least one document a step."""
-    lr: float = 6e-3
+    lr: PositiveFloat = 6e-3
     """Peak learning rate, reached after the warm-up; a cosine leads down from it."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: NonNegativeFloat = 0.1
     """Learning rate of the last step, as a share of lr."""
-    warmup_steps: int = 100
+    warmup_steps: NonNegativeInt = 100
     """Steps of linear warm-up."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """adamw or sgd."""
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay of matrices."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are scaled down to this norm; 0: never."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute layers in the backward pass: none, full, or selective (all but attention); true is full."""
-    recompute_layers: int = 0
+    recompute_layers: NonNegativeInt = 0
     """Recompute this many of a stage's layers, the first ones, and keep the others' activations; 0: each."""
     memory_fraction: float = 0.8
     """Of a GPU's free memory, what max_tokens_per_slot = "auto" may fill."""
-    memory_bytes: int = 0
+    memory_bytes: NonNegativeInt = 0
     """The same in bytes, on any device; 0: memory_fraction of a GPU, 1 GiB on a CPU."""
     offload_activations: bool = False
     """Keep what checkpointed layers start from in the host's memory meanwhile."""
-    loss_chunk_rows: int = 0
+    loss_chunk_rows: NonNegativeInt = 0
     """Rows whose logits are formed at a time; 0: as many as 2 GiB hold on a GPU, 64 MiB on a CPU."""
     fused_norms: Literal["auto", "on", "off"] = "auto"
     """Run each RMS norm as one torch kernel forward and one backward, rounded once: auto (on GPUs, where a norm allows
     it), on, or off."""
-    router_balance_loss: float = -1.0
+    router_balance_loss: Annotated[float, AtLeast(-1)] = -1.0
     """Weight of the load-balancing loss of experts' routers; -1: what the model's configuration says, 0: none."""
-    router_z_loss: float = 0.0
+    router_z_loss: NonNegativeFloat = 0.0
     """Weight of the z-loss of experts' routers: the mean square of the logsumexp of their logits."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Of weights, document order and held-out documents."""
-    eval_every: int = 100
+    eval_every: NonNegativeInt = 100
     """Steps between evaluations; 0: only after the last step."""
-    save_every: int = 0
+    save_every: NonNegativeInt = 0
     """Steps between checkpoints; 0: only after the last step and when the run is told to stop."""
 
 
@@ -160,9 +180,9 @@ class RunSection:
     """Folder of the run: config, corpus, metrics, plans, checkpoints, report."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: go on from the newest good checkpoint; never: refuse a folder that holds one; must: refuse one without."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: NonNegativeInt = 2
     """Newest good checkpoints that are kept; 0: all."""
-    timeout_seconds: float = 600.0
+    timeout_seconds: PositiveFloat = 600.0
     """How long a rank waits for the others before it says which one is missing."""
 
 
@@ -180,3 +200,13 @@ class RunConfig:
     context: ContextConfig = field(default_factory=ContextConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     run: RunSection = field(default_factory=RunSection)
+
+
+def bounds_of_keys() -> dict[str, AtLeast | Above]:
+    """The bound of every "section.key" that has one."""
+    return {
+        f"{section}.{key}": bound
+        for section, kind in get_type_hints(RunConfig).items()
+        for key, hint in get_type_hints(kind, include_extras=True).items()
+        for bound in getattr(hint, "__metadata__", ())
+    }

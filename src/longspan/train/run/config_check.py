@@ -13,44 +13,10 @@ from longspan.layout import Layout
 from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
 from longspan.train.config.file import nearest
-from longspan.train.config.sections import AUTO, RunConfig
+from longspan.train.config.sections import AUTO, Above, AtLeast, RunConfig, bounds_of_keys
 from longspan.train.plans import PlanChoice, home_of, row_multiple_of
 
-_LEAST = {
-    "data.vocab_size": 257,  # 256 bytes and the end of text
-    "data.max_document_tokens": 0,
-    "data.eval_documents": 0,
-    "parallel.tp": 1,
-    "parallel.pp": 1,
-    "parallel.vpp": 1,
-    "parallel.ep": 1,
-    "parallel.dp_replicate": 1,
-    "context.context_parallel_size": 1,
-    "context.min_dynamic_context_parallel_size": 1,
-    "context.max_dynamic_context_parallel_size": 0,
-    "context.max_tokens_per_slot": 0,
-    "context.node_size": 1,
-    "context.plan_ahead": 0,
-    "context.eval_context_parallel_size": 1,
-    "context.eval_max_tokens_per_slot": 0,
-    "train.steps": 1,
-    "train.tokens_per_step": 2,
-    "train.min_lr_ratio": 0,
-    "train.warmup_steps": 0,
-    "train.weight_decay": 0,
-    "train.max_grad_norm": 0,
-    "train.loss_chunk_rows": 0,
-    "train.memory_bytes": 0,
-    "train.router_balance_loss": -1,
-    "train.router_z_loss": 0,
-    "train.seed": 0,
-    "train.eval_every": 0,
-    "train.save_every": 0,
-    "train.recompute_layers": 0,
-    "run.keep_checkpoints": 0,
-}
 _EXPERT_PRESETS = "qwen3-moe-tiny or gpt-oss-tiny (8 experts)"
-_POSITIVE = ("train.lr", "run.timeout_seconds")
 
 
 def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Layout:
@@ -85,12 +51,11 @@ def _check_numbers(config: RunConfig) -> None:
         values["context.max_tokens_per_slot"] = 0
     if not 0 < values["train.memory_fraction"] <= 1:
         raise ConfigError(f"train.memory_fraction is {values['train.memory_fraction']}; it must be above 0, at most 1")
-    for key, least in _LEAST.items():
-        if not least <= values[key] < math.inf:
-            raise ConfigError(f"{key} is {values[key]}; it must be at least {least}")
-    for key in _POSITIVE:
-        if not 0 < values[key] < math.inf:
-            raise ConfigError(f"{key} is {values[key]}; it must be above 0")
+    for key, bound in bounds_of_keys().items():
+        if isinstance(bound, AtLeast) and not bound.value <= values[key] < math.inf:
+            raise ConfigError(f"{key} is {values[key]}; it must be at least {bound.value}")
+        if isinstance(bound, Above) and not bound.value < values[key] < math.inf:
+            raise ConfigError(f"{key} is {values[key]}; it must be above {bound.value}")
     if config.train.min_lr_ratio > 1:
         raise ConfigError(f"train.min_lr_ratio is {config.train.min_lr_ratio}; it must be between 0 and 1")
     if -1 < config.train.router_balance_loss < 0:
