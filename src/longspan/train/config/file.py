@@ -1,6 +1,7 @@
 """Configuration files: TOML to a RunConfig and back. Unknown names are refused with the nearest known one."""
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
@@ -51,9 +52,10 @@ def to_toml(config: RunConfig) -> str:
     """The configuration as TOML; `load_config` of it gives an equal one back."""
     sections = []
     for name, values in asdict(config).items():
-        lines = (f"{key} = {_toml_value(value)}" for key, value in values.items())
+        # JSON of strings, numbers, true and false, and lists of them is TOML too, but for DEL, which JSON leaves bare.
+        lines = (f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items())
         sections.append("\n".join([f"[{name}]", *lines]) + "\n")
-    return "\n".join(sections)
+    return "\n".join(sections).replace("\x7f", "\\u007f")
 
 
 def _from_file(path: Path) -> RunConfig:
@@ -147,19 +149,3 @@ def _wanted(kind: Any) -> str:
     if get_origin(kind) is tuple:
         return {int: "a list of integers", str: "a list of strings"}[get_args(kind)[0]]
     return words[kind]
-
-
-def _toml_value(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return '"' + "".join(_toml_escape(c) for c in value) + '"'
-    if isinstance(value, tuple):
-        return "[" + ", ".join(map(_toml_value, value)) + "]"
-    return repr(value)
-
-
-def _toml_escape(character: str) -> str:
-    if character in '"\\':
-        return "\\" + character
-    return f"\\u{ord(character):04x}" if ord(character) < 32 or ord(character) == 127 else character
