@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from longspan.comm import SequenceShard
 from longspan.errors import DataError
 from longspan.plan import Group, MicroBatch
-from longspan.train.loss import NO_TARGET, read_inputs_and_labels, summed_cross_entropy
+from longspan.train.local_batch import read_inputs_and_labels
+from longspan.train.loss import NO_TARGET, summed_cross_entropy
 
 CPU = torch.device("cpu")
 

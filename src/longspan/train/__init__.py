@@ -9,7 +9,7 @@ from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from longspan.train.gradients import grad_norm as grad_norm
-    from longspan.train.loss import read_inputs_and_labels as read_inputs_and_labels
+    from longspan.train.local_batch import read_inputs_and_labels as read_inputs_and_labels
     from longspan.train.loss import summed_cross_entropy as summed_cross_entropy
     from longspan.train.optim import build_optimizer as build_optimizer
     from longspan.train.optim import lr_at as lr_at

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from longspan.comm import World
 from longspan.errors import NonFiniteError
 from longspan.layout.layout import short
+from longspan.model.pipeline.pipeline import PipelineModel
 
 
 def grad_norm(parameters: Iterable[Tensor], world: World) -> float:
@@ -43,6 +44,12 @@ def square_sum(parameters: Iterable[Tensor], world: World) -> float:
         for dtype, alike in _by_dtype(gradient for gradient in gradients if counted(gradient)).items()
     ]
     return torch.stack(parts).sum().item() if parts else 0.0
+
+
+def counted_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that this rank's stages count in the gradient norm: a tied embedding is counted on the first."""
+    skipped = model.tied_embedding.counted_elsewhere if isinstance(model, PipelineModel) else None
+    return [parameter for parameter in model.parameters() if parameter is not skipped]
 
 
 @torch.no_grad()

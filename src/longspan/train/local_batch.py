@@ -1,17 +1,24 @@
-"""What a step works on: this rank's rows of every micro-batch, read by all ranks before any of them computes."""
+"""What a step works on: this rank's rows of every micro-batch, read by all ranks before any of them computes.
 
-from collections.abc import Iterator
+The label of position p of a document is its token p + 1; a document's last position and padding have none. So labels
+are made inside documents, before the sequence is split.
+"""
+
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import nn
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
 
 from longspan.comm import SequenceShard, World, bind
 from longspan.errors import DataError
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import vocabulary_size
 from longspan.plan import MicroBatch, Plan
-from longspan.train.loss import NO_TARGET, Rows, read_inputs_and_labels
+from longspan.train.loss import NO_TARGET
+
+Rows = npt.NDArray[np.int64]
 
 
 class LocalBatch(NamedTuple):
@@ -24,7 +31,7 @@ class LocalBatch(NamedTuple):
 
 def padding_batch(plan: Plan, world: World) -> LocalBatch:
     """A micro-batch without documents, for all slots to enter together."""
-    return _unread_batch(_with_padding(MicroBatch(), plan, world))
+    return _padding_rows(_with_padding(MicroBatch(), plan, world))
 
 
 def read_local_batches(model: nn.Module, plan: Plan, documents: Any, world: World) -> list[LocalBatch]:
@@ -33,33 +40,26 @@ def read_local_batches(model: nn.Module, plan: Plan, documents: Any, world: Worl
     Each slot reads the rows that it computes; its ranks of stages in the middle read none.
     """
     reads = not isinstance(model, PipelineModel) or model.reads_tokens
-    work, failure, vocabulary = list[LocalBatch](), None, vocabulary_size(model)
+    batches, failure, vocabulary = list[LocalBatch](), None, vocabulary_size(model)
     try:
-        for shard in _shards(plan, world):
-            work.append(
-                LocalBatch(shard, *read_inputs_and_labels(documents, shard, vocabulary))
-                if reads
-                else _unread_batch(shard)
-            )
+        for micro_batch in plan.micro_batches:
+            if plan.mode == "free" and not micro_batch.groups_of(world.slot):
+                continue  # in lockstep a slot runs all of them, empty ones too
+            shard = _with_padding(micro_batch, plan, world)
+            rows = read_inputs_and_labels(documents, shard, vocabulary) if reads else None
+            batches.append(LocalBatch(shard, *rows) if rows else _padding_rows(shard))
     except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
         failure = error
     _agree(plan, world, failure)
-    return work
-
-
-def _shards(plan: Plan, world: World) -> Iterator[SequenceShard]:
-    """Of every micro-batch that this rank's slot runs: in lockstep all of them, dummies too."""
-    for micro_batch in plan.micro_batches:
-        if plan.mode == "lockstep" or micro_batch.groups_of(world.slot):
-            yield _with_padding(micro_batch, plan, world)
+    return batches
 
 
 def _with_padding(micro_batch: MicroBatch, plan: Plan, world: World) -> SequenceShard:
     return bind(micro_batch, world).with_padding(minimum=1, multiple=plan.row_multiple)
 
 
-def _unread_batch(shard: SequenceShard) -> LocalBatch:
-    """The work of a rank that reads nothing: padding, or rows that come from another stage."""
+def _padding_rows(shard: SequenceShard) -> LocalBatch:
+    """The batch of a rank that reads nothing: padding, or rows that come from another stage."""
     rows = shard.local_rows
     return LocalBatch(shard, np.zeros(rows, dtype=np.int64), np.full(rows, NO_TARGET, dtype=np.int64))
 
@@ -67,6 +67,50 @@ def _unread_batch(shard: SequenceShard) -> LocalBatch:
 def _agree(plan: Plan, world: World, failure: Exception | None) -> None:
     """The first collective of a step: it compares the plans too, of which a rank has none if it cannot read them."""
     if world.control.agree(plan.digest(), flag=failure is not None):
-        told = world.control.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
-        rank, message = next((rank, m) for rank, m in zip(world.home.ranks, told, strict=True) if m is not None)
+        failures = world.control.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+        rank, message = next((rank, m) for rank, m in zip(world.home.ranks, failures, strict=True) if m is not None)
         raise DataError(f"rank {rank} could not read its rows: {message}") from failure
+
+
+def read_inputs_and_labels(documents: Any, shard: SequenceShard, vocabulary: int | None = None) -> tuple[Rows, Rows]:
+    """Token ids (T,) and labels (T,) of a shard's local rows; padding rows hold id 0 and label −100.
+
+    `documents[d]` is asked for the positions that this rank holds, and for the next one where a label needs it.
+    Raises DataError, naming document and position, for what is not a token id of the vocabulary.
+    """
+    ids = np.zeros(shard.local_rows, dtype=np.int64)
+    labels = np.full(shard.local_rows, NO_TARGET, dtype=np.int64)
+    for part in shard.parts:
+        if part.index < 0:
+            continue
+        for document, start, stop, offset in part.segments():
+            length = part.group.lengths[document]
+            stop = min(stop, length)  # a document laid out longer than it is ends in padding
+            if stop <= start:
+                continue
+            tokens = _read_tokens(documents, part.group.documents[document], start, min(stop + 1, length), vocabulary)
+            first = part.start + offset
+            ids[first : first + stop - start] = tokens[: stop - start]
+            labels[first : first + len(tokens) - 1] = tokens[1:]
+    return ids, labels
+
+
+def _read_tokens(documents: Any, document: int, start: int, stop: int, vocabulary: int | None = None) -> Rows:
+    """Positions start to stop of one document, as int64. Raises DataError for what cannot be token ids."""
+    positions = np.arange(start, stop)
+    ids = documents[document]
+    ids = np.asarray(ids) if isinstance(ids, list | tuple) else ids
+    tokens = np.asarray(ids[torch.from_numpy(positions) if isinstance(ids, Tensor) else positions])
+    if tokens.shape != positions.shape or tokens.dtype.kind not in "iu":
+        raise DataError(
+            f"document {document} gave {tokens.dtype} of shape {tokens.shape} for {len(positions)} positions; "
+            "a document, indexed by an array of positions, gives as many integer token ids"
+        )
+    outside = (tokens < 0) | (tokens >= (np.iinfo(np.int64).max if vocabulary is None else vocabulary))
+    if outside.any():
+        at = int(outside.argmax())
+        raise DataError(
+            f"document {document} holds token id {tokens[at]} at position {start + at}, the model's vocabulary is "
+            f"0 to {'…' if vocabulary is None else vocabulary - 1}; use the tokenizer that belongs to the model"
+        )
+    return tokens.astype(np.int64)

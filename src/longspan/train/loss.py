@@ -1,23 +1,23 @@
-"""The loss of local rows as a sum over targets: labels made inside documents, before the sequence is split.
+"""The loss of local rows as a sum over targets: of logits, or of hidden states a few rows at a time.
 
-The label of position p of a document is its token p + 1; a document's last position and padding have none. Dividing by
-the plan's number of targets, and summing over slots, is the step's business (`step.py`).
+In chunks the logits of all rows never exist at once: gradients are made in forward, chunk by chunk, so that no logits
+are computed twice. What turns hidden states into logits is a head (`longspan.model.seams.row_loss`). Dividing by the
+plan's number of targets, and summing over slots, is the step's business (`step.py`).
 """
 
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from longspan.comm import SequenceShard
-from longspan.errors import DataError
-
-Rows = npt.NDArray[np.int64]
+from longspan.model.seams.row_loss import OutputHead
 
 NO_TARGET = -100
+CHUNK_BYTES = {"cuda": 2 << 30}  # of logits and what is computed from them, at a time
+CHUNK_BYTES_ELSEWHERE = 64 << 20
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -26,49 +26,97 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     The softmax is in float32 (float64 for float64 logits); rows labelled −100 add nothing and get a zero gradient.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    each = F.cross_entropy(wide, labels, ignore_index=NO_TARGET, reduction="none")  # (T,)
-    return each.sum(dtype=torch.float64)
+    losses = F.cross_entropy(wide, labels, ignore_index=NO_TARGET, reduction="none")  # (T,)
+    return losses.sum(dtype=torch.float64)
 
 
-def read_inputs_and_labels(documents: Any, shard: SequenceShard, vocabulary: int | None = None) -> tuple[Rows, Rows]:
-    """Token ids (T,) and labels (T,) of a shard's local rows; padding rows hold id 0 and label −100.
+def cross_entropy_rows(logits: Tensor, labels: Tensor, differentiate: bool) -> tuple[Tensor, Tensor | None]:
+    """The sum of the cross entropy (a float64 scalar) over rows with a label, and its gradient by the logits (t, V).
 
-    `documents[d]` is asked for the positions that this rank holds, and for the next one where a label needs it.
-    Raises DataError, naming document and position, for what is not a token id of the vocabulary.
+    The softmax is in float32 (float64 for float64 logits); rows labelled −100 add nothing and get a zero gradient. One
+    copy of the logits is made, in the softmax's type.
     """
-    ids = np.zeros(shard.local_rows, dtype=np.int64)
-    labels = np.full(shard.local_rows, NO_TARGET, dtype=np.int64)
-    for part in shard.parts:
-        if part.index < 0:
-            continue
-        for document, start, stop, offset in part.segments():
-            length = part.group.lengths[document]
-            stop = min(stop, length)  # a document laid out longer than it is ends in padding
-            if stop <= start:
-                continue
-            tokens = read_tokens(documents, part.group.documents[document], start, min(stop + 1, length), vocabulary)
-            first = part.start + offset
-            ids[first : first + stop - start] = tokens[: stop - start]
-            labels[first : first + len(tokens) - 1] = tokens[1:]
-    return ids, labels
+    wide = logits.detach().to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
+    real = labels != NO_TARGET
+    at = labels.masked_fill(~real, 0).unsqueeze(1)  # (t, 1)
+    wide -= wide.amax(-1, keepdim=True)
+    target_logits = wide.gather(1, at).squeeze(1)  # (t,)
+    total = wide.exp_().sum(-1)  # (t,)
+    loss = (total.log() - target_logits).masked_fill(~real, 0).sum(dtype=torch.float64)
+    if not differentiate:
+        return loss, None
+    wide *= (real / total).unsqueeze(1)
+    wide.scatter_add_(1, at, -real.to(wide.dtype).unsqueeze(1))
+    return loss, wide.to(logits.dtype)
 
 
-def read_tokens(documents: Any, document: int, start: int, stop: int, vocabulary: int | None = None) -> Rows:
-    """Positions start to stop of one document, as int64. Raises DataError for what cannot be token ids."""
-    positions = np.arange(start, stop)
-    found = documents[document]
-    found = np.asarray(found) if isinstance(found, list | tuple) else found
-    tokens = np.asarray(found[torch.from_numpy(positions) if isinstance(found, Tensor) else positions])
-    if tokens.shape != positions.shape or tokens.dtype.kind not in "iu":
-        raise DataError(
-            f"document {document} gave {tokens.dtype} of shape {tokens.shape} for {len(positions)} positions; "
-            "a document, indexed by an array of positions, gives as many integer token ids"
-        )
-    outside = (tokens < 0) | (tokens >= (np.iinfo(np.int64).max if vocabulary is None else vocabulary))
-    if outside.any():
-        at = int(outside.argmax())
-        raise DataError(
-            f"document {document} holds token id {tokens[at]} at position {start + at}, the model's vocabulary is "
-            f"0 to {'…' if vocabulary is None else vocabulary - 1}; use the tokenizer that belongs to the model"
-        )
-    return tokens.astype(np.int64)
+def chunked_cross_entropy(hidden: Tensor, labels: Tensor, head: OutputHead, rows: int = 0) -> Tensor:
+    """The sum of the cross entropy of hidden states (T, D) under a head, `rows` rows at a time: a float64 scalar.
+
+    >>> loss = model(**inputs, row_loss=lambda hidden, head: chunked_cross_entropy(hidden, labels, head))
+
+    Forward makes the gradients of hidden states and head as well, so that no logits are made twice; backward scales
+    them. Gradients of the head are summed over chunks in float32 (float64 for float64). `rows` 0 takes what keeps a
+    chunk within 2 GiB on a GPU, 64 MiB elsewhere.
+    """
+    rows = rows or rows_of_chunk(head.vocabulary, hidden.dtype, hidden.device.type)
+    parameters = head.parameters
+    if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
+        return _ChunkedLoss.apply(hidden, labels, head, rows, *parameters)  # pyright: ignore[reportReturnType]
+    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    for part in _chunks(len(hidden), rows):
+        total += cross_entropy_rows(head(hidden[part]), labels[part], False)[0]
+    return total
+
+
+def rows_of_chunk(vocabulary: int, dtype: torch.dtype, device: str) -> int:
+    """How many rows' logits are formed at a time: logits, their softmax and their gradient fit the chunk's bytes."""
+    row_bytes = vocabulary * (2 * dtype.itemsize + max(4, dtype.itemsize))
+    return max(1, CHUNK_BYTES.get(device, CHUNK_BYTES_ELSEWHERE) // row_bytes)
+
+
+def _chunks(total: int, rows: int) -> Iterator[slice]:
+    """Runs of at most `rows` rows, as even as can be."""
+    count = max(1, -(-total // rows))
+    for i in range(count):
+        yield slice(total * i // count, total * (i + 1) // count)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, labels: Tensor, head: OutputHead, rows: int, *parameters: Tensor) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        gradient = torch.empty_like(hidden) if hidden.requires_grad else None
+        sums: list[Tensor] = []
+        for part in _chunks(len(hidden), rows):
+            with torch.enable_grad():
+                rows_in = hidden[part].detach().requires_grad_(gradient is not None)
+                logits = head(rows_in)
+            loss, by_logits = cross_entropy_rows(logits, labels[part], True)
+            total += loss
+            leaves = (*([rows_in] if gradient is not None else []), *parameters)
+            gradients = list(torch.autograd.grad(logits, leaves, by_logits))
+            del logits, by_logits
+            if gradient is not None:
+                gradient[part] = gradients.pop(0)
+            sums = _added(sums, gradients, last=part.stop == len(hidden))
+        ctx.save_for_backward(*([gradient] if gradient is not None else []), *sums)
+        ctx.through, ctx.dtypes = gradient is not None, [p.dtype for p in parameters]
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        saved = list(ctx.saved_tensors)
+        by_hidden = saved.pop(0) * gradients[0] if ctx.through else None
+        by_parameters = [(x * gradients[0]).to(dtype) for x, dtype in zip(saved, ctx.dtypes, strict=True)]
+        return by_hidden, None, None, None, *by_parameters
+
+
+def _added(sums: list[Tensor], gradients: list[Tensor], *, last: bool) -> list[Tensor]:
+    """Sums of gradients over chunks; a single chunk's stay as they are, others are summed in float32 at least."""
+    if not sums:
+        return gradients if last else [x.to(torch.promote_types(x.dtype, torch.float32)) for x in gradients]
+    for total, more in zip(sums, gradients, strict=True):
+        total += more
+    return sums

@@ -1,11 +1,12 @@
-"""The forward and backward passes of a step over this rank's micro-batches, where the whole model is on every rank.
+"""The forward and backward passes of a step over this rank's micro-batches, through a whole model or pipeline stages.
 
-In free mode a slot runs the micro-batches that it is in, at its own pace; over sharded parameters these are gathered
-before, and a closing micro-batch sums gradients. Models in stages are `passes_in_stages.py`'s.
+In lockstep every slot runs every micro-batch. In free mode a slot runs those that it is in, at its own pace: sharded
+parameters are gathered before, and a closing micro-batch of padding sums gradients. In a pipeline every stage of a slot
+binds the same micro-batches; the first stage reads token ids, and the last one alone knows the loss.
 """
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +15,20 @@ from torch import Tensor, nn
 
 from longspan.comm import World, to_device
 from longspan.model.experts.router import RouterStatistics
-from longspan.model.placement.sharding import fsdp_modules, parameters_gathered, replicas_summed_at_last
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.pipeline.stages import StageInput
+from longspan.model.placement.sharding import (
+    fsdp_modules,
+    gradients_summed_over_slots,
+    parameters_gathered,
+    replicas_summed_at_last,
+    reshard,
+)
 from longspan.model.prepared import is_prepared
 from longspan.model.seams.first_pass import awaits_first_pass
 from longspan.plan import Plan
-from longspan.train.chunked_loss import chunked_cross_entropy
 from longspan.train.local_batch import LocalBatch, padding_batch
-from longspan.train.loss import summed_cross_entropy
+from longspan.train.loss import chunked_cross_entropy, summed_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,10 @@ class Passes:
         """A sum over rows as its part of the step's loss: divided by the plan's targets."""
         return loss_sum / max(self.plan.targets, 1)
 
+    def row_loss(self, labels: Tensor) -> Callable[[Tensor, Any], Tensor]:
+        """The loss that a prepared model makes of its last hidden states (T, D) and its head."""
+        return lambda hidden, head: chunked_cross_entropy(hidden, labels, head, self.chunk_rows)
+
     def router(self, *, counting: bool = False) -> dict[str, Any]:
         """The keyword argument by which a model's routers tell what they see in one more micro-batch, if it has any."""
         return {} if self.routing is None else {"router": self.routing.new_sums(counting=counting)}
@@ -51,68 +63,124 @@ class Passes:
         """Whether a backward pass needs the loads of all micro-batches' experts before it."""
         return self.routing is not None and self.backward and bool(self.routing.coefficients.balance)
 
-    def settle(self) -> None:
+    def fix_loads(self) -> None:
         """Fix the loads of experts before the first backward pass; entered by all slots."""
         if self.routing is not None and self.backward:
             self.routing.fix_loads()
 
 
-def run_here(passes: Passes, work: Sequence[LocalBatch]) -> float:
+def run_passes(passes: Passes, batches: Sequence[LocalBatch]) -> float:
     """This rank's sum of the loss; with backward, gradients of the sum over slots, divided by the plan's targets."""
+    model, world, backward = passes.model, passes.world, passes.backward
+    run = _run_pipeline if isinstance(model, PipelineModel) else _run_model
+    named = world.watch.naming("forward and backward passes", world.home.ranks)
+    with named, _mode(model, training=backward), torch.set_grad_enabled(backward):
+        if backward:
+            with gradients_summed_over_slots(model, world):
+                return run(passes, batches).item()
+        try:
+            return run(passes, batches).item()
+        finally:
+            reshard(model)  # parameters that stay gathered would be stale after the next update
+
+
+def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
+    """The passes of a model that is whole on every rank; returns the sum of the loss of this rank's rows."""
+    model, free = passes.model, passes.plan.mode == "free"
     total = torch.zeros((), dtype=torch.float64, device=passes.world.device)
-    free = passes.plan.mode == "free"
-    if free and awaits_first_pass(passes.model):
-        _enter_together(passes)
-    with parameters_gathered(passes.model) if free else nullcontext():
+    if free and awaits_first_pass(model):
+        # All slots enter it, also those without micro-batches, and learn what a first pass shows.
+        _forward_alone(passes, [padding_batch(passes.plan, passes.world)])
+    with parameters_gathered(model) if free else nullcontext():
         if passes.counts_loads:
-            _count_loads(passes, work[0 if free else 1 :])
+            _forward_alone(passes, batches[0 if free else 1 :], counting=True)
         if free:
-            passes.settle()
-        with replicas_summed_at_last(passes.model) as sum_replicas:
-            for i, each in enumerate(work):
-                loss = _loss(passes, each)
+            passes.fix_loads()
+        with replicas_summed_at_last(model) as sum_replicas:
+            for i, batch in enumerate(batches):
+                loss = _loss(passes, batch)
                 if i == 0 and not free:
-                    passes.settle()
-                if i == len(work) - 1:
+                    passes.fix_loads()
+                if i == len(batches) - 1:
                     sum_replicas()
                 if passes.backward:
                     passes.mean(loss).backward()
                 total += loss.detach()
-    if passes.backward and free and (fsdp_modules(passes.model) or not work):
+    if passes.backward and free and (fsdp_modules(model) or not batches):
         # Over sharded parameters this pass sums the gradients of all slots, which all enter it.
         _loss(passes, padding_batch(passes.plan, passes.world)).backward()
-    return total.item()
+    return total
 
 
-@torch.no_grad()
-def _enter_together(passes: Passes) -> None:
-    """A forward pass of padding alone on all slots, with or without work: what the first pass shows, all learn."""
-    padding = padding_batch(passes.plan, passes.world)
-    passes.model(**_inputs(padding), row_loss=lambda hidden, head: hidden.new_zeros(()))
-
-
-@torch.no_grad()
-def _count_loads(passes: Passes, work: Sequence[LocalBatch]) -> None:
-    """A forward pass of micro-batches whose routing must be known before the first backward pass."""
-    for each in work:
-        router = passes.router(counting=True)
-        passes.model(**_inputs(each), **router, row_loss=lambda hidden, head: hidden.new_zeros(()))
-
-
-def _loss(passes: Passes, work: LocalBatch) -> Tensor:
+def _loss(passes: Passes, batch: LocalBatch) -> Tensor:
     """The sum of the cross entropy of the local rows; a model of the caller's own returns logits (1, T, V)."""
-    labels = to_device(work.labels, work.shard.device)
-    inputs, chunk = _inputs(work) | passes.router(), passes.chunk_rows
+    labels = to_device(batch.labels, batch.shard.device)
+    inputs = _inputs(batch) | passes.router()
     if is_prepared(passes.model):
-        return passes.model(**inputs, row_loss=lambda hidden, head: chunked_cross_entropy(hidden, labels, head, chunk))
+        return passes.model(**inputs, row_loss=passes.row_loss(labels))
     out = passes.model(**inputs)
     return summed_cross_entropy((out if isinstance(out, Tensor) else out.logits).squeeze(0), labels)
 
 
-def _inputs(work: LocalBatch) -> dict[str, Any]:
-    shard = work.shard
-    return {
-        "input_ids": to_device(work.ids, shard.device)[None],
-        "position_ids": shard.position_ids[None],
-        "shard": shard,
-    }
+@torch.no_grad()
+def _forward_alone(passes: Passes, batches: Sequence[LocalBatch], *, counting: bool = False) -> None:
+    """Forward passes without a loss; with `counting` for the loads of experts, which backward passes need before."""
+    for batch in batches:
+        router = passes.router(counting=True) if counting else {}
+        passes.model(**_inputs(batch), **router, row_loss=lambda hidden, _: hidden.new_zeros(()))
+
+
+def _inputs(batch: LocalBatch) -> dict[str, Any]:
+    shard = batch.shard
+    ids = to_device(batch.ids, shard.device)[None]  # (1, T)
+    return {"input_ids": ids, "position_ids": shard.position_ids[None], "shard": shard}
+
+
+def _run_pipeline(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
+    """The passes of a model in stages; returns the sum of the loss on ranks of the last stage, 0 elsewhere.
+
+    Micro-batches of padding are added where the schedule needs more of them. Schedules are torch's.
+    """
+    model, total = passes.model, torch.zeros((), dtype=torch.float64, device=passes.world.device)
+    assert isinstance(model, PipelineModel)
+    if passes.counts_loads:
+        with torch.no_grad():
+            model.run([_stage_input(passes, batch, None) for batch in batches], backward=False)
+    passes.fix_loads()
+    count = model.pipeline_settings.enough_micro_batches(len(batches)) if passes.backward else len(batches)
+    padding = [padding_batch(passes.plan, passes.world) for _ in range(count - len(batches))]
+    model.run([_stage_input(passes, batch, total) for batch in (*batches, *padding)], backward=passes.backward)
+    return total
+
+
+def _stage_input(passes: Passes, batch: LocalBatch, total: Tensor | None) -> StageInput:
+    """One micro-batch through the stages: the last one adds its loss to `total`, and returns its part of the step's.
+
+    Without `total` the loads of routers are counted, and there is no loss.
+    """
+    ids, labels = to_device(batch.ids, passes.world.device)[None], to_device(batch.labels, passes.world.device)
+
+    def make_output(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
+        if total is None:
+            return part(**arguments, row_loss=lambda hidden, _: hidden.new_zeros((), dtype=torch.float64))
+        loss = part(**arguments, row_loss=passes.row_loss(labels))
+        total.add_(loss.detach())
+        return passes.mean(loss)
+
+    return StageInput(batch.shard, ids, make_output, passes.router(counting=total is None))
+
+
+@contextmanager
+def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Training or evaluation mode inside; every module's own mode is restored.
+
+    A model that is in training mode is left as it is for training: modules that were put in evaluation mode stay there.
+    """
+    before = [(module, module.training) for module in model.modules()]
+    if not (training and model.training):
+        model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode

@@ -4,18 +4,16 @@
     result = run_step(model, wide_plan, documents, world, backward=False)       # evaluation, at any other degree
 
 Nothing is installed or rebound between the two: they are two plans. What is refused is in `step_check.py`, how rows are
-read in `local_batch.py`, how they go through the model in `passes.py` and `passes_in_stages.py`. Not covered: the
-learning rate, which is the caller's.
+read in `local_batch.py`, how they go through the model in `passes.py`, norm and clipping in `gradients.py`. The
+learning rate is the caller's.
 """
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,13 +22,11 @@ from longspan.errors import PlanError
 from longspan.model.experts.moe import router_statistics
 from longspan.model.experts.router import RouterCoefficients, RouterLosses
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.placement.sharding import gradients_summed_over_slots, reshard
 from longspan.plan import Plan
-from longspan.train.gradients import check_finite, clip_gradients, square_sum
+from longspan.train.gradients import check_finite, clip_gradients, counted_parameters, square_sum
 from longspan.train.local_batch import LocalBatch, read_local_batches
 from longspan.train.loss import NO_TARGET
-from longspan.train.passes import Passes, run_here
-from longspan.train.passes_in_stages import counted_parameters, makes_loss, run_through_stages
+from longspan.train.passes import Passes, run_passes
 from longspan.train.step_check import check_step, check_update
 
 
@@ -91,51 +87,23 @@ def run_step(
     if step is not None:
         world.step = step
     routing = router_statistics(model, world, plan.tokens, router)
-    work = read_local_batches(model, plan, documents, world)
+    batches = read_local_batches(model, plan, documents, world)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
     passes = Passes(model, plan, world, backward, loss_chunk_rows, routing)
-    loss_sum = _run(passes, work)
+    loss_sum = run_passes(passes, batches)
     with world.watch.naming("gradient norm and optimizer", world.home.ranks):
-        totals = _totals(passes, work, loss_sum)
+        result = _summed_over_ranks(passes, batches, loss_sum)
         if optimizer is not None:
-            _update(model, world, optimizer, max_grad_norm, totals)
-    return StepResult(
-        loss=totals.loss,
-        loss_sum=totals.loss_sum,
-        targets=plan.targets,
-        tokens=plan.tokens,
-        grad_norm=totals.norm,
-        seconds=time.perf_counter() - started,
-        rows=sum(each.shard.local_rows for each in work),
-        micro_batches=len(plan.micro_batches),
-        router=totals.router,
-    )
+            _update(model, world, optimizer, max_grad_norm, result)
+    return replace(result, seconds=time.perf_counter() - started)
 
 
-def _run(passes: Passes, work: Sequence[LocalBatch]) -> float:
-    """This rank's sum of the loss; with backward, gradients of the sum over slots, divided by the plan's targets."""
-    model, world, backward = passes.model, passes.world, passes.backward
-    run = run_through_stages if isinstance(model, PipelineModel) else run_here
-    named = world.watch.naming("forward and backward passes", world.home.ranks)
-    closing = gradients_summed_over_slots(model, world) if backward else _resharded(model)
-    with named, _mode(model, training=backward), torch.set_grad_enabled(backward), closing:
-        return run(passes, work)
-
-
-class _Totals(NamedTuple):
-    """What a step came to over all ranks, the same bits on each."""
-
-    loss_sum: float
-    loss: float
-    norm: float | None
-    router: RouterLosses | None
-
-
-def _totals(passes: Passes, work: Sequence[LocalBatch], loss_sum: float) -> _Totals:
-    """Sums over all ranks of what each has; checks that no target was left out."""
+def _summed_over_ranks(passes: Passes, batches: Sequence[LocalBatch], loss_sum: float) -> StepResult:
+    """What the step came to over all ranks, but for its seconds. Raises PlanError where targets were left out."""
     model, plan, world, routing = passes.model, passes.plan, passes.world, passes.routing
-    targets = sum((each.labels != NO_TARGET).sum() for each in work) if makes_loss(model) else 0
+    makes_loss = not isinstance(model, PipelineModel) or any(stage.last for stage in model.stages)
+    targets = sum((batch.labels != NO_TARGET).sum() for batch in batches) if makes_loss else 0
     of_slot = [loss_sum, float(targets), *(routing.sums() if routing else [])]
     once = of_slot if world.coordinates.tp == 0 else [0.0] * len(of_slot)  # its tensor-parallel ranks hold the same
     squares = square_sum(counted_parameters(model), world) if passes.backward else 0.0
@@ -144,43 +112,23 @@ def _totals(passes: Passes, work: Sequence[LocalBatch], loss_sum: float) -> _Tot
         raise PlanError(
             f"the slots counted {counted:.0f} targets, the plan has {plan.targets}; is a document left out?"
         )
-    return _Totals(
-        loss_sum=loss_sum,
+    return StepResult(
         loss=loss_sum / max(plan.targets, 1),
-        norm=math.sqrt(squares) if passes.backward else None,
+        loss_sum=loss_sum,
+        targets=plan.targets,
+        tokens=plan.tokens,
+        grad_norm=math.sqrt(squares) if passes.backward else None,
+        seconds=0.0,
+        rows=sum(batch.shard.local_rows for batch in batches),
+        micro_batches=len(plan.micro_batches),
         router=routing.losses(sums) if routing else None,
     )
 
 
-def _update(model: nn.Module, world: World, optimizer: Optimizer, max_grad_norm: float | None, totals: _Totals) -> None:
+def _update(model: nn.Module, world: World, optimizer: Optimizer, max_norm: float | None, result: StepResult) -> None:
     """A step of the optimizer along clipped gradients, where loss and gradients are finite."""
-    assert totals.norm is not None
-    check_finite(model, world, loss=totals.loss, norm=totals.norm)
-    if max_grad_norm is not None:
-        clip_gradients(model.parameters(), max_grad_norm, totals.norm)
+    assert result.grad_norm is not None
+    check_finite(model, world, loss=result.loss, norm=result.grad_norm)
+    if max_norm is not None:
+        clip_gradients(model.parameters(), max_norm, result.grad_norm)
     optimizer.step()
-
-
-@contextmanager
-def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Training or evaluation mode inside; every module's own mode is restored.
-
-    A model that is in training mode is left as it is for training: modules that were put in evaluation mode stay there.
-    """
-    before = [(module, module.training) for module in model.modules()]
-    if not (training and model.training):
-        model.train(training)
-    try:
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode
-
-
-@contextmanager
-def _resharded(model: nn.Module) -> Iterator[None]:
-    """Parameters that evaluation gathers are freed at the end, so that the next update meets none that are stale."""
-    try:
-        yield
-    finally:
-        reshard(model)

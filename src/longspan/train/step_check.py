@@ -45,12 +45,12 @@ def check_step(model: nn.Module, plan: Plan, documents: Any, world: World, *, ba
 def _check_documents(plan: Plan, documents: Any) -> None:
     for document, planned in enumerate(plan.lengths):
         try:
-            found = len(documents[document])
+            length = len(documents[document])
         except (IndexError, KeyError) as error:
             raise PlanError(f"the plan has {len(plan.lengths)} documents, document {document} was not given") from error
-        if found != planned:
+        if length != planned:
             raise PlanError(
-                f"document {document} has {counted(found, 'token')}, the plan laid out {planned}; plan from the "
+                f"document {document} has {counted(length, 'token')}, the plan laid out {planned}; plan from the "
                 "lengths of the documents that the step is given"
             )
     if plan.targets != (count := sum(plan.lengths) - len(plan.lengths)):

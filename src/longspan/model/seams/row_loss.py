@@ -3,7 +3,7 @@
 `model(input_ids=, position_ids=, shard=, row_loss=fn)` returns `fn(hidden, head)` in place of logits: `hidden` (T, D)
 are the last hidden states, and `head`, an OutputHead, makes the logits (t, V) of any of their rows. The call still goes
 through the root module, so that FSDP2's hooks run and the head's parameters are gathered inside. What is made of the
-rows is said in `train/chunked_loss.py`; the head module itself knows how the vocabulary is split over tensor-parallel
+rows is said in `train/loss.py`; the head module itself knows how the vocabulary is split over tensor-parallel
 ranks.
 """
 
