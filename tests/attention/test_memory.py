@@ -201,18 +201,22 @@ def test_a_window_sends_what_is_seen_and_no_more():
 def gone(rank):
     """Whether what arrived is gone, once it has been laid in document order, when a slice of it is attended to."""
     arrived, found = [], []
-    matrix_of, add_block, gradients = all_gather.matrix_of, all_gather.add_block, all_gather.block_gradients
+    join_columns, add_block, gradients = all_gather.join_columns, all_gather.add_block, all_gather.block_gradients
 
     def laid(tensors, order=None, dtype=None):
         if order is not None:
             arrived.append(weakref.ref(tensors[0]))
-        return matrix_of(tensors, order, dtype)
+        return join_columns(tensors, order, dtype)
 
     def noting(compute):
         return lambda *args: found.append(arrived[-1]() is None) or compute(*args)
 
     # in this process only
-    all_gather.matrix_of, all_gather.add_block, all_gather.block_gradients = laid, noting(add_block), noting(gradients)
+    all_gather.join_columns, all_gather.add_block, all_gather.block_gradients = (
+        laid,
+        noting(add_block),
+        noting(gradients),
+    )
     with World(Layout(ranks=2), backend=backend()) as world:
         shard = bind(micro_batch(((0, 1), (2 * ROWS,))), world)
         leaves = [torch.ones(ROWS, 2, SIZE, dtype=DTYPE, device=shard.device, requires_grad=True) for _ in range(3)]

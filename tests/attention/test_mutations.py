@@ -59,7 +59,7 @@ MUTATIONS = [
     # rows and heads where they belong
     ("attention.all_gather", "(started.pop().wait(),), order)", "(started.pop().wait(),), order.flip(0))"),
     ("attention.all_to_all", "None if orders is None else orders[1]", "None"),
-    ("attention.all_to_all", "arrived if orders is None else matrix_of((arrived,), orders[0])", "arrived"),
+    ("attention.all_to_all", "arrived if orders is None else join_columns((arrived,), orders[0])", "arrived"),
     ("attention.window_rows", "index_copy_(0, self.places, handle", "index_copy_(0, self.places.flip(0), handle"),
     ("attention.all_to_all", "start = self.deal.q(self._me).start + part", "start = part"),
     ("attention.all_to_all", "part * cuts // self.slices)", "part * (cuts == self.slices))"),

@@ -5,7 +5,7 @@ import torch
 
 from longspan import Layout, Plan, World, attend, bind, plan_dynamic, plan_fixed, plan_padded
 from longspan.attention import all_to_all
-from longspan.attention.sums.rows import matrix_of
+from longspan.attention.sums.rows import join_columns
 from longspan.plan import PartitionKind
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import LEVELS, LIMIT, RAGGED, Question, Way, squares_of
@@ -64,13 +64,13 @@ def test_contiguous_plans_are_exact(slots):
 def reorderings(rank: int, partition: PartitionKind) -> int:
     """How often one call of a2a, forward and backward, lays rows in another order."""
     counted = []
-    whole = all_to_all.matrix_of
+    whole = all_to_all.join_columns
 
     def counting(tensors, index=None, dtype=None):
         counted.append(index is not None)
         return whole(tensors, index, dtype)
 
-    all_to_all.matrix_of = counting  # in this process only
+    all_to_all.join_columns = counting  # in this process only
     with World(home := Layout(ranks=2), backend=backend()) as world:
         plan = plan_fixed((9, 30, 1), home, 2, cp_comm_type="a2a", partition=partition)
         shard = bind(plan.micro_batches[0], world)
@@ -88,14 +88,14 @@ def test_what_a2a_lays_in_another_order(partition, times):
 
 def test_one_tensor_as_it_is_becomes_a_matrix_without_a_copy():
     x = torch.randn(5, 3, 4)
-    assert matrix_of((x,)).data_ptr() == x.data_ptr() and matrix_of((x,)).equal(x.flatten(1))
-    assert matrix_of((x[:0],)).shape == (0, 12)
+    assert join_columns((x,)).data_ptr() == x.data_ptr() and join_columns((x,)).equal(x.flatten(1))
+    assert join_columns((x[:0],)).shape == (0, 12)
     order = torch.tensor([4, 0])
     others = [
-        (matrix_of((x,), order), x[order].flatten(1)),
-        (matrix_of((x, x)), torch.cat([x, x], 1).flatten(1)),
-        (matrix_of((x,), dtype=torch.float64), x.double().flatten(1)),
-        (matrix_of((x[:, 1:],)), x[:, 1:].flatten(1)),
+        (join_columns((x,), order), x[order].flatten(1)),
+        (join_columns((x, x)), torch.cat([x, x], 1).flatten(1)),
+        (join_columns((x,), dtype=torch.float64), x.double().flatten(1)),
+        (join_columns((x[:, 1:],)), x[:, 1:].flatten(1)),
     ]
     for found, wanted in others:
         assert found.equal(wanted) and found.data_ptr() != x.data_ptr() and found.is_contiguous()

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from longspan.attention.sums.merge import RowSum, merge_
-from longspan.attention.sums.rows import add_addends, add_rows, as_dtype, copy_rows, matrix_of
-from longspan.comm import Addend
-from longspan.comm.moves.side_by_side import columns
+from longspan.attention.sums.rows import add_addends, add_rows, as_dtype, copy_rows, join_columns
+from longspan.comm import Addend, split_columns
 from longspan.testing import backend
 
 DEVICE = torch.device("cuda" if backend() == "nccl" else "cpu")
@@ -45,11 +44,11 @@ def test_rows_are_added_where_they_belong_and_nowhere_else(
 ) -> None:
     rows = some_rows(shape[0], picked)
     matrix = drawn(shape[0], 3 * shape[1] * shape[2])
-    first, second, left = columns(matrix, (shape[1:], shape[1:], shape[1:]))
+    first, second, left = split_columns(matrix, (shape[1:], shape[1:], shape[1:]))
     before, count = matrix.clone(), len(first[rows])
     sources = [drawn(count, *shape[1:], seed=i, dtype=dtype) for i in (2, 3)]
     add_rows([(sources[0], first), (sources[1], second)], rows)
-    wanted = columns(before, (shape[1:], shape[1:], shape[1:]))
+    wanted = split_columns(before, (shape[1:], shape[1:], shape[1:]))
     for into, source in zip(wanted, sources, strict=False):
         into[rows] += source.float()
     assert torch.equal(first, wanted[0]) and torch.equal(second, wanted[1]) and torch.equal(left, wanted[2])
@@ -73,16 +72,16 @@ def test_addends_of_a_block(parts: str, fresh: bool) -> None:
         size = len(total[rows])
         tensors = [drawn(size, *shape, seed=10 * i + j, dtype=torch.bfloat16) for j, shape in enumerate(shapes)]
         addends.append(Addend(rows, tensors))
-        for into, x in zip(columns(wanted, shapes), tensors, strict=True):
+        for into, x in zip(split_columns(wanted, shapes), tensors, strict=True):
             into[rows] += x.double()
-    add_addends(columns(total, shapes), addends, fresh=fresh)
+    add_addends(split_columns(total, shapes), addends, fresh=fresh)
     torch.testing.assert_close(total.double(), wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_tensors_in_another_dtype_and_contiguous(dtype: torch.dtype) -> None:
     matrix = drawn(9, 40)
-    given = (*columns(matrix, ((2, 8), (3, 8))), drawn(9, 4, 8, dtype=dtype), drawn(9, 4, 8).transpose(1, 2))
+    given = (*split_columns(matrix, ((2, 8), (3, 8))), drawn(9, 4, 8, dtype=dtype), drawn(9, 4, 8).transpose(1, 2))
     found = as_dtype(given, dtype)
     assert found[2] is given[2]
     for x, wanted in zip(found, given, strict=True):
@@ -111,7 +110,7 @@ def test_copies_and_merges_are_those_of_the_host(picked: bool) -> None:
     copy_rows(list(zip(sources, into, strict=True)), index)
     for x, source in zip(into, sources, strict=True):
         assert torch.equal(x, source if index is None else source[index])
-    assert torch.equal(matrix_of(sources[:2], index), torch.cat([x.flatten(1) for x in into[:2]], 1))
+    assert torch.equal(join_columns(sources[:2], index), torch.cat([x.flatten(1) for x in into[:2]], 1))
     rows = some_rows(20, picked)
     count = len(sources[0][rows])
     total, part = (drawn(20, 4, 16), drawn(20, 4)), (drawn(count, 4, 16, seed=1), drawn(count, 4, seed=2))

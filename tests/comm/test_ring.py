@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from longspan.attention.sums.rows import add_addends
-from longspan.comm.moves.ring import Addend, GradientRing, RingBlocks
+from longspan.attention.sums.rows import add_addends, join_columns
+from longspan.comm.moves.ring import Addend, GradientRing, RingBlocks, split_columns
 from longspan.comm.world import World
 from longspan.layout import Layout
 from longspan.testing import backend, run_ranks
@@ -76,3 +76,11 @@ def walk_subset(rank: int) -> None:
 
 def test_overlapping_groups_need_no_communicator_of_their_own() -> None:
     run_ranks(walk_subset, 4)
+
+
+@pytest.mark.parametrize("sizes", [[(3,)], [(3,), (2, 2)], [(1,), (2,), (2, 1)]])
+def test_columns_of_tensors_are_joined_and_split_again(sizes: list[tuple[int, ...]]) -> None:
+    tensors = [torch.randn(5, *size) for size in sizes]
+    matrix = join_columns(tensors)
+    assert matrix.shape == (5, sum(t[0].numel() for t in tensors)) and matrix.is_contiguous()
+    assert all(torch.equal(a, b) for a, b in zip(split_columns(matrix, sizes), tensors, strict=True))

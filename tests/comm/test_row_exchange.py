@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspan.comm.moves.row_exchange import RowExchange, RowGradient, exchange_rows
+from longspan.comm.moves.row_exchange import RowExchange, RowGradient
 from longspan.comm.world import World
 from longspan.errors import CommError, LayoutError
 from longspan.layout import Exchange, Layout, Partition
@@ -60,7 +60,7 @@ def check_values(rank: int, have: Lists, need: Lists, exchange: Exchange, world:
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool):
         for shape in ((6,), (3, 2)):
             x = stack(have[rank], world, dtype, *shape)
-            found = exchange_rows(x, exchange, world.channels.everyone, gradient="none")
+            found = RowExchange(exchange, world.channels.everyone, gradient="none")(x)
             assert found.dtype == dtype and torch.equal(found, stack(need[rank], world, dtype, *shape))
             assert not found.requires_grad
 
@@ -87,11 +87,11 @@ def frozen(rank: int) -> None:
     exchange = Exchange(Partition.from_rows([[0], [1]]), Partition.from_rows([[1], [0]]))
     with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
         x = torch.ones(1, 1, device=world.device, requires_grad=rank == 0)
-        y = exchange_rows(x, exchange, world.channels.everyone, gradient="partial")
+        y = RowExchange(exchange, world.channels.everyone, gradient="partial")(x)
         (y * (rank + 2)).sum().backward()
         assert x.grad is None if rank else x.grad is not None and x.grad.item() == 3.0
         with torch.no_grad():
-            assert not exchange_rows(x, exchange, world.channels.everyone).requires_grad
+            assert not RowExchange(exchange, world.channels.everyone)(x).requires_grad
 
 
 def test_every_rank_enters_backward() -> None:
@@ -102,7 +102,7 @@ def refuse(rank: int) -> None:
     exchange = Exchange(Partition.from_rows([[0], [1]]), Partition.from_rows([[1], [0]]))
     with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
         with pytest.raises(LayoutError, match="3 rows were given, this member has 1"):
-            exchange_rows(torch.zeros(3, 1), exchange, world.channels.everyone)
+            RowExchange(exchange, world.channels.everyone)(torch.zeros(3, 1))
         with pytest.raises(CommError, match="gradient 'both' is not known"):
             RowExchange(exchange, world.channels.everyone, gradient="both")  # type: ignore[arg-type]
         three = Exchange(Partition.from_rows([[0], [], []]), Partition.from_rows([[], [0], []]))

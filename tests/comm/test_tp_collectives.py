@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from longspan.comm import World
-from longspan.comm.moves.collectives import Gradient
-from longspan.comm.moves.tp_collectives import tp_copy, tp_gather, tp_place, tp_split, tp_sum, tp_sum_split
+from longspan.comm.moves.tp_collectives import Gradient, tp_copy, tp_gather, tp_place, tp_split, tp_sum, tp_sum_split
 from longspan.layout import Layout
 from longspan.testing import backend, run_ranks
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from longspan.attention.block import Attended, Gradients, Kept, Rule, Saved, add_block, block_gradients
 from longspan.attention.geometry.members import Circle
 from longspan.attention.sums.merge import Partial, RowSum, accumulation_dtype
-from longspan.attention.sums.rows import joined_heads, matrix_of, sum_rows
-from longspan.comm import Addend, Handle, columns
+from longspan.attention.sums.rows import join_columns, joined_heads, sum_rows
+from longspan.comm import Addend, Handle, split_columns
 
 _Pair = tuple[Tensor, Tensor]
 
@@ -95,13 +95,13 @@ def _gathered(
     order = circle.order_of_gathered(channel.starts(circle.counts))
 
     def start(heads: HeadSlice) -> Handle:
-        return channel.all_gather_rows(matrix_of([x[:, heads.kv] for x in tensors]), circle.counts, what)
+        return channel.all_gather_rows(join_columns([x[:, heads.kv] for x in tensors]), circle.counts, what)
 
     started = [start(slices[0])]
     for i, heads in enumerate(slices):
-        in_order = matrix_of((started.pop().wait(),), order)
+        in_order = join_columns((started.pop().wait(),), order)
         started += [start(following) for following in slices[i + 1 : i + 2]]
-        k, v = columns(in_order, [(heads.kv.stop - heads.kv.start, x.shape[2]) for x in tensors])
+        k, v = split_columns(in_order, [(heads.kv.stop - heads.kv.start, x.shape[2]) for x in tensors])
         del in_order
         yield heads, (k, v)
         del k, v
@@ -145,6 +145,6 @@ class _Home:
             return
         arrived = self._started.wait()  # of every member, the gradients of the own rows
         total = arrived.unflatten(0, (self._circle.degree, -1)).sum(0) if len(arrived) else arrived
-        dk, dv = columns(total, self._shapes)
+        dk, dv = split_columns(total, self._shapes)
         self._done.append((dk, dv))
         self._started = None

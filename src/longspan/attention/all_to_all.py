@@ -24,8 +24,8 @@ from longspan.attention.geometry.head_split import Deal, dealt
 from longspan.attention.geometry.members import Circle
 from longspan.attention.ring import ring_backward, ring_forward
 from longspan.attention.sums.merge import accumulation_dtype
-from longspan.attention.sums.rows import by_heads, by_member, copy_rows, matrix_of
-from longspan.comm import Addend, Handle, columns
+from longspan.attention.sums.rows import by_heads, by_member, copy_rows, join_columns
+from longspan.comm import Addend, Handle, split_columns
 
 SLICES = 2  # four took longer (bench/records/attention-slices-4xH200.md)
 SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less would cost more in launches than it hides (H200)
@@ -178,13 +178,13 @@ class _Swap:
     def heads(self, handle: Handle, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What arrives of `to_heads`: (R, n, size) of all rows in document order, for tensors like those sent."""
         arrived, orders = handle.wait(), self._circle.orders
-        in_order = arrived if orders is None else matrix_of((arrived,), orders[0])
-        return columns(in_order, [(x.shape[1] // (self._members * self._cuts(x)), x.shape[2]) for x in like])
+        in_order = arrived if orders is None else join_columns((arrived,), orders[0])
+        return split_columns(in_order, [(x.shape[1] // (self._members * self._cuts(x)), x.shape[2]) for x in like])
 
     def to_rows(self, tensors: Sequence[Tensor], what: str) -> Handle:
         """Start sending tensors (R, n, size) of one dtype, to every member its rows."""
         orders = self._circle.orders
-        packed = matrix_of(tensors, None if orders is None else orders[1])
+        packed = join_columns(tensors, None if orders is None else orders[1])
         return self._channel.all_to_all_rows(packed, self._counts, self._own_counts, what)
 
     def lay(self, handle: Handle, into: Sequence[Tensor], part: int) -> None:

@@ -16,8 +16,8 @@ from longspan.attention.geometry.launch import Launch
 from longspan.attention.geometry.members import Circle
 from longspan.attention.geometry.tiles import Rows
 from longspan.attention.sums.merge import Partial, RowSum, accumulation_dtype
-from longspan.attention.sums.rows import matrix_of
-from longspan.comm import columns, to_device
+from longspan.attention.sums.rows import join_columns
+from longspan.comm import split_columns, to_device
 from longspan.layout import Segments
 from longspan.layout.segments import expand, segments_of
 
@@ -112,26 +112,26 @@ class Halo:
     def fetch(self, circle: Circle, tensors: tuple[Tensor, Tensor], what: str) -> tuple[Tensor, ...]:
         """The members' tensors (T, …) to the rows seen here."""
         counts = [len(sent) for sent in self.sends]
-        sent = matrix_of(tensors, self.sent)
+        sent = join_columns(tensors, self.sent)
         handle = circle.channel().all_to_all_rows(sent, counts, self.receives, what)
         seen = sent.new_empty((self.seen, sent.shape[1]))
-        seen.index_copy_(0, self.own_places, matrix_of(tensors, self.own))
+        seen.index_copy_(0, self.own_places, join_columns(tensors, self.own))
         seen.index_copy_(0, self.places, handle.wait())
-        return columns(seen, [x.shape[1:] for x in tensors])
+        return split_columns(seen, [x.shape[1:] for x in tensors])
 
     def bring_home(self, circle: Circle, gradients: tuple[Tensor, Tensor], what: str) -> tuple[Tensor, ...]:
         """Gradients of the rows seen here to the sums over members of those of the own rows; summed in member order."""
         dtype, counts = accumulation_dtype(gradients[0].dtype), [len(sent) for sent in self.sends]
-        away = matrix_of(gradients, self.places, dtype)
+        away = join_columns(gradients, self.places, dtype)
         handle = circle.channel().all_to_all_rows(away, self.receives, counts, what)
-        total = matrix_of(gradients, self.own_places, dtype)
+        total = join_columns(gradients, self.own_places, dtype)
         rows = circle.counts[circle.member]
         if len(total) < rows:  # rows that pad documents out see nothing, and nothing sees them
             total = total.new_zeros((rows, total.shape[1])).index_copy_(0, self.own, total)
         for sent, arrived in zip(self.sends, handle.wait().split(counts), strict=True):
             if len(sent):
                 total.index_add_(0, sent, arrived)
-        return columns(total, [x.shape[1:] for x in gradients])
+        return split_columns(total, [x.shape[1:] for x in gradients])
 
 
 def seen_by(circle: Circle, reader: int) -> Segments:

@@ -1,4 +1,4 @@
-"""Everything that talks: worlds, groups, collectives, rings, row exchange, and binding a micro-batch to a rank.
+"""Everything that talks: worlds, groups, rings, row exchange, and binding a micro-batch to a rank.
 
 The only package that calls collectives. Names are imported on first use, so that starting ranks needs no torch here.
 """
@@ -11,14 +11,10 @@ if TYPE_CHECKING:
     from longspan.comm.groups.channel import Channel as Channel
     from longspan.comm.groups.channel import Handle as Handle
     from longspan.comm.host_arrays import to_device as to_device
-    from longspan.comm.moves.collectives import all_reduce_sum as all_reduce_sum
-    from longspan.comm.moves.collectives import gather_rows as gather_rows
-    from longspan.comm.moves.collectives import scatter_rows as scatter_rows
     from longspan.comm.moves.ring import Addend as Addend
     from longspan.comm.moves.ring import GradientRing as GradientRing
     from longspan.comm.moves.ring import RingBlocks as RingBlocks
-    from longspan.comm.moves.row_exchange import exchange_rows as exchange_rows
-    from longspan.comm.moves.side_by_side import columns as columns
+    from longspan.comm.moves.ring import split_columns as split_columns
     from longspan.comm.shard import SequenceShard as SequenceShard
     from longspan.comm.shard import ShardPart as ShardPart
     from longspan.comm.shard import bind as bind

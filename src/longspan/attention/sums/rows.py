@@ -87,7 +87,7 @@ def taken(x: Tensor, rows: slice | Tensor) -> Tensor:
     return x if covers(rows, x.shape[0]) else x[rows]
 
 
-def matrix_of(tensors: Sequence[Tensor], index: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+def join_columns(tensors: Sequence[Tensor], index: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Rows of tensors (rows, …) of one dtype side by side, those of `index` in its order: (rows, columns).
 
     A view of a contiguous tensor that is alone and taken as it is: only read what is returned.

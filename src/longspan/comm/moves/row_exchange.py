@@ -87,11 +87,6 @@ class RowExchange:
         return _move(gradient, self._back, self.channel, "row gradients")
 
 
-def exchange_rows(x: Tensor, exchange: Exchange, channel: Channel, *, gradient: RowGradient = "partial") -> Tensor:
-    """This member's rows of `have` to its rows of `need`, differentiable: `RowExchange` for a single use."""
-    return RowExchange(exchange, channel, gradient=gradient)(x)
-
-
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, move: RowExchange) -> Tensor:

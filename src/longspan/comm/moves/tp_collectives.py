@@ -1,15 +1,15 @@
 """Collectives of a slot's tensor-parallel ranks, with a stated gradient.
 
-Every tensor-parallel rank of a slot enters each of them, in forward and in backward, in one order. As in `collectives`,
-a gradient is *identical* where every rank holds the same gradient of the shared result, and *partial* where each holds
-the gradient of its own part of the loss, to be summed. The pairs are those of Korthikanti et al., "Reducing Activation
+Every tensor-parallel rank of a slot enters each of them, in forward and in backward, in one order. A gradient is
+*identical* where every rank holds the same gradient of the shared result, and *partial* where each holds the gradient
+of its own part of the loss, to be summed. The pairs are those of Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models" (2022), figures 4 to 6. `key` is a world's; nothing here is kept.
 
 Dims before `dim` must be of size 1 where tensors are split or summed in parts, as for packed rows (1, T, …).
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from longspan.comm.groups.channel import Channel, _all_gather_single
-from longspan.comm.moves.collectives import Gradient
 from longspan.comm.world import world_of
+
+Gradient = Literal["identical", "partial"]
 
 # torch 2.13 renamed reduce_scatter_tensor.
 _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
