@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from strong_bound import strong_bound
 
 from longspan import Layout, plan_dynamic
 from longspan.cli.machine import machine, machine_text
 from longspan.plan import Cost, lower_bound_seconds
-from longspan.plan.cost.strong_bound import strong_bound
 from longspan.plan.planners.bin_packing import first_fit
 from longspan.plan.simulate.distributions import sample_lengths
 

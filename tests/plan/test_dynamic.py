@@ -4,13 +4,13 @@ import random
 
 import numpy as np
 import pytest
+from bench.strong_bound import strong_bound
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.errors import LongspanError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Group, MicroBatch, Plan, plan_dynamic, plan_fixed
-from longspan.plan.cost.strong_bound import strong_bound
 from longspan.plan.simulate.distributions import sample_lengths
 from tests.plan.cases import bounded
 

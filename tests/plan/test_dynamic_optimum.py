@@ -4,10 +4,10 @@ import itertools
 import random
 
 import pytest
+from bench.strong_bound import strong_bound
 
 from longspan.layout import Layout
 from longspan.plan import Cost, lower_bound_seconds, plan_dynamic
-from longspan.plan.cost.strong_bound import strong_bound
 
 COST = Cost()
 

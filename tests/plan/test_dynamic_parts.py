@@ -1,23 +1,22 @@
-"""Parts of the dynamic planner: runs and blocks of slots, the queue of cells, items, divisions, the strong bound."""
+"""Parts of the dynamic planner: runs and blocks of slots, the least-loaded bins, items, divisions, the strong bound."""
 
 import random
 
 import numpy as np
 import pytest
+from bench.strong_bound import strong_bound
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, lower_bound_seconds
-from longspan.plan.cost.strong_bound import strong_bound
-from longspan.plan.dynamic.cell_queue import CellQueue
-from longspan.plan.dynamic.degrees import Anchoring, Degrees
-from longspan.plan.dynamic.division import divide
-from longspan.plan.dynamic.draft import Cells
-from longspan.plan.dynamic.free_slots import FreeSlots
-from longspan.plan.dynamic.greedy import greedy_deal
-from longspan.plan.dynamic.lockstep import shelve
-from longspan.plan.dynamic.problem import Problem, runs
+from longspan.plan.dynamic.degrees import Anchoring, DegreeTable
+from longspan.plan.dynamic.draft import Bins, LeastLoaded, step_seconds
+from longspan.plan.dynamic.few_documents import plan_few
+from longspan.plan.dynamic.grouping import divide
+from longspan.plan.dynamic.lockstep import make_draft
+from longspan.plan.dynamic.problem import Problem
 from longspan.plan.dynamic.search import Search, Settings
+from longspan.plan.dynamic.slots import FreeSlots, runs
 from longspan.plan.planners.request import Request
 from longspan.plan.simulate.distributions import sample_lengths
 
@@ -79,7 +78,8 @@ def test_blocks_are_nodes_or_hold_a_group(slots: int, min_cp: int, max_cp: int, 
 def test_free_slots_are_given_once_and_inside_a_block_where_one_has_them() -> None:
     rng = random.Random(0)
     for slots in (8, 13, 24, 64):
-        free, taken = FreeSlots(problem([9], slots)), set[int]()
+        mine, taken = problem([9], slots), set[int]()
+        free = FreeSlots(mine.blocks, mine.degrees)
         while free.total:
             width = rng.randint(1, min(free.total, 12))
             had = free.has_block(width)
@@ -93,19 +93,25 @@ def test_free_slots_are_given_once_and_inside_a_block_where_one_has_them() -> No
 
 
 def test_a_group_leaves_none_or_enough_and_spans_blocks_largest_first() -> None:
-    free = FreeSlots(problem([9], 16, min_cp=3))
+    mine = problem([9], 16, min_cp=3)
+    free = FreeSlots(mine.blocks, mine.degrees)
     assert [free.take(3), free.take(3)] == [[(0, 3)], [(8, 3)]]  # five are left of each: two more would be too few
     assert free.take(7) == [(11, 5), (3, 2)] and free.total == 3
 
 
 def test_one_after_another_a_document_may_have_all_slots() -> None:
-    assert greedy_deal(problem([30000], 4), 1.0) == [[([0], 4)]]
-    assert greedy_deal(problem([30000, 20000], 4), 1.0) == [[([0], 4)], [([1], 4)]]
+    for lengths in ([30000], [30000, 20000]):
+        few = plan_few(problem(lengths, 4))
+        assert few is not None
+        groups = [[(group.documents, group.slots) for group in batch.groups] for batch in few[1]]
+        assert groups == [[((d,), (0, 1, 2, 3))] for d in range(len(lengths))]
 
 
 def test_anchors_are_single_documents_that_matter() -> None:
     mine = problem([*[9] * 400, 40000, 200], 8)
-    anchors = [documents for documents, c in zip(mine.documents, Degrees.of(mine).item_class, strict=True) if c >= 0]
+    anchors = [
+        documents for documents, c in zip(mine.documents, DegreeTable.of(mine).item_class, strict=True) if c >= 0
+    ]
     assert anchors == [(400,)] and len(mine.documents) < 100
 
 
@@ -113,15 +119,15 @@ def test_an_anchor_gains_by_slots_that_short_documents_could_not_keep_busy() -> 
     mine = problem([60000, 9000, *[200] * 100], 64, cap=2048)
     durations = np.array([0.1, 3.0, 5.0]) * mine.mean_seconds
     lack = np.maximum(durations - mine.light_density * mine.cap, 0.0)
-    degrees = Degrees.of(mine)
+    degrees = DegreeTable.of(mine)
     (width, plain), (again, reaching) = degrees.choices(durations, 0.0), degrees.choices(durations, 0.5)
     assert (width == again).all() and np.isfinite(plain[:, 1:]).all() and lack[2] > lack[1] > 0
     np.testing.assert_allclose(reaching[:, 1:], (plain - 0.5 * width * lack)[:, 1:], rtol=1e-12)
 
 
 def test_the_longest_document_decides_how_short_a_micro_batch_can_be() -> None:
-    alone, beside = (Degrees.of(problem(lengths, 8)).least_seconds() for lengths in ([30000], [30000, 20000]))
-    assert beside == alone > Degrees.of(problem([20000], 8)).least_seconds()
+    alone, beside = (DegreeTable.of(problem(lengths, 8)).least_seconds() for lengths in ([30000], [30000, 20000]))
+    assert beside == alone > DegreeTable.of(problem([20000], 8)).least_seconds()
 
 
 @pytest.mark.parametrize("name", ["lognorm", "files", "expo"])
@@ -133,34 +139,34 @@ def test_a_draft_follows_the_durations_that_are_wanted(name: str) -> None:
 
 def test_micro_batches_without_documents_take_no_launch() -> None:
     mine = problem([3000, 2000, 100], 4)
-    draft = shelve(mine, Degrees.of(mine), np.full(3, mine.mean_seconds), Anchoring(0.5, 0.4))
+    draft = make_draft(mine, DegreeTable.of(mine), np.full(3, mine.mean_seconds), Anchoring(0.5, 0.4))
     launch = mine.request.cost.micro_batch_seconds
-    assert draft.step_seconds([1.5, 0.0, 0.25]) == pytest.approx(1.75 + 2 * launch, rel=1e-12)
+    assert step_seconds(draft.problem, [1.5, 0.0, 0.25]) == pytest.approx(1.75 + 2 * launch, rel=1e-12)
 
 
-def test_the_queue_takes_the_cell_that_ends_earliest_among_those_with_room() -> None:
+def test_an_item_goes_to_the_bin_that_ends_earliest_among_those_with_room() -> None:
     rng = random.Random(1)
     lengths = sorted((rng.randint(1, 3000) for _ in range(200)), reverse=True)
     mine = problem(lengths, 24)
-    cells, twin = Cells(), []
-    for cell in range(12):
+    bins, twin = Bins(), []
+    for b in range(12):
         width, level, rows = rng.choice([1, 3, 8]), rng.random(), rng.randint(500, 9000)
-        cells.add(cell % 3, (0, width), -1, level, rows)
-        twin.append([level - (1.0, 1.5, 2.0)[cell % 3], width, rows * width])
-    placed = CellQueue(cells, [1.0, 1.5, 2.0], mine).place(
+        bins.add(b % 3, (0, width), -1, level, rows)
+        twin.append([level - (1.0, 1.5, 2.0)[b % 3], width, rows * width])
+    placed = LeastLoaded(bins, [1.0, 1.5, 2.0], mine).place(
         list(range(200)), 0, mine.tokens.tolist(), mine.work.tolist()
     )
     for item in range(placed):
         fits = [c for c, (_, _, room) in enumerate(twin) if room >= lengths[item]]
         best = min(twin[c][0] + mine.work[item] / twin[c][1] for c in fits)
-        cell = next(c for c in range(12) if item in cells.fillers[c])
-        assert twin[cell][0] + mine.work[item] / twin[cell][1] == pytest.approx(best, rel=1e-12)
-        twin[cell][0] = best
-        twin[cell][2] -= lengths[item]
+        b = next(c for c in range(12) if item in bins.fillers[c])
+        assert twin[b][0] + mine.work[item] / twin[b][1] == pytest.approx(best, rel=1e-12)
+        twin[b][0] = best
+        twin[b][2] -= lengths[item]
     assert placed == 200 or all(room < lengths[placed] for _, _, room in twin)
 
 
-def test_items_are_documents_or_bundles_of_tiny_ones() -> None:
+def test_items_are_documents_or_packs_of_tiny_ones() -> None:
     few, many = problem([5, 3000, 9], 8), problem([5, 3000, 9] * 400, 8)
     assert few.documents == ((1,), (2,), (0,))
     assert sorted(d for item in many.documents for d in item) == list(range(1200))
@@ -174,17 +180,17 @@ def test_items_are_documents_or_bundles_of_tiny_ones() -> None:
 @pytest.mark.parametrize("name", ["lognorm", "files", "expo"])
 def test_a_division_holds_the_cap_and_is_no_slower_than_sharing_all(name: str, level: bool) -> None:
     mine = problem(sample_lengths(name, 16 * 32768, longest=65536).tolist(), 16)
-    draft = shelve(mine, Degrees.of(mine), np.full(6, 1.05 * mine.mean_seconds / 6), Anchoring(0.5, 0.4))
+    draft = make_draft(mine, DegreeTable.of(mine), np.full(6, 1.05 * mine.mean_seconds / 6), Anchoring(0.5, 0.4))
     division = divide(draft, level=level)
-    cells, ends = draft.cells, np.zeros(len(draft.durations))
-    np.maximum.at(ends, cells.micro_batch, division.seconds)
+    bins, ends = draft.bins, np.zeros(len(draft.durations))
+    np.maximum.at(ends, bins.micro_batch, division.seconds)
     assert ends.sum() <= draft.durations.sum() * 1.01
-    for cell, fillers in enumerate(cells.fillers):
-        shared, width = int(division.shared[cell]), cells.width[cell]
-        anchor = draft.anchors[cells.anchor[cell]] if cells.anchor[cell] >= 0 else None
+    for b, fillers in enumerate(bins.fillers):
+        shared, width = int(division.shared[b]), bins.width[b]
+        anchor = draft.anchors[bins.anchor[b]] if bins.anchor[b] >= 0 else None
         rows = [(anchor.rows if anchor else 0) - (-sum(mine.tokens[fillers[:shared]].tolist()) // width)] * width
         for position, item in enumerate(fillers[shared:], start=shared):
-            rows[division.slot[cell, position]] += int(mine.tokens[item])
+            rows[division.slot[b, position]] += int(mine.tokens[item])
         assert max(rows) <= mine.cap
 
 

@@ -1,9 +1,10 @@
 """Plans in which every micro-batch has the groups that suit its documents, of any degree.
 
-`problem` sees documents and slots as numbers. `shelves` places documents for wanted durations of the micro-batches,
-with `degrees`, `slots` and `queue`; `targets` searches those durations; `cells` and `emit` turn the best `draft` into
-groups. `free` plans without a barrier between micro-batches; `bundles` and `greedy` are for a handful of documents.
-`planner` checks what is asked and takes the fastest. What a plan costs is priced by `plan.evaluate`, not here.
+`problem.py` sees documents as numbers and `slots.py` slots. In lockstep `search.py` looks for the durations of the
+micro-batches; `lockstep.py` places documents for given durations, with `degrees.py` for the long ones, and returns a
+`draft.py`, which `grouping.py` turns into groups. `free.py` plans without a barrier between micro-batches, and
+`few_documents.py` a handful of documents. `planner.py` checks the arguments and takes the fastest plan. What a plan
+costs is computed in `plan/timeline.py`, not here.
 
 >>> from longspan.layout import Layout
 >>> plan = plan_dynamic([20000, 7000, 6000, 5000], Layout(ranks=16), max_tokens_per_slot=8192)

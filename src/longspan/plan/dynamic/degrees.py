@@ -32,7 +32,7 @@ class Anchoring(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Degrees:
+class DegreeTable:
     """Seconds and rows of a document alone in its group, for classes of lengths and all degrees worth considering."""
 
     problem: Problem
@@ -45,7 +45,7 @@ class Degrees:
     filler_density: float  # seconds a row of documents that fill gaps
 
     @classmethod
-    def of(cls, problem: Problem) -> "Degrees":
+    def of(cls, problem: Problem) -> "DegreeTable":
         """The table of a problem, which does not depend on durations."""
         may_anchor = (problem.squares == problem.tokens**2) & (problem.work >= problem.least_anchor_work)
         lengths = np.unique(problem.tokens[may_anchor])

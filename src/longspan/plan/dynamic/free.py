@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longspan.plan.dynamic.cell_queue import CellQueue
-from longspan.plan.dynamic.division import Division, divide
-from longspan.plan.dynamic.draft import Anchor, Cells, Draft
-from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem
+from longspan.plan.dynamic.draft import Anchor, Bins, Draft, LeastLoaded
+from longspan.plan.dynamic.grouping import Division, divide
+from longspan.plan.dynamic.problem import Floats, Ints, Problem
+from longspan.plan.dynamic.slots import Parts
 from longspan.plan.planners.bin_packing import first_fit
 
 GOALS = (1.003, 1.01, 1.02)  # when lanes should end, against the mean work of a slot
@@ -41,9 +41,9 @@ def plan_free(problem: Problem) -> FreePlan:
 def _plan_for(problem: Problem, goal: float) -> FreePlan:
     """Place all items on lanes, with gangs where a lane would end after `goal` seconds."""
     lanes = _Lanes(problem)
-    own = lanes.width[lanes.alone]
-    gangs = problem.tokens > own.max() * problem.cap
-    large = ~gangs & ((problem.work / own.max() > LARGE * goal) | (problem.tokens > own.min() * problem.cap))
+    width = lanes.width[lanes.alone]
+    gangs = problem.tokens > width.max() * problem.cap
+    large = ~gangs & ((problem.work / width.max() > LARGE * goal) | (problem.tokens > width.min() * problem.cap))
     for item in np.flatnonzero(gangs).tolist():
         lanes.place_gang(item)
     for item in np.flatnonzero(large).tolist():
@@ -64,7 +64,7 @@ class _Lanes:
         self.gang_end: Floats = np.zeros(len(self.parts))
         self.end: Floats = np.zeros(len(self.parts))
         self.next: list[int] = [0] * len(self.parts)  # micro-batch
-        self.held: list[list[int]] = [[] for _ in self.parts]
+        self.items: list[list[int]] = [[] for _ in self.parts]
         self.anchors: list[Anchor] = []
         a_micro_batch = self.launch + cost.ring_step_seconds * (int(self.width.max()) - 1)
         share = a_micro_batch / (FILLED * problem.cap) * problem.tokens
@@ -98,7 +98,7 @@ class _Lanes:
             self._gang(item, gang)
         else:
             self.end[lane] = ends[lane]
-            self.held[lane].append(item)
+            self.items[lane].append(item)
 
     def _earlier_gang(self, item: int, goal: float) -> tuple[Ints | None, float]:
         """The fewest lanes that end a document by the goal, or those that end it earliest, and when they end."""
@@ -143,30 +143,29 @@ class _Lanes:
 
     def place_small(self, items: list[int]) -> None:
         """Give each item to the lane that ends earliest with it."""
-        cells = Cells()
+        bins = Bins()
         for part, end in zip(self.parts, self.end.tolist(), strict=True):
-            cells.add(0, part, -1, end, int(self.problem.tokens.sum()))
-        queue = CellQueue(cells, [0.0], self.problem)
-        queue.place(items, 0, self.problem.tokens.tolist(), self.work.tolist())
-        for held, more in zip(self.held, cells.fillers, strict=True):
-            held.extend(more)
+            bins.add(0, part, -1, end, int(self.problem.tokens.sum()))
+        LeastLoaded(bins, [0.0], self.problem).place(items, 0, self.problem.tokens.tolist(), self.work.tolist())
+        for lane_items, fillers in zip(self.items, bins.fillers, strict=True):
+            lane_items.extend(fillers)
 
     def finish(self) -> FreePlan:
         """Cut the items of each lane into micro-batches, and say when the last lane ends."""
-        cells, lane_of, tokens = Cells(), list[int](), self.problem.tokens.tolist()
-        for lane, (part, items) in enumerate(zip(self.parts, self.held, strict=True)):
+        bins, lane_of, tokens = Bins(), list[int](), self.problem.tokens.tolist()
+        for lane, (part, items) in enumerate(zip(self.parts, self.items, strict=True)):
             if not items:
                 continue
             items = sorted(items)
-            bins = first_fit([tokens[item] for item in items], part[1] * self.problem.cap)
-            first = len(cells.level)
-            for m in range(max(bins) + 1):
-                cells.add(self.next[lane] + m, part, -1, 0.0, self.problem.cap)
+            places = first_fit([tokens[item] for item in items], part[1] * self.problem.cap)
+            first = len(bins.seconds)
+            for m in range(max(places) + 1):
+                bins.add(self.next[lane] + m, part, -1, 0.0, self.problem.cap)
                 lane_of.append(lane)
-            for item, at in zip(items, bins, strict=True):
-                cells.fillers[first + at].append(item)
-        count = 1 + max([-1, *cells.micro_batch, *(anchor.micro_batch for anchor in self.anchors)])
-        draft = Draft(self.problem, np.zeros(count), self.anchors, cells)
+            for item, at in zip(items, places, strict=True):
+                bins.fillers[first + at].append(item)
+        count = 1 + max([-1, *bins.micro_batch, *(anchor.micro_batch for anchor in self.anchors)])
+        draft = Draft(self.problem, np.zeros(count), self.anchors, bins)
         division = divide(draft, level=False)
         end = self.gang_end.copy()
         np.add.at(end, np.array(lane_of, dtype=np.int64), division.seconds + self.launch)

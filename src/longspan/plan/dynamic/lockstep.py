@@ -1,45 +1,44 @@
 """Documents into micro-batches of wanted durations: long ones side by side, the others into the gaps that they leave.
 
 Long documents (*anchors*) take slots of their own, each in the micro-batch and at the degree that waste least. That
-cuts every micro-batch into *cells*: runs of slots inside a block that are equally busy. All other documents, the
-*fillers*, longest first, go to the cell that ends earliest with it, measured against the wanted duration of its
-micro-batch; the slots of a cell are taken to share its fillers evenly (`division.py` decides how).
+cuts every micro-batch into *bins*: runs of slots inside a block that are equally busy. All other documents, the
+*fillers*, longest first, go to the bin that ends earliest with it, measured against the wanted duration of its
+micro-batch; the slots of a bin are taken to share its fillers evenly (`grouping.py` decides how).
 """
 
 import numpy as np
 
-from longspan.plan.dynamic.cell_queue import CellQueue
-from longspan.plan.dynamic.degrees import Anchoring, Degrees
-from longspan.plan.dynamic.draft import Anchor, Cells, Draft
-from longspan.plan.dynamic.free_slots import FreeSlots
+from longspan.plan.dynamic.degrees import Anchoring, DegreeTable
+from longspan.plan.dynamic.draft import Anchor, Bins, Draft, LeastLoaded
 from longspan.plan.dynamic.problem import Floats, Ints, Problem
+from longspan.plan.dynamic.slots import FreeSlots
 
 
-def shelve(problem: Problem, degrees: Degrees, durations: Floats, anchoring: Anchoring) -> Draft:
+def make_draft(problem: Problem, degrees: DegreeTable, durations: Floats, anchoring: Anchoring) -> Draft:
     """Place all items in micro-batches of about these durations, and in further ones where they do not fit.
 
     An item becomes an anchor if it has work enough, or does not fit a block at all.
     """
-    shelves = _Shelves(problem, degrees, durations)
+    drafting = _Drafting(problem, degrees, durations)
     least = anchoring.share * problem.widest_block * float(durations.max() + durations.min()) / 2.0
-    long = (problem.work >= least) | (problem.tokens > problem.widest_cell * problem.cap)
+    long = (problem.work >= least) | (problem.tokens > problem.widest_run * problem.cap)
     anchors = np.flatnonzero(long & (degrees.item_class >= 0)).tolist()
     fillers = np.flatnonzero(~long | (degrees.item_class < 0)).tolist()
-    shelves.place_anchors(anchors, anchoring.reach)
-    shelves.place_fillers(sorted(shelves.homeless + fillers))
-    return shelves.draft()
+    drafting.place_anchors(anchors, anchoring.reach)
+    drafting.place_fillers(sorted(drafting.unplaced + fillers))
+    return drafting.draft()
 
 
-class _Shelves:
+class _Drafting:
     """Micro-batches while they are being filled."""
 
-    def __init__(self, problem: Problem, degrees: Degrees, durations: Floats) -> None:
+    def __init__(self, problem: Problem, degrees: DegreeTable, durations: Floats) -> None:
         self.problem, self.degrees = problem, degrees
         self.durations: list[float] = durations.tolist()
-        self.free = [FreeSlots(problem) for _ in self.durations]
+        self.free = [FreeSlots(problem.blocks, problem.degrees) for _ in self.durations]
         self.anchors: list[Anchor] = []
-        self.homeless: list[int] = []  # anchors for which no slots were left, but which fit a cell
-        self.cells = Cells()
+        self.unplaced: list[int] = []  # anchors for which no slots were left, but which fit a bin
+        self.bins = Bins()
 
     def place_anchors(self, items: list[int], reach: float) -> None:
         """Give each item the slots that waste least; longest first."""
@@ -55,7 +54,7 @@ class _Shelves:
                 if self._anchor(item, m, widths[at][m], inside[i][m], across[i][m]):
                     break
             else:
-                self._house(item)
+                self._place_late(item)
 
     def _alone(self, items: list[int], width: Ints, near: bool) -> Floats:
         """Seconds of items at degrees (items, ...), within or across blocks."""
@@ -77,13 +76,13 @@ class _Shelves:
         parts = self.free[m].take(width)
         rows = -(-int(self.problem.tokens[item]) // width)
         for piece in (piece for part in parts for piece in self.problem.divided(part)):
-            self.cells.add(m, piece, len(self.anchors), seconds, self.problem.cap - rows)
+            self.bins.add(m, piece, len(self.anchors), seconds, self.problem.cap - rows)
         self.anchors.append(Anchor(m, item, parts, rows, seconds))
 
-    def _house(self, item: int) -> None:
-        """A place for an anchor that no micro-batch has time and slots for: a cell, or a micro-batch made longer."""
-        if self.problem.tokens[item] <= self.problem.widest_cell * self.problem.cap:
-            self.homeless.append(item)
+    def _place_late(self, item: int) -> None:
+        """Place an anchor for which no micro-batch has time and slots: in a bin, or in a micro-batch made longer."""
+        if self.problem.tokens[item] <= self.problem.widest_run * self.problem.cap:
+            self.unplaced.append(item)
             return
         least, chosen, width, seconds = np.inf, 0, 0, 0.0
         for m, duration in enumerate([*self.durations, 0.0]):
@@ -98,31 +97,31 @@ class _Shelves:
 
     def _add_micro_batch(self, duration: float) -> None:
         self.durations.append(duration)
-        self.free.append(FreeSlots(self.problem))
+        self.free.append(FreeSlots(self.problem.blocks, self.problem.degrees))
 
     def place_fillers(self, items: list[int]) -> None:
-        """Give each item to the cell that ends earliest with it, measured against its micro-batch's duration."""
+        """Give each item to the bin that ends earliest with it, measured against its micro-batch's duration."""
         for m in range(len(self.durations)):
-            self._open(m)
-        queue = CellQueue(self.cells, self.durations, self.problem)
+            self._add_bins(m)
+        least_loaded = LeastLoaded(self.bins, self.durations, self.problem)
         work: list[float] = self.problem.work.tolist()
         tokens: list[int] = self.problem.tokens.tolist()
         at = 0
-        while (at := queue.place(items, at, tokens, work)) < len(items):
+        while (at := least_loaded.place(items, at, tokens, work)) < len(items):
             self._add_micro_batch(self.durations[-1])
-            self._open(len(self.durations) - 1)
-            queue = CellQueue(self.cells, self.durations, self.problem)
+            self._add_bins(len(self.durations) - 1)
+            least_loaded = LeastLoaded(self.bins, self.durations, self.problem)
 
-    def _open(self, m: int) -> None:
-        """Make cells of the slots of a micro-batch that no anchor took."""
-        for part in self.free[m].rest():
-            self.cells.add(m, part, -1, 0.0, self.problem.cap)
+    def _add_bins(self, m: int) -> None:
+        """Make bins of the slots of a micro-batch that no anchor took."""
+        for part in self.free[m].remaining_runs():
+            self.bins.add(m, part, -1, 0.0, self.problem.cap)
 
     def draft(self) -> Draft:
         """What has been placed."""
-        cells, step = self.cells, self.problem.request.cost.ring_step_seconds
+        bins, step = self.bins, self.problem.request.cost.ring_step_seconds
         ends = [0.0] * len(self.durations)
-        for m, level, width, fillers in zip(cells.micro_batch, cells.level, cells.width, cells.fillers, strict=True):
+        for m, seconds, width, fillers in zip(bins.micro_batch, bins.seconds, bins.width, bins.fillers, strict=True):
             shared = step * (width - 1) if fillers else 0.0
-            ends[m] = max(ends[m], level + shared)
-        return Draft(self.problem, np.array(ends), self.anchors, cells)
+            ends[m] = max(ends[m], seconds + shared)
+        return Draft(self.problem, np.array(ends), self.anchors, bins)

@@ -8,12 +8,13 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.check import check_choice, check_count
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
-from longspan.plan.dynamic.bundles import plan_bundles
-from longspan.plan.dynamic.division import divide
+from longspan.plan.dynamic.draft import step_seconds
+from longspan.plan.dynamic.few_documents import plan_few
 from longspan.plan.dynamic.free import plan_free
-from longspan.plan.dynamic.problem import DegreeSet, Ints, Problem
+from longspan.plan.dynamic.grouping import divide, longest_first, micro_batches
+from longspan.plan.dynamic.problem import Ints, Problem
 from longspan.plan.dynamic.search import Effort, Settings, search, warm_starts
-from longspan.plan.dynamic.to_micro_batches import longest_first, micro_batches
+from longspan.plan.dynamic.slots import DegreeSet
 from longspan.plan.micro_batch import MicroBatch, Mode, PartitionKind
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import Packer
@@ -142,8 +143,8 @@ def _fastest(problem: Problem, bound: float, effort: EffortName, warm: Plan | No
     candidates = [_free(problem)] if problem.request.mode == "free" else []
     if not candidates or candidates[0][0] > CLOSE * bound:
         candidates.append(_lockstep(problem, _effort(effort, problem), warm))
-        if min(candidates, key=_seconds)[0] > CLOSE * bound and (bundled := plan_bundles(problem)) is not None:
-            candidates.append((bundled.seconds, bundled.micro_batches))
+        if min(candidates, key=_seconds)[0] > CLOSE * bound and (few := plan_few(problem)) is not None:
+            candidates.append((few[0], lambda: few[1]))
     best = min(candidates, key=_seconds)[0]
     small = problem.request.slots <= COMPARED_SLOTS and len(problem.request.lengths) <= COMPARED_DOCUMENTS
     if small or best > DISTANT * bound:
@@ -166,9 +167,9 @@ def _lockstep(problem: Problem, effort: Effort, warm: Plan | None) -> Candidate:
     draft = search(problem, effort, _warm_settings(problem, warm))
     division = divide(draft, level=True)
     ends = [0.0] * len(draft.durations)
-    for m, seconds in zip(draft.cells.micro_batch, division.seconds.tolist(), strict=True):
+    for m, seconds in zip(draft.bins.micro_batch, division.seconds.tolist(), strict=True):
         ends[m] = max(ends[m], seconds)
-    return draft.step_seconds(ends), lambda: micro_batches(draft, division)
+    return step_seconds(problem, ends), lambda: micro_batches(draft, division)
 
 
 def _warm_settings(problem: Problem, warm: Plan | None) -> list[Settings]:
@@ -182,8 +183,8 @@ def _warm_settings(problem: Problem, warm: Plan | None) -> list[Settings]:
 
 
 def _free(problem: Problem) -> Candidate:
-    found = plan_free(problem)
-    return found.seconds, lambda: micro_batches(found.draft, found.division)
+    free = plan_free(problem)
+    return free.seconds, lambda: micro_batches(free.draft, free.division)
 
 
 def _fixed(problem: Problem, best: float) -> Iterator[Candidate]:
@@ -195,9 +196,9 @@ def _fixed(problem: Problem, best: float) -> Iterator[Candidate]:
         if request.slots % cp or max(request.lengths) > cp * problem.cap or least >= best:
             continue
         packer = Packer.of(request, cp)
-        deal = min(packer.deals(), key=packer.seconds)
-        yield packer.seconds(deal), lambda packer=packer, deal=deal: _emit_fixed(packer, deal)
+        places = min(packer.assignments(), key=packer.seconds)
+        yield packer.seconds(places), lambda packer=packer, places=places: _fixed_micro_batches(packer, places)
 
 
-def _emit_fixed(packer: Packer, deal: Ints) -> list[MicroBatch]:
-    return [longest_first(batch) for batch in packer.micro_batches(deal)]
+def _fixed_micro_batches(packer: Packer, places: Ints) -> list[MicroBatch]:
+    return [longest_first(batch) for batch in packer.micro_batches(places)]

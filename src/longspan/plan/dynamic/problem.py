@@ -1,29 +1,28 @@
 """The documents and slots of one step as the dynamic planner sees them: items, longest first, and blocks of slots.
 
-An item is a document, or a bundle of very short ones that stay together so that planning a batch of tiny documents
+An item is a document, or a pack of very short ones that stay together so that planning a batch of tiny documents
 takes no longer. A block is a run of slots inside one node (or of several nodes, where min_cp is above the node size).
 """
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from longspan.plan.dynamic.slots import DegreeSet, Parts, blocks_of, runs
 from longspan.plan.planners.request import Request
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-DegreeSet = range | tuple[int, ...]  # rising
-Parts = list[tuple[int, int]]  # (first slot, number of slots), one for each block
 
-BUNDLED_ABOVE = 16  # documents a slot on average, above which the short ones are bundled
-BUNDLES = 64  # bundles a slot that they make at most
+PACKED_ABOVE = 16  # documents a slot on average, above which the short ones are packed together
+PACKS = 64  # packs a slot that they make at most
 SMALLEST_ANCHOR = 0.1  # share of a block's work in a micro-batch, below which a document is never an anchor
 MORE_MICRO_BATCHES = 2  # than the caps demand
-LARGE_DRAFT = 5000  # items and cells, from which on fewer settings are tried
+LARGE_DRAFT = 5000  # items and bins, from which on fewer settings are tried
 SAMPLED_SLOTS = 256  # of a sample, which is used for at least twice as many
 
 
@@ -46,7 +45,7 @@ class Problem:
         order = np.argsort(-lengths, kind="stable")
         cap = int(lengths.sum()) if request.rows is None else request.rows
         documents, tokens, squares = _items(order, lengths[order], request.slots, cap)
-        blocks = _blocks(request.slots, request.node_size, degrees[0], degrees[-1])
+        blocks = blocks_of(request.slots, request.node_size, degrees[0], degrees[-1])
         return cls(request, degrees, cap, documents, tokens, squares, blocks)
 
     @property
@@ -90,16 +89,16 @@ class Problem:
     def sample(self) -> "Problem":
         """A problem like this one on a share of the slots, with every so many-th item."""
         factor = self.sampled
-        slots, kept = self.request.slots // factor, slice(factor // 2, None, factor)
+        slots, sampled = self.request.slots // factor, slice(factor // 2, None, factor)
         degrees = self.degrees[: bisect_right(self.degrees, slots)]
         return Problem(
             replace(self.request, slots=slots),
             degrees,
             self.cap,
-            self.documents[kept],
-            self.tokens[kept],
-            self.squares[kept],
-            _blocks(slots, self.request.node_size, degrees[0], degrees[-1]),
+            self.documents[sampled],
+            self.tokens[sampled],
+            self.squares[sampled],
+            blocks_of(slots, self.request.node_size, degrees[0], degrees[-1]),
         )
 
     @cached_property
@@ -131,9 +130,7 @@ class Problem:
         if self.few:
             return 0.0
         shortest = self.mean_seconds / (self.least_micro_batches + MORE_MICRO_BATCHES)
-        too_long = float(
-            self.request.cost.work_seconds(self.widest_cell * self.cap, (self.widest_cell * self.cap) ** 2)
-        )
+        too_long = float(self.request.cost.work_seconds(self.widest_run * self.cap, (self.widest_run * self.cap) ** 2))
         return min(SMALLEST_ANCHOR * self.widest_block * shortest, too_long)
 
     @cached_property
@@ -142,7 +139,7 @@ class Problem:
         return max(size for _, size in self.blocks)
 
     @cached_property
-    def widest_cell(self) -> int:
+    def widest_run(self) -> int:
         """Slots of the widest group that a block without anchors makes."""
         return max(w for _, size in self.blocks for _, w in runs(size, self.degrees))
 
@@ -158,63 +155,22 @@ class Problem:
 
 
 def _items(order: Ints, lengths: Ints, slots: int, cap: int) -> tuple[tuple[tuple[int, ...], ...], Ints, Ints]:
-    """Documents of each item, its rows and its squared rows; short documents are bundled where there are many."""
+    """Documents of each item, its rows and its squared rows; many short documents are packed together."""
     ids: list[int] = order.tolist()
-    if len(ids) <= BUNDLED_ABOVE * slots:
+    if len(ids) <= PACKED_ABOVE * slots:
         return tuple((d,) for d in ids), lengths, lengths * lengths
-    grain = max(1, min(cap // 16, int(lengths.sum()) // (BUNDLES * slots)))
+    grain = max(1, min(cap // 16, int(lengths.sum()) // (PACKS * slots)))
     long = int(np.searchsorted(-lengths, -grain, side="right"))
-    bundle = np.arange(long, dtype=np.int64)
+    pack = np.arange(long, dtype=np.int64)
     if long < len(ids):
-        bundle = np.concatenate((bundle, long + (np.cumsum(lengths[long:]) - lengths[long:]) // grain))
-    _, bundle = np.unique(bundle, return_inverse=True)
-    count = int(bundle[-1]) + 1
+        pack = np.concatenate((pack, long + (np.cumsum(lengths[long:]) - lengths[long:]) // grain))
+    _, pack = np.unique(pack, return_inverse=True)
+    count = int(pack[-1]) + 1
     tokens, squares = np.zeros((2, count), dtype=np.int64)
-    np.add.at(tokens, bundle, lengths)
-    np.add.at(squares, bundle, lengths * lengths)
-    first = np.searchsorted(bundle, np.arange(count + 1)).tolist()
+    np.add.at(tokens, pack, lengths)
+    np.add.at(squares, pack, lengths * lengths)
+    first = np.searchsorted(pack, np.arange(count + 1)).tolist()
     documents = [tuple(ids[a:b]) for a, b in pairwise(first)]
     rank = np.argsort(-tokens, kind="stable")
     ranked: list[int] = rank.tolist()
     return tuple(documents[i] for i in ranked), tokens[rank], squares[rank]
-
-
-def _blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> tuple[tuple[int, int], ...]:
-    """Nodes; or, where a group needs more than a node, runs of nodes that hold one. What cannot hold one stays idle."""
-    size = node_size if min_cp <= node_size else -(-min_cp // node_size) * node_size
-    if size > max_cp and min_cp > node_size:
-        size = min_cp
-    size = min(size, slots)
-    starts = list(range(0, slots, size))
-    sizes = [min(size, slots - start) for start in starts]
-    if len(sizes) > 1 and sizes[-1] < min_cp and sizes[-2] + sizes[-1] <= max_cp:
-        sizes[-2:] = [sizes[-2] + sizes[-1]]
-    return tuple(zip(starts, sizes, strict=False))
-
-
-@cache
-def runs(slots: int, degrees: DegreeSet) -> Parts:
-    """Runs of so many slots that each hold a group: as few left out, as few runs, and as even as the degrees allow."""
-    if slots < degrees[0]:
-        return []
-    pieces = -(-slots // degrees[-1])
-    if slots // pieces < degrees[0]:
-        pieces = slots // degrees[0]
-    used = min(slots, pieces * degrees[-1])
-    edges = [used * piece // pieces for piece in range(pieces + 1)]
-    even = [(first, stop - first) for first, stop in pairwise(edges)]
-    return even if all(width in degrees for _, width in even) else _uneven_runs(slots, degrees)
-
-
-def _uneven_runs(slots: int, degrees: DegreeSet) -> Parts:
-    """The same where equal parts are no degrees, the widest run first."""
-    best: list[tuple[int, int, int, tuple[int, ...]]] = [(0, 0, 0, ())]  # left out, runs, squared widths, widths
-    for count in range(1, slots + 1):
-        left, number, squares, widths = best[-1]
-        options = [(left + 1, number, squares, widths)]
-        for width in degrees[: bisect_right(degrees, count)]:
-            left, number, squares, widths = best[count - width]
-            options.append((left, number + 1, squares + width * width, (*widths, width)))
-        best.append(min(options))
-    widths = sorted(best[slots][3], reverse=True)
-    return [(sum(widths[:i]), width) for i, width in enumerate(widths)]

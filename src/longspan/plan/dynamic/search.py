@@ -12,9 +12,9 @@ from random import Random
 
 import numpy as np
 
-from longspan.plan.dynamic.degrees import Anchoring, Degrees
+from longspan.plan.dynamic.degrees import Anchoring, DegreeTable
 from longspan.plan.dynamic.draft import Anchor, Draft
-from longspan.plan.dynamic.lockstep import shelve
+from longspan.plan.dynamic.lockstep import make_draft
 from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, Problem
 
 ANCHORINGS = (Anchoring(0.15, 0.8), Anchoring(0.5, 0.4))
@@ -48,14 +48,14 @@ class Search:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.degrees = Degrees.of(problem)
+        self.degrees = DegreeTable.of(problem)
         self.tried: list[float] = []
         self.best: Draft | None = None
 
     def attempt(self, settings: Settings) -> None:
         """Make a draft by these settings, and keep the best so far."""
         durations = settings.durations * self.problem.mean_seconds
-        draft = shelve(self.problem, self.degrees, durations, settings.anchoring)
+        draft = make_draft(self.problem, self.degrees, durations, settings.anchoring)
         self.tried.append(draft.seconds)
         if self.best is None or draft.seconds < self.best.seconds:
             self.best, self.settings = draft, settings
@@ -86,17 +86,17 @@ def search(problem: Problem, effort: Effort, warm: Sequence[Settings] = ()) -> D
     return full.best
 
 
-def _sampled(problem: Problem, degrees: Degrees, effort: Effort) -> list[Settings]:
+def _sampled(problem: Problem, degrees: DegreeTable, effort: Effort) -> list[Settings]:
     """Settings that give good drafts of a sample: one improved; and of those to begin with, as the whole has them."""
-    sample, own = Search(problem.sample()), list(starts(problem, degrees))
+    sample, settings_of_problem = Search(problem.sample()), list(starts(problem, degrees))
     for settings in starts(sample.problem, sample.degrees):
         sample.attempt(settings)
     ranked = sample.ranked()
     sample.climb(effort.sample_steps)
-    return [sample.settings, *[own[i] for i in ranked[: effort.drafts]]]
+    return [sample.settings, *[settings_of_problem[i] for i in ranked[: effort.drafts]]]
 
 
-def starts(problem: Problem, degrees: Degrees) -> Iterator[Settings]:
+def starts(problem: Problem, degrees: DegreeTable) -> Iterator[Settings]:
     """The settings to begin with."""
     few = problem.few
     for count in _counts(problem):

@@ -84,7 +84,7 @@ def plan_fixed(
     packer = Packer.of(request, request.check_degree(home, cp))
     if not request.lengths:
         return request.plan((), "fixed")
-    best = min(packer.deals(), key=packer.seconds)
+    best = min(packer.assignments(), key=packer.seconds)
     return request.plan(packer.micro_batches(best), "fixed")
 
 
@@ -115,7 +115,7 @@ class Packer:
         work = request.cost.work_seconds(rows, rows * rows)
         return cls(request, cp, order, rows.tolist(), work.tolist(), room, inside)
 
-    def deals(self) -> Iterator[Ints]:
+    def assignments(self) -> Iterator[Ints]:
         """The deals worth pricing: few bins, level bins, the same with one more round of micro-batches, and chains."""
         few = self._dealt(first_fit(self.lengths, self.room))
         yield self._placed(self._levelled(few))

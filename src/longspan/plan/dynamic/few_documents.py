@@ -1,0 +1,144 @@
+"""A handful of documents side by side: groups of them, each on slots of its own, as many as make them end together.
+
+`lockstep.py` fills gaps with short documents and needs some to be good. Where there are few documents, every way to
+group those of a micro-batch by work can be tried, and for each the widths that let the slowest group end earliest.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from longspan.plan.dynamic.draft import step_seconds
+from longspan.plan.dynamic.grouping import micro_batch_of
+from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, Ints, Problem
+from longspan.plan.dynamic.slots import FreeSlots, slots_of
+from longspan.plan.micro_batch import MicroBatch
+from longspan.plan.planners.bin_packing import spread
+
+MOST_ITEMS = 40
+MOST_SLOTS = 64
+MOST_GROUPS = 24  # in a micro-batch
+MOST_MOVES = 60  # tried in a micro-batch
+
+
+@dataclass(frozen=True, eq=False)
+class SideBySide:
+    """Groups of items that work at the same time: the slots of each, and when the slowest ends, without the launch."""
+
+    items: list[list[int]]  # of each group, the widest group first
+    slots: list[tuple[int, ...]]
+    slowest: int  # group
+    seconds: float
+
+
+def plan_few(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
+    """Seconds and micro-batches of the best plan; None with too many items or slots to try, or where nothing fits."""
+    if len(problem.tokens) > MOST_ITEMS or problem.request.slots > MOST_SLOTS:
+        return None
+    best: tuple[float, list[SideBySide]] | None = None
+    for batches in _batches_of_items(problem):
+        arranged = [arrangement for items in batches if (arrangement := _best_arrangement(problem, items)) is not None]
+        seconds = step_seconds(problem, [arrangement.seconds for arrangement in arranged])
+        if len(arranged) == len(batches) and (best is None or seconds < best[0]):
+            best = seconds, arranged
+    if best is None:
+        return None
+    return best[0], [micro_batch_of(problem, dict(zip(a.slots, a.items, strict=True))) for a in best[1]]
+
+
+def _batches_of_items(problem: Problem) -> Iterator[list[list[int]]]:
+    """The items of each micro-batch, for a few numbers of these: equal work in each, or the longest together."""
+    tokens: list[int] = problem.tokens.tolist()
+    middle = np.cumsum(problem.tokens) - problem.tokens // 2
+    for count in range(problem.least_micro_batches, problem.least_micro_batches + MORE_MICRO_BATCHES + 1):
+        even = spread(tokens, problem.work.tolist(), count, problem.request.slots * problem.cap)
+        by_length: list[int] = np.minimum(middle * count // sum(tokens), count - 1).tolist()
+        for places in (even, by_length if count > 1 else None):
+            if places is not None:
+                yield [items for items in _items_by_place(range(len(places)), places, count) if items]
+
+
+def _items_by_place(items: range | list[int], places: list[int], count: int) -> list[list[int]]:
+    return [[item for item, place in zip(items, places, strict=True) if place == p] for p in range(count)]
+
+
+def _best_arrangement(problem: Problem, items: list[int]) -> SideBySide | None:
+    """The items in the number of groups whose slowest ends earliest."""
+    tokens, work = problem.tokens[items].tolist(), problem.work[items].tolist()
+    best: SideBySide | None = None
+    for count in range(1, min(len(items), problem.request.slots // problem.min_cp, MOST_GROUPS) + 1):
+        places = spread(tokens, work, count, problem.max_cp * problem.cap)
+        arrangement = None if places is None else _arranged(problem, _items_by_place(items, places, count))
+        if arrangement is not None and (best is None or arrangement.seconds < best.seconds):
+            best = arrangement
+    return None if best is None else _improved(problem, best)
+
+
+def _improved(problem: Problem, arrangement: SideBySide) -> SideBySide:
+    """The arrangement after moving items out of its slowest group, one at a time, as long as that helps."""
+    left = MOST_MOVES
+    while left > 0:
+        for groups in _moves(arrangement):
+            trial, left = _arranged(problem, groups), left - 1
+            if trial is not None and trial.seconds < arrangement.seconds:
+                arrangement = trial
+                break
+            if left <= 0:
+                return arrangement
+        else:
+            return arrangement
+    return arrangement
+
+
+def _moves(arrangement: SideBySide) -> Iterator[list[list[int]]]:
+    """The groups after one item of the slowest, its last items first, has gone to another group."""
+    groups = list(arrangement.items)
+    slowest = groups.pop(arrangement.slowest)
+    for item in slowest[::-1]:
+        remaining = [other for other in slowest if other != item]
+        for g in range(len(groups)):
+            changed = [group + [item] * (place == g) for place, group in enumerate(groups)]
+            yield changed + [remaining] * bool(remaining)
+
+
+def _arranged(problem: Problem, groups: list[list[int]]) -> SideBySide | None:
+    """Groups on as many slots each as let the slowest end earliest, the widest first, inside blocks where they fit."""
+    tokens = np.array([int(problem.tokens[items].sum()) for items in groups], dtype=np.int64)
+    squares = np.array([int(problem.squares[items].sum()) for items in groups], dtype=np.int64)
+    widths = _widths(problem, tokens, squares)
+    if widths is None:
+        return None
+    free, slots, seconds = FreeSlots(problem.blocks, problem.degrees), list[tuple[int, ...]](), list[float]()
+    order: list[int] = np.argsort(-widths, kind="stable").tolist()
+    for g in order:
+        parts = free.take(int(widths[g]))
+        inside = problem.blocks_inside and len(parts) == 1
+        slots.append(slots_of(parts))
+        seconds.append(float(problem.request.cost.group_seconds(tokens[g], squares[g], int(widths[g]), inside)))
+    return SideBySide([groups[g] for g in order], slots, seconds.index(max(seconds)), max(seconds))
+
+
+def _widths(problem: Problem, tokens: Ints, squares: Ints) -> Ints | None:
+    """The fewest slots of each group with which all end by the earliest time at which they can; None: no room."""
+    seconds = _seconds(problem, tokens, squares)
+    times = np.unique(seconds[np.isfinite(seconds)])
+    low, high, widths = 0, len(times), None
+    degrees = np.array(problem.degrees, dtype=np.int64)
+    while low < high:
+        middle = (low + high) // 2
+        met = seconds <= times[middle]
+        need = degrees[met.argmax(axis=1)]
+        if met.any(axis=1).all() and int(need.sum()) <= problem.request.slots:
+            widths, high = need, middle
+        else:
+            low = middle + 1
+    return widths
+
+
+def _seconds(problem: Problem, tokens: Ints, squares: Ints) -> Floats:
+    """Seconds of each group at each degree (groups, degrees), inf where it does not fit."""
+    width = np.array(problem.degrees, dtype=np.int64)
+    inside = (width <= problem.widest_block) & problem.blocks_inside
+    seconds = problem.request.cost.group_seconds(tokens[:, None], squares[:, None], width, inside)
+    return np.where(-(-tokens[:, None] // width) <= problem.cap, seconds, np.inf)
