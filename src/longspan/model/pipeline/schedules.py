@@ -30,7 +30,7 @@ from torch.distributed.pipelining import (
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.pipeline.settings import PipelineSettings
-from longspan.model.pipeline.split_backward import backward_to_inputs, backward_to_weights
+from longspan.model.pipeline.split_backward import backward_to_input, backward_to_weights
 from longspan.model.pipeline.stages import Stage, StageInput
 from longspan.model.tensor_parallel.tensor_parallel import row_multiple
 
@@ -138,8 +138,10 @@ class ScheduledStage(PipelineStage):
         if backward_type == "weight":
             backward_to_weights(bwd_kwargs["param_groups"])
             return (), None
-        outputs, gradients, inputs = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
-        return backward_to_inputs(outputs, gradients, inputs, self.submod.parameters())
+        (output,), (x,) = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
+        gradients = bwd_kwargs["output_grads"]
+        of_input, pending = backward_to_input(output, gradients and gradients[0], x, self.submod.parameters())
+        return (of_input,), pending
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """As torch's, and nothing in evaluation, where torch's V schedules fail."""
