@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from longspan.comm.failure import watch as watch_module
-from longspan.comm.failure.incident import Notes
+from longspan.comm.failure import answering
+from longspan.comm.failure.answering import AnsweringThread
+from longspan.comm.failure.reports import FailureReports
 from longspan.comm.failure.watch import Watch
 from longspan.comm.world import World
 from longspan.errors import CommError
@@ -92,7 +93,7 @@ def test_a_rank_that_leaves_and_lives_on_is_quoted_at_once() -> None:
 
 def wait_in_vain(rank: int, folder: Path) -> None:
     """Rank 1 leaves with an error and keeps its connections; rank 0 is in a barrier, rank 2 at work of its own."""
-    watch_module.LEFT_SECONDS = 1.0
+    answering.LEFT_SECONDS = 1.0
     kept = None
     try:
         with World(Layout(ranks=3), backend="gloo", timeout=60) as world:
@@ -122,14 +123,15 @@ def test_a_rank_that_waits_for_one_that_left_is_ended(tmp_path: Path, capfd: pyt
 
 @pytest.fixture
 def watches() -> Iterator[list[Watch]]:
-    """The watches of two ranks in one process, which answer each other's roll calls."""
+    """The watches of two ranks in one process, which answer for each other's failure reports."""
     store = HashStore()
-    both = [Watch(rank, (0, 1), 9.0, Notes(rank, (0, 1), store, "world")) for rank in (0, 1)]
-    for watch in both:
-        watch.open()
+    both = [Watch(rank, (0, 1), 9.0, FailureReports(rank, (0, 1), store, "world")) for rank in (0, 1)]
+    threads = [AnsweringThread(watch) for watch in both]
+    for thread in threads:
+        thread.start()
     yield both
-    for watch in both:
-        watch.close()
+    for thread in threads:
+        thread.stop()
 
 
 def fail_in(watch: Watch, what: str) -> str:
@@ -139,7 +141,7 @@ def fail_in(watch: Watch, what: str) -> str:
     return str(raised.value)
 
 
-def test_every_failure_has_a_roll_call_of_its_own(watches: list[Watch]) -> None:
+def test_every_failure_has_a_report_of_its_own(watches: list[Watch]) -> None:
     first, second = watches
     with second.during("a gather", (0, 1)):
         earlier = first.during("an early collective", (0, 1)).__enter__()
@@ -149,21 +151,21 @@ def test_every_failure_has_a_roll_call_of_its_own(watches: list[Watch]) -> None:
     assert "rank 1 is computing in step 3, after 'a later sum'" in fail_in(first, "two")
     assert "rank 0 is in 'an early collective'" in fail_in(second, "three"), "rank 0 has not left it"
     answer = first.failed(earlier, RuntimeError("closed"))
-    assert "rank 0 is in 'an early collective'" in str(answer), "one that was there before is not called again"
+    assert "rank 0 is in 'an early collective'" in str(answer), "one that was there before is not asked about again"
 
 
 def test_a_store_that_fails_for_a_while_is_asked_again(
     watches: list[Watch], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    calls, unanswered = [], Notes.unanswered
+    calls, requested = [], FailureReports.requested
 
-    def fails_at_first(notes: Notes) -> int:
-        calls.append(notes)
+    def fails_at_first(reports: FailureReports) -> int:
+        calls.append(reports)
         if len(calls) <= 4:
             raise RuntimeError("connection reset by peer")
-        return unanswered(notes)
+        return requested(reports)
 
-    monkeypatch.setattr(Notes, "unanswered", fails_at_first)
+    monkeypatch.setattr(FailureReports, "requested", fails_at_first)
     while len(calls) < 4:
         time.sleep(0.05)
     assert "rank 1 is computing in step 0" in fail_in(watches[0], "one")
@@ -173,17 +175,17 @@ def test_a_store_that_fails_for_a_while_is_asked_again(
 def test_a_store_that_stays_silent_is_told_of_and_gpus_are_watched_on(
     watches: list[Watch], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(notes: Notes) -> bool:
+    def fails(reports: FailureReports) -> bool:
         raise RuntimeError("connection reset by peer")
 
-    monkeypatch.setattr(watch_module, "SILENT_SECONDS", 0.3)
-    monkeypatch.setattr(Notes, "somebody_left", fails)
-    told, looked = "", list[int]()
-    while told.count("answers no more roll calls") < 2:
+    monkeypatch.setattr(answering, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(FailureReports, "has_departures", fails)
+    said, looked = "", list[int]()
+    while said.count("answers for no more failure reports") < 2:
         time.sleep(0.05)
-        told += capfd.readouterr().err
-    assert "the store has not answered for 0.3 s" in told and "connection reset" in told
-    monkeypatch.setattr(Watch, "_report_stuck_device", lambda watch: looked.append(watch.rank))
+        said += capfd.readouterr().err
+    assert "the store has not answered for 0.3 s" in said and "connection reset" in said
+    monkeypatch.setattr(AnsweringThread, "_end_a_stuck_device", lambda thread: looked.append(thread.watch.rank))
     while set(looked) != {0, 1}:
         time.sleep(0.05)
 

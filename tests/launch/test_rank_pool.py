@@ -63,7 +63,7 @@ def test_ranks_stay_for_calls_on_all_and_on_some_of_them(pool: RankPool) -> None
 
 def known_stores(rank: int) -> int:
     with World(Layout(ranks=3), backend="gloo"):
-        return len(rendezvous._shared)
+        return len(rendezvous._stores)
 
 
 def test_no_store_of_an_earlier_call_is_kept_for_its_port_may_come_again(pool: RankPool) -> None:

@@ -1,50 +1,32 @@
-"""How processes meet: the store that they share, the default process group, and its end.
+"""The rendezvous of a world's processes: the store that they share, the default process group, and its end.
 
-Which processes meet is decided by `world`, which reads torchrun's variables.
+Which processes these are is decided by `world`, which reads torchrun's variables.
 """
 
-import resource
 import threading
 import time
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch.distributed import DistError, DistStoreError, HashStore, PrefixStore, ProcessGroup, Store
 
+from longspan.comm.process import Place
 from longspan.errors import CommError, counted
 from longspan.layout.layout import short
 
-BOTH = "cpu:gloo,cuda:nccl"  # tensors on GPUs through NCCL, the host's integers through gloo
-# Gloo connects every pair of members of a group when it makes it: of the default, the control and the plane's group, of
-# three for meshes and all planes, and of four that plans gain. A process has some 25 other files open in a bare world.
-CONNECTIONS, OTHER_FILES = 10, 256
-_shared: dict[str, Store] = {}  # by address: a process keeps its store, so that it can open worlds in turn
-
-_ending: list[threading.Thread] = []  # destroying the groups of worlds that were left with an error
+_stores: dict[str, Store] = {}  # by address: a process keeps its store, so that it can open worlds in turn
+_being_destroyed: list[threading.Thread] = []  # destroying the groups of worlds that were left with an error
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where this process stands among those that were started together."""
-
-    rank: int
-    size: int
-    local_rank: int
-    address: str  # empty where a single process needs no store
-
-
-def meet(place: Place, timeout: float) -> Store:
+def shared_store(place: Place, timeout: float) -> Store:
     """The store that all processes of this launch share: the launcher's, or one that rank 0 serves.
 
     Raises CommError where it cannot be reached in `timeout` seconds.
     """
     if not place.address:
         return HashStore()
-    if place.address not in _shared:
+    if place.address not in _stores:
         limit = timedelta(seconds=timeout)
         try:
             store, _, _ = next(iter(dist.rendezvous("env://", place.rank, place.size, timeout=limit)))
@@ -53,49 +35,28 @@ def meet(place: Place, timeout: float) -> Store:
                 f"rank {place.rank} of {place.size} could not reach the store at {place.address} in {timeout:g} s; "
                 f"check MASTER_ADDR and MASTER_PORT, and that rank 0 or torchrun runs there ({error})"
             ) from error
-        _shared[place.address] = store
-    return _shared[place.address]
+        _stores[place.address] = store
+    return _stores[place.address]
 
 
-def allow_open_files(size: int) -> None:
-    """Raise this process's limit of open files to what a world of so many ranks opens, as far as the system lets it.
-
-    Warns where that is not enough: connections fail then, one by one, when a group is made.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = OTHER_FILES + CONNECTIONS * size
-    if soft == resource.RLIM_INFINITY or soft >= need:
-        return
-    allowed = need if hard == resource.RLIM_INFINITY else min(need, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < need:
-        warnings.warn(
-            f"this process may open {allowed:,} files, and a world of {counted(size, 'rank')} opens up to {need:,}: "
-            f"{CONNECTIONS} connections to each other rank and {OTHER_FILES} more; raise the hard limit "
-            f"(`ulimit -Hn {need}`, or LimitNOFILE of the service that starts the ranks)",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-
-
-def gather(store: Store, place: Place, timeout: float) -> str:
-    """Wait for all processes of this launch; returns the name of the store's corner in which they open a world now.
+def wait_for_all_ranks(store: Store, place: Place, timeout: float) -> str:
+    """Wait for all processes of this launch; returns the prefix of the keys of the world that they open now.
 
     A process that is refused before it comes here, or that leaves because others did not come, has opened no world: it
-    may try again, and meets the others at the same one. Raises CommError that names the ranks which did not come.
+    may try again, and then opens the same world as the others. Raises CommError with the ranks that did not come.
     """
     opened = f"longspan/opened/{place.rank}"
     try:
-        name = f"longspan/world {store.add(opened, 0)}"
-        if not _all_come(corner(store, name), place, timeout):
-            raise _absent(corner(store, name), place, timeout)
+        prefix = f"longspan/world {store.add(opened, 0)}"
+        if not _all_come(PrefixStore(prefix, store), place, timeout):
+            raise _absent(PrefixStore(prefix, store), place, timeout)
         store.add(opened, 1)
     except DistError as error:
         raise CommError(
             f"rank {place.rank} could not open a world of {counted(place.size, 'rank')}: their store does not answer; "
             f"check that the process which serves it (torchrun, or rank 0) runs ({error})"
         ) from error
-    return name
+    return prefix
 
 
 def _all_come(here: Store, place: Place, timeout: float) -> bool:
@@ -128,7 +89,7 @@ def _absent(here: Store, place: Place, timeout: float) -> CommError:
     )
 
 
-def begin(place: Place, store: Store, backend: str, timeout: float) -> None:
+def init_default_group(place: Place, store: Store, backend: str, timeout: float) -> None:
     """Initialise the default process group. Raises CommError where that fails."""
     try:
         dist.init_process_group(
@@ -141,43 +102,14 @@ def begin(place: Place, store: Store, backend: str, timeout: float) -> None:
         ) from error
 
 
-def clone(store: Store) -> Store:
+def new_connection(store: Store) -> Store:
     """A connection of its own to the same store, which waits for 10 s at most."""
     connection: Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
     connection.set_timeout(timedelta(seconds=10))
     return connection
 
 
-def corner(store: Store, name: str) -> Store:
-    """The part of a store whose keys begin with a name."""
-    return PrefixStore(name, store)
-
-
-def choose_device(backend: str | None, device: torch.device | str | None, local_rank: int) -> torch.device:
-    """The device of this rank: the one that was asked for, or its GPU where there are GPUs, or the CPU.
-
-    Raises CommError for a backend that longspan does not use, and where there are fewer GPUs than local ranks.
-    """
-    if backend not in (None, "gloo", "nccl", BOTH):
-        raise CommError(f"backend {backend!r} is not known; use 'gloo' (CPU), 'nccl' (GPU) or None")
-    if device is None:
-        gpu = torch.cuda.is_available() if backend is None else backend != "gloo"
-        device = f"cuda:{local_rank}" if gpu else "cpu"
-    found = torch.device(device)
-    if found.type == "cuda":
-        there = torch.cuda.device_count()
-        index = local_rank if found.index is None else found.index
-        if index >= there:
-            raise CommError(
-                f"local rank {local_rank} needs cuda:{index}, but this host shows {counted(there, 'CUDA device')}; "
-                f"start at most {counted(there, 'rank')} per host, or use backend='gloo'"
-            )
-        found = torch.device("cuda", index)
-        torch.cuda.set_device(found)
-    return found
-
-
-def end(groups: Sequence[ProcessGroup], *, default: bool, patient: bool) -> None:
+def destroy_groups(groups: Sequence[ProcessGroup], *, default: bool, patient: bool) -> None:
     """Destroy what a world made: these groups, or with `default` everything.
 
     After an error nobody waits for it: a group with a collective in flight ends only when that does.
@@ -196,20 +128,20 @@ def end(groups: Sequence[ProcessGroup], *, default: bool, patient: bool) -> None
         thread = threading.Thread(target=destroy, name="longspan leaving", daemon=True)
         thread.start()
         thread.join(1.0)
-        _ending[:] = [other for other in (*_ending, thread) if other.is_alive()]
+        _being_destroyed[:] = [other for other in (*_being_destroyed, thread) if other.is_alive()]
 
 
-def wait_for_ends(timeout: float) -> None:
+def wait_until_destroyed(timeout: float) -> None:
     """Wait until groups of worlds that were left with an error are gone; a new world would be taken for them.
 
     Raises CommError where one is still there after `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
-    for thread in _ending:
+    for thread in _being_destroyed:
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             raise CommError(
                 f"the process groups of a world that was left with an error have not ended in {timeout:g} s, as a "
                 "collective of theirs still runs; open the next world in a new process, or give more time"
             )
-    _ending.clear()
+    _being_destroyed.clear()

@@ -11,26 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 from longspan.comm.control_group import ControlGroup
-from longspan.comm.failure.incident import Notes
+from longspan.comm.failure.answering import AnsweringThread
+from longspan.comm.failure.reports import FailureReports
 from longspan.comm.failure.watch import Watch
 from longspan.comm.groups.channels import Channels
 from longspan.comm.groups.meshes import Meshes
 from longspan.comm.groups.process_groups import ProcessGroups
+from longspan.comm.process import BOTH, Place, allow_open_files, choose_device
 from longspan.comm.rendezvous import (
-    BOTH,
-    Place,
-    allow_open_files,
-    begin,
-    choose_device,
-    clone,
-    corner,
-    end,
-    gather,
-    meet,
-    wait_for_ends,
+    destroy_groups,
+    init_default_group,
+    new_connection,
+    shared_store,
+    wait_for_all_ranks,
+    wait_until_destroyed,
 )
 from longspan.errors import CommError, counted
 from longspan.layout import Coordinates, Layout
@@ -93,13 +90,13 @@ class World:
     def __enter__(self) -> "World":
         if self.key in _worlds:
             raise CommError("this world is already open")
-        wait_for_ends(self.timeout)
+        wait_until_destroyed(self.timeout)
         self._made_default = not dist.is_initialized()
         place = _started(self.home) if self._made_default else _running(self.home)
         self._take(place)
         allow_open_files(place.size)
-        store = meet(place, self.timeout) if self._made_default else dist.distributed_c10d._get_default_store()
-        self._open(place, store, gather(store, place, self.timeout))
+        store = shared_store(place, self.timeout) if self._made_default else dist.distributed_c10d._get_default_store()
+        self._open(place, store, wait_for_all_ranks(store, place, self.timeout))
         return self
 
     def _take(self, place: Place) -> None:
@@ -113,20 +110,21 @@ class World:
         self.backend = BOTH if self.device.type == "cuda" else "gloo"
         self.max_groups = max_groups if max_groups is not None else 4 if self.device.type == "cuda" else 0
 
-    def _open(self, place: Place, store: Store, name: str) -> None:
-        """Make what the ranks talk through, in this corner of their store."""
-        notes = None
+    def _open(self, place: Place, store: Store, prefix: str) -> None:
+        """Make what the ranks talk through, with keys of this prefix in their store."""
+        reports = None
         if place.size > 1 and store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
-            notes = Notes(self.rank, self.home.ranks, clone(store), f"{name}/watch")
-        self.watch = Watch(self.rank, self.home.ranks, self.timeout, notes, gpu=self.device.type == "cuda")
+            reports = FailureReports(self.rank, self.home.ranks, new_connection(store), f"{prefix}/watch")
+        self.watch = Watch(self.rank, self.home.ranks, self.timeout, reports, gpu=self.device.type == "cuda")
         self.process_groups = ProcessGroups(backend=self.backend, timeout=self.timeout, watch=self.watch)
         self.meshes = Meshes(self.home, self.coordinates.pp, self.process_groups, self.device.type)
         self.key = next(_keys)
         _worlds[self.key] = self
-        self.watch.open()
+        self._answering = AnsweringThread(self.watch)
+        self._answering.start()
         try:
             if self._made_default:
-                begin(place, corner(store, name), self.backend, self.timeout)
+                init_default_group(place, PrefixStore(prefix, store), self.backend, self.timeout)
             self.control = ControlGroup(self.home, self.plane, self.process_groups)
             self.channels = Channels(
                 self.home, self.rank, self.device, self.process_groups, self.meshes, self.max_groups
@@ -154,13 +152,13 @@ class World:
     def _leave(self, error: BaseException | None) -> None:
         if error is not None:
             self.watch.leave(error)
-        self.watch.close()
+        self._answering.stop()
         self.meshes.forget()
         groups = self.process_groups.forget()
         del _worlds[self.key]
         for name in MEMBERS:
             vars(self).pop(name, None)
-        end(groups, default=self._made_default, patient=error is None)
+        destroy_groups(groups, default=self._made_default, patient=error is None)
 
     # ---- what others ask an open world for
 

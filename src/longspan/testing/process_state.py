@@ -75,5 +75,5 @@ def _forget_worlds() -> None:
     from longspan.comm import rendezvous, world
 
     world._worlds.clear()
-    rendezvous._shared.clear()
+    rendezvous._stores.clear()
     world._keys = count()

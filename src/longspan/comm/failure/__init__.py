@@ -1,1 +1,1 @@
-"""What a rank is doing, and what ranks tell each other when a collective fails."""
+"""What a rank is doing, and how ranks report a collective that fails."""

@@ -47,7 +47,7 @@ class Handle:
         self._keep, self._finish, self._held, self._result = keep, finish, held, None
 
     def wait(self) -> Any:
-        """Wait for the exchange. Raises CommError, after a roll call, where it fails or times out."""
+        """Wait for the exchange. Raises CommError, with a failure report, where it fails or times out."""
         if self._works:
             with self._watch.during(self._what, self._ranks) as operation:
                 for work in self._works:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from longspan.comm import SequenceShard, World, world_of
-from longspan.comm.failure.watch import of_backend
+from longspan.comm.failure.backend_errors import is_backend_error
 from longspan.errors import ModelError
 from longspan.model.experts.moe import router_modules
 from longspan.model.layers import Absent, layers_of_stages
@@ -227,14 +227,14 @@ def refuse_shared_over_stages(model: PreTrainedModel, parts: Parts, layers: Sequ
 
 
 def _watched(step: Callable[[], None], world: World) -> None:
-    """Run a schedule; an error of the model is raised as it was, one of a collective after a roll call."""
+    """Run a schedule; an error of the model is raised as it was, one of a collective with a failure report."""
     failure: BaseException | None = None
     with world.watch.during("pipeline of micro-batches", world.channels.pipeline.ranks):
         try:
             step()
         except RuntimeError as error:
             failure = _origin(error)
-            if failure is None or of_backend(failure):
+            if failure is None or is_backend_error(failure):
                 raise (failure or error) from error
     if failure is not None:
         raise failure
