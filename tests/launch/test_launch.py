@@ -15,7 +15,7 @@ import torch
 
 from longspan.errors import CommError, LayoutError
 from longspan.launch import launch, rank_process
-from longspan.launch.local_ranks import LocalRanks, _Rank
+from longspan.launch.local_ranks import LocalRank, LocalRanks
 from longspan.testing import run_ranks
 
 
@@ -219,7 +219,7 @@ def test_the_cause_comes_before_what_others_saw_of_it(
     ranks = object.__new__(LocalRanks)
     ranks.folder, ranks.ranks = tmp_path, []
     for index, failure in enumerate(failures):
-        rank = _Rank(index, None, None)  # pyright: ignore[reportArgumentType]
+        rank = LocalRank(index, None, None)  # pyright: ignore[reportArgumentType]
         rank.waiting, rank.death = False, failure if isinstance(failure, str) else None
         rank.answer = None if isinstance(failure, str) else failure
         ranks.ranks.append(rank)

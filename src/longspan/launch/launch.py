@@ -1,8 +1,14 @@
 """Start N local ranks from one fork server, wait for their answers, and say which one failed and how.
 
-Every rank is a fresh process with torchrun's variables set and no process group. The store that ranks meet at lives in
+Every rank is a fresh process with torchrun's variables set and no process group. The store that ranks share lives in
 the parent (as under torchrun), so that survivors can still talk to it when a rank dies. Several machines are torchrun's
 business, not this module's.
+
+torch's launchers do less (2.13; eight ranks from a fork server with the same imports, on two busy cores):
+`start_processes` of torch.distributed.elastic takes 1.6 s where `run_local` takes 0.8 s; torch.multiprocessing's takes
+as long as `run_local`, but returns no results. Both end the other ranks as soon as one fails, before these can say what
+they saw, do not tell them how it died, and give its error as text. Neither says where a rank is that does not end, nor
+forwards signals.
 """
 
 import os

@@ -1,39 +1,23 @@
-"""The ranks of one launch: fresh processes from one fork server, what each of them answered, and how one ended."""
+"""The ranks of one launch: fresh processes from the fork server, what each of them answered, and how one ended."""
 
-import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import time
 from collections.abc import Callable
-from multiprocessing import connection, forkserver
+from multiprocessing import connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from longspan.errors import CommError
+from longspan.launch.fork_server import start_fork_server, start_store_server, torchrun_variables
 from longspan.launch.rank_process import DEAD_KEY, READY, Answer, Descriptor, Spec, State, Task, rank_main
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
 
-# Imported once, by the fork server; a module that cannot be imported is left out.
-PRELOAD = (
-    "__main__",
-    "torch",
-    "torch.distributed.device_mesh",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint.state_dict",
-    "transformers",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.llama.modeling_llama",
-    "longspan.comm.world",
-    "longspan.comm.shard",
-    "longspan.attention",
-)
 
-
-class _Rank:
+class LocalRank:
     """One process, its answer when it has come, and what it was doing when its time was up."""
 
     def __init__(self, index: int, process: "ForkServerProcess", pipe: connection.Connection) -> None:
@@ -48,10 +32,10 @@ class _Rank:
             self.answer = pickle.loads(self.pipe.recv_bytes())
         except EOFError:
             self.process.join()
-            self.death = _how_it_ended(self.process.exitcode)
+            self.death = _end_of(self.process.exitcode)
         self.waiting = False
 
-    def give(self, task: Task) -> None:
+    def send(self, task: Task) -> None:
         """Send a task to a rank that takes them through its pipe."""
         self.answer, self.waiting = None, True
         self.pipe.send_bytes(pickle.dumps(task))
@@ -62,9 +46,9 @@ class _Rank:
 
 
 class LocalRanks:
-    """Local ranks of one call, from start to end; or, without a payload, of one call after another (`give`).
+    """Local ranks of one call, from start to end; or, without a payload, of one call after another (`call`).
 
-    Between calls each rank restores the `state` that it notes when it starts.
+    Between calls each rank restores the `state` that it had when it started.
     """
 
     def __init__(
@@ -75,17 +59,15 @@ class LocalRanks:
         payload: bytes | None = None,
         state: Callable[[], State] | None = None,
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOAD))
-        _start_fork_server()
-        self.store = _meeting_point()
+        self._context = start_fork_server()
+        self.store = start_store_server()
         self.folder = folder
         self.failure: BaseException | None = None
-        self.ranks: list[_Rank] = []  # those that the call at hand runs on
-        self.failed: list[_Rank] = []  # in the order in which their failures arrived
-        self._context, self._payload, self._threads, self._state = context, payload, threads, state
+        self.ranks: list[LocalRank] = []  # those of the present call
+        self.failed: list[LocalRank] = []  # in the order in which their failures arrived
+        self._payload, self._threads, self._state = payload, threads, state
         self._n = n
-        self._all: list[_Rank] = []
+        self._all: list[LocalRank] = []
 
     def start(self) -> None:
         """Start every rank."""
@@ -97,7 +79,7 @@ class LocalRanks:
             process = self._context.Process(target=rank_main, args=(spec, there, *streams), name=f"rank {index}")
             process.start()
             there.close()
-            self._all.append(_Rank(index, process, here))
+            self._all.append(LocalRank(index, process, here))
         self.ranks = self._all
 
     def ready(self, timeout: float) -> bool:
@@ -110,14 +92,14 @@ class LocalRanks:
                 return False
         return True
 
-    def give(self, payload: bytes, n: int) -> None:
-        """Let the first n ranks make a call, with a store of its own to meet at."""
-        self.store, self.ranks, self.failed, self.failure = _meeting_point(), self._all[:n], [], None
+    def call(self, payload: bytes, n: int) -> None:
+        """Let the first n ranks make a call, with a store of its own."""
+        self.store, self.ranks, self.failed, self.failure = start_store_server(), self._all[:n], [], None
         for rank in self.ranks:
-            rank.give(self._task(rank.index, n, payload))
+            rank.send(self._task(rank.index, n, payload))
 
     def _task(self, index: int, n: int, payload: bytes) -> Task:
-        environment = dict(os.environ) | _torchrun_variables(n, self.store.port, self._threads)
+        environment = dict(os.environ) | torchrun_variables(n, self.store.port, self._threads)
         return Task(environment | {"RANK": str(index), "LOCAL_RANK": str(index)}, payload)
 
     def collect(self, timeout: float | None, grace: float) -> None:
@@ -135,7 +117,7 @@ class LocalRanks:
                 deadline = min(first + grace, deadline or first + grace)
         self.failure = self._first_failure(timeout)
 
-    def _take(self, rank: _Rank) -> None:
+    def _take(self, rank: LocalRank) -> None:
         rank.receive()
         if rank.death is not None:
             self.store.set(f"{DEAD_KEY}{rank.index}", rank.death)
@@ -146,7 +128,7 @@ class LocalRanks:
         if not self.failed:
             running = [rank for rank in self.ranks if rank.waiting]
             return self._too_late(running, timeout) if running else None
-        # A killed rank comes first, then errors of the ranks' own, then what others saw of them.
+        # A killed rank comes first, then an error of a rank itself, then what others saw of it.
         first = min(
             self.failed, key=lambda rank: 0 if rank.death else 2 if rank.answer and rank.answer.consequence else 1
         )
@@ -157,17 +139,17 @@ class LocalRanks:
         else:
             error = first.answer.error(first.index)
         for rank in [rank for rank in self.ranks if rank is not first and (rank.failed or rank.waiting)][:4]:
-            said = rank.answer.summary if rank.answer else rank.death or "was still running and was killed"
-            error.add_note(f"rank {rank.index}: {said}")
+            end = rank.answer.summary if rank.answer else rank.death or "was still running and was killed"
+            error.add_note(f"rank {rank.index}: {end}")
         return error
 
-    def _too_late(self, running: list[_Rank], timeout: float | None) -> CommError:
+    def _too_late(self, running: list[LocalRank], timeout: float | None) -> CommError:
         for rank in running:
             rank.process.join(0)
             if rank.process.exitcode is None and rank.process.pid is not None:
                 os.kill(rank.process.pid, signal.SIGUSR2)  # the rank's faulthandler writes where it is
-        patience = time.monotonic() + 3
-        while time.monotonic() < patience and not all(_dump(self.folder, rank.index) for rank in running):
+        deadline = time.monotonic() + 3
+        while time.monotonic() < deadline and not all(_dump(self.folder, rank.index) for rank in running):
             time.sleep(0.05)
         where = "".join(
             f"\nrank {rank.index} was at:\n{_dump(self.folder, rank.index) or '  (not known)'}" for rank in running
@@ -200,50 +182,10 @@ class LocalRanks:
             rank.process.close()
 
 
-def _start_fork_server() -> None:
-    """Start the fork server if it does not run; it imports in the background while this process imports torch.
-
-    What it imports may ask torch for GPUs, which makes CUDA unusable in everything forked from it unless torch asks the
-    driver's management library (PYTORCH_NVML_BASED_CUDA_CHECK, torch 2.11 to 2.13).
-    """
-    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
-def _meeting_point() -> Any:
-    """A store server in this process on a free port, for all ranks to meet at."""
-    from torch.distributed import TCPStore
-
-    return TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-
-
-def _torchrun_variables(n: int, port: int, threads: int) -> dict[str, str]:
-    variables = {
-        "WORLD_SIZE": n,
-        "LOCAL_WORLD_SIZE": n,
-        "GROUP_RANK": 0,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "TORCHELASTIC_USE_AGENT_STORE": True,  # rank 0 does not serve the store, this process does
-        "OMP_NUM_THREADS": threads,
-    }
-    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
-        variables["GLOO_SOCKET_IFNAME"] = "lo"
-    return {name: str(value) for name, value in variables.items()}
-
-
-def _how_it_ended(code: int | None) -> str:
+def _end_of(code: int | None) -> str:
     if code is not None and code < 0:
-        known = {s.value: s.name for s in signal.Signals}
-        return f"was killed by signal {-code} ({known.get(-code, 'unknown')})"
+        names = {s.value: s.name for s in signal.Signals}
+        return f"was killed by signal {-code} ({names.get(-code, 'unknown')})"
     return f"left with exit code {code} before it answered"
 
 

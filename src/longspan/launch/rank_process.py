@@ -1,4 +1,4 @@
-"""What one local rank does: set itself up, call a function, answer through a pipe; once, or for as long as it is asked.
+"""What one local rank does: set itself up, call a function, answer through a pipe; once, or call after call.
 
 A rank of `run_local` lives for one call. One of a `RankPool` takes calls until its pipe is closed, and puts back what a
 call may have changed in its process in between.
@@ -61,7 +61,7 @@ class State(Protocol):
 class Spec:
     """What a rank needs to start: its number and its task.
 
-    Without a task, its tasks come through the pipe, one by one, and `state` notes what is put back between them.
+    Without a task, its tasks come through the pipe, one by one, and `state` returns what is put back between them.
     """
 
     rank: int
@@ -109,7 +109,7 @@ class RankError(Exception):
 
 def rank_main(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor) -> None:
     """The whole life of a rank."""
-    _settle(spec, out, err)
+    _set_up(spec, out, err)
     if spec.task is not None:
         _answer(spec.rank, spec.task, pipe)
     else:
@@ -147,7 +147,7 @@ def _serve(rank: int, state: State, pipe: connection.Connection) -> None:
             pipe.send_bytes(READY)
 
 
-def _settle(spec: Spec, out: Descriptor, err: Descriptor) -> None:
+def _set_up(spec: Spec, out: Descriptor, err: Descriptor) -> None:
     """Own process group (signals come from the launcher alone), the launcher's output and threads."""
     os.setpgid(0, 0)
     for stream, target in ((out, 1), (err, 2)):

@@ -40,7 +40,7 @@ class RankPool:
         """`fn(rank, *args)` on the first n ranks; returns and raises as `run_local` does."""
         payload, ranks = pickled_call(fn, args), self._running()
         try:
-            ranks.give(payload, n)
+            ranks.call(payload, n)
             ranks.collect(timeout, grace)
             if ranks.failure is not None:
                 raise ranks.failure
