@@ -35,7 +35,7 @@ train: $(VENV)/.core
 	$(BIN)/longspan train examples/first.toml --world 4 --run.dir $(RUN)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "whole or not whole"
@@ -52,7 +52,7 @@ $(OLDEST)/.dev: pyproject.toml
 	@$(OLDEST)/bin/python -c "import pytest, hypothesis, longspan" && touch $@
 
 test-oldest: $(OLDEST)/.dev
-	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

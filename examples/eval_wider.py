@@ -1,4 +1,4 @@
-"""Train at context-parallel degree 2, evaluate at 1 and 4: same ranks, same weights, nothing rebound.
+"""Train at context-parallel degree 2 and evaluate at 1, 2 and 4, with the same ranks and the same weights.
 
 `python examples/eval_wider.py` starts four local CPU processes;
 `torchrun --nproc_per_node=4 examples/eval_wider.py` runs the same on four GPUs.
@@ -17,7 +17,7 @@ VOCABULARY = 64
 
 
 def documents(seed: int, count: int) -> list[np.ndarray]:
-    """Token ids of a few made-up documents of very different lengths: counting up from a random start."""
+    """Documents of very different lengths, whose token ids count up from a random start."""
     random = np.random.default_rng(seed)
     lengths = np.clip(random.lognormal(4, 1, count).astype(int), 2, 500)
     return [(random.integers(VOCABULARY) + np.arange(n)) % VOCABULARY for n in lengths]

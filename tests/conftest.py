@@ -20,6 +20,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["LONGSPAN_TEST_BACKEND"] = config.getoption("--backend")
+    # One thread for arithmetic in each process, set before torch is imported. Two pytest workers with a thread for each
+    # core would spend most of their time waiting for those threads, as most tensors have a few kilobytes.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if (path := config.getoption("--resume")) is not None:
         config.pluginmanager.register(Resumed(path))
 

@@ -43,9 +43,13 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[
     return config, _run(config)
 
 
-@pytest.mark.parametrize(
-    ("begun", "gone_on"), [(INTERLEAVED, ParallelConfig()), (ParallelConfig(), FOLDED)], ids=["first", "later"]
-)
+HOMES = [
+    pytest.param(INTERLEAVED, ParallelConfig(), id="first", marks=pytest.mark.whole),  # so is test_checkpoint_homes.py
+    pytest.param(ParallelConfig(), FOLDED, id="later"),
+]
+
+
+@pytest.mark.parametrize(("begun", "gone_on"), HOMES)
 def test_losses_weights_and_checkpoints_do_not_depend_on_the_pipeline(
     straight: tuple[RunConfig, list[float]], tmp_path: Path, begun: ParallelConfig, gone_on: ParallelConfig
 ) -> None:

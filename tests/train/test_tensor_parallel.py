@@ -32,9 +32,13 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[
     return config, losses_of_run(config, 2)
 
 
-@pytest.mark.parametrize(
-    ("begun", "gone_on"), [(SPLIT, ParallelConfig()), (ParallelConfig(), COPIES)], ids=["split first", "split later"]
-)
+HOMES = [
+    pytest.param(SPLIT, ParallelConfig(), id="split first", marks=pytest.mark.whole),  # so is test_checkpoint_homes.py
+    pytest.param(ParallelConfig(), COPIES, id="split later"),
+]
+
+
+@pytest.mark.parametrize(("begun", "gone_on"), HOMES)
 def test_losses_weights_and_checkpoints_do_not_depend_on_tp(
     straight: tuple[RunConfig, list[float]], tmp_path: Path, begun: ParallelConfig, gone_on: ParallelConfig
 ) -> None:
