@@ -37,7 +37,7 @@ def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
 class Absent(nn.Module):
     """Stands where another rank holds a module, and hands its first input on."""
 
-    def forward(self, x: Tensor, *others: Any, **more: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The first input as it is."""
         return x
 

@@ -64,9 +64,9 @@ def _fitting(model: PreTrainedModel, path: str | Path, vocab_size: int | None) -
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
-    for name, found in _DTYPES.items():
-        if dtype in (name, found):
-            return found
+    for name, torch_dtype in _DTYPES.items():
+        if dtype in (name, torch_dtype):
+            return torch_dtype
     raise ModelError(f"unknown dtype {dtype!r}; use {', '.join(_DTYPES)}")
 
 
@@ -92,8 +92,8 @@ def _from_folder(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
             )
     except Exception as error:  # json, safetensors, torch, huggingface_hub and transformers each raise their own
         raise ModelError(f"the model in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
-    model, found = loaded
-    if absent := sorted(found["missing_keys"]):
+    model, loading_info = loaded
+    if absent := sorted(loading_info["missing_keys"]):
         raise ModelError(
             f"the model in {folder} lacks {len(absent)} weights that its config.json asks for, which would be random: "
             f"{', '.join(absent[:4])}; complete the folder, or correct config.json"
@@ -141,8 +141,8 @@ def save_model(model: PreTrainedModel | PipelineModel, folder: str | Path, world
                 _write(model, full, Path(folder), tokenizer)
         except Exception as error:  # whatever the file system raises: the other ranks must learn of it
             failure = error
-    told = world.control.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
-    if reasons := [reason for reason in told if reason is not None]:
+    reasons = world.control.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if reasons := [reason for reason in reasons if reason is not None]:
         raise ModelError(f"the model could not be saved to {folder}: {reasons[0]}") from failure
 
 
@@ -174,8 +174,8 @@ def _stock_twin(model: PreTrainedModel | PipelineModel, full: dict[str, Tensor])
     config = deepcopy(model.config)
     config._attn_implementation = "eager"
     config.use_cache = True  # prepare turned it off for training; who loads the folder wants transformers' default
-    own = model.architecture if isinstance(model, PipelineModel) else type(model)
-    stock: Any = next(kind for kind in own.__mro__ if not issubclass(kind, FSDPModule))
+    architecture = model.architecture if isinstance(model, PipelineModel) else type(model)
+    stock: Any = next(kind for kind in architecture.__mro__ if not issubclass(kind, FSDPModule))
     with torch.device("meta"):
         twin = stock(config)
     twin.load_state_dict(full, assign=True)

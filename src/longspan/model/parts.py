@@ -92,29 +92,28 @@ def _depend(values: Any, tensors: Sequence[Tensor]) -> bool:
 def shallow_copy(model: PreTrainedModel, parts: Parts, layers: range, *, first: bool, last: bool) -> PreTrainedModel:
     """The model with stand-ins for what this stage does not hold; modules without parameters are copied."""
     tied = is_tied(model)
-    whole = shallow_module(model)
+    stage = shallow_module(model)
     base = shallow_module(model.base_model)
-    whole._modules[model.base_model_prefix] = base
-    held = dict.fromkeys(parts.before, first or (tied and last)) | dict.fromkeys(parts.after, last)
+    stage._modules[model.base_model_prefix] = base
+    here = dict.fromkeys(parts.before, first or (tied and last)) | dict.fromkeys(parts.after, last)
     for name, module in base.named_children():
         if name == parts.layers:
             base._modules[name] = _some_layers(module, layers)
-        elif name in held:
-            base._modules[name] = module if held[name] else Absent()
+        elif name in here:
+            base._modules[name] = module if here[name] else Absent()
         else:
             base._modules[name] = copy.deepcopy(module)  # rotary embeddings: buffers alone
     if not (last or (tied and first)):
         for name, _ in list(model.named_children()):
             if name != model.base_model_prefix:
-                whole._modules[name] = Absent()
-    return whole
+                stage._modules[name] = Absent()
+    return stage
 
 
-def _some_layers(layers: nn.Module, held: range) -> nn.ModuleList:
-    some = shallow_module(layers)
-    assert isinstance(some, nn.ModuleList)
+def _some_layers(layers: nn.Module, indices: range) -> nn.ModuleList:
+    some: nn.ModuleList = shallow_module(layers)
     for i, name in enumerate(layers._modules):
-        if i not in held:
+        if i not in indices:
             some._modules[name] = Absent()
     return some
 

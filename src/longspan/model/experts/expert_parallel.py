@@ -1,9 +1,9 @@
-"""Experts' parameters of a home with `ep` or `tp` above 1: dealt over neighbouring slots, sharded over all that share.
+"""Experts' parameters where `ep` or `tp` is above 1: split over neighbouring slots, and sharded over ranks by FSDP2.
 
-An experts' parameter (E, …) becomes a DTensor Shard(0) on the ep mesh, and FSDP2 shards each deal over the ranks that
-hold the same experts, tensor-parallel ones too, so that checkpoints, norms and saved models see one whole tensor. A
-rank's gradient is that of the rows that its ep group sends it; FSDP2 adds up the other groups': the plain sum over all
-slots, as everywhere. Which rows go where is in `moe.py`.
+An experts' parameter (E, …) becomes a DTensor Shard(0) on the ep mesh, and FSDP2 shards each of its parts over the
+ranks that hold the same experts, tensor-parallel ones too, so that checkpoints, norms and saved models see one whole
+tensor. A rank's gradient is that of the rows that its ep group sends it, and FSDP2 adds those of the other groups: the
+plain sum over all slots, as everywhere. Which rows go where is in `moe.py`.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ from longspan.model.experts.moe import expert_modules
 
 def check_experts(model: PreTrainedModel, home: Layout, *, shard_parameters: bool) -> None:
     """Raise ModelError, naming sizes, where the home's `ep` does not suit the model; before the first collective."""
-    found = expert_modules(model)
-    if home.ep > 1 and not found:
+    modules = expert_modules(model)
+    if home.ep > 1 and not modules:
         raise ModelError(f"the home has ep {home.ep}, but {type(model).__name__} has no experts to deal out; use ep 1")
     if home.ep > 1 and not shard_parameters:
         raise ModelError(
             f"the home has ep {home.ep}, which needs sharded parameters; use shard_parameters=True or ep 1"
         )
-    for name, experts in found.items():
+    for name, experts in modules.items():
         count = int(experts.num_experts)  # pyright: ignore[reportArgumentType]
         if count % home.ep:
             fit = [str(d) for d in range(1, count + 1) if count % d == 0 and home.slots % d == 0]
@@ -42,19 +42,19 @@ def check_experts(model: PreTrainedModel, home: Layout, *, shard_parameters: boo
 
 
 def shard_experts(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy, *, reshard: bool) -> None:
-    """Deal out and shard the experts of every layer, before the layers; all ranks of the home call it together.
+    """Split and shard the experts of every layer, before the layers; all ranks of the home call it together.
 
-    Stages without experts do too, for the meshes. With ep and tp 1 there is nothing to do: experts are sharded with
-    their layer.
+    Ranks of pipeline stages without experts call it too, for the meshes. With ep and tp 1 there is nothing to do:
+    experts are sharded with their layer.
     """
-    home, found = world.home, expert_modules(model)
+    home = world.home
     if home.ep == home.tp == 1:
         return
     mesh = world.meshes.expert
     policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
-    for experts in found.values():
+    for experts in expert_modules(model).values():
         if home.ep > 1:
-            _deal(experts, world)
+            _keep_local_experts(experts, world)
         fully_shard(
             experts,
             mesh=mesh,
@@ -64,17 +64,17 @@ def shard_experts(model: PreTrainedModel, world: World, policy: MixedPrecisionPo
         )
 
 
-def _deal(experts: nn.Module, world: World) -> None:
+def _keep_local_experts(experts: nn.Module, world: World) -> None:
     """Keep this rank's experts of each parameter (E, …), as a DTensor of the whole."""
     rank, ep = world.slot % world.home.ep, world.home.ep
     for name, parameter in list(experts.named_parameters(recurse=False)):
-        own = parameter.detach().chunk(ep)[rank].to(world.device, copy=True)
-        dealt = DTensor.from_local(own, world.meshes.ep, [Shard(0)], run_check=False)
-        experts.register_parameter(name, nn.Parameter(dealt, requires_grad=parameter.requires_grad))
+        local = parameter.detach().chunk(ep)[rank].to(world.device, copy=True)
+        split = DTensor.from_local(local, world.meshes.ep, [Shard(0)], run_check=False)
+        experts.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
 
 
 def _shard_dim(name: str, shape: Sequence[int], home: Layout) -> int:
-    """Which dim of an experts' parameter (E, …) FSDP2 shards: the first that the ranks divide once it is dealt out."""
+    """Which dim of an experts' parameter (E, …) FSDP2 shards: the first that the ranks divide after `ep`."""
     width = home.slots // home.dp_replicate // home.ep * home.tp
     sizes = (shape[0] // home.ep, *shape[1:])
     for dim, size in enumerate(sizes):

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+
+from longspan.model.local_tensors import local_tensor
 
 # torch 2.10 made the private name public.
 _grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
@@ -55,13 +56,8 @@ def expert_kernel(x: Tensor, *weights: Tensor) -> Literal["grouped_mm", "loop"]:
 
 
 def _weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
-    bias = getattr(module, f"{name}_bias") if module.has_bias else None
-    return _local(getattr(module, name)), None if bias is None else _local(bias)
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """The experts that this rank holds."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    bias = local_tensor(getattr(module, f"{name}_bias")) if module.has_bias else None
+    return local_tensor(getattr(module, name)), bias
 
 
 def _looped(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:

@@ -1,7 +1,7 @@
 """Mixture-of-experts layers of Hugging Face models, through transformers' ExpertsInterface under the name "longspan".
 
 Real rows alone reach experts: padding rows get zeros, so they weigh nothing in any load, loss or gradient. With
-`home.ep` > 1 the experts of a layer are dealt over `ep` neighbouring slots, expert e to member e // (experts / ep), and
+`home.ep` > 1 the experts of a layer are split over `ep` neighbouring slots, expert e to member e // (experts / ep), and
 rows travel to them and back: in every layer one gather of counts and two all-to-alls forward, two backward, entered
 by every slot in every micro-batch, dummy ones included. In a layer they come after attention's communication and before
 that of the next layer, forward and (reversed) backward, on every rank alike, whatever the groups of the micro-batch:
@@ -99,19 +99,19 @@ def router_statistics(
     Raises ModelError for losses of routers that are not a softmax, or not there.
     """
     routers = getattr(model, "routers", None) or tuple(router_modules(model).values())  # those of all pipeline stages
-    config, asked = getattr(model, "config", None), coefficients or RouterCoefficients()
+    config, coefficients = getattr(model, "config", None), coefficients or RouterCoefficients()
     if not routers or not hasattr(config, "router_aux_loss_coef"):
-        if asked.any:
+        if coefficients.any:
             raise ModelError(
                 f"{type(model).__name__.removeprefix('FSDP')} has no routers whose losses are known; set the balance "
                 "and z losses (train.router_balance_loss, train.router_z_loss) to 0"
             )
         return None
-    if asked.balance is None:
-        own = getattr(config, "output_router_logits", False)
-        asked = RouterCoefficients(float(config.router_aux_loss_coef) if own else 0.0, asked.z)  # pyright: ignore
+    if coefficients.balance is None:
+        balance = float(config.router_aux_loss_coef) if getattr(config, "output_router_logits", False) else 0.0  # pyright: ignore
+        coefficients = RouterCoefficients(balance, coefficients.z)
     experts = int(routers[0].num_experts)  # pyright: ignore[reportArgumentType]
-    return RouterStatistics(asked, world, tokens=tokens, layers=len(routers), experts=experts)
+    return RouterStatistics(coefficients, world, tokens=tokens, layers=len(routers), experts=experts)
 
 
 def _keep_layer_arguments(attention: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -157,15 +157,15 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
     return torch.zeros_like(hidden_states).index_copy(0, rows, mixed)
 
 
-def _rows_of(experts: nn.Module, shard: SequenceShard, given: int, world: World) -> Tensor:
-    """The real ones among the given rows: all local ones, or this tensor-parallel rank's part of as many each."""
+def _rows_of(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:
+    """The real ones among the `count` rows that experts get: the shard's, or a tensor-parallel rank's equal part."""
     local, tp, rows = shard.local_rows, world.home.tp, real_rows(shard)
-    if tp > 1 and given == -(-local // tp):
-        start = world.coordinates.tp * given
-        return rows[(rows >= start) & (rows < start + given)] - start
-    if given != local:
+    if tp > 1 and count == -(-local // tp):
+        start = world.coordinates.tp * count
+        return rows[(rows >= start) & (rows < start + count)] - start
+    if count != local:
         raise ModelError(
-            f"{type(experts).__name__} got {given} rows; the shard holds {local}, each of tp {tp} ranks works on "
+            f"{type(experts).__name__} got {count} rows; the shard holds {local}, each of tp {tp} ranks works on "
             f"all of them or {-(-local // tp)}"
         )
     return rows
@@ -175,24 +175,27 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 
 
 def _mix(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, channel: Channel | None) -> Tensor:
-    """The weighted sums (R, D) of what each row's experts make of it, with experts here or dealt over a channel."""
+    """The weighted sums (R, D) of what each row's experts make of it. With a channel, its members split the experts."""
     count, top_k = int(experts.num_experts), chosen.shape[1]  # pyright: ignore[reportArgumentType]
     by_expert, order = chosen.flatten().sort(stable=True)  # (R k,)
     bounds = torch.searchsorted(by_expert, torch.arange(count + 1, device=x.device))
     loads = bounds.diff()  # (E,): rows for each expert, without waiting for the device
     going = x[order // top_k]  # (R k, D)
-    done = run_experts(experts, going, Loads(loads)) if channel is None else _dealt(experts, going, loads, channel)
+    if channel is None:
+        done = run_experts(experts, going, Loads(loads))
+    else:
+        done = _run_over_members(experts, going, loads, channel)
     weighted = done * weights.flatten()[order].unsqueeze(1)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     return weighted[back].unflatten(0, (len(x), top_k)).sum(1).to(x.dtype)
 
 
-def _dealt(experts: nn.Module, x: Tensor, loads: Tensor, channel: Channel) -> Tensor:
-    """Rows (S, D) sorted by expert to their experts' members and back, (S, D) in the same order."""
-    table = np.asarray(exchange_counts(loads, channel)).reshape(channel.degree, channel.degree, -1)
-    sends = table[channel.index].sum(1).tolist()  # table (sender, member, its experts)
-    here = table[:, channel.index]  # (sender, local experts)
+def _run_over_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Channel) -> Tensor:
+    """Send rows (S, D), sorted by expert, to the members that hold their experts, and back: (S, D), as before."""
+    counts = np.asarray(exchange_counts(loads, channel)).reshape(channel.degree, channel.degree, -1)
+    sends = counts[channel.index].sum(1).tolist()  # counts (sender, member, its experts)
+    here = counts[:, channel.index]  # (sender, local experts)
     receives = here.sum(1).tolist()
     arrived = all_to_all_rows(x, sends, receives, channel)
     order = torch.from_numpy(_by_expert(here)).to(x.device)

@@ -149,10 +149,9 @@ class PipelineModel(nn.Module):
             check_recorded_calls([stage.model for stage in self.stages], shard)
         except ModelError as error:
             refusal = str(error)
-        if told := [
-            each for each in world.control.gather_objects(refusal, "attention of all stages") if each is not None
-        ]:
-            raise ModelError(told[0])
+        refusals = world.control.gather_objects(refusal, "attention of all stages")
+        if refusal := next((text for text in refusals if text is not None), None):
+            raise ModelError(refusal)
         self.probed = True
 
     def _schedule(self, micro_batches: int, backward: bool, world: World) -> _Ready:
@@ -166,27 +165,27 @@ class PipelineModel(nn.Module):
         return self._ready[key]
 
     @torch.no_grad()
-    def forward(self, *, input_ids: Tensor, position_ids: Tensor, shard: SequenceShard, **others: Any) -> Any:
+    def forward(self, *, input_ids: Tensor, position_ids: Tensor, shard: SequenceShard, **kwargs: Any) -> Any:
         """Logits (1, T, V) of one micro-batch's local rows, on every rank of the pipeline, without a gradient."""
         if not torch.equal(position_ids[0], shard.position_ids):
             raise ModelError("position_ids are not those of the shard; use position_ids=shard.position_ids[None]")
-        found: list[Tensor] = []
+        logits: list[Tensor] = []
 
         def make_output(model: nn.Module, arguments: Any) -> Tensor:
-            found.append(model(**arguments).logits)
-            return found[0].new_zeros((), dtype=torch.float64)
+            logits.append(model(**arguments).logits)
+            return logits[0].new_zeros((), dtype=torch.float64)
 
-        keywords = {name: value for name, value in others.items() if name != "use_cache"}
+        keywords = {name: value for name, value in kwargs.items() if name != "use_cache"}
         self.run([StageInput(shard, input_ids, make_output, keywords)], backward=False)
-        return CausalLMOutput(logits=self._to_all_stages(found, shard))
+        return CausalLMOutput(logits=self._to_all_stages(logits, shard))
 
-    def _to_all_stages(self, found: list[Tensor], shard: SequenceShard) -> Tensor:
+    def _to_all_stages(self, made: list[Tensor], shard: SequenceShard) -> Tensor:
         pipeline = world_of(self._world_key).channels.pipeline
         holder = self.pipeline_settings.loss_place
         if pipeline.index == holder:
-            logits = found[0].to(self.dtype).contiguous()
-            others = [other for other in range(pipeline.degree) if other != holder]
-            pipeline.exchange([(other, logits) for other in others], [], "logits to all stages").wait()
+            logits = made[0].to(self.dtype).contiguous()
+            places = [place for place in range(pipeline.degree) if place != holder]
+            pipeline.exchange([(place, logits) for place in places], [], "logits to all stages").wait()
             return logits
         logits = torch.empty(
             1, shard.local_rows, self._vocabulary.num_embeddings, dtype=self.dtype, device=shard.device

@@ -82,7 +82,7 @@ class ScheduledStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(
-        self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None, *others: Any, **more: Any
+        self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None, *flags: Any, **options: Any
     ) -> Any:
         """As torch's, with this micro-batch's ids and arguments."""
         stage_input = self.inputs[fwd_chunk_id]
@@ -95,7 +95,7 @@ class ScheduledStage(PipelineStage):
             assert info.buffer is not None
             info.buffer.requires_grad_(self.has_backward)
         self._input = stage_input
-        out = super().forward_one_chunk(fwd_chunk_id, (stage_input.ids,), None, *others, **more)
+        out = super().forward_one_chunk(fwd_chunk_id, (stage_input.ids,), None, *flags, **options)
         if not self.is_last:
             self._check_output(out, stage_input)
         return out
@@ -105,11 +105,11 @@ class ScheduledStage(PipelineStage):
         return self.submod(*args, stage_input=self._input)
 
     def _check_output(self, out: Tensor, stage_input: StageInput) -> None:
-        wanted = (1, self._rows_of(stage_input), self._row.shape[2])
-        if tuple(out.shape) != wanted or out.dtype != self._row.dtype:
+        shape = (1, self._rows_of(stage_input), self._row.shape[2])
+        if tuple(out.shape) != shape or out.dtype != self._row.dtype:
             raise ModelError(
                 f"stage {self.stage_index} made hidden states {tuple(out.shape)} of {out.dtype}, the next stage awaits "
-                f"{wanted} of {self._row.dtype}; use one dtype for parameters and hidden states"
+                f"{shape} of {self._row.dtype}; use one dtype for parameters and hidden states"
             )
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
@@ -196,10 +196,10 @@ def make_schedule(
 
     Few micro-batches for 1F1B, and evaluation, run all forward passes first: there 1F1B would do the same.
     """
-    settings: dict[str, Any] = {"loss_fn": _as_it_is if backward else None, "scale_grads": False}
+    settings: dict[str, Any] = {"loss_fn": _loss_as_made if backward else None, "scale_grads": False}
     kind = _kind(pipeline_settings, micro_batches, backward=backward)
-    given: Any = stages[0] if kind in (Schedule1F1B, ScheduleGPipe) else list(stages)
-    schedule = kind(given, micro_batches, **settings)
+    of_one_stage = kind in (Schedule1F1B, ScheduleGPipe)
+    schedule = kind(stages[0] if of_one_stage else list(stages), micro_batches, **settings)
 
     def step() -> None:
         schedule.step(target=torch.arange(micro_batches), return_outputs=False)
@@ -219,6 +219,6 @@ def _kind(pipeline_settings: PipelineSettings, micro_batches: int, *, backward: 
     return Schedule1F1B if alternating and micro_batches >= pipeline_settings.pp else ScheduleGPipe
 
 
-def _as_it_is(output: Tensor, _: Tensor) -> Tensor:
+def _loss_as_made(output: Tensor, _: Tensor) -> Tensor:
     """The last stage makes the loss itself."""
     return output

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from longspan.model.local_tensors import add_gradient
+
 
 class PendingWeights(NamedTuple):
     """What the gradients of a stage's weights are made from. `output` keeps the graph alive.
@@ -87,8 +89,7 @@ def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: li
     keep_graph, create_graph, allow_unreachable, accumulate = True, False, True, False
     flags = keep_graph, create_graph, targets, allow_unreachable, accumulate
     for weight, gradient in zip(weights, engine.run_backward(tuple(edges), tuple(edges.values()), *flags), strict=True):
-        if gradient is not None:
-            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+        add_gradient(weight, gradient)
 
 
 def _groups(output: Node, x: Node, weights: Iterable[nn.Parameter]) -> dict[frozenset[Node], list[nn.Parameter]]:

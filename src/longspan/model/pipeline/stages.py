@@ -76,14 +76,14 @@ def refuse_inexact(model: PreTrainedModel, parts: Parts) -> None:
     Gemma's and Granite's forwards scale their embeddings there, which every stage would do again.
     """
     calls, unchanged = run_stand_ins(model, parts)
-    name, order, found = type(model).__name__, _order(model, parts), [call.part for call in calls]
-    if wrong := [part for part in order if found.count(part) != 1]:
+    name, order, called = type(model).__name__, _order(model, parts), [call.part for call in calls]
+    if wrong := [part for part in order if called.count(part) != 1]:
         raise ModelError(
-            f"{name} calls {wrong[0]} {found.count(wrong[0])} times in a forward pass from hidden states; pipeline "
+            f"{name} calls {wrong[0]} {called.count(wrong[0])} times in a forward pass from hidden states; pipeline "
             "stages call every part once: use pp 1"
         )
-    if found != order:
-        raise ModelError(f"{name} calls {', '.join(found)}; pipeline stages call {', '.join(order)}: use pp 1")
+    if called != order:
+        raise ModelError(f"{name} calls {', '.join(called)}; pipeline stages call {', '.join(order)}: use pp 1")
     if more := [call.part for call in calls if call.reads_more]:
         raise ModelError(
             f"{name} gives {more[0]} hidden states from before the part ahead of it, which a pipeline stage does not "
@@ -116,9 +116,9 @@ def cut(model: PreTrainedModel, parts: Parts, layers: Sequence[range], mine: Seq
         if tied and index == last and 0 in mine:
             _untie_from_first(part)
         stages.append(Stage(part, index, layers, tied=tied))
-    kept = {id(parameter) for stage in stages for parameter in stage.parameters()}
+    here = {id(parameter) for stage in stages for parameter in stage.parameters()}
     for parameter in model.parameters():
-        if id(parameter) not in kept:
+        if id(parameter) not in here:
             parameter.data = parameter.data.new_empty(0)
     return tuple(stages)
 

@@ -21,25 +21,21 @@ def state_of_all_stages(model: PipelineModel, world: World) -> dict[str, Tensor]
 
     Entered by all ranks. One tensor at a time is whole on a rank that sends it.
     """
-    own = model.state_dict()
-    entries = [_Entry(name, tuple(value.shape), value.dtype) for name, value in own.items()]
-    held = dict(zip(world.home.ranks, world.control.gather_objects(entries, "names of weights"), strict=True))
+    local_state = model.state_dict()
+    entries = [_Entry(name, tuple(value.shape), value.dtype) for name, value in local_state.items()]
+    entries_of = dict(zip(world.home.ranks, world.control.gather_objects(entries, "names of weights"), strict=True))
     first = world.home.ranks[0]
-    found: dict[str, Tensor] = {}
-    for value, entry in zip(own.values(), entries, strict=True):
-        whole = _whole(value)
+    state: dict[str, Tensor] = {}
+    for value, entry in zip(local_state.values(), entries, strict=True):
+        full = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
         if world.rank == first:
-            found[entry.name] = whole.cpu()
+            state[entry.name] = full.cpu()
         elif world.coordinates.pp > 0 and (world.slot, world.coordinates.tp) == (0, 0):
-            world.channels.pipeline.exchange([(0, whole.contiguous())], [], "weights of a stage").wait()
+            world.channels.pipeline.exchange([(0, full.contiguous())], [], "weights of a stage").wait()
     if world.rank == first:
         for stage in range(1, world.home.pp):
-            for entry in held[world.home.rank_at(0, pp=stage)]:
+            for entry in entries_of[world.home.rank_at(0, pp=stage)]:
                 arriving = torch.empty(entry.shape, dtype=entry.dtype, device=world.device)
                 world.channels.pipeline.exchange([], [(stage, arriving)], "weights of a stage").wait()
-                found.setdefault(entry.name, arriving.cpu())
-    return found
-
-
-def _whole(x: Tensor) -> Tensor:
-    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+                state.setdefault(entry.name, arriving.cpu())
+    return state

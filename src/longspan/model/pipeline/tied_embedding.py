@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from longspan.comm import World
+from longspan.model.local_tensors import add_gradient, local_tensor, without_earlier_gradients
 from longspan.model.pipeline.stages import Stage
 
 
@@ -43,46 +43,33 @@ class TiedEmbedding:
         """The last stage's copy as the first's, where this rank holds both."""
         first, last = self.first, self.last
         if first is not None and last is not None:
-            _local(last).copy_(_local(first))
+            local_tensor(last).copy_(local_tensor(first))
 
     @contextmanager
     def gradients_summed(self, world: World) -> Iterator[None]:
         """What backward passes inside add to either copy's gradient is the sum of both at the end."""
-        mine = [p for p in (self.first, self.last) if p is not None and p.requires_grad]
-        earlier = [parameter.grad for parameter in mine]
-        for parameter in mine:
-            parameter.grad = None
-        yield
-        if len(mine) == 2:
-            _add(mine[0], mine[1].grad)
-            mine[1].grad = None
-        elif mine:
-            _exchange(mine[0], world)
-        for parameter, gradient in zip(mine[:1], earlier[:1], strict=True):
-            _add(parameter, gradient)
+        copies = [copy for copy in (self.first, self.last) if copy is not None and copy.requires_grad]
+        with without_earlier_gradients(copies):
+            yield
+            if len(copies) == 2:
+                add_gradient(copies[0], copies[1].grad)
+                copies[1].grad = None
+            elif copies:
+                _add_other_copy(copies[0], world)
 
 
 @torch.no_grad()
-def _exchange(parameter: nn.Parameter, world: World) -> None:
+def _add_other_copy(parameter: nn.Parameter, world: World) -> None:
     """Add the gradient of the other end of the pipeline; the order of two addends does not matter."""
     pipeline = world.channels.pipeline
     other = pipeline.degree - 1 - pipeline.index
     assert parameter.grad is not None and other != pipeline.index
-    own = _local(parameter.grad).contiguous()
-    arriving = torch.empty_like(own)
-    pipeline.exchange([(other, own)], [(other, arriving)], "sum of the tied embedding's gradients").wait()
-    _local(parameter.grad).copy_(own + arriving)
-
-
-def _add(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    if gradient is not None:
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    gradient = local_tensor(parameter.grad).contiguous()
+    arriving = torch.empty_like(gradient)
+    pipeline.exchange([(other, gradient)], [(other, arriving)], "sum of the tied embedding's gradients").wait()
+    local_tensor(parameter.grad).copy_(gradient + arriving)
 
 
 def _weight(module: nn.Module | None) -> nn.Parameter:
     assert module is not None and isinstance(module.weight, nn.Parameter)
     return module.weight
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x

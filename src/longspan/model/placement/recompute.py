@@ -35,9 +35,9 @@ class Recomputation:
     offload: bool = False
 
     @classmethod
-    def of(cls, asked: bool | str, *, layers: int = 0, offload: bool = False) -> "Recomputation":
-        """What a caller names: True is "full", False "none". Raises ModelError for another word, or more with none."""
-        kind = ("full" if asked else "none") if isinstance(asked, bool) else asked
+    def of(cls, checkpointing: bool | str, *, layers: int = 0, offload: bool = False) -> "Recomputation":
+        """From `activation_checkpointing`: True is "full", False "none". Raises ModelError for another word."""
+        kind = ("full" if checkpointing else "none") if isinstance(checkpointing, bool) else checkpointing
         if kind not in get_args(Recompute):
             raise ModelError(f"activation_checkpointing is {kind!r}; use one of {', '.join(get_args(Recompute))}")
         if kind == "none" and layers:
@@ -55,14 +55,14 @@ class Recomputation:
         The same on every rank, before anything is changed: more layers than the largest stage has, or layers that
         cannot be recomputed.
         """
-        found = decoder_layers(model)
-        most = max(len(part) for part in layers_of_stages(len(found), stages))
+        layers = decoder_layers(model)
+        most = max(len(part) for part in layers_of_stages(len(layers), stages))
         if not 0 <= self.layers <= most:
             where = "are here" if stages == 1 else f"are in the largest of {stages} pipeline stages"
             raise ModelError(
                 f"recompute_layers is {self.layers}, {most} decoder layers {where}; use 0 (each) to {most}"
             )
-        for name, layer in found.items() if self.kind != "none" else ():
+        for name, layer in layers.items() if self.kind != "none" else ():
             if not (model.supports_gradient_checkpointing and hasattr(layer, "gradient_checkpointing")):
                 raise ModelError(
                     f"{type(model).__name__}: {name} ({type(layer).__name__}) does not support activation "

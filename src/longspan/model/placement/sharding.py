@@ -13,13 +13,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.experts.expert_parallel import shard_experts
 from longspan.model.layers import decoder_layers
+from longspan.model.local_tensors import local_tensor, without_earlier_gradients
 
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
 _BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat buffers of at most this many elements
@@ -148,19 +148,10 @@ def gradients_summed_over_slots(model: nn.Module, world: World) -> Iterator[None
         yield
         return
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    earlier = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    yield
-    for bucket in _buckets([_local(p.grad) for p in parameters if p.grad is not None]):
-        _sum_over_slots(bucket, world)
-    for parameter, gradient in zip(parameters, earlier, strict=True):
-        if gradient is not None:
-            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    with without_earlier_gradients(parameters):
+        yield
+        for bucket in _buckets([local_tensor(p.grad) for p in parameters if p.grad is not None]):
+            _sum_over_slots(bucket, world)
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -180,7 +171,7 @@ def _sum_over_slots(gradients: Sequence[Tensor], world: World) -> None:
     channel = world.channels.between(tuple(range(world.home.slots)))
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     counts = [len(part) for part in flat.tensor_split(channel.degree)]
-    own = channel.reduce_scatter(flat, counts, "sum of gradients").wait()
-    flat = torch.cat(channel.all_gather(own, counts, "sum of gradients").wait())
+    part = channel.reduce_scatter(flat, counts, "sum of gradients").wait()
+    flat = torch.cat(channel.all_gather(part, counts, "sum of gradients").wait())
     for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(summed.view_as(gradient))

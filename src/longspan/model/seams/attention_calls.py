@@ -37,7 +37,7 @@ def attention(
     is_causal: bool | None = None,
     shard: SequenceShard | Probe | None = None,
     attention_kernel: str | None = None,
-    **others: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query (1, N, T, H), key and value (1, K, T, H) to (1, T, N, H) and no weights.
 
@@ -45,7 +45,7 @@ def attention(
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if (calls := recorded_calls(shard)) is not None:
-        sizes, unknown = (query.shape[-1], value.shape[-1]), unknown_tensors(others)
+        sizes, unknown = (query.shape[-1], value.shape[-1]), unknown_tensors(kwargs)
         calls.append(RecordedCall(module, causal, sliding_window, softcap, s_aux is not None, unknown, *sizes))
     if isinstance(shard, Probe):
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
@@ -65,14 +65,14 @@ AttentionInterface.register(IMPLEMENTATION, attention)
 def _first_head(module: nn.Module, heads: int, shard: SequenceShard) -> int:
     """The index of this rank's first query head among all of the layer's, by which dropout's masks go."""
     world = world_of(shard.world_key)
-    tp, whole = world.home.tp, getattr(getattr(module, "config", None), "num_attention_heads", None)
-    if tp == 1 or heads == whole:
+    tp, all_heads = world.home.tp, getattr(getattr(module, "config", None), "num_attention_heads", None)
+    if tp == 1 or heads == all_heads:
         return 0
-    if whole is None or heads * tp != whole:
+    if all_heads is None or heads * tp != all_heads:
         raise ModelError(
             f"{type(module).__name__} attends with {heads} heads on each of {tp} tensor-parallel ranks and its "
-            f"configuration has num_attention_heads {whole}: which of them are here is not known, and dropout's masks "
-            "go by it; set its attention dropout to 0.0, or use tp 1"
+            f"configuration has num_attention_heads {all_heads}: which of them are here is not known, and dropout's "
+            "masks go by it; set its attention dropout to 0.0, or use tp 1"
         )
     return world.coordinates.tp * heads
 
@@ -84,26 +84,24 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     """
     if len(args) > 1:
         raise ModelError(f"call {_call(model)} with keyword arguments; got {len(args)} positional ones")
-    given = {**({"input_ids": args[0]} if args else {}), **{k: v for k, v in kwargs.items() if v is not None}}
-    shard = given.get("shard")
+    inputs = {**({"input_ids": args[0]} if args else {}), **{k: v for k, v in kwargs.items() if v is not None}}
+    shard = inputs.get("shard")
     if isinstance(shard, Probe):
-        return (), given
+        return (), inputs
     if not isinstance(shard, SequenceShard):
-        found = "no shard" if shard is None else f"shard={type(shard).__name__}"
-        raise ModelError(
-            f"{type(model).__name__} got {found}; call {_call(model)} with shard = bind(micro_batch, world)"
-        )
-    _refuse_arguments(model, given)
+        got = "no shard" if shard is None else f"shard={type(shard).__name__}"
+        raise ModelError(f"{type(model).__name__} got {got}; call {_call(model)} with shard = bind(micro_batch, world)")
+    _refuse_arguments(model, inputs)
     if model.training:
         refuse_randomness(model)
     for name in ("input_ids", "inputs_embeds", "position_ids"):
-        if name in given:
-            given[name] = _one_row_of(name, given[name], shard)
+        if name in inputs:
+            inputs[name] = _one_row_of(name, inputs[name], shard)
     refuse_positions(model, (shard.micro_batch,), shard.padding_rows)
-    return (), with_kernel(model, given) | {"use_cache": False}
+    return (), with_kernel(model, inputs) | {"use_cache": False}
 
 
-def _refuse_arguments(model: nn.Module, given: Mapping[str, Any]) -> None:
+def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     reasons = {
         "labels": "labels would be shifted across rows that are not neighbours; use longspan.run_step",
         "attention_mask": "the shard says which rows see which; leave attention_mask out",
@@ -112,9 +110,9 @@ def _refuse_arguments(model: nn.Module, given: Mapping[str, Any]) -> None:
         "use_cache": "there is no key/value cache in training; use_cache must be False",
     }
     for name, reason in reasons.items():
-        if given.get(name) is not None and given[name] is not False:
+        if inputs.get(name) is not None and inputs[name] is not False:
             raise ModelError(f"{type(model).__name__} got {name}=: {reason}")
-    if "position_ids" not in given:
+    if "position_ids" not in inputs:
         raise ModelError(
             f"{type(model).__name__} got no position_ids; the local rows are not consecutive: call {_call(model)}"
         )

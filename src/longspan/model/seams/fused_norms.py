@@ -37,10 +37,10 @@ def fuse_norms(model: nn.Module, *, required: bool = True) -> int:
     }
     plain = [norm for norm in weighted if kinds[type(norm)]]
     if required and not plain:
-        found = ", ".join(dict.fromkeys(type(n).__name__ for n in norms)) or "no module whose name ends in RMSNorm"
+        classes = ", ".join(dict.fromkeys(type(n).__name__ for n in norms)) or "no module whose name ends in RMSNorm"
         raise ModelError(
-            f"fused_norms is 'on', and {type(model).__name__} has {found}: none is weight · x / √(mean x² + eps) with "
-            "an eps of its own; use 'auto' or 'off' for this model"
+            f"fused_norms is 'on', and {type(model).__name__} has {classes}: none is weight · x / √(mean x² + eps) "
+            "with an eps of its own; use 'auto' or 'off' for this model"
         )
     for norm in plain:
         norm.forward = MethodType(_one_kernel, norm)
@@ -76,8 +76,8 @@ def _is_plain(norm: nn.Module) -> bool:
         parameter.copy_(torch.randn(parameter.shape, generator=generator))
     x = torch.randn((3, *weight.shape), generator=generator) * torch.tensor([[100.0], [1.0], [eps**0.5]])
     try:
-        found = tried(x)
+        normed = tried(x)
     except Exception:  # it takes more than x, another shape of it, or a device that it is not on
         return False
-    wanted = rms_norm(x, weight.shape, tried.weight, eps)  # pyright: ignore[reportArgumentType]
-    return found.shape == wanted.shape and bool((found - wanted).norm() <= _CLOSE * wanted.norm())
+    fused = rms_norm(x, weight.shape, tried.weight, eps)  # pyright: ignore[reportArgumentType]
+    return normed.shape == fused.shape and bool((normed - fused).norm() <= _CLOSE * fused.norm())

@@ -32,7 +32,7 @@ def check_kernel(
         named(name)
     for call in dict.fromkeys((c.head_size, c.value_size, c.window is not None, c.softcap is not None) for c in calls):
         head_size, value_size, *flags = call
-        features = frozenset(f for f, asked in zip(("window", "softcap"), flags, strict=True) if asked)
+        features = frozenset(f for f, needed in zip(("window", "softcap"), flags, strict=True) if needed)
         need = Need(device, dtype, head_size, features, value_size)
         try:
             choose(need, name)

@@ -101,7 +101,7 @@ def _refuse_bypass(model: PreTrainedModel, reached: set[int]) -> None:
     bypassing: list[str] = []
     for name, layer in decoder_layers(model).items():
         if not any(id(module) in reached for module in layer.modules()):
-            bypassing.append(next((f"{name}.{found}" for found, _ in _attention_modules(layer)), name))
+            bypassing.append(next((f"{name}.{child}" for child, _ in _attention_modules(layer)), name))
         else:
             bypassing += [f"{name}.{f}" for f, m in _attention_modules(layer) if not _reaches(m, reached)]
     if bypassing:

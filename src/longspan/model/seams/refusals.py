@@ -77,22 +77,21 @@ def _rotary_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def _rope_types(owner: object) -> set[str]:
-    found: set[str] = set()
     kind = getattr(owner, "rope_type", None)
-    found |= {kind} if isinstance(kind, str) else set(kind.values()) if isinstance(kind, dict) else set()
+    types: set[str] = {kind} if isinstance(kind, str) else set(kind.values()) if isinstance(kind, dict) else set()
     parameters = getattr(owner, "rope_parameters", None) or getattr(owner, "rope_scaling", None)
     if not isinstance(parameters, dict):
-        return found
-    for each in (parameters, *parameters.values()):  # one set of values, or one for each layer type
-        if isinstance(each, dict):
-            found.add(str(each.get("rope_type", each.get("type", "default"))))
-    return found
+        return types
+    for values in (parameters, *parameters.values()):  # one set of values, or one for each layer type
+        if isinstance(values, dict):
+            types.add(str(values.get("rope_type", values.get("type", "default"))))
+    return types
 
 
 def _layer_types(model: PreTrainedModel) -> Iterator[str]:
     types = getattr(model.config, "layer_types", None) or []
     for kind in sorted({str(kind) for kind in types} - set(_LAYER_TYPES)):
-        layers = [i for i, found in enumerate(types) if found == kind]
+        layers = [i for i, layer_type in enumerate(types) if layer_type == kind]
         yield f"layers {_short(layers)} are of type {kind!r}, supported are {' and '.join(_LAYER_TYPES)}"
 
 

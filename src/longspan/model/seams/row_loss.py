@@ -89,15 +89,15 @@ def _try(model: PreTrainedModel) -> None:
             return head(hidden.detach().requires_grad_())
 
     try:
-        found = run_on_meta(model, Probe(), row_loss=logits)
+        made = run_on_meta(model, Probe(), row_loss=logits)
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__}: its forward cannot be cut after its base model ({type(error).__name__}: {error})"
         ) from error
-    wanted = (2, _output_embedding(model).weight.shape[0])
-    if tuple(found.shape) != wanted or not found.requires_grad:
+    shape = (2, _output_embedding(model).weight.shape[0])
+    if tuple(made.shape) != shape or not made.requires_grad:
         raise ModelError(
-            f"{type(model).__name__}: two rows of hidden states gave logits of shape {tuple(found.shape)}, not {wanted}"
+            f"{type(model).__name__}: two rows of hidden states gave logits of shape {tuple(made.shape)}, not {shape}"
         )
 
 
@@ -109,11 +109,11 @@ class _AfterBase:
 
     def __getattr__(self, name: str) -> Any:
         if name == self._model.base_model_prefix:
-            return lambda *_, **__: _Given(self._hidden)
+            return lambda *_, **__: _BaseOutput(self._hidden)
         return getattr(self._model, name)
 
 
-class _Given:
+class _BaseOutput:
     """A base model's output of hidden states alone; whatever else is asked for is None."""
 
     def __init__(self, hidden: Tensor) -> None:

@@ -43,13 +43,13 @@ def placed_styles(model: PreTrainedModel) -> list[Placed]:
     Raises ModelError for a model without a plan, and for a style that is not known, naming both.
     """
     plan = {re.compile(re.escape(k).replace(r"\*", r"\d+")): style for k, style in _plan_of(model).items()}
-    found = list(_find(model, plan))
-    if unknown := sorted({f"{p.style!r} of {p.name}" for p in found if p.style not in KNOWN}):
+    placed = list(_find(model, plan))
+    if unknown := sorted({f"{p.style!r} of {p.name}" for p in placed if p.style not in KNOWN}):
         raise ModelError(
             f"{type(model).__name__}: tensor-parallel style {unknown[0]} is not supported "
             f"({', '.join(KNOWN)} are); use tp 1"
         )
-    return found
+    return placed
 
 
 def blocks_of(placed: Sequence[Placed]) -> set[str]:
@@ -87,8 +87,8 @@ def _find(model: PreTrainedModel, plan: Mapping[re.Pattern[str], str]) -> Iterat
 
 
 def _style(plan: Mapping[re.Pattern[str], str], name: str) -> str | None:
-    found = next((style for pattern, style in plan.items() if pattern.fullmatch(name)), None)
-    return None if found in _WITHOUT_EFFECT else found
+    style = next((style for pattern, style in plan.items() if pattern.fullmatch(name)), None)
+    return None if style in _WITHOUT_EFFECT else style
 
 
 def check_sizes(model: PreTrainedModel, placed: list[Placed], tp: int) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_copy, tp_gather, tp_place, tp_split, tp_sum, tp_sum_split
+from longspan.model.local_tensors import local_tensor
 
 ROWS = 1  # the dim of rows in a packed (1, T, …)
 View = Callable[[Tensor], Tensor | None]
@@ -24,20 +25,13 @@ Through = Callable[[Tensor], Tensor]
 
 def slice_parameter(module: nn.Module, name: str, dim: int, world: World) -> nn.Parameter:
     """Keep this rank's slice of a parameter that every rank holds whole, on the world's device; returns it."""
-    whole = getattr(module, name)
-    mesh = world.meshes.tp
-    own = whole.detach().chunk(world.home.tp, dim)[world.coordinates.tp].to(world.device)
-    own = own.clone(memory_format=torch.contiguous_format)
-    sliced = nn.Parameter(
-        DTensor.from_local(own, mesh, [Shard(dim)], run_check=False), requires_grad=whole.requires_grad
-    )
+    parameter = getattr(module, name)
+    part = parameter.detach().chunk(world.home.tp, dim)[world.coordinates.tp].to(world.device)
+    part = part.clone(memory_format=torch.contiguous_format)
+    sharded = DTensor.from_local(part, world.meshes.tp, [Shard(dim)], run_check=False)
+    sliced = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
     module.register_parameter(name, sliced)
     return sliced
-
-
-def local(x: Tensor) -> Tensor:
-    """The local tensor of a sharded parameter; its gradient becomes the parameter's own slice."""
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def nothing(x: Tensor) -> None:
@@ -47,15 +41,15 @@ def nothing(x: Tensor) -> None:
 @contextmanager
 def seen_as(module: nn.Module, values: Mapping[str, object]) -> Iterator[None]:
     """Inside, the module's attributes have these values, parameters too: they shadow them, nothing is replaced."""
-    own = vars(module)
-    before = {name: own[name] for name in values if name in own}
-    own.update(values)
+    attributes = vars(module)
+    before = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
     try:
         yield
     finally:
         for name in values:
-            del own[name]
-        own.update(before)
+            del attributes[name]
+        attributes.update(before)
 
 
 def wrap_forward(
@@ -98,7 +92,7 @@ def columnwise(linear: nn.Linear, world: World) -> None:
     names = ["weight"] if linear.bias is None else ["weight", "bias"]
     for name in names:
         slice_parameter(linear, name, 0, world)
-    wrap_forward(linear, views=dict.fromkeys(names, local))
+    wrap_forward(linear, views=dict.fromkeys(names, local_tensor))
 
 
 def columnwise_gathered(linear: nn.Linear, world: World) -> None:
@@ -119,16 +113,16 @@ def rowwise(linear: nn.Linear, world: World, *, sequence_parallel: bool) -> None
     key = world.key
     total: Through = partial(tp_sum_split, key=key, dim=ROWS) if sequence_parallel else partial(tp_sum, key=key)
     if linear.bias is None:
-        wrap_forward(linear, leave=total, views={"weight": local})
+        wrap_forward(linear, leave=total, views={"weight": local_tensor})
         return
-    bias_of: Through = partial(tp_copy, key=key) if sequence_parallel else local
+    bias_of: Through = partial(tp_copy, key=key) if sequence_parallel else local_tensor
 
     def with_bias(out: Tensor) -> Tensor:
         bias = linear.bias
         assert bias is not None
         return total(out) + bias_of(bias)
 
-    wrap_forward(linear, leave=with_bias, views={"weight": local, "bias": nothing})
+    wrap_forward(linear, leave=with_bias, views={"weight": local_tensor, "bias": nothing})
 
 
 def partial_gradients(module: nn.Module, key: int, parameter: str | None = None) -> None:
@@ -151,10 +145,10 @@ def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel
     @wraps(inner)
     def forward(ids: Tensor) -> Tensor:
         elsewhere = (ids < first) | (ids >= first + width)  # (1, T)
-        with seen_as(embedding, {"weight": local(embedding.weight), "padding_idx": own_padding}):
-            found = inner((ids - first).masked_fill(elsewhere, 0))
-        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return tp_sum_split(found, key, ROWS) if sequence_parallel else tp_sum(found, key)
+        with seen_as(embedding, {"weight": local_tensor(embedding.weight), "padding_idx": own_padding}):
+            vectors = inner((ids - first).masked_fill(elsewhere, 0))
+        vectors = vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return tp_sum_split(vectors, key, ROWS) if sequence_parallel else tp_sum(vectors, key)
 
     module.forward = forward
 
@@ -174,15 +168,15 @@ def split_rows_of_experts(experts: nn.Module, key: int, *, sum_gradients: bool) 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         rows = (args[0] if args else kwargs["hidden_states"]).shape[0]
-        own = partial(_own_rows, rows=rows, key=key)
-        found = inner(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
-        found = tp_gather(found, key, 0, gradient="identical")
-        return found if found.shape[0] == rows else found[:rows].clone()  # FSDP2 warns of modules that return views
+        part = partial(_part_of_rows, rows=rows, key=key)
+        out = inner(*map(part, args), **{name: part(value) for name, value in kwargs.items()})
+        out = tp_gather(out, key, 0, gradient="identical")
+        return out if out.shape[0] == rows else out[:rows].clone()  # FSDP2 warns of modules that return views
 
     experts.forward = forward
 
 
-def _own_rows(value: Any, *, rows: int, key: int) -> Any:
+def _part_of_rows(value: Any, *, rows: int, key: int) -> Any:
     """This rank's rows of a (T, …) tensor; other values are passed on."""
     if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != rows:
         return value

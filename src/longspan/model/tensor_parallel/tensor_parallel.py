@@ -20,6 +20,7 @@ from longspan.comm import SequenceShard, World
 from longspan.comm.moves.tp_collectives import tp_copy, tp_gather, tp_split
 from longspan.errors import ModelError
 from longspan.model.layers import Absent, decoder_layers
+from longspan.model.local_tensors import local_tensor
 from longspan.model.parts import Parts, run_stand_ins
 from longspan.model.tensor_parallel.plan import (
     COLWISE,
@@ -39,7 +40,6 @@ from longspan.model.tensor_parallel.styles import (
     Through,
     columnwise,
     columnwise_gathered,
-    local,
     partial_gradients,
     rowwise,
     slice_parameter,
@@ -92,7 +92,7 @@ def split_over_tp(
             partial_gradients(module, world.key, parameter)
         elif style == HEADS and parameter is not None:
             slice_parameter(module, parameter, 0, world)
-            wrap_forward(module, views={parameter: local})
+            wrap_forward(module, views={parameter: local_tensor})
     _wrap_blocks(model, placed, world, sequence_parallel=sequence_parallel)
     for layer in decoder_layers(model).values():
         for experts in experts_of(layer).values():

@@ -45,7 +45,7 @@ def _of_block(model: nn.Module, name: str, placed: Sequence[Placed], named: set[
     styles = {id(entry.module): entry.style for entry in placed}
     summed = _applied_to_features(block, beside, styles)
     for parameter in beside:
-        owner, _, own = parameter.rpartition(".")
+        owner, _, attribute = parameter.rpartition(".")
         module = block.get_submodule(owner)
         if parameter not in summed or module is block or not _each_feature_by_itself(module):
             raise ModelError(
@@ -54,7 +54,7 @@ def _of_block(model: nn.Module, name: str, placed: Sequence[Placed], named: set[
                 "its module works on each feature by itself between column-wise and row-wise linears, and this one "
                 "does not: use tp 1"
             )
-        yield Placed(f"{name}.{parameter}", module, PARTIAL_GRADIENT, own)
+        yield Placed(f"{name}.{parameter}", module, PARTIAL_GRADIENT, attribute)
 
 
 def _applied_to_features(block: nn.Module, names: Mapping[str, Tensor], styles: Mapping[int, str]) -> set[str]:
@@ -72,7 +72,7 @@ def _applied_to_features(block: nn.Module, names: Mapping[str, Tensor], styles: 
     first = next(linear for linear in linears if styles.get(id(linear)) == COLWISE)
     handles = [m.register_forward_hook(cut) for m in linears if styles.get(id(m)) == ROWWISE]
     tensors = {n: torch.empty_like(x, device="meta") for n, x in (*block.named_parameters(), *block.named_buffers())}
-    asked = [tensors[name].requires_grad_() for name in names]
+    parameters = [tensors[name].requires_grad_() for name in names]
     hidden = torch.empty(1, 2, first.in_features, dtype=first.weight.dtype, device="meta")
     try:
         with torch.enable_grad():
@@ -82,7 +82,7 @@ def _applied_to_features(block: nn.Module, names: Mapping[str, Tensor], styles: 
     finally:
         for handle in handles:
             handle.remove()
-    through, around = _reached(inputs, asked), _reached([out[0] if isinstance(out, tuple) else out], asked)
+    through, around = _reached(inputs, parameters), _reached([out[0] if isinstance(out, tuple) else out], parameters)
     return {name for name, inside, outside in zip(names, through, around, strict=True) if inside and not outside}
 
 
@@ -101,7 +101,7 @@ def _each_feature_by_itself(module: nn.Module) -> bool:
     ones = {n: torch.ones(x.shape) for n, x in (*module.named_parameters(), *module.named_buffers())}
     x = torch.linspace(-2, 2, 2 * _FEATURES).view(1, 2, _FEATURES)
     try:
-        whole, *parts = (functional_call(module, ones, (some,)) for some in (x, *x.chunk(2, -1)))
-        return torch.allclose(whole, torch.cat(parts, -1))
+        at_once, *parts = (functional_call(module, ones, (some,)) for some in (x, *x.chunk(2, -1)))
+        return torch.allclose(at_once, torch.cat(parts, -1))
     except Exception:  # whatever a module raises that takes something else, or another number of features
         return False
