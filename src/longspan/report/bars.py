@@ -73,13 +73,13 @@ class PlanBars:
         return {document: place for place, document in enumerate(order)}
 
     def thinned(self, x_scale: float, y_scale: float, limit: int = 2400) -> tuple[list[Bar], list[Summary]]:
-        """At most `limit` bars worth drawing at these scales (pixels a unit, pixels a slot); the rest summed up."""
+        """At most `limit` bars worth drawing at these scales (pixels a unit, pixels a slot); the others summed up."""
         areas = [(b.stop - b.start) * x_scale * b.slots * y_scale for b in self.bars]
         fit = [i for i, b in enumerate(self.bars) if (b.stop - b.start) * x_scale >= 1.2 and b.slots * y_scale >= 3]
         drawn = set(sorted(fit, key=lambda i: -areas[i])[:limit])
-        rest = [b for i, b in enumerate(self.bars) if i not in drawn]
+        small = [b for i, b in enumerate(self.bars) if i not in drawn]
         merge = max(1, round(3 / y_scale))
-        return [self.bars[i] for i in sorted(drawn)], list(_summaries(rest, self.plan, merge, x_scale))
+        return [self.bars[i] for i in sorted(drawn)], list(_summaries(small, self.plan, merge, x_scale))
 
 
 def plan_bars(plan: Plan, cost: Cost | None = None, unit: Unit = "seconds") -> PlanBars:
@@ -153,10 +153,10 @@ def _shares(group: Group, cost: Cost | None) -> list[tuple[int, float]]:
     return sorted(pairs, key=lambda pair: -pair[1])
 
 
-def _summaries(rest: Sequence[Bar], plan: Plan, merge: int, x_scale: float) -> Iterator[Summary]:
+def _summaries(small: Sequence[Bar], plan: Plan, merge: int, x_scale: float) -> Iterator[Summary]:
     """Bars that are too small, over up to `merge` neighbouring slots of a micro-batch that begin together."""
     by_micro_batch: dict[int, list[Bar]] = {}
-    for bar in rest:
+    for bar in small:
         by_micro_batch.setdefault(bar.micro_batch, []).append(bar)
     for index, bars in by_micro_batch.items():
         first, last = np.full(plan.slots, np.inf), np.full(plan.slots, -np.inf)
@@ -169,19 +169,9 @@ def _summaries(rest: Sequence[Bar], plan: Plan, merge: int, x_scale: float) -> I
             tokens[bar.slot] += plan.lengths[bar.document]
         for run in _runs(first, merge, x_scale):
             start = float(first[run].min())
-            count, rows = int(documents[run].sum()), int(tokens[run].sum())
-            ends = last[run]
-            yield Summary(
-                index,
-                int(run[0]),
-                len(run),
-                count,
-                rows,
-                start,
-                float(ends.mean()),
-                float(ends.min()),
-                float(ends.max()),
-            )
+            size, ends = (int(documents[run].sum()), int(tokens[run].sum())), last[run]
+            stops = float(ends.mean()), float(ends.min()), float(ends.max())
+            yield Summary(index, int(run[0]), len(run), *size, start, *stops)
 
 
 def _runs(first: np.ndarray, merge: int, x_scale: float) -> Iterator[np.ndarray]:

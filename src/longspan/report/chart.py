@@ -12,13 +12,12 @@ from typing import Literal
 
 import numpy as np
 
-from longspan.report.markup import key, tag, text
+from longspan.report.markup import key, label, tag, text
 from longspan.report.series import byte_ticks, log_ticks, thin, ticks, write_bytes, write_number
 
 Format = Literal["number", "loss", "percent", "bytes"]
 MAX_POINTS = 900  # of one curve, in the drawing and under the crosshair
 MARK_SIZE, MARK_ROOM = 5.0, 13.0
-_MARKS = ("circle", "square", "triangle", "diamond")
 
 
 @dataclass(frozen=True)
@@ -72,13 +71,10 @@ class _Frame:
 
 def chart_figure(chart: Chart, *, css_class: str = "") -> str:
     """An HTML figure: title, legend, SVG, and the crosshair's data. Says so where there is nothing to draw."""
-    drawn = [_thinned(s, chart.log) for s in chart.series]
-    drawn = [s for s in drawn if len(s.x)]
+    drawn = [series for series in (_thinned(s, chart.log) for s in chart.series) if len(series.x)]
     title = tag("b", text(chart.title)) + tag("span", text(chart.y_label), class_="unit")
-    if not drawn:
-        content = tag("p", "nothing recorded", class_="none")
-    else:
-        content = _legend(chart.series) + _drawing(chart, drawn)
+    nothing = tag("p", "nothing recorded", class_="none")
+    content = _legend(chart.series) + _drawing(chart, drawn) if drawn else nothing
     return tag("figure", tag("figcaption", title), content, class_=f"chart {css_class}".strip())
 
 
@@ -128,19 +124,15 @@ def _axes(chart: Chart, frame: _Frame) -> str:
     for value in marks:
         y = float(frame.up(value))
         parts.append(tag("path", class_="grid", d=f"M{frame.left} {y:.1f}H{frame.right}"))
-        parts.append(_label(_tick(value, chart.y_format, digits), frame.left - 7, y + 3.5, "end", "tick"))
+        parts.append(label(_tick(value, chart.y_format, digits), frame.left - 7, y + 3.5, "end", "tick"))
     for value in ticks(*frame.x, max(3, chart.width // 110)):
         if value == int(value):
             x = float(frame.across(value))
             parts.append(tag("path", class_="grid short", d=f"M{x:.1f} {frame.bottom}v4"))
-            parts.append(_label(write_number(value), x, frame.bottom + 17, "middle", "tick"))
+            parts.append(label(write_number(value), x, frame.bottom + 17, "middle", "tick"))
     parts.append(tag("path", class_="axis", d=f"M{frame.left} {frame.bottom}H{frame.right}"))
-    parts.append(_label(chart.x_label, frame.right, frame.bottom + 31, "end"))
+    parts.append(label(chart.x_label, frame.right, frame.bottom + 31, "end"))
     return "".join(parts)
-
-
-def _label(words: str, x: float, y: float, anchor: str, css_class: str = "label") -> str:
-    return tag("text", text(words), class_=css_class, x=float(x), y=float(y), text_anchor=anchor)
 
 
 def _tick(value: float, y_format: Format, digits: int) -> str:
@@ -163,7 +155,7 @@ def _references(chart: Chart, frame: _Frame) -> str:
         y = float(frame.up(value))
         below = 14 if y < frame.top + 18 else -6
         parts.append(tag("path", class_="reference", d=f"M{frame.left} {y:.1f}H{frame.right}"))
-        parts.append(_label(words, frame.right - 2, y + below, "end", "label halo"))
+        parts.append(label(words, frame.right - 2, y + below, "end", "label halo"))
     return "".join(parts)
 
 
@@ -186,19 +178,17 @@ def _curves(drawn: Sequence[Series], frame: _Frame) -> Iterator[str]:
 
 def mark(color: int, x: float, y: float, size: float = 4.0) -> str:
     """The mark of a colour: its shape tells it apart without the colour."""
-    css, shape = f"mark c{color}", _MARKS[color % len(_MARKS)]
-    if shape == "circle":
-        return tag("circle", class_=css, cx=x, cy=y, r=size)
-    if shape == "square":
-        return tag("rect", class_=css, x=x - size, y=y - size, width=2 * size, height=2 * size)
-    step = 1.25 * size
-    if shape == "triangle":
-        return tag("path", class_=css, d=f"M{x:.1f} {y - step:.1f}l{step:.1f} {2 * size:.1f}h{-2 * step:.1f}z")
-    return tag(
-        "path",
-        class_=css,
-        d=f"M{x:.1f} {y - step:.1f}l{step:.1f} {step:.1f}l{-step:.1f} {step:.1f}l{-step:.1f} {-step:.1f}z",
-    )
+    css, step = f"mark c{color}", 1.25 * size
+    match color % 4:
+        case 0:
+            return tag("circle", class_=css, cx=x, cy=y, r=size)
+        case 1:
+            return tag("rect", class_=css, x=x - size, y=y - size, width=2 * size, height=2 * size)
+        case 2:  # a triangle, and last a diamond
+            path = f"l{step:.1f} {2 * size:.1f}h{-2 * step:.1f}z"
+        case _:
+            path = f"l{step:.1f} {step:.1f}l{-step:.1f} {step:.1f}l{-step:.1f} {-step:.1f}z"
+    return tag("path", class_=css, d=f"M{x:.1f} {y - step:.1f}{path}")
 
 
 def _legend(series: Sequence[Series]) -> str:
@@ -213,16 +203,8 @@ def _legend(series: Sequence[Series]) -> str:
 
 def _hover_data(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> dict[str, object]:
     curves = [{"name": s.name, "color": s.color, "x": _short(s.x), "y": _short(s.y)} for s in drawn]
-    box = [frame.left, frame.right, frame.top, frame.bottom]
-    return {
-        "box": box,
-        "x": frame.x,
-        "y": frame.y,
-        "log": frame.log,
-        "xLabel": chart.x_label,
-        "format": chart.y_format,
-        "series": curves,
-    }
+    axes = {"box": [frame.left, frame.right, frame.top, frame.bottom], "x": frame.x, "y": frame.y, "log": frame.log}
+    return axes | {"xLabel": chart.x_label, "format": chart.y_format, "series": curves}
 
 
 def _short(values: np.ndarray) -> list[float]:

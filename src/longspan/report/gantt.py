@@ -8,9 +8,9 @@ import math
 from collections.abc import Callable, Sequence
 
 from longspan.errors import counted
-from longspan.plan import Cost, Plan
+from longspan.plan import Cost, Group, Plan
 from longspan.report.bars import Bar, Panel, PlanBars, Summary, Unit, group_times, plan_bars
-from longspan.report.markup import tag, text
+from longspan.report.markup import label, tag
 from longspan.report.series import ticks, write_number, write_ranges, write_seconds
 
 WIDTH = 1120
@@ -32,8 +32,9 @@ def gantt_svg(plan: Plan, cost: Cost | None = None, *, unit: Unit = "seconds", l
     height = row_height(plan.slots)
     x_scale = (WIDTH - _LEFT - _RIGHT) / (picture.end or 1.0)
     bars, summaries = picture.thinned(x_scale, height, limit)
-    canvas = _Canvas(picture, x_scale, height, plan.cost if cost is None else cost)
-    against = "time" if unit == "seconds" else "rows"
+    cost = plan.cost if cost is None else cost
+    canvas = _Canvas(picture, x_scale, height, cost)
+    axis = "time" if unit == "seconds" else "rows"
     return tag(
         "svg",
         canvas.panels(),
@@ -44,8 +45,8 @@ def gantt_svg(plan: Plan, cost: Cost | None = None, *, unit: Unit = "seconds", l
         viewBox=f"0 0 {WIDTH} {canvas.bottom + _BOTTOM:.0f}",
         tabindex=0,
         role="img",
-        aria_label=f"{counted(plan.slots, 'slot')} over {against}. Arrow keys read the documents.",
-        data_plan=json.dumps(_hover_data(plan, bars, plan.cost if cost is None else cost), separators=(",", ":")),
+        aria_label=f"{counted(plan.slots, 'slot')} over {axis}. Arrow keys read the documents.",
+        data_plan=json.dumps(_hover_data(plan, bars, cost), separators=(",", ":")),
     )
 
 
@@ -57,26 +58,13 @@ def write_times(cost: Cost, step_seconds: float) -> Callable[[float], str]:
 
 
 # Once a page: the patterns of a slot that has nothing to do, and of many short documents.
+_MANY = (tag("rect", class_="many-base", x=0, y=0, width=3, height=3), tag("path", class_="many-line", d="M0 0.5H3"))
+_IDLE = tag("path", class_="hatch", d="M0 0V6")
+_ACROSS = {"patternUnits": "userSpaceOnUse", "patternTransform": "rotate(45)"}
 PATTERNS = tag(
     "svg",
-    tag(
-        "pattern",
-        tag("rect", class_="many-base", x=0, y=0, width=3, height=3),
-        tag("path", class_="many-line", d="M0 0.5H3"),
-        id="many",
-        width=3,
-        height=3,
-        patternUnits="userSpaceOnUse",
-    ),
-    tag(
-        "pattern",
-        tag("path", class_="hatch", d="M0 0V6"),
-        id="idle",
-        width=6,
-        height=6,
-        patternUnits="userSpaceOnUse",
-        patternTransform="rotate(45)",
-    ),
+    tag("pattern", *_MANY, id="many", width=3, height=3, patternUnits="userSpaceOnUse"),
+    tag("pattern", _IDLE, id="idle", width=6, height=6, **_ACROSS),
     class_="defs",
     width=0,
     height=0,
@@ -130,11 +118,8 @@ class _Canvas:
 
     def summary(self, part: Summary) -> str:
         slots = write_ranges(range(part.slot, part.slot + part.slots))
-        info = [
-            counted(part.documents, "short document"),
-            counted(part.tokens, "token"),
-            f"micro-batch {part.micro_batch}, slots {slots}",
-        ]
+        info = [counted(part.documents, "short document"), counted(part.tokens, "token")]
+        info.append(f"micro-batch {part.micro_batch}, slots {slots}")
         if part.slots > 1 and self.picture.unit == "seconds":
             info.append(f"busy until {self.write_time(part.least)} to {self.write_time(part.most)}")
         return tag(
@@ -151,11 +136,11 @@ class _Canvas:
         return self._slot_axis() + self._value_axis() + self._panel_names()
 
     def _slot_axis(self) -> str:
-        slots, parts = self.plan.slots, [_label("slot", _LEFT - 8, _TOP - 9, "end")]
+        slots, parts = self.plan.slots, [label("slot", _LEFT - 8, _TOP - 9, "end")]
         every = 1 << math.ceil(math.log2(max(1.0, 13 / self.height)))
         for slot in range(0, slots, every):
             y = _TOP + slot * self.height + (self.height / 2 + 3.5 if every == 1 else 9)
-            parts.append(_label(str(slot), _LEFT - 8, y, "end", "tick"))
+            parts.append(label(str(slot), _LEFT - 8, y, "end", "tick"))
         nodes = range(self.plan.node_size, slots, self.plan.node_size)
         if nodes and self.plan.node_size * self.height >= 6:
             lines = "".join(f"M{_LEFT} {_TOP + n * self.height:.1f}H{WIDTH - _RIGHT}" for n in nodes)
@@ -168,10 +153,10 @@ class _Canvas:
         for start, value in self._tick_values():
             x = self.x(start + value)
             parts.append(tag("path", class_="grid short", d=f"M{x:.1f} {self.bottom:.1f}v4"))
-            parts.append(_label(self._tick(value), x, self.bottom + 16, "middle", "tick"))
+            parts.append(label(self._tick(value), x, self.bottom + 16, "middle", "tick"))
         timed = "predicted seconds" if self.timed else "share of the step, as predicted"
         words = timed if seconds else "rows of a slot, to the cap of each micro-batch"
-        return "".join(parts) + _label(words, WIDTH - _RIGHT, self.bottom + 32, "end")
+        return "".join(parts) + label(words, WIDTH - _RIGHT, self.bottom + 32, "end")
 
     def _tick(self, value: float) -> str:
         if self.picture.unit == "rows":
@@ -183,10 +168,9 @@ class _Canvas:
             return [(0.0, value) for value in ticks(0, self.picture.end, 9)]
         panels = self.picture.panels
         cap = panels[0].stop - panels[0].start if panels else 1.0
-        each = cap * self.x_scale
-        return [
-            (p.start, value) for p in panels for value in ((0.0, cap) if each >= 90 else (cap,) if each >= 44 else ())
-        ]
+        width = cap * self.x_scale
+        values = (0.0, cap) if width >= 90 else (cap,) if width >= 44 else ()
+        return [(panel.start, value) for panel in panels for value in values]
 
     def _panel_names(self) -> str:
         parts, last = [], -100.0
@@ -195,7 +179,7 @@ class _Canvas:
             parts.append(tag("path", class_="barrier", d=f"M{edge:.1f} {_TOP - 5}V{self.bottom + 4:.1f}"))
             name = self._panel_name(index, panel)
             if middle - last >= 6.2 * len(name) + 8 and self.plan.mode == "lockstep":
-                parts.append(_label(name, middle, _TOP - 9, "middle"))
+                parts.append(label(name, middle, _TOP - 9, "middle"))
                 last = middle
         return "".join(parts)
 
@@ -203,73 +187,33 @@ class _Canvas:
         return f"micro-batch {index}" if (panel.stop - panel.start) * self.x_scale >= 90 else str(index)
 
 
-def _label(words: str, x: float, y: float, anchor: str, css_class: str = "label") -> str:
-    return tag("text", text(words), class_=css_class, x=float(x), y=float(y), text_anchor=anchor)
-
-
 def _hover_data(plan: Plan, bars: Sequence[Bar], cost: Cost) -> dict[str, object]:
     """What the tooltip says: for each drawn document its group, and for each such group its slots and rows."""
     times, write_time = group_times(plan, cost), write_times(cost, plan.timeline(cost).step_seconds)
-    documents: dict[int, list[int]] = {}
-    groups: dict[tuple[int, int], int] = {}
-    described: list[list[object]] = []
-    for bar in bars:
-        key = (bar.micro_batch, bar.group)
-        if key not in groups:
-            groups[key] = len(groups)
-            group = plan.micro_batches[bar.micro_batch].groups[bar.group]
-            comm = (
-                group.cp_comm_type
-                if isinstance(group.cp_comm_type, str)
-                else "/".join(dict.fromkeys(group.cp_comm_type))
-            )
-            seconds = write_time(float(times[bar.micro_batch][bar.group]))
-            padded = f", each padded to {group.pad_to:,}" if group.pad_to else ""
-            described.append(
-                [
-                    bar.micro_batch,
-                    write_ranges(group.slots),
-                    group.degree,
-                    comm,
-                    len(group.documents),
-                    group.rows_per_slot,
-                    seconds,
-                    padded,
-                ]
-            )
-        documents[bar.document] = [plan.lengths[bar.document], groups[key]]
+    places = dict.fromkeys((bar.micro_batch, bar.group) for bar in bars)
+    groups = {place: number for number, place in enumerate(places)}
+    documents = {bar.document: [plan.lengths[bar.document], groups[bar.micro_batch, bar.group]] for bar in bars}
+    described = [_described(plan.micro_batches[m].groups[g], m, write_time(float(times[m][g]))) for m, g in groups]
     return {"documents": documents, "groups": described}
+
+
+def _described(group: Group, micro_batch: int, seconds: str) -> list[object]:
+    comm = group.cp_comm_type if isinstance(group.cp_comm_type, str) else "/".join(dict.fromkeys(group.cp_comm_type))
+    padded = f", each padded to {group.pad_to:,}" if group.pad_to else ""
+    rows = group.rows_per_slot
+    return [micro_batch, write_ranges(group.slots), group.degree, comm, len(group.documents), rows, seconds, padded]
 
 
 def chrome_trace(plan: Plan, cost: Cost | None = None) -> str:
     """The plan as Chrome-trace JSON (chrome://tracing, Perfetto): one thread a slot, one event a document."""
-    events: list[dict[str, object]] = [
-        {
-            "ph": "M",
-            "name": "process_name",
-            "pid": 0,
-            "args": {"name": f"longspan plan of {counted(plan.slots, 'slot')}"},
-        }
-    ]
-    for slot in range(plan.slots):
-        name: dict[str, object] = {"name": f"slot {slot}"}
-        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": slot, "args": name})
+    process, thread = {"ph": "M", "name": "process_name", "pid": 0}, {"ph": "M", "name": "thread_name", "pid": 0}
+    events: list[dict[str, object]] = [process | {"args": {"name": f"longspan plan of {counted(plan.slots, 'slot')}"}}]
+    events += [thread | {"tid": slot, "args": {"name": f"slot {slot}"}} for slot in range(plan.slots)]
     for bar in plan_bars(plan, cost).bars:
         group = plan.micro_batches[bar.micro_batch].groups[bar.group]
-        args = {
-            "tokens": plan.lengths[bar.document],
-            "degree": group.degree,
-            "micro_batch": bar.micro_batch,
-            "cp_comm_type": group.cp_comm_type,
-        }
-        event: dict[str, object] = {
-            "ph": "X",
-            "name": f"document {bar.document}",
-            "cat": f"micro-batch {bar.micro_batch}",
-            "pid": 0,
-            "ts": round(1e6 * bar.start, 3),
-            "dur": round(1e6 * (bar.stop - bar.start), 3),
-            "args": args,
-        }
+        names = {"ph": "X", "name": f"document {bar.document}", "cat": f"micro-batch {bar.micro_batch}", "pid": 0}
+        times = {"ts": round(1e6 * bar.start, 3), "dur": round(1e6 * (bar.stop - bar.start), 3)}
+        facts = {"tokens": plan.lengths[bar.document], "degree": group.degree, "micro_batch": bar.micro_batch}
+        event = names | times | {"args": facts | {"cp_comm_type": group.cp_comm_type}}
         events += [event | {"tid": slot} for slot in range(bar.slot, bar.slot + bar.slots)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

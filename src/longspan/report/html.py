@@ -81,9 +81,8 @@ def _legend() -> str:
         "Times are predicted by the plan's cost model, not measured. Within a micro-batch the documents of the widest "
         "groups come first here, whatever a slot's own order."
     )
-    return tag("ul", *(tag("li", drawing, words) for drawing, words in keys), class_="legend") + tag(
-        "p", note, class_="note"
-    )
+    entries = (tag("li", drawing, words) for drawing, words in keys)
+    return tag("ul", *entries, class_="legend") + tag("p", note, class_="note")
 
 
 def _plan_card(index: int, plan: Plan, cost: Cost | None, took: float | None) -> str:
@@ -92,16 +91,8 @@ def _plan_card(index: int, plan: Plan, cost: Cost | None, took: float | None) ->
     # Only the picture that shows is part of the document; the others wait in templates.
     shown = pictures.pop("seconds") if index == 0 else ""
     waiting = (tag("template", svg, data_unit=unit) for unit, svg in pictures.items())
-    picture = tag("div", shown, class_="picture scroll")
-    return tag(
-        "div",
-        tag("dl", *facts, class_="facts"),
-        picture,
-        *waiting,
-        class_="plan",
-        data_plan_index=index,
-        hidden=index > 0,
-    )
+    content = tag("dl", *facts, class_="facts"), tag("div", shown, class_="picture scroll"), *waiting
+    return tag("div", *content, class_="plan", data_plan_index=index, hidden=index > 0)
 
 
 def _plan_facts(plan: Plan, took: float | None) -> Iterator[tuple[str, str]]:

@@ -32,3 +32,8 @@ def text(value: object) -> str:
 def key(*shapes: str) -> str:
     """The small drawing of a legend's entry, 22 by 12."""
     return tag("svg", *shapes, class_="key", viewBox="0 0 22 12", aria_hidden="true")
+
+
+def label(words: str, x: float, y: float, anchor: str, css_class: str = "label") -> str:
+    """Words in a drawing, at a point."""
+    return tag("text", text(words), class_=css_class, x=float(x), y=float(y), text_anchor=anchor)

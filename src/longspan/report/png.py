@@ -44,11 +44,8 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
     axes.add_collection(PatchCollection(boxes, facecolor=fills, edgecolor="white", linewidth=0.5, zorder=2))
     for b in bars:
         if b.slots * y_scale >= 13 and (b.stop - b.start) * x_scale >= 46:
-            text = (
-                f"{b.document} · {plan.lengths[b.document]:,}"
-                if (b.stop - b.start) * x_scale >= 90
-                else f"{b.document}"
-            )
+            wide = (b.stop - b.start) * x_scale >= 90
+            text = f"{b.document} · {plan.lengths[b.document]:,}" if wide else f"{b.document}"
             middle = ((b.start + b.stop) / 2, b.slot + b.slots / 2)
             axes.text(*middle, text, ha="center", va="center", fontsize=8, color="#222222", zorder=4)
     axes.set(xlim=(0, picture.end or 1.0), ylim=(plan.slots, 0), ylabel="slot")

@@ -16,6 +16,7 @@ import numpy as np
 
 from longspan.errors import ConfigError, PlanError, counted
 from longspan.plan import Plan
+from longspan.train.run.metrics_log import rows_and_damage
 
 TRAIN_COLUMNS = (
     "loss",
@@ -100,18 +101,11 @@ class RunFolder:
 def _metric_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     metrics = path / "metrics.jsonl"
     if not metrics.is_file():
-        found = "no such folder" if not path.is_dir() else "there is no metrics.jsonl in it"
+        lack = "no such folder" if not path.is_dir() else "there is no metrics.jsonl in it"
         raise ConfigError(
-            f"{path} is not the folder of a run: {found}; give the folder that `longspan train` wrote (run.dir)"
+            f"{path} is not the folder of a run: {lack}; give the folder that `longspan train` wrote (run.dir)"
         )
-    rows, damaged = [], 0
-    with metrics.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            row = _object(line)
-            if row is None or isinstance(row.get("step"), bool) or not isinstance(row.get("step"), int):
-                damaged += bool(line.strip())
-            else:
-                rows.append(row)
+    rows, damaged = rows_and_damage(metrics)
     if not rows:
         raise ConfigError(
             f"{metrics} holds no step ({counted(damaged, 'unreadable line')}); the run ended before its first step"
@@ -119,21 +113,16 @@ def _metric_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return rows, [f"{counted(damaged, 'line')} of metrics.jsonl could not be read and left out"] if damaged else []
 
 
-def _object(text: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def _json_object(path: Path, notes: list[str]) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    value = _object(path.read_text(encoding="utf-8", errors="replace"))
-    if value is None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
         notes.append(f"{path.name} could not be read")
-    return value or {}
+    return value if isinstance(value, dict) else {}
 
 
 def _number(value: object) -> float:
@@ -151,9 +140,9 @@ def _eval_row(row: dict[str, Any]) -> EvalRow | None:
 def _final_rows(summary: dict[str, Any], last_step: int) -> Iterator[EvalRow]:
     table = summary.get("eval_at_degrees")
     for row in table if isinstance(table, list) else []:
-        found = _eval_row({"step": last_step} | row) if isinstance(row, dict) else None
-        if found:
-            yield found
+        evaluation = _eval_row({"step": last_step} | row) if isinstance(row, dict) else None
+        if evaluation:
+            yield evaluation
 
 
 def _config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
@@ -162,11 +151,11 @@ def _config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
         if (path / name).is_file():
             text = (path / name).read_text(encoding="utf-8", errors="replace")
             try:
-                found = parse(text)
+                values = parse(text)
             except ValueError as error:
                 notes.append(f"{name} could not be read: {error}")
-                found = None
-            return text, found if isinstance(found, dict) else {}
+                values = None
+            return text, values if isinstance(values, dict) else {}
     return "", {}
 
 

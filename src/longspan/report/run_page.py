@@ -60,13 +60,13 @@ def _described(run: RunFolder) -> Iterator[str]:
     """What was trained on what, from the configuration."""
 
     def value(section: str, key: str) -> object:
-        found = run.config.get(section)
-        return found.get(key) if isinstance(found, dict) else None
+        values = run.config.get(section)
+        return values.get(key) if isinstance(values, dict) else None
 
     model, data = value("model", "path") or value("model", "preset"), value("data", "path")
     if model:
         yield f"{model} on {data}" if data else str(model)
-    if degrees := [f"{key} {found}" for key in _DEGREES if (found := value("parallel", key)) not in (None, 1)]:
+    if degrees := [f"{key} {degree}" for key in _DEGREES if (degree := value("parallel", key)) not in (None, 1)]:
         yield " x ".join(degrees) + (", sequence-parallel" if value("parallel", "sequence_parallel") else "")
     planner, degree = value("context", "planner"), value("context", "context_parallel_size")
     if planner:
@@ -89,11 +89,8 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     if len(loss):
         mean = float(loss[-LAST:].mean())
         share = f"{100 * mean / math.log(vocab):.0f}% of ln V = {math.log(vocab):.3f}" if vocab else ""
-        yield (
-            "training loss",
-            f"{mean:.4f}",
-            "; ".join(filter(None, [f"mean of the last {min(LAST, len(loss))}", share])),
-        )
+        detail = "; ".join(filter(None, [f"mean of the last {min(LAST, len(loss))}", share]))
+        yield "training loss", f"{mean:.4f}", detail
     rows = list(run.final or _last_evaluations(run))
     if rows:
         degrees = ", ".join(str(r.cp) for r in rows)
@@ -109,15 +106,8 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     seconds = _finite(run.train["seconds"])
     if len(seconds):
         tokens = _finite(run.train["tokens"]).sum()
-        yield (
-            "time in steps",
-            write_seconds(float(seconds.sum())),
-            f"{counted(len(seconds), 'step')}, {write_number(tokens)} tokens",
-        )
-    yield from _setting(run)
-
-
-def _setting(run: RunFolder) -> Iterator[tuple[str, str, str]]:
+        detail = f"{counted(len(seconds), 'step')}, {write_number(tokens)} tokens"
+        yield "time in steps", write_seconds(float(seconds.sum())), detail
     memory = _finite(run.train["memory_bytes"])
     if len(memory) and memory.max() > 0:
         yield "peak memory", write_bytes(float(memory.max())), "of a process"
@@ -143,20 +133,16 @@ def _spread(rows: Sequence[EvalRow]) -> float:
 def _loss_chart(run: RunFolder, width: int) -> Chart:
     loss, vocab = run.train["loss"], run.vocab_size()
     window = max(5, len(loss) // 30) if len(loss) >= 20 else 1
-    series = [Series("training", run.step, loss, 0, "faint")]
+    series = [Series("training", run.step, loss, 0, "faint" if window > 1 else "line")]
     if window > 1:
         series.append(Series(f"training, averaged over {window} steps", run.step, smooth(loss, window), 0))
-    else:
-        series = [Series("training", run.step, loss, 0)]
     for place, cp in enumerate(sorted({r.cp for r in run.evaluations})):
         rows = [r for r in run.evaluations if r.cp == cp]
         x, y = np.array([r.step for r in rows]), np.array([r.loss for r in rows])
         series.append(Series(f"evaluation, cp {cp}", x, y, 1 + place, "marks"))
-    references = ((math.log(vocab), f"ln V = {math.log(vocab):.3f}, a uniform guess"),) if vocab else ()
-    label = "nats per predicted token"
-    return Chart(
-        "Training and evaluation", tuple(series), label, width=width, height=360, references=references, y_format="loss"
-    )
+    uniform = ((math.log(vocab), f"ln V = {math.log(vocab):.3f}, a uniform guess"),) if vocab else ()
+    title, label = "Training and evaluation", "nats per predicted token"
+    return Chart(title, tuple(series), label, width=width, height=360, references=uniform, y_format="loss")
 
 
 def _small_charts(run: RunFolder) -> Iterator[Chart]:

@@ -60,8 +60,8 @@ def log_ticks(low: float, high: float) -> list[float]:
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     every = max(1, round(len(powers) / 6))
     inner = (1, 2, 5) if high / low <= 300 else (1,)
-    found = [m * 10.0**p for p in powers if p % every == 0 for m in inner]
-    return [t for t in found if low * (1 - 1e-9) <= t <= high * (1 + 1e-9)]
+    values = [m * 10.0**p for p in powers if p % every == 0 for m in inner]
+    return [t for t in values if low * (1 - 1e-9) <= t <= high * (1 + 1e-9)]
 
 
 def write_number(value: float, digits: int = 3) -> str:
