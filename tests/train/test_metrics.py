@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from longspan.train.memory.live_bytes import peak_memory_bytes
 from longspan.train.run import stop_signal as stop_module
-from longspan.train.run.metrics_log import MetricsLog, memory_bytes, read_metrics
+from longspan.train.run.metrics_log import MetricsLog, read_metrics
 from longspan.train.run.progress import ProgressDisplay
 from longspan.train.run.stop_signal import StopSignal
 
@@ -51,7 +52,7 @@ def test_no_path_writes_nothing() -> None:
 
 
 def test_memory_is_that_of_this_process() -> None:
-    assert 2**24 < memory_bytes(torch.device("cpu")) < 2**40
+    assert 2**24 < peak_memory_bytes(torch.device("cpu")) < 2**40
 
 
 ROW = {"loss": 2.5, "tokens_per_second": 9000.0, "memory_bytes": 2**29}
@@ -108,10 +109,10 @@ def test_a_screen_without_a_stream_is_silent(capfd: pytest.CaptureFixture[str]) 
 def test_one_signal_asks_and_a_second_one_aborts(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(number)
     with StopSignal() as stop:
-        assert not stop.asked
+        assert not stop.received
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)  # the same press, delivered twice
-        assert stop.asked == number.name
+        assert stop.received == number.name
         monkeypatch.setattr(stop_module, "_SAME_PRESS", 0.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)

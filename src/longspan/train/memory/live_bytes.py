@@ -1,5 +1,7 @@
-"""How many bytes of tensors are alive, and the most at a time: counted, for devices whose allocator does not tell."""
+"""Bytes in use: of tensors that are alive, counted where an allocator does not tell, and the most of this process."""
 
+import resource
+import sys
 import weakref
 from typing import Any
 
@@ -43,3 +45,11 @@ class LiveBytes(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self.now -= self._live.pop(key, 0)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this process has held: of its GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -7,14 +7,10 @@ written and read as null.
 """
 
 import json
-import resource
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from longspan.train.disk import errors_name, write_atomically
 from longspan.train.json_record import as_json, json_values
@@ -31,11 +27,11 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path | None, *, after_step: int) -> None:
-        kept = [row for row in read_metrics(path) if row["step"] <= after_step] if path else []
-        self.evaluated: set[int] = {row["step"] for row in kept if "eval_loss" in row}
+        rows = [row for row in read_metrics(path) if row["step"] <= after_step] if path else []
+        self.evaluated: set[int] = {row["step"] for row in rows if "eval_loss" in row}
         self._file = None
         if path is not None:
-            write_atomically(path, "".join(as_json(row) + "\n" for row in kept))
+            write_atomically(path, "".join(as_json(row) + "\n" for row in rows))
             self._file = path.open("a", encoding="utf-8")
 
     def __enter__(self) -> "MetricsLog":
@@ -58,22 +54,20 @@ class MetricsLog:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics file that can be read; none where it does not exist."""
-    if not path.exists():
-        return []
-    rows: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(json_values(row))
-    return rows
+    return rows_and_damage(path)[0] if path.exists() else []
 
 
-def memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has held: of its GPU, or resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def rows_and_damage(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The rows of a metrics file that can be read, and how many lines cannot."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    rows = [row for row in map(_row, lines) if row is not None]
+    return rows, sum(bool(line.strip()) for line in lines) - len(rows)
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    is_row = isinstance(row, dict) and isinstance(row.get("step"), int) and not isinstance(row["step"], bool)
+    return json_values(row) if is_row else None

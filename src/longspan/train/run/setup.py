@@ -24,7 +24,7 @@ from longspan.train.checkpoint.files import read_state, remove_unfinished
 from longspan.train.config.file import to_toml
 from longspan.train.config.sections import AUTO, RunConfig
 from longspan.train.data.build import ensure_corpus
-from longspan.train.data.documents import Corpus
+from longspan.train.data.documents import Corpus, Documents
 from longspan.train.data.step_order import StepOrder
 from longspan.train.data.tokenizer import check_vocabulary
 from longspan.train.disk import errors_name, write_atomically
@@ -63,6 +63,16 @@ class TrainingRun:
         """Where the run's checkpoints stand."""
         return self.dir / "checkpoints"
 
+    @property
+    def held_out(self) -> Documents:
+        """The documents that are only evaluated; there may be none."""
+        return self.corpus.select(self.order.evaluation)
+
+    @property
+    def evaluation_choice(self) -> PlanChoice:
+        """How evaluations are planned."""
+        return evaluation_choice(self.config, self.cost, query_heads(self.model.config))
+
 
 def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     """Open or begin the run of this configuration, which `check_config` has passed; all ranks call it together.
@@ -71,7 +81,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     """
     directory = Path(config.run.dir)
     checkpoint = _checkpoint_to_resume(config, world, log)
-    model = _given_model(config)
+    model = _model_of_folder(config)
     corpus = _shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
     order = order_of(config, corpus)
     at = int(np.argmax(corpus.lengths))
@@ -103,19 +113,19 @@ def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World
     directory = Path(config.run.dir)
     if checkpoint is not None:
         check_checkpoint(checkpoint, world)
-    found = checkpoint or find_checkpoint(directory / "checkpoints", world, log)
-    if found is None:
+    checkpoint = checkpoint or find_checkpoint(directory / "checkpoints", world, log)
+    if checkpoint is None:
         raise CheckpointError(f"{directory} has no checkpoint; train it first: longspan train {directory}/config.toml")
     corpus = Corpus(directory / "corpus")
-    documents = order_of(config, corpus).evaluation
-    if not documents:
+    held_out = corpus.select(order_of(config, corpus).evaluation)
+    if not held_out:
         raise DataError(
             f"{directory} holds out no documents (data.eval_documents is 0), so there is nothing to evaluate"
         )
     model = model_under_home(config, world, corpus)
-    step = int(load_checkpoint(found, model, None, world)["step"])
+    step = int(load_checkpoint(checkpoint, model, None, world)["step"])
     choice = evaluation_choice(config, _cost(config, world, model, log), query_heads(model.config))
-    return evaluate(model, corpus, documents, choice, world, step=step, config=config)
+    return evaluate(model, held_out, choice, world, step=step, loss_chunk_rows=config.train.loss_chunk_rows)
 
 
 def evaluation_choice(config: RunConfig, cost: Cost, heads: int) -> PlanChoice:
@@ -145,7 +155,7 @@ def model_under_home(
     size = corpus.manifest.tokenizer_size
     if model is None:
         rows = size if config.data.tokenizer else config.data.vocab_size
-        model = _given_model(config) or load_model(
+        model = _model_of_folder(config) or load_model(
             None, config.model.preset, dtype=config.model.dtype, seed=config.train.seed, vocab_size=rows
         )
     _check_vocabulary(config, model, size)
@@ -165,7 +175,7 @@ def model_under_home(
     )
 
 
-def _given_model(config: RunConfig) -> PreTrainedModel | None:
+def _model_of_folder(config: RunConfig) -> PreTrainedModel | None:
     if not config.model.path:
         return None
     return load_model(config.model.path, config.model.preset, dtype=config.model.dtype, seed=config.train.seed)
@@ -187,7 +197,7 @@ def _shared_corpus(
         log(f"corpus: {files} of {config.data.path}, {documents}, {counted(tokens, 'token')}")
 
     if model is not None and not config.data.tokenizer:
-        _check_given_vocabulary(config, model)
+        _check_folder_vocabulary(config, model)
     on_first_rank(world, build, os_error_as=DataError)
     return on_every_rank(world, lambda: _open_corpus(directory), os_error_as=DataError)
 
@@ -199,7 +209,7 @@ def _open_corpus(directory: Path) -> Corpus:
         raise DataError(f"{error}; the run's folder must be on storage that all its machines share") from error
 
 
-def _check_given_vocabulary(config: RunConfig, model: PreTrainedModel) -> None:
+def _check_folder_vocabulary(config: RunConfig, model: PreTrainedModel) -> None:
     """Before a tokenizer is trained for a model folder that has none: would it fit?"""
     if not (Path(config.model.path) / "tokenizer.json").is_file():
         _check_vocabulary(config, model, config.data.vocab_size)
@@ -225,17 +235,21 @@ def _check_layers(config: RunConfig, model: PreTrainedModel) -> None:
 def _checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path | None:
     root = Path(config.run.dir) / "checkpoints"
     on_first_rank(world, lambda: remove_unfinished(root, log), os_error_as=CheckpointError)
-    found = find_checkpoint(root, world, log, note=True)
-    if found is None:
+    checkpoint = find_checkpoint(root, world, log, note=True)
+    if checkpoint is None:
         if config.run.resume == "must":
             raise CheckpointError(
                 f"run.resume is 'must' and there is no checkpoint in {root}; use 'auto' to begin a run"
             )
         return None
     if config.run.resume == "never":
-        raise CheckpointError(f"run.resume is 'never' and {found} is there; set run.dir to a new folder, or use 'auto'")
-    _check_same_run(config, on_first_rank(world, lambda: read_state(found), os_error_as=CheckpointError), found)
-    return found
+        raise CheckpointError(
+            f"run.resume is 'never' and {checkpoint} is there; set run.dir to a new folder, or use 'auto'"
+        )
+    _check_same_run(
+        config, on_first_rank(world, lambda: read_state(checkpoint), os_error_as=CheckpointError), checkpoint
+    )
+    return checkpoint
 
 
 def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:

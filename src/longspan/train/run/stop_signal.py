@@ -12,14 +12,14 @@ class StopSignal:
     """While open, remembers the name of the first SIGTERM or SIGINT instead of ending the process.
 
     >>> with StopSignal() as stop:
-    ...     while not stop.asked:
+    ...     while not stop.received:
     ...         work()
 
     A second one, more than a second later, raises KeyboardInterrupt. Open it in the main thread.
     """
 
     def __init__(self) -> None:
-        self.asked = ""
+        self.received = ""
         self._at = 0.0
         self._before: dict[int, Any] = {}
 
@@ -33,7 +33,7 @@ class StopSignal:
 
     def _note(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
-        if self.asked and now - self._at > _SAME_PRESS:
+        if self.received and now - self._at > _SAME_PRESS:
             raise KeyboardInterrupt(f"{signal.Signals(number).name} again")
-        if not self.asked:
-            self.asked, self._at = signal.Signals(number).name, now
+        if not self.received:
+            self.received, self._at = signal.Signals(number).name, now
