@@ -23,10 +23,10 @@ from longspan.train.memory.live_bytes import LiveBytes
 from longspan.train.memory.row_probe import (
     TOO_MANY_FILE,
     TooMany,
-    conditions,
+    memory_keys,
     most_bytes,
-    noted,
     probe_plan,
+    remembered,
     too_many_rows,
 )
 from longspan.train.memory.rows_that_fit import FILE, RowsThatFit, fitted, measure
@@ -174,12 +174,12 @@ def test_a_run_measures_once_and_goes_on_with_it(tmp_path: Path) -> None:
 
 
 def _again(file: Path, ranks: int, config: RunConfig) -> RowsThatFit | None:
-    return noted(RowsThatFit, file, ranks, conditions(config), "it is measured again")
+    return remembered(RowsThatFit, file, ranks, memory_keys(config), "it is measured again")
 
 
 def test_other_keys_are_measured_again(tmp_path: Path) -> None:
     config = small_config(tmp_path, context__max_tokens_per_slot="auto")
-    (file := tmp_path / FILE).write_text(json.dumps(vars(RowsThatFit(3, 1.0, 1.0, 1.0, 2, conditions(config)))))
+    (file := tmp_path / FILE).write_text(json.dumps(vars(RowsThatFit(3, 1.0, 1.0, 1.0, 2, memory_keys(config)))))
     assert _again(file, 2, config) and not _again(file, 4, config)
     for changes in (
         {"train__memory_fraction": 0.5},
@@ -196,7 +196,7 @@ def test_other_keys_are_measured_again(tmp_path: Path) -> None:
 def test_a_document_that_does_not_fit_is_named(tmp_path: Path) -> None:
     config = small_config(tmp_path, context__max_tokens_per_slot="auto")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / FILE).write_text(json.dumps(vars(RowsThatFit(3, 1.0, 1.0, 1.0, 2, conditions(config)))))
+    (tmp_path / "run" / FILE).write_text(json.dumps(vars(RowsThatFit(3, 1.0, 1.0, 1.0, 2, memory_keys(config)))))
     with pytest.raises(ConfigError, match="max_tokens_per_slot 3 do not suit the longest document"):
         run_ranks(train_rank, 2, config, 2)
 
@@ -228,17 +228,17 @@ def test_a_rank_without_memory_for_a_probe_ends_the_run_and_the_next_start_probe
     assert "(CUDA out of memory)" in str(raised.value) and time.monotonic() - before < config.run.timeout_seconds
     (note,) = raised.value.__notes__
     assert re.search(r"rank 0: CommError: .* rank 1 left with ConfigError: context.max_tokens_per_slot is", note)
-    noted = TooMany(**json.loads((tmp_path / "run" / TOO_MANY_FILE).read_text()))
-    assert noted == TooMany(256, 2, conditions(config)) and not (tmp_path / "run" / FILE).exists()
+    too_many = TooMany(**json.loads((tmp_path / "run" / TOO_MANY_FILE).read_text()))
+    assert too_many == TooMany(256, 2, memory_keys(config)) and not (tmp_path / "run" / FILE).exists()
     assert run_ranks(train_short_of_memory, 2, config, 200) == [1, 1]
     assert json.loads((tmp_path / "run" / FILE).read_text())["rows"] == 128
 
 
 def test_what_did_not_fit_counts_under_the_same_keys_alone(tmp_path: Path) -> None:
-    now, file = conditions(small_config(tmp_path)), tmp_path / TOO_MANY_FILE
+    now, file = memory_keys(small_config(tmp_path)), tmp_path / TOO_MANY_FILE
     assert too_many_rows(tmp_path, 2, now) is None
     file.write_text(json.dumps(vars(TooMany(256, 2, now))))
-    other = conditions(small_config(tmp_path, train__activation_checkpointing="full"))
+    other = memory_keys(small_config(tmp_path, train__activation_checkpointing="full"))
     assert [too_many_rows(tmp_path, 2, now), too_many_rows(tmp_path, 4, now), too_many_rows(tmp_path, 2, other)] == [
         256,
         None,

@@ -30,9 +30,9 @@ def main(argv: Sequence[str]) -> int:
     ranks = ranks_wanted(flags.world)
     check_config(config, ranks, training=False)
     backend = "gloo" if flags.world else None
-    found: Evaluation = run_on_ranks(eval_rank, (config, checkpoint, ranks, backend), ranks)
+    result: Evaluation = run_on_ranks(eval_rank, (config, checkpoint, ranks, backend), ranks)
     if reports_here():
-        print(as_json(found.row() | {"world": ranks}) if flags.json else _text(found, ranks))
+        print(as_json(result.row() | {"world": ranks}) if flags.json else _text(result, ranks))
     return 0
 
 
@@ -59,10 +59,10 @@ def eval_rank(rank: int, config: RunConfig, checkpoint: Path | None, ranks: int,
         return evaluate_checkpoint(config, checkpoint, world, log)
 
 
-def _text(found: "Evaluation", ranks: int) -> str:
+def _text(result: "Evaluation", ranks: int) -> str:
     return (
-        f"step {found.step}: evaluation loss {found.loss:.9f} at cp {found.cp} on {counted(ranks, 'rank')} "
-        f"({counted(found.documents, 'document')}, {counted(found.tokens, 'token')}, {found.seconds:.1f} s)"
+        f"step {result.step}: evaluation loss {result.loss:.9f} at cp {result.cp} on {counted(ranks, 'rank')} "
+        f"({counted(result.documents, 'document')}, {counted(result.tokens, 'token')}, {result.seconds:.1f} s)"
     )
 
 

@@ -13,10 +13,10 @@ def versions() -> dict[str, str]:
 
     >>> versions()["python"]
     """
-    found = {"python": platform.python_version(), "longspan": __version__}
+    installed = {"python": platform.python_version(), "longspan": __version__}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return installed

@@ -82,10 +82,12 @@ def find_checkpoint(root: Path, world: World, log: LogLine, *, note: bool = Fals
     the checkpoint too, for `save_checkpoint` to keep others. Raises CheckpointError where nothing good is left.
     """
     paths = on_first_rank(world, lambda: finished(root, log), os_error_as=CheckpointError)
-    found, damage = newest_good(paths, partial(check_checkpoint, world=world), log if is_first_rank(world) else _silent)
+    newest, damage = newest_good(
+        paths, partial(check_checkpoint, world=world), log if is_first_rank(world) else _silent
+    )
     if note:
-        on_first_rank(world, lambda: note_damage(damage, found), os_error_as=CheckpointError)
-    return found
+        on_first_rank(world, lambda: note_damage(damage, newest), os_error_as=CheckpointError)
+    return newest
 
 
 def check_checkpoint(path: Path, world: World) -> None:

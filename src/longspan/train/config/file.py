@@ -107,9 +107,9 @@ def _converted(key: str, value: object, kind: Any, source: str) -> object:
     """The value as `kind` holds it: a list becomes a tuple, an integer may stand for a float."""
     value = present_word(value, kind)
     for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
-        found = _fitting(value, option)
-        if found is not None:
-            return found
+        fitting = _fitting(value, option)
+        if fitting is not None:
+            return fitting
     hint = ""
     if get_origin(kind) is Literal and isinstance(value, str):
         hint = f" ({nearest(value, get_args(kind))})"

@@ -30,10 +30,10 @@ def ensure_corpus(data: DataConfig, run_dir: Path, *, model_dir: Path | None, re
     """
     folder = run_dir / "corpus"
     files = find_files(data.path, leave_out=run_dir)
-    given = _given_tokenizer(data, model_dir)
+    tokenizer = _given_tokenizer(data, model_dir)
     if (folder / "corpus.json").is_file():
         corpus = Corpus(folder)
-        changes = _changes(corpus.manifest, data, files, given)
+        changes = _changes(corpus.manifest, data, files, tokenizer)
         if not changes:
             return corpus
         if resumed:
@@ -41,7 +41,7 @@ def ensure_corpus(data: DataConfig, run_dir: Path, *, model_dir: Path | None, re
         log(f"the corpus changed ({changes[0]}): building it again")
     elif resumed:
         raise DataError(f"{run_dir} has checkpoints but no corpus: restore {folder}, or set run.dir to a new folder")
-    return build_corpus(data, files, run_dir, tokenizer=given, log=log)
+    return build_corpus(data, files, run_dir, tokenizer=tokenizer, log=log)
 
 
 def build_corpus(
@@ -162,7 +162,7 @@ def _dtype(tokenizer: TextTokenizer) -> str:
     return "<u2" if tokenizer.size <= 2**16 else "<u4"
 
 
-def _changes(old: Manifest, data: DataConfig, files: dict[str, Path], given: TextTokenizer | None) -> list[str]:
+def _changes(old: Manifest, data: DataConfig, files: dict[str, Path], tokenizer: TextTokenizer | None) -> list[str]:
     """Why the corpus would come out differently today; nothing where it would not."""
     changes = list[str]()
     for key, before, now in (
@@ -171,9 +171,9 @@ def _changes(old: Manifest, data: DataConfig, files: dict[str, Path], given: Tex
     ):
         if before != now:
             changes.append(f"{key} was {before!r} and is {now!r}")
-    if given is not None and given.digest != old.tokenizer_digest:
+    if tokenizer is not None and tokenizer.digest != old.tokenizer_digest:
         changes.append("the tokenizer is another one")
-    if given is None and data.vocab_size < old.tokenizer_size:
+    if tokenizer is None and data.vocab_size < old.tokenizer_size:
         changes.append(f"data.vocab_size is {data.vocab_size}, the tokenizer has {old.tokenizer_size} entries")
     return changes or changed_files(list(old.sources), files)
 

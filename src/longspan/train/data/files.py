@@ -46,10 +46,10 @@ def find_files(path: str, *, leave_out: Path | None = None) -> dict[str, Path]:
         if root.suffix not in SUFFIXES:
             raise DataError(f"data.path {path!r} ends in {root.suffix!r}; a file must be one of {_kinds()}")
         return {root.name: root}
-    found = dict(sorted(_walk(root, stdlib=path == STDLIB, leave_out=leave_out)))
-    if not found:
+    files = dict(sorted(_walk(root, stdlib=path == STDLIB, leave_out=leave_out)))
+    if not files:
         raise DataError(f"data.path {path!r} holds no file of {_kinds()}; give a folder that does")
-    return found
+    return files
 
 
 def read_texts(name: str, raw: bytes) -> Iterator[str]:
@@ -102,8 +102,8 @@ def _walk(root: Path, *, stdlib: bool, leave_out: Path | None) -> Iterator[tuple
         here = Path(folder)
         folders[:] = [d for d in folders if d not in hidden and d[0] != "." and (here / d).resolve() != skip]
         for name in names:
-            wanted = name.endswith(".py") and not name.startswith("_sysconfigdata") if stdlib else name[0] != "."
-            if wanted and name.endswith(SUFFIXES):
+            is_source = name.endswith(".py") and not name.startswith("_sysconfigdata") if stdlib else name[0] != "."
+            if is_source and name.endswith(SUFFIXES):
                 yield (here / name).relative_to(root).as_posix(), here / name
 
 
@@ -118,8 +118,8 @@ def _text_of(line: str, where: str) -> str:
         raise DataError(f'{where}: needs an object with a string "text"; found keys {sorted(record)}')
     text = record["text"]
     if not isinstance(text, str):
-        found = json.dumps(text)[:60]
-        raise DataError(f'{where}: needs an object with a string "text"; "text" is {_kind(text)}: {found}')
+        value = json.dumps(text)[:60]
+        raise DataError(f'{where}: needs an object with a string "text"; "text" is {_kind(text)}: {value}')
     _check_characters(text, where)
     return text
 

@@ -38,8 +38,8 @@ class TextTokenizer:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, the end of text included; special tokens in the text are read as plain text."""
         closing = [] if self.end is None else [self.end]
-        found = self.engine.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids + closing, dtype=np.int64) for encoding in found]
+        encodings = self.engine.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids + closing, dtype=np.int64) for encoding in encodings]
 
     def save_pretrained(self, folder: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer reads too."""

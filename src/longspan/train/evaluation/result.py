@@ -41,10 +41,10 @@ def comparison_table(evaluations: Sequence[Evaluation]) -> str:
         f"{counted(first.tokens, 'token')}",
         f"{'cp':>4}  {'loss':>14}  {'relative difference':>20}  {'micro-batches':>13}  {'seconds':>8}",
     ]
-    for found in evaluations:
-        difference = abs(found.loss - first.loss) / abs(first.loss) if first.loss else 0.0
+    for evaluation in evaluations:
+        difference = abs(evaluation.loss - first.loss) / abs(first.loss) if first.loss else 0.0
         lines.append(
-            f"{found.cp:>4}  {found.loss:>14.9f}  {difference:>20.1e}  {len(found.plan.micro_batches):>13}  "
-            f"{found.seconds:>8.2f}"
+            f"{evaluation.cp:>4}  {evaluation.loss:>14.9f}  {difference:>20.1e}  "
+            f"{len(evaluation.plan.micro_batches):>13}  {evaluation.seconds:>8.2f}"
         )
     return "\n".join(lines)

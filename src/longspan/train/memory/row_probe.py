@@ -28,27 +28,18 @@ from longspan.train.plans import PlanChoice, query_heads, row_multiple_of
 from longspan.train.step import run_step
 
 TOO_MANY_FILE = "max_tokens_per_slot.too_many.json"
-_OF_CONTEXT = (
-    "planner",
-    "mode",
-    "context_parallel_size",
-    "max_dynamic_context_parallel_size",
-    "cp_comm_type",
-    "partition",
-    "hierarchical_context_parallel_sizes",
-    "attention_kernel",
-)
-_OF_DATA = ("tokenizer", "vocab_size")
-_OF_TRAINING = (
-    "optimizer",
-    "activation_checkpointing",
-    "recompute_layers",
-    "offload_activations",
-    "loss_chunk_rows",
-    "fused_norms",
-    "memory_fraction",
-    "memory_bytes",
-)
+# Keys on which the rows of a slot depend, beside all of [model] and [parallel].
+_DEPENDS_ON = {
+    "data": ("tokenizer", "vocab_size"),
+    "context": (
+        *("planner", "mode", "context_parallel_size", "max_dynamic_context_parallel_size"),
+        *("cp_comm_type", "hierarchical_context_parallel_sizes", "partition", "attention_kernel"),
+    ),
+    "train": (
+        *("optimizer", "activation_checkpointing", "recompute_layers", "offload_activations"),
+        *("loss_chunk_rows", "fused_norms", "memory_fraction", "memory_bytes"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +58,7 @@ class _Measured(Protocol):
     def measured_for(self) -> dict[str, Any]: ...
 
 
-Noted = TypeVar("Noted", bound=_Measured)
+Measurement = TypeVar("Measurement", bound=_Measured)
 
 
 def most_bytes(config: RunConfig, model: nn.Module, world: World, rows: int) -> int:
@@ -117,7 +108,7 @@ def probe_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = N
 
 def _too_many(config: RunConfig, world: World, rows: int, error: BaseException) -> ConfigError:
     """The error of a rank without memory for a probe of so many rows, which are remembered."""
-    too_many = TooMany(rows, len(world.home.ranks), conditions(config))
+    too_many = TooMany(rows, len(world.home.ranks), memory_keys(config))
     with suppress(OSError):  # the folder may not be there on every rank
         write_atomically(Path(config.run.dir) / TOO_MANY_FILE, json.dumps(asdict(too_many), indent=1))
     return ConfigError(
@@ -127,28 +118,31 @@ def _too_many(config: RunConfig, world: World, rows: int, error: BaseException) 
     )
 
 
-def too_many_rows(directory: Path, ranks: int, now: dict[str, Any]) -> int | None:
-    """The rows of a probe for which there was no memory when the run was started before, under the same conditions."""
-    found = noted(TooMany, directory / TOO_MANY_FILE, ranks, now, "rows are probed from the start")
-    return None if found is None else found.rows
+def too_many_rows(directory: Path, ranks: int, keys: dict[str, Any]) -> int | None:
+    """The rows of a probe for which there was no memory when the run was started before, under the same keys."""
+    too_many = remembered(TooMany, directory / TOO_MANY_FILE, ranks, keys, "rows are probed from the start")
+    return None if too_many is None else too_many.rows
 
 
-def noted(kind: type[Noted], file: Path, ranks: int, now: dict[str, Any], otherwise: str) -> Noted | None:
-    """What the run noted before on as many ranks under the same keys; without a damaged file, `otherwise`."""
+def remembered(
+    kind: type[Measurement], file: Path, ranks: int, keys: dict[str, Any], otherwise: str
+) -> Measurement | None:
+    """What the run measured before on as many ranks under the same keys; None where it did not.
+
+    Raises ConfigError for a damaged file; `otherwise` says what happens without it.
+    """
     if not file.is_file():
         return None
     try:
-        found = kind(**json.loads(file.read_text(encoding="utf-8")))
+        measurement = kind(**json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{file} is damaged: {error}; remove it and {otherwise}") from error
-    return found if (found.ranks, found.measured_for) == (ranks, now) else None
+    return measurement if (measurement.ranks, measurement.measured_for) == (ranks, keys) else None
 
 
-def conditions(config: RunConfig) -> dict[str, Any]:
+def memory_keys(config: RunConfig) -> dict[str, Any]:
     """The keys of a configuration on which the rows depend, with their values as JSON keeps them."""
-    found = {f"model.{key}": value for key, value in asdict(config.model).items()}
-    found |= {f"data.{key}": getattr(config.data, key) for key in _OF_DATA}
-    found |= {f"parallel.{key}": value for key, value in asdict(config.parallel).items()}
-    found |= {f"context.{key}": getattr(config.context, key) for key in _OF_CONTEXT}
-    found |= {f"train.{key}": getattr(config.train, key) for key in _OF_TRAINING}
-    return json.loads(json.dumps(found))
+    values = asdict(config)
+    names = {"model": values["model"], "parallel": values["parallel"], **_DEPENDS_ON}
+    keys = {f"{section}.{key}": values[section][key] for section in names for key in names[section]}
+    return json.loads(json.dumps(keys))

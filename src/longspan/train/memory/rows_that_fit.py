@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.errors import ConfigError
-from longspan.train.all_ranks import on_first_rank
+from longspan.train.all_ranks import LogLine, on_first_rank
 from longspan.train.config.sections import AUTO, RunConfig
 from longspan.train.disk import write_atomically
-from longspan.train.memory.row_probe import conditions, most_bytes, noted, too_many_rows
+from longspan.train.memory.row_probe import memory_keys, most_bytes, remembered, too_many_rows
 from longspan.train.plans import row_multiple_of
 
 FILE = "max_tokens_per_slot.json"
@@ -55,35 +55,35 @@ def fitted(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> Rows
     >>> fitted([(100, 3000), (300, 7000)], 10_000, ranks=1).rows
     450
     """
-    each, fixed = _line_through(probes)
-    rows = int((budget - fixed) // each)
+    row_bytes, fixed = _line_through(probes)
+    rows = int((budget - fixed) // row_bytes)
     if rows < 1:
         raise ConfigError(
-            f'context.max_tokens_per_slot is "{AUTO}": a row takes {each:,.0f} bytes beside {fixed:,.0f} for any '
+            f'context.max_tokens_per_slot is "{AUTO}": a row takes {row_bytes:,.0f} bytes beside {fixed:,.0f} for any '
             f"number of rows, and the budget is {budget:,.0f}; raise train.memory_fraction or train.memory_bytes, "
             "recompute activations (train.activation_checkpointing), or start more processes"
         )
-    return RowsThatFit(rows, each, fixed, budget, ranks)
+    return RowsThatFit(rows, row_bytes, fixed, budget, ranks)
 
 
-def with_rows_that_fit(config: RunConfig, model: nn.Module, optimizer: Optimizer, world: World, log: Any) -> RunConfig:
+def with_rows_that_fit(
+    config: RunConfig, model: nn.Module, optimizer: Optimizer, world: World, log: LogLine
+) -> RunConfig:
     """The configuration with a number in place of "auto": the run's own, or measured now; entered by all ranks."""
     if config.context.max_tokens_per_slot != AUTO:
         return config
     directory = Path(config.run.dir)
-    file, ranks, now = directory / FILE, len(world.home.ranks), conditions(config)
-    found: RowsThatFit | None = on_first_rank(
-        world, lambda: noted(RowsThatFit, file, ranks, now, "it is measured again"), os_error_as=ConfigError
+    file, ranks, keys = directory / FILE, len(world.home.ranks), memory_keys(config)
+    fit: RowsThatFit | None = on_first_rank(
+        world, lambda: remembered(RowsThatFit, file, ranks, keys, "it is measured again"), os_error_as=ConfigError
     )
-    if found is None:
-        below = on_first_rank(world, lambda: too_many_rows(directory, ranks, now), os_error_as=ConfigError)
-        found = replace(measure(config, model, optimizer, world, below=below), measured_for=now)
-        text = json.dumps(asdict(found), indent=1)
+    if fit is None:
+        below = on_first_rank(world, lambda: too_many_rows(directory, ranks, keys), os_error_as=ConfigError)
+        fit = replace(measure(config, model, optimizer, world, below=below), measured_for=keys)
+        text = json.dumps(asdict(fit), indent=1)
         on_first_rank(world, lambda: write_atomically(file, text), os_error_as=ConfigError)
-    log(
-        f"max_tokens_per_slot: {found.rows} rows of {found.bytes_per_row:,.0f} bytes each, in {found.budget_bytes:,.0f}"
-    )
-    return replace(config, context=replace(config.context, max_tokens_per_slot=found.rows))
+    log(f"max_tokens_per_slot: {fit.rows} rows of {fit.bytes_per_row:,.0f} bytes each, in {fit.budget_bytes:,.0f}")
+    return replace(config, context=replace(config.context, max_tokens_per_slot=fit.rows))
 
 
 def measure(
@@ -111,7 +111,7 @@ class _Probes:
         self._multiple = row_multiple_of(config.parallel)
         self._sizes = PROBES.get(world.device.type, PROBES_ELSEWHERE)
         self._budgets: list[float] = world.control.gather_objects(budget)
-        self._found: list[tuple[int, list[int]]] = []  # rows, the most bytes of every rank
+        self._probed: list[tuple[int, list[int]]] = []  # rows, the most bytes of every rank
         self.first = self._rounded(min(self._sizes[0], (below or math.inf) / 4))
         if self.first < 2 * self._multiple:
             raise ConfigError(
@@ -123,22 +123,22 @@ class _Probes:
     @property
     def most(self) -> int:
         """The rows of the largest probe."""
-        return max(rows for rows, _ in self._found)
+        return max(rows for rows, _ in self._probed)
 
     def run(self, rows: int, *, warm: bool = False) -> None:
         """Run one probe, with `warm` after one that is not measured, and tell the others what it took."""
         if warm:
             self._bytes_of_all(rows)
-        self._found.append((rows, self._bytes_of_all(rows)))
+        self._probed.append((rows, self._bytes_of_all(rows)))
 
     def _bytes_of_all(self, rows: int) -> list[int]:
-        found = most_bytes(self._config, self._model, self._world, rows)
-        return self._world.control.gather_objects(max(found, 1), f"the bytes of a probe of {rows} rows")
+        most = most_bytes(self._config, self._model, self._world, rows)
+        return self._world.control.gather_objects(max(most, 1), f"the bytes of a probe of {rows} rows")
 
     def second(self) -> int:
         """As many rows as surely fit if all bytes of the first probe are its rows'; fewer than the first if not it."""
-        rows, found = self._found[0]
-        room = min(budget / most for budget, most in zip(self._budgets, found, strict=True))
+        rows, bytes_of_ranks = self._probed[0]
+        room = min(budget / most for budget, most in zip(self._budgets, bytes_of_ranks, strict=True))
         larger = self._rounded(min(self._sizes[1], rows * room, self._limit / 2))
         return larger if larger >= rows + rows // 4 else self._rounded(rows / 2)
 
@@ -148,13 +148,13 @@ class _Probes:
 
     def fitted(self) -> RowsThatFit:
         """The fit of the two largest probes, on the rank where the fewest rows fit."""
-        few, many = sorted(self._found)[-2:]
+        few, many = sorted(self._probed)[-2:]
         by_rank = [
             ([(few[0], small), (many[0], large)], budget)
             for small, large, budget in zip(few[1], many[1], self._budgets, strict=True)
         ]
-        found = fitted(*min(by_rank, key=lambda told: _rows_of(*told)), ranks=len(self._budgets))
-        return found if found.rows < self._limit else replace(found, rows=int(self._limit // 2))
+        fit = fitted(*min(by_rank, key=lambda measured: _rows_of(*measured)), ranks=len(self._budgets))
+        return fit if fit.rows < self._limit else replace(fit, rows=int(self._limit // 2))
 
     @property
     def _limit(self) -> float:
@@ -165,15 +165,15 @@ class _Probes:
 
 
 def _rows_of(probes: Sequence[tuple[int, int]], budget: float) -> float:
-    each, fixed = _line_through(probes)
-    return (budget - fixed) / each
+    row_bytes, fixed = _line_through(probes)
+    return (budget - fixed) / row_bytes
 
 
 def _line_through(probes: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """The bytes of a row, and those beside them, of two measurements (rows, most bytes)."""
     (few, small), (many, large) = probes
-    each = max((large - small) / (many - few), 1.0)
-    return each, max(small - each * few, 0.0)
+    row_bytes = max((large - small) / (many - few), 1.0)
+    return row_bytes, max(small - row_bytes * few, 0.0)
 
 
 def _budget(config: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device) -> float:

@@ -138,23 +138,23 @@ def _check_preset(config: RunConfig) -> None:
     """What a preset's sizes do not allow, before a corpus is read; a model's folder is checked once it is loaded."""
     if config.model.path:
         return
-    name, given, values = config.model.preset, config.parallel, PRESETS[config.model.preset].values
+    name, parallel, values = config.model.preset, config.parallel, PRESETS[config.model.preset].values
     layers, heads = values["num_hidden_layers"], values["num_key_value_heads"]
     experts = values.get("num_experts", values.get("num_local_experts", 0))
-    if given.pp * given.vpp > layers:
+    if parallel.pp * parallel.vpp > layers:
         raise ConfigError(
-            f"parallel.pp {given.pp} x parallel.vpp {given.vpp} make {given.pp * given.vpp} pipeline stages, and "
+            f"parallel.pp {parallel.pp} x parallel.vpp {parallel.vpp} make {parallel.pp * parallel.vpp} pipeline stages, and "
             f"model.preset {name!r} has {layers} layers, at least one for each; use fewer stages, or a model of more "
             "layers (qwen3-deep-tiny has 4)"
         )
-    if heads % given.tp:
+    if heads % parallel.tp:
         raise ConfigError(
-            f"parallel.tp {given.tp} does not divide the {heads} key/value heads of model.preset {name!r}; use "
+            f"parallel.tp {parallel.tp} does not divide the {heads} key/value heads of model.preset {name!r}; use "
             f"{' or '.join(str(tp) for tp in range(1, heads + 1) if heads % tp == 0)}"
         )
-    if given.ep > 1 and (not experts or experts % given.ep):
-        found = f"does not divide the {experts} experts" if experts else "deals out experts, there are none"
-        raise ConfigError(f"parallel.ep {given.ep} {found} of model.preset {name!r}; use {_EXPERT_PRESETS}, or ep 1")
+    if parallel.ep > 1 and (not experts or experts % parallel.ep):
+        lack = f"does not divide the {experts} experts" if experts else "deals out experts, there are none"
+        raise ConfigError(f"parallel.ep {parallel.ep} {lack} of model.preset {name!r}; use {_EXPERT_PRESETS}, or ep 1")
     if not experts and max(config.train.router_balance_loss, config.train.router_z_loss) > 0:
         raise ConfigError(
             f"train.router_balance_loss is {config.train.router_balance_loss} and train.router_z_loss is "

@@ -37,12 +37,12 @@ class GroupLog:
         made = self._world.process_groups.made[self._known :]
         self._known += len(made)
         fresh = dict.fromkeys(levels_of(group) for group in hierarchical_groups(plan))
-        levels = [found for found in fresh if found not in self._levels]
+        levels = [pair for pair in fresh if pair not in self._levels]
         self._levels.update(levels)
         if self._path is None or not (made or levels):
             return
         rows = [{"kind": r.kind, "ranks": r.ranks, "seconds": round(r.seconds, 6), "plan": self._plans} for r in made]
-        rows += [{"kind": "levels", "a2a": found.a2a, "p2p": found.p2p, "plan": self._plans} for found in levels]
+        rows += [{"kind": "levels", "a2a": pair.a2a, "p2p": pair.p2p, "plan": self._plans} for pair in levels]
         with errors_name(self._path), self._path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
         if made:
@@ -50,5 +50,5 @@ class GroupLog:
             names = ", ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items())
             self._log(f"process groups of the first rank (kind and number of ranks): {names}")
         said = len(self._levels) - len(levels)
-        for found in levels[: max(0, SAID - said)]:
-            self._log(f"hierarchical group of slots {sum(found.a2a, ())}: {found}")
+        for pair in levels[: max(0, SAID - said)]:
+            self._log(f"hierarchical group of slots {sum(pair.a2a, ())}: {pair}")
