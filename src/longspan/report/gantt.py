@@ -6,6 +6,7 @@
 import json
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from longspan.errors import counted
 from longspan.plan import Cost, Group, Plan
@@ -207,13 +208,22 @@ def _described(group: Group, micro_batch: int, seconds: str) -> list[object]:
 def chrome_trace(plan: Plan, cost: Cost | None = None) -> str:
     """The plan as Chrome-trace JSON (chrome://tracing, Perfetto): one thread a slot, one event a document."""
     process, thread = {"ph": "M", "name": "process_name", "pid": 0}, {"ph": "M", "name": "thread_name", "pid": 0}
-    events: list[dict[str, object]] = [process | {"args": {"name": f"longspan plan of {counted(plan.slots, 'slot')}"}}]
+    events: list[dict[str, Any]] = [process | {"args": {"name": f"longspan plan of {counted(plan.slots, 'slot')}"}}]
     events += [thread | {"tid": slot, "args": {"name": f"slot {slot}"}} for slot in range(plan.slots)]
     for bar in plan_bars(plan, cost).bars:
         group = plan.micro_batches[bar.micro_batch].groups[bar.group]
-        names = {"ph": "X", "name": f"document {bar.document}", "cat": f"micro-batch {bar.micro_batch}", "pid": 0}
+        names: dict[str, Any] = {
+            "ph": "X",
+            "name": f"document {bar.document}",
+            "cat": f"micro-batch {bar.micro_batch}",
+            "pid": 0,
+        }
         times = {"ts": round(1e6 * bar.start, 3), "dur": round(1e6 * (bar.stop - bar.start), 3)}
-        facts = {"tokens": plan.lengths[bar.document], "degree": group.degree, "micro_batch": bar.micro_batch}
+        facts: dict[str, Any] = {
+            "tokens": plan.lengths[bar.document],
+            "degree": group.degree,
+            "micro_batch": bar.micro_batch,
+        }
         event = names | times | {"args": facts | {"cp_comm_type": group.cp_comm_type}}
         events += [event | {"tid": slot} for slot in range(bar.slot, bar.slot + bar.slots)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

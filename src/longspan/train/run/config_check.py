@@ -141,9 +141,9 @@ def _check_preset(config: RunConfig) -> None:
     name, parallel, values = config.model.preset, config.parallel, PRESETS[config.model.preset].values
     layers, heads = values["num_hidden_layers"], values["num_key_value_heads"]
     experts = values.get("num_experts", values.get("num_local_experts", 0))
-    if parallel.pp * parallel.vpp > layers:
+    if (stages := parallel.pp * parallel.vpp) > layers:
         raise ConfigError(
-            f"parallel.pp {parallel.pp} x parallel.vpp {parallel.vpp} make {parallel.pp * parallel.vpp} pipeline stages, and "
+            f"parallel.pp {parallel.pp} x parallel.vpp {parallel.vpp} make {stages} pipeline stages, and "
             f"model.preset {name!r} has {layers} layers, at least one for each; use fewer stages, or a model of more "
             "layers (qwen3-deep-tiny has 4)"
         )
