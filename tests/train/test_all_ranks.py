@@ -21,13 +21,13 @@ def rank_outcomes(rank: int) -> list[object]:
         return rank
 
     with World(Layout(3), backend=backend(), timeout=30) as world:
-        found.append(on_every_rank(world, lambda: failing(-1), os_error_as=DataError))
-        found.append(on_first_rank(world, lambda: f"from {rank}", os_error_as=DataError))
+        found.append(on_every_rank(world, lambda: failing(-1), DataError))
+        found.append(on_first_rank(world, lambda: f"from {rank}", DataError))
         with pytest.raises(CheckpointError) as error:
-            on_every_rank(world, lambda: failing(1), os_error_as=CheckpointError)
+            on_every_rank(world, lambda: failing(1), CheckpointError)
         found.append(str(error.value))
         with pytest.raises(DataError) as other:
-            on_first_rank(world, lambda: failing(0), os_error_as=DataError)
+            on_first_rank(world, lambda: failing(0), DataError)
         found.append(str(other.value))
     return found
 
@@ -44,10 +44,10 @@ TIMEOUT = 3.0
 def slow_work(rank: int) -> int:
     """Work of one rank that takes longer than the time-out of collectives."""
     with World(Layout(2), backend=backend(), timeout=TIMEOUT) as world:
-        on_every_rank(world, lambda: time.sleep(1.3 * TIMEOUT * rank), os_error_as=DataError)
+        on_every_rank(world, lambda: time.sleep(1.3 * TIMEOUT * rank), DataError)
         with pytest.raises(KeyError), patience(world):
             raise KeyError(rank)
-        return on_first_rank(world, lambda: rank + 1, os_error_as=DataError)
+        return on_first_rank(world, lambda: rank + 1, DataError)
 
 
 def test_work_may_take_longer_than_the_time_out() -> None:

@@ -24,28 +24,39 @@ from longspan.train.checkpoint import checkpoint as checkpoint_module
 from longspan.train.checkpoint import files as files_module
 from longspan.train.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from longspan.train.checkpoint.files import (
-    begin,
-    check_files,
+    check_contents,
+    check_sizes,
+    complete_checkpoints,
+    create_partial,
     files_by_rank,
-    finish,
-    latest_checkpoint,
+    newest_good,
     note_damage,
     prune,
+    publish,
     read_state,
     step_of,
 )
 from longspan.train.optim import build_optimizer
 
 
+def check_files(path: Path) -> None:
+    check_contents(path, check_sizes(path))
+
+
+def latest_checkpoint(root: Path, log: Any) -> Path | None:
+    """As one rank alone sees it."""
+    return newest_good(complete_checkpoints(root, log), check_files, log)[0]
+
+
 def file_checkpoint(root: Path, step: int) -> Path:
     """A checkpoint of two small files, as one rank would leave it."""
     path = root / f"step-{step:06d}"
     partial = path.with_name(path.name + ".partial")
-    begin(partial)
+    create_partial(partial)
     (partial / "__0_0.distcp").write_bytes(bytes(100))
     (partial / ".metadata").write_bytes(b"index")
     written = {file.name: (len(data := file.read_bytes()), sha256(data).hexdigest()) for file in partial.iterdir()}
-    finish(partial, path, {"step": step}, [written])
+    publish(partial, path, {"step": step}, [written])
     return path
 
 
@@ -85,7 +96,7 @@ def test_damage_is_named_and_skipped(tmp_path: Path, name: str, damage: Any, mes
 def test_unfinished_ones_are_skipped_and_damaged_ones_alone_are_an_error(tmp_path: Path) -> None:
     said = list[str]()
     assert latest_checkpoint(tmp_path / "none", said.append) is None
-    begin(tmp_path / "step-000007.partial")
+    create_partial(tmp_path / "step-000007.partial")
     assert latest_checkpoint(tmp_path, said.append) is None
     assert "step-000007.partial: its save was interrupted" in said[0]
     flip(file_checkpoint(tmp_path, 3) / "__0_0.distcp")
@@ -97,7 +108,7 @@ def test_unfinished_ones_are_skipped_and_damaged_ones_alone_are_an_error(tmp_pat
 def test_the_newest_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
     for step in (9, 1, 10, 2):
         file_checkpoint(tmp_path, step)
-    begin(tmp_path / "step-000004.partial")
+    create_partial(tmp_path / "step-000004.partial")
     (tmp_path / "notes").mkdir()
     prune(tmp_path, keep)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", *(f"step-{step:06d}" for step in left)]
@@ -281,10 +292,10 @@ def full_disk_rank(rank: int, ranks: int, root: Path) -> str:
     """A save whose second rank writes to a full disk."""
 
     def begin_on_full_disk(folder: Path) -> None:
-        begin(folder)
+        create_partial(folder)
         (folder / "__1_0.distcp").symlink_to("/dev/full")
 
-    checkpoint_module.begin = begin_on_full_disk  # type: ignore[assignment]
+    checkpoint_module.create_partial = begin_on_full_disk  # type: ignore[assignment]
     with World(Layout(ranks), backend=backend(), timeout=20) as world:
         model, optim = opened(world)
         with pytest.raises(CheckpointError) as error:
@@ -314,7 +325,7 @@ def interrupted_rank(rank: int, ranks: int, root: Path, how: str) -> str:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise OSError(28, "No space left on device", str(partial))
 
-        checkpoint_module.finish = broken  # type: ignore[assignment]
+        checkpoint_module.publish = broken  # type: ignore[assignment]
         update(model, optim)
         with pytest.raises(CheckpointError) as found:
             save_checkpoint(root, model, optim, world, step=2, state={}, keep=1)

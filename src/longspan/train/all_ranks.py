@@ -21,7 +21,7 @@ def is_first_rank(world: World) -> bool:
     return world.rank == world.home.ranks[0]
 
 
-def on_every_rank(world: World, work: Callable[[], Result], *, os_error_as: type[LongspanError]) -> Result:
+def on_every_rank(world: World, work: Callable[[], Result], os_error_as: type[LongspanError]) -> Result:
     """This rank's result of `work`. Where one rank failed, all raise its error (an OSError as `os_error_as`)."""
     with patience(world):
         result, error = result_or_error(work, os_error_as)
@@ -37,7 +37,7 @@ def raise_first_error(world: World, error: LongspanError | None) -> None:
             raise type(theirs)(f"{theirs}{where}")
 
 
-def on_first_rank(world: World, work: Callable[[], Result], *, os_error_as: type[LongspanError]) -> Result:
+def on_first_rank(world: World, work: Callable[[], Result], os_error_as: type[LongspanError]) -> Result:
     """The first rank's result of `work`, on every rank; its error is raised on every rank."""
     with patience(world):
         answer: Any = result_or_error(work, os_error_as) if is_first_rank(world) else None

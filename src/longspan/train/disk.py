@@ -40,14 +40,19 @@ def _free(error: OSError) -> str:
     return "" if place is None else f" ({shutil.disk_usage(place).free:,} bytes are free)"
 
 
+def write_durably(path: Path, text: str, *, named: Path | None = None) -> None:
+    """Write a file, and return once the disk has it; errors name it, or `named`."""
+    with errors_name(named or path), path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write a file so that it is there in full or not at all."""
     partial = path.with_name(path.name + ".partial")
     try:
-        with errors_name(path), partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        write_durably(partial, text, named=path)
     except OSError:
         partial.unlink(missing_ok=True)
         raise

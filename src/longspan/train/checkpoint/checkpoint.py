@@ -27,16 +27,16 @@ from longspan.train.all_ranks import LogLine, is_first_rank, on_every_rank, on_f
 from longspan.train.checkpoint.files import (
     PARTIAL,
     Digest,
-    begin,
     check_contents,
     check_sizes,
     checkpoint_path,
+    complete_checkpoints,
+    create_partial,
     files_by_rank,
-    finish,
-    finished,
     newest_good,
     note_damage,
     prune,
+    publish,
     read_state,
 )
 from longspan.train.checkpoint.storage import HashingWriter, PatientReader
@@ -61,17 +61,15 @@ def save_checkpoint(
     """
     path = checkpoint_path(root, step)
     folder = path.with_name(path.name + PARTIAL)
-    on_first_rank(world, lambda: begin(folder), os_error_as=CheckpointError)
+    on_first_rank(world, lambda: create_partial(folder), CheckpointError)
     try:
         digests = _write(folder, _tensors(model, optimizer), world)
-        on_first_rank(
-            world, lambda: finish(folder, path, {"step": step, **state}, digests), os_error_as=CheckpointError
-        )
+        on_first_rank(world, lambda: publish(folder, path, {"step": step, **state}, digests), CheckpointError)
     except CheckpointError as error:
         if is_first_rank(world):
             shutil.rmtree(folder, ignore_errors=True)  # what it takes may be what the disk lacks
         raise CheckpointError(f"checkpoint {path} could not be written: {error}") from error
-    on_first_rank(world, lambda: prune(root, keep), os_error_as=CheckpointError)
+    on_first_rank(world, lambda: prune(root, keep), CheckpointError)
     return path
 
 
@@ -81,12 +79,12 @@ def find_checkpoint(root: Path, world: World, log: LogLine, *, note: bool = Fals
     What is unfinished or damaged is skipped and logged on the first rank; with `note`, damage is written down in
     the checkpoint too, for `save_checkpoint` to keep others. Raises CheckpointError where nothing good is left.
     """
-    paths = on_first_rank(world, lambda: finished(root, log), os_error_as=CheckpointError)
+    paths = on_first_rank(world, lambda: complete_checkpoints(root, log), CheckpointError)
     newest, damage = newest_good(
         paths, partial(check_checkpoint, world=world), log if is_first_rank(world) else _silent
     )
     if note:
-        on_first_rank(world, lambda: note_damage(damage, newest), os_error_as=CheckpointError)
+        on_first_rank(world, lambda: note_damage(damage, newest), CheckpointError)
     return newest
 
 
@@ -95,9 +93,9 @@ def check_checkpoint(path: Path, world: World) -> None:
 
     All ranks call it together: each reads a part of the files.
     """
-    files = on_first_rank(world, lambda: check_sizes(path), os_error_as=CheckpointError)
+    files = on_first_rank(world, lambda: check_sizes(path), CheckpointError)
     mine = files_by_rank(files, len(world.home.ranks))[world.home.ranks.index(world.rank)]
-    on_every_rank(world, lambda: check_contents(path, mine), os_error_as=CheckpointError)
+    on_every_rank(world, lambda: check_contents(path, mine), CheckpointError)
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None, world: World) -> dict[str, Any]:
@@ -107,7 +105,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None, w
     betas, eps): a resumed run is one of the configuration at hand. All ranks call it together, with any number of
     ranks. Raises CheckpointError where it belongs to another model.
     """
-    state, stored = on_first_rank(world, lambda: (read_state(path), _stored_names(path)), os_error_as=CheckpointError)
+    state, stored = on_first_rank(world, lambda: (read_state(path), _stored_names(path)), CheckpointError)
     tensors = _tensors(model, optimizer)
     hyperparameters = {name: tensors["optimizer"].pop(name) for name in _hyperparameters(tensors)}
     _check_names(

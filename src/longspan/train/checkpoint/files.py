@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.errors import CheckpointError
-from longspan.train.disk import errors_name
+from longspan.train.disk import write_durably
 
 PARTIAL = ".partial"
 MANIFEST, STATE, DAMAGED = "manifest.json", "state.json", "damaged.txt"
@@ -34,18 +34,18 @@ def step_of(path: Path) -> int:
     return int(digits) if digits.isdigit() and path.name.startswith("step-") else -1
 
 
-def begin(partial: Path) -> None:
+def create_partial(partial: Path) -> None:
     """An empty folder to write into, whatever an interrupted save left there."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
 
-def finish(partial: Path, path: Path, state: Mapping[str, Any], digests: Sequence[Mapping[str, Digest]]) -> None:
+def publish(partial: Path, path: Path, state: Mapping[str, Any], digests: Sequence[Mapping[str, Digest]]) -> None:
     """Write the state and, last, the manifest; make it durable; give the folder its name."""
-    _write_durably(partial / STATE, json.dumps(state, indent=1))
+    write_durably(partial / STATE, json.dumps(state, indent=1))
     files = {name: digest for part in digests for name, digest in part.items()}
     files[STATE] = _digest(partial / STATE)
-    _write_durably(partial / MANIFEST, json.dumps({"files": files}, indent=1))
+    write_durably(partial / MANIFEST, json.dumps({"files": files}, indent=1))
     _sync_folder(partial)
     shutil.rmtree(path, ignore_errors=True)  # a damaged one of the same step
     partial.rename(path)
@@ -58,10 +58,10 @@ def prune(root: Path, keep: int) -> None:
     Damaged ones, as far as sizes and what `note_damage` wrote tell, are not counted among the good.
     """
     remove_unfinished(root)
-    good = [path for path in finished(root) if _looks_good(path)]
+    good = [path for path in complete_checkpoints(root) if _looks_good(path)]
     if keep and len(good) > keep:
         oldest = step_of(good[keep - 1])
-        for path in (path for path in finished(root) if step_of(path) < oldest):
+        for path in (path for path in complete_checkpoints(root) if step_of(path) < oldest):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -73,21 +73,12 @@ def remove_unfinished(root: Path, log: LogLine = lambda _: None) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def finished(root: Path, log: LogLine = lambda _: None) -> list[Path]:
+def complete_checkpoints(root: Path, log: LogLine = lambda _: None) -> list[Path]:
     """The checkpoints under `root` whose saves came to their end, the newest first; the others are logged."""
     paths = _steps(root)
     for path in (path for path in paths if path.name.endswith(PARTIAL)):
         log(f"skipping {path}: its save was interrupted")
     return [path for path in paths if not path.name.endswith(PARTIAL)]
-
-
-def latest_checkpoint(root: Path, log: LogLine) -> Path | None:
-    """The newest good checkpoint under `root`, None where none was ever finished.
-
-    Unfinished and damaged ones are skipped and logged. Raises CheckpointError where some were finished and all
-    are damaged: starting over would lose a run.
-    """
-    return newest_good(finished(root, log), check_files, log)[0]
 
 
 def newest_good(paths: Sequence[Path], check: Check, log: LogLine) -> tuple[Path | None, dict[Path, str]]:
@@ -122,11 +113,6 @@ def note_damage(damage: Mapping[Path, str], good: Path | None) -> None:
             (good / DAMAGED).unlink(missing_ok=True)
         for path, text in damage.items():
             (path / DAMAGED).write_text(text + "\n", encoding="utf-8")
-
-
-def check_files(path: Path) -> None:
-    """Raise CheckpointError, saying which file is wrong and how, unless every file is as it was written."""
-    check_contents(path, check_sizes(path))
 
 
 def check_sizes(path: Path) -> dict[str, Digest]:
@@ -207,13 +193,6 @@ def _json(file: Path, path: Path) -> dict[str, Any]:
 def _digest(path: Path) -> Digest:
     with path.open("rb") as file:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_durably(path: Path, text: str) -> None:
-    with errors_name(path), path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync_folder(path: Path) -> None:

@@ -6,7 +6,7 @@ was cut from) and `corpus.json` (the sources, as they were). `build.py` makes it
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """The manifest as JSON; `from_json` gives an equal one back."""
-        return json.dumps({**vars(self), "sources": [source.to_dict() for source in self.sources]}, indent=1)
+        return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":

@@ -9,7 +9,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from longspan.errors import DataError
@@ -28,10 +28,6 @@ class Source:
     bytes: int
     modified_ns: int
     sha256: str
-
-    def to_dict(self) -> dict[str, object]:
-        """As it stands in the manifest."""
-        return asdict(self)
 
 
 def find_files(path: str, *, leave_out: Path | None = None) -> dict[str, Path]:

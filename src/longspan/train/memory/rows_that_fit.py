@@ -75,13 +75,13 @@ def with_rows_that_fit(
     directory = Path(config.run.dir)
     file, ranks, keys = directory / FILE, len(world.home.ranks), memory_keys(config)
     fit: RowsThatFit | None = on_first_rank(
-        world, lambda: remembered(RowsThatFit, file, ranks, keys, "it is measured again"), os_error_as=ConfigError
+        world, lambda: remembered(RowsThatFit, file, ranks, keys, "it is measured again"), ConfigError
     )
     if fit is None:
-        below = on_first_rank(world, lambda: too_many_rows(directory, ranks, keys), os_error_as=ConfigError)
+        below = on_first_rank(world, lambda: too_many_rows(directory, ranks, keys), ConfigError)
         fit = replace(measure(config, model, optimizer, world, below=below), measured_for=keys)
         text = json.dumps(asdict(fit), indent=1)
-        on_first_rank(world, lambda: write_atomically(file, text), os_error_as=ConfigError)
+        on_first_rank(world, lambda: write_atomically(file, text), ConfigError)
     log(f"max_tokens_per_slot: {fit.rows} rows of {fit.bytes_per_row:,.0f} bytes each, in {fit.budget_bytes:,.0f}")
     return replace(config, context=replace(config.context, max_tokens_per_slot=fit.rows))
 

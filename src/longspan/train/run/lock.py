@@ -27,9 +27,7 @@ def run_lock(directory: Path, world: World, log: LogLine) -> Iterator[None]:
 
     Raises RunFolderError on every rank where another process holds it: which one, on which host.
     """
-    file = on_every_rank(
-        world, lambda: _locked(directory, log) if is_first_rank(world) else None, os_error_as=RunFolderError
-    )
+    file = on_every_rank(world, lambda: _locked(directory, log) if is_first_rank(world) else None, RunFolderError)
     try:
         yield
     finally:

@@ -52,12 +52,12 @@ def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainRes
         run = set_up(config, world, display.log)
         files = [run.dir / name if is_first_rank(world) else None for name in ("metrics.jsonl", "groups.jsonl")]
         open_metrics = partial(MetricsLog, files[0], after_step=run.done)
-        with on_every_rank(world, open_metrics, os_error_as=RunFolderError) as metrics:
+        with on_every_rank(world, open_metrics, RunFolderError) as metrics:
             open_groups = partial(GroupLog, world, files[1], display.log)
-            groups = on_every_rank(world, open_groups, os_error_as=RunFolderError)
+            groups = on_every_rank(world, open_groups, RunFolderError)
             result = _Loop(run, display, metrics, groups).train(stop)
         summary = as_json(result.summary(), indent=1)
-        on_first_rank(world, lambda: write_atomically(run.dir / "summary.json", summary), os_error_as=RunFolderError)
+        on_first_rank(world, lambda: write_atomically(run.dir / "summary.json", summary), RunFolderError)
         return result
 
 
@@ -123,13 +123,13 @@ class _Loop:
         evaluation = evaluate(run.model, run.held_out, choice, run.world, step=done, loss_chunk_rows=chunk)
         self.record([evaluation])
         if note_groups:
-            on_every_rank(run.world, partial(self.groups.note, evaluation.plan), os_error_as=RunFolderError)
+            on_every_rank(run.world, partial(self.groups.note, evaluation.plan), RunFolderError)
 
     def finish(self) -> tuple[Evaluation, ...]:
         """After the last step: the weights as a Hugging Face folder, and their loss at every degree, recorded once."""
         run, done = self.run, self.run.config.train.steps
         tokenizer = on_every_rank(
-            run.world, lambda: load_tokenizer(run.dir) if is_first_rank(run.world) else None, os_error_as=DataError
+            run.world, lambda: load_tokenizer(run.dir) if is_first_rank(run.world) else None, DataError
         )
         save_model(run.model, run.dir / "model", run.world, tokenizer)
         if not run.held_out:
@@ -149,7 +149,7 @@ class _Loop:
     def record(self, evaluations: Sequence[Evaluation]) -> None:
         """Write and show evaluations, and keep their plans."""
         for evaluation in evaluations:
-            on_every_rank(self.run.world, partial(self.metrics.write, evaluation.row()), os_error_as=RunFolderError)
+            on_every_rank(self.run.world, partial(self.metrics.write, evaluation.row()), RunFolderError)
             self.display.show_evaluation(evaluation.row())
             self.save_plan(evaluation.plan, f"evaluation-cp{evaluation.cp}")
 
@@ -161,7 +161,7 @@ class _Loop:
             file.parent.mkdir(exist_ok=True)
             write_atomically(file, plan.to_json())
 
-        on_first_rank(self.run.world, write, os_error_as=RunFolderError)
+        on_first_rank(self.run.world, write, RunFolderError)
 
 
 def _plans(run: TrainingRun) -> PlanAhead:

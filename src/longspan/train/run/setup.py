@@ -96,9 +96,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
         done = int(load_checkpoint(checkpoint, model, optimizer, world)["step"])
         log(f"going on from {checkpoint}: {done} of {config.train.steps} steps are done")
     if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
-        on_first_rank(
-            world, lambda: write_atomically(directory / "config.toml", to_toml(config)), os_error_as=RunFolderError
-        )
+        on_first_rank(world, lambda: write_atomically(directory / "config.toml", to_toml(config)), RunFolderError)
     config = with_rows_that_fit(config, model, optimizer, world, log)
     check_longest(config, world.home, *longest, heads)
     return TrainingRun(config, world, model, optimizer, corpus, order, _cost(config, world, model, log), done)
@@ -198,8 +196,8 @@ def _shared_corpus(
 
     if model is not None and not config.data.tokenizer:
         _check_folder_vocabulary(config, model)
-    on_first_rank(world, build, os_error_as=DataError)
-    return on_every_rank(world, lambda: _open_corpus(directory), os_error_as=DataError)
+    on_first_rank(world, build, DataError)
+    return on_every_rank(world, lambda: _open_corpus(directory), DataError)
 
 
 def _open_corpus(directory: Path) -> Corpus:
@@ -234,7 +232,7 @@ def _check_layers(config: RunConfig, model: PreTrainedModel) -> None:
 
 def _checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path | None:
     root = Path(config.run.dir) / "checkpoints"
-    on_first_rank(world, lambda: remove_unfinished(root, log), os_error_as=CheckpointError)
+    on_first_rank(world, lambda: remove_unfinished(root, log), CheckpointError)
     checkpoint = find_checkpoint(root, world, log, note=True)
     if checkpoint is None:
         if config.run.resume == "must":
@@ -246,9 +244,7 @@ def _checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path
         raise CheckpointError(
             f"run.resume is 'never' and {checkpoint} is there; set run.dir to a new folder, or use 'auto'"
         )
-    _check_same_run(
-        config, on_first_rank(world, lambda: read_state(checkpoint), os_error_as=CheckpointError), checkpoint
-    )
+    _check_same_run(config, on_first_rank(world, lambda: read_state(checkpoint), CheckpointError), checkpoint)
     return checkpoint
 
 
