@@ -111,19 +111,24 @@ def markdown(record: dict[str, Any]) -> str:
     """The record as a page."""
     lines = ["# Convergence: padded, fixed and dynamic plans of the same documents", ""]
     lines += [f"Machine: {machine_text(record['machine'])}. Versions: {record['versions']}. {record['note']}", ""]
-    for name, found in record["recipes"].items():
-        largest, bound = found["largest_difference"], record["bound"]
-        at = found["difference"].index(largest) + 1
-        lines += [f"## {Recipe.parse(name).title}", "", f"Command: `{found['command']}`.", ""]
-        past = next((step for step, d in enumerate(found["difference"], 1) if d > bound), None)
+    for name, comparison in record["recipes"].items():
+        largest, bound = comparison["largest_difference"], record["bound"]
+        at = comparison["difference"].index(largest) + 1
+        lines += [f"## {Recipe.parse(name).title}", "", f"Command: `{comparison['command']}`.", ""]
+        past = next((step for step, d in enumerate(comparison["difference"], 1) if d > bound), None)
         above = f"first above {bound:g} at step {past}" if past else f"never above {bound:g}"
         lines += [f"Largest difference of a step: {largest:.1e} (step {at}); {above}.", ""]
-        batches = ", ".join(f"{planner} {count}" for planner, count in found["micro_batches"].items())
+        batches = ", ".join(f"{planner} {count}" for planner, count in comparison["micro_batches"].items())
         lines += [f"Micro-batches of all steps: {batches}.", ""]
-        lines += [f"| step | {' | '.join(found['losses'])} | difference |", "| --- " * (2 + len(found["losses"])) + "|"]
+        lines += [
+            f"| step | {' | '.join(comparison['losses'])} | difference |",
+            "| --- " * (2 + len(comparison["losses"])) + "|",
+        ]
         lines += [
             f"| {step} | {' | '.join(f'{loss:.7f}' for loss in losses)} | {apart:.1e} |"
-            for step, (*losses, apart) in enumerate(zip(*found["losses"].values(), found["difference"], strict=True), 1)
+            for step, (*losses, apart) in enumerate(
+                zip(*comparison["losses"].values(), comparison["difference"], strict=True), 1
+            )
         ]
         lines.append("")
     return "\n".join(lines)
@@ -133,10 +138,10 @@ def plot(record: dict[str, Any]) -> str:
     """One SVG: for each recipe its curves of loss above, and below how far apart they are, logarithmic; two a row."""
     size = f"940 {430 * math.ceil(len(record['recipes']) / 2)}"
     parts = [f'<rect width="{size.split()[0]}" height="{size.split()[1]}" fill="#fff"/>']
-    for place, (name, found) in enumerate(record["recipes"].items()):
+    for place, (name, comparison) in enumerate(record["recipes"].items()):
         parts.append(f'<g transform="translate({470 * (place % 2)} {430 * (place // 2)})">')
-        parts += _losses(Recipe.parse(name).title, found["losses"])
-        parts += _differences(found["difference"], record["bound"])
+        parts += _losses(Recipe.parse(name).title, comparison["losses"])
+        parts += _differences(comparison["difference"], record["bound"])
         parts.append("</g>")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="system-ui, sans-serif" '
@@ -207,12 +212,12 @@ def main() -> None:
         _draw(flags.draw, flags.plot)
         return
     recipes = {recipe.name: recipe for recipe in map(Recipe.parse, flags.recipes.split(","))}
-    found = json.loads(flags.out.read_text())["recipes"] if flags.out and flags.out.is_file() else {}
+    comparisons = json.loads(flags.out.read_text())["recipes"] if flags.out and flags.out.is_file() else {}
     with TemporaryDirectory() as folder:
         for name, recipe in recipes.items():
-            found[name] = found.get(name) or _run(recipe, flags, Path(folder))
-            _write(flags, {name: found[name] for name in [*recipes, *found] if name in found})
-    over = [name for name in recipes if name != UNSTABLE and found[name]["largest_difference"] > flags.bound]
+            comparisons[name] = comparisons.get(name) or _run(recipe, flags, Path(folder))
+            _write(flags, {name: comparisons[name] for name in [*recipes, *comparisons] if name in comparisons})
+    over = [name for name in recipes if name != UNSTABLE and comparisons[name]["largest_difference"] > flags.bound]
     if over:
         sys.exit(f"losses of a step differ by more than {flags.bound:g}: {', '.join(over)}")
 
@@ -226,12 +231,12 @@ def _draw(file: Path, to: Path | None) -> None:
 def _run(recipe: Recipe, flags: argparse.Namespace, folder: Path) -> dict[str, Any]:
     command = f"python bench/convergence.py --world {flags.world} --steps {flags.steps} --recipes {recipe.name}"
     curves = {planner: curve(planner, recipe, flags, folder) for planner in PLANNERS}
-    found = {"command": command} | compared(curves)
-    print(f"{recipe.name}: largest difference of a step {found['largest_difference']:.1e}", flush=True)
-    return found
+    comparison = {"command": command} | compared(curves)
+    print(f"{recipe.name}: largest difference of a step {comparison['largest_difference']:.1e}", flush=True)
+    return comparison
 
 
-def _write(flags: argparse.Namespace, found: dict[str, Any]) -> None:
+def _write(flags: argparse.Namespace, comparisons: dict[str, Any]) -> None:
     record = {
         "bench": "convergence",
         "machine": machine(),
@@ -241,7 +246,7 @@ def _write(flags: argparse.Namespace, found: dict[str, Any]) -> None:
             "and steps (a quarter of them warm-up): sources of Python's standard library, seed 0, cp 2 where fixed."
         ),
         "bound": flags.bound,
-        "recipes": found,
+        "recipes": comparisons,
     }
     if flags.out:
         flags.out.write_text(json.dumps(record, indent=1) + "\n")
