@@ -3,10 +3,8 @@
 Every check that needs the data or the model is made here, on every rank, before the first step.
 """
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch.optim import Optimizer
@@ -20,9 +18,8 @@ from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan import Cost
 from longspan.train.all_ranks import LogLine, on_every_rank, on_first_rank
 from longspan.train.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint
-from longspan.train.checkpoint.files import read_state, remove_unfinished
 from longspan.train.config.file import to_toml
-from longspan.train.config.sections import AUTO, RunConfig
+from longspan.train.config.sections import RunConfig
 from longspan.train.data.build import ensure_corpus
 from longspan.train.data.documents import Corpus, Documents
 from longspan.train.data.step_order import StepOrder
@@ -34,10 +31,7 @@ from longspan.train.memory.rows_that_fit import with_rows_that_fit
 from longspan.train.optim import build_optimizer
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads, row_multiple_of
 from longspan.train.run.config_check import check_longest
-
-# What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
-_FIXED_SECTIONS = ("model", "data")
-_FIXED_KEYS = ("train.seed", "train.tokens_per_step", "train.optimizer")
+from longspan.train.run.resume import checkpoint_to_resume
 
 
 @dataclass(frozen=True)
@@ -80,14 +74,14 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     Raises ConfigError, DataError, ModelError or CheckpointError, the same on every rank, for what does not fit.
     """
     directory = Path(config.run.dir)
-    checkpoint = _checkpoint_to_resume(config, world, log)
-    model = _model_of_folder(config)
+    checkpoint = checkpoint_to_resume(config, world, log)
+    model = _load_folder_model(config)
     corpus = _shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
-    order = order_of(config, corpus)
-    at = int(np.argmax(corpus.lengths))
-    longest, heads = (int(corpus.lengths[at]), corpus.origin(at)), None if model is None else query_heads(model.config)
-    check_longest(config, world.home, *longest, heads)
-    model = model_under_home(config, world, corpus, model)
+    order = step_order_of(config, corpus)
+    longest = int(np.argmax(corpus.lengths))
+    heads = None if model is None else query_heads(model.config)
+    check_longest(config, world.home, int(corpus.lengths[longest]), corpus.origin(longest), heads)
+    model = load_prepared_model(config, world, corpus, model)
     refuse_randomness(model)
     world.seed = config.train.seed
     optimizer = build_optimizer(model, config.train.optimizer, config.train.lr, config.train.weight_decay)
@@ -98,7 +92,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
         on_first_rank(world, lambda: write_atomically(directory / "config.toml", to_toml(config)), RunFolderError)
     config = with_rows_that_fit(config, model, optimizer, world, log)
-    check_longest(config, world.home, *longest, heads)
+    check_longest(config, world.home, int(corpus.lengths[longest]), corpus.origin(longest), heads)
     return TrainingRun(config, world, model, optimizer, corpus, order, _cost(config, world, model, log), done)
 
 
@@ -115,12 +109,12 @@ def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World
     if checkpoint is None:
         raise CheckpointError(f"{directory} has no checkpoint; train it first: longspan train {directory}/config.toml")
     corpus = Corpus(directory / "corpus")
-    held_out = corpus.select(order_of(config, corpus).evaluation)
+    held_out = corpus.select(step_order_of(config, corpus).evaluation)
     if not held_out:
         raise DataError(
             f"{directory} holds out no documents (data.eval_documents is 0), so there is nothing to evaluate"
         )
-    model = model_under_home(config, world, corpus)
+    model = load_prepared_model(config, world, corpus)
     step = int(load_checkpoint(checkpoint, model, None, world)["step"])
     choice = evaluation_choice(config, _cost(config, world, model, log), query_heads(model.config))
     return evaluate(model, held_out, choice, world, step=step, loss_chunk_rows=config.train.loss_chunk_rows)
@@ -136,7 +130,7 @@ def _cost(config: RunConfig, world: World, model: PreTrainedModel | PipelineMode
     return cost_of_run(config, model.config, log, gpu=world.device.type == "cuda")
 
 
-def order_of(config: RunConfig, corpus: Corpus) -> StepOrder:
+def step_order_of(config: RunConfig, corpus: Corpus) -> StepOrder:
     """The order of a run's documents."""
     return StepOrder(
         corpus.lengths,
@@ -146,14 +140,14 @@ def order_of(config: RunConfig, corpus: Corpus) -> StepOrder:
     )
 
 
-def model_under_home(
+def load_prepared_model(
     config: RunConfig, world: World, corpus: Corpus, model: PreTrainedModel | None = None
 ) -> PreTrainedModel | PipelineModel:
     """The run's model, loaded unless it is given, checked against the corpus and the configuration, and prepared."""
     size = corpus.manifest.tokenizer_size
     if model is None:
         rows = size if config.data.tokenizer else config.data.vocab_size
-        model = _model_of_folder(config) or load_model(
+        model = _load_folder_model(config) or load_model(
             None, config.model.preset, dtype=config.model.dtype, seed=config.train.seed, vocab_size=rows
         )
     _check_vocabulary(config, model, size)
@@ -173,7 +167,7 @@ def model_under_home(
     )
 
 
-def _model_of_folder(config: RunConfig) -> PreTrainedModel | None:
+def _load_folder_model(config: RunConfig) -> PreTrainedModel | None:
     if not config.model.path:
         return None
     return load_model(config.model.path, config.model.preset, dtype=config.model.dtype, seed=config.train.seed)
@@ -228,56 +222,3 @@ def _check_layers(config: RunConfig, model: PreTrainedModel) -> None:
                 f"{choice.keys.comm_type} lists {counted(len(choice.comm_types), 'type')}, "
                 f"the model has {counted(layers, 'layer')}; give one type, or one for each layer"
             )
-
-
-def _checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path | None:
-    root = Path(config.run.dir) / "checkpoints"
-    on_first_rank(world, lambda: remove_unfinished(root, log), CheckpointError)
-    checkpoint = find_checkpoint(root, world, log, note=True)
-    if checkpoint is None:
-        if config.run.resume == "must":
-            raise CheckpointError(
-                f"run.resume is 'must' and there is no checkpoint in {root}; use 'auto' to begin a run"
-            )
-        return None
-    if config.run.resume == "never":
-        raise CheckpointError(
-            f"run.resume is 'never' and {checkpoint} is there; set run.dir to a new folder, or use 'auto'"
-        )
-    _check_same_run(config, on_first_rank(world, lambda: read_state(checkpoint), CheckpointError), checkpoint)
-    return checkpoint
-
-
-def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
-    before, now = state.get("config", {}), json.loads(json.dumps(asdict(config)))
-    if state.get("step", 0) > config.train.steps:
-        raise ConfigError(
-            f"{path} is at step {state['step']}, beyond train.steps {config.train.steps}; raise train.steps"
-        )
-    fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in now[section]] + list(_FIXED_KEYS)
-    for name in fixed:
-        section, _, key = name.partition(".")
-        was, value = before.get(section, {}).get(key), now[section][key]
-        if was is not None and was != value:
-            raise ConfigError(
-                f"{name} was {was!r} when {path} was saved and is {value!r} now; "
-                f"set it back, or set run.dir to a new folder"
-            )
-    if state.get("step", 0) == config.train.steps:
-        _check_finished(before, now, path)
-
-
-def _check_finished(before: dict[str, Any], now: dict[str, Any], path: Path) -> None:
-    """A finished run is shown and not trained: under other keys than it was trained with, it would be another run's."""
-    changes = [
-        f"{section}.{key} was {before[section][key]!r} and is {value!r} now"
-        for section in now.keys() & before.keys() - {"run"}
-        for key, value in now[section].items()
-        if key in before[section] and not key.startswith("eval_") and value not in (before[section][key], AUTO)
-    ]
-    if changes:
-        raise ConfigError(
-            f"the run has come to its end at step {now['train']['steps']} ({path}), and nothing is left to train: "
-            f"{'; '.join(sorted(changes))}. Set them back to see the run, raise train.steps to train on with them, "
-            "or set run.dir to a new folder"
-        )

@@ -1,0 +1,74 @@
+"""Going on with a run: from which checkpoint, and with which configuration. Weights and documents stay its own."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from longspan.comm import World
+from longspan.errors import CheckpointError, ConfigError
+from longspan.train.all_ranks import LogLine, on_first_rank
+from longspan.train.checkpoint.checkpoint import find_checkpoint
+from longspan.train.checkpoint.files import read_state, remove_unfinished
+from longspan.train.config.sections import AUTO, RunConfig
+
+# What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
+_FIXED_SECTIONS = ("model", "data")
+_FIXED_KEYS = ("train.seed", "train.tokens_per_step", "train.optimizer")
+
+
+def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path | None:
+    """The checkpoint from which this run goes on, None where it begins; entered by all ranks.
+
+    Raises CheckpointError where `run.resume` does not allow that, ConfigError where the run that saved it was another.
+    """
+    root = Path(config.run.dir) / "checkpoints"
+    on_first_rank(world, lambda: remove_unfinished(root, log), CheckpointError)
+    checkpoint = find_checkpoint(root, world, log, note=True)
+    if checkpoint is None:
+        if config.run.resume == "must":
+            raise CheckpointError(
+                f"run.resume is 'must' and there is no checkpoint in {root}; use 'auto' to begin a run"
+            )
+        return None
+    if config.run.resume == "never":
+        raise CheckpointError(
+            f"run.resume is 'never' and {checkpoint} is there; set run.dir to a new folder, or use 'auto'"
+        )
+    _check_same_run(config, on_first_rank(world, lambda: read_state(checkpoint), CheckpointError), checkpoint)
+    return checkpoint
+
+
+def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
+    before, now = state.get("config", {}), json.loads(json.dumps(asdict(config)))
+    if state.get("step", 0) > config.train.steps:
+        raise ConfigError(
+            f"{path} is at step {state['step']}, beyond train.steps {config.train.steps}; raise train.steps"
+        )
+    fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in now[section]] + list(_FIXED_KEYS)
+    for name in fixed:
+        section, _, key = name.partition(".")
+        was, value = before.get(section, {}).get(key), now[section][key]
+        if was is not None and was != value:
+            raise ConfigError(
+                f"{name} was {was!r} when {path} was saved and is {value!r} now; "
+                f"set it back, or set run.dir to a new folder"
+            )
+    if state.get("step", 0) == config.train.steps:
+        _check_finished(before, now, path)
+
+
+def _check_finished(before: dict[str, Any], now: dict[str, Any], path: Path) -> None:
+    """A finished run is shown and not trained: under other keys than it was trained with, it would be another run's."""
+    changes = [
+        f"{section}.{key} was {before[section][key]!r} and is {value!r} now"
+        for section in now.keys() & before.keys() - {"run"}
+        for key, value in now[section].items()
+        if key in before[section] and not key.startswith("eval_") and value not in (before[section][key], AUTO)
+    ]
+    if changes:
+        raise ConfigError(
+            f"the run has come to its end at step {now['train']['steps']} ({path}), and nothing is left to train: "
+            f"{'; '.join(sorted(changes))}. Set them back to see the run, raise train.steps to train on with them, "
+            "or set run.dir to a new folder"
+        )
