@@ -1,10 +1,11 @@
 """The picture of a plan as PNG, with matplotlib (the `viz` extra)."""
 
 from pathlib import Path
+from typing import Any
 
 from longspan.errors import ConfigError, counted
 from longspan.plan import Cost, Plan
-from longspan.report.bars import Unit, plan_bars
+from longspan.report.bars import PlanBars, Unit, plan_bars
 
 # Paul Tol's light scheme: told apart with any colour vision, dark labels readable on all. The same as in page.css.
 FILLS = ("#77aadd", "#ee8866", "#44bb99", "#eedd88", "#ffaabb", "#99ddff", "#bbcc33", "#c9a6d9")
@@ -37,34 +38,42 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
     for panel in picture.panels:
         axes.axvspan(panel.start, panel.stop, facecolor=IDLE, edgecolor="none", zorder=0)
         axes.axvline(panel.stop, color="#555555", linewidth=0.8, zorder=3)
-    boxes = [Rectangle((s.start, s.slot), s.stop - s.start, s.slots) for s in summaries]
-    axes.add_collection(PatchCollection(boxes, facecolor=MANY, edgecolor="none", zorder=1))
-    boxes = [Rectangle((b.start, b.slot), b.stop - b.start, b.slots) for b in bars]
     fills = [FILLS[picture.color_of[b.document] % len(FILLS)] for b in bars]
-    axes.add_collection(PatchCollection(boxes, facecolor=fills, edgecolor="white", linewidth=0.5, zorder=2))
+    for order, boxes, style in (
+        (1, summaries, {"facecolor": MANY, "edgecolor": "none"}),
+        (2, bars, {"facecolor": fills, "edgecolor": "white", "linewidth": 0.5}),
+    ):
+        shapes = [Rectangle((b.start, b.slot), b.stop - b.start, b.slots) for b in boxes]
+        axes.add_collection(PatchCollection(shapes, zorder=order, **style))
     for b in bars:
-        if b.slots * y_scale >= 13 and (b.stop - b.start) * x_scale >= 46:
-            wide = (b.stop - b.start) * x_scale >= 90
-            text = f"{b.document} · {plan.lengths[b.document]:,}" if wide else f"{b.document}"
+        width = (b.stop - b.start) * x_scale
+        if b.slots * y_scale >= 13 and width >= 46:
+            name = f"{b.document} · {plan.lengths[b.document]:,}" if width >= 90 else f"{b.document}"
             middle = ((b.start + b.stop) / 2, b.slot + b.slots / 2)
-            axes.text(*middle, text, ha="center", va="center", fontsize=8, color="#222222", zorder=4)
-    axes.set(xlim=(0, picture.end or 1.0), ylim=(plan.slots, 0), ylabel="slot")
-    timed = "predicted seconds" if (cost or plan.cost).source else "predicted time, of no machine"
-    axes.set_xlabel(timed if unit == "seconds" else "rows of a slot, micro-batch after micro-batch")
-    axes.set_title(_title(plan), loc="left", fontsize=11)
-    if plan.slots <= 24:
-        axes.set_yticks([slot + 0.5 for slot in range(plan.slots)], [str(slot) for slot in range(plan.slots)])
-    words = {
-        FILLS[0]: "a document: one colour, one block over the slots that share it",
-        MANY: "busy with documents too short to draw apart",
-        IDLE: "nothing to do" if unit == "rows" else "nothing to do, or the fixed time of a micro-batch",
-    }
-    patches = [Rectangle((0, 0), 1, 1, facecolor=fill, edgecolor="#999999", label=name) for fill, name in words.items()]
+            axes.text(*middle, name, ha="center", va="center", fontsize=8, color="#222222", zorder=4)
+    patches = [Rectangle((0, 0), 1, 1, facecolor=fill, edgecolor="#999999", label=name) for fill, name in _keys(unit)]
     figure.legend(handles=patches, loc="outside lower left", ncols=3, frameon=False, fontsize=9)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    _label_axes(axes, picture, timed=bool((cost or plan.cost).source))
     figure.savefig(path, dpi=150, facecolor="white")
     return Path(path)
+
+
+def _keys(unit: Unit) -> tuple[tuple[str, str], ...]:
+    """The colours of the legend and what they mean."""
+    idle = "nothing to do" if unit == "rows" else "nothing to do, or the fixed time of a micro-batch"
+    document = "a document: one colour, one block over the slots that share it"
+    return (FILLS[0], document), (MANY, "busy with documents too short to draw apart"), (IDLE, idle)
+
+
+def _label_axes(axes: Any, picture: PlanBars, *, timed: bool) -> None:
+    slots, seconds = picture.plan.slots, "predicted seconds" if timed else "predicted time, of no machine"
+    axes.set(xlim=(0, picture.end or 1.0), ylim=(slots, 0), ylabel="slot")
+    axes.set_xlabel(seconds if picture.unit == "seconds" else "rows of a slot, micro-batch after micro-batch")
+    axes.set_title(_title(picture.plan), loc="left", fontsize=11)
+    if slots <= 24:
+        axes.set_yticks([slot + 0.5 for slot in range(slots)], [str(slot) for slot in range(slots)])
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
 
 
 def _title(plan: Plan) -> str:

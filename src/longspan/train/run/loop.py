@@ -202,19 +202,10 @@ def _step(run: TrainingRun, plans: PlanAhead, step: int) -> tuple[dict[str, Any]
         router=RouterCoefficients(balance=None if balance < 0 else balance, z=config.router_z_loss),
     )
     seconds = time.perf_counter() - started
-    row = {
-        "step": step + 1,
-        "loss": result.loss,
-        "tokens": result.tokens,
-        "targets": result.targets,
-        "grad_norm": result.grad_norm,
-        "lr": lr,
-        "seconds": round(seconds, 6),
-        "tokens_per_second": round(result.tokens / seconds, 3),
-        "memory_bytes": peak_memory_bytes(world.device),
-        "micro_batches": result.micro_batches,
-        "efficiency": round(plan.efficiency, 6),
-    }
+    row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
+    row |= {"grad_norm": result.grad_norm, "lr": lr, "seconds": round(seconds, 6)}
+    row |= {"tokens_per_second": round(result.tokens / seconds, 3), "memory_bytes": peak_memory_bytes(world.device)}
+    row |= {"micro_batches": result.micro_batches, "efficiency": round(plan.efficiency, 6)}
     if result.router is not None:
         row |= {"router_balance_loss": result.router.balance, "router_z_loss": result.router.z}
     return row, plan
