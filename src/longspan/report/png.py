@@ -39,12 +39,9 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
         axes.axvspan(panel.start, panel.stop, facecolor=IDLE, edgecolor="none", zorder=0)
         axes.axvline(panel.stop, color="#555555", linewidth=0.8, zorder=3)
     fills = [FILLS[picture.color_of[b.document] % len(FILLS)] for b in bars]
-    for order, boxes, style in (
-        (1, summaries, {"facecolor": MANY, "edgecolor": "none"}),
-        (2, bars, {"facecolor": fills, "edgecolor": "white", "linewidth": 0.5}),
-    ):
-        shapes = [Rectangle((b.start, b.slot), b.stop - b.start, b.slots) for b in boxes]
-        axes.add_collection(PatchCollection(shapes, zorder=order, **style))
+    boxes, small = ([Rectangle((b.start, b.slot), b.stop - b.start, b.slots) for b in of] for of in (bars, summaries))
+    axes.add_collection(PatchCollection(small, facecolor=MANY, edgecolor="none", zorder=1))
+    axes.add_collection(PatchCollection(boxes, facecolor=fills, edgecolor="white", linewidth=0.5, zorder=2))
     for b in bars:
         width = (b.stop - b.start) * x_scale
         if b.slots * y_scale >= 13 and width >= 46:
