@@ -8,7 +8,7 @@ from bench.strong_bound import strong_bound
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan import Cost, lower_bound_seconds
+from longspan.plan import Cost, PlanOptions, lower_bound_seconds
 from longspan.plan.dynamic.degrees import Anchoring, DegreeTable
 from longspan.plan.dynamic.draft import Bins, LeastLoaded, step_seconds
 from longspan.plan.dynamic.few_documents import plan_few
@@ -22,21 +22,7 @@ from longspan.plan.simulate.distributions import sample_lengths
 
 
 def problem(lengths: list[int], slots: int, cap: int | None = 8192, min_cp: int = 1, max_cp: int = 0) -> Problem:
-    request = Request.of(
-        lengths,
-        Layout(slots),
-        targets=None,
-        max_tokens_per_slot=cap,
-        cp_comm_type="p2p",
-        hierarchical_context_parallel_sizes=None,
-        allow_empty=False,
-        cost=Cost(),
-        node_size=8,
-        micro_batch_multiple=1,
-        mode="lockstep",
-        partition="zigzag",
-        row_multiple=1,
-    )
+    request = Request.of(lengths, Layout(slots), PlanOptions(max_tokens_per_slot=cap, allow_empty=False))
     return Problem.of(request, range(min_cp, (max_cp or slots) + 1))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from longspan.errors import LayoutError, PlanError
 from longspan.layout import Layout
-from longspan.plan import Cost, Plan, plan_fixed, plan_padded, slot_rows
+from longspan.plan import Cost, Plan, PlanOptions, plan_fixed, plan_padded, slot_rows
 from longspan.plan.planners.bin_packing import first_fit, spread
 from longspan.plan.planners.fixed import Packer
 from longspan.plan.planners.request import Request
@@ -141,17 +141,16 @@ def test_similar_bins_share_a_micro_batch() -> None:
 
 @given(request=requests())
 @bounded
-def test_deals_are_priced_as_the_plans_that_they_become(
+def test_assignments_are_priced_as_the_plans_that_they_become(
     request: tuple[list[int], Layout, int, dict[str, Any]],
 ) -> None:
     found, home, cp, options = request
-    others = {"targets": None, "cp_comm_type": "p2p", "hierarchical_context_parallel_sizes": None}
-    asked = Request.of(found, home, **options, **others, allow_empty=False)
-    packer = Packer.of(asked, cp)
+    checked = Request.of(found, home, PlanOptions(**options, allow_empty=False))
+    packer = Packer.of(checked, cp)
     prices = []
-    for deal in packer.deals():
-        plan = asked.plan(packer.micro_batches(deal), "fixed")
-        assert plan.predicted_seconds == pytest.approx(packer.seconds(deal), rel=1e-12)
+    for places in packer.assignments():
+        plan = checked.plan(packer.micro_batches(places), "fixed")
+        assert plan.predicted_seconds == pytest.approx(packer.seconds(places), rel=1e-12)
         prices.append(plan.predicted_seconds)
     assert plan_fixed(found, home, cp, **options).predicted_seconds == pytest.approx(min(prices), rel=1e-12)
 

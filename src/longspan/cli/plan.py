@@ -5,18 +5,26 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
-from longspan.cli.free_mode_flags import UNPRICED, ClosingFlags, check_weights, with_weights
 from longspan.cli.lengths import SourceFlags, read_lengths
 from longspan.cli.parse import check_least, parse_flags
-from longspan.cli.pricing import PricingFlags, notes_on, read_price, shared_arguments
+from longspan.cli.pricing import (
+    UNPRICED,
+    ClosingFlags,
+    PricingFlags,
+    check_weights,
+    notes_on,
+    plan_options,
+    read_price,
+    with_weights,
+)
 from longspan.errors import ConfigError, counted
 from longspan.layout import Layout
-from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
-from longspan.plan.check import heads_allow
+from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan.check import check_comm_types, heads_allow
 
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -88,32 +96,32 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> Plan:
     """The plan that the flags ask for. Raises LongspanError's children where it is impossible."""
     home = Layout(flags.slots)
     cap = flags.max_tokens_per_slot or None
-    shared: dict[str, Any] = {
-        "max_tokens_per_slot": cap,
-        "partition": flags.partition,
-        "cost": cost,
-        "node_size": flags.node_size,
-        "micro_batch_multiple": flags.micro_batch_multiple,
-        "mode": flags.mode,
-        "row_multiple": flags.row_multiple,
-        **shared_arguments(flags),
-    }
+    options = plan_options(
+        flags,
+        max_tokens_per_slot=cap,
+        cost=cost,
+        node_size=flags.node_size,
+        micro_batch_multiple=flags.micro_batch_multiple,
+        mode=flags.mode,
+        row_multiple=flags.row_multiple,
+        partition=flags.partition,
+    )
     kind = flags.planner if flags.planner != "auto" else "fixed" if flags.cp else "dynamic"
     if kind == "dynamic":
         if flags.cp:
             raise ConfigError(
                 "--cp is the degree of fixed and padded plans; use --min-cp and --max-cp, or --planner fixed"
             )
-        return plan_dynamic(lengths, home, min_cp=flags.min_cp, max_cp=flags.max_cp or None, **shared)
+        return plan_dynamic(lengths, home, min_cp=flags.min_cp, max_cp=flags.max_cp or None, options=options)
     planner = plan_padded if kind == "padded" else plan_fixed
-    cp = flags.cp or smallest_degree(lengths, home, cap, shared["heads"], flags.cp_comm_type)
-    return planner(lengths, home, cp, **shared)
+    return planner(lengths, home, flags.cp or smallest_degree(lengths, home, options), options=options)
 
 
-def smallest_degree(lengths: Sequence[int], home: Layout, cap: int | None, heads: int | None, cp_comm_type: str) -> int:
+def smallest_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
     """The smallest degree that slots and heads allow and that holds the longest document; all slots where none does."""
+    cap, types = options.max_tokens_per_slot, check_comm_types(options.cp_comm_type)
     fit = (d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d))
-    return next((d for d in fit if heads_allow(d, heads, (cp_comm_type,), home.tp)), home.slots)
+    return next((d for d in fit if heads_allow(d, options.heads, types, home.tp)), home.slots)
 
 
 def _write_files(flags: PlanFlags, plan: Plan, source: str) -> list[str]:

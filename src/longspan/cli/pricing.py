@@ -1,20 +1,31 @@
-"""The model and machine that `plan` and `simulate` plan for: `--cost`, `--model`, `--heads`, and what a2a asks."""
+"""The model and machine that `plan` and `simulate` plan for: `--cost`, `--model`, `--heads`, `--weights`.
 
+In free mode over sharded parameters a step gathers them before its first micro-batch and sums gradients after its last
+one, in a micro-batch that all slots enter. Its seconds depend on the model's parameters (`--weights`).
+"""
+
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Unpack
 
 from longspan.errors import ConfigError
-from longspan.plan import Cost
+from longspan.layout import Layout
+from longspan.plan import Cost, PlanOptions
 from longspan.plan.cost.cost_file import read_cost
 from longspan.plan.cost.model_cost import cost_on_h200
 from longspan.plan.cost.model_shape import read_query_heads
+from longspan.plan.planners.options import PlanKeywords
 
 DEFAULT_HEADS = 32  # of Qwen3-8B, which the default cost is of
 
 NO_HEADS = (
     "a2a: the model's query heads are not known, and a degree that does not divide them cannot be trained;\n"
     "--model FOLDER or --heads N keeps to degrees that do"
+)
+UNPRICED = (
+    "free mode: gathering sharded parameters and summing their gradients, once a step, is not in these seconds;\n"
+    "--weights N adds it for a model of N parameters (8.19e9 for Qwen3-8B)"
 )
 
 
@@ -54,15 +65,53 @@ def heads_of(flags: PricingFlags) -> int | None:
     return flags.heads or (None if flags.cost else DEFAULT_HEADS)
 
 
-def shared_arguments(flags: PricingFlags) -> dict[str, Any]:
-    """What the flags say to every planner, but for the cost."""
-    return {
-        "cp_comm_type": flags.cp_comm_type,
-        "hierarchical_context_parallel_sizes": flags.hierarchical_context_parallel_sizes or None,
-        "heads": heads_of(flags),
-    }
+def plan_options(flags: PricingFlags, **keywords: Unpack[PlanKeywords]) -> PlanOptions:
+    """The planners' options that these flags say, and those of a verb."""
+    sizes = flags.hierarchical_context_parallel_sizes or None
+    options = PlanOptions(**keywords)
+    return replace(
+        options,
+        cp_comm_type=flags.cp_comm_type,
+        hierarchical_context_parallel_sizes=sizes,
+        heads=heads_of(flags),
+    )
 
 
 def notes_on(flags: PricingFlags) -> Sequence[str]:
     """What a reader of the plan has to know."""
     return [NO_HEADS] if "a2a" in flags.cp_comm_type and heads_of(flags) is None else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosingFlags:
+    """What the closing micro-batch of free mode is priced by."""
+
+    weights: float = 0.0
+    """With free mode: parameters that are sharded over the slots (8.19e9 for Qwen3-8B); their gathering before a step
+    and the sum of their gradients after it are added to its seconds. 0: what the cost file says, else nothing."""
+    dp_replicate: int = 1
+    """With --weights: copies of them (HSDP), each sharded over slots / copies."""
+
+
+def check_weights(flags: ClosingFlags, *, free: bool) -> None:
+    """Raise ConfigError for a number that counts nothing, and in lockstep, where layers are gathered as they come."""
+    if not 0 <= flags.weights < math.inf:
+        raise ConfigError(f"--weights is {flags.weights:g}; give a model's number of parameters, such as 8.19e9")
+    if flags.weights and not free:
+        raise ConfigError(
+            f"--weights {flags.weights:g} prices the closing micro-batch of free mode, and --mode is lockstep; add "
+            "--mode free, or leave --weights out"
+        )
+    if flags.dp_replicate != 1 and not flags.weights:
+        raise ConfigError(
+            f"--dp-replicate {flags.dp_replicate} is how the weights of --weights are copied, and there are none; add "
+            "--weights, or leave it out"
+        )
+
+
+def with_weights(cost: Cost, flags: ClosingFlags, *, slots: int, node_size: int, tp: int = 1) -> Cost:
+    """The cost with the closing micro-batch of these weights, of which each of `tp` ranks of a slot holds a part."""
+    if not flags.weights:
+        return cost
+    home = Layout(slots, dp_replicate=flags.dp_replicate)
+    return cost.with_closing(flags.weights / tp, home, node_size=node_size)

@@ -14,6 +14,7 @@ from longspan.plan.dynamic import plan_dynamic
 from longspan.plan.micro_batch import CommType, Group, MicroBatch, Mode, PartitionKind
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed
+from longspan.plan.planners.options import PlanOptions
 from longspan.plan.planners.padded import plan_padded
 from longspan.plan.timeline import Timeline, predicted_seconds, slot_rows, timeline
 
@@ -27,6 +28,7 @@ __all__ = [
     "PartitionKind",
     "Plan",
     "PlanAhead",
+    "PlanOptions",
     "Timeline",
     "WarmStart",
     "lower_bound_seconds",

@@ -12,7 +12,7 @@ from longspan.cli.lengths import read_lengths
 from longspan.cli.plan import smallest_degree
 from longspan.errors import ConfigError
 from longspan.layout import Layout
-from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 
 CPU_LENGTHS = (96, 40, 24, 16, 16)
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # bfloat16, dense, by the vendor
@@ -121,7 +121,8 @@ def make_settings(flags: StepFlags, ranks: int, backend: str, command: Sequence[
     home, shape = home_of(flags, ranks), shape_named(name).changed(flags)
     cap = flags.max_tokens_per_slot or (0 if listed else 8192 if gpu else 256)
     cost, source_of_cost = cost_and_source(flags, shape, max(lengths), home, gpu=gpu)
-    least = smallest_degree(lengths, home, cap or None, shape.heads, flags.cp_comm_type)
+    limits = PlanOptions(max_tokens_per_slot=cap or None, heads=shape.heads, cp_comm_type=flags.cp_comm_type)
+    least = smallest_degree(lengths, home, limits)
     settings = Settings(
         flags=flags,
         ranks=ranks,

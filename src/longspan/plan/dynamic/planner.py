@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, Unpack
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.check import check_choice, check_count
-from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.dynamic.draft import step_seconds
 from longspan.plan.dynamic.few_documents import plan_few
 from longspan.plan.dynamic.free import plan_free
@@ -15,9 +14,10 @@ from longspan.plan.dynamic.grouping import divide, longest_first, micro_batches
 from longspan.plan.dynamic.problem import Ints, Problem
 from longspan.plan.dynamic.search import Effort, Settings, search, warm_starts
 from longspan.plan.dynamic.slots import DegreeSet
-from longspan.plan.micro_batch import MicroBatch, Mode, PartitionKind
+from longspan.plan.micro_batch import MicroBatch
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import Packer
+from longspan.plan.planners.options import PlanKeywords, PlanOptions, options_of, shows_options
 from longspan.plan.planners.request import Request, check_first_size, check_heads
 
 EffortName = Literal["fast", "balanced", "thorough"]
@@ -32,26 +32,17 @@ COMPARED_SLOTS, COMPARED_DOCUMENTS = (
 DISTANT = 1.05
 
 
+@shows_options
 def plan_dynamic(
     lengths: Sequence[int],
     home: Layout,
     *,
-    max_tokens_per_slot: int | None,
     min_cp: int = 1,
     max_cp: int | None = None,
-    cost: Cost = DEFAULT_COST,
-    node_size: int = USUAL_NODE_SIZE,
-    micro_batch_multiple: int = 1,
-    mode: Mode = "lockstep",
-    targets: int | None = None,
-    cp_comm_type: str | Sequence[str] = "p2p",
-    hierarchical_context_parallel_sizes: int | Sequence[int] | None = None,
-    row_multiple: int = 1,
-    partition: PartitionKind = "zigzag",
-    heads: int | None = None,
-    allow_empty: bool = True,
     warm: Plan | None = None,
     effort: EffortName = "balanced",
+    options: PlanOptions | None = None,
+    **keywords: Unpack[PlanKeywords],
 ) -> Plan:
     """Choose groups for documents micro-batch by micro-batch, so that the step ends as early as possible.
 
@@ -63,42 +54,30 @@ def plan_dynamic(
     Groups have any degree from `min_cp` to `max_cp` (None: all slots), and stay inside a node of `node_size` slots
     where they can; a slot may be in several groups of a micro-batch. `max_tokens_per_slot` limits the rows of a slot in
     a micro-batch, in whole multiples of `row_multiple`. `mode` says who waits: all slots for the slowest of each
-    micro-batch ("lockstep"), or only those that share a group ("free"). Under `a2a+p2p` only the first of
-    `hierarchical_context_parallel_sizes` counts, the number of slots that exchange heads: a group of another degree
-    exchanges heads between as many slots as the greatest common divisor of that number and its degree. `partition` is
-    that of `plan_fixed`: "contiguous" saves copies under `a2a`, and takes longer than predicted under the other types.
+    micro-batch ("lockstep"), or only those that share a group ("free"). `partition` is that of `plan_fixed`:
+    "contiguous" saves copies under `a2a`, and takes longer than predicted under the other types.
+
+    Under `a2a+p2p` give `hierarchical_context_parallel_sizes` as one number, the slots that exchange heads (of a pair
+    only the first counts). In a group of any degree as many slots exchange heads as the greatest common divisor of that
+    number and the degree.
 
     `heads` is the model's number of query heads, which the home's tp divides. With it, groups have only degrees that
-    `cp_comm_type` allows: under `a2a` those that divide the query heads of a rank. Without it, any degree may come up,
+    `cp_comm_type` allows: under `a2a` those that divide the query heads of a rank. Without it, any degree is possible,
     and one that the heads do not allow is an error of `attend` in the step.
 
-    `warm` is the plan of an earlier step in lockstep: its micro-batch durations are where the search begins, which is
-    faster for many slots. `effort` is how long to search. The plan is a function of the arguments alone, `warm`
-    included, so it is the same on every rank. It is not slower than `plan_fixed` at any degree in the range, except
-    that above 1024 slots or 20,000 documents these are only tried where the plan is more than 5 % above its bound.
+    `warm` is the plan of an earlier step in lockstep: the search begins from its micro-batch durations, which is faster
+    for many slots. `effort` is how long to search. The plan is a function of the arguments alone, `warm` included, so
+    it is the same on every rank. It is not slower than `plan_fixed` at any degree in the range, except that above 1024
+    slots or 20,000 documents these are only tried where the plan is more than 5 % above its bound.
+
+    All other keyword arguments are fields of `PlanOptions`, which `options` takes as one value.
 
     No documents give a step of dummy micro-batches; with `allow_empty=False`, an error.
 
     Raises PlanError where a document fits no group, or the degrees, sizes or heads are impossible; LayoutError for a
     bad length.
     """
-    sizes = hierarchical_context_parallel_sizes
-    request = Request.of(
-        lengths,
-        home,
-        targets=targets,
-        max_tokens_per_slot=max_tokens_per_slot,
-        cp_comm_type=cp_comm_type,
-        hierarchical_context_parallel_sizes=(sizes, 1) if isinstance(sizes, int) else sizes,
-        allow_empty=allow_empty,
-        cost=cost,
-        node_size=node_size,
-        micro_batch_multiple=micro_batch_multiple,
-        mode=mode,
-        row_multiple=row_multiple,
-        partition=partition,
-        heads=heads,
-    )
+    request = Request.of(lengths, home, options_of(plan_dynamic, options, keywords))
     _check_node_size(request)
     degrees = _checked_degrees(request, min_cp, max_cp)
     check_choice("effort", effort, ("fast", "balanced", "thorough"))

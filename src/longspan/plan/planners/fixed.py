@@ -8,38 +8,30 @@ decreasing) or level ones (longest processing time first), whichever the cost mo
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longspan.layout import Layout
-from longspan.plan.cost.cost import DEFAULT_COST, Cost
-from longspan.plan.micro_batch import Group, MicroBatch, Mode, PartitionKind
+from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
 from longspan.plan.planners.bin_packing import first_fit, spread
+from longspan.plan.planners.options import PlanKeywords, PlanOptions, options_of, shows_options
 from longspan.plan.planners.request import Request
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
+@shows_options
 def plan_fixed(
     lengths: Sequence[int],
     home: Layout,
     cp: int,
     *,
-    max_tokens_per_slot: int | None = None,
-    targets: int | None = None,
-    cp_comm_type: str | Sequence[str] = "p2p",
-    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
-    cost: Cost = DEFAULT_COST,
-    node_size: int = 8,
-    micro_batch_multiple: int = 1,
-    mode: Mode = "lockstep",
-    row_multiple: int = 1,
-    partition: PartitionKind = "zigzag",
-    heads: int | None = None,
-    allow_empty: bool = True,
+    options: PlanOptions | None = None,
+    **keywords: Unpack[PlanKeywords],
 ) -> Plan:
     """Pack documents into micro-batches for groups of `cp` slots each.
 
@@ -51,36 +43,22 @@ def plan_fixed(
     `max_tokens_per_slot` rows in each, in whole multiples of `row_multiple`. `targets` is what divides the loss
     (default length − 1 a document). `hierarchical_context_parallel_sizes` count where a layer uses a2a+p2p.
 
-    `partition` is how the slots of a group deal out its rows. "zigzag": of each document equal shares from its
-    beginning and its end, so that every slot has as much causal attention. "contiguous": documents end to end, one run
-    of rows a slot; it pays under `a2a`, which divides heads, not rows, and need not reorder what arrives. Under `p2p`,
-    `all_gather` and `a2a+p2p` slots with the ends of long documents compute more, and a step takes longer than `cost`
-    predicts.
+    `partition` is how the rows of a group are divided between its slots. "zigzag": of each document equal shares from
+    its beginning and its end, so that every slot has as much causal attention. "contiguous": documents end to end, one
+    run of rows a slot; it pays under `a2a`, which divides heads, not rows, and need not reorder what arrives. Under
+    `p2p`, `all_gather` and `a2a+p2p` slots with the ends of long documents compute more, and a step takes longer than
+    `cost` predicts.
 
     `heads` is the model's number of query heads, which the home's tp divides. With it, a degree (under `a2a`) or first
-    size (under `a2a+p2p`) that cannot deal them out is an error here; without it, `attend` finds that in the step.
+    size (under `a2a+p2p`) that does not divide them is an error here; without it, `attend` raises that error in the
+    step. No documents give a step of dummy micro-batches; with `allow_empty=False`, an error.
 
-    No documents give a step of dummy micro-batches; with `allow_empty=False`, an error.
+    All keyword arguments are fields of `PlanOptions`, which `options` takes as one value.
 
     Raises PlanError where cp does not divide the slots, a document is longer than cp x max_tokens_per_slot, or a type
     or number is impossible; LayoutError for a bad length.
     """
-    request = Request.of(
-        lengths,
-        home,
-        targets=targets,
-        max_tokens_per_slot=max_tokens_per_slot,
-        cp_comm_type=cp_comm_type,
-        hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
-        allow_empty=allow_empty,
-        cost=cost,
-        node_size=node_size,
-        micro_batch_multiple=micro_batch_multiple,
-        mode=mode,
-        row_multiple=row_multiple,
-        partition=partition,
-        heads=heads,
-    )
+    request = Request.of(lengths, home, options_of(plan_fixed, options, keywords))
     packer = Packer.of(request, request.check_degree(home, cp))
     if not request.lengths:
         return request.plan((), "fixed")

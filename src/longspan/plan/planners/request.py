@@ -1,4 +1,4 @@
-"""What every planner is asked: documents, slots, a cap and a price, checked once, and the plan made of the answer.
+"""What every planner is called with: documents, slots and options, checked once; and the plan that it returns.
 
 Planners differ in which documents they put together where; that is not decided here.
 """
@@ -21,74 +21,52 @@ from longspan.plan.check import (
     heads_allow,
 )
 from longspan.plan.cost.bound import Bound, lower_bound_seconds
-from longspan.plan.cost.cost import Cost
-from longspan.plan.micro_batch import Group, MicroBatch, Mode, PartitionKind
+from longspan.plan.micro_batch import Group, MicroBatch, PartitionKind
 from longspan.plan.plan import Plan
+from longspan.plan.planners.options import PlanOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """The checked arguments that all planners share; make it with `Request.of`."""
+class Request(PlanOptions):
+    """The documents and slots that a planner is called with, and its checked options; make it with `Request.of`."""
 
     lengths: tuple[int, ...]
     slots: int
-    targets: int
-    max_tokens_per_slot: int | None
-    cp_comm_type: str | tuple[str, ...]
-    hierarchical_context_parallel_sizes: tuple[int, int] | None
-    cost: Cost
-    node_size: int
-    micro_batch_multiple: int
-    mode: Mode
-    row_multiple: int
-    partition: PartitionKind
-    heads: int | None = None  # query heads of the model, None where they are not known
-    tp: int = 1
+    tp: int
+    cp_comm_type: str | tuple[str, ...] = "p2p"
+    hierarchical_context_parallel_sizes: int | tuple[int, ...] | None = None
 
     @classmethod
-    def of(
-        cls,
-        lengths: Sequence[int],
-        home: Layout,
-        *,
-        targets: int | None,
-        max_tokens_per_slot: int | None,
-        cp_comm_type: str | Sequence[str],
-        hierarchical_context_parallel_sizes: Sequence[int] | None,
-        allow_empty: bool,
-        **others: Any,
-    ) -> "Request":
-        """Check what a caller asked of a planner. Raises PlanError, or LayoutError for a bad length."""
-        found = check_lengths(lengths)
-        if not found and not allow_empty:
+    def of(cls, lengths: Sequence[int], home: Layout, options: PlanOptions) -> "Request":
+        """Check the arguments of a planner. Raises PlanError, or LayoutError for a bad length."""
+        documents = check_lengths(lengths)
+        if not documents and not options.allow_empty:
             raise PlanError(
                 "there are no documents to plan and allow_empty is False; give lengths, or leave allow_empty out for a "
                 "step of dummy micro-batches"
             )
-        check_size(len(found), max(found, default=0))
-        types, sizes = check_comm_types(cp_comm_type), hierarchical_context_parallel_sizes
-        request = cls(
-            lengths=found,
-            slots=home.slots,
-            targets=sum(found) - len(found) if targets is None else check_count("targets", targets, least=0),
-            max_tokens_per_slot=max_tokens_per_slot,
-            cp_comm_type=types[0] if isinstance(cp_comm_type, str) else types,
-            hierarchical_context_parallel_sizes=None if sizes is None else tuple(sizes),  # pyright: ignore
-            tp=home.tp,
-            **others,
-        )
+        check_size(len(documents), max(documents, default=0))
+        types, sizes = check_comm_types(options.cp_comm_type), options.hierarchical_context_parallel_sizes
+        values: dict[str, Any] = vars(options) | {
+            "cp_comm_type": types[0] if isinstance(options.cp_comm_type, str) else types,
+            "hierarchical_context_parallel_sizes": sizes if sizes is None or isinstance(sizes, int) else tuple(sizes),
+        }
+        request = cls(lengths=documents, slots=home.slots, tp=home.tp, **values)
         request._check_numbers()
-        if request.mode == "free" and home.ep > 1:
+        request._check_mode(home)
+        return request
+
+    def _check_mode(self, home: Layout) -> None:
+        if self.mode == "free" and home.ep > 1:
             raise PlanError(
                 f"mode is 'free' and the home has ep {home.ep}: slots that share experts wait for each other in every "
                 "layer; use mode='lockstep', or ep 1"
             )
-        if request.mode == "free" and home.pp > 1:
+        if self.mode == "free" and home.pp > 1:
             raise PlanError(
                 f"mode is 'free' and the home has pp {home.pp}: a pipeline keeps all slots at one micro-batch; "
                 "use mode='lockstep', or pp 1"
             )
-        return request
 
     def _check_numbers(self) -> None:
         check_count("node_size", self.node_size)
@@ -96,8 +74,12 @@ class Request:
         check_count("row_multiple", self.row_multiple)
         check_choice("mode", self.mode, MODES)
         check_choice("partition", self.partition, PARTITIONS)
+        if self.targets is not None:
+            check_count("targets", self.targets, least=0)
         if self.heads is not None:
             check_count("heads", self.heads)
+        if isinstance(self.hierarchical_context_parallel_sizes, int) and "a2a+p2p" in self.types:
+            check_count("hierarchical_context_parallel_sizes", self.hierarchical_context_parallel_sizes)
         if self.max_tokens_per_slot is not None:
             cap = check_count("max_tokens_per_slot", self.max_tokens_per_slot)
             if cap < self.row_multiple:
@@ -133,7 +115,8 @@ class Request:
                 f"cp {cp} does not divide {counted(self.slots, 'slot')} "
                 f"({counted(len(home.ranks), 'rank')} / tp {home.tp} / pp {home.pp}); use {listed}"
             )
-        check_hierarchy(self.types, self.hierarchical_context_parallel_sizes, cp)
+        sizes = self.hierarchical_context_parallel_sizes
+        check_hierarchy(self.types, (sizes, max(1, cp // sizes)) if isinstance(sizes, int) else sizes, cp)
         check_heads(self, cp)
         check_first_size(self)
         self.check_longest(cp)
@@ -163,9 +146,10 @@ class Request:
 
     def sizes_of(self, degree: int) -> tuple[int, int] | None:
         """The two sizes of a group of this degree: of the first that was asked for, what divides the degree."""
-        if "a2a+p2p" not in self.types or self.hierarchical_context_parallel_sizes is None:
+        sizes = self.hierarchical_context_parallel_sizes
+        if "a2a+p2p" not in self.types or sizes is None:
             return None
-        inner = math.gcd(self.hierarchical_context_parallel_sizes[0], degree)
+        inner = math.gcd(sizes if isinstance(sizes, int) else sizes[0], degree)
         return inner, degree // inner
 
     def partition_of(self, degree: int) -> PartitionKind:
@@ -180,7 +164,7 @@ class Request:
             slots=self.slots,
             lengths=self.lengths,
             micro_batches=batches,
-            targets=self.targets,
+            targets=sum(self.lengths) - len(self.lengths) if self.targets is None else self.targets,
             mode=self.mode,
             max_tokens_per_slot=self.max_tokens_per_slot,
             node_size=self.node_size,
@@ -218,6 +202,7 @@ def check_heads(request: Request, degree: int) -> None:
 def check_first_size(request: Request) -> None:
     """Raise PlanError where `a2a+p2p` would deal the query heads to a first size that does not divide them."""
     sizes, heads = request.hierarchical_context_parallel_sizes, request.heads
+    sizes = (sizes, 1) if isinstance(sizes, int) else sizes
     if heads is None or sizes is None or "a2a+p2p" not in request.types or heads % (sizes[0] * request.tp) == 0:
         return
     fit = [1, *(size for size in range(2, sizes[0]) if heads % (size * request.tp) == 0)]

@@ -1,0 +1,184 @@
+"""What `longspan simulate` prints: simulations beside each other, and degrees of an evaluation, as text and as JSON."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from longspan.cli.pricing import UNPRICED
+from longspan.errors import counted
+from longspan.plan.simulate.simulate import Simulation
+from longspan.plan.simulate.which_degree import DegreeChoice
+from longspan.report.series import write_bytes, write_number, write_seconds
+from longspan.report.text_table import text_table
+
+Row = tuple[str, Simulation | str]  # a plan's name; its simulation, or why there is none
+
+_COMPARISON_NOTE = """\
+x bound: over what no plan can beat on these slots and stages. bubble: share of a stage's time that the pipeline
+leaves empty; idle: share that slots wait for slower ones. peak rows and kept: what the fullest slot's first stage
+holds for its backward passes, as rows of the whole model and in bytes. ring: bytes of the step on all links."""
+NO_MACHINE = "no machine"
+UNTIMED = (
+    "relative: the plans are of a run on CPUs, whose speed nothing told; the numbers only compare plans.\n"
+    "--cost FILE, of longspan bench calibrate, or --model FOLDER, on H200s, makes seconds of them"
+)
+_CLOSING_NOTE = """\
+closing: share of a free step that gathers sharded parameters before it and sums their gradients after it."""
+_DEGREE_NOTE = """\
+filled: one document a group and micro-batch, documents repeated to fill the last pass. planned: each document once,
+packed up to `cap` rows a slot; micro-batches, cap and bubble are the planned evaluation's."""
+
+
+def title_of_saved_plans(rows: Sequence[Row]) -> str:
+    """How many saved plans there are, their seconds together, and what they were priced for."""
+    simulations = _simulations(rows)
+    total = sum(simulation.seconds for _, simulation in simulations)
+    together = f", {write_seconds(total)} together" if _timed(rows) else ""
+    sources = ", ".join(dict.fromkeys(simulation.cost.source or NO_MACHINE for _, simulation in simulations))
+    return f"{counted(len(rows), 'saved plan')}{together}, priced for {sources}"
+
+
+def comparison_table(title: str, rows: Sequence[Row]) -> str:
+    """Simulations as text: a line for each, the plans that are not possible, and notes."""
+    simulations, timed = _simulations(rows), _timed(rows)
+    free = [simulation for _, simulation in simulations if simulation.plan.mode == "free"]
+    names = ["plan", "seconds" if timed else "relative", "x bound", "micro-batches", "bubble", "idle"]
+    names += ["peak rows", "kept", "ring inside", "ring across", *(["closing"] if free else [])]
+    lines = [(name, *_columns(s), *([_closing(s)] if free else [])) for name, s in simulations]
+    failed = [f"{name}: not possible: {reason}" for name, reason in rows if isinstance(reason, str)]
+    notes = [_COMPARISON_NOTE, *([_CLOSING_NOTE] if free else [])]
+    if not all(simulation.closing_seconds for simulation in free):
+        notes.append(UNPRICED)
+    if not timed:
+        notes.append(UNTIMED)
+    return "\n".join([title, "", text_table(names, lines), *failed, "", *notes])
+
+
+def comparison_json(title: str, rows: Sequence[Row]) -> str:
+    """The same as a JSON object."""
+    plans = [{"name": name} | ({"error": s} if isinstance(s, str) else _as_object(s)) for name, s in rows]
+    return json.dumps({"title": title, "plans": plans}, indent=1)
+
+
+def _simulations(rows: Sequence[Row]) -> list[tuple[str, Simulation]]:
+    return [(name, simulation) for name, simulation in rows if isinstance(simulation, Simulation)]
+
+
+def _timed(rows: Sequence[Row]) -> bool:
+    return all(simulation.cost.source for _, simulation in _simulations(rows))
+
+
+def _columns(simulation: Simulation) -> tuple[str, ...]:
+    return (
+        f"{simulation.seconds:.4g}",
+        f"{simulation.seconds / simulation.lower_bound_seconds:.3f}",
+        f"{len(simulation.plan.micro_batches)}",
+        f"{100 * simulation.bubble:.1f}%",
+        f"{100 * simulation.idle:.1f}%",
+        write_number(round(float(simulation.peak_rows.max(initial=0)))),
+        write_bytes(float(simulation.activation_bytes.max(initial=0))),
+        write_bytes(simulation.inside_bytes),
+        write_bytes(simulation.across_bytes),
+    )
+
+
+def _closing(simulation: Simulation) -> str:
+    if simulation.plan.mode == "lockstep":
+        return "none"
+    share = simulation.closing_seconds / simulation.seconds
+    return f"{100 * share:.1f}%" if simulation.closing_seconds else "not priced"
+
+
+def _as_object(simulation: Simulation) -> dict[str, Any]:
+    return {
+        "planner": simulation.plan.planner,
+        "seconds": simulation.seconds,
+        "predicted_seconds": simulation.plan.predicted_seconds,
+        "lower_bound_seconds": simulation.lower_bound_seconds,
+        "micro_batches": len(simulation.plan.micro_batches),
+        "bubble": simulation.bubble,
+        "idle": simulation.idle,
+        "closing_seconds": simulation.closing_seconds,
+        "peak_rows": float(simulation.peak_rows.max(initial=0)),
+        "activation_bytes": float(simulation.activation_bytes.max(initial=0)),
+        "ring_inside_bytes": simulation.inside_bytes,
+        "ring_across_bytes": simulation.across_bytes,
+        "stage_bytes": simulation.stage_bytes,
+    }
+
+
+def degrees_table(title: str, choices: Sequence[DegreeChoice], accumulation: int) -> str:
+    """The degrees of an evaluation as text, and which is fastest."""
+    names = (
+        "cp",
+        "groups",
+        "passes",
+        "document-steps",
+        "wasted",
+        "filled",
+        "planned",
+        "micro-batches",
+        "cap",
+        "bubble",
+    )
+    rows = [
+        (
+            f"{c.cp}",
+            f"{c.groups:,}",
+            f"{c.passes:,}",
+            f"{c.filled_steps:,}",
+            f"{c.wasted_steps:,}",
+            write_seconds(c.filled_seconds),
+            write_seconds(c.planned.seconds),
+            f"{len(c.planned.plan.micro_batches):,}",
+            f"{c.planned.plan.max_tokens_per_slot:,}",
+            f"{100 * c.planned.bubble:.0f}%",
+        )
+        for c in choices
+    ]
+    return "\n".join(
+        [
+            title,
+            "",
+            text_table(names, rows),
+            "",
+            _fastest_degree(choices, accumulation),
+            "",
+            _DEGREE_NOTE,
+        ]
+    )
+
+
+def _fastest_degree(choices: Sequence[DegreeChoice], accumulation: int) -> str:
+    first, best = choices[0], min(choices, key=lambda c: c.planned.seconds)
+    count = len(first.planned.plan.lengths)
+    faster = first.filled_seconds / best.planned.seconds
+    return (
+        f"cp {first.cp}, filled up to {counted(accumulation, 'micro-batch', 'es')} a pass to keep the pipeline full: "
+        f"{first.filled_steps:,} document-steps for {counted(count, 'document')}, "
+        f"{write_seconds(first.filled_seconds)}.\n"
+        f"cp {best.cp}, planned: each document once, {count:,} document-steps in "
+        f"{counted(len(best.planned.plan.micro_batches), 'micro-batch', 'es')}, {write_seconds(best.planned.seconds)} "
+        f"({faster:.1f} times faster)."
+    )
+
+
+def degrees_json(title: str, choices: Sequence[DegreeChoice]) -> str:
+    """The same as a JSON object."""
+    rows = [
+        {
+            "cp": c.cp,
+            "groups": c.groups,
+            "passes": c.passes,
+            "filled_document_steps": c.filled_steps,
+            "wasted_document_steps": c.wasted_steps,
+            "filled_seconds": c.filled_seconds,
+            "planned_document_steps": len(c.planned.plan.lengths),
+            "planned_seconds": c.planned.seconds,
+            "planned_micro_batches": len(c.planned.plan.micro_batches),
+            "planned_max_tokens_per_slot": c.planned.plan.max_tokens_per_slot,
+        }
+        for c in choices
+    ]
+    best = min(choices, key=lambda c: c.planned.seconds)
+    return json.dumps({"title": title, "degrees": rows, "best_cp": best.cp}, indent=1)
