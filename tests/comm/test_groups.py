@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.comm.groups.channel import EVENT_BYTES, Channel, Handle, summed
+from longspan.comm.failure.watch import Operation
+from longspan.comm.groups.channel import Channel, summed
 from longspan.comm.groups.communicator_choice import CommunicatorChoice
+from longspan.comm.groups.handle import EVENT_BYTES, Handle
 from longspan.comm.groups.process_groups import GroupRecord, ProcessGroups
 from longspan.comm.world import World
 from longspan.errors import CommError
@@ -130,14 +132,12 @@ class Noted:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
+        self.current, self.finished = None, ""
 
-    def during(self, what: str, ranks: tuple[int, ...]) -> AbstractContextManager[str]:
-        return nullcontext(what)
-
-    def queued(self, operation: str, works: Sequence[Any]) -> None:
+    def queued(self, operation: Operation, works: Sequence[Any]) -> None:
         self.seen.append("works")
 
-    def mark(self, operation: str) -> None:
+    def mark(self, operation: Operation) -> None:
         self.seen.append("event")
 
 
@@ -146,13 +146,13 @@ class Done:
         pass
 
 
-@pytest.mark.parametrize(("held", "seen"), [(EVENT_BYTES - 1, "works"), (EVENT_BYTES, "event")])
-def test_works_that_hold_much_are_not_kept_to_be_watched(held: int, seen: str) -> None:
+@pytest.mark.parametrize(("work_bytes", "seen"), [(EVENT_BYTES - 1, "works"), (EVENT_BYTES, "event")])
+def test_works_that_hold_much_are_not_kept_to_be_watched(work_bytes: int, seen: str) -> None:
     watch: Any = Noted()
     works: Any = (Done(),)
-    handle = Handle(watch, "gather", (0, 1), works, finish=lambda: "rows", held=held)
+    handle = Handle(Operation(watch, "gather", (0, 1)), works, finish=lambda: "rows", work_bytes=work_bytes)
     assert handle.wait() == handle.wait() == "rows"
-    assert watch.seen == [seen]
+    assert watch.seen == [seen] and watch.finished == "gather"
 
 
 def pairs(rank: int) -> None:

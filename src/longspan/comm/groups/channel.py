@@ -14,61 +14,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from longspan.comm.failure.watch import Watch
+from longspan.comm.groups.handle import Handle
 from longspan.comm.groups.process_groups import ParentName, ProcessGroups
 from longspan.layout.layout import short
 
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# torch's NCCL works hold what they receive, and the last work is watched until the next is waited for. From this many
-# bytes on an event is watched instead, which the host records in 40 µs.
-EVENT_BYTES = 64 << 20
-
-
-class Handle:
-    """A started exchange. `wait()` returns its result once its tensors may be used; a second call returns it again.
-
-    On a GPU, waiting orders the current stream behind the exchange and does not stop the host.
-    """
-
-    __slots__ = ("_finish", "_held", "_keep", "_ranks", "_result", "_watch", "_what", "_works")
-
-    def __init__(
-        self,
-        watch: Watch,
-        what: str,
-        ranks: Sequence[int],
-        works: Sequence[Work],
-        keep: object = None,
-        finish: Callable[[], Any] | None = None,
-        held: int = 0,  # bytes that the works themselves hold on to
-    ) -> None:
-        self._watch, self._what, self._ranks, self._works = watch, what, ranks, works
-        self._keep, self._finish, self._held, self._result = keep, finish, held, None
-
-    def wait(self) -> Any:
-        """Wait for the exchange. Raises CommError, with a failure report, where it fails or times out."""
-        if self._works:
-            with self._watch.during(self._what, self._ranks) as operation:
-                for work in self._works:
-                    work.wait()
-                if self._held < EVENT_BYTES:
-                    self._watch.queued(operation, self._works)
-                else:
-                    self._watch.mark(operation)
-        if self._finish is not None:
-            self._result = self._finish()
-        self._works, self._keep, self._finish = (), None, None
-        return self._result
-
 
 class Channel:
     """The members of one plan group in this rank's plane, and how they talk.
 
     `ranks` are the members' global ranks in the order of the group's slots, `index` this rank's place among them.
-    Every method is entered by all members, in one order on every rank. Point-to-point runs on
-    the parent group, which is the plane's, or with `parent="everyone"` that of all ranks, with "pipeline" that of the
-    stages of a slot, with "tp" that of a slot's tensor-parallel ranks.
+    Every method is entered by all members, in one order on every rank. Point-to-point runs on the parent group, which
+    is the plane's, or with `parent="everyone"` that of all ranks, with "pipeline" that of the stages of a slot, with
+    "tp" that of a slot's tensor-parallel ranks.
     """
 
     def __init__(
@@ -101,20 +61,15 @@ class Channel:
         sends: Sequence[tuple[int, Tensor]],
         receives: Sequence[tuple[int, Tensor]],
         what: str,
-        result: Callable[[], Any] | None = None,
+        result: Tensor | None = None,
+        work_bytes: int = 0,
     ) -> Handle:
         """Start one batch of sends to and receives from members, each a (member index, contiguous tensor).
 
         Tensors without elements are dropped on both sides. Between two members, tensors match in the order given.
-        `result` makes what the handle's `wait()` returns.
+        `result` is what the handle's `wait()` returns.
         """
-        works, ops = self._started(sends, receives, what)
-        return Handle(self.watch, what, self.ranks, works, keep=ops, finish=result)
-
-    def _started(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], what: str
-    ) -> tuple[Sequence[Work], list[dist.P2POp]]:
-        parent = self.group
+        parent, operation = self.group, self.watch.during(what, self.ranks)
         ops: list[dist.P2POp] = []
         for member, tensor in sends:
             if tensor.numel():
@@ -123,10 +78,11 @@ class Channel:
             assert tensor.is_contiguous(), f"{what}: a receive buffer must be contiguous"
             if tensor.numel():
                 ops.append(dist.P2POp(dist.irecv, tensor, group=parent, group_peer=self._peer(member)))
-        if not ops:
-            return (), ops
-        with self.watch.during(what, self.ranks):
-            return dist.batch_isend_irecv(ops), ops
+        works: Sequence[Work] = ()
+        if ops:
+            with operation:
+                works = dist.batch_isend_irecv(ops)
+        return Handle(operation, works, keep=ops, finish=lambda: result, work_bytes=work_bytes)
 
     def all_to_all_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int], what: str) -> Handle:
         """Start sending runs of rows of x (sum of sends, …), `sends[m]` to member m, one after another.
@@ -137,85 +93,81 @@ class Channel:
         """
         into = x.new_empty((sum(receives), *x.shape[1:]))
         assert x.shape[0] == sum(sends) and sends[self.index] == receives[self.index], (what, x.shape, sends, receives)
-        own = self._groups.communicator(self.ranks)
-        if own is not None:
+        communicator = self._groups.communicator(self.ranks)
+        if communicator is not None:
             by_rank = self._by_rank
-            handle = self._all_to_all(own, _runs(x, sends, by_rank).contiguous(), into, sends, receives, what)
+            packed = _runs(x, sends, by_rank).contiguous()
+            handle = self._all_to_all(communicator, packed, into, what, sends=sends, receives=receives)
             if by_rank == sorted(by_rank):
                 return handle
             arrived, members = [receives[m] for m in by_rank], sorted(range(self.degree), key=by_rank.__getitem__)
-            return Handle(self.watch, what, self.ranks, (), finish=lambda: _runs(handle.wait(), arrived, members))
+            return handle.then(lambda rows: _runs(rows, arrived, members))
         parts, arriving = x.split(list(sends)), into.split(list(receives))
         arriving[self.index].copy_(parts[self.index])
-        others = [member for member in range(self.degree) if member != self.index]
-        return self.exchange(
-            [(m, parts[m]) for m in others], [(m, arriving[m]) for m in others], what, result=lambda: into
-        )
+        peers = self._other_members()
+        return self.exchange([(m, parts[m]) for m in peers], [(m, arriving[m]) for m in peers], what, into)
 
     def shift(self, x: Tensor, into: Tensor, what: str) -> Handle:
         """Start sending x to the next member and receiving `into`, contiguous, from the one before; rows may differ."""
         right, left = (self.index + 1) % self.degree, (self.index - 1) % self.degree
-        own = self._groups.communicator(self.ranks)
-        if own is None:
+        communicator = self._groups.communicator(self.ranks)
+        if communicator is None:
             return self.exchange([(right, x)], [(left, into)], what)
         sends, receives = [0] * self.degree, [0] * self.degree
         sends[right], receives[left] = x.shape[0], into.shape[0]
-        return self._all_to_all(own, x.contiguous(), into, sends, receives, what)
+        return self._all_to_all(communicator, x.contiguous(), into, what, sends=sends, receives=receives)
 
     def _all_to_all(
         self,
-        group: ProcessGroup,
+        communicator: ProcessGroup,
         x: Tensor,
         into: Tensor,
+        what: str,
+        *,
         sends: Sequence[int],
         receives: Sequence[int],
-        what: str,
     ) -> Handle:
         """Runs of x and of `into` lie in the order of their members' ranks; counts are in member order."""
         splits = [[counts[member] for member in self._by_rank] for counts in (receives, sends)]
-        with self.watch.during(what, self.ranks):
-            work = group.alltoall_base(into, x, *splits)
-        return Handle(self.watch, what, self.ranks, (work,), keep=x, finish=lambda: into, held=into.nbytes)
+        with self.watch.during(what, self.ranks) as operation:
+            work = communicator.alltoall_base(into, x, *splits)
+        return Handle(operation, (work,), keep=x, finish=lambda: into, work_bytes=into.nbytes)
 
     def all_gather(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
         """Start gathering every member's rows; `wait()` returns a list of (counts[m], …) tensors, views of one buffer.
 
         `x` is (counts[index], …). Uses the members' own communicator where `World.prepare` made one.
         """
-        buffer, works, keep = self._started_all_gather(x, counts, what)
-        parts = [buffer[start : start + n] for start, n in zip(self.starts(counts), counts, strict=True)]
-        return Handle(self.watch, what, self.ranks, works, keep=keep, finish=lambda: parts, held=buffer.nbytes)
+        bounds = [(start, start + count) for start, count in zip(self.starts(counts), counts, strict=True)]
+        return self.all_gather_rows(x, counts, what).then(lambda buffer: [buffer[start:stop] for start, stop in bounds])
 
     def all_gather_rows(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
         """The same as `all_gather`, but `wait()` returns the buffer: member m's rows begin at `starts(counts)[m]`."""
-        buffer, works, keep = self._started_all_gather(x, counts, what)
-        return Handle(self.watch, what, self.ranks, works, keep=keep, finish=lambda: buffer, held=buffer.nbytes)
-
-    def starts(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Where each member's rows begin in what `all_gather_rows` returns."""
-        own = self._gathering(counts)
-        if own is None:
-            return tuple(accumulate(counts[:-1], initial=0))
-        # torch sorts the ranks of a group, and every member sends as many rows
-        return tuple(dist.get_group_rank(own, rank) * max(counts) for rank in self.ranks)
-
-    def _gathering(self, counts: Sequence[int]) -> ProcessGroup | None:
-        return self._groups.communicator(self.ranks) if max(counts) > 0 and self.degree > 1 else None
-
-    def _started_all_gather(self, x: Tensor, counts: Sequence[int], what: str) -> tuple[Tensor, Sequence[Work], object]:
         assert x.shape[0] == counts[self.index] and len(counts) == self.degree, (what, x.shape, counts, self.index)
-        own = self._gathering(counts)
-        if own is not None:
+        communicator = self._gathering(counts)
+        if communicator is not None:
             padded = _padded(x, max(counts))
             buffer = x.new_empty((self.degree * max(counts), *x.shape[1:]))
-            with self.watch.during(what, self.ranks):
-                return buffer, (_all_gather_single(buffer, padded, group=own, async_op=True),), padded
+            with self.watch.during(what, self.ranks) as operation:
+                work = _all_gather_single(buffer, padded, group=communicator, async_op=True)
+            return Handle(operation, (work,), keep=padded, finish=lambda: buffer, work_bytes=buffer.nbytes)
         buffer = x.new_empty((sum(counts), *x.shape[1:]))
         parts = buffer.split(list(counts))
         parts[self.index].copy_(x)
-        others = [member for member in range(self.degree) if member != self.index]
-        works, ops = self._started([(m, parts[self.index]) for m in others], [(m, parts[m]) for m in others], what)
-        return buffer, works, ops
+        peers = self._other_members()
+        sends, receives = [(m, parts[self.index]) for m in peers], [(m, parts[m]) for m in peers]
+        return self.exchange(sends, receives, what, buffer, buffer.nbytes)
+
+    def starts(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Where each member's rows begin in what `all_gather_rows` returns."""
+        communicator = self._gathering(counts)
+        if communicator is None:
+            return tuple(accumulate(counts[:-1], initial=0))
+        # torch sorts the ranks of a group, and every member sends as many rows
+        return tuple(dist.get_group_rank(communicator, rank) * max(counts) for rank in self.ranks)
+
+    def _gathering(self, counts: Sequence[int]) -> ProcessGroup | None:
+        return self._groups.communicator(self.ranks) if max(counts) > 0 and self.degree > 1 else None
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
         """Start sending runs of rows of x (sum of counts, …), `counts[m]` to member m, one after another.
@@ -226,12 +178,15 @@ class Channel:
         """
         rows = counts[self.index]
         arriving = self.all_to_all_rows(x, counts, [rows] * self.degree, what)
-        return Handle(self.watch, what, self.ranks, (), finish=lambda: summed(arriving.wait().split(rows or 1)))
+        return arriving.then(lambda parts: summed(parts.split(rows or 1)))
 
     @property
     def watch(self) -> Watch:
         """The world's watch, which names this channel's collectives when they fail."""
         return self._groups.watch
+
+    def _other_members(self) -> list[int]:
+        return [member for member in range(self.degree) if member != self.index]
 
     def _peer(self, member: int) -> int:
         assert member != self.index, "a member does not send to itself"
