@@ -1,7 +1,7 @@
-"""`prepare`: bring a Hugging Face model under a home; then `model(input_ids, position_ids=, shard=)` runs anywhere.
+"""`prepare`: bring a Hugging Face model under a home; `model(input_ids, position_ids=, shard=)` then runs any plan.
 
-What such a call may hold is in `attention_calls.py`, what becomes of the layers in `placement.py`, refusals in
-`refusals.py` and `probe.py`.
+What a call may hold is said in `seams/attention_calls.py`, what becomes of the layers in `placement/placement.py`, and
+what a model may not do in `seams/refusals.py` and `seams/probe.py`.
 """
 
 from typing import Literal
@@ -19,11 +19,12 @@ from longspan.model.placement.placement import Placement
 from longspan.model.placement.recompute import Recomputation
 from longspan.model.placement.sharding import Sharding
 from longspan.model.seams.attention_calls import IMPLEMENTATION, check_call
+from longspan.model.seams.call_rules import CallRules
 from longspan.model.seams.first_pass import FirstPass
 from longspan.model.seams.fused_norms import fuse_norms
 from longspan.model.seams.guards import guard
-from longspan.model.seams.kernel_choice import check_kernel, keep_kernel
-from longspan.model.seams.positions import keep_position_table, position_table
+from longspan.model.seams.kernel_choice import check_kernel
+from longspan.model.seams.positions import position_table
 from longspan.model.seams.probe import probe_model
 from longspan.model.seams.randomness import random_draws
 from longspan.model.seams.refusals import refuse_unsupported
@@ -79,50 +80,45 @@ def prepare(
     Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
     """
     pipeline_settings = PipelineSettings(pipeline_schedule, world.home.pp, virtual_stages)
+    # A backward pass in two parts loses the gradients of parameters that FSDP2 frees after a forward pass.
+    frees_parameters = reshard_after_forward and world.home.pp == 1
     placement = Placement(
         world,
-        Sharding(
-            parameters=shard_parameters,
-            # A backward pass in two parts loses the gradients of parameters that FSDP2 frees after a forward pass.
-            reshard_after_forward=reshard_after_forward and world.home.pp == 1,
-            compute_dtype=compute_dtype,
-        ),
+        Sharding(parameters=shard_parameters, reshard_after_forward=frees_parameters, compute_dtype=compute_dtype),
         Recomputation.of(activation_checkpointing, layers=recompute_layers, offload=offload_activations),
         sequence_parallel=sequence_parallel,
     )
-    if fused_norms not in ("auto", "on", "off"):
-        raise ModelError(f"fused_norms is {fused_norms!r}; use 'auto', 'on' or 'off'")
-    _check(model, placement, pipeline_settings)
-    name = type(model).__name__
+    _check(model, placement, pipeline_settings, fused_norms)
     if fused_norms == "on" or (fused_norms == "auto" and world.device.type == "cuda"):
         fuse_norms(model, required=fused_norms == "on")
-    _open(model, placement, attention_kernel, probe=probe)
-    table = position_table(model)
-    draws = random_draws(model)
-    prepared = _in_stages(model, placement, pipeline_settings) if world.home.pp > 1 else _whole(model, placement)
-    keep_kernel(prepared, attention_kernel)
-    prepared.random_draws = draws  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-    if isinstance(prepared, PipelineModel):
+    _connect(model, placement, attention_kernel, probe=probe)
+    rules = CallRules(
+        type(model).__name__, attention_kernel, position_table(model), random_draws(model), placement.row_multiple
+    )
+    if world.home.pp > 1:
+        prepared = _cut_and_place(model, placement, pipeline_settings)
         prepared.probed = probe
-    elif not probe:
-        FirstPass(prepared)
-    keep_position_table(prepared, table)
-    guard(prepared, name)
-    # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
-    prepared.register_forward_pre_hook(check_call, with_kwargs=True, prepend=True)
+    else:
+        prepared = model
+        placement.place(model, model, has_experts=bool(expert_modules(model)))
+        if not probe:
+            FirstPass(prepared)
+    _keep_rules(prepared, rules)
     return prepared
 
 
-def _check(model: PreTrainedModel, placement: Placement, pipeline_settings: PipelineSettings) -> None:
+def _check(model: PreTrainedModel, placement: Placement, pipeline_settings: PipelineSettings, fused_norms: str) -> None:
     """Refuse what would not be exact, before anything is changed."""
+    if fused_norms not in ("auto", "on", "off"):
+        raise ModelError(f"fused_norms is {fused_norms!r}; use 'auto', 'on' or 'off'")
     if is_prepared(model):
         raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
     refuse_unsupported(model)
     placement.check(model, pipeline_settings.stages)
 
 
-def _open(model: PreTrainedModel, placement: Placement, kernel: str | None, *, probe: bool) -> None:
-    """Send the model's attention, experts and head through this package; a trial forward pass shows that they are."""
+def _connect(model: PreTrainedModel, placement: Placement, kernel: str | None, *, probe: bool) -> None:
+    """Have the model's attention, experts and head call this package; a forward pass on the meta device shows it."""
     model.set_attn_implementation(IMPLEMENTATION)
     use_experts(model)
     calls = probe_model(model) if probe else ()
@@ -131,12 +127,7 @@ def _open(model: PreTrainedModel, placement: Placement, kernel: str | None, *, p
     add_row_loss(model, probe=probe)
 
 
-def _whole(model: PreTrainedModel, placement: Placement) -> PreTrainedModel:
-    placement.place(model, model, has_experts=bool(expert_modules(model)))
-    return model
-
-
-def _in_stages(model: PreTrainedModel, placement: Placement, pipeline_settings: PipelineSettings) -> PipelineModel:
+def _cut_and_place(model: PreTrainedModel, placement: Placement, pipeline_settings: PipelineSettings) -> PipelineModel:
     """This rank's stages, each placed as a model of its own; the rest of the model is freed."""
     dtype, has_experts = placement.dtype_of(model), bool(expert_modules(model))
     stages = cut_into_stages(model, placement.world, pipeline_settings)
@@ -144,14 +135,20 @@ def _in_stages(model: PreTrainedModel, placement: Placement, pipeline_settings: 
         if stage.last:
             add_row_loss(stage.model, probe=False)
         placement.place(stage.model, stage, has_experts=has_experts)
-    prepared = PipelineModel(model, placement.world, stages, pipeline_settings, dtype)
-    placement.ask_for_rows(prepared)
-    return prepared
+    return PipelineModel(model, placement.world, stages, pipeline_settings, dtype)
+
+
+def _keep_rules(prepared: PreTrainedModel | PipelineModel, rules: CallRules) -> None:
+    """Have every call of a prepared model checked, and refuse what its own class would do with its weights."""
+    prepared.call_rules = rules  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    guard(prepared, rules.architecture)
+    # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
+    prepared.register_forward_pre_hook(check_call, with_kwargs=True, prepend=True)
 
 
 def is_prepared(model: nn.Module) -> bool:
     """Whether `prepare` has brought this model under a home."""
-    return any(hook is check_call for hook in model._forward_pre_hooks.values())
+    return hasattr(model, "call_rules")
 
 
 def refuse_unprepared(model: nn.Module) -> None:
@@ -164,5 +161,7 @@ def refuse_unprepared(model: nn.Module) -> None:
 
 def vocabulary_size(model: nn.Module) -> int | None:
     """How many token ids the model's input embedding knows; None where it has none to ask."""
+    if isinstance(model, PipelineModel):
+        return model.vocabulary_size
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     return getattr(embedding, "num_embeddings", None)

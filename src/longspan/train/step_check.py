@@ -9,15 +9,16 @@ from longspan.comm import World
 from longspan.errors import ModelError, PlanError, counted
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import refuse_unprepared
+from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.positions import refuse_positions
 from longspan.model.seams.randomness import refuse_randomness
-from longspan.model.tensor_parallel.tensor_parallel import row_multiple
 from longspan.plan import Plan
 
 
 def check_step(model: nn.Module, plan: Plan, documents: Any, world: World, *, backward: bool) -> None:
     """Raise ModelError or PlanError where model, plan, documents and home do not belong together."""
     refuse_unprepared(model)
+    rules = call_rules(model)
     if backward:
         refuse_randomness(model)
     if world.home.pp > 1 and not isinstance(model, PipelineModel):
@@ -33,13 +34,13 @@ def check_step(model: nn.Module, plan: Plan, documents: Any, world: World, *, ba
                 f"the plan is in free mode, where slots are at different micro-batches, but the home has {name} "
                 f"{degree}, under which all of them wait for each other in every layer; plan with mode='lockstep'"
             )
-    if plan.row_multiple % (multiple := row_multiple(model)):
+    if plan.row_multiple % (multiple := rules.row_multiple):
         raise PlanError(
             f"the plan has row_multiple {plan.row_multiple}, the model is sequence-parallel over tp {multiple}; plan "
             f"with row_multiple={multiple}"
         )
     _check_documents(plan, documents)
-    refuse_positions(model, plan.micro_batches)
+    refuse_positions(rules.position_table, plan.micro_batches)
 
 
 def _check_documents(plan: Plan, documents: Any) -> None:

@@ -63,6 +63,11 @@ def _routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 yield f"{block}.{child}", module
 
 
+def router_sizes(model: nn.Module) -> tuple[int, ...]:
+    """How many experts each router of the model chooses from."""
+    return tuple(int(router.num_experts) for router in router_modules(model).values())  # pyright: ignore
+
+
 def use_experts(model: PreTrainedModel) -> None:
     """Send the model's experts and routers through this module; a model without experts is left as it is."""
     if not expert_modules(model):
@@ -98,7 +103,7 @@ def router_statistics(
 
     Raises ModelError for losses of routers that are not a softmax, or not there.
     """
-    routers = getattr(model, "routers", None) or tuple(router_modules(model).values())  # those of all pipeline stages
+    routers: tuple[int, ...] = getattr(model, "routers", None) or router_sizes(model)  # of all pipeline stages
     config, coefficients = getattr(model, "config", None), coefficients or RouterCoefficients()
     if not routers or not hasattr(config, "router_aux_loss_coef"):
         if coefficients.any:
@@ -110,8 +115,7 @@ def router_statistics(
     if coefficients.balance is None:
         balance = float(config.router_aux_loss_coef) if getattr(config, "output_router_logits", False) else 0.0  # pyright: ignore
         coefficients = RouterCoefficients(balance, coefficients.z)
-    experts = int(routers[0].num_experts)  # pyright: ignore[reportArgumentType]
-    return RouterStatistics(coefficients, world, tokens=tokens, layers=len(routers), experts=experts)
+    return RouterStatistics(coefficients, world, tokens=tokens, layers=len(routers), experts=routers[0])
 
 
 def _keep_layer_arguments(attention: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

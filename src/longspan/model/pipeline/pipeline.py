@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from longspan.comm import SequenceShard, World, world_of
 from longspan.comm.failure.backend_errors import is_backend_error
 from longspan.errors import ModelError
-from longspan.model.experts.moe import router_modules
+from longspan.model.experts.moe import router_sizes
 from longspan.model.layers import Absent, layers_of_stages
 from longspan.model.parts import Parts, parts_of
 from longspan.model.pipeline.schedules import ScheduledStage, make_schedule
@@ -26,23 +26,11 @@ from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.stages import Stage, StageInput, cut, refuse_inexact
 from longspan.model.pipeline.tied_embedding import TiedEmbedding
 from longspan.model.placement.sharding import reshard
+from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.first_pass import check_recorded_calls, record_calls
-from longspan.model.seams.kernel_choice import with_kernel
 
 
-class Vocabulary(NamedTuple):
-    """What is asked of an embedding on ranks that hold none."""
-
-    num_embeddings: int
-
-
-class RouterSize(NamedTuple):
-    """A router of any stage: how many experts it chooses from."""
-
-    num_experts: int
-
-
-class _Ready(NamedTuple):
+class _Schedule(NamedTuple):
     step: Callable[[], None]
     stages: list[ScheduledStage]
 
@@ -81,15 +69,11 @@ class PipelineModel(nn.Module):
         self.probed = True  # whether the attention calls of all layers have been seen and judged
         self._world_key = world.key
         _ = world.channels.pipeline  # makes its group, on all ranks together
-        self._vocabulary = Vocabulary(model.config.get_text_config().vocab_size)
-        self.routers = tuple(RouterSize(int(router.num_experts)) for router in router_modules(model).values())  # pyright: ignore[reportArgumentType]
-        self._ready: dict[tuple[int, bool], _Ready] = {}
+        self.vocabulary_size: int = model.config.get_text_config().vocab_size
+        self.routers = router_sizes(model)
+        self._schedules: dict[tuple[int, bool], _Schedule] = {}
         for stage in self.stages:
             _graft(self, stage.model, shared=_shared(stage.model))
-
-    def get_input_embeddings(self) -> Vocabulary:
-        """How many ids the vocabulary has, on every rank."""
-        return self._vocabulary
 
     def named_modules(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
@@ -127,7 +111,7 @@ class PipelineModel(nn.Module):
         with self.tied_embedding.gradients_summed(world) if backward else nullcontext():
             step, stages = self._schedule(len(inputs), backward, world)
             for stage_input in inputs:
-                stage_input.keywords = with_kernel(self, stage_input.keywords)
+                stage_input.keywords = call_rules(self).with_kernel(stage_input.keywords)
             for stage in stages:
                 stage.inputs = inputs
             if inputs and not self.probed:
@@ -154,15 +138,18 @@ class PipelineModel(nn.Module):
             raise ModelError(refusal)
         self.probed = True
 
-    def _schedule(self, micro_batches: int, backward: bool, world: World) -> _Ready:
+    def _schedule(self, micro_batches: int, backward: bool, world: World) -> _Schedule:
         key = (micro_batches, backward)
-        if key not in self._ready:
-            hidden = self.config.get_text_config().hidden_size
-            stages = [ScheduledStage(stage, world, hidden, self.dtype) for stage in self.stages]
-            self._ready[key] = _Ready(
+        if key not in self._schedules:
+            hidden, parts = self.config.get_text_config().hidden_size, call_rules(self).row_multiple
+            stages = [
+                ScheduledStage(stage, world, hidden_size=hidden, dtype=self.dtype, row_parts=parts)
+                for stage in self.stages
+            ]
+            self._schedules[key] = _Schedule(
                 make_schedule(self.pipeline_settings, stages, micro_batches, backward=backward), stages
             )
-        return self._ready[key]
+        return self._schedules[key]
 
     @torch.no_grad()
     def forward(self, *, input_ids: Tensor, position_ids: Tensor, shard: SequenceShard, **kwargs: Any) -> Any:
@@ -187,9 +174,7 @@ class PipelineModel(nn.Module):
             places = [place for place in range(pipeline.degree) if place != holder]
             pipeline.exchange([(place, logits) for place in places], [], "logits to all stages").wait()
             return logits
-        logits = torch.empty(
-            1, shard.local_rows, self._vocabulary.num_embeddings, dtype=self.dtype, device=shard.device
-        )
+        logits = torch.empty(1, shard.local_rows, self.vocabulary_size, dtype=self.dtype, device=shard.device)
         pipeline.exchange([], [(holder, logits)], "logits to all stages").wait()
         return logits
 

@@ -32,16 +32,16 @@ from longspan.errors import ModelError
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.split_backward import backward_to_input, backward_to_weights
 from longspan.model.pipeline.stages import Stage, StageInput
-from longspan.model.tensor_parallel.tensor_parallel import row_multiple
 
 
 class ScheduledStage(PipelineStage):
     """A stage in one schedule: receives hidden states (1, T, D), T by micro-batch, and sends its own on.
 
-    Set `inputs`, one for each micro-batch, before each step.
+    Set `inputs`, one for each micro-batch, before each step. Each of `row_parts` tensor-parallel ranks has one part of
+    the rows of hidden states.
     """
 
-    def __init__(self, stage: Stage, world: World, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, stage: Stage, world: World, *, hidden_size: int, dtype: torch.dtype, row_parts: int) -> None:
         row = torch.empty(1, 1, hidden_size, dtype=dtype, device="meta", requires_grad=True)
         ids = torch.empty(1, 1, dtype=torch.long, device="meta")
         loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)
@@ -56,12 +56,11 @@ class ScheduledStage(PipelineStage):
         )
         self.inputs: Sequence[StageInput] = ()
         self._input: StageInput | None = None
-        self._row, self._world, self._parts = row, world, row_multiple(stage)
+        self._row, self._world, self._row_parts = row, world, row_parts
         self._freed = torch.empty(0, dtype=dtype, device=world.device)
 
     def _rows_of(self, stage_input: StageInput) -> int:
-        """Rows of hidden states here: all of the slot's, or under sequence parallelism a tensor-parallel rank's."""
-        return stage_input.shard.local_rows // self._parts
+        return stage_input.shard.local_rows // self._row_parts
 
     def _buffer(self, micro_batch: int) -> Tensor:
         rows = self._rows_of(self.inputs[micro_batch])

@@ -16,7 +16,7 @@ from longspan.model.layers import decoder_layers
 from longspan.model.placement.recompute import Recomputation
 from longspan.model.placement.sharding import Sharding, shard_over_slots
 from longspan.model.seams.refusals import refuse_shared_layers
-from longspan.model.tensor_parallel.tensor_parallel import ask_for_rows, refuse_tensor_parallel, split_over_tp
+from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel, split_over_tp
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,8 @@ class Placement:
             nn.Module.to(root, world.device)
         else:
             shard_over_slots(model, world, self.sharding, root=root, has_experts=has_experts)
-        self.ask_for_rows(root)
 
-    def ask_for_rows(self, root: nn.Module) -> None:
-        """Have what is called refuse rows that do not go into equal parts under sequence parallelism."""
-        if self.sequence_parallel:
-            ask_for_rows(root, self.world.home.tp)
+    @property
+    def row_multiple(self) -> int:
+        """What a slot's rows must be a multiple of."""
+        return self.world.home.tp if self.sequence_parallel else 1

@@ -14,8 +14,8 @@ from transformers import AttentionInterface
 from longspan.attention import attend
 from longspan.comm import SequenceShard, world_of
 from longspan.errors import ModelError
+from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.first_pass import recorded_calls
-from longspan.model.seams.kernel_choice import with_kernel
 from longspan.model.seams.positions import refuse_positions
 from longspan.model.seams.probe import Probe, RecordedCall, unknown_tensors
 from longspan.model.seams.randomness import refuse_randomness
@@ -97,8 +97,10 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     for name in ("input_ids", "inputs_embeds", "position_ids"):
         if name in inputs:
             inputs[name] = _one_row_of(name, inputs[name], shard)
-    refuse_positions(model, (shard.micro_batch,), shard.padding_rows)
-    return (), with_kernel(model, inputs) | {"use_cache": False}
+    rules = call_rules(model)
+    rules.check_rows(shard)
+    refuse_positions(rules.position_table, (shard.micro_batch,), shard.padding_rows)
+    return (), rules.with_kernel(inputs) | {"use_cache": False}
 
 
 def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:

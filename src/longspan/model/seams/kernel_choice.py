@@ -1,11 +1,10 @@
 """Which attention kernel a model runs: checked when it is prepared, given to its layers with every call.
 
-The name is kept on the top module, as `attention_kernel`, and reaches `attend` as a keyword argument of that name,
-beside the shard; a caller's own argument wins over it.
+`CallRules` adds the name to the keyword arguments of a call, as `attention_kernel`, so that it reaches `attend` beside
+the shard.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -39,14 +38,3 @@ def check_kernel(
         except AttentionError as error:
             what = f"heads of {head_size} with values of {value_size}" + "".join(f", {f}" for f in sorted(features))
             raise AttentionError(f"{type(model).__name__} attends with {what}: {error}") from error
-
-
-def keep_kernel(model: nn.Module, name: str | None) -> None:
-    """Have the layers of this model use a kernel that was checked; None: each call takes the first that can."""
-    model.attention_kernel = name  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-
-
-def with_kernel(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a call of the model, and with them the kernel of its layers where one was named."""
-    name = getattr(model, "attention_kernel", None)
-    return dict(given) if name is None else {"attention_kernel": name, **given}

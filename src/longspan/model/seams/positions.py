@@ -22,11 +22,6 @@ class PositionTable(NamedTuple):
     positions: int
 
 
-def keep_position_table(prepared: nn.Module, table: PositionTable | None) -> None:
-    """Have calls and steps of a prepared model refuse documents that its table is too short for."""
-    prepared.position_table = table  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-
-
 def position_table(model: PreTrainedModel) -> PositionTable | None:
     """The table around the decoder layers, of as many rows as the configuration's `max_position_embeddings`, or None.
 
@@ -48,9 +43,8 @@ def position_table(model: PreTrainedModel) -> PositionTable | None:
     return None
 
 
-def refuse_positions(prepared: nn.Module, micro_batches: Iterable[MicroBatch], padding_rows: int = 0) -> None:
-    """Raise ModelError where a document, or rows of padding, go beyond the table of a prepared model."""
-    table: PositionTable | None = getattr(prepared, "position_table", None)
+def refuse_positions(table: PositionTable | None, micro_batches: Iterable[MicroBatch], padding_rows: int = 0) -> None:
+    """Raise ModelError where a document, or rows of padding, go beyond a model's table of positions."""
     if table is None:
         return
     laid_out = [

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, counted
+from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.probe import Probe, run_on_meta
 
 # Functions of torch that draw for every element; a scalar, which decides whether a layer is left out, is layerdrop's.
@@ -41,12 +42,12 @@ def random_draws(model: PreTrainedModel) -> tuple[str, ...]:
 
 def refuse_randomness(model: nn.Module) -> None:
     """Raise ModelError where training this prepared model would draw numbers that depend on the layout."""
-    draws: tuple[str, ...] = getattr(model, "random_draws", ())
-    if draws:
+    rules = call_rules(model)
+    if draws := ", ".join(rules.random_draws):
         config = getattr(model, "config", None)
         raise ModelError(
-            f"{_name(model)} draws at random outside attention in training: {', '.join(draws)}. Each rank would draw "
-            "for its own rows, so that the loss would depend on the layout; before the model is built, set "
+            f"{rules.architecture} draws at random outside attention in training: {draws}. Each rank would draw for "
+            "its own rows, so that the loss would depend on the layout; before the model is built, set "
             f"{_keys(config) or 'what makes it do so'} to 0.0 in its configuration (config.json). Attention dropout "
             "may stay, and evaluation draws nothing"
         )
@@ -93,10 +94,6 @@ def _keys(config: Any) -> str:
 
 def _positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
-def _name(model: nn.Module) -> str:
-    return getattr(model, "family", None) or type(model).__name__
 
 
 @contextmanager

@@ -8,7 +8,6 @@ With sequence parallelism, norms and residuals hold rows / tp of the slot's rows
 summed in parts after them; positions, attention, the last hidden states and logits are of all the slot's rows.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from longspan.comm import SequenceShard, World
+from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_copy, tp_gather, tp_split
 from longspan.errors import ModelError
 from longspan.model.layers import Absent, decoder_layers
@@ -201,28 +200,3 @@ def _refuse_other_rows(model: PreTrainedModel) -> None:
             f"{name} calls norm {order.count('norm')} times in a forward pass, as {', '.join(order)}; sequence "
             "parallelism gathers rows in it, once, after the layers: use sequence_parallel=False"
         )
-
-
-class RowsDivide:
-    """Forward pre-hook of a sequence-parallel model or stage: the shard's rows are a multiple of tp, or ModelError."""
-
-    def __init__(self, tp: int) -> None:
-        self.tp = tp
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        shard = kwargs.get("shard")
-        if isinstance(shard, SequenceShard) and shard.local_rows % self.tp:
-            raise ModelError(
-                f"the shard holds {shard.local_rows} rows, which sequence parallelism cannot split over tp {self.tp}; "
-                f"use shard.with_padding(multiple={self.tp}), and plans with row_multiple={self.tp}"
-            )
-
-
-def ask_for_rows(model: nn.Module, tp: int) -> None:
-    """Let a sequence-parallel model refuse rows that tp does not divide; after FSDP2, whose hook must come later."""
-    model.register_forward_pre_hook(RowsDivide(tp), with_kwargs=True, prepend=True)
-
-
-def row_multiple(model: nn.Module) -> int:
-    """What a slot's rows must be a multiple of: tp under sequence parallelism, else 1."""
-    return next((hook.tp for hook in model._forward_pre_hooks.values() if isinstance(hook, RowsDivide)), 1)
