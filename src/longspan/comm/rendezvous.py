@@ -78,9 +78,9 @@ def _all_come(here: Store, place: Place, timeout: float) -> bool:
 
 
 def _absent(here: Store, place: Place, timeout: float) -> CommError:
-    others = [rank for rank in range(place.size) if rank != place.rank]
-    absent = [rank for rank in others if not here.check([f"rank/{rank}"])]
-    left = [rank for rank in others if rank not in absent and here.get(f"rank/{rank}") == b"left"]
+    peers = [rank for rank in range(place.size) if rank != place.rank]
+    absent = [rank for rank in peers if not here.check([f"rank/{rank}"])]
+    left = [rank for rank in peers if rank not in absent and here.get(f"rank/{rank}") == b"left"]
     who = [f"rank(s) {short(absent)} did not come"] if absent else []
     who += [f"rank(s) {short(left)} came and left again"] if left else []
     return CommError(

@@ -100,14 +100,14 @@ class Meshes:
         """The root mesh of ranks (pp, one dim for each axis) at this rank's stage."""
         ranks = self._in_group_order(ranks, axes)
         sizes = ranks.shape[1:]
-        kept = [i for i, (axis, size) in enumerate(zip(axes, sizes, strict=True)) if axis in (SLOTS, OUTER) or size > 1]
-        groups = [self._group(axes[i], np.moveaxis(ranks, i + 1, -1).reshape(-1, sizes[i])) for i in kept]
-        names = tuple(axes[i] for i in kept)
+        dims = [i for i, (axis, size) in enumerate(zip(axes, sizes, strict=True)) if axis in (SLOTS, OUTER) or size > 1]
+        groups = [self._group(axes[i], np.moveaxis(ranks, i + 1, -1).reshape(-1, sizes[i])) for i in dims]
+        names = tuple(axes[i] for i in dims)
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0], self._device_type, mesh_dim_names=names)
         # DTensor warns of every norm and every whole tensor that two axes take two messages for (torch 2.13).
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        mesh = torch.from_numpy(ranks[self._stage].reshape([sizes[i] for i in kept])).to(torch.int)
+        mesh = torch.from_numpy(ranks[self._stage].reshape([sizes[i] for i in dims])).to(torch.int)
         return DeviceMesh.from_group(groups, self._device_type, mesh, mesh_dim_names=names)
 
     def _group(self, axis: str, lines: Ranks) -> ProcessGroup:

@@ -34,14 +34,14 @@ class RingBlocks:
     def __init__(self, channel: Channel, tensors: Sequence[Tensor], counts: Sequence[int], what: str) -> None:
         self._channel, self._counts, self._what = channel, tuple(counts), what
         self._shapes = [t.shape[1:] for t in tensors]
-        self._own = tuple(tensors)
+        self._tensors = tuple(tensors)
         self._spare: list[Tensor] = []
         self._live = self.peak_blocks = 1
 
     def __iter__(self) -> Iterator[tuple[int, Block]]:
         degree, me = self._channel.degree, self._channel.index
-        buffer = packed = first = torch.cat([t.flatten(1) for t in self._own], 1)
-        block = self._own
+        buffer = packed = first = torch.cat([t.flatten(1) for t in self._tensors], 1)
+        block = self._tensors
         for step in range(degree):
             owner = (me - step) % degree
             if step + 1 == degree:

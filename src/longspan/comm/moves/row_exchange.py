@@ -70,9 +70,9 @@ class RowExchange:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(rows of have here, …) to (rows of need here, …)."""
-        held = self.exchange.have.counts[self.channel.index]
-        if x.shape[0] != held:
-            raise LayoutError(f"{x.shape[0]} rows were given, this member has {held}; pass them in the order of `have`")
+        rows = self.exchange.have.counts[self.channel.index]
+        if x.shape[0] != rows:
+            raise LayoutError(f"{x.shape[0]} rows were given, this member has {rows}; pass them in the order of `have`")
         if self._back is None or not x.is_floating_point() or not torch.is_grad_enabled():
             return _move(x.detach(), self._there, self.channel, "row exchange")
         # The anchor makes every member enter backward, also one whose own rows need no gradient.
@@ -95,8 +95,8 @@ class _ExchangeRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        found = ctx.move.back(gradients[0])
-        return found, found.new_zeros(ctx.shape), None
+        gradient = ctx.move.back(gradients[0])
+        return gradient, gradient.new_zeros(ctx.shape), None
 
 
 def _move(x: Tensor, moves: Moves, channel: Channel, what: str) -> Tensor:
@@ -123,9 +123,9 @@ def _move(x: Tensor, moves: Moves, channel: Channel, what: str) -> Tensor:
 def _moves_there(exchange: Exchange, me: int, device: torch.device) -> Moves:
     """Forward: every needed row once from one rank that has it; own rows stay."""
     members = range(exchange.degree)
-    kept = exchange.keep(me)
-    sends = [kept.source if m == me else exchange.send(me, to=m) for m in members]
-    takes = [(np.arange(len(kept.source)), kept.target) if m == me else exchange.receive(me, frm=m) for m in members]
+    local = exchange.keep(me)
+    sends = [local.source if m == me else exchange.send(me, to=m) for m in members]
+    takes = [(np.arange(len(local.source)), local.target) if m == me else exchange.receive(me, frm=m) for m in members]
     arriving = [int(n) for n in exchange.counts[:, me]]
     return _on_device(sends, takes, arriving, exchange.need.counts[me], device)
 
@@ -157,8 +157,8 @@ def _moves_summed_back(exchange: Exchange, me: int, device: torch.device) -> Mov
 
 def _places(arrived: Rows, have: Rows) -> tuple[Rows, Rows]:
     """(source, target): where each of the sorted arrived rows goes among `have`, which may hold a row several times."""
-    held = np.flatnonzero(np.isin(have, arrived))
-    return np.searchsorted(arrived, have[held]), held
+    places = np.flatnonzero(np.isin(have, arrived))
+    return np.searchsorted(arrived, have[places]), places
 
 
 def _rounds(need: Rows, first: Rows) -> list[tuple[Rows, Rows]]:

@@ -21,18 +21,20 @@ from longspan.comm.world import world_of
 
 Gradient = Literal["identical", "partial"]
 
+GATHER_GRADIENTS = "gather of gradients over tp"
+
 # torch 2.13 renamed reduce_scatter_tensor.
 _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def tp_copy(x: Tensor, key: int) -> Tensor:
     """The same tensor, for a computation of which each rank does a part; the partial gradient is summed."""
-    return _Copy.apply(x, key)  # pyright: ignore[reportReturnType]
+    return _apply(x, lambda x: x.view_as(x), lambda gradient: _summed(gradient, key, "sum of gradients over tp"))
 
 
 def tp_sum(x: Tensor, key: int) -> Tensor:
     """The sum of every rank's tensor; the gradient is identical and passes as it is."""
-    return _Sum.apply(x, key)  # pyright: ignore[reportReturnType]
+    return _apply(x, lambda x: _summed(x, key, "sum over tp"), lambda gradient: gradient)
 
 
 def tp_gather(x: Tensor, key: int, dim: int, *, gradient: Gradient) -> Tensor:
@@ -40,17 +42,30 @@ def tp_gather(x: Tensor, key: int, dim: int, *, gradient: Gradient) -> Tensor:
 
     Backward gives each rank its slice of an identical gradient, or of the sum of a partial one.
     """
-    return _Gather.apply(x, key, dim % x.ndim, gradient)  # pyright: ignore[reportReturnType]
+    dim = dim % x.ndim
+
+    def backward(whole: Tensor) -> Tensor:
+        if gradient == "identical":
+            return _slice(whole, key, dim)
+        return _summed_slice(whole, key, dim, "sum of row gradients over tp")
+
+    return _apply(x, lambda x: _gathered(x, key, dim, "gather over tp"), backward)
 
 
 def tp_split(x: Tensor, key: int, dim: int) -> Tensor:
     """This rank's slice of a tensor that every rank holds; backward gathers the slices' gradients."""
-    return _Split.apply(x, key, dim % x.ndim)  # pyright: ignore[reportReturnType]
+    dim = dim % x.ndim
+    return _apply(x, lambda x: _slice(x, key, dim), lambda part: _gathered(part, key, dim, GATHER_GRADIENTS))
 
 
 def tp_sum_split(x: Tensor, key: int, dim: int) -> Tensor:
     """This rank's slice of the sum of every rank's tensor; backward gathers the slices' gradients."""
-    return _SumSplit.apply(x, key, dim % x.ndim)  # pyright: ignore[reportReturnType]
+    dim = dim % x.ndim
+    return _apply(
+        x,
+        lambda x: _summed_slice(x, key, dim, "sum of rows over tp"),
+        lambda part: _gathered(part, key, dim, GATHER_GRADIENTS),
+    )
 
 
 def tp_place(key: int) -> tuple[int, int]:
@@ -75,22 +90,22 @@ def _gathered(x: Tensor, key: int, dim: int, what: str) -> Tensor:
     tp = world_of(key).channels.tp
     x = x.detach().contiguous()
     in_place = x.shape[:dim].numel() == 1
-    found = x.new_empty(
+    gathered = x.new_empty(
         (*x.shape[:dim], tp.degree * x.shape[dim], *x.shape[dim + 1 :]) if in_place else (tp.degree, *x.shape)
     )
-    flat, own = found.view(-1), x.view(-1)
-    _run(tp, what, lambda group: _all_gather_single(flat, own, group=group, async_op=True))
-    return found if in_place else torch.cat(found.unbind(), dim)
+    into, flat = gathered.view(-1), x.view(-1)
+    _run(tp, what, lambda group: _all_gather_single(into, flat, group=group, async_op=True))
+    return gathered if in_place else torch.cat(gathered.unbind(), dim)
 
 
 def _summed_slice(x: Tensor, key: int, dim: int, what: str) -> Tensor:
     tp = world_of(key).channels.tp
     x = x.detach().contiguous()
     assert x.shape[:dim].numel() == 1 and x.shape[dim] % tp.degree == 0, (what, x.shape, dim, tp.degree)
-    found = x.new_empty((*x.shape[:dim], x.shape[dim] // tp.degree, *x.shape[dim + 1 :]))
-    flat, own = x.view(-1), found.view(-1)
-    _run(tp, what, lambda group: _reduce_scatter_single(own, flat, group=group, async_op=True))
-    return found
+    part = x.new_empty((*x.shape[:dim], x.shape[dim] // tp.degree, *x.shape[dim + 1 :]))
+    flat, into = x.view(-1), part.view(-1)
+    _run(tp, what, lambda group: _reduce_scatter_single(into, flat, group=group, async_op=True))
+    return part
 
 
 def _slice(x: Tensor, key: int, dim: int) -> Tensor:
@@ -99,57 +114,18 @@ def _slice(x: Tensor, key: int, dim: int) -> Tensor:
     return x.detach().chunk(degree, dim)[index].clone(memory_format=torch.contiguous_format)
 
 
-class _Copy(torch.autograd.Function):
+def _apply(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    return _Collective.apply(x, forward, backward)  # pyright: ignore[reportReturnType]
+
+
+class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, key: int) -> Tensor:
-        ctx.key = key
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradients[0], ctx.key, "sum of gradients over tp"), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, key: int) -> Tensor:
-        return _summed(x, key, "sum over tp")
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, key: int, dim: int, gradient: Gradient) -> Tensor:
-        ctx.key, ctx.dim, ctx.gradient = key, dim, gradient
-        return _gathered(x, key, dim, "gather over tp")
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        if ctx.gradient == "identical":
-            return _slice(gradients[0], ctx.key, ctx.dim), None, None, None
-        return _summed_slice(gradients[0], ctx.key, ctx.dim, "sum of row gradients over tp"), None, None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, key: int, dim: int) -> Tensor:
-        ctx.key, ctx.dim = key, dim
-        return _slice(x, key, dim)
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.run_backward = backward
+        return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered(gradients[0], ctx.key, ctx.dim, "gather of gradients over tp"), None, None
-
-
-class _SumSplit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, key: int, dim: int) -> Tensor:
-        ctx.key, ctx.dim = key, dim
-        return _summed_slice(x, key, dim, "sum of rows over tp")
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered(gradients[0], ctx.key, ctx.dim, "gather of gradients over tp"), None, None
+        return ctx.run_backward(gradients[0]), None, None
