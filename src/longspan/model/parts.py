@@ -47,16 +47,20 @@ def parts_of(model: PreTrainedModel) -> Parts:
 
 
 class PartCall(NamedTuple):
-    """A part was called; `reads_more`: with hidden states beside those that the call before it returned."""
+    """One call of a part in a forward pass.
+
+    `reads_more` says whether it was given earlier hidden states beside those that the call before it returned.
+    """
 
     part: str
     reads_more: bool
 
 
-def run_stand_ins(model: PreTrainedModel, parts: Parts) -> tuple[list[PartCall], bool]:
-    """The calls of a base model's parts in one forward pass of two rows of hidden states, with stand-ins for all parts.
+def trace_parts(model: PreTrainedModel, parts: Parts) -> tuple[list[PartCall], bool]:
+    """Run a base model's own forward on two rows of hidden states, with a stand-in for each part that hands them on.
 
-    And whether the hidden states came out bit by bit as they went in; on the meta device, in their shape.
+    Returns the calls of its parts, and whether the hidden states came out bit by bit as they went in; on the meta
+    device, whether they came out in their shape.
     """
     bare, hidden = (
         shallow_copy(model, parts, range(0), first=False, last=False).base_model,

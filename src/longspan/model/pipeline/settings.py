@@ -1,4 +1,4 @@
-"""How a home's pipeline is run, as a value: which stages each rank holds, and how many micro-batches a step takes."""
+"""The settings of a pipeline as a value: which stages each rank holds, and how many micro-batches a step takes."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -59,9 +59,9 @@ class PipelineSettings:
         return tuple(range(place, self.stages, self.pp))
 
     def enough_micro_batches(self, count: int) -> int:
-        """The least number of micro-batches, `count` or more, that a training step takes; what is missing are dummies.
+        """The least number of micro-batches, `count` or more, that a training step can take; dummies are added.
 
-        Interleaved schedules go in n // pp rounds of equal size.
+        Interleaved schedules run n micro-batches in n // pp rounds of equal size.
         """
         in_rounds = self.schedule == "zero_bubble" or (self.schedule == "1f1b" and self.virtual_stages > 1)
         if self.pp > 1 and in_rounds:

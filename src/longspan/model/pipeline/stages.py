@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
-from longspan.model.parts import Parts, is_tied, run_stand_ins, shallow_copy, shallow_module
+from longspan.model.parts import Parts, is_tied, shallow_copy, shallow_module, trace_parts
 
 MakeOutput = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
@@ -75,7 +75,7 @@ def refuse_inexact(model: PreTrainedModel, parts: Parts) -> None:
     returned and on nothing else that hidden states go into; and hidden states must come out bit by bit as they went in.
     Gemma's and Granite's forwards scale their embeddings there, which every stage would do again.
     """
-    calls, unchanged = run_stand_ins(model, parts)
+    calls, unchanged = trace_parts(model, parts)
     name, order, called = type(model).__name__, _order(model, parts), [call.part for call in calls]
     if wrong := [part for part in order if called.count(part) != 1]:
         raise ModelError(

@@ -1,8 +1,8 @@
-"""An embedding that is the head too, on the first and on the last stage of a pipeline: two copies kept bit-equal.
+"""An embedding that is tied to the head: the first and the last stage of a pipeline hold a copy each, kept bit-equal.
 
-Their gradients are summed once a step, before the norm and the optimizer, which then do the same to both. Where one
-rank holds both stages (a V schedule), the optimizer knows the first stage's copy alone, and the other is made equal
-before every step.
+The gradients of both copies are summed once a step, before the gradient norm and the optimizer, which then do the same
+to both. Where one rank holds both stages (a V schedule), the optimizer knows the first stage's copy alone, and the
+other one is made equal before every step.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,11 +1,11 @@
 """Tensors that wait in the host's memory between a forward pass and its backward pass.
 
-On a GPU they travel on a stream of their own, to pinned memory and back; what was parked before is fetched ahead, as
-backward passes go through layers in reverse. On a CPU they are copied, so that the same code runs.
+On a GPU they are copied to pinned memory and back on a CUDA stream of their own. A backward pass goes through the
+layers in reverse, so fetching one tensor also fetches those that were offloaded shortly before it. On a CPU they are
+copied, so that the same code runs.
 """
 
 import weakref
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,15 +14,15 @@ AHEAD = 4  # tensors: a layer's input and what its attention keeps
 
 
 class HostOffload:
-    """Where the activations of one model wait; `parked = parking(x)` and later `x = parked()`.
+    """Copies the activations of one model to the host: `offloaded = offload(x)`, and later `x = offloaded()`.
 
-    >>> parking = HostOffload()
-    >>> parked = parking(torch.ones(3))
-    >>> parked().tolist()
+    >>> offload = HostOffload()
+    >>> offloaded = offload(torch.ones(3))
+    >>> offloaded().tolist()
     [1.0, 1.0, 1.0]
 
-    `begin` starts a new chain: nothing is fetched ahead across it. Fetching a tensor starts the way back of the few
-    that were parked before it in its chain, unless they have been here.
+    `begin` starts a new chain, and nothing is fetched ahead across its start. Fetching a tensor also starts to fetch
+    the few that were offloaded before it in its chain, unless they have been fetched already.
     """
 
     def __init__(self) -> None:
@@ -30,14 +30,14 @@ class HostOffload:
         self._last: weakref.ref[OffloadedTensor] | None = None
 
     def begin(self) -> None:
-        """The first layer of a forward pass: what follows is not fetched together with what was before."""
+        """Called by the first layer of a forward pass: what follows is not fetched together with what was before."""
         self._last = None
 
     def __call__(self, x: Tensor) -> "OffloadedTensor":
         """Copy a tensor to the host; its memory is free once nothing else holds it."""
-        parked = OffloadedTensor(x, self._stream(x.device), self._last)
-        self._last = weakref.ref(parked)
-        return parked
+        offloaded = OffloadedTensor(x, self._stream(x.device), self._last)
+        self._last = weakref.ref(offloaded)
+        return offloaded
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
         if device.type != "cuda":
@@ -67,16 +67,16 @@ class OffloadedTensor:
         x.record_stream(stream)
 
     def __call__(self) -> Tensor:
-        """The tensor, as it was; what was parked before it begins its way back too."""
+        """The tensor as it was; the tensors that were offloaded before it begin to be fetched too."""
         if self._stream is None:
             return self._host.clone()
         self._taken = True
         self.fetch()
-        before = self._parked_before()
+        before = self._offloaded_before()
         for _ in range(AHEAD):
             if before is not None and not before._taken:
                 before.fetch()
-            before = None if before is None else before._parked_before()
+            before = None if before is None else before._offloaded_before()
         assert self._here is not None
         (x, arrived), self._here = self._here, None
         current = torch.cuda.current_stream(self._device)
@@ -84,11 +84,11 @@ class OffloadedTensor:
         x.record_stream(current)
         return x
 
-    def _parked_before(self) -> "OffloadedTensor | None":
+    def _offloaded_before(self) -> "OffloadedTensor | None":
         return None if self._before is None else self._before()
 
     def fetch(self) -> None:
-        """Start the way back, unless it has been started."""
+        """Start to copy the tensor back, unless that has been started."""
         if self._stream is None or self._here is not None:
             return
         with torch.cuda.stream(self._stream):
@@ -99,10 +99,6 @@ class OffloadedTensor:
         self._here = (x, arrived)
 
 
-def hooks(parking: HostOffload) -> torch.autograd.graph.saved_tensors_hooks:
-    """A context in which what autograd saves waits on the host."""
-    return torch.autograd.graph.saved_tensors_hooks(parking, _fetched)
-
-
-def _fetched(parked: Callable[[], Tensor]) -> Tensor:
-    return parked()
+def saved_on_host(offload: HostOffload) -> torch.autograd.graph.saved_tensors_hooks:
+    """A context in which the tensors that autograd saves wait in the host's memory."""
+    return torch.autograd.graph.saved_tensors_hooks(offload, lambda offloaded: offloaded())

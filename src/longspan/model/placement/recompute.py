@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast, get_args
 
-from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers import PreTrainedModel
 
 from longspan.attention.saved_outputs import Recording
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers, layers_of_stages
-from longspan.model.placement.offload import HostOffload, hooks
+from longspan.model.placement.offload import HostOffload, saved_on_host
 
 Recompute = Literal["none", "full", "selective"]
 
@@ -73,25 +72,22 @@ class Recomputation:
         """Recompute the layers that are here, a whole model's or a stage's, which may be fewer than `layers`."""
         if self.kind == "none":
             return
-        parking = HostOffload() if self.offload else None
+        offload = HostOffload() if self.offload else None
         for index, layer in enumerate([*decoder_layers(model).values()][: self.layers or None]):
-            run = partial(_checkpointed, selective=self.kind == "selective", parking=parking, first=index == 0)
-            _set(layer, _gradient_checkpointing_func=run, gradient_checkpointing=True)
-
-
-def _set(layer: nn.Module, **values: Any) -> None:
-    """What transformers' own `gradient_checkpointing_enable` sets on a layer, in 5.17 and 5.23."""
-    for name, value in values.items():
-        setattr(layer, name, value)
+            module: Any = layer  # the attributes that transformers' gradient_checkpointing_enable sets, in 5.17 to 5.23
+            module._gradient_checkpointing_func = partial(
+                _checkpointed, selective=self.kind == "selective", offload=offload, first=index == 0
+            )
+            module.gradient_checkpointing = True
 
 
 def _checkpointed(
-    run: Callable[..., Any], *args: Any, selective: bool, parking: HostOffload | None, first: bool
+    run: Callable[..., Any], *args: Any, selective: bool, offload: HostOffload | None, first: bool
 ) -> Any:
     """One call of a layer under a checkpoint of its own."""
-    if parking is not None and first:
-        parking.begin()
-    contexts = Recording(parking).contexts if selective else noop_context_fn
-    # Inside, the checkpoint's own hooks are innermost: these see the layer's inputs and nothing else.
-    with hooks(parking) if parking is not None else nullcontext():
+    if offload is not None and first:
+        offload.begin()
+    contexts = Recording(offload).contexts if selective else noop_context_fn
+    # Inside, the checkpoint's own hooks are innermost: those of the offload see the layer's inputs and nothing else.
+    with saved_on_host(offload) if offload is not None else nullcontext():
         return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)

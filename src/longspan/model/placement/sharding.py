@@ -116,7 +116,7 @@ def replicas_summed_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
     try:
         yield sum_over_replicas
         assert all(group._partial_reduce_output is None for group in _reduced_together(modules)), (
-            "the last was not told"
+            "sum_over_replicas was not called before the last backward pass"
         )
     finally:
         sum_over_replicas()

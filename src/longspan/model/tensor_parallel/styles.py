@@ -20,7 +20,7 @@ from longspan.model.local_tensors import local_tensor
 
 ROWS = 1  # the dim of rows in a packed (1, T, …)
 View = Callable[[Tensor], Tensor | None]
-Through = Callable[[Tensor], Tensor]
+Transform = Callable[[Tensor], Tensor]
 
 
 def slice_parameter(module: nn.Module, name: str, dim: int, world: World) -> nn.Parameter:
@@ -34,13 +34,13 @@ def slice_parameter(module: nn.Module, name: str, dim: int, world: World) -> nn.
     return sliced
 
 
-def nothing(x: Tensor) -> None:
+def left_out(x: Tensor) -> None:
     """A parameter left out of a module's forward."""
 
 
 @contextmanager
-def seen_as(module: nn.Module, values: Mapping[str, object]) -> Iterator[None]:
-    """Inside, the module's attributes have these values, parameters too: they shadow them, nothing is replaced."""
+def attributes_replaced(module: nn.Module, values: Mapping[str, object]) -> Iterator[None]:
+    """Inside, the module's attributes have these values, parameters too: they shadow them, left_out is replaced."""
     attributes = vars(module)
     before = {name: attributes[name] for name in values if name in attributes}
     attributes.update(values)
@@ -55,8 +55,8 @@ def seen_as(module: nn.Module, values: Mapping[str, object]) -> Iterator[None]:
 def wrap_forward(
     module: nn.Module,
     *,
-    enter: Through | None = None,
-    leave: Through | None = None,
+    enter: Transform | None = None,
+    leave: Transform | None = None,
     views: Mapping[str, View] | None = None,
 ) -> None:
     """Wrap the module's forward: `enter` on its first tensor, `leave` on its first output, parameters seen as `views`.
@@ -70,7 +70,7 @@ def wrap_forward(
     def forward(*args: Any, **kwargs: Any) -> Any:
         if enter is not None:
             args, kwargs = _with_first(enter, args, kwargs)
-        with seen_as(module, {name: view(getattr(module, name)) for name, view in shown.items()}):
+        with attributes_replaced(module, {name: view(getattr(module, name)) for name, view in shown.items()}):
             out = inner(*args, **kwargs)
         if leave is None:
             return out
@@ -80,7 +80,7 @@ def wrap_forward(
 
 
 def _with_first(
-    enter: Through, args: tuple[Any, ...], kwargs: dict[str, Any]
+    enter: Transform, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if args:
         return (enter(args[0]), *args[1:]), kwargs
@@ -111,18 +111,18 @@ def rowwise(linear: nn.Linear, world: World, *, sequence_parallel: bool) -> None
     """
     slice_parameter(linear, "weight", 1, world)
     key = world.key
-    total: Through = partial(tp_sum_split, key=key, dim=ROWS) if sequence_parallel else partial(tp_sum, key=key)
+    total: Transform = partial(tp_sum_split, key=key, dim=ROWS) if sequence_parallel else partial(tp_sum, key=key)
     if linear.bias is None:
         wrap_forward(linear, leave=total, views={"weight": local_tensor})
         return
-    bias_of: Through = partial(tp_copy, key=key) if sequence_parallel else local_tensor
+    bias_of: Transform = partial(tp_copy, key=key) if sequence_parallel else local_tensor
 
     def with_bias(out: Tensor) -> Tensor:
         bias = linear.bias
         assert bias is not None
         return total(out) + bias_of(bias)
 
-    wrap_forward(linear, leave=with_bias, views={"weight": local_tensor, "bias": nothing})
+    wrap_forward(linear, leave=with_bias, views={"weight": local_tensor, "bias": left_out})
 
 
 def partial_gradients(module: nn.Module, key: int, parameter: str | None = None) -> None:
@@ -145,7 +145,7 @@ def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel
     @wraps(inner)
     def forward(ids: Tensor) -> Tensor:
         elsewhere = (ids < first) | (ids >= first + width)  # (1, T)
-        with seen_as(embedding, {"weight": local_tensor(embedding.weight), "padding_idx": own_padding}):
+        with attributes_replaced(embedding, {"weight": local_tensor(embedding.weight), "padding_idx": own_padding}):
             vectors = inner((ids - first).masked_fill(elsewhere, 0))
         vectors = vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
         return tp_sum_split(vectors, key, ROWS) if sequence_parallel else tp_sum(vectors, key)

@@ -20,7 +20,7 @@ from longspan.comm.moves.tp_collectives import tp_copy, tp_gather, tp_split
 from longspan.errors import ModelError
 from longspan.model.layers import Absent, decoder_layers
 from longspan.model.local_tensors import local_tensor
-from longspan.model.parts import Parts, run_stand_ins
+from longspan.model.parts import Parts, trace_parts
 from longspan.model.tensor_parallel.plan import (
     COLWISE,
     EMBEDDING,
@@ -36,7 +36,7 @@ from longspan.model.tensor_parallel.plan import (
 )
 from longspan.model.tensor_parallel.styles import (
     ROWS,
-    Through,
+    Transform,
     columnwise,
     columnwise_gathered,
     partial_gradients,
@@ -101,7 +101,7 @@ def split_over_tp(
 
 
 def _wrap_blocks(model: nn.Module, placed: list[Placed], world: World, *, sequence_parallel: bool) -> None:
-    enter: Through = partial(tp_copy, key=world.key)
+    enter: Transform = partial(tp_copy, key=world.key)
     if sequence_parallel:
         enter = partial(tp_gather, key=world.key, dim=ROWS, gradient="partial")
     for name in sorted(blocks_of(placed)):
@@ -194,7 +194,7 @@ def _refuse_other_rows(model: PreTrainedModel) -> None:
             f"{name} has parameters outside its embedding, layers and norm ({', '.join(beside[:4])}), which have no "
             "place in a sequence-parallel region; use sequence_parallel=False"
         )
-    order = [call.part for call in run_stand_ins(model, parts)[0]]
+    order = [call.part for call in trace_parts(model, parts)[0]]
     if order.count("norm") != 1 or order[-1] != "norm":
         raise ModelError(
             f"{name} calls norm {order.count('norm')} times in a forward pass, as {', '.join(order)}; sequence "

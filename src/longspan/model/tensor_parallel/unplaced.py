@@ -47,7 +47,7 @@ def _of_block(model: nn.Module, name: str, placed: Sequence[Placed], named: set[
     for parameter in beside:
         owner, _, attribute = parameter.rpartition(".")
         module = block.get_submodule(owner)
-        if parameter not in summed or module is block or not _each_feature_by_itself(module):
+        if parameter not in summed or module is block or not _is_elementwise(module):
             raise ModelError(
                 f"{name}.{parameter} ({type(module).__name__}) is not in the tensor-parallel plan of "
                 f"{type(model).__name__}, but in a block whose features are split; such a parameter is supported where "
@@ -96,7 +96,7 @@ def _reached(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[bo
 
 
 @torch.no_grad()
-def _each_feature_by_itself(module: nn.Module) -> bool:
+def _is_elementwise(module: nn.Module) -> bool:
     """Whether some of the features give the same as among all features, shown with numbers on the host."""
     ones = {n: torch.ones(x.shape) for n, x in (*module.named_parameters(), *module.named_buffers())}
     x = torch.linspace(-2, 2, 2 * _FEATURES).view(1, 2, _FEATURES)
