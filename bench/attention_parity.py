@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from longspan.bench.record import begin_or_go_on, where_it_ran, write_record
+from longspan.bench.record import open_record, where_it_ran, write_record
 from longspan.comm import run_local
 from tests.attention.parity import DEGREES, DTYPES, REFUSED, WAYS, Combination, run, whole
 
@@ -38,7 +38,7 @@ def main() -> None:
     flags.add_argument("--out", type=Path)
     given = flags.parse_args()
     os.environ["LONGSPAN_TEST_BACKEND"] = given.backend
-    record = begin_or_go_on("attention parity", given.out, given.backend, ROOT)
+    record = open_record("attention parity", given.out, given.backend, ROOT)
     record.setdefault("degrees", {})
     for degree in map(int, given.degrees.split(",")):
         if str(degree) not in record["degrees"]:

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from longspan.bench.record import begin_or_go_on, where_it_ran, write_record
+from longspan.bench.record import open_record, where_it_ran, write_record
 from longspan.comm import run_local
 from tests.train.matrix import DTYPES, LIMITS, RANKS, Combination, Errors, every, run, wanted_of, worst_of_ranks
 
@@ -38,7 +38,7 @@ def main() -> None:
     flags.add_argument("--out", type=Path)
     given = flags.parse_args()
     os.environ["LONGSPAN_TEST_BACKEND"] = given.backend
-    record = begin_or_go_on("training matrix", given.out, given.backend, ROOT)
+    record = open_record("training matrix", given.out, given.backend, ROOT)
     record.setdefault("ranks", {})
     for ranks in map(int, given.ranks.split(",")):
         _add(record, ranks, given.most, given.out)

@@ -17,10 +17,10 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "--list"):
         print(usage())
         return 0
-    name, *rest = argv
+    name, *arguments = argv
     if name not in BENCHES:
         raise ConfigError(f"longspan bench has no {name!r}; it has {', '.join(BENCHES)}")
-    return import_module(f"longspan.bench.{name}.command").main(rest)
+    return import_module(f"longspan.bench.{name}.command").main(arguments)
 
 
 def usage() -> str:

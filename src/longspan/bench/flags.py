@@ -1,4 +1,4 @@
-"""Flags that every bench has, and the processes that it runs on."""
+"""Flags that all benches have, and the processes that they run on."""
 
 import os
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from longspan.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class BenchFlags:
-    """How a bench runs, whatever it measures; each has its own defaults."""
+    """The flags that all benches have; a bench may set other defaults."""
 
     warmup: int = 1
-    """Runs before the timed ones."""
+    """Number of runs before the timed ones."""
     repeats: int = 1
-    """Timed runs; their median counts."""
+    """Number of timed runs, of which the median counts."""
     world: int = 0
-    """Local processes on the CPU; 0: one for each GPU, or torchrun's, or a few where there is no GPU."""
+    """Number of local CPU processes to start; 0: one for each GPU, those of torchrun, or a few without GPUs."""
     out: str = ""
-    """Write the record to this JSON file, row by row, and at the end as a table to the .md file beside it."""
+    """Write the record to this JSON file as rows are finished, and at the end a table to the .md file beside it."""
     timeout_seconds: float = 180.0
     """How long a rank waits for the others."""
     json: Switch = False
     """Print the record as JSON, and nothing else, on standard output."""
 
     def check_runs(self) -> None:
-        """Raise ConfigError where nothing would be timed, or where what is timed could not be written."""
+        """Raise ConfigError if nothing would be timed, or if the record could not be written."""
         if self.repeats < 1 or self.warmup < 0:
             raise ConfigError(f"--repeats {self.repeats} --warmup {self.warmup}: at least 1 and 0")
         if self.out and Path(self.out).is_dir():
@@ -38,7 +38,7 @@ class BenchFlags:
             )
 
     def processes(self, without_gpus: int) -> tuple[int, str]:
-        """How many processes there will be, `without_gpus` where nothing else says so, and what they talk through."""
+        """The number of processes, `without_gpus` unless flags, torchrun or GPUs decide it, and their backend."""
         import torch
 
         gpus, ranks = torch.cuda.device_count(), ranks_wanted(self.world)
@@ -48,5 +48,5 @@ class BenchFlags:
 
 
 def ranks_on_this_host(ranks: int) -> int:
-    """How many of torchrun's processes run here."""
+    """How many of torchrun's processes run on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))

@@ -1,4 +1,4 @@
-"""The record of a bench on disk, while it runs and when it is done."""
+"""The record of a bench: on disk while the bench runs, on disk and on the terminal when it is done."""
 
 import json
 import subprocess
@@ -6,13 +6,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from longspan.bench.flags import BenchFlags
 from longspan.cli.machine import machine, machine_text
+from longspan.cli.processes import reports_here
 from longspan.errors import ConfigError
 from longspan.train.versions import versions
 
 
+def show_record(record: dict[str, Any], flags: BenchFlags, *, text: str, markdown: str) -> None:
+    """Print a finished record, as JSON with --json, and write it to the file of --out; on the reporting rank only."""
+    if not reports_here():
+        return
+    if flags.out:
+        write_record(record, Path(flags.out), markdown)
+    print(json.dumps(record, indent=1) if flags.json else text)
+
+
 def write_record(record: dict[str, Any], path: Path, markdown: str) -> None:
-    """Write a record as JSON, and what it says in Markdown beside it. Raises ConfigError where that cannot be."""
+    """Write a record as JSON, and as Markdown beside it. Raises ConfigError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -21,15 +32,15 @@ def write_record(record: dict[str, Any], path: Path, markdown: str) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
-def keep_so_far(record: dict[str, Any], out: str) -> None:
-    """A bench that is interrupted has its finished rows on disk; "": nowhere."""
+def write_unfinished(record: dict[str, Any], out: str) -> None:
+    """Write what has been measured so far, for a bench that may be interrupted; with out "" nothing is written."""
     if out:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         Path(out).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
-def begin_or_go_on(bench: str, out: Path | None, backend: str, source: Path) -> dict[str, Any]:
-    """The record at `out` where it is of the same commit of `source` and the same backend, otherwise a new one."""
+def open_record(bench: str, out: Path | None, backend: str, source: Path) -> dict[str, Any]:
+    """The record at `out` if it has the same commit of `source` and the same backend, otherwise a new one."""
     words = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(words, cwd=source, capture_output=True, text=True, check=False).stdout.strip()
     if out is not None and out.exists():
@@ -42,13 +53,13 @@ def begin_or_go_on(bench: str, out: Path | None, backend: str, source: Path) -> 
 
 
 def where_it_ran(record: dict[str, Any]) -> str:
-    """Machine, versions and command of a record, for people, and its commit where it is known."""
-    found = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    """Machine, versions, command and, if known, commit of a record, as text."""
+    packages = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     commit = f" Commit {record['commit']}." if "commit" in record else ""
-    return f"Machine: {machine_text(record['machine'])}. Versions: {found}.{commit} Command: `{record['command']}`."
+    return f"Machine: {machine_text(record['machine'])}. Versions: {packages}.{commit} Command: `{record['command']}`."
 
 
-def said_of(error: Exception) -> dict[str, str]:
-    """A row of a record in place of figures: why a peer did not run."""
+def missing_because(error: Exception) -> dict[str, str]:
+    """The row of a peer that did not run: the reason, in place of figures."""
     lines = str(error).strip().splitlines() or [""]
     return {"missing": f"{type(error).__name__}: {lines[0][:160]}"}

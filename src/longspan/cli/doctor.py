@@ -1,4 +1,7 @@
-"""`longspan doctor`: is this machine fit, and is longspan exact on it? A line a check, exit code 1 for a bad one."""
+"""`longspan doctor`: checks whether this machine can run longspan, and whether longspan is exact on it.
+
+The result has one line for each check. The exit code is 1 if a check failed.
+"""
 
 import json
 import os
@@ -12,7 +15,7 @@ import tyro
 
 from longspan.cli.machine import machine, machine_text
 from longspan.cli.parse import parse_flags
-from longspan.cli.processes import reports_here, under_torchrun
+from longspan.cli.processes import reports_here, run_on_ranks, under_torchrun
 from longspan.errors import ConfigError, LongspanError, counted
 from longspan.report.series import write_bytes, write_seconds
 from longspan.report.text_table import text_table
@@ -29,10 +32,9 @@ LOCAL_RANKS = 4
 class DoctorFlags:
     """Check versions, devices, backends, kernels and process groups, and compare a small model with the stock one.
 
-    A Qwen3 of two layers runs at context-parallel degrees 1, 2 and 4 with each communication type (p2p, all_gather,
-    a2a, a2a+p2p in levels, auto), on four local processes, or over NCCL where there are several GPUs (or under
-    torchrun, on its ranks). The result names the groups that were made, and which ranks each level of a hierarchical
-    group joins.
+    The comparison runs a Qwen3 of two layers at context-parallel degrees 1, 2 and 4 with every communication type. It
+    uses four local processes, one process for each GPU where there are several, or the ranks of torchrun. The result
+    names the process groups that were made, and the ranks of each level of a hierarchical group.
     """
 
     kernels: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -50,7 +52,7 @@ class DoctorFlags:
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the result. `good` None: nothing to judge."""
+    """One line of the result. `good` is None where the line only informs."""
 
     area: str
     name: str
@@ -59,7 +61,7 @@ class Check:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb; 0 when every check is good, 1 otherwise."""
+    """Run the verb. Returns 0 if every check is good, otherwise 1."""
     flags = parse_flags(DoctorFlags, argv, "longspan doctor")
     if flags.kernels:
         print(kernel_report(as_json=flags.json))
@@ -83,23 +85,23 @@ def main(argv: Sequence[str]) -> int:
     return 0 if good else 1
 
 
-def version_checks(found: dict[str, str]) -> Iterator[Check]:
+def version_checks(installed: dict[str, str]) -> Iterator[Check]:
     """Installed versions against those that longspan is tested with."""
-    for name, text in found.items():
+    for name, text in installed.items():
         least, below = SUPPORTED.get(name, (None, None))
         if least is None:
             yield Check("version", name, text, None)
             continue
         number = tuple(int(part) for part in text.split("+")[0].split(".")[:2])
-        wanted = f"{'.'.join(map(str, least))} or later" + (f", below {'.'.join(map(str, below))}" if below else "")
+        needed = f"{'.'.join(map(str, least))} or later" + (f", below {'.'.join(map(str, below))}" if below else "")
         good = number >= least and (below is None or number < below)
-        yield Check("version", name, text if good else f"{text}; needs {wanted}", good)
-    missing = [name for name in ("torch", "transformers", "numpy") if name not in found]
+        yield Check("version", name, text if good else f"{text}; needs {needed}", good)
+    missing = [name for name in ("torch", "transformers", "numpy") if name not in installed]
     yield from (Check("version", name, "not installed", False) for name in missing)
 
 
 def device_checks() -> Iterator[Check]:
-    """The processor, each GPU, and what can carry messages between processes."""
+    """The processor, each GPU, and which communication backends are available."""
     import torch
     import torch.distributed as dist
 
@@ -111,8 +113,8 @@ def device_checks() -> Iterator[Check]:
     yield Check("backend", "gloo", "available" if dist.is_gloo_available() else "missing", dist.is_gloo_available())
     gpus, nccl = torch.cuda.device_count(), dist.is_nccl_available()
     without = "built in, no GPU that torch can use" if nccl else "not in this torch build"
-    found = f"available, {here['nccl']}" if "nccl" in here else without
-    yield Check("backend", "nccl", found, nccl if gpus > 1 else None)
+    nccl_state = f"available, {here['nccl']}" if "nccl" in here else without
+    yield Check("backend", "nccl", nccl_state, nccl if gpus > 1 else None)
 
 
 def kernel_checks() -> Iterator[Check]:
@@ -126,8 +128,8 @@ def kernel_checks() -> Iterator[Check]:
             need = Need(torch.device(device), dtype, 128, dense=True)
             able = [kernel.name for kernel in KERNELS if kernel.suits(need)]
             name = f"{device.split(':')[0]} {str(dtype).removeprefix('torch.')}"
-            others = f" (also {', '.join(able[1:])})" if len(able) > 1 else ""
-            yield Check("kernel", name, able[0] + others if able else "none", bool(able))
+            alternatives = f" (also {', '.join(able[1:])})" if len(able) > 1 else ""
+            yield Check("kernel", name, able[0] + alternatives if able else "none", bool(able))
     for kernel in KERNELS:
         if lack := _lacking(kernel):
             yield Check("kernel", kernel.name, f"not here: {lack}", None)
@@ -150,21 +152,21 @@ def _lacking(kernel: "Kernel") -> str:
 
 
 def kernel_report(*, as_json: bool) -> str:
-    """The support tables of docs/attention.md, with one column more: whether a kernel runs here, or what it lacks."""
+    """The tables of docs/attention.md, with a further column that says whether a kernel runs here, or what it lacks."""
     from longspan.attention import KERNELS
     from longspan.attention.support import feature_rows, kernel_rows, type_rows
 
     here = ["here", *(_lacking(kernel) or "yes" for kernel in KERNELS)]
-    kernels = [(*row, found) for row, found in zip(kernel_rows(), here, strict=True)]
+    kernels = [(*row, lack) for row, lack in zip(kernel_rows(), here, strict=True)]
     tables = {"kernels": kernels, "types": type_rows(), "features": feature_rows()}
     if as_json:
         rows = {name: [dict(zip(header, row, strict=True)) for row in body] for name, (header, *body) in tables.items()}
         return json.dumps(rows, indent=1, ensure_ascii=False).replace("`", "")
-    return "\n\n".join(_listed(name, header, body) for name, (header, *body) in tables.items())
+    return "\n\n".join(_as_list(name, header, body) for name, (header, *body) in tables.items())
 
 
-def _listed(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table with a line for each cell, because its cells are sentences."""
+def _as_list(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as a list with one line for each cell, because the cells are long."""
     lines = [name]
     for first, *cells in rows:
         lines += [
@@ -176,43 +178,40 @@ def _listed(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
-    """The groups that were made, and each comparison with the stock model."""
+    """The process groups that were made, and every comparison with the stock model."""
     where = f"{counted(details['ranks'], 'rank')} on {details['device'].split(':')[0]}, {details['backend']}"
     for record in details["groups"]:
         name = f"{record['kind']} of {len(record['ranks'])}"
         yield Check("group", name, f"made in {write_seconds(record['seconds'])} ({where})", None)
-    for found in details["parity"]:
-        sizes = f" {tuple(found['sizes'])}" if found.get("sizes") else ""
-        name = f"{found['dtype']}, cp {found['cp']}, {found['cp_comm_type']}{sizes}"
+    for row in details["parity"]:
+        sizes = f" {tuple(row['sizes'])}" if row.get("sizes") else ""
+        name = f"{row['dtype']}, cp {row['cp']}, {row['cp_comm_type']}{sizes}"
         text = (
-            f"loss {found['loss_error']:.1e}, gradients {found['gradient_error']:.1e} from the stock model, "
-            f"allowed {found['tolerance']:.1e}"
+            f"loss {row['loss_error']:.1e}, gradients {row['gradient_error']:.1e} from the stock model, "
+            f"allowed {row['tolerance']:.1e}"
         )
-        yield Check("parity", name, text, found["good"])
-    yield from _said(details["parity"])
+        yield Check("parity", name, text, row["good"])
+    yield from _choices(details["parity"])
 
 
-def _said(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
-    """Which ranks the levels of hierarchical groups join, and what `auto` took; each once, whatever the dtype."""
-    for found in {(f["cp"], f["cp_comm_type"], str(f.get("sizes"))): f for f in parity}.values():
-        for levels in found.get("levels", ()):
-            yield Check("group", f"cp {found['cp']}, a2a+p2p {tuple(found['sizes'])}", f"ranks of {levels}", None)
-        if found.get("why"):
-            yield Check("group", f"cp {found['cp']}, auto", found["why"][-1], None)
+def _choices(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
+    """The ranks of each level of hierarchical groups, and what `auto` chose; once for all dtypes."""
+    for row in {(f["cp"], f["cp_comm_type"], str(f.get("sizes"))): f for f in parity}.values():
+        for levels in row.get("levels", ()):
+            yield Check("group", f"cp {row['cp']}, a2a+p2p {tuple(row['sizes'])}", f"ranks of {levels}", None)
+        if row.get("why"):
+            yield Check("group", f"cp {row['cp']}, auto", row["why"][-1], None)
 
 
 def _run_ranks(flags: DoctorFlags) -> dict[str, Any]:
     from longspan.cli.doctor_ranks import check_ranks
-    from longspan.comm import run_local
 
-    if under_torchrun():
-        ranks = int(os.environ["WORLD_SIZE"])
-        return check_ranks(int(os.environ["RANK"]), ranks, _backend(flags, ranks), flags.timeout_seconds)
-    ranks = flags.world or _default_ranks(flags.backend)
-    args = (ranks, _backend(flags, ranks), flags.timeout_seconds)
-    if sys.stderr.isatty():
-        print(f"comparing a small model with the stock one on {counted(ranks, 'rank')} ({args[1]}) …", file=sys.stderr)
-    return run_local(check_ranks, ranks, args, timeout=2 * flags.timeout_seconds)[0]
+    ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else flags.world or _default_ranks(flags.backend)
+    backend = _backend(flags, ranks)
+    if reports_here() and sys.stderr.isatty():
+        print(f"comparing a small model with the stock one on {counted(ranks, 'rank')} ({backend}) …", file=sys.stderr)
+    args = (ranks, backend, flags.timeout_seconds)
+    return run_on_ranks(check_ranks, args, ranks, timeout=2 * flags.timeout_seconds)
 
 
 def _default_ranks(backend: str) -> int:

@@ -1,4 +1,4 @@
-"""What each rank does for `doctor`: a small Qwen3 at several degrees against the stock model on whole documents."""
+"""What each rank does for `doctor`: compares a small Qwen3 at several degrees with the stock model."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -26,9 +26,9 @@ EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 @dataclass(frozen=True)
 class Parity:
-    """One way to run the model: its relative errors against the stock model, and what they may be.
+    """The relative errors of one way to run the model, compared with the stock model, and their tolerance.
 
-    `levels` says which ranks a hierarchical group's levels are; `why` what `auto` took, and its reasons.
+    `levels` has the ranks of the levels of hierarchical groups, `why` the choice of `auto` and its reasons.
     """
 
     dtype: str
@@ -57,20 +57,20 @@ def check_ranks(rank: int, ranks: int, backend: str, timeout: float) -> dict[str
     """Open a world, run the parity check, and return it with the log of groups, as a JSON object."""
     with World(Layout(ranks), backend=backend, timeout=timeout) as world:
         dtypes = (torch.float32, torch.bfloat16) if world.device.type == "cuda" else (torch.float64, torch.float32)
-        parity = [found for dtype in dtypes for found in _parity(dtype, world)]
+        parity = [row for dtype in dtypes for row in _parity(dtype, world)]
         return {
             "device": str(world.device),
             "backend": world.backend,
             "ranks": ranks,
             "groups": [asdict(record) for record in world.process_groups.made],
-            "parity": [asdict(found) | {"good": found.good} for found in parity],
+            "parity": [asdict(row) | {"good": row.good} for row in parity],
         }
 
 
 def _parity(dtype: torch.dtype, world: World) -> Iterator[Parity]:
     documents = _documents()
-    wanted = _stock(dtype, torch.float32 if dtype == torch.bfloat16 else dtype, documents)
-    tolerance = EXACT.get(dtype) or _rounding(dtype, documents, wanted)
+    stock = _stock(dtype, torch.float32 if dtype == torch.bfloat16 else dtype, documents)
+    tolerance = EXACT.get(dtype) or _rounding(dtype, documents, stock)
     model = prepare(_model(dtype), world)
     for cp in (d for d in DEGREES if world.home.slots % d == 0):
         for way in ways(cp):
@@ -83,9 +83,9 @@ def _parity(dtype: torch.dtype, world: World) -> Iterator[Parity]:
                 node_size=world.node_size,
             )
             world.prepare(plan)
-            found = _Answer(run_step(model, plan, documents, world).loss, _gradients(model))
+            answer = _Answer(run_step(model, plan, documents, world).loss, _gradients(model))
             model.zero_grad()
-            loss, gradient = _errors(found, wanted)
+            loss, gradient = _errors(answer, stock)
             levels = tuple(str(_as_ranks(levels_of(group), world)) for group in hierarchical_groups(plan))
             why = _why(model, plan, dtype, world) if way.cp_comm_type == "auto" else ()
             name = str(dtype).removeprefix("torch.")
@@ -100,7 +100,7 @@ class Way(NamedTuple):
 
 
 def ways(cp: int) -> list[Way]:
-    """Every type at a degree, the hierarchical one with each pair of levels above 1; one member has nothing to send."""
+    """All types for a degree, a2a+p2p with each pair of sizes above 1; one type for one member, which sends nothing."""
     if cp == 1:
         return [Way("p2p")]
     sizes = [(a, cp // a) for a in range(2, cp) if cp % a == 0]
@@ -114,22 +114,22 @@ def ways(cp: int) -> list[Way]:
 
 
 def _as_ranks(levels: Levels, world: World) -> Levels:
-    """Levels of slots as those of this rank's plane."""
+    """The ranks that have these slots in this rank's stage and tensor-parallel position."""
     a2a, p2p = (tuple(tuple(world.plane[s] for s in slots) for slots in level) for level in (levels.a2a, levels.p2p))
     return Levels(a2a, p2p)
 
 
 def _why(model: Any, plan: Plan, dtype: torch.dtype, world: World) -> tuple[str, ...]:
-    """Why `auto` took what it took for the first group of the plan."""
+    """Why `auto` chose its type for the first group of the plan."""
     config = model.config
     size = config.head_dim
     call = Call(config.num_attention_heads, config.num_key_value_heads, size, size, dtype.itemsize)
     return choose_type(plan.micro_batches[0].groups[0], call, node_size=world.node_size).reasons
 
 
-def _rounding(dtype: torch.dtype, documents: Sequence[np.ndarray], wanted: _Answer) -> float:
-    """Twice what the stock model itself loses in this dtype: more would be longspan's."""
-    return 2 * max(_errors(_stock(dtype, dtype, documents), wanted))
+def _rounding(dtype: torch.dtype, documents: Sequence[np.ndarray], stock: _Answer) -> float:
+    """Twice the stock model's own rounding error in this dtype; a larger error would come from longspan."""
+    return 2 * max(_errors(_stock(dtype, dtype, documents), stock))
 
 
 def _documents() -> list[np.ndarray]:
@@ -157,20 +157,20 @@ def _stock(weights: torch.dtype, compute: torch.dtype, documents: Sequence[np.nd
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Every gradient, whole, in float64 on the CPU; all ranks call it together."""
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
-    return {name: g.to("cpu", torch.float64) for name, g in whole.items()}
+    """Every gradient, unsharded, in float64 on the CPU. All ranks call this together."""
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    unsharded = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
+    return {name: g.to("cpu", torch.float64) for name, g in unsharded.items()}
 
 
-def _errors(found: _Answer, wanted: _Answer) -> tuple[float, float]:
+def _errors(answer: _Answer, stock: _Answer) -> tuple[float, float]:
     """Relative errors of the loss and of the worst gradient; infinite where a gradient is missing."""
-    loss = abs(found.loss - wanted.loss) / abs(wanted.loss)
-    if found.gradients.keys() != wanted.gradients.keys():
+    loss = abs(answer.loss - stock.loss) / abs(stock.loss)
+    if answer.gradients.keys() != stock.gradients.keys():
         return loss, float("inf")
-    worst = (_distance(found.gradients[name], wanted.gradients[name]) for name in wanted.gradients)
+    worst = (_distance(answer.gradients[name], stock.gradients[name]) for name in stock.gradients)
     return loss, max(worst)
 
 
-def _distance(found: Tensor, wanted: Tensor) -> float:
-    return ((found - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
+def _distance(gradient: Tensor, exact: Tensor) -> float:
+    return ((gradient - exact).norm() / exact.norm().clamp(min=1e-30)).item()

@@ -11,30 +11,30 @@ def machine() -> dict[str, Any]:
     import torch
     from torch.cuda import nccl
 
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": _memory_bytes(),
         "system": f"{platform.system()} {platform.machine()}",
     }
     if torch.cuda.is_available():
-        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        found["gpu_memory_bytes"] = torch.cuda.get_device_properties(0).total_memory
-        found["cuda"] = torch.version.cuda
-        found["cudnn"] = torch.backends.cudnn.version()
-        found["nccl"] = ".".join(map(str, nccl.version()))
-    return found
+        facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        facts["gpu_memory_bytes"] = torch.cuda.get_device_properties(0).total_memory
+        facts["cuda"] = torch.version.cuda
+        facts["cudnn"] = torch.backends.cudnn.version()
+        facts["nccl"] = ".".join(map(str, nccl.version()))
+    return facts
 
 
-def machine_text(found: dict[str, Any]) -> str:
+def machine_text(facts: dict[str, Any]) -> str:
     """One line about a machine."""
-    gpus = found.get("gpus", [])
-    memory = f"{found['memory_bytes'] / 2**30:.0f} GiB"
-    host = f"{found['cores']} cores of {found['processor']}, {memory}"
+    gpus = facts.get("gpus", [])
+    memory = f"{facts['memory_bytes'] / 2**30:.0f} GiB"
+    host = f"{facts['cores']} cores of {facts['processor']}, {memory}"
     if not gpus:
         return host
     names = " and ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
-    return f"{names} (CUDA {found['cuda']}, cuDNN {found['cudnn']}, NCCL {found['nccl']}); {host}"
+    return f"{names} (CUDA {facts['cuda']}, cuDNN {facts['cudnn']}, NCCL {facts['nccl']}); {host}"
 
 
 def _processor() -> str:

@@ -73,12 +73,12 @@ def _run(words: list[str]) -> int:
     if words[0] in ("-V", "--version"):
         print(f"longspan {__version__}")
         return 0
-    verb, *rest = words
+    verb, *arguments = words
     if verb not in VERBS:
         from longspan.train.config.file import nearest
 
         raise ConfigError(f"longspan has no verb {verb!r}: {nearest(verb, VERBS)}")
-    return import_module(_MODULES.get(verb, f"longspan.cli.{verb}")).main(rest)
+    return import_module(_MODULES.get(verb, f"longspan.cli.{verb}")).main(arguments)
 
 
 if __name__ == "__main__":

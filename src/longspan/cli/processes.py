@@ -31,8 +31,8 @@ def reports_here() -> bool:
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
-def run_on_ranks(fn: Callable[..., Any], args: Sequence[Any], ranks: int) -> Any:
-    """`fn(rank, *args)` on every rank; the first rank's result, or under torchrun this rank's own."""
+def run_on_ranks(fn: Callable[..., Any], args: Sequence[Any], ranks: int, timeout: float | None = None) -> Any:
+    """Run `fn(rank, *args)` on every rank; returns the first rank's result, or under torchrun this rank's result."""
     if under_torchrun():
         return fn(int(os.environ["RANK"]), *args)
-    return run_local(fn, ranks, args)[0]
+    return run_local(fn, ranks, args, timeout=timeout)[0]

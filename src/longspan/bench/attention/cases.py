@@ -124,8 +124,8 @@ def _replay(graph: Any, result: Result) -> Result:
 
 def sinks_of(settings: Settings, device: torch.device, *, learnt: bool = False) -> Tensor | None:
     """One logit for each query head, some of weight."""
-    found = torch.linspace(-2.0, 6.0, settings.heads, device=device, requires_grad=learnt)
-    return found if settings.sinks else None
+    logits = torch.linspace(-2.0, 6.0, settings.heads, device=device, requires_grad=learnt)
+    return logits if settings.sinks else None
 
 
 def _plan(settings: Settings, length: int, world: World, kind: str) -> Plan:
@@ -142,8 +142,8 @@ def _plan(settings: Settings, length: int, world: World, kind: str) -> Plan:
 
 def lengths_of(settings: Settings, length: int) -> list[int]:
     """The documents that share so many rows."""
-    base, rest = divmod(length, settings.documents)
-    return [base + (d < rest) for d in range(settings.documents)]
+    base, remainder = divmod(length, settings.documents)
+    return [base + (d < remainder) for d in range(settings.documents)]
 
 
 @contextmanager

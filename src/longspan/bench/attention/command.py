@@ -1,6 +1,5 @@
 """`longspan bench attention`: how fast attention over several ranks is, beside torch's own `context_parallel`."""
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +9,10 @@ from typing import Any, Literal
 from longspan.bench.attention.cases import Settings
 from longspan.bench.attention.ranks import attention_ranks
 from longspan.bench.flags import BenchFlags
-from longspan.bench.record import where_it_ran, write_record
+from longspan.bench.record import show_record, where_it_ran
 from longspan.cli.flags import Switch
 from longspan.cli.parse import parse_flags
-from longspan.cli.processes import reports_here, run_on_ranks
+from longspan.cli.processes import run_on_ranks
 from longspan.errors import ConfigError, counted
 from longspan.report.series import write_bytes
 from longspan.report.text_table import markdown_table, text_table
@@ -40,13 +39,13 @@ class AttentionFlags(BenchFlags):
     documents: int = 1
     """Equal packed documents that share the sequence."""
     partition: Literal["zigzag", "contiguous"] = "zigzag"
-    """How longspan deals out rows: zigzag: equal causal work; contiguous: one run a rank, fewer copies under a2a."""
+    """Which rows a rank holds: zigzag: equal causal work; contiguous: one run of rows, fewer copies under a2a."""
     window: int = 0
-    """Positions that a query sees, its own included; 0: all before it."""
+    """How many positions a query sees, its own included; 0: all earlier ones."""
     sinks: Switch = False
-    """A learnt logit for each query head that takes weight and gives no value."""
+    """Use attention sinks: a learnt logit for each query head, which takes weight and contributes no value."""
     kernel: str = ""
-    """Kernel by name (fa4, cudnn, torch_flash, cpu_flash, reference); empty: the first that can."""
+    """Name of the kernel (fa4, cudnn, torch_flash, cpu_flash, reference); empty: the first that supports the call."""
     hierarchical: str = ""
     """Sizes of a2a+p2p, as in 2,4; empty: 2 and half of the ranks, or 1 and all where they are odd."""
     heads: int = 0
@@ -56,11 +55,11 @@ class AttentionFlags(BenchFlags):
     head_size: int = 0
     """Size of a head; 0: 128 on GPUs, 64 on CPUs."""
     dtype: Literal["", "bfloat16", "float16", "float32"] = ""
-    """Of queries, keys and values; empty: bfloat16 on GPUs, float32 on CPUs."""
+    """Dtype of queries, keys and values; empty: bfloat16 on GPUs, float32 on CPUs."""
     cuda_graph: Switch = False
-    """Also every type captured in a CUDA graph and replayed, which leaves the host's work out. Needs GPUs."""
+    """Time every type a second time, captured in a CUDA graph and replayed, without the host's work. Needs GPUs."""
     no_peers: Switch = False
-    """Leave torch's context_parallel out."""
+    """Do not time torch's context_parallel."""
     warmup: int = 3
     """Runs before the timed ones."""
     repeats: int = 10
@@ -68,20 +67,17 @@ class AttentionFlags(BenchFlags):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the bench; 0, or 1 where an output or gradient was wrong."""
+    """Run the bench. Returns 0, or 1 if an output or a gradient was wrong."""
     flags = parse_flags(AttentionFlags, argv, "longspan bench attention")
     ranks, backend = flags.processes(CPU_RANKS)
     settings = make_settings(flags, ranks, backend, ["longspan", "bench", "attention", *argv])
     record = run_on_ranks(attention_ranks, (settings,), ranks)
-    if reports_here():
-        if flags.out:
-            write_record(record, Path(flags.out), record_markdown(record))
-        print(json.dumps(record, indent=1) if flags.json else record_text(record))
+    show_record(record, flags, text=record_text(record), markdown=record_markdown(record))
     return 0 if all(row.get("good", True) for row in record["checks"]) else 1
 
 
 def make_settings(flags: AttentionFlags, ranks: int, backend: str, command: Sequence[str]) -> Settings:
-    """What the ranks are told. Raises ConfigError for types, lengths and sizes that cannot be."""
+    """The settings that the ranks receive. Raises ConfigError for impossible types, lengths and sizes."""
     defaults = GPU_DEFAULTS if backend == "nccl" else CPU_DEFAULTS
     types = tuple(name for name in flags.types.split(",") if name)
     unknown = [name for name in types if name not in TYPES]
@@ -138,7 +134,7 @@ def record_text(record: dict[str, Any]) -> str:
 
 
 def record_markdown(record: dict[str, Any]) -> str:
-    """A record for people who read bench/records."""
+    """A record as Markdown, for bench/records."""
     return (
         f"# {_title(record)}\n\n"
         f"{where_it_ran(record)}\n\n"
@@ -191,11 +187,11 @@ def _checks(record: dict[str, Any]) -> str:
 
 
 def _missing(record: dict[str, Any]) -> str:
-    """One line for each reason for which something did not run."""
-    found = dict.fromkeys(
+    """One line for each peer that did not run, with the reason."""
+    reasons = dict.fromkeys(
         (row["name"], row["missing"]) for row in (*record["checks"], *record["rows"]) if "missing" in row
     )
-    return "".join(f"\n- {name}: not available: {reason}" for name, reason in found)
+    return "".join(f"\n- {name}: not available: {reason}" for name, reason in reasons)
 
 
 if __name__ == "__main__":

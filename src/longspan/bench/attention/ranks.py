@@ -20,7 +20,7 @@ from longspan.bench.attention.cases import (
     sinks_of,
     tensors_of,
 )
-from longspan.bench.record import keep_so_far, said_of
+from longspan.bench.record import missing_because, write_unfinished
 from longspan.cli.machine import machine
 from longspan.comm import World
 from longspan.layout import Layout
@@ -86,7 +86,7 @@ def _keep(record: dict[str, Any], settings: Settings, rank: int) -> None:
     """Rows that are finished stay where a bench is interrupted; a terminal is told as they come."""
     if rank:
         return
-    keep_so_far(record, settings.out)
+    write_unfinished(record, settings.out)
     if sys.stderr.isatty():
         row = record["rows"][-1]
         print(f"{row['name']}, {row['length']} rows: {row.get('missing') or row['seconds']}", file=sys.stderr)
@@ -99,7 +99,7 @@ def _or_missing(case: Case, measure: Callable[..., dict[str, Any]], *args: Any) 
     except Exception as error:
         if not case.peer:
             raise
-        return said_of(error)
+        return missing_because(error)
 
 
 def _checked(settings: Settings, case: Case, world: World) -> dict[str, Any]:
@@ -109,9 +109,9 @@ def _checked(settings: Settings, case: Case, world: World) -> dict[str, Any]:
         out = run.forward()
         gradients = run.backward(out)
         with torch.no_grad():
-            found = [run.whole(x.detach()) for x in (out, *gradients)]
-    wanted = _dense(settings, qkv)
-    pairs = zip(("output", "dq", "dk", "dv"), found, wanted, strict=True)
+            results = [run.whole(x.detach()) for x in (out, *gradients)]
+    exact = _dense(settings, qkv)
+    pairs = zip(("output", "dq", "dk", "dv"), results, exact, strict=True)
     errors = {name: _distance(a, b) for name, a, b in pairs}
     tolerance = TOLERANCE[getattr(torch, settings.dtype)]
     return {"errors": errors, "tolerance": tolerance, "good": all(e <= tolerance for e in errors.values())}
@@ -138,8 +138,8 @@ def _dense(settings: Settings, qkv: tuple[Tensor, ...]) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), gradient)]
 
 
-def _distance(found: Tensor, wanted: Tensor) -> float:
-    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
+def _distance(result: Tensor, exact: Tensor) -> float:
+    return ((result.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
 def _timed(settings: Settings, case: Case, length: int, world: World) -> dict[str, Any]:
@@ -154,10 +154,10 @@ def _timed(settings: Settings, case: Case, length: int, world: World) -> dict[st
             torch.cuda.reset_peak_memory_stats()
         times = _times(run, settings, cuda)
         peak = torch.cuda.max_memory_allocated() if cuda else 0
-    found = world.control.gather_objects(
+    of_ranks = world.control.gather_objects(
         (statistics.median(t[0] for t in times), statistics.median(t[1] for t in times), peak)
     )
-    forward, both, peak = (max(x[i] for x in found) for i in range(3))
+    forward, both, peak = (max(x[i] for x in of_ranks) for i in range(3))
     return {
         "forward_seconds": forward,
         "seconds": both,

@@ -68,9 +68,9 @@ def main(argv: Sequence[str]) -> int:
     settings = make_settings(flags, ranks, backend)
     samples, ring_bytes = run_on_ranks(calibrate_ranks, (settings,), ranks)
     if reports_here():
-        found = calibrate(samples, ring_bytes=ring_bytes, across_bytes_per_second=1e9 * flags.across_gbps)
-        write_cost(found, Path(flags.out))
-        record = make_record(found, samples, settings, ["longspan", "bench", "calibrate", *argv])
+        calibration = calibrate(samples, ring_bytes=ring_bytes, across_bytes_per_second=1e9 * flags.across_gbps)
+        write_cost(calibration, Path(flags.out))
+        record = make_record(calibration, samples, settings, ["longspan", "bench", "calibrate", *argv])
         print(json.dumps(record, indent=1) if flags.json else record_text(record))
         print(f"wrote {flags.out}", file=sys.stderr if flags.json else sys.stdout)
     return 0
@@ -103,37 +103,37 @@ def make_settings(flags: CalibrateFlags, ranks: int, backend: str) -> Settings:
 def _sizes(flag: str, text: str) -> tuple[int, ...]:
     """Different counts in rising order: one alone would not tell what each of them costs from what all of them cost."""
     try:
-        found = sorted({int(word) for word in text.split(",")})
+        counts = sorted({int(word) for word in text.split(",")})
     except ValueError:
-        found = []
-    if len(found) < 2 or found[0] < 1:
+        counts = []
+    if len(counts) < 2 or counts[0] < 1:
         raise ConfigError(f"{flag} {text!r} is not a list of two or more different counts, such as 256,512")
-    return tuple(found)
+    return tuple(counts)
 
 
-def write_cost(found: Calibration, path: Path) -> None:
+def write_cost(calibration: Calibration, path: Path) -> None:
     """Write the constants to the file that --cost reads."""
     try:
-        path.write_text(json.dumps(found.cost.to_json(), indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(calibration.cost.to_json(), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def make_record(
-    found: Calibration, samples: Sequence[Sample], settings: Settings, command: Sequence[str]
+    calibration: Calibration, samples: Sequence[Sample], settings: Settings, command: Sequence[str]
 ) -> dict[str, Any]:
     """Everything that was found, as a JSON object."""
     rows = [
         {
             "what": sample.what,
             "measured_seconds": sample.seconds,
-            "predicted_seconds": found.predicted(sample),
-            "relative_error": found.relative_error(sample),
+            "predicted_seconds": calibration.predicted(sample),
+            "relative_error": calibration.relative_error(sample),
             "fitted": sample.fitted,
         }
         for sample in samples
     ]
-    beside = {name: getattr(found, name) for name in ("step_seconds", "call_seconds", "wire_step_seconds")}
+    overheads = {name: getattr(calibration, name) for name in ("step_seconds", "call_seconds", "wire_step_seconds")}
     return {
         "bench": "calibrate",
         "model": settings.model or settings.preset,
@@ -144,9 +144,9 @@ def make_record(
         "command": " ".join(command),
         "machine": machine(),
         "versions": versions(),
-        "cost": found.cost.to_json(),
-        "ring_measured": found.ring_measured,
-        "beside": beside,
+        "cost": calibration.cost.to_json(),
+        "ring_measured": calibration.ring_measured,
+        "beside": overheads,
         "samples": rows,
     }
 

@@ -82,8 +82,10 @@ def calibrate(samples: Sequence[Sample], *, ring_bytes: float, across_bytes_per_
     inside = 1 / byte if byte > 0 else Cost.inside_bytes_per_second
     rings = [sample for sample in fitted if sample.ring_steps]
     known = [sample.calls * call + max(sample.squares * square, sample.ring_bytes / inside) for sample in rings]
-    left = np.array([sample.seconds for sample in rings]) - known
-    ring_step = least_squares(_column(rings, "ring_steps"), left, _column(rings, "seconds")[:, 0])[0] if rings else None
+    unexplained = np.array([sample.seconds for sample in rings]) - known
+    ring_step = (
+        least_squares(_column(rings, "ring_steps"), unexplained, _column(rings, "seconds")[:, 0])[0] if rings else None
+    )
     cost = Cost(
         linear_seconds=token,
         attention_seconds=square,
@@ -119,17 +121,17 @@ def least_squares(columns: Floats, values: Floats, weights: Floats) -> list[floa
     """
     n = columns.shape[1]
     a, b = columns / weights[:, None], values / weights
-    best, found = float(b @ b), np.zeros(n)
+    best, solution = float(b @ b), np.zeros(n)
     for use in map(list, chain.from_iterable(combinations(range(n), k) for k in range(1, n + 1))):
         scale = np.linalg.norm(a[:, use], axis=0)
         if not scale.all():
             continue  # a constant that no sample contains
         x = np.linalg.lstsq(a[:, use] / scale, b, rcond=None)[0] / scale
-        rest = a[:, use] @ x - b
-        if (x >= 0).all() and float(rest @ rest) < best * (1 - 1e-12):
-            best, found = float(rest @ rest), np.zeros(n)
-            found[use] = x
-    return found.tolist()
+        residual = a[:, use] @ x - b
+        if (x >= 0).all() and float(residual @ residual) < best * (1 - 1e-12):
+            best, solution = float(residual @ residual), np.zeros(n)
+            solution[use] = x
+    return solution.tolist()
 
 
 def _column(samples: Sequence[Sample], name: str) -> Floats:

@@ -135,13 +135,13 @@ class _Bench:
     def _steps(self, tokens: int, count: int) -> Trial:
         """Steps of `count` micro-batches in which every slot has short documents of so many tokens together."""
         length = min(self.settings.document, tokens)
-        each = tokens // length
-        lengths = [length] * (each * count * self.world.home.slots)
-        plan = plan_fixed(lengths, self.world.home, 1, max_tokens_per_slot=each * length)
+        per_slot = tokens // length
+        lengths = [length] * (per_slot * count * self.world.home.slots)
+        plan = plan_fixed(lengths, self.world.home, 1, max_tokens_per_slot=per_slot * length)
         assert len(plan.micro_batches) == count, (len(plan.micro_batches), count)
-        rows = each * length * count
+        rows = per_slot * length * count
         sample = Sample(
-            what=f"step: {count} x {each * length:,} tokens a slot, documents of {length:,}",
+            what=f"step: {count} x {per_slot * length:,} tokens a slot, documents of {length:,}",
             steps=1,
             micro_batches=count,
             tokens=rows,

@@ -21,43 +21,43 @@ class StepFlags(BenchFlags, SourceFlags):
     """
 
     planners: str = ",".join(PLANNERS)
-    """Planners, with commas between; empty: none, as with --peers alone."""
+    """Planners, with commas between; empty: none, for example to time --peers only."""
     shape: str = ""
     """Sizes of the model: qwen3-8b, qwen3-30b-a3b or small; empty: qwen3-8b on GPUs, small on CPUs."""
     layers: int = 0
-    """Other number of layers than the shape's; so are the flags below. 0: the shape's."""
+    """Number of layers; 0: as in --shape."""
     hidden: int = 0
-    """Width."""
+    """Width of hidden states; 0: as in --shape."""
     heads: int = 0
-    """Query heads."""
+    """Number of query heads; 0: as in --shape."""
     key_value_heads: int = 0
-    """Key and value heads."""
+    """Number of key/value heads; 0: as in --shape."""
     head_size: int = 0
-    """Size of a head."""
+    """Size of a head; 0: as in --shape."""
     ffn: int = 0
-    """Width of the MLP."""
+    """Width of the MLP; 0: as in --shape."""
     vocabulary: int = 0
-    """Token ids."""
+    """Size of the vocabulary; 0: as in --shape."""
     experts: int = 0
-    """Experts of a layer."""
+    """Number of experts of a layer; 0: as in --shape."""
     experts_per_token: int = 0
-    """Experts that a token visits."""
+    """Number of experts that a token visits; 0: as in --shape."""
     expert_ffn: int = 0
-    """Width of an expert."""
+    """Width of an expert; 0: as in --shape."""
     sequences: str = ""
-    """Lengths with commas between, each one sequence of its own that is timed in turn, in place of --lengths."""
+    """Lengths with commas between, in place of --lengths; each is timed as one sequence, in turn."""
     cp: int = 0
-    """Degree of fixed and padded; 0: the smallest that holds the longest document."""
+    """Context-parallel degree of fixed and padded plans; 0: the smallest that holds the longest document."""
     max_tokens_per_slot: int = 0
-    """Rows of a slot in a micro-batch; 0: no limit where --lengths lists numbers, else 8192 on GPUs and 256 on CPUs."""
+    """Rows of a slot in a micro-batch; 0: no limit if --lengths lists numbers, else 8192 on GPUs and 256 on CPUs."""
     cp_comm_type: str = "auto"
     """How groups communicate: p2p, all_gather, a2a, a2a+p2p or auto."""
     partition: Literal["zigzag", "contiguous"] = "zigzag"
-    """How a group deals out its rows: zigzag: equal causal work; contiguous: one run a slot, fewer copies under a2a."""
+    """Which rows a slot holds: zigzag: equal causal work; contiguous: one run of rows, fewer copies under a2a."""
     hierarchical: str = ""
     """Sizes of a2a+p2p, as in 2,2."""
     mode: Literal["lockstep", "free"] = "lockstep"
-    """Who waits for whom."""
+    """lockstep: all slots wait for each other in every micro-batch; free: only those that share a document."""
     node_size: int = 8
     """Slots of one host."""
     tp: int = 1
@@ -69,13 +69,13 @@ class StepFlags(BenchFlags, SourceFlags):
     recompute: Literal["none", "full", "selective"] = "selective"
     """What is recomputed in the backward pass."""
     recompute_layers: int = 0
-    """Recompute this many of the layers alone, the first ones; 0: each."""
+    """Recompute only this many of the layers, counted from the first; 0: all."""
     offload: Switch = False
-    """Keep what checkpointed layers start from in the host's memory."""
+    """Keep the inputs of checkpointed layers in the host's memory."""
     parameters: Literal["float32", "bfloat16"] = "float32"
-    """Type of parameters, gradients and moments."""
+    """Dtype of parameters, gradients and moments."""
     compute: Literal["", "bfloat16", "float32"] = ""
-    """Type of the arithmetic; empty: bfloat16 on GPUs, as the parameters on CPUs."""
+    """Dtype of the arithmetic; empty: bfloat16 on GPUs, that of the parameters on CPUs."""
     keep_gathered: Switch = False
     """Keep a layer's gathered parameters between its forward and its backward pass."""
     fused_norms: Literal["auto", "on", "off"] = "auto"
@@ -83,19 +83,19 @@ class StepFlags(BenchFlags, SourceFlags):
     compiled: Switch = False
     """Compile norms and MLPs with torch.compile; warm up with 3 steps or more."""
     optimizer: Literal["adamw", "sgd", ""] = "adamw"
-    """Optimizer; empty: none."""
+    """Optimizer; empty: steps without an optimizer."""
     loss_chunk_rows: int = 0
-    """Rows whose logits are formed at a time; 0: by a budget of bytes."""
+    """How many rows' logits are computed at a time; 0: as many as fit a budget of bytes."""
     cost: str = ""
-    """File of `longspan bench calibrate`; empty: the model with what is recomputed, on GPUs at 450 TFLOP/s, 600 in
-    attention and 300 µs a ring step, on CPUs at 0.05 TFLOP/s."""
+    """File of `longspan bench calibrate`; empty: the cost of the model with its recomputation, on GPUs at 450 TFLOP/s,
+    600 in attention and 300 µs for a ring step, on CPUs at 0.05 TFLOP/s."""
     peak_tflops: float = 0.0
-    """Of a device, for the model FLOPs utilisation; 0: of a GPU that is known."""
+    """Peak TFLOP/s of a device, for the model FLOPs utilisation; 0: the vendor's figure for a known GPU."""
     profile: Switch = False
-    """Profile one more step: seconds of attention, other layers, exposed communication, optimizer, idle; in the record
-    its longest kernels as well."""
+    """Profile one more step. The result shows the seconds of attention, other layers, exposed communication, optimizer
+    and idle time; the record also lists the longest kernels."""
     peers: Switch = False
-    """Time Hugging Face + FSDP2 + torch's context_parallel as well, where there is one sequence."""
+    """Also time Hugging Face with FSDP2 and torch's context_parallel, which needs a single sequence."""
     warmup: int = 2
     """Steps before the timed ones."""
     repeats: int = 3

@@ -38,12 +38,12 @@ def parts_of(events: Iterable[tuple[str, float, float]], seconds: float) -> dict
     by_kind: dict[Kind, list[Interval]] = {kind: [] for kind in ORDER}
     for name, start, end in events:
         by_kind[kind_of(name)].append((start, end))
-    found, seen, covered = dict[str, float](), list[Interval](), 0.0
+    seconds_of, seen, covered = dict[str, float](), list[Interval](), 0.0
     for kind in ORDER:
         seen = merged([*seen, *by_kind[kind]])
         total = sum(end - start for start, end in seen)
-        found[kind], covered = total - covered, total
-    return found | {"idle": max(0.0, seconds - covered)}
+        seconds_of[kind], covered = total - covered, total
+    return seconds_of | {"idle": max(0.0, seconds - covered)}
 
 
 def longest_kernels(events: Iterable[tuple[str, float, float]], count: int = 16) -> list[dict[str, Any]]:
@@ -55,37 +55,37 @@ def longest_kernels(events: Iterable[tuple[str, float, float]], count: int = 16)
     spent: dict[str, list[float]] = {}
     for name, start, end in events:
         spent.setdefault(name, []).append(end - start)
-    found = [
+    kernels = [
         {"name": name[:_NAME_LENGTH], "part": kind_of(name), "calls": len(times), "seconds": sum(times)}
         for name, times in spent.items()
     ]
-    return sorted(found, key=lambda kernel: -kernel["seconds"])[:count]
+    return sorted(kernels, key=lambda kernel: -kernel["seconds"])[:count]
 
 
 def merged(intervals: Sequence[Interval]) -> list[Interval]:
     """The same points of time in intervals that do not touch, in order."""
-    found: list[Interval] = []
+    disjoint: list[Interval] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if disjoint and start <= disjoint[-1][1]:
+            disjoint[-1] = (disjoint[-1][0], max(end, disjoint[-1][1]))
         else:
-            found.append((start, end))
-    return found
+            disjoint.append((start, end))
+    return disjoint
 
 
 def profiled_events(profile: Any, *, cuda: bool) -> list[tuple[str, float, float]]:
     """(name, start, end) in seconds of what ran: kernels and copies of the GPU, else operators without inner ones."""
     from torch.autograd import DeviceType
 
-    found: list[tuple[str, float, float]] = []
+    events: list[tuple[str, float, float]] = []
     for event in profile.events():
         on_gpu = event.device_type == DeviceType.CUDA
         if on_gpu is not cuda or getattr(event, "is_user_annotation", False):
             continue
         if not cuda and (event.name.startswith("autograd::") or not _is_work(event)):
             continue
-        found.append((event.name, event.time_range.start * 1e-6, event.time_range.end * 1e-6))
-    return found
+        events.append((event.name, event.time_range.start * 1e-6, event.time_range.end * 1e-6))
+    return events
 
 
 def _is_work(event: Any) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from longspan.bench.record import keep_so_far, said_of
+from longspan.bench.record import missing_because, write_unfinished
 from longspan.bench.step.hf_peer import PEER, peer_step
 from longspan.bench.step.profile_parts import longest_kernels, parts_of, profiled_events
 from longspan.bench.step.settings import Settings
@@ -134,12 +134,12 @@ def _planned(settings: Settings, planner: str, model: Any, optimizer: Optimizer 
         if optimizer is None:
             model.zero_grad(set_to_none=True)
 
-    found = measured(settings, step, world)
-    return found | {
+    timings = measured(settings, step, world)
+    return timings | {
         "loss": losses[0],
         "predicted_seconds": plan.predicted_seconds,
         "lower_bound_seconds": plan.lower_bound_seconds,
-        "prediction_ratio": plan.predicted_seconds / found["seconds"],
+        "prediction_ratio": plan.predicted_seconds / timings["seconds"],
         "packing": plan.efficiency,
         "micro_batches": len(plan.micro_batches),
         "widest": max(group.degree for batch in plan.micro_batches for group in batch.groups),
@@ -152,7 +152,7 @@ def _peer(settings: Settings, world: World) -> dict[str, Any]:
         with peer_step(settings, random_model, world) as (step, losses):
             return measured(settings, step, world) | {"loss": losses[0]}
     except Exception as error:  # whatever it cannot do is for the record to say
-        return said_of(error)
+        return missing_because(error)
 
 
 def measured(settings: Settings, step: Callable[[], None], world: World) -> dict[str, Any]:
@@ -162,14 +162,14 @@ def measured(settings: Settings, step: Callable[[], None], world: World) -> dict
         step()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    own = [_seconds(step, world) for _ in range(settings.flags.repeats)]
+    times = [_seconds(step, world) for _ in range(settings.flags.repeats)]
     peak = torch.cuda.max_memory_allocated() if cuda else 0
-    told = world.control.gather_objects((statistics.median(own), peak))
-    seconds, tokens = max(s for s, _ in told), sum(settings.lengths)
+    of_ranks = world.control.gather_objects((statistics.median(times), peak))
+    seconds, tokens = max(s for s, _ in of_ranks), sum(settings.lengths)
     row: dict[str, Any] = {
         "seconds": seconds,
         "tokens_per_second_per_device": tokens / seconds / settings.ranks,
-        "peak_bytes": max(p for _, p in told),
+        "peak_bytes": max(p for _, p in of_ranks),
         "model_tflops_per_device": model_flops(settings) / seconds / settings.ranks / 1e12,
     }
     if settings.peak_tflops:
@@ -212,7 +212,9 @@ def _keep(record: dict[str, Any], settings: Settings, rank: int) -> None:
     """Rows that are finished stay where a bench is interrupted, and are told as they come."""
     if rank:
         return
-    keep_so_far(record, settings.out)
+    write_unfinished(record, settings.out)
     row = record["rows"][-1]
-    said = row.get("missing") or f"{row['seconds']:.3f} s, {row['tokens_per_second_per_device']:.0f} tokens/s a device"
-    print(f"{row['name']}: {said}", file=sys.stderr, flush=True)
+    outcome = (
+        row.get("missing") or f"{row['seconds']:.3f} s, {row['tokens_per_second_per_device']:.0f} tokens/s a device"
+    )
+    print(f"{row['name']}: {outcome}", file=sys.stderr, flush=True)

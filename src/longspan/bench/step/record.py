@@ -51,7 +51,7 @@ def record_markdown(record: dict[str, Any]) -> str:
 def _title(record: dict[str, Any]) -> str:
     shape = record["shape"]
     experts = f", {shape['experts']} experts" if shape["experts"] else ""
-    kept = " offloaded" if record["offload"] else ""
+    offloaded = " offloaded" if record["offload"] else ""
     rows = f"{record['partition']} rows, " if record.get("partition", "zigzag") != "zigzag" else ""
     kernels = _NORMS.get(record.get("fused_norms"), "") + (
         ", compiled norms and MLPs" if record.get("compiled") else ""
@@ -61,7 +61,7 @@ def _title(record: dict[str, Any]) -> str:
         f"Steps of {record['shape_name']} ({shape['layers']} layers, hidden {shape['hidden']}{experts}) over "
         f"{record['ranks']} ranks ({record['backend']}): {_what(record)}; {record['mode']}, {record['cp_comm_type']}, "
         f"{rows}at most {record['max_tokens_per_slot'] or 'any'} rows a slot, "
-        f"recomputation {record['recompute']}{some}{kept}{kernels}, "
+        f"recomputation {record['recompute']}{some}{offloaded}{kernels}, "
         f"{record['parameters']}{' computed in ' + record['compute'] if record['compute'] else ''}"
     )
 

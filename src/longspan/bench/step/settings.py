@@ -99,12 +99,15 @@ class Settings:
 
     def to_json(self) -> dict[str, Any]:
         """What a record says of them."""
-        own = ("ranks", "backend", "command", "shape_name", "sequences", "source", "cp", "max_tokens_per_slot")
+        resolved = ("ranks", "backend", "command", "shape_name", "sequences", "source", "cp", "max_tokens_per_slot")
         return {
             "shape": asdict(self.shape),
             "cost": self.cost.to_json(),
             "reshard": not self.flags.keep_gathered,
-            **{name: getattr(self, name) for name in (*own, "hierarchical", "compute", "cost_source", "peak_tflops")},
+            **{
+                name: getattr(self, name)
+                for name in (*resolved, "hierarchical", "compute", "cost_source", "peak_tflops")
+            },
             **{name: getattr(self.flags, name) for name in RECORDED},
             "documents": len(self.lengths),
             "tokens": sum(self.lengths),
@@ -174,21 +177,21 @@ def _check(flags: StepFlags) -> None:
 def _lengths(flags: StepFlags, slots: int, gpu: bool) -> tuple[tuple[int, ...], str, bool]:
     """Lengths, where they came from, and whether they were listed as numbers."""
     words = (flags.sequences or flags.lengths).split(",")
-    elsewhere = flags.data or flags.distribution or flags.same
+    has_source = flags.data or flags.distribution or flags.same
     if flags.sequences and not all(word.strip().isdecimal() for word in words):
         raise ConfigError(f"--sequences {flags.sequences!r} is not a list of lengths such as 16384,65536")
-    if flags.sequences and (elsewhere or flags.lengths):
+    if flags.sequences and (has_source or flags.lengths):
         raise ConfigError("--sequences are timed one after another; leave --lengths and other documents out")
-    if (flags.lengths or flags.sequences) and not elsewhere and all(word.strip().isdecimal() for word in words):
+    if (flags.lengths or flags.sequences) and not has_source and all(word.strip().isdecimal() for word in words):
         return tuple(int(word) for word in words), "given", True
-    if not (flags.lengths or elsewhere):
+    if not (flags.lengths or has_source):
         if not gpu:
             return CPU_LENGTHS, "given", False
         raise ConfigError(
             "give documents: --lengths 65536, --lengths FILE.json, --distribution lognorm, --data or --same"
         )
-    found, source = read_lengths(flags, slots)
-    return found, source, False
+    lengths, source = read_lengths(flags, slots)
+    return lengths, source, False
 
 
 def _sizes(text: str) -> tuple[int, int] | None:

@@ -26,24 +26,24 @@ class Shape:
 
     def changed(self, flags: Any) -> "Shape":
         """This shape with the sizes that flags give; 0 leaves a size as it is. Raises ConfigError."""
-        given = {f.name: getattr(flags, f.name) for f in fields(self) if getattr(flags, f.name)}
-        for name, size in given.items():
+        sizes = {f.name: getattr(flags, f.name) for f in fields(self) if getattr(flags, f.name)}
+        for name, size in sizes.items():
             if size < 0:
                 raise ConfigError(f"--{name} is {size}; it must be at least 0")
-        found = replace(self, **given)
-        if found.experts and not (found.experts_per_token and found.expert_ffn):
-            raise ConfigError(f"--experts {found.experts} needs --experts_per_token and --expert_ffn")
-        if found.experts_per_token > found.experts:
+        shape = replace(self, **sizes)
+        if shape.experts and not (shape.experts_per_token and shape.expert_ffn):
+            raise ConfigError(f"--experts {shape.experts} needs --experts_per_token and --expert_ffn")
+        if shape.experts_per_token > shape.experts:
             raise ConfigError(
-                f"--experts_per_token {found.experts_per_token} is more than --experts {found.experts}; give more "
+                f"--experts_per_token {shape.experts_per_token} is more than --experts {shape.experts}; give more "
                 "experts, or let a token visit fewer"
             )
-        if found.heads % found.key_value_heads:
+        if shape.heads % shape.key_value_heads:
             raise ConfigError(
-                f"{found.heads} query heads do not divide by {found.key_value_heads} key/value heads; change --heads "
+                f"{shape.heads} query heads do not divide by {shape.key_value_heads} key/value heads; change --heads "
                 "or --key_value_heads"
             )
-        return found
+        return shape
 
     def config(self, longest: int) -> "PreTrainedConfig":
         """transformers' configuration, for documents of up to `longest` rows."""
