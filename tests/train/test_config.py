@@ -207,9 +207,9 @@ def test_degrees_that_are_compared(ranks: int, degrees: tuple[int, ...]) -> None
 def test_levels_follow_the_degree_that_is_compared() -> None:
     context = {"context.eval_cp_comm_type": "a2a+p2p", "context.cp_comm_type": "a2a+p2p", "context.planner": "dynamic"}
     config = load_config(None, context | {"context.hierarchical_context_parallel_sizes": 2})
-    home, choice = check_config(config, 4), PlanChoice.evaluation(config.context)
+    home, choice = check_config(config, 4), PlanChoice.evaluation(config)
     plans = [choice.at_degree(degree, longest=40).plan((40, 9), home) for degree in (1, 2, 4)]
-    plans.append(PlanChoice.training(config.context).plan((4000, 9), home))
+    plans.append(PlanChoice.training(config).plan((4000, 9), home))
     found = [plan.micro_batches[0].groups[0].hierarchical_context_parallel_sizes for plan in plans]
     assert found == [(1, 1), (2, 1), (2, 2), (2, 2)]
 
@@ -237,7 +237,7 @@ def test_degrees_that_the_query_heads_do_not_allow_are_not_compared_nor_probed()
     config = load_config(
         None, {"context.eval_cp_comm_type": "a2a", "context.cp_comm_type": "a2a", "context.planner": "dynamic"}
     )
-    home, choice = Layout(8), PlanChoice.evaluation(config.context, heads=6)
+    home, choice = Layout(8), PlanChoice.evaluation(config, heads=6)
     assert degrees_to_compare(home, choice) == (1, 2) and degrees_to_compare(Layout(6), choice) == (1, 2, 6)
     assert {len(group.slots) for group in probe_plan(config, home, 64, 6).micro_batches[0].groups} == {2}
 
@@ -247,6 +247,6 @@ def test_dynamic_steps_have_degrees_that_the_query_heads_allow() -> None:
         None, {"context.cp_comm_type": "a2a", "context.planner": "dynamic", "context.max_tokens_per_slot": 300}
     )
     order = StepOrder(np.full(40, 800), tokens_per_step=4000, seed=3, eval_documents=0)
-    with plans_of_steps(config.context, order, Layout(6), cost=Cost(), heads=8) as plans:
+    with plans_of_steps(PlanChoice.training(config, cost=Cost(), heads=8), order, Layout(6), ahead=2) as plans:
         groups = [group for batch in plans.plan(0).micro_batches for group in batch.groups]
     assert {group.degree for group in groups} <= {1, 2, 4}

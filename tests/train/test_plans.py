@@ -16,11 +16,14 @@ from longspan.plan.simulate.simulate import shared_by
 from longspan.train.config.sections import ContextConfig, ParallelConfig, RunConfig, TrainConfig
 from longspan.train.data.step_order import StepOrder
 from longspan.train.plans import PlanChoice, StepPlanner, cost_of_run, plans_of_steps
-from longspan.train.run.setup import evaluation_choice
 
 LENGTHS = np.random.default_rng(0).integers(2, 400, 80)
 HOME = Layout(ranks=6)
 DYNAMIC = ContextConfig(planner="dynamic", max_tokens_per_slot=256, plan_ahead=2)
+
+
+def run_of(context: ContextConfig) -> RunConfig:
+    return RunConfig(context=context)
 
 
 def order() -> StepOrder:
@@ -28,7 +31,7 @@ def order() -> StepOrder:
 
 
 def test_a_planner_that_has_travelled_makes_the_same_plans() -> None:
-    planner = StepPlanner(PlanChoice.training(DYNAMIC), order(), HOME)
+    planner = StepPlanner(PlanChoice.training(run_of(DYNAMIC)), order(), HOME)
     travelled = pickle.loads(pickle.dumps(planner))
     for step in (5, 0, 19):
         plan = planner(step)
@@ -40,12 +43,14 @@ def test_a_measured_cost_decides_about_plans(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     path.write_text(json.dumps({"micro_batch_seconds": 5.0, "inside_bytes_per_second": 1e6}))
     measured = replace(DYNAMIC, cost=str(path))
-    plan = StepPlanner(PlanChoice.training(measured), order(), HOME)(0)
-    assert plan != StepPlanner(PlanChoice.training(DYNAMIC), order(), HOME)(0)
+    plan = StepPlanner(PlanChoice.training(run_of(measured)), order(), HOME)(0)
+    assert plan != StepPlanner(PlanChoice.training(run_of(DYNAMIC)), order(), HOME)(0)
     assert plan.predicted_seconds >= 5.0 * len(plan.micro_batches)
     path.unlink()  # a run keeps its cost
     assert (
-        PlanChoice.evaluation(replace(measured, eval_context_parallel_size=2)).plan((9, 9), HOME).predicted_seconds
+        PlanChoice.evaluation(run_of(replace(measured, eval_context_parallel_size=2)))
+        .plan((9, 9), HOME)
+        .predicted_seconds
         >= 5.0
     )
 
@@ -61,9 +66,9 @@ def test_without_a_cost_plans_on_gpus_are_priced_for_the_model(tmp_path: Path) -
     assert cost_of_run(measured, model, said.append, gpu=True).micro_batch_seconds == 5.0
     found = cost_of_run(config, model, said.append, gpu=True)
     assert found == cost_on_h200(model) != Cost() and not said
-    for choice in (PlanChoice.training(DYNAMIC, cost=found), PlanChoice.evaluation(DYNAMIC, cost=found)):
-        assert choice.cost == found
-    with plans_of_steps(DYNAMIC, order(), HOME, cost=found) as plans:
+    for choice in (PlanChoice.training(config, cost=found), PlanChoice.evaluation(config, cost=found)):
+        assert choice.options.cost == found
+    with plans_of_steps(PlanChoice.training(run_of(DYNAMIC), cost=found), order(), HOME, ahead=2) as plans:
         assert plans.plan(0).cost == found
     again = replace(config, train=TrainConfig(activation_checkpointing="full", recompute_layers=1))
     halves = replace(again, parallel=ParallelConfig(pp=2))  # one layer of each of two stages
@@ -76,12 +81,15 @@ def test_without_a_cost_plans_on_gpus_are_priced_for_the_model(tmp_path: Path) -
 
 def test_tensor_parallel_ranks_share_the_cost_of_a_slot() -> None:
     context = replace(DYNAMIC, node_size=4)
-    for choice in (PlanChoice.training(context), PlanChoice.evaluation(replace(context, eval_context_parallel_size=2))):
+    for choice in (
+        PlanChoice.training(run_of(context)),
+        PlanChoice.evaluation(run_of(replace(context, eval_context_parallel_size=2))),
+    ):
         assert choice.plan((300, 200, 9), Layout(8, tp=2)).cost == shared_by(Cost(), 2)
 
 
 def test_a_free_step_pays_for_the_closing_of_its_home() -> None:
-    free = PlanChoice.training(replace(DYNAMIC, mode="free"))
+    free = PlanChoice.training(run_of(replace(DYNAMIC, mode="free")))
     seconds = [
         replace(free, weights=weights, weight_bytes=each)
         .plan((300, 200, 9), Layout(6, dp_replicate=copies))
@@ -96,20 +104,21 @@ def test_a_free_step_pays_for_the_closing_of_its_home() -> None:
 @pytest.mark.parametrize("planner", ["fixed", "padded", "dynamic"])
 def test_each_half_deals_out_rows_in_its_own_way(planner: Literal["fixed", "padded", "dynamic"]) -> None:
     context = ContextConfig(planner=planner, partition="contiguous", eval_planner=planner, max_tokens_per_slot=256)
-    training, evaluation = PlanChoice.training(context), PlanChoice.evaluation(context)
+    training, evaluation = PlanChoice.training(run_of(context)), PlanChoice.evaluation(run_of(context))
     plans = [choice.plan((1000, 30), Layout(4)) for choice in (replace(training, degree=4), evaluation)]
     found = [{group.partition for batch in plan.micro_batches for group in batch.groups} for plan in plans]
     assert "contiguous" in found[0] and found[1] == {"zigzag"}
-    other = PlanChoice.evaluation(replace(context, eval_partition="contiguous")).at_degree(2, longest=1000)
-    (group,) = other.plan((1000,), Layout(4)).micro_batches[0].groups
+    other = PlanChoice.evaluation(run_of(replace(context, eval_partition="contiguous")))
+    (group,) = other.at_degree(2, longest=1000).plan((1000,), Layout(4)).micro_batches[0].groups
     assert group.shares.rows(1).tolist() == list(range(500, 1000))
 
 
 @pytest.mark.parametrize("context", [DYNAMIC, replace(DYNAMIC, planner="fixed", context_parallel_size=2)], ids=str)
 def test_plans_made_ahead_are_those_made_inline(context: ContextConfig) -> None:
+    choice = PlanChoice.training(run_of(context))
     with (
-        plans_of_steps(context, order(), HOME, cost=Cost()) as ahead,
-        plans_of_steps(replace(context, plan_ahead=0), order(), HOME, cost=Cost()) as inline,
+        plans_of_steps(choice, order(), HOME, ahead=2) as ahead,
+        plans_of_steps(choice, order(), HOME, ahead=0) as inline,
     ):
         assert ahead.ahead == (2 if context.planner == "dynamic" else 0)
         for step in (4, 5, 6, 63, 64, 65, 4):
@@ -119,4 +128,4 @@ def test_plans_made_ahead_are_those_made_inline(context: ContextConfig) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_evaluations_lay_out_rows_as_training_does(sequence_parallel: bool) -> None:
     config = replace(RunConfig(), parallel=ParallelConfig(tp=2, sequence_parallel=sequence_parallel))
-    assert evaluation_choice(config, Cost(), 8).row_multiple == (2 if sequence_parallel else 1)
+    assert PlanChoice.evaluation(config, cost=Cost(), heads=8).options.row_multiple == (2 if sequence_parallel else 1)

@@ -15,9 +15,8 @@ import numpy as np
 
 from longspan.errors import ConfigError, LongspanError, PlanError, counted
 from longspan.layout import Layout
-from longspan.plan import Cost, Mode, PartitionKind, Plan, PlanAhead, WarmStart, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, WarmStart, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
-from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.cost.cost_file import read_cost
 from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200, with_recomputation
 from longspan.plan.simulate.simulate import shared_by
@@ -59,123 +58,104 @@ def _cost_in(file: str) -> Cost:
 
 
 @dataclass(frozen=True)
-class Keys:
-    """How the configuration calls the values of one choice, for messages."""
-
-    prefix: str
-
-    @property
-    def degree(self) -> str:
-        """Key of the degree."""
-        return self.prefix + "context_parallel_size"
-
-    @property
-    def cap(self) -> str:
-        """Key of the rows that a slot may hold."""
-        return self.prefix + "max_tokens_per_slot"
-
-    @property
-    def comm_type(self) -> str:
-        """Key of the communication type."""
-        return self.prefix + "cp_comm_type"
-
-
-@dataclass(frozen=True)
 class PlanChoice:
-    """Which planner, at which degree, under which cap: one of the two halves of [context].
+    """Which planner, at which degree, with which options: one of the two halves of [context].
 
-    >>> training, evaluation = PlanChoice.training(config.context), PlanChoice.evaluation(config.context)
+    >>> training, evaluation = PlanChoice.training(config), PlanChoice.evaluation(config)
     >>> plan = evaluation.plan(lengths, home)
     """
 
     planner: str
-    degree: int
-    cp_comm_type: str | tuple[str, ...]
-    hierarchical_sizes: int | tuple[int, ...]
-    max_tokens_per_slot: int
-    node_size: int
-    min_degree: int
-    max_degree: int
-    keys: Keys
-    partition: PartitionKind = "zigzag"
-    cost: Cost = DEFAULT_COST
-    mode: Mode = "lockstep"
+    degree: int  # of fixed and padded plans
+    min_degree: int  # of dynamic plans
+    max_degree: int  # of dynamic plans; 0: no limit
+    options: PlanOptions  # its cost is that of one device
+    prefix: str  # of the keys of this half, for messages
     weights: int = 0  # parameters of a slot's rank, sharded over slots, whose gathering a free step pays for
     weight_bytes: int = 2  # of each; sums of gradients are in float32 at least
-    row_multiple: int = 1  # of a slot's rows: tp under sequence parallelism
-    heads: int | None = None  # query heads of the model, None where it is not known yet
 
     @classmethod
     def training(
         cls,
-        context: ContextConfig,
+        config: RunConfig,
         *,
         cost: Cost | None = None,
+        heads: int | None = None,
         weights: int = 0,
         weight_bytes: int = 2,
-        row_multiple: int = 1,
-        heads: int | None = None,
     ) -> "PlanChoice":
-        """How training steps of a model of so many weights are planned; `cost` is the run's, else the file's."""
-        return cls(
-            planner=context.planner,
-            degree=context.context_parallel_size,
+        """How training steps are planned, priced by the run's cost or else the file's.
+
+        `heads` are the model's query heads, where they are known; `weights` those of its parameters that are on a
+        slot's rank and sharded over slots, of `weight_bytes` each.
+        """
+        context, cap = config.context, config.context.max_tokens_per_slot
+        options = PlanOptions(
+            max_tokens_per_slot=None if isinstance(cap, str) else cap or None,
             cp_comm_type=context.cp_comm_type,
-            hierarchical_sizes=context.hierarchical_context_parallel_sizes,
-            max_tokens_per_slot=0 if isinstance(context.max_tokens_per_slot, str) else context.max_tokens_per_slot,
-            node_size=context.node_size,
-            min_degree=context.min_dynamic_context_parallel_size,
-            max_degree=context.max_dynamic_context_parallel_size,
-            keys=Keys("context."),
-            partition=context.partition,
+            hierarchical_context_parallel_sizes=context.hierarchical_context_parallel_sizes,
             cost=cost or cost_of(context),
+            node_size=context.node_size,
             mode=context.mode,
-            weights=weights,
-            weight_bytes=weight_bytes,
-            row_multiple=row_multiple,
+            row_multiple=row_multiple_of(config.parallel),
+            partition=context.partition,
             heads=heads,
         )
+        degrees = context.min_dynamic_context_parallel_size, context.max_dynamic_context_parallel_size
+        degree = context.context_parallel_size
+        return cls(context.planner, degree, *degrees, options, "context.", weights, weight_bytes)
 
     @classmethod
-    def evaluation(
-        cls, context: ContextConfig, *, cost: Cost | None = None, row_multiple: int = 1, heads: int | None = None
-    ) -> "PlanChoice":
+    def evaluation(cls, config: RunConfig, *, cost: Cost | None = None, heads: int | None = None) -> "PlanChoice":
         """How evaluations are planned."""
-        return cls(
-            planner=context.eval_planner,
-            degree=context.eval_context_parallel_size,
+        context = config.context
+        options = PlanOptions(
+            max_tokens_per_slot=context.eval_max_tokens_per_slot or None,
             cp_comm_type=context.eval_cp_comm_type,
-            hierarchical_sizes=context.eval_hierarchical_context_parallel_sizes,
-            max_tokens_per_slot=context.eval_max_tokens_per_slot,
-            node_size=context.node_size,
-            min_degree=context.min_dynamic_context_parallel_size,
-            max_degree=context.max_dynamic_context_parallel_size,
-            keys=Keys("context.eval_"),
+            hierarchical_context_parallel_sizes=context.eval_hierarchical_context_parallel_sizes,
             partition=context.eval_partition,
             cost=cost or cost_of(context),
-            row_multiple=row_multiple,
+            node_size=context.node_size,
+            row_multiple=row_multiple_of(config.parallel),
             heads=heads,
         )
+        degrees = context.min_dynamic_context_parallel_size, context.max_dynamic_context_parallel_size
+        return cls(context.eval_planner, context.eval_context_parallel_size, *degrees, options, "context.eval_")
+
+    @property
+    def degree_key(self) -> str:
+        """The key of the degree."""
+        return self.prefix + "context_parallel_size"
+
+    @property
+    def comm_type_key(self) -> str:
+        """The key of the communication type."""
+        return self.prefix + "cp_comm_type"
 
     @property
     def comm_types(self) -> tuple[str, ...]:
         """The communication types, one, or one for each layer."""
-        return (self.cp_comm_type,) if isinstance(self.cp_comm_type, str) else self.cp_comm_type
+        types = self.options.cp_comm_type
+        return (types,) if isinstance(types, str) else tuple(types)
 
     def allows(self, degree: int, home: Layout) -> bool:
         """Whether a2a, where a layer uses it, can deal the query heads to groups of this degree."""
-        return heads_allow(degree, self.heads, self.comm_types, home.tp)
+        return heads_allow(degree, self.options.heads, self.comm_types, home.tp)
 
     def at_degree(self, degree: int, *, longest: int) -> "PlanChoice":
         """The same documents at another fixed degree, under a cap that holds the longest of them.
 
         Of hierarchical sizes, the a2a level keeps what divides the degree.
         """
-        cap = max(self.max_tokens_per_slot, -(-longest // degree)) if self.max_tokens_per_slot else 0
-        given = self.hierarchical_sizes
-        inner = math.gcd(given if isinstance(given, int) else given[0], degree)
-        sizes = (inner, degree // inner)
-        return replace(self, planner="fixed", degree=degree, max_tokens_per_slot=cap, hierarchical_sizes=sizes)
+        options, cap = self.options, self.options.max_tokens_per_slot
+        sizes = options.hierarchical_context_parallel_sizes
+        if cap is not None:
+            cap = max(cap, -(-longest // degree))
+        if sizes is not None:
+            inner = math.gcd(sizes if isinstance(sizes, int) else sizes[0], degree)
+            sizes = (inner, degree // inner)
+        options = replace(options, max_tokens_per_slot=cap, hierarchical_context_parallel_sizes=sizes)
+        return replace(self, planner="fixed", degree=degree, options=options)
 
     def plan(self, lengths: Sequence[int], home: Layout, warm: Plan | None = None) -> Plan:
         """The plan of these documents; the dynamic planner may begin from `warm`.
@@ -183,42 +163,12 @@ class PlanChoice:
         Micro-batches are a multiple of the pipeline stages, as interleaved schedules need them. Raises PlanError where
         the documents do not fit.
         """
-        cap = self.max_tokens_per_slot or None
-        sizes = self._sizes()
+        options = replace(self.options, cost=self._cost(home), micro_batch_multiple=home.pp)
         if self.planner == "dynamic":
-            return plan_dynamic(
-                lengths,
-                home,
-                max_tokens_per_slot=cap,
-                min_cp=self.min_degree,
-                max_cp=self.max_degree or None,
-                cp_comm_type=self.cp_comm_type,
-                hierarchical_context_parallel_sizes=None if sizes is None else self.hierarchical_sizes,
-                node_size=self.node_size,
-                micro_batch_multiple=home.pp,
-                mode=self.mode,
-                cost=self._cost(home),
-                row_multiple=self.row_multiple,
-                partition=self.partition,
-                heads=self.heads,
-                warm=warm,
-            )
+            max_cp = self.max_degree or None
+            return plan_dynamic(lengths, home, min_cp=self.min_degree, max_cp=max_cp, warm=warm, options=options)
         planner = plan_padded if self.planner == "padded" else plan_fixed
-        return planner(
-            lengths,
-            home,
-            self.degree,
-            max_tokens_per_slot=cap,
-            cp_comm_type=self.cp_comm_type,
-            hierarchical_context_parallel_sizes=sizes,
-            node_size=self.node_size,
-            micro_batch_multiple=home.pp,
-            mode=self.mode,
-            cost=self._cost(home),
-            row_multiple=self.row_multiple,
-            partition=self.partition,
-            heads=self.heads,
-        )
+        return planner(lengths, home, self.degree, options=options)
 
     def check(self, longest: int, home: Layout, what: str) -> None:
         """Plan one document of `longest` tokens, or raise ConfigError with the keys that do not fit."""
@@ -226,23 +176,19 @@ class PlanChoice:
             self.plan((longest,), home)
         except LongspanError as error:
             raise ConfigError(
-                f"{self.keys.degree} {self.degree} and {self.keys.cap} {self.max_tokens_per_slot} do not suit {what} "
+                f"{self.degree_key} {self.degree} and {self.prefix}max_tokens_per_slot "
+                f"{self.options.max_tokens_per_slot or 0} do not suit {what} "
                 f"on {counted(len(home.ranks), 'rank')}: {error}"
             ) from error
 
     def _cost(self, home: Layout) -> Cost:
         """The cost of a slot, whose tensor-parallel ranks share it; in free mode with the closing of a step."""
-        cost = shared_by(self.cost, home.tp)
-        if self.mode == "lockstep" or not self.weights:
+        cost = shared_by(self.options.cost, home.tp)
+        if self.options.mode == "lockstep" or not self.weights:
             return cost
-        taken = {"gather_bytes": self.weight_bytes, "reduce_bytes": max(4, self.weight_bytes)}
-        return cost.with_closing(self.weights, home, node_size=self.node_size, **taken)
-
-    def _sizes(self) -> tuple[int, ...] | None:
-        if "a2a+p2p" not in self.comm_types:
-            return None
-        inner = self.hierarchical_sizes
-        return (inner, max(1, self.degree // inner)) if isinstance(inner, int) else inner
+        gathered, reduced = self.weight_bytes, max(4, self.weight_bytes)
+        node_size = self.options.node_size
+        return cost.with_closing(self.weights, home, node_size=node_size, gather_bytes=gathered, reduce_bytes=reduced)
 
 
 @dataclass(frozen=True)
@@ -259,30 +205,16 @@ class StepPlanner:
         return self.choice.plan(self.order.lengths[documents].tolist(), self.home, warm)
 
 
-def plans_of_steps(
-    context: ContextConfig,
-    order: StepOrder,
-    home: Layout,
-    *,
-    cost: Cost,
-    weights: int = 0,
-    weight_bytes: int = 2,
-    row_multiple: int = 1,
-    heads: int | None = None,
-) -> PlanAhead:
-    """The plans of a run's training steps, priced by the run's cost; a context manager.
+def plans_of_steps(choice: PlanChoice, order: StepOrder, home: Layout, *, ahead: int) -> PlanAhead:
+    """The plans of a run's training steps; a context manager.
 
-    `weights` are those on a slot's rank, sharded over slots, of `weight_bytes` each. Dynamic plans are made
-    `context.plan_ahead` steps ahead in another process; those of the other planners take a millisecond and are made
-    when their step begins.
+    Dynamic plans are made so many steps ahead in another process; those of the other planners take a millisecond and
+    are made when their step begins.
     """
-    choice = PlanChoice.training(
-        context, cost=cost, weights=weights, weight_bytes=weight_bytes, row_multiple=row_multiple, heads=heads
-    )
     planner = StepPlanner(choice, order, home)
-    if context.planner != "dynamic":
+    if choice.planner != "dynamic":
         return PlanAhead(planner, ahead=0)
-    return PlanAhead(WarmStart(planner, every=WARM_STEPS), ahead=context.plan_ahead)
+    return PlanAhead(WarmStart(planner, every=WARM_STEPS), ahead=ahead)
 
 
 def row_multiple_of(parallel: ParallelConfig) -> int:

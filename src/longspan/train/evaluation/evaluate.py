@@ -20,7 +20,7 @@ def evaluate(
     """The loss of these documents under a plan of `choice`; all ranks call it together.
 
     >>> held_out = corpus.select(order.evaluation)
-    >>> choice = PlanChoice.evaluation(config.context)
+    >>> choice = PlanChoice.evaluation(config)
     >>> evaluate(model, held_out, choice, world, step=100, loss_chunk_rows=0).loss
     """
     started = time.perf_counter()

@@ -24,7 +24,7 @@ from longspan.plan import Plan
 from longspan.train.config.sections import RunConfig
 from longspan.train.disk import write_atomically
 from longspan.train.memory.live_bytes import LiveBytes
-from longspan.train.plans import PlanChoice, query_heads, row_multiple_of
+from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.step import run_step
 
 TOO_MANY_FILE = "max_tokens_per_slot.too_many.json"
@@ -97,12 +97,14 @@ def probe_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = N
 
     Under sequence parallelism `rows` is a multiple of tp.
     """
-    choice = PlanChoice.training(config.context, row_multiple=row_multiple_of(config.parallel), heads=heads)
+    choice = PlanChoice.training(config, heads=heads)
     widest = choice.degree if choice.planner != "dynamic" else min(choice.max_degree or home.slots, home.slots)
     degree = max(d for d in range(1, widest + 1) if home.slots % d == 0 and choice.allows(d, home))
     in_flight = max(1, home.pp * config.parallel.vpp)  # micro-batches that a pipeline holds at once
     lengths = [rows * degree] * (home.slots // degree * in_flight)
-    probe = replace(choice, planner="fixed", max_tokens_per_slot=rows).at_degree(degree, longest=rows * degree)
+    probe = replace(choice, options=replace(choice.options, max_tokens_per_slot=rows)).at_degree(
+        degree, longest=rows * degree
+    )
     return probe.plan(lengths, home)
 
 

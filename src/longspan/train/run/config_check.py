@@ -6,7 +6,6 @@ the run once it has them, still before the first collective of a step.
 
 import math
 from dataclasses import asdict
-from typing import Any
 
 from longspan.errors import ConfigError, counted
 from longspan.layout import Layout
@@ -14,7 +13,7 @@ from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
 from longspan.train.config.file import nearest
 from longspan.train.config.sections import AUTO, Above, AtLeast, RunConfig, bounds_of_keys
-from longspan.train.plans import PlanChoice, home_of, row_multiple_of
+from longspan.train.plans import PlanChoice, home_of
 
 _EXPERT_PRESETS = "qwen3-moe-tiny or gpt-oss-tiny (8 experts)"
 
@@ -165,7 +164,7 @@ def _check_preset(config: RunConfig) -> None:
 def _check_types(choice: PlanChoice) -> None:
     for kind in choice.comm_types:
         if kind not in COMM_TYPES:
-            raise ConfigError(f"{choice.keys.comm_type} is {kind!r}; {nearest(kind, COMM_TYPES)}")
+            raise ConfigError(f"{choice.comm_type_key} is {kind!r}; {nearest(kind, COMM_TYPES)}")
 
 
 def _check_degree(choice: PlanChoice, home: Layout) -> None:
@@ -174,7 +173,7 @@ def _check_degree(choice: PlanChoice, home: Layout) -> None:
     fit = [d for d in range(1, home.slots + 1) if home.slots % d == 0]
     ranks = choice.degree * home.tp * home.pp
     raise ConfigError(
-        f"{choice.keys.degree} {choice.degree} does not divide {counted(home.slots, 'slot')} "
+        f"{choice.degree_key} {choice.degree} does not divide {counted(home.slots, 'slot')} "
         f"({counted(len(home.ranks), 'rank')} / tp {home.tp} / pp {home.pp}); "
         f"use {' or '.join(map(str, fit))}, or start a multiple of {ranks} processes (--world {ranks}, or torchrun)"
     )
@@ -184,10 +183,9 @@ def _choices(config: RunConfig, *, training: bool, heads: int | None = None) -> 
     """The halves of [context] that will be used; a preset's query heads are known, a model folder's once it is read."""
     if heads is None and not config.model.path:
         heads = PRESETS[config.model.preset].values["num_attention_heads"]
-    options: dict[str, Any] = {"row_multiple": row_multiple_of(config.parallel), "heads": heads}
-    choices = [PlanChoice.training(config.context, **options)] if training else []
+    choices = [PlanChoice.training(config, heads=heads)] if training else []
     evaluated = config.data.eval_documents > 0 or not training
-    return choices + ([PlanChoice.evaluation(config.context, **options)] if evaluated else [])
+    return choices + ([PlanChoice.evaluation(config, heads=heads)] if evaluated else [])
 
 
 def check_longest(config: RunConfig, home: Layout, longest: int, name: str, heads: int | None = None) -> None:

@@ -28,7 +28,7 @@ from longspan.train.evaluation.result import Evaluation
 from longspan.train.json_record import as_json
 from longspan.train.memory.live_bytes import peak_memory_bytes
 from longspan.train.optim import lr_at
-from longspan.train.plans import plans_of_steps, query_heads, row_multiple_of
+from longspan.train.plans import PlanChoice, plans_of_steps, query_heads
 from longspan.train.run.config_check import check_config
 from longspan.train.run.group_log import GroupLog
 from longspan.train.run.lock import run_lock
@@ -167,16 +167,14 @@ class _Loop:
 def _plans(run: TrainingRun) -> PlanAhead:
     """The plans of the run's steps, priced for its model."""
     parameters, home = list(run.model.parameters()), run.world.home
-    return plans_of_steps(
-        run.config.context,
-        run.order,
-        home,
+    choice = PlanChoice.training(
+        run.config,
         cost=run.cost,
+        heads=query_heads(run.model.config),
         weights=sum(parameter.numel() for parameter in parameters) // home.tp,
         weight_bytes=parameters[0].element_size(),
-        row_multiple=row_multiple_of(run.config.parallel),
-        heads=query_heads(run.model.config),
     )
+    return plans_of_steps(choice, run.order, home, ahead=run.config.context.plan_ahead)
 
 
 def _step(run: TrainingRun, plans: PlanAhead, step: int) -> tuple[dict[str, Any], Plan]:

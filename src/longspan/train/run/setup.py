@@ -29,7 +29,7 @@ from longspan.train.evaluation.evaluate import evaluate
 from longspan.train.evaluation.result import Evaluation
 from longspan.train.memory.rows_that_fit import with_rows_that_fit
 from longspan.train.optim import build_optimizer
-from longspan.train.plans import PlanChoice, cost_of_run, query_heads, row_multiple_of
+from longspan.train.plans import PlanChoice, cost_of_run, query_heads
 from longspan.train.run.config_check import check_longest
 from longspan.train.run.resume import checkpoint_to_resume
 
@@ -65,7 +65,7 @@ class TrainingRun:
     @property
     def evaluation_choice(self) -> PlanChoice:
         """How evaluations are planned."""
-        return evaluation_choice(self.config, self.cost, query_heads(self.model.config))
+        return PlanChoice.evaluation(self.config, cost=self.cost, heads=query_heads(self.model.config))
 
 
 def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
@@ -116,14 +116,9 @@ def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World
         )
     model = load_prepared_model(config, world, corpus)
     step = int(load_checkpoint(checkpoint, model, None, world)["step"])
-    choice = evaluation_choice(config, _cost(config, world, model, log), query_heads(model.config))
+    cost = _cost(config, world, model, log)
+    choice = PlanChoice.evaluation(config, cost=cost, heads=query_heads(model.config))
     return evaluate(model, held_out, choice, world, step=step, loss_chunk_rows=config.train.loss_chunk_rows)
-
-
-def evaluation_choice(config: RunConfig, cost: Cost, heads: int) -> PlanChoice:
-    """How evaluations of this configuration are planned, by the run's cost and its model's query heads."""
-    rows = row_multiple_of(config.parallel)
-    return PlanChoice.evaluation(config.context, cost=cost, row_multiple=rows, heads=heads)
 
 
 def _cost(config: RunConfig, world: World, model: PreTrainedModel | PipelineModel, log: LogLine) -> Cost:
@@ -216,9 +211,9 @@ def _check_vocabulary(config: RunConfig, model: PreTrainedModel, size: int) -> N
 
 def _check_layers(config: RunConfig, model: PreTrainedModel) -> None:
     layers = model.config.get_text_config().num_hidden_layers
-    for choice in (PlanChoice.training(config.context), PlanChoice.evaluation(config.context)):
+    for choice in (PlanChoice.training(config), PlanChoice.evaluation(config)):
         if len(choice.comm_types) not in (1, layers):
             raise ConfigError(
-                f"{choice.keys.comm_type} lists {counted(len(choice.comm_types), 'type')}, "
+                f"{choice.comm_type_key} lists {counted(len(choice.comm_types), 'type')}, "
                 f"the model has {counted(layers, 'layer')}; give one type, or one for each layer"
             )
