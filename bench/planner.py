@@ -3,6 +3,7 @@
     python bench/planner.py --out bench/records/planner.json             # everything: several minutes
     python bench/planner.py --slots 64,256 --names lognorm,uniform       # a part
     python bench/planner.py --megatron ../Megatron-LM                    # beside that checkout's own scheduler
+    python bench/planner.py --before earlier.json                        # beside the figures of an earlier commit
 
 Every plan is priced by the same cost model (`Cost()`), and every time is divided by the same lower bound, area and
 longest document. Planning times are CPU seconds of this process on one core (`time.process_time`), so that other load
@@ -135,18 +136,28 @@ def row(name: str, slots: int, cap: int, seed: int, megatron: Megatron | None) -
     rows = lengths_of(name, slots, cap, seed)
     lengths, cp = rows.tolist(), min(slots, max(1, LONGEST // cap))
     bound = lower_bound_seconds(lengths, slots, cap, COST).seconds
-    found: dict[str, Any] = {"lengths": name, "slots": slots, "cap": cap, "documents": len(lengths), "bound": bound}
-    found["strong_bound"] = strong_bound(lengths, slots, cap, COST).seconds / bound
-    found["padded"] = padded_seconds(rows, slots, cp) / bound
-    found["first_fit"] = {"cp": cp, "ratio": first_fit_seconds(rows, slots, cap, cp) / bound}
-    found["lockstep"], plan = measured(lengths, slots, cap)
-    found["fast"], _ = measured(lengths, slots, cap, effort="fast")
-    found["warm"], _ = measured(lengths_of(name, slots, cap, seed + 1).tolist(), slots, cap, warm=plan)
-    found["free"], _ = measured(lengths, slots, cap, mode="free")
+    figures: dict[str, Any] = {"lengths": name, "slots": slots, "cap": cap, "documents": len(lengths), "bound": bound}
+    figures["strong_bound"] = strong_bound(lengths, slots, cap, COST).seconds / bound
+    figures["padded"] = padded_seconds(rows, slots, cp) / bound
+    figures["first_fit"] = {"cp": cp, "ratio": first_fit_seconds(rows, slots, cap, cp) / bound}
+    figures["lockstep"], plan = measured(lengths, slots, cap)
+    figures["fast"], _ = measured(lengths, slots, cap, effort="fast")
+    figures["warm"], _ = measured(lengths_of(name, slots, cap, seed + 1).tolist(), slots, cap, warm=plan)
+    figures["free"], _ = measured(lengths, slots, cap, mode="free")
     if megatron is not None:
         seconds, planned = megatron.seconds(rows, slots, cap)
-        found["megatron"] = {"ratio": seconds / bound, "seconds": planned}
-    return found
+        figures["megatron"] = {"ratio": seconds / bound, "seconds": planned}
+    return figures
+
+
+def add_before(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> None:
+    """Keep beside each row the figures of the same batch in an earlier record."""
+    figures = {(r["lengths"], r["slots"], r["cap"]): r for r in earlier}
+    for r in rows:
+        same = figures.get((r["lengths"], r["slots"], r["cap"]), {})
+        r["before"] = {key: same[key] for key in ("lockstep", "fast", "warm", "free") if key in same}
+        if "megatron" in same:
+            r.setdefault("megatron", same["megatron"])
 
 
 def markdown(record: dict[str, Any]) -> str:
@@ -170,7 +181,11 @@ def markdown(record: dict[str, Any]) -> str:
 
 def _line(r: dict[str, Any], with_peer: bool) -> str:
     def cell(key: str) -> str:
-        return f"{r[key]['ratio']:.3f} ({r[key]['seconds']:.2f})" if key in r else "–"
+        if key not in r:
+            return "–"
+        before = r.get("before", {}).get(key)
+        earlier = f"; before {before['ratio']:.3f}, {before['seconds']:.2f}" if before else ""
+        return f"{r[key]['ratio']:.3f} ({r[key]['seconds']:.2f}{earlier})"
 
     cells = [
         f"{r['slots']}",
@@ -190,6 +205,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--megatron", type=Path, help="a Megatron-LM checkout (dev branch)")
     parser.add_argument("--megatron-slots", type=int, default=256, help="the most slots that its scheduler is given")
+    parser.add_argument("--before", type=Path, help="an earlier record of the same batches, shown beside this one")
     parser.add_argument("--out", type=Path, help="a .json file; the table goes beside it")
     flags = parser.parse_args()
     megatron = Megatron(flags.megatron) if flags.megatron else None
@@ -200,6 +216,8 @@ def main() -> None:
             for name in flags.names.split(","):
                 rows.append(row(name, slots, cap, flags.seed, megatron if slots <= flags.megatron_slots else None))
                 print(_line(rows[-1], megatron is not None), flush=True)
+    if flags.before:
+        add_before(rows, json.loads(flags.before.read_text())["rows"])
     record = {
         "bench": "planner",
         "machine": machine(),
