@@ -19,11 +19,11 @@ Switch = Annotated[bool, FlagCreatePairsOff]
 
 @dataclass(frozen=True)
 class TrainFlags(RunConfig):
-    """Train a model: from defaults, then CONFIG.toml, then flags.
+    """Train a model. Values come from the defaults, then from CONFIG.toml, then from flags.
 
-    Alone it runs one process. With --world N it starts N processes on this machine; under torchrun it uses those.
-    The run's folder gets its configuration, metrics, checkpoints, plans and report.html; where it
-    holds a run already, that run goes on from its newest checkpoint.
+    Without --world it runs one process. With --world N it starts N processes on this machine; under torchrun it uses
+    those of torchrun. The configuration, metrics, checkpoints, plans and report.html are written to the run's folder.
+    If the folder holds a run already, that run continues from its newest checkpoint.
     """
 
     parallel: FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
@@ -31,16 +31,16 @@ class TrainFlags(RunConfig):
     config: Annotated[Positional[str], tyro.conf.arg(metavar="CONFIG.toml")] = ""
     """Configuration file; without one, the defaults of `make train`."""
     world: int = 0
-    """CPU processes to start on this machine; 0: one process, or torchrun's."""
+    """CPU processes to start on this machine; 0: one process, or those of torchrun."""
     json: Switch = False
-    """Print the outcome as one JSON object on standard output; progress goes to standard error."""
+    """Print the result as one JSON object on standard output; progress goes to standard error."""
 
 
 @dataclass(frozen=True)
 class EvalFlags:
     """Evaluate a checkpoint on the run's held-out documents, at any degree that divides the slots.
 
-    The run's own configuration holds, but for the flags given here. Nothing in the run's folder changes.
+    The run's own configuration applies, except for the flags given here. Nothing in the run's folder changes.
     """
 
     run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN_OR_CHECKPOINT")]

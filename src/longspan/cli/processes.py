@@ -1,4 +1,4 @@
-"""The processes of a verb: torchrun's, N started here, or one; decided from flags and the environment."""
+"""The processes of a verb: those of torchrun, N that are started here, or one, as flags and environment decide."""
 
 import os
 from collections.abc import Callable, Sequence

@@ -76,15 +76,19 @@ def main(argv: Sequence[str]) -> int:
     return 0 if all(row.get("good", True) for row in record["checks"]) else 1
 
 
+# Settings that are copied from the flags of the same name.
+_COPIED = ("documents", "partition", "window", "sinks", "kernel", "warmup", "repeats", "timeout_seconds", "cuda_graph")
+
+
 def make_settings(flags: AttentionFlags, ranks: int, backend: str, command: Sequence[str]) -> Settings:
     """The settings that the ranks receive. Raises ConfigError for impossible types, lengths and sizes."""
-    defaults = GPU_DEFAULTS if backend == "nccl" else CPU_DEFAULTS
+    defaults: dict[str, Any] = GPU_DEFAULTS if backend == "nccl" else CPU_DEFAULTS
     types = tuple(name for name in flags.types.split(",") if name)
     unknown = [name for name in types if name not in TYPES]
     if unknown or not types:
         raise ConfigError(f"--types {flags.types!r}: this release has {' and '.join(TYPES)}")
     try:
-        lengths = tuple(int(length) for length in (flags.lengths or str(defaults["lengths"])).split(","))
+        lengths = tuple(int(length) for length in (flags.lengths or defaults["lengths"]).split(","))
     except ValueError:
         raise ConfigError(f"--lengths {flags.lengths!r} is not a list of integers such as 16384,65536") from None
     if min(lengths) < flags.documents or flags.documents < 1:
@@ -97,25 +101,14 @@ def make_settings(flags: AttentionFlags, ranks: int, backend: str, command: Sequ
     return Settings(
         types=types,
         lengths=lengths,
-        documents=flags.documents,
-        partition=flags.partition,
-        window=flags.window,
-        sinks=flags.sinks,
-        kernel=flags.kernel,
         hierarchical=_sizes(flags.hierarchical, ranks),
-        heads=flags.heads or int(defaults["heads"]),
-        key_value_heads=flags.key_value_heads or int(defaults["key_value_heads"]),
-        head_size=flags.head_size or int(defaults["head_size"]),
-        dtype=flags.dtype or str(defaults["dtype"]),
-        warmup=flags.warmup,
-        repeats=flags.repeats,
         peers=not flags.no_peers,
         ranks=ranks,
         backend=backend,
-        timeout_seconds=flags.timeout_seconds,
         command=" ".join(command),
         out=str(Path(flags.out).resolve()) if flags.out else "",
-        cuda_graph=flags.cuda_graph,
+        **{name: getattr(flags, name) for name in _COPIED},
+        **{name: getattr(flags, name) or defaults[name] for name in ("heads", "key_value_heads", "head_size", "dtype")},
     )
 
 

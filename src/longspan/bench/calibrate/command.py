@@ -1,4 +1,4 @@
-"""`longspan bench calibrate`: measure a model on this machine, and write the cost by which plans are priced."""
+"""`longspan bench calibrate`: measures a model on this machine, and writes the cost that planners use."""
 
 import json
 import sys
@@ -29,18 +29,19 @@ class CalibrateFlags(BenchFlags):
     """Measure whole steps of a model, its attention and its rings on this machine, and fit the constants of a Cost.
 
     Runs one process for each GPU of this machine, or torchrun's, or --world local processes on the CPU; all of them
-    work at the same time. The constants go to a file for context.cost of a run and --cost of longspan plan, simulate
-    and bench step, and a table compares every measurement with what they predict. The last steps of the table, with
-    long documents, are predicted alone: nothing is fitted to them. With one process there is no ring to measure, and
-    the ring's constants keep their defaults. One host only: give --across_gbps for the links between hosts.
+    work at the same time. The constants are written to a file for context.cost of a run and --cost of longspan plan,
+    simulate and bench step, and a table compares every measurement with their prediction. The last steps of the table,
+    with long documents, are only predicted: nothing is fitted to them. With one process there is no ring to measure,
+    and the ring's constants keep their defaults. All processes must run on one host; give --across_gbps for the links
+    between hosts.
     """
 
     preset: str = "qwen3-tiny"
     """Model with random weights."""
     model: str = ""
-    """Folder of a Hugging Face model instead."""
+    """Folder of a Hugging Face model, in place of --preset."""
     dtype: Literal["", "bfloat16", "float16", "float32"] = ""
-    """Of the weights; empty: bfloat16 on GPUs, float32 on CPUs."""
+    """Dtype of the weights; empty: bfloat16 on GPUs, float32 on CPUs."""
     tokens: str = ""
     """Tokens of a slot in a micro-batch, with commas between; empty: 2048 to 16384 on GPUs, 256 to 1024 on CPUs."""
     document: int = 0
@@ -77,31 +78,26 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_settings(flags: CalibrateFlags, ranks: int, backend: str) -> Settings:
-    """What the ranks are told. Raises ConfigError for sizes from which no constants follow."""
-    defaults = GPU_DEFAULTS if backend == "nccl" else CPU_DEFAULTS
+    """The settings that the ranks receive. Raises ConfigError for sizes from which no constants can be fitted."""
+    defaults: dict[str, Any] = GPU_DEFAULTS if backend == "nccl" else CPU_DEFAULTS
     flags.check_runs()
     if flags.across_gbps < 0 or flags.document < 0:
         raise ConfigError(f"--across_gbps {flags.across_gbps} --document {flags.document}: at least 0")
     if not Path(flags.out).absolute().parent.is_dir():
         raise ConfigError(f"--out {flags.out}: there is no folder {Path(flags.out).absolute().parent}")
     return Settings(
-        preset=flags.preset,
-        model=flags.model,
         dtype=flags.dtype or ("bfloat16" if backend == "nccl" else "float32"),
-        tokens=_sizes("--tokens", flags.tokens or str(defaults["tokens"])),
-        lengths=_sizes("--lengths", flags.lengths or str(defaults["lengths"])),
-        document=flags.document or int(defaults["document"]),
-        micro_batches=_sizes("--micro_batches", flags.micro_batches),
-        warmup=flags.warmup,
-        repeats=flags.repeats,
+        document=flags.document or defaults["document"],
         ranks=ranks,
         backend=backend,
-        timeout_seconds=flags.timeout_seconds,
+        **{name: _sizes(f"--{name}", getattr(flags, name) or defaults[name]) for name in ("tokens", "lengths")},
+        micro_batches=_sizes("--micro_batches", flags.micro_batches),
+        **{name: getattr(flags, name) for name in ("preset", "model", "warmup", "repeats", "timeout_seconds")},
     )
 
 
 def _sizes(flag: str, text: str) -> tuple[int, ...]:
-    """Different counts in rising order: one alone would not tell what each of them costs from what all of them cost."""
+    """Different counts in rising order; two at least, to tell the cost of one more from a cost that is always there."""
     try:
         counts = sorted({int(word) for word in text.split(",")})
     except ValueError:
@@ -122,7 +118,7 @@ def write_cost(calibration: Calibration, path: Path) -> None:
 def make_record(
     calibration: Calibration, samples: Sequence[Sample], settings: Settings, command: Sequence[str]
 ) -> dict[str, Any]:
-    """Everything that was found, as a JSON object."""
+    """The constants, the measurements and the machine, as a JSON object."""
     rows = [
         {
             "what": sample.what,
@@ -184,7 +180,7 @@ def _summary(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _processes(flags: CalibrateFlags) -> tuple[int, str]:
-    """How many processes, and what they talk through. Raises ConfigError for processes on several hosts."""
+    """The number of processes and their backend. Raises ConfigError for processes on several hosts."""
     ranks, backend = flags.processes(CPU_RANKS)
     if under_torchrun() and (local := ranks_on_this_host(ranks)) != ranks:
         raise ConfigError(
