@@ -31,8 +31,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan import Group, Layout, World, attend, bind, plan_fixed
-from longspan.attention import kernels
-from longspan.attention.geometry.members import Circle, Mask
+from longspan.attention.geometry.members import Mask, Members
+from longspan.attention.kernels import table
 from longspan.attention.sums import fused
 from longspan.cli.machine import machine, machine_text
 from longspan.comm.failure.watch import Watch
@@ -58,7 +58,7 @@ class OneRank(World):
         super().__init__(Layout(ranks))
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
         self.device, self.rank, self.slot, self.key, self.node_size = device, 0, 0, -2, ranks
-        self.plane = self.home.plane(pp=0, tp=0)
+        self.seed, self.plane = 0, self.home.plane(pp=0, tp=0)
         self.watch = Watch(0, self.home.ranks, 600.0, None, gpu=device.type == "cuda")
         self.process_groups = ProcessGroups(backend="fake", timeout=600.0, watch=self.watch)
         self.meshes = Meshes(self.home, 0, self.process_groups, device.type)
@@ -144,7 +144,7 @@ def _flags() -> argparse.Namespace:
 def _hollow(counts: Counter[str], device: torch.device) -> Iterator[None]:
     """On a CPU, kernels that are called and do nothing, laid out like FlashAttention-4's; in this process only."""
     if device.type == "cpu":
-        kernels.KERNELS = (hollow_kernel("cpu", counts),)
+        table.KERNELS = (hollow_kernel("cpu", counts),)
         counted = Counted(counts)
         fused.available, fused._kernels = lambda x: True, lambda: counted
     yield
@@ -246,10 +246,10 @@ def geometries() -> Iterator[dict[str, Any]]:
         lengths = tuple(length + 7 * i % 400 for i in range(documents))
         group = Group(tuple(range(degree)), tuple(range(documents)), lengths)
         started = time.process_time()
-        circle = Circle(ShardPart(group, 0, degree // 3, 0, 0), Mask(True, window), torch.device("cpu"))
-        ring = [circle.launches(owner) for owner in range(degree)]
+        members = Members(ShardPart(group, 0, degree // 3, 0, 0), Mask(True, window), torch.device("cpu"))
+        ring = [members.launches(owner) for owner in range(degree)]
         middle = time.process_time()
-        gathered = circle.launches(None)
+        gathered = members.launches(None)
         yield {
             "documents": documents,
             "degree": degree,

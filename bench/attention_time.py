@@ -28,7 +28,7 @@ from hollow import hollow_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
-from longspan.attention import kernels
+from longspan.attention.kernels import table
 from longspan.bench.attention.cases import Run, Settings, lengths_of, own_cases, tensors_of
 from longspan.bench.attention.ranks import forward_flops
 from longspan.bench.record import where_it_ran
@@ -43,7 +43,7 @@ RUNS = 4  # under the profiler
 def main() -> None:
     """Measure every type at every length, print a line for each, and write the record."""
     flags = _flags()
-    kernels.KERNELS = (*kernels.KERNELS, hollow_kernel("cuda"))
+    table.KERNELS = (*table.KERNELS, hollow_kernel("cuda"))
     about = {"machine": machine(), "versions": versions(), "command": " ".join(["torchrun", *sys.argv])}
     record: dict[str, Any] = {"bench": "attention time", **about, "rows": []}
     with World(Layout(int(torch.cuda.device_count()))) as world:

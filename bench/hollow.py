@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longspan.attention.call import AttentionCall, Saved
 from longspan.attention.kernels import HeadSizes, Kernel
 
 
@@ -13,14 +14,14 @@ def hollow_kernel(device: str, counts: Counter[str] | None = None) -> Kernel:
     """Gives tensors laid out like FlashAttention-4's, with whatever was in memory; `counts` its calls."""
     calls: Counter[str] = Counter() if counts is None else counts
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, launch: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, launch: Any, call: AttentionCall) -> tuple[Tensor, Tensor]:
         calls["forward"] += 1
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
         return q.new_empty((*q.shape[:2], v.shape[2])), lse.transpose(0, 1)
 
-    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
+    def backward(dout: Tensor, saved: Saved, launch: Any, call: AttentionCall) -> tuple[Tensor, ...]:
         calls["backward"] += 1
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        return torch.empty_like(saved.q), torch.empty_like(saved.k), torch.empty_like(saved.v)
 
     features = frozenset({"window", "softcap"})
     return Kernel("hollow", (device,), (torch.bfloat16,), forward, backward, features, HeadSizes())  # pyright: ignore[reportArgumentType]

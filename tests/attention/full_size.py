@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
-from longspan.attention import KERNELS, Need
+from longspan.attention import KERNELS, AttentionCall, Mask
 from longspan.comm import SequenceShard
 from longspan.testing import backend
 
@@ -33,10 +33,6 @@ class Configuration:
     window: int | None = None
     sinks: str = ""
     rows: int = 4096
-
-    @property
-    def features(self) -> frozenset[str]:
-        return frozenset() if self.window is None else frozenset({"window"})
 
 
 CONFIGURATIONS = {
@@ -123,9 +119,9 @@ def _compare(
     sizes = (2, slots // 2) if slots % 2 == 0 else (slots, 1)
     everyone = bind(_batch(tuple(range(slots)), lengths, sizes), world)
     one = SequenceShard(_batch((world.slot,), lengths, None), world.slot, world.key, world.device)
-    size, v_size = configuration.size, configuration.v_size
-    need = Need(world.device, dtype, size, configuration.features, v_size)
-    for kernel in (k.name for k in KERNELS if not k.lacks(need) and (not kernels or k.name in kernels)):
+    c = configuration
+    call = AttentionCall(c.heads, c.kv_heads, c.size, c.v_size, dtype, world.device, Mask(window=c.window))
+    for kernel in (k.name for k in KERNELS if not k.lacks(call) and (not kernels or k.name in kernels)):
         alone = _errors(_run(configuration, tensors, one, "p2p", kernel), wanted, one, None)
         for kind in TYPES:
             if kind == "a2a" and configuration.heads % slots:

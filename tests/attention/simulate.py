@@ -5,16 +5,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longspan.attention.block import Rule, Saved, add_block, block_gradients, summed
+from longspan.attention.block import Partial, RowSum, add_block, block_gradients, summed
+from longspan.attention.call import AttentionCall, Saved
 from longspan.attention.geometry.launch import Launch
 from longspan.attention.geometry.members import Mask
 from longspan.attention.geometry.tiles import tiles_between
-from longspan.attention.sums.merge import Partial, RowSum, accumulation_dtype
+from longspan.attention.sums.rows import accumulation_dtype
 from longspan.layout import Partition
 
 
 def simulate(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lengths: Sequence[int], degree: int, rule: Rule, mask: Mask
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lengths: Sequence[int], degree: int, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, dq, dk, dv of packed rows (S, …), where every member meets every member's block, its own first.
 
@@ -26,16 +27,16 @@ def simulate(
     dq, dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (q, k, v))
     for member in range(degree):
         mine = rows[member]
-        blocks = [(rows[o], _launches(shares, member, o, mask, q.device)) for o in _ring(member, degree)]
+        blocks = [(rows[o], _launches(shares, member, o, call.mask, q.device)) for o in _ring(member, degree)]
         total = Partial(len(mine), q.shape[1], v.shape[2], like=q)
         for theirs, launches in blocks:
-            add_block(total, q[mine], k[theirs], v[theirs], launches, rule)
+            add_block(total, q[mine], k[theirs], v[theirs], launches, call)
         total_out, lse = total.result()
         out[mine] = total_out.to(q.dtype)
         part = RowSum(tuple(q[mine].shape), q)
         for theirs, launches in blocks:
-            saved = Saved(dout[mine], q[mine], out[mine], lse)
-            addends = block_gradients(part, saved, k[theirs], v[theirs], launches, rule)
+            saved = Saved(q[mine], k[theirs], v[theirs], out[mine], lse)
+            addends = block_gradients(part, dout[mine], saved, launches, call)
             block = summed(addends, k[theirs], v[theirs])
             dk[theirs] += block[0]
             dv[theirs] += block[1]

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
-from longspan.attention import Call, Machine, choose_type, estimates_of
+from longspan.attention import AttentionCall, Machine, Mask, choose_type, estimates_of
 from longspan.testing import backend, run_ranks
 from tests.attention.test_attend import needs
 
-QWEN3_8B = Call(heads=32, kv_heads=8, head_size=128, value_size=128)
+QWEN3_8B = AttentionCall(heads=32, kv_heads=8, head_size=128, value_size=128)
 
 
 def group(degree, *lengths, first=0):
@@ -32,7 +32,7 @@ CHOICES = [
     (group(8, 1048576), replace(QWEN3_8B, heads=9, kv_heads=9), 1, "p2p"),
     (group(4, 16384, first=6), QWEN3_8B, 8, "a2a+p2p (2, 2)"),
     # a narrow window leaves little to send
-    (group(8, 131072), replace(QWEN3_8B, window=4096), 1, "p2p"),
+    (group(8, 131072), replace(QWEN3_8B, mask=Mask(window=4096)), 1, "p2p"),
     (group(1, 4096), QWEN3_8B, 8, "p2p"),
 ]
 
@@ -52,10 +52,10 @@ def test_choices(members, call, node_size, wanted):
 
 SKEWS = [  # of a ring of 4: what its busiest member computes, in means of all
     (group(4, 8192), QWEN3_8B, 1.75),  # rows 6144 to 8192 of a triangle: 7 of 16 parts
-    (group(4, 8192), replace(QWEN3_8B, causal=False), 1.0),
-    (group(4, 8192), replace(QWEN3_8B, window=1), 1.0),
+    (group(4, 8192), replace(QWEN3_8B, mask=Mask(causal=False)), 1.0),
+    (group(4, 8192), replace(QWEN3_8B, mask=Mask(window=1)), 1.0),
     (group(4, *[2048] * 4), QWEN3_8B, 1.0),  # a document each
-    (group(4, 6144, 2048), replace(QWEN3_8B, causal=False), 1.2),  # 3, 3, 3 and 1 of a mean of 2.5
+    (group(4, 6144, 2048), replace(QWEN3_8B, mask=Mask(causal=False)), 1.2),  # 3, 3, 3 and 1 of a mean of 2.5
     (replace(group(4, 4096, 4096), pad_to=8192), QWEN3_8B, 2.0),  # two members hold padding alone
 ]
 
@@ -72,7 +72,7 @@ def test_contiguous_rows_of_a_ring_are_as_slow_as_its_busiest_member(members, ca
 
 
 def test_it_says_why_in_words_and_numbers():
-    choice = choose_type(group(6, 30000, 900, first=4), replace(QWEN3_8B, window=512), node_size=8)
+    choice = choose_type(group(6, 30000, 900, first=4), replace(QWEN3_8B, mask=Mask(window=512)), node_size=8)
     said = str(choice).splitlines()
     assert said[0] == (
         "6 members on 2 nodes of 8 slots; 2 documents of 30900 rows together, 30000 at most; 32 query and 8 key/value "

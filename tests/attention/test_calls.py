@@ -1,6 +1,7 @@
 """What a call of `attend` makes of its arguments, on the host and without ranks: masks, kernels, what is remembered."""
 
 import sys
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from longspan import Group, Layout, MicroBatch, World, bind
+from longspan.attention.call import AttentionCall
 from longspan.attention.geometry.members import Mask
 from longspan.comm import SequenceShard
 from longspan.errors import AttentionError, CommError
@@ -41,60 +43,58 @@ def called(shard: SequenceShard, **options: Any) -> None:
 
 
 @pytest.fixture
-def walks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What calls checked, in order, each with what it needed of a kernel."""
-    found: list[Any] = []
-    checked, choose = module._checked, module.choose
-    needs: list[Any] = []
-    monkeypatch.setattr(module, "choose", lambda need, name: needs.append(need) or choose(need, name))
-    monkeypatch.setattr(module, "_checked", lambda *args: found.append((checked(*args), needs[-1])) or found[-1][0])
-    return found
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[AttentionCall]:
+    """The calls that were checked and packed, in order."""
+    packed: list[AttentionCall] = []
+    pack = module.packed_call
+    monkeypatch.setattr(module, "packed_call", lambda *args: packed.append(pack(*args)) or packed[-1])
+    return packed
 
 
-def launched(walk: Any) -> list[str]:
+def launched(call: AttentionCall) -> list[str]:
     """The mask of a call's first part and its launches, block by block."""
-    circle = walk.parts[0].circle
-    return [repr(circle.mask), *(repr([x.tiling for x in circle.launches(owner)]) for owner in range(circle.degree))]
+    members = call.parts[0].members
+    return [repr(members.mask), *(repr([x.tiling for x in members.launches(owner)]) for owner in range(members.degree))]
 
 
 @pytest.mark.parametrize("window", HIDING_NOTHING, ids=str)
-def test_a_window_that_hides_nothing_is_none(walks: list[Any], window: int) -> None:
+def test_a_window_that_hides_nothing_is_none(packed: list[AttentionCall], window: int) -> None:
     """It needs nothing of a kernel (cuDNN has no windows), and costs as many launches as the call without it."""
     called(split())
     called(split(), window=window)
-    (without, need), (windowed, same) = walks
-    assert same == need and not need.features
+    without, windowed = packed
+    assert replace(windowed, parts=()) == replace(without, parts=()) and not without.features
     assert launched(windowed) == launched(without)
 
 
 @pytest.mark.parametrize("window", [max(LENGTHS) - 1, np.int64(5)], ids=str)
-def test_a_window_that_hides_a_key_is_kept(walks: list[Any], window: int) -> None:
+def test_a_window_that_hides_a_key_is_kept(packed: list[AttentionCall], window: int) -> None:
     called(split(), window=window)
-    ((walk, need),) = walks
-    assert need.features == {"window"} and walk.parts[0].circle.mask == Mask(True, int(window))
+    (call,) = packed
+    assert call.features == {"window"} and call.parts[0].members.mask == Mask(True, int(window))
 
 
-def test_a_window_is_dropped_for_the_groups_in_which_it_hides_nothing(walks: list[Any]) -> None:
+def test_a_window_is_dropped_for_the_groups_in_which_it_hides_nothing(packed: list[AttentionCall]) -> None:
     called(bound(Group((0, 1), (0,), (50,)), Group((0, 2), (1,), (500,))), window=60)
-    ((walk, need),) = walks
-    assert need.features == {"window"}
-    assert [part.circle.mask.window for part in walk.parts] == [None, 60]
+    (call,) = packed
+    assert call.features == {"window"}
+    assert [part.members.mask.window for part in call.parts] == [None, 60]
 
 
-def test_layers_share_what_was_checked_unless_types_are_listed_by_layer(walks: list[Any]) -> None:
+def test_layers_share_what_was_checked_unless_types_are_listed_by_layer(packed: list[AttentionCall]) -> None:
     shard, listed = split(), split(cp_comm_type=("p2p", "all_gather"))
     for layer in (0, 1, 0, 1, None):
         called(shard, layer=layer)
-    assert len(walks) == 1
+    assert len(packed) == 1
     for layer in (0, 1, 0, 1):
         called(shard, layer=layer, cp_comm_type=["p2p", "all_gather"])
-    assert len(walks) == 3
+    assert len(packed) == 3
     for layer in (0, 1, 0, 1):
         called(listed, layer=layer)
-    assert len(walks) == 5
-    assert [walk.parts[0].pattern == walks[0][0].parts[0].pattern for walk, _ in walks[1:]] == [True, False] * 2
+    assert len(packed) == 5
+    assert [call.parts[0].cp_comm_type for call in packed[1:]] == ["p2p", "all_gather"] * 2
     called(listed, layer=np.int64(1), cp_comm_type="p2p")
-    assert len(walks) == 6
+    assert len(packed) == 6
     with pytest.raises(AttentionError, match="cp_comm_type of group 0 has 2 entries, one per layer; got layer=None"):
         module.attend(*tensors(listed), listed)
 

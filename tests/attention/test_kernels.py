@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.attention import KERNELS, Need, choose
-from longspan.attention.block import Rule
+from longspan.attention import KERNELS, AttentionCall, choose
+from longspan.attention.call import Saved
 from longspan.attention.geometry.launch import Launch, visible
-from longspan.attention.geometry.members import Circle, Mask
+from longspan.attention.geometry.members import Mask, Members
 from longspan.attention.geometry.tiles import Tile, Tiling
 from longspan.attention.kernels import cpu_flash, cudnn, reference, torch_flash
 from longspan.comm import ShardPart
@@ -26,9 +26,9 @@ LENGTHS = [(37,), (1,), (5, 1, 40, 3), (2, 2, 2, 2)]
 MASKS = [{"causal": True}, {"causal": False}, {"causal": True, "window": 1}, {"causal": True, "window": 6}]
 
 
-def usable(dtype, **needs):
-    need = Need(DEVICE, dtype, 16, frozenset(needs))
-    return [kernel for kernel in KERNELS if not kernel.lacks(need)]
+def usable(dtype, window=None, softcap=None):
+    call = AttentionCall(1, 1, 16, 16, dtype, DEVICE, Mask(window=window), softcap=softcap)
+    return [kernel for kernel in KERNELS if not kernel.lacks(call)]
 
 
 def errors(kernel, dtype, heads, lengths, degree, seed=0, device=DEVICE, **options):
@@ -43,9 +43,10 @@ def errors(kernel, dtype, heads, lengths, degree, seed=0, device=DEVICE, **optio
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     wanted = dense_attention(*leaves, lengths, **options)
     wanted.backward(dout.double())
-    rule = Rule(kernel=kernel, scale=options.get("scale", size**-0.5), softcap=options.get("softcap"))
+    numbers = {"scale": options.get("scale", size**-0.5), "softcap": options.get("softcap")}
     mask = Mask(options.get("causal", True), options.get("window"))
-    found = simulate(q, k, v, dout, lengths, degree, rule, mask)
+    call = AttentionCall(n, kv, size, v_size, dtype, device, mask, **numbers, kernel=kernel)
+    found = simulate(q, k, v, dout, lengths, degree, call)
     return [relative_error(f, w) for f, w in zip(found, [wanted, *(x.grad for x in leaves)], strict=True)]
 
 
@@ -62,8 +63,8 @@ def test_kernels_match_the_reference(dtype, options):
 
 @pytest.mark.parametrize("options", [{"scale": 0.3}, {"softcap": 2.0}, {"softcap": 1.5, "window": 4}], ids=str)
 def test_scale_and_softcap(options):
-    asked = {name: 1 for name in options if name != "scale"}
-    for kernel in usable(torch.float64, **asked):
+    features = {name: value for name, value in options.items() if name != "scale"}
+    for kernel in usable(torch.float64, **features):
         worst = max(errors(kernel, torch.float64, HEADS["gqa"], (9, 30), 2, **options))
         assert worst <= 1e-12, (kernel.name, worst)
 
@@ -90,7 +91,7 @@ def test_half_precision_error_does_not_grow_with_the_degree(dtype):
 @pytest.mark.parametrize("options", [*MASKS, {"softcap": 2.0}, {"softcap": 5.0, "window": 6}], ids=str)
 @pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str)
 def test_half_precision_masks_and_head_shapes(dtype, limit, options):
-    for kernel in usable(dtype, **{name: 1 for name in options if name != "causal"}):
+    for kernel in usable(dtype, **{name: value for name, value in options.items() if name != "causal"}):
         for seed, (heads, shape) in enumerate(HEADS.items()):
             for lengths in ((37,), (5, 1, 40, 3)):
                 found = errors(kernel, dtype, shape, lengths, 3, seed, **options)
@@ -108,8 +109,8 @@ def test_kernels_at_the_head_sizes_of_models(name, options):
     shape, cuda = FULL_SIZES[name], torch.device("cuda")
     given_device = {"device": cuda, **options}
     bound = errors(torch_kernel("torch_flash"), torch.bfloat16, shape, (700, 1, 323), 1, **given_device)
-    need = Need(cuda, torch.bfloat16, shape[2], value_size=shape[3])
-    for kernel in (kernel for kernel in KERNELS if not kernel.lacks(need)):
+    call = AttentionCall(*shape, torch.bfloat16, cuda)
+    for kernel in (kernel for kernel in KERNELS if not kernel.lacks(call)):
         for degree in (1, 2, 4):
             found = errors(kernel, torch.bfloat16, shape, (700, 1, 323), degree, **given_device)
             assert all(e <= 2 * b for e, b in zip(found, bound, strict=True)), (kernel.name, degree, found, bound)
@@ -117,6 +118,10 @@ def test_kernels_at_the_head_sizes_of_models(name, options):
 
 def torch_kernel(name):
     return next(kernel for kernel in KERNELS if kernel.name == name)
+
+
+def scaled(scale):
+    return AttentionCall(4, 2, 8, 8, torch.float64, scale=scale)
 
 
 def cudnn_on_the_cpu(monkeypatch):
@@ -127,10 +132,10 @@ def cudnn_on_the_cpu(monkeypatch):
         return Launch(Tiling.of((Tile(0, rows, 0, keys, right=0 if causal else None),)), CPU)
 
     def forward(q, k, v, causal, scale):
-        return reference.forward(q, k, v, one(causal, len(q), len(k)), scale=scale)
+        return reference.forward(q, k, v, one(causal, len(q), len(k)), scaled(scale))
 
-    def backward(dout, q, k, v, out, lse, causal, scale):
-        return reference.backward(dout, q, k, v, out, lse, one(causal, len(q), len(k)), scale=scale)
+    def backward(dout, saved, causal, scale):
+        return reference.backward(dout, saved, one(causal, len(saved.q), len(saved.k)), scaled(scale))
 
     monkeypatch.setattr(cudnn, "_forward", forward)
     monkeypatch.setattr(cudnn, "_backward", backward)
@@ -162,8 +167,10 @@ def test_cudnn_splits_a_causal_tile_with_more_keys_than_rows(monkeypatch):
             torch.randn(n, h, d, generator=generator, dtype=torch.float64)
             for n, h, d in ((rows, 4, 8), (keys, 2, 8), (keys, 2, 6), (rows, 4, 6))
         )
-        wanted, found = (kernel.forward(q, k, v, launch, scale=0.4) for kernel in (reference, cudnn))
-        gradients = [kernel.backward(dout, q, k, v, *wanted, launch, scale=0.4) for kernel in (reference, cudnn)]
+        call = scaled(0.4)
+        wanted, found = (kernel.forward(q, k, v, launch, call) for kernel in (reference, cudnn))
+        saved = Saved(q, k, v, *wanted)
+        gradients = [kernel.backward(dout, saved, launch, call) for kernel in (reference, cudnn)]
         for a, b in zip((*found, *gradients[1]), (*wanted, *gradients[0]), strict=True):
             assert relative_error(a, b) <= 1e-12
 
@@ -183,30 +190,31 @@ def takes_these_arguments(kernel):
             torch.empty(shape, device="meta", dtype=torch.bfloat16)
             for shape in ((rows, 4, 20), (keys, 2, 20), (keys, 2, 12))
         )
-        out, lse = kernel.forward(q, k, v, launch, scale=0.1)
+        call = AttentionCall(4, 2, 20, 12, scale=0.1)
+        out, lse = kernel.forward(q, k, v, launch, call)
         assert (out.shape, lse.shape, lse.dtype) == ((rows, 4, 12), (rows, 4), torch.float32)
-        gradients = kernel.backward(out.to(q.dtype), q, k, v, out, lse, launch, scale=0.1)
+        gradients = kernel.backward(out.to(q.dtype), Saved(q, k, v, out, lse), launch, call)
         assert [x.shape for x in gradients] == [x.shape for x in (q, k, v)]
 
 
 REFUSED = [
-    ("nothing", Need(torch.device("cpu"), torch.float32, 8), "kernel 'nothing' is unknown; available here: cpu_flash"),
-    ("torch_flash", Need(torch.device("cpu"), torch.bfloat16, 8), "torch_flash needs cuda tensors, got cpu"),
-    ("cpu_flash", Need(torch.device("cpu"), torch.int32, 8), "cpu_flash needs bfloat16 or float16 or .*, got int32"),
-    ("cpu_flash", Need(torch.device("cpu"), torch.float32, 8, frozenset({"softcap"})), "a call without softcap"),
-    (None, Need(torch.device("cpu"), torch.int32, 8), "no kernel fits: fa4 needs"),
+    ("nothing", AttentionCall(1, 1, 8, 8, torch.float32), "kernel 'nothing' is unknown; available here: cpu_flash"),
+    ("torch_flash", AttentionCall(1, 1, 8, 8, torch.bfloat16), "torch_flash needs cuda tensors, got cpu"),
+    ("cpu_flash", AttentionCall(1, 1, 8, 8, torch.int32), "cpu_flash needs bfloat16 or float16 or .*, got int32"),
+    ("cpu_flash", AttentionCall(1, 1, 8, 8, torch.float32, softcap=2.0), "a call without softcap"),
+    (None, AttentionCall(1, 1, 8, 8, torch.int32), "no kernel fits: fa4 needs"),
 ]
 
 
-@pytest.mark.parametrize("name, need, message", REFUSED)
-def test_a_kernel_that_cannot_is_an_error(name, need, message):
+@pytest.mark.parametrize("name, call, message", REFUSED)
+def test_a_kernel_that_cannot_is_an_error(name, call, message):
     with pytest.raises(AttentionError, match=message):
-        choose(need, name)
+        choose(call, name)
 
 
 def test_softcap_falls_to_the_kernel_that_has_it():
-    assert choose(Need(torch.device("cpu"), torch.float32, 8)).name == "cpu_flash"
-    assert choose(Need(torch.device("cpu"), torch.float32, 8, frozenset({"softcap"}))).name == "reference"
+    assert choose(AttentionCall(1, 1, 8, 8, torch.float32)).name == "cpu_flash"
+    assert choose(AttentionCall(1, 1, 8, 8, torch.float32, softcap=2.0)).name == "reference"
 
 
 def hidden_by_torch_flash(launch: Launch) -> bool:
@@ -239,7 +247,7 @@ def hidden_by_torch_flash(launch: Launch) -> bool:
 def test_torch_flash_reads_masks_as_tiles_mean_them(lengths: list[int], degree: int, window: int, inner: int):
     group = Group(tuple(range(degree * inner)), tuple(range(len(lengths))), tuple(lengths))
     for member in range(group.degree):
-        circle = Circle(ShardPart(group, 0, member, 0, 0), Mask(True, window), CPU, inner)
-        launches = [launch for owner in range(circle.degree) for launch in circle.launches(owner)]
-        for launch in (*launches, *(circle.launches(None) if inner == 1 else ())):
+        members = Members(ShardPart(group, 0, member, 0, 0), Mask(True, window), CPU, inner)
+        launches = [launch for owner in range(members.degree) for launch in members.launches(owner)]
+        for launch in (*launches, *(members.launches(None) if inner == 1 else ())):
             assert not hidden_by_torch_flash(launch), (member, launch.left, launch.right, launch.tiling)

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
-from longspan.attention.geometry.members import Circle, Mask
-from longspan.attention.window_rows import Halo
+from longspan.attention.geometry.members import Mask, Members
 from longspan.comm import SequenceShard
 from longspan.testing import backend
 
@@ -24,27 +23,27 @@ def without_collector():
     gc.enable()
 
 
-def derived(circle: Circle) -> list[object]:
-    """Everything that a circle derives, with its index tensors."""
-    launches = [launch for owner in range(circle.degree) for launch in circle.launches(owner)]
-    if circle.inner == 1:
-        launches += circle.launches(None)
-        circle.order_of_gathered(tuple(range(circle.degree)))
-        circle.keys_by_member()
-    if circle.mask.window is not None:
-        launches += Halo.of(circle).launches
+def derived(members: Members) -> list[object]:
+    """Everything that a members derives, with its index tensors."""
+    launches = [launch for owner in range(members.degree) for launch in members.launches(owner)]
+    if members.inner == 1:
+        launches += members.launches(None)
+        members.order_of_gathered(tuple(range(members.degree)))
+        _ = members.keys_by_member
+    if members.mask.window is not None:
+        launches += members.window_rows.launches
     tensors = [x for launch in launches for x in (*launch.tokens, *launch.cu_seqlens)]
     tensors += [x for launch in launches for x in (launch.q_rows, launch.k_rows) if isinstance(x, torch.Tensor)]
-    return [circle, *launches, *tensors, *(circle.orders or ())]
+    return [members, *launches, *tensors, *(members.orders or ())]
 
 
 @pytest.mark.parametrize("inner", [1, 2])
 @pytest.mark.parametrize("window", [None, 5])
 def test_index_tensors_are_freed_with_their_circle(inner, window):
-    circle = Circle(SequenceShard(BATCH, 1, -1, CPU).parts[0], Mask(True, window), CPU, inner)
-    alive = [weakref.ref(x) for x in derived(circle)]
+    members = Members(SequenceShard(BATCH, 1, -1, CPU).parts[0], Mask(True, window), CPU, inner)
+    alive = [weakref.ref(x) for x in derived(members)]
     assert len(alive) > 10
-    del circle
+    del members
     assert not [ref for ref in alive if ref() is not None]
 
 
@@ -54,7 +53,7 @@ def test_a_call_and_its_backward_leave_nothing_of_the_shard_behind(options):
         shard = bind(MicroBatch((Group((0,), (0, 1), (40, 9)),)), world)
         q, k, v = (torch.ones(49, 2, 8, device=shard.device, requires_grad=True) for _ in range(3))
         attend(q, k, v, shard, **options).sum().backward()
-        circles = [weakref.ref(x) for x in shard.memo.values() if isinstance(x, Circle)]
-        assert circles
+        derived = [weakref.ref(x) for x in shard.derived.attention.members.values()]
+        assert derived
         del shard
-        assert not [ref for ref in circles if ref() is not None]
+        assert not [ref for ref in derived if ref() is not None]

@@ -13,10 +13,11 @@ import longspan.attention.ring as ring
 from longspan import Layout, World, attend, bind
 from longspan.attention import all_gather
 from longspan.attention import block as block_module
+from longspan.attention.call import AttentionCall, Saved
+from longspan.attention.dropout import Dropout
 from longspan.attention.geometry.launch import Launch, Tokens
 from longspan.attention.geometry.tiles import Tile, Tiling
 from longspan.attention.kernels import reference
-from longspan.attention.kernels.dropout import Dropout
 from longspan.comm import Channel, RingBlocks
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import micro_batch
@@ -142,15 +143,16 @@ def test_sinks_take_little_memory(monkeypatch):
 def test_the_reference_kernel_holds_no_more_of_scores_than_it_says(monkeypatch, dtype, softcap, dropout):
     rows, size, limit = 256, 4, 1 << 21
     monkeypatch.setattr(reference, "_BYTES_AT_ONCE", limit)
-    at, options = np.arange(rows), {"scale": 0.3, "softcap": softcap, "dropout": dropout}
+    at = np.arange(rows)
     launch = Launch(Tiling.of((Tile(0, rows, 0, rows, right=0),)), torch.device("cpu"), lambda: Tokens(0 * at, at, at))
     for heads, kv_heads in ((4, 4), (4, 2)):
         q, k, v, dout = (torch.ones(rows, n, size, dtype=dtype) for n in (heads, kv_heads, kv_heads, heads))
-        out, lse = reference.forward(q, k, v, launch, **options)  # tokens are made once a launch
+        call = AttentionCall(heads, kv_heads, size, size, dtype, scale=0.3, softcap=softcap, dropout=dropout)
+        out, lse = reference.forward(q, k, v, launch, call)  # tokens are made once a launch
         with Allocated() as forward:
-            reference.forward(q, k, v, launch, **options)
+            reference.forward(q, k, v, launch, call)
         with Allocated() as backward:
-            reference.backward(dout, q, k, v, out, lse, launch, **options)
+            reference.backward(dout, Saved(q, k, v, out, lse), launch, call)
         others = 12 * rows * heads * size * lse.itemsize  # inputs and results in the accumulation dtype
         assert max(forward.peak, backward.peak) <= limit + others, (forward.peak, backward.peak)
         assert backward.peak >= limit / 4, "as much as it may hold is used"

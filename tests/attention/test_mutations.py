@@ -25,22 +25,26 @@ CASES = cases_of(
 
 MUTATIONS = [
     # merging blocks
-    ("attention.sums.merge", "step = torch.sigmoid(lse - held_lse)", "step = torch.full_like(lse, 0.5)"),
-    ("attention.sums.merge", "held_lse = torch.logaddexp(held_lse, lse)", "held_lse = torch.maximum(held_lse, lse)"),
+    ("attention.sums.rows", "step = torch.sigmoid(lse - rows_lse)", "step = torch.full_like(lse, 0.5)"),
+    ("attention.sums.rows", "rows_lse = torch.logaddexp(rows_lse, lse)", "rows_lse = torch.maximum(rows_lse, lse)"),
     # sums of gradients over blocks, of queries and of keys and values
     ("attention.sums.rows", "into += source", "into.copy_(source)"),
     ("attention.sums.rows", "into.index_add_(0, index,", "into.index_copy_(0, index,"),
-    ("attention.sums.merge", "add_rows([(x, self._wide())], rows)", "self._wide()"),
+    ("attention.block", "add_rows([(x, self._wide())], rows)", "self._wide()"),
     # one ring step
     (
         "attention.ring",
-        "circle.launches(owner), rule)\n    out",
-        "circle.launches(owner) if owner else (), rule)\n    out",
+        "members.launches(owner), call)\n    out",
+        "members.launches(owner) if owner else (), call)\n    out",
     ),
-    ("attention.ring", "(owner), rule))", "(owner) if owner else (), rule))"),
-    ("attention.ring", "(self._circle.member)", "(self._circle.member) if self._circle.member else ()"),
+    ("attention.ring", "(owner), call))", "(owner) if owner else (), call))"),
     (
-        "attention.sums.merge",
+        "attention.ring",
+        "members.launches(members.member)",
+        "members.launches(members.member) if members.member else ()",
+    ),
+    (
+        "attention.block",
         "add_rows([(x, self._wide()[:, heads])], slice(0, self._shape[0]))",
         "self._wide()[:, heads] = x",
     ),
@@ -53,24 +57,24 @@ MUTATIONS = [
     ("attention.sums.rows", "if fresh and len(addends) == 1", "if len(addends) == 1"),
     ("attention.window_rows", "total.index_add_(0, sent, arrived)", "total.index_copy_(0, sent, arrived)"),
     ("attention.sums.rows", "total.index_add_(0, rows,", "total.index_copy_(0, rows,"),
-    ("attention.all_gather", "(self._circle.degree, -1)).sum(0)", "(self._circle.degree, -1))[0]"),
+    ("attention.all_gather", "(self._members.degree, -1)).sum(0)", "(self._members.degree, -1))[0]"),
     ("attention.all_to_all", ".sum(2) for x", "[:, :, 0] for x"),
     ("attention.all_to_all", "summed(of_keys, ", "summed(of_keys[:1], "),
     # rows and heads where they belong
     ("attention.all_gather", "(started.pop().wait(),), order)", "(started.pop().wait(),), order.flip(0))"),
     ("attention.all_to_all", "None if orders is None else orders[1]", "None"),
     ("attention.all_to_all", "arrived if orders is None else join_columns((arrived,), orders[0])", "arrived"),
-    ("attention.window_rows", "index_copy_(0, self.places, handle", "index_copy_(0, self.places.flip(0), handle"),
-    ("attention.all_to_all", "start = self.deal.q(self._me).start + part", "start = part"),
+    ("attention.window_rows", "index_copy_(0, rows.places, handle", "index_copy_(0, rows.places.flip(0), handle"),
+    ("attention.all_to_all", "start = self.split.q_heads(self._me).start + part", "start = part"),
     ("attention.all_to_all", "part * cuts // self.slices)", "part * (cuts == self.slices))"),
-    ("attention.all_to_all", "whole[self.deal.q(self._me)] = x", "whole[: len(x)] = x"),
+    ("attention.all_to_all", "of_all[self.split.q_heads(self._me)] = x", "of_all[: len(x)] = x"),
     # sinks
     ("attention.block", "out.mul_(torch.exp(lse - with_sinks).unsqueeze(-1)), with_sinks", "out, with_sinks"),
-    ("attention.block", "self.sinks[start:stop]", "self.sinks[: stop - start]"),
+    ("attention.call", "self.sinks[start:stop]", "self.sinks[: stop - start]"),
     ("attention.block", "total -= (weight *", "total += (weight *"),
     ("attention.attend", "total += part", "total = part"),
     # the sign of the scale
-    ("attention.attend", "sign=(scale > 0) - (scale < 0)", "sign=1"),
+    ("attention.arguments", "sign=(scale > 0) - (scale < 0)", "sign=1"),
     # edges of masks
     ("attention.geometry.tiles", "left=window - 1 - ahead", "left=window - ahead"),
     (
@@ -84,19 +88,19 @@ MUTATIONS = [
     ("attention.geometry.tiles", "np.array([0, -1])", "np.array([-1, -1])"),
     (
         "attention.geometry.members",
-        "held.stop, np.asarray(group.lengths)[held.document]",
-        "held.stop, np.asarray(group.laid_out)[held.document]",
+        "segments.stop, np.asarray(group.lengths)[segments.document]",
+        "segments.stop, np.asarray(group.laid_out)[segments.document]",
     ),
     # dropout and softcap
-    ("attention.kernels.dropout", "self.first_head, self.first_head + heads", "0, heads"),
-    ("attention.kernels.dropout", "document[rows]), q_position[rows]", "document[rows]), 0 * q_position[rows]"),
-    ("attention.geometry.members", "lambda: held.positions", "lambda: 0 * held.positions"),
+    ("attention.dropout", "self.first_head, self.first_head + heads", "0, heads"),
+    ("attention.dropout", "document[rows]), q_position[rows]", "document[rows]), 0 * q_position[rows]"),
+    ("attention.geometry.members", "lambda: segments.positions", "lambda: 0 * segments.positions"),
     ("attention.kernels.reference", "dscores *= slope", "pass"),
     ("attention.kernels.reference", "dscores.sub_(delta.unsqueeze(-1)).mul_", "dscores.mul_"),
     ("attention.kernels.reference", "weights if factors is None else weights * factors", "weights"),
     ("attention.kernels.reference", "dscores *= factors", "pass"),
     # kernels
-    ("attention.kernels.cpu_flash", "if tile.keys > tile.queries:", "if False:"),
+    ("attention.kernels.dense", "if tile.keys > tile.queries:", "if False:"),
     ("attention.kernels.cpu_flash", "total[rows] += x[0].transpose(0, 1)", "total[rows] = x[0].transpose(0, 1)"),
 ]
 

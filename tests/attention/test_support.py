@@ -2,17 +2,17 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from longspan.attention import KERNELS, PATTERNS, TYPES, HeadSizes, Need, choose
+from longspan.attention import KERNELS, PATTERNS, TYPES, AttentionCall, HeadSizes, Mask, choose
 from longspan.attention.support import COMMUNICATIONS, NOT_OFFERED, filled, tables
 from longspan.errors import AttentionError
 from longspan.plan.check import COMM_TYPES
 
 PAGE = Path(__file__).parents[2] / "docs" / "attention.md"
-CPU = torch.device("cpu")
 
 
 def test_the_page_holds_the_tables_of_this_version() -> None:
@@ -57,54 +57,60 @@ def kernel(name: str):
 
 
 CUDA = torch.device("cuda")
+
+
+def needing(dtype: torch.dtype, head_size: int, value_size: int | None = None, **options: Any) -> AttentionCall:
+    return AttentionCall(1, 1, head_size, value_size or head_size, dtype, CUDA, **options)
+
+
 LACKING = [
-    ("cudnn", Need(CUDA, torch.float32, 64), "needs bfloat16 or float16, got float32"),
+    ("cudnn", needing(torch.float32, 64), "needs bfloat16 or float16, got float32"),
     (
         "cudnn",
-        Need(CUDA, torch.bfloat16, 192),
+        needing(torch.bfloat16, 192),
         "needs a head size of at most 128, or 192 with values of 128, got 192",
     ),
     (
         "fa4",
-        Need(CUDA, torch.bfloat16, 192, value_size=128),
+        needing(torch.bfloat16, 192, 128),
         "needs a head size of at most 128, got 192 with values of 128",
     ),
-    ("torch_flash", Need(CUDA, torch.bfloat16, 264), "needs a head size of at most 256, got 264"),
+    ("torch_flash", needing(torch.bfloat16, 264), "needs a head size of at most 256, got 264"),
     (
         "cudnn",
-        Need(CUDA, torch.bfloat16, 64, frozenset({"window"}), dense=True),
+        needing(torch.bfloat16, 64, mask=Mask(window=5), one_document=True),
         "needs a call without window, got window",
     ),
     (
         "cudnn",
-        Need(CUDA, torch.bfloat16, 64, deterministic=True),
+        needing(torch.bfloat16, 64, deterministic=True),
         "needs torch.use_deterministic_algorithms(False), got deterministic mode",
     ),
 ]
 
 
-@pytest.mark.parametrize("name, need, message", LACKING, ids=str)
-def test_what_a_kernel_lacks_comes_from_its_row(name: str, need: Need, message: str) -> None:
-    assert kernel(name).lacks(need) == message
+@pytest.mark.parametrize("name, call, message", LACKING, ids=str)
+def test_what_a_kernel_lacks_comes_from_its_row(name: str, call: AttentionCall, message: str) -> None:
+    assert kernel(name).lacks(call) == message
 
 
 def test_one_that_runs_documents_one_by_one_is_chosen_of_itself_for_dense_calls_alone(monkeypatch) -> None:
     cudnn = kernel("cudnn")
     monkeypatch.setitem(cudnn.__dict__, "missing", lambda device: "")
-    assert cudnn.suits(Need(CUDA, torch.bfloat16, 64, dense=True))
-    assert not cudnn.suits(Need(CUDA, torch.bfloat16, 64)) and not cudnn.lacks(Need(CUDA, torch.bfloat16, 64))
+    assert cudnn.suits(needing(torch.bfloat16, 64, one_document=True))
+    assert not cudnn.suits(needing(torch.bfloat16, 64)) and not cudnn.lacks(needing(torch.bfloat16, 64))
 
 
 def test_deterministic_mode_is_asked_of_torch() -> None:
-    assert not Need(CPU, torch.float32, 8).deterministic
+    assert not AttentionCall(1, 1, 8, 8, torch.float32).deterministic
     torch.use_deterministic_algorithms(True)
     try:
-        assert Need(CPU, torch.float32, 8).deterministic
-        assert choose(Need(CPU, torch.float32, 8)).name == "cpu_flash"
+        assert AttentionCall(1, 1, 8, 8, torch.float32).deterministic
+        assert choose(AttentionCall(1, 1, 8, 8, torch.float32)).name == "cpu_flash"
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_a_name_that_is_in_no_row_is_an_error() -> None:
     with pytest.raises(AttentionError, match="kernel 'fa5' is unknown; available here: cpu_flash, reference"):
-        choose(Need(CPU, torch.float32, 8), "fa5")
+        choose(AttentionCall(1, 1, 8, 8, torch.float32), "fa5")

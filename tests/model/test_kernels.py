@@ -22,16 +22,16 @@ SAID = "needs cuda tensors, got cpu" if backend() == "gloo" else "needs cpu tens
 
 def _used(rank: int) -> dict[str, tuple[set[str], Any]]:
     """By name: the kernels that layers chose, and the logits."""
-    attend_module: Any = import_module("longspan.attention.attend")
+    arguments: Any = import_module("longspan.attention.arguments")
     chosen: set[str] = set()
-    choose = attend_module.choose
+    choose = arguments.choose
 
-    def noted(need: Any, name: str | None = None) -> Any:
-        kernel = choose(need, name)
+    def noted(call: Any, name: str | None = None) -> Any:
+        kernel = choose(call, name)
         chosen.add(kernel.name)
         return kernel
 
-    attend_module.choose = noted  # in this process only
+    arguments.choose = noted  # in this process only
     found: dict[str, tuple[set[str], Any]] = {}
     with World(Layout(ranks=1), backend=backend()) as world:
         batch = plan_fixed((9, 4), world.home, cp=1).micro_batches[0]

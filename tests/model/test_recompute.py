@@ -141,7 +141,7 @@ def test_several_calls_in_flight(offload: bool, twice: bool, monkeypatch: pytest
         shards = [bind(MicroBatch((Group((0,), (0, 1), (n, 9 - n)),)), world) for n in (1, 4, 6)]
         wanted = [_gradients(layer, x, layer(x, shard)) for shard in shards]
         module = import_module("longspan.attention.attend")
-        monkeypatch.setattr(module, "_attended", _noting(module._attended, computed))
+        monkeypatch.setattr(module, "_forward", _noting(module._forward, computed))
         host_offload, outs = HostOffload() if offload else None, []
         for shard in shards:
             recording = Recording(host_offload)

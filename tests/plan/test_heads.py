@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from longspan.attention.auto import Call
-from longspan.attention.comm_choice import Asked, routes_of
+from longspan.attention.arguments import Arguments, comm_choices
+from longspan.attention.call import AttentionCall
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Plan, plan_dynamic, plan_fixed, plan_padded
@@ -17,10 +17,10 @@ TYPES = ("a2a", "a2a+p2p", ("p2p", "a2a"), ("a2a+p2p", "a2a"), "p2p", "all_gathe
 
 
 class _Shard:
-    """Of a shard, what `routes_of` reads, without a process group."""
+    """Of a shard, what `comm_choices` reads, without a process group."""
 
     def __init__(self, batch: object) -> None:
-        self.micro_batch, self.memo = batch, dict[object, object]()
+        self.micro_batch = batch
 
 
 def attends(plan: Plan, heads: int) -> None:
@@ -31,8 +31,8 @@ def attends(plan: Plan, heads: int) -> None:
     )
     for batch in plan.micro_batches:
         for layer in layers:
-            call = Call(heads=heads, kv_heads=1, head_size=8, value_size=8)
-            routes_of(_Shard(batch), Asked.of(None, None, layer), call)  # type: ignore[arg-type]
+            call = AttentionCall(heads=heads, kv_heads=1, head_size=8, value_size=8)
+            comm_choices(_Shard(batch), Arguments(layer=layer), call)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(2))

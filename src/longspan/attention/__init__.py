@@ -1,20 +1,22 @@
 """Exact attention over a sharded sequence: one function, the table of kernels, and the choice of communication."""
 
 from longspan.attention.attend import PATTERNS, attend
-from longspan.attention.auto import TYPES, Call, Choice, Estimate, Machine, choose_type, estimates_of
-from longspan.attention.kernels import KERNELS, HeadSizes, Kernel, Need, choose
+from longspan.attention.auto import TYPES, Choice, Estimate, Machine, choose_type, estimates_of
+from longspan.attention.call import AttentionCall
+from longspan.attention.geometry.members import Mask
+from longspan.attention.kernels import KERNELS, HeadSizes, Kernel, choose
 
 __all__ = [
     "KERNELS",
     "PATTERNS",
     "TYPES",
-    "Call",
+    "AttentionCall",
     "Choice",
     "Estimate",
     "HeadSizes",
     "Kernel",
     "Machine",
-    "Need",
+    "Mask",
     "attend",
     "choose",
     "choose_type",

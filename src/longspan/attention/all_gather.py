@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.attention.block import Attended, Gradients, Kept, Rule, Saved, add_block, block_gradients
-from longspan.attention.geometry.members import Circle
-from longspan.attention.sums.merge import Partial, RowSum, accumulation_dtype
-from longspan.attention.sums.rows import join_columns, joined_heads, sum_rows
+from longspan.attention.block import Gradients, Partial, RowSum, add_block, block_gradients, sink_gradient
+from longspan.attention.call import AttentionCall, Saved
+from longspan.attention.geometry.members import Members
+from longspan.attention.sums.rows import accumulation_dtype, join_columns, joined_heads, sum_rows
 from longspan.comm import Addend, Handle, split_columns
 
 _Pair = tuple[Tensor, Tensor]
@@ -53,49 +53,53 @@ def head_slices(q: Tensor, k: Tensor, v: Tensor, rows: int, budget: int | None) 
         fit = -(-kv_heads // SLICES) if large else kv_heads
     else:
         fit = budget // max(1, gather_bytes_per_head(rows, k, v))
-    at_once, each = max(1, min(fit, kv_heads)), heads // kv_heads
+    at_once, per_kv_head = max(1, min(fit, kv_heads)), heads // kv_heads
     bounds = [(start, min(start + at_once, kv_heads)) for start in range(0, kv_heads, at_once)]
-    return [HeadSlice(slice(a, b), slice(a * each, b * each)) for a, b in bounds]
+    return [HeadSlice(slice(a, b), slice(a * per_kv_head, b * per_kv_head)) for a, b in bounds]
 
 
-def all_gather_forward(q: Tensor, k: Tensor, v: Tensor, circle: Circle, rule: Rule) -> Attended:
+def all_gather_forward(
+    q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttentionCall
+) -> tuple[Tensor, list[Saved]]:
     """q (T, N, H), k (T, K, H), v (T, K, Hv) of one group's local rows."""
-    slices = head_slices(q, k, v, sum(circle.counts), rule.max_gather_bytes)
-    found: list[_Pair] = []
-    for heads, (all_k, all_v) in _gathered(circle, (k, v), slices, "attention all-gather forward"):
-        q_part, part = q[:, heads.q], rule.for_heads(heads.q.start, heads.q.stop)
+    slices = head_slices(q, k, v, sum(members.counts), call.max_gather_bytes)
+    parts: list[_Pair] = []
+    for heads, (all_k, all_v) in _gathered(members, (k, v), slices, "attention all-gather forward"):
+        q_part, of_heads = q[:, heads.q], call.for_heads(heads.q.start, heads.q.stop)
         total = Partial(q_part.shape[0], q_part.shape[1], v.shape[2], like=q)
-        add_block(total, q_part, all_k, all_v, circle.launches(None), part)
-        found.append(part.finish(total))
+        add_block(total, q_part, all_k, all_v, members.launches(None), of_heads)
+        parts.append(total.with_sinks(of_heads.sinks))
         del all_k, all_v
-    out, lse = (joined_heads(parts) for parts in zip(*found, strict=True))
-    return Attended(out, (q, k, v, None, lse))
+    out, lse = (joined_heads(x) for x in zip(*parts, strict=True))
+    return out, [Saved(q, k, v, out, lse)]
 
 
-def all_gather_backward(dout: Tensor, kept: Kept, circle: Circle, rule: Rule) -> Gradients:
+def all_gather_backward(
+    dout: Tensor, saved_slices: Sequence[Saved], members: Members, call: AttentionCall
+) -> Gradients:
     """Gradients of the local rows; those of k and v in the accumulation dtype."""
-    q, k, v, out, lse = kept
-    slices = head_slices(q, k, v, sum(circle.counts), rule.max_gather_bytes)
-    dq_parts, home = list[Tensor](), _Home(circle)
-    for heads, (all_k, all_v) in _gathered(circle, (k, v), slices, "attention all-gather backward"):
-        saved = Saved(*(x[:, heads.q] for x in (dout, q, out, lse)))
-        dq, part = RowSum(tuple(saved.q.shape), q), rule.for_heads(heads.q.start, heads.q.stop)
-        home.send(block_gradients(dq, saved, all_k, all_v, circle.launches(None), part), all_k, all_v)
+    ((q, k, v, out, lse),) = saved_slices
+    slices = head_slices(q, k, v, sum(members.counts), call.max_gather_bytes)
+    dq_parts, sums = list[Tensor](), _GradientSums(members)
+    for heads, (all_k, all_v) in _gathered(members, (k, v), slices, "attention all-gather backward"):
+        part = Saved(q[:, heads.q], all_k, all_v, out[:, heads.q], lse[:, heads.q])
+        dq, of_heads = RowSum(tuple(part.q.shape), q), call.for_heads(heads.q.start, heads.q.stop)
+        sums.send(block_gradients(dq, dout[:, heads.q], part, members.launches(None), of_heads), all_k, all_v)
         dq_parts.append(dq.result())
-        del all_k, all_v
-    dk, dv = home.finish()
-    return Gradients(joined_heads(dq_parts), dk, dv, rule.sink_gradient(Saved(dout, q, out, lse)))
+        del all_k, all_v, part
+    dk, dv = sums.finish()
+    return Gradients(joined_heads(dq_parts), dk, dv, sink_gradient(dout, out, lse, call.sinks))
 
 
 def _gathered(
-    circle: Circle, tensors: _Pair, slices: Sequence[HeadSlice], what: str
+    members: Members, tensors: _Pair, slices: Sequence[HeadSlice], what: str
 ) -> Iterator[tuple[HeadSlice, _Pair]]:
     """(heads, their keys and values of all rows of the group in document order); the next slice is on its way."""
-    channel = circle.channel()
-    order = circle.order_of_gathered(channel.starts(circle.counts))
+    channel = members.channel()
+    order = members.order_of_gathered(channel.starts(members.counts))
 
     def start(heads: HeadSlice) -> Handle:
-        return channel.all_gather_rows(join_columns([x[:, heads.kv] for x in tensors]), circle.counts, what)
+        return channel.all_gather_rows(join_columns([x[:, heads.kv] for x in tensors]), members.counts, what)
 
     started = [start(slices[0])]
     for i, heads in enumerate(slices):
@@ -107,11 +111,11 @@ def _gathered(
         del k, v
 
 
-class _Home:
+class _GradientSums:
     """Sums each slice's gradients over the members, to each its own rows, while the next slice is computed."""
 
-    def __init__(self, circle: Circle) -> None:
-        self._circle, self._channel = circle, circle.channel()
+    def __init__(self, members: Members) -> None:
+        self._members, self._channel = members, members.channel()
         self._started: Handle | None = None
         self._shapes: list[torch.Size] = []
         self._done: list[_Pair] = []
@@ -122,9 +126,9 @@ class _Home:
         self._shapes = [x.shape[1:] for x in (k, v)]
         packed = self._by_member(addends, k, v)
         del addends
-        rows, members = self._circle.counts[self._circle.member], self._circle.degree
+        rows, degree = self._members.counts[self._members.member], self._members.degree
         what = "attention all-gather backward, gradients"
-        self._started = self._channel.all_to_all_rows(packed, self._circle.counts, [rows] * members, what)
+        self._started = self._channel.all_to_all_rows(packed, self._members.counts, [rows] * degree, what)
 
     def finish(self) -> _Pair:
         """The summed gradients of the own rows, of all heads."""
@@ -134,7 +138,7 @@ class _Home:
 
     def _by_member(self, addends: list[Addend], k: Tensor, v: Tensor) -> Tensor:
         """The sums, (S, columns of k and v) in the accumulation dtype, the rows of one member after another's."""
-        places, widths = self._circle.keys_by_member(), [x.shape[1:].numel() for x in (k, v)]
+        places, widths = self._members.keys_by_member, [x.shape[1:].numel() for x in (k, v)]
         total = k.new_empty((len(k), sum(widths)), dtype=accumulation_dtype(k.dtype))
         for i, into in enumerate(total.split(widths, 1)):
             sum_rows(into, [(x.tensors[i].flatten(1), index) for x, index in zip(addends, places, strict=True)])
@@ -144,7 +148,7 @@ class _Home:
         if self._started is None:
             return
         arrived = self._started.wait()  # of every member, the gradients of the own rows
-        total = arrived.unflatten(0, (self._circle.degree, -1)).sum(0) if len(arrived) else arrived
+        total = arrived.unflatten(0, (self._members.degree, -1)).sum(0) if len(arrived) else arrived
         dk, dv = split_columns(total, self._shapes)
         self._done.append((dk, dv))
         self._started = None

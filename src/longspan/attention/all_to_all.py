@@ -1,17 +1,17 @@
 """Heads for rows (`a2a`, Ulysses): neighbours exchange, so that each holds all their rows for some of the heads.
 
-What is computed in between is a ring around the circle of such neighbourhoods: of one block under `a2a`, where the
-neighbours are the whole group, and of `p2p` blocks under `a2a+p2p`, where they are the first level. Rows are laid in
-document order, so that a neighbourhood's rows of a document are few runs, under zigzag two.
+What is computed in between is a ring of such neighbourhoods: of one block under `a2a`, where the neighbours are the
+whole group, and of `p2p` blocks under `a2a+p2p`, where they are the first level. Rows are laid in document order, so
+that a neighbourhood's rows of a document are few runs, under zigzag two.
 
-Query heads are dealt out in equal numbers (`head_split.py`). With fewer key/value heads than neighbours, the same head
+Query heads are split in equal numbers (`head_split.py`). With fewer key/value heads than neighbours, the same head
 goes to several, and their gradients are summed.
 
 Large tensors go in slices of the heads: the next slice travels while one is computed, and the results of one while the
 next is. Slices that share a key/value head send it with the first, and the sum of its gradients with the last.
 
-Kept for backward are the exchanged q, k, v, out and log-sum-exp, as many numbers as the local ones, which are not
-needed then. Forward sends q, k, v and out, backward dout and the gradients.
+The exchanged q, k, v, out and log-sum-exp are saved for backward, as many numbers as the local ones, which backward
+does not need. Forward sends q, k, v and out, backward dout and the gradients.
 """
 
 from collections.abc import Sequence
@@ -19,103 +19,102 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longspan.attention.block import KEPT, Attended, Gradients, Kept, Rule, summed
-from longspan.attention.geometry.head_split import Deal, dealt
-from longspan.attention.geometry.members import Circle
+from longspan.attention.block import Gradients, summed
+from longspan.attention.call import AttentionCall, Saved
+from longspan.attention.geometry.head_split import HeadSplit, head_split
+from longspan.attention.geometry.members import Members
 from longspan.attention.ring import ring_backward, ring_forward
-from longspan.attention.sums.merge import accumulation_dtype
-from longspan.attention.sums.rows import by_heads, by_member, copy_rows, join_columns
+from longspan.attention.sums.rows import accumulation_dtype, by_heads, by_member, copy_rows, join_columns
 from longspan.comm import Addend, Handle, split_columns
 
 SLICES = 2  # four took longer (bench/records/attention-slices-4xH200.md)
 SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less would cost more in launches than it hides (H200)
 
 
-def a2a_forward(q: Tensor, k: Tensor, v: Tensor, circle: Circle, rule: Rule) -> Attended:
-    """q (T, N, H), k (T, K, H), v (T, K, Hv) of one group's local rows."""
-    if circle.inner == 1:
-        return ring_forward(q, k, v, circle, rule)
-    deal = dealt(q.shape[1], k.shape[1], circle.inner)
-    swap, what = _Swap(circle, deal, _slices(circle, deal, q)), "attention all-to-all forward"
-    given = (q, *(x if deal.copies == 1 else x.repeat_interleave(deal.copies, 1) for x in (k, v)))
-    sent = [given if swap.begins(part) else given[:1] for part in range(swap.slices)]
+def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttentionCall) -> tuple[Tensor, list[Saved]]:
+    """q (T, N, H), k (T, K, H), v (T, K, Hv) of one group's local rows; what is saved is of one slice after another."""
+    if members.inner == 1:
+        return ring_forward(q, k, v, members, call)
+    split = head_split(q.shape[1], k.shape[1], members.inner)
+    swap, what = _Swap(members, split, _slices(members, split, q)), "attention all-to-all forward"
+    copied = (q, *(x if split.kv_copies == 1 else x.repeat_interleave(split.kv_copies, 1) for x in (k, v)))
+    sent = [copied if swap.begins(part) else copied[:1] for part in range(swap.slices)]
     arriving = [swap.to_heads(tensors, part, what) for part, tensors in enumerate(sent)]
-    leaving, kept, of_keys = list[Handle](), list[Tensor](), list[Tensor]()
+    leaving, saved, keys = list[Handle](), list[Saved](), list[Tensor]()
     for part, tensors in enumerate(sent):
-        q_all, *others = swap.heads(arriving.pop(0), tensors)
-        of_keys = others or of_keys
-        inside = ring_forward(q_all, of_keys[0], of_keys[1], circle, swap.rule_of(rule, part))
-        out = inside.out.to(q.dtype)
+        q_all, *of_keys = swap.heads(arriving.pop(0), tensors)
+        keys = of_keys or keys
+        out, (exchanged,) = ring_forward(q_all, keys[0], keys[1], members, swap.call_of(call, part))
+        out = out.to(q.dtype)
         leaving.append(swap.to_rows((out,), f"{what}, back"))
-        whole = [out if x is None else x for x in inside.kept]
-        kept += whole if swap.begins(part) else swap.without_keys(whole)
+        none = {} if swap.begins(part) else {"k": k.new_empty(0), "v": v.new_empty(0)}  # saved with another part
+        saved.append(exchanged._replace(out=out, **none))
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     for part in range(swap.slices):
         swap.lay(leaving.pop(0), (out,), part)
-    return Attended(out, tuple(kept))
+    return out, saved
 
 
-def a2a_backward(dout: Tensor, kept: Kept, circle: Circle, rule: Rule) -> Gradients:
+def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: AttentionCall) -> Gradients:
     """Gradients of the local rows."""
-    if circle.inner == 1:
-        return ring_backward(dout, kept, circle, rule)
-    deal = dealt(dout.shape[1], rule.kv_heads, circle.inner)
-    swap, what = _Swap(circle, deal, len(kept) // KEPT), "attention all-to-all backward"
+    if members.inner == 1:
+        return ring_backward(dout, saved, members, call)
+    split = head_split(dout.shape[1], call.kv_heads, members.inner)
+    swap, what = _Swap(members, split, len(saved)), "attention all-to-all backward"
     arriving = [swap.to_heads((dout,), part, what) for part in range(swap.slices)]
     # Sums over all queries of a head are as exact in the input's dtype; those of one copy of it are not.
-    kv_dtype = dout.dtype if deal.copies == 1 else accumulation_dtype(dout.dtype)
+    kv_dtype = dout.dtype if split.kv_copies == 1 else accumulation_dtype(dout.dtype)
     leaving, sinks, of_keys = list[Handle](), list[Tensor](), list[Addend]()
     for part in range(swap.slices):
         (dout_all,) = swap.heads(arriving.pop(0), (dout,))
-        own = swap.kept_of(kept, part)
-        inside = ring_backward(dout_all, own, circle, swap.rule_of(rule, part))
+        exchanged = swap.saved_of(saved, part)
+        inside = ring_backward(dout_all, [exchanged], members, swap.call_of(call, part))
         gradients = [inside.q.to(dout.dtype)]
         of_keys.append(Addend(slice(0, len(inside.k)), (inside.k, inside.v)))
         if swap.ends(part):
-            gradients += [x.to(kv_dtype) for x in summed(of_keys, own[1], own[2])]
+            gradients += [x.to(kv_dtype) for x in summed(of_keys, exchanged.k, exchanged.v)]
             of_keys.clear()
         leaving += [swap.to_rows(gradients[some], f"{what}, gradients") for some in swap.messages(part)]
         sinks += [] if inside.sinks is None else [inside.sinks]
         del inside, dout_all, gradients
-    dq, dk, dv = totals = _totals(dout, kept, deal, kv_dtype)
+    dq, dk, dv = totals = _totals(dout, saved[0], split, kv_dtype)
     for part in range(swap.slices):
         for some in swap.messages(part):
             swap.lay(leaving.pop(0), totals[some], part)
-    if deal.copies > 1:
-        dk, dv = (x.unflatten(1, (deal.kv_heads, deal.copies)).sum(2) for x in (dk, dv))
+    if split.kv_copies > 1:
+        dk, dv = (x.unflatten(1, (split.kv_heads, split.kv_copies)).sum(2) for x in (dk, dv))
     return Gradients(dq, dk, dv, swap.own_heads(torch.cat(sinks)) if sinks else None)
 
 
-def _slices(circle: Circle, deal: Deal, q: Tensor) -> int:
+def _slices(members: Members, split: HeadSplit, q: Tensor) -> int:
     """The same on every member: by the most rows that one holds."""
-    each = max(circle.part.counts) * q.shape[1] * q.shape[2] * q.element_size() // max(1, SLICE_BYTES)
-    return deal.slices(min(each, SLICES)) if each > 1 and circle.degree == 1 else 1
+    worth = max(members.part.counts) * q.shape[1] * q.shape[2] * q.element_size() // max(1, SLICE_BYTES)
+    return split.slices(min(worth, SLICES)) if worth > 1 and members.degree == 1 else 1
 
 
-def _totals(dout: Tensor, kept: Kept, deal: Deal, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _totals(dout: Tensor, saved: Saved, split: HeadSplit, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Where the gradients of q, k and v go: (T, dealt heads, size), those of k and v in `dtype`."""
-    kv_heads = deal.kv_heads * deal.copies
-    q, k, v = kept[:3]
+    kv_heads = split.kv_heads * split.kv_copies
     return (
-        dout.new_empty((len(dout), deal.heads, q.shape[2])),
-        dout.new_empty((len(dout), kv_heads, k.shape[2]), dtype=dtype),
-        dout.new_empty((len(dout), kv_heads, v.shape[2]), dtype=dtype),
+        dout.new_empty((len(dout), split.heads, saved.q.shape[2])),
+        dout.new_empty((len(dout), kv_heads, saved.k.shape[2]), dtype=dtype),
+        dout.new_empty((len(dout), kv_heads, saved.v.shape[2]), dtype=dtype),
     )
 
 
 class _Swap:
     """The exchange inside one neighbourhood of M members: (T, all heads) of the local rows for (R, some heads) of all.
 
-    Heads (N) are M runs of those that a member computes, each cut into `slices` parts; key/value heads
-    into fewer, where several parts that follow each other use the same.
+    Heads (N) are M runs of those that a member computes, each cut into `slices` parts; key/value heads into fewer,
+    where several parts that follow each other use the same.
     """
 
-    def __init__(self, circle: Circle, deal: Deal, slices: int) -> None:
-        self.deal, self.slices, self._members = deal, slices, deal.members
-        self._shared = deal.shared(slices)
-        self._circle, self._channel, self._counts = circle, circle.inside(), circle.inside_counts
+    def __init__(self, members: Members, split: HeadSplit, slices: int) -> None:
+        self.split, self.slices, self._degree = split, slices, split.degree
+        self._shared = split.slices_per_kv_head(slices)
+        self._members, self._channel, self._counts = members, members.inside(), members.inside_counts
         self._me = self._channel.index
-        self._own_counts = (self._counts[self._me],) * self._members
+        self._own_counts = (self._counts[self._me],) * self._degree
 
     def begins(self, part: int) -> bool:
         """Whether a part is the first with its key/value heads."""
@@ -125,70 +124,63 @@ class _Swap:
         """Whether it is the last with them."""
         return self.begins(part + 1)
 
-    @staticmethod
-    def without_keys(kept: Sequence[Tensor]) -> list[Tensor]:
-        """What is kept of a part whose keys and values are kept with another."""
-        q, k, v, out, lse = kept
-        return [q, k.new_empty(0), v.new_empty(0), out, lse]
-
-    def kept_of(self, kept: Kept, part: int) -> Kept:
-        """What is kept of a part, with its keys and values."""
-        q, _, _, out, lse = kept[part * KEPT : (part + 1) * KEPT]
-        first = (part - part % self._shared) * KEPT
-        return (q, *kept[first + 1 : first + 3], out, lse)
+    def saved_of(self, saved: Sequence[Saved], part: int) -> Saved:
+        """What is saved of a part, with its keys and values."""
+        first = saved[part - part % self._shared]
+        return saved[part]._replace(k=first.k, v=first.v)
 
     def messages(self, part: int) -> list[slice]:
         """Which of dq, dk and dv leave together once a part is computed: of one dtype where no head has copies."""
         if not self.ends(part):
             return [slice(0, 1)]
-        return [slice(0, 3)] if self.deal.copies == 1 else [slice(0, 1), slice(1, 3)]
+        return [slice(0, 3)] if self.split.kv_copies == 1 else [slice(0, 1), slice(1, 3)]
 
-    def rule_of(self, rule: Rule, part: int) -> Rule:
-        """The rule for the query heads of a part that are computed here."""
-        count = self.deal.each // self.slices
-        start = self.deal.q(self._me).start + part * count
-        return rule.for_heads(start, start + count)
+    def call_of(self, call: AttentionCall, part: int) -> AttentionCall:
+        """The call for the query heads of a part that are computed here."""
+        count = self.split.member_heads // self.slices
+        start = self.split.q_heads(self._me).start + part * count
+        return call.for_heads(start, start + count)
 
     def own_heads(self, x: Tensor) -> Tensor:
         """What belongs to the query heads computed here, among those of all: (N,), zero elsewhere."""
-        whole = x.new_zeros(self.deal.heads)
-        whole[self.deal.q(self._me)] = x
-        return whole
+        of_all = x.new_zeros(self.split.heads)
+        of_all[self.split.q_heads(self._me)] = x
+        return of_all
 
     def to_heads(self, tensors: Sequence[Tensor], part: int, what: str) -> Handle:
         """Start sending a part of the heads of tensors (T, N, size), to every member its own."""
-        rows, members = tensors[0].shape[0], self._members
+        rows, degree = tensors[0].shape[0], self._degree
         parts = self._parts(tensors, part)
         widths = [x.shape[2] for x in parts]
-        packed = tensors[0].new_empty((members * rows, sum(widths)))
-        copy_rows(list(zip(parts, by_member(packed, members, widths), strict=True)))
+        packed = tensors[0].new_empty((degree * rows, sum(widths)))
+        copy_rows(list(zip(parts, by_member(packed, degree, widths), strict=True)))
         return self._channel.all_to_all_rows(packed, self._own_counts, self._counts, what)
 
     def _parts(self, tensors: Sequence[Tensor], part: int) -> list[Tensor]:
         """A part of the heads of tensors (T, N, size), by member."""
         return [
-            by_heads(x, self._members, cuts, part * cuts // self.slices)
+            by_heads(x, self._degree, cuts, part * cuts // self.slices)
             for x, cuts in zip(tensors, map(self._cuts, tensors), strict=True)
         ]
 
     def _cuts(self, x: Tensor) -> int:
         """Into how many parts a member's heads of x (T, N, size) are cut: query heads, or key/value heads."""
-        return self.slices if x.shape[1] == self.deal.heads else self.slices // self._shared
+        return self.slices if x.shape[1] == self.split.heads else self.slices // self._shared
 
     def heads(self, handle: Handle, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What arrives of `to_heads`: (R, n, size) of all rows in document order, for tensors like those sent."""
-        arrived, orders = handle.wait(), self._circle.orders
+        arrived, orders = handle.wait(), self._members.orders
         in_order = arrived if orders is None else join_columns((arrived,), orders[0])
-        return split_columns(in_order, [(x.shape[1] // (self._members * self._cuts(x)), x.shape[2]) for x in like])
+        return split_columns(in_order, [(x.shape[1] // (self._degree * self._cuts(x)), x.shape[2]) for x in like])
 
     def to_rows(self, tensors: Sequence[Tensor], what: str) -> Handle:
         """Start sending tensors (R, n, size) of one dtype, to every member its rows."""
-        orders = self._circle.orders
+        orders = self._members.orders
         packed = join_columns(tensors, None if orders is None else orders[1])
         return self._channel.all_to_all_rows(packed, self._counts, self._own_counts, what)
 
     def lay(self, handle: Handle, into: Sequence[Tensor], part: int) -> None:
         """Lay what arrives of `to_rows` into a part of the heads of tensors (T, N, size)."""
         parts = self._parts(into, part)
-        arrived = by_member(handle.wait(), self._members, [x.shape[2] for x in parts])
+        arrived = by_member(handle.wait(), self._degree, [x.shape[2] for x in parts])
         copy_rows(list(zip(arrived, parts, strict=True)))

@@ -1,14 +1,14 @@
 """`attend`: exact attention over a sharded micro-batch, whatever the degree and the way its groups communicate.
 
-One autograd function per call walks the parts of a shard (one per group that this slot is in) in plan order, and in
-backward in reverse, which is the one order in which every rank enters its collectives. Kept for backward are q, k, v,
-out and the log-sum-exp of the local rows, or, where heads were exchanged for rows, as many numbers of those exchanged.
+One autograd function per call goes through the parts of a shard (one per group that this slot is in) in plan order, and
+in backward in reverse, which is the one order in which every rank enters its collectives. Backward gets q,
+k, v, out and the log-sum-exp of the local rows, or, where heads were exchanged for rows, as many numbers of those.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar, cast
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, are_deterministic_algorithms_enabled
@@ -16,34 +16,27 @@ from torch.autograd.function import once_differentiable
 
 from longspan.attention.all_gather import all_gather_backward, all_gather_forward
 from longspan.attention.all_to_all import a2a_backward, a2a_forward
-from longspan.attention.auto import Call
-from longspan.attention.block import Attended, Gradients, Kept, Rule
-from longspan.attention.checks import check_budget, check_capture, check_features, check_sinks, check_tensors
-from longspan.attention.comm_choice import Asked, Route, routes_of
-from longspan.attention.geometry.members import Circle, Mask
-from longspan.attention.kernels import Need, choose
-from longspan.attention.kernels.dropout import Dropout, mixed_seed
+from longspan.attention.arguments import Arguments, cache_of, check_capture, packed_call
+from longspan.attention.block import Gradients
+from longspan.attention.call import AttentionCall, Saved
+from longspan.attention.dropout import Dropout, mixed_seed
+from longspan.attention.geometry.members import Members
 from longspan.attention.ring import ring_backward, ring_forward
-from longspan.attention.saved_outputs import recalled
-from longspan.attention.sums.merge import accumulation_dtype
-from longspan.attention.sums.rows import as_dtype, taken
-from longspan.comm import SequenceShard, ShardPart
+from longspan.attention.saved_outputs import active_recording
+from longspan.attention.sums.rows import accumulation_dtype, as_dtype, taken
+from longspan.comm import SequenceShard
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Forward = Callable[[Tensor, Tensor, Tensor, Members, AttentionCall], tuple[Tensor, list[Saved]]]
+Backward = Callable[[Tensor, Sequence[Saved], Members, AttentionCall], Gradients]
 
-
-class Pattern(NamedTuple):
-    """How the members of a group share keys and values; both functions work on one part's local rows."""
-
-    forward: Callable[[Tensor, Tensor, Tensor, Circle, Rule], Attended]
-    backward: Callable[[Tensor, Kept, Circle, Rule], Gradients]
-
-
-PATTERNS: dict[str, Pattern] = {
-    "p2p": Pattern(ring_forward, ring_backward),
-    "all_gather": Pattern(all_gather_forward, all_gather_backward),
-    "a2a": Pattern(a2a_forward, a2a_backward),
-    "a2a+p2p": Pattern(a2a_forward, a2a_backward),
+_SAVED = len(Saved._fields)
+# How the members of a group share keys and values; both functions work on one part's local rows.
+PATTERNS: dict[str, tuple[Forward, Backward]] = {
+    "p2p": (ring_forward, ring_backward),
+    "all_gather": (all_gather_forward, all_gather_backward),
+    "a2a": (a2a_forward, a2a_backward),
+    "a2a+p2p": (a2a_forward, a2a_backward),
 }
 
 
@@ -106,182 +99,104 @@ def attend(
     Raises AttentionError, before any communication, for tensors that do not fit each other or the shard, and for
     anything that could not be computed exactly.
     """
-    asked = _Call(
+    arguments = Arguments(
         causal=causal,
         window=window,
         softcap=softcap,
         scale=scale,
         dropout=dropout,
-        cp_comm_type=_listed(cp_comm_type),
-        sizes=_listed(hierarchical_context_parallel_sizes),
+        cp_comm_type=_hashable(cp_comm_type),
+        sizes=_hashable(hierarchical_context_parallel_sizes),
         max_gather_bytes=max_gather_bytes,
         layer=layer,
         kernel=kernel,
     )
-    walk = _remembered(q, k, v, sinks, shard, asked)
+    call = _call(q, k, v, sinks, shard, arguments)
     if dropout:
         check_capture(dropout)
-        seeded = Dropout(dropout, _seed(dropout_seed, shard, layer), first_head)
-        walk = replace(walk, rule=replace(walk.rule, dropout=seeded))
-    q = q if walk.sign == 1 else q * walk.sign
-    return _Attend.apply(q, k, v, sinks, walk)  # pyright: ignore[reportReturnType]
+        call = replace(call, dropout=Dropout(dropout, _seed(dropout_seed, shard, layer), first_head))
+    q = q if call.sign == 1 else q * call.sign
+    return _Attend.apply(q, k, v, sinks, call)  # pyright: ignore[reportReturnType]
 
 
-class _Call(NamedTuple):
-    """The arguments of a call but for its tensors and its seed."""
-
-    causal: bool
-    window: int | None
-    softcap: float | None
-    scale: float | None
-    dropout: float
-    cp_comm_type: str | tuple[str, ...] | None
-    sizes: tuple[int, ...] | None
-    max_gather_bytes: int | None
-    layer: int | None
-    kernel: str | None
-
-
-def _listed(argument: Any) -> Any:
+def _hashable(argument: Any) -> Any:
     """An argument that may be a list, as a value that can be a key."""
     return tuple(argument) if isinstance(argument, Iterable) and not isinstance(argument, str) else argument
 
 
-def _remembered(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, call: _Call) -> "_Walk":
-    """What `_checked` says, kept with the shard: a model asks the same in every layer, and checks take their time."""
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, arguments: Arguments
+) -> AttentionCall:
+    """The packed call, kept with the shard: a model asks the same in every layer, and checks take their time."""
     try:
-        call = call if _by_layer(call, shard) else call._replace(layer=None)
+        cache = shard.derived.attention or cache_of(shard)
+        types = arguments.cp_comm_type
+        by_layer = cache.listed_by_layer if types is None else not isinstance(types, str)
+        arguments = arguments if by_layer else arguments._replace(layer=None)
         tensors = [None if x is None else (type(x), x.shape, x.dtype, x.device) for x in (q, k, v, sinks)]
-        key = ("walk", *tensors, call, *map(type, call), are_deterministic_algorithms_enabled())  # True is no window
-        walk = shard.memo.get(key)
-        if walk is None:
-            walk = shard.memo[key] = _checked(q, k, v, sinks, shard, call)
-        return walk
+        key = (*tensors, arguments, *map(type, arguments), are_deterministic_algorithms_enabled())  # True is no window
+        if key not in cache.calls:
+            cache.calls[key] = packed_call(q, k, v, sinks, shard, arguments)
+        return cache.calls[key]
     except (AttributeError, TypeError):  # no tensor, no shard, or no value that could be a key: an error says which
-        return _checked(q, k, v, sinks, shard, call)
+        return packed_call(q, k, v, sinks, shard, arguments)
 
 
-def _by_layer(call: _Call, shard: SequenceShard) -> bool:
-    """Whether what the call does depends on its layer: where a type that it goes by is a list with one per layer."""
-    if call.cp_comm_type is not None:
-        return not isinstance(call.cp_comm_type, str)
-    if "by layer" not in shard.memo:
-        shard.memo["by layer"] = any(not isinstance(g.cp_comm_type, str) for g in shard.micro_batch.groups)
-    return shard.memo["by layer"]
-
-
-def _checked(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, asked: _Call) -> "_Walk":
-    check_tensors(q, k, v, shard)
-    check_features(
-        causal=asked.causal, window=asked.window, softcap=asked.softcap, scale=asked.scale, dropout=asked.dropout
-    )
-    check_sinks(sinks, q)
-    mask = Mask(asked.causal, None if asked.window is None else int(asked.window)).within(shard.micro_batch.lengths)
-    call = Call(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size(), *mask)
-    routes = routes_of(shard, Asked.of(asked.cp_comm_type, asked.sizes, asked.layer), call)
-    gathering = [g for i, g in enumerate(shard.micro_batch.groups) if routes[i].kind == "all_gather"]
-    check_budget(asked.max_gather_bytes, k, v, gathering)
-    scale = q.shape[2] ** -0.5 if asked.scale is None else float(asked.scale)
-    rule = Rule(
-        kernel=choose(_need(q, v, shard, asked, mask), asked.kernel),
-        scale=abs(scale) or 1.0,
-        kv_heads=k.shape[1],
-        softcap=None if asked.softcap is None else float(asked.softcap),
-        max_gather_bytes=asked.max_gather_bytes,
-    )
-    parts = tuple(_Part.of(part, routes[part.index], mask, shard) for part in shard.parts)
-    return _Walk(parts, rule, sign=(scale > 0) - (scale < 0))
-
-
-def _need(q: Tensor, v: Tensor, shard: SequenceShard, asked: _Call, mask: Mask) -> Need:
-    features = {"window": mask.window is not None, "softcap": asked.softcap is not None, "dropout": asked.dropout > 0}
-    return Need(
-        q.device,
-        q.dtype,
-        q.shape[2],
-        frozenset(name for name, given in features.items() if given),
-        v.shape[2],
-        dense=all(len(group.documents) == 1 for group in shard.micro_batch.groups),
-    )
-
-
-def _seed(given: int | None, shard: SequenceShard, layer: int | None) -> int:
-    if given is not None:
-        return mixed_seed(given)
-    return mixed_seed(*shard.seed, -1 if layer is None else layer)
-
-
-class _Part(NamedTuple):
-    """Local rows of one group, how they communicate, and with whom."""
-
-    rows: slice
-    pattern: Pattern
-    circle: Circle
-
-    @classmethod
-    def of(cls, part: ShardPart, route: Route, mask: Mask, shard: SequenceShard) -> "_Part":
-        """Circles are kept with the shard, so that layers share their geometry."""
-        mask = mask.within(part.group.lengths)
-        key = ("circle", part.index, route.inner, mask)
-        if key not in shard.memo:
-            shard.memo[key] = Circle(part, mask, shard.device, route.inner)
-        return cls(slice(part.start, part.stop), PATTERNS[route.kind], shard.memo[key])
-
-
-@dataclass(frozen=True)
-class _Walk:
-    """One call: its parts in plan order, and what is computed in each, of q times `sign`.
-
-    Kernels take a scale above 0 alone, for they find the largest score before they scale: the sign of another is q's.
-    """
-
-    parts: tuple[_Part, ...]
-    rule: Rule
-    sign: int = 1
+def _seed(seed: int | None, shard: SequenceShard, layer: int | None) -> int:
+    return mixed_seed(*shard.seed, -1 if layer is None else layer) if seed is None else mixed_seed(seed)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, walk: _Walk) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        rule = walk.rule if sinks is None else replace(walk.rule, sinks=sinks)
-        out, kept, sizes = recalled(lambda: _attended(q, k, v, walk, rule), (q, k, v))
-        ctx.walk, ctx.sizes = walk, sizes
+        recording, with_sinks = active_recording.get(), _with_sinks(call, sinks)
+        if recording is None:
+            out, saved, slices = _forward(q, k, v, with_sinks)
+        else:
+            out, saved, slices = recording.output(lambda: _forward(q, k, v, with_sinks), (q, k, v))
+        ctx.call, ctx.slices = call, slices
         ctx.shapes = [x.shape[1:] for x in (q, k, v)]
-        ctx.save_for_backward(sinks, out if any(x is None for x in kept) else None, *kept)
+        ctx.save_for_backward(sinks, out if any(x is None for x in saved) else None, *saved)
         # A view: autograd refuses writes into it, which a checkpoint would not notice in what backward needs.
         return out.view_as(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        sinks, out, *kept = ctx.saved_tensors
-        dout, walk = gradients[0].contiguous(), ctx.walk
-        rule = walk.rule if sinks is None else replace(walk.rule, sinks=sinks)
-        found: list[Gradients] = []
-        for (rows, pattern, circle), size in zip(reversed(walk.parts), reversed(ctx.sizes), strict=True):
-            own, kept = kept[len(kept) - size :], kept[: len(kept) - size]
-            own = [taken(out, rows) if x is None else x for x in own]
-            with _given_dtypes(dout):
-                found.insert(0, pattern.backward(taken(dout, rows), own, circle, rule))
-        dq, dk, dv = _joined([(part.q, part.k, part.v) for part in found], dout, ctx.shapes)
-        return dq, dk, dv, None if sinks is None else _sum_of([part.sinks for part in found], sinks), None
+        sinks, out, *saved = ctx.saved_tensors
+        dout, call = gradients[0].contiguous(), _with_sinks(ctx.call, sinks)
+        parts: list[Gradients] = []
+        for (rows, cp_comm_type, members), slices in zip(reversed(call.parts), reversed(ctx.slices), strict=True):
+            last = [taken(out, rows) if x is None else x for x in saved[-_SAVED * slices :]]
+            del saved[-_SAVED * slices :]
+            of_part = [Saved(*last[i : i + _SAVED]) for i in range(0, len(last), _SAVED)]
+            with _without_autocast(dout):
+                parts.insert(0, PATTERNS[cp_comm_type][1](taken(dout, rows), of_part, members, call))
+        dq, dk, dv = _joined([(part.q, part.k, part.v) for part in parts], dout, ctx.shapes)
+        return dq, dk, dv, None if sinks is None else _sum_of([part.sinks for part in parts], sinks), None
 
 
-def _attended(
-    q: Tensor, k: Tensor, v: Tensor, walk: _Walk, rule: Rule
-) -> tuple[Tensor, list[Tensor | None], list[int]]:
-    """Output (T, N, Hv) of all parts, and what they keep for backward, so many tensors each."""
-    with _given_dtypes(q):
-        found = [
-            pattern.forward(taken(q, rows), taken(k, rows), taken(v, rows), circle, rule)
-            for rows, pattern, circle in walk.parts
+def _with_sinks(call: AttentionCall, sinks: Tensor | None) -> AttentionCall:
+    return call if sinks is None else replace(call, sinks=sinks)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, list[Tensor | None], list[int]]:
+    """Output (T, N, Hv) of all parts, what they save for backward, and in how many slices each does.
+
+    None stands for the output of a part, which is saved as a part of the whole output.
+    """
+    with _without_autocast(q):
+        parts = [
+            PATTERNS[cp_comm_type][0](taken(q, rows), taken(k, rows), taken(v, rows), members, call)
+            for rows, cp_comm_type, members in call.parts
         ]
-    (out,) = _joined([(part.out,) for part in found], q, [(q.shape[1], v.shape[2])])
-    return out, [x for part in found for x in part.kept], [len(part.kept) for part in found]
+    (out,) = _joined([(part_out,) for part_out, _ in parts], q, [(q.shape[1], v.shape[2])])
+    saved = [None if x is part_out else x for part_out, slices in parts for of_slice in slices for x in of_slice]
+    return out, saved, [len(slices) for _, slices in parts]
 
 
-def _given_dtypes(x: Tensor) -> AbstractContextManager[object]:
+def _without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Inside autocast, products of float32 scores would be rounded to half precision."""
     return torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext()
 
@@ -290,8 +205,8 @@ def _joined(parts: Sequence[Sequence[Tensor]], like: Tensor, shapes: Sequence[Se
     """Of each tensor of the parts, the rows of all parts: (rows, *shape) in the dtype of `like`, contiguous."""
     if len(parts) == 1:
         return as_dtype(parts[0], like.dtype)
-    none = [like.new_empty((0, *shape)) for shape in shapes]
-    return [torch.cat([x.to(like.dtype) for x in rows]) for rows in zip(none, *parts, strict=True)]
+    no_rows = [like.new_empty((0, *shape)) for shape in shapes]
+    return [torch.cat([x.to(like.dtype) for x in rows]) for rows in zip(no_rows, *parts, strict=True)]
 
 
 def _sum_of(parts: Sequence[Tensor | None], sinks: Tensor) -> Tensor:

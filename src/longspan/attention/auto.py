@@ -3,7 +3,8 @@
 An estimate for one layer, forward and backward: attention at a speed that falls for short pieces, and what of the
 communication attention cannot hide. Every rank computes it from the same integers, so that all choose alike.
 
->>> choice = choose_type(group, Call(heads=32, kv_heads=8, head_size=128, value_size=128), node_size=8)
+>>> call = AttentionCall(heads=32, kv_heads=8, head_size=128, value_size=128)
+>>> choice = choose_type(group, call, node_size=8)
 >>> print(choice)
 
 Not weighed: memory, of which all_gather takes more the longer the group's documents are.
@@ -15,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from longspan.attention.geometry.head_split import Deal
-from longspan.attention.window_rows import narrow
+from longspan.attention.call import AttentionCall
+from longspan.attention.geometry.head_split import HeadSplit
+from longspan.attention.geometry.members import is_narrow
 from longspan.layout import Partition
 from longspan.plan import Group
 
@@ -24,19 +26,6 @@ Rows = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p", "auto")
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a choice depends on of one call of `attend`; `itemsize` is the bytes of a number."""
-
-    heads: int
-    kv_heads: int
-    head_size: int
-    value_size: int
-    itemsize: int = 2
-    causal: bool = True
-    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,23 +83,25 @@ class Choice:
         return "\n".join(self.reasons)
 
 
-def choose_type(group: Group, call: Call, *, node_size: int, machine: Machine | None = None) -> Choice:
+def choose_type(group: Group, call: AttentionCall, *, node_size: int, machine: Machine | None = None) -> Choice:
     """The fastest type for this group by estimate. Never raises: p2p and all_gather take any heads and lengths."""
     if group.degree == 1:
         return Choice("p2p", None, ("one member holds all rows: nothing is communicated",))
-    found = estimates_of(group, call, node_size=node_size, machine=machine)
+    estimates = estimates_of(group, call, node_size=node_size, machine=machine)
     cannot = [
         f"{_name(kind, sizes)} cannot: {call.heads} query heads do not divide by {sizes[0]}"
         for kind, sizes in _candidates(group.degree)
         if call.heads % sizes[0]
     ]
-    best = min(found, key=lambda each: each.seconds)
+    best = min(estimates, key=lambda estimate: estimate.seconds)
     so = f"{_name(best.cp_comm_type, best.sizes)} is chosen: it is the fastest"
     levels = best.sizes if best.cp_comm_type == "a2a+p2p" else None
-    return Choice(best.cp_comm_type, levels, (_facts(group, call, node_size), *map(str, found), *cannot, so))
+    return Choice(best.cp_comm_type, levels, (_facts(group, call, node_size), *map(str, estimates), *cannot, so))
 
 
-def estimates_of(group: Group, call: Call, *, node_size: int, machine: Machine | None = None) -> list[Estimate]:
+def estimates_of(
+    group: Group, call: AttentionCall, *, node_size: int, machine: Machine | None = None
+) -> list[Estimate]:
     """An estimate of each type and pair of levels that the heads allow."""
     able = [(kind, sizes) for kind, sizes in _candidates(group.degree) if call.heads % sizes[0] == 0]
     return [_estimate(kind, sizes, group, call, node_size, machine or Machine()) for kind, sizes in able]
@@ -125,9 +116,9 @@ def _name(kind: str, sizes: tuple[int, int]) -> str:
     return f"{kind} {sizes}" if kind == "a2a+p2p" else kind
 
 
-def _facts(group: Group, call: Call, node_size: int) -> str:
+def _facts(group: Group, call: AttentionCall, node_size: int) -> str:
     nodes, documents = len({slot // node_size for slot in group.slots}), len(group.lengths)
-    window = "" if call.window is None else f", window {call.window}"
+    window = "" if call.mask.window is None else f", window {call.mask.window}"
     return (
         f"{group.degree} members on {nodes} node{'s' * (nodes > 1)} of {node_size} slots; {documents} "
         f"document{'s' * (documents > 1)} of {sum(group.lengths)} rows together, {max(group.lengths)} at most; "
@@ -136,7 +127,7 @@ def _facts(group: Group, call: Call, node_size: int) -> str:
 
 
 def _estimate(
-    kind: str, sizes: tuple[int, int], group: Group, call: Call, node_size: int, machine: Machine
+    kind: str, sizes: tuple[int, int], group: Group, call: AttentionCall, node_size: int, machine: Machine
 ) -> Estimate:
     """One layer forward and backward on the fullest member."""
     inner, around = sizes
@@ -155,37 +146,37 @@ def _estimate(
     return Estimate(kind, sizes, attention, exposed, " and ".join(sorted(words, reverse=True)))
 
 
-def _attention_seconds(kind: str, sizes: tuple[int, int], group: Group, call: Call, machine: Machine) -> float:
+def _attention_seconds(kind: str, sizes: tuple[int, int], group: Group, call: AttentionCall, machine: Machine) -> float:
     inner, around = sizes
     rows = sum(group.lengths) / around  # of a member of the ring, for heads / inner heads
     piece = _typical_length(group) / around
     speed = machine.flops_per_second * piece / (piece + machine.half_speed_rows)
-    merged = kind != "all_gather" and not narrow(group.lengths, around, call.window)
+    merged = kind != "all_gather" and not is_narrow(call.mask.window, group.lengths, around)
     merges = machine.merge_passes * (around - 1) if merged else 0
     merged_bytes = merges * rows * call.heads / inner * call.value_size * 4
     computed = _flops(group, call) / group.degree / speed * _busiest(group, call, around)
     return computed + merged_bytes / machine.memory_bytes_per_second
 
 
-def _busiest(group: Group, call: Call, around: int) -> float:
+def _busiest(group: Group, call: AttentionCall, around: int) -> float:
     """What the busiest member of a ring computes, over the mean of its members; 1 where their rows are zigzag."""
     if around == 1 or group.partition == "zigzag":
         return 1.0
     shares, lengths = Partition.contiguous(group.laid_out, around), np.array(group.lengths, dtype=np.int64)
     pairs: list[float] = []
     for member in range(around):
-        held = shares.segments(member)
-        length = lengths[held.document]
-        pairs.append(float((_pairs(held.stop, length, call) - _pairs(held.start, length, call)).sum()))
+        segments = shares.segments(member)
+        length = lengths[segments.document]
+        pairs.append(float((_pairs(segments.stop, length, call) - _pairs(segments.start, length, call)).sum()))
     return max(pairs) * around / sum(pairs)
 
 
-def _pairs(stop: Rows, length: Rows, call: Call) -> Floats:
+def _pairs(stop: Rows, length: Rows, call: AttentionCall) -> Floats:
     """Keys that the first `stop` rows of documents of `length` rows see together, to half a key a row."""
     rows = np.minimum(stop, length).astype(np.float64)  # the rest pads the document out
-    if not call.causal:
+    if not call.mask.causal:
         return rows * length
-    limited = rows if call.window is None else np.minimum(rows, call.window)
+    limited = rows if call.mask.window is None else np.minimum(rows, call.mask.window)
     return rows * limited - limited**2 / 2
 
 
@@ -198,27 +189,28 @@ def _typical_length(group: Group) -> float:
     return sum(length**2 for length in group.lengths) / sum(group.lengths)
 
 
-def _flops(group: Group, call: Call) -> float:
+def _flops(group: Group, call: AttentionCall) -> float:
     """Forward and backward of the whole group: 3.5 times the forward's two products."""
     pairs = sum(
-        length * min(length, 2 * (call.window or length)) / (2 if call.causal else 1) for length in group.lengths
+        length * min(length, 2 * (call.mask.window or length)) / (2 if call.mask.causal else 1)
+        for length in group.lengths
     )
     return 3.5 * 2 * pairs * call.heads * (call.head_size + call.value_size)
 
 
-def _swap_bytes(sizes: tuple[int, int], group: Group, call: Call) -> float:
+def _swap_bytes(sizes: tuple[int, int], group: Group, call: AttentionCall) -> float:
     """What a member sends to exchange heads for rows: q, k, v and out; then dout, dq, dk and dv."""
     inner, rows = sizes[0], sum(group.lengths) / group.degree
-    deal = Deal(call.heads, call.kv_heads, inner)
-    width = 2 * (call.heads + call.kv_heads * deal.copies) * (call.head_size + call.value_size)
-    return rows * (inner - 1) / inner * call.itemsize * width
+    split = HeadSplit(call.heads, call.kv_heads, inner)
+    width = 2 * (call.heads + call.kv_heads * split.kv_copies) * (call.head_size + call.value_size)
+    return rows * (inner - 1) / inner * call.dtype.itemsize * width
 
 
-def _block_bytes(kind: str, sizes: tuple[int, int], group: Group, call: Call) -> float:
+def _block_bytes(kind: str, sizes: tuple[int, int], group: Group, call: AttentionCall) -> float:
     """What a member gets of the others' keys and values, twice, and sends of their gradients in float32."""
     inner, around = sizes
-    others = sum(group.lengths) * (around - 1) / around
-    if call.window is not None and kind != "all_gather":
-        others = min(others, 2.0 * (call.window - 1) * len(group.lengths))
-    width = Deal(call.heads, call.kv_heads, inner).runs * (call.head_size + call.value_size)
-    return others * width * (2 * call.itemsize + max(4, call.itemsize))
+    foreign_rows = sum(group.lengths) * (around - 1) / around
+    if call.mask.window is not None and kind != "all_gather":
+        foreign_rows = min(foreign_rows, 2.0 * (call.mask.window - 1) * len(group.lengths))
+    width = HeadSplit(call.heads, call.kv_heads, inner).member_kv_heads * (call.head_size + call.value_size)
+    return foreign_rows * width * (2 * call.dtype.itemsize + max(4, call.dtype.itemsize))

@@ -1,98 +1,99 @@
-"""One block: local query rows against one set of key rows, through the kernel of a call.
+"""One block: local query rows against one set of key rows, through the kernel of a call, and sums over blocks.
 
 The communication patterns (`ring.py`, `all_gather.py`, `all_to_all.py`) decide which key rows there are and when; what
-is computed with them is here, and is the same for all patterns.
+is computed with them is here, and is the same for all patterns. Attention of disjoint key sets is merged by its
+log-sum-exp, gradients are added by rows. Both accumulate in float32 (float64 for float64 inputs), so that the error
+does not grow with the number of blocks. What has one addend alone stays in the dtype in which it came: nothing would be
+gained by widening it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from longspan.attention.call import AttentionCall, Saved
 from longspan.attention.geometry.launch import Launch
-from longspan.attention.kernels import Kernel
-from longspan.attention.kernels.dropout import Dropout
-from longspan.attention.sums.merge import Partial, RowSum
-from longspan.attention.sums.rows import taken
+from longspan.attention.sums.rows import Rows, accumulation_dtype, add_rows, as_dtype, merge_, taken
 from longspan.comm import Addend
+from longspan.comm.moves.ring import covers
 
 NUMBERS_AT_ONCE = 1 << 23  # of (rows, heads, head size) whose products with the gradient are held: 32 MiB in float32
 
 
-@dataclass(frozen=True)
-class Rule:
-    """What is computed with the rows that see each other, whatever the communication (what sees what: `members.py`).
+class Partial:
+    """Attention of T query rows to the keys added so far: out (T, N, Hv) and lse (T, N).
 
-    `sinks` (N,) are those of the heads at hand. `max_gather_bytes` bounds what `all_gather` holds at a time;
-    `kv_heads` is how many key/value heads the call has, which an exchange of heads needs to know.
+    A row that has seen no key has out 0 and lse −inf.
     """
 
-    kernel: Kernel
-    scale: float
-    softcap: float | None = None
-    dropout: Dropout | None = None
-    sinks: Tensor | None = None
-    max_gather_bytes: int | None = None
-    kv_heads: int = 0
+    def __init__(self, rows: int, heads: int, head_size: int, like: Tensor) -> None:
+        self._shape, self._like = (rows, heads, head_size), like
+        self._total: tuple[Tensor, Tensor] | None = None
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of the kernel; dropout only where there is some, for most kernels have none."""
-        found: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
-        return found if self.dropout is None else found | {"dropout": self.dropout}
+    def add(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
+        """Merge the attention of some rows to further keys: out (rows, N, Hv), lse (rows, N), which is finite."""
+        if self._total is None and covers(rows, self._shape[0]):
+            self._total = out, lse
+            return
+        total_out, total_lse = self.result()
+        dtype = accumulation_dtype(self._like.dtype)
+        if total_out.dtype != dtype:
+            (total_out,) = as_dtype((total_out,), dtype)
+            self._total = total_out, total_lse
+        merge_(total_out, total_lse, rows, out, lse)
 
-    def for_heads(self, start: int, stop: int) -> "Rule":
-        """The same for query heads start to stop of the tensors at hand."""
-        if self.sinks is None and self.dropout is None:
-            return self
-        sinks = None if self.sinks is None else self.sinks[start:stop]
-        return replace(self, sinks=sinks, dropout=self.dropout and self.dropout.from_head(start))
+    def result(self) -> tuple[Tensor, Tensor]:
+        """out (T, N, Hv) and lse (T, N), in the accumulation dtype; out in the kernel's where it gave all of it."""
+        if self._total is None:
+            dtype = accumulation_dtype(self._like.dtype)
+            out = self._like.new_zeros(self._shape, dtype=dtype)
+            self._total = out, self._like.new_full(self._shape[:2], -torch.inf, dtype=dtype)
+        return self._total
 
-    def finish(self, total: Partial) -> tuple[Tensor, Tensor]:
-        """out (T, N, Hv) and lse (T, N) over all keys, and the sinks.
+    def with_sinks(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """out (T, N, Hv) and lse (T, N) over all keys, and the sinks (N,).
 
         A sink is one more key with value 0: it joins the log-sum-exp of each row and thins the output. The lse of rows
         that see neither a key nor a sink (of −inf) is finite, so that their weights are 0.
         """
-        out, lse = total.result()
-        if self.sinks is None:
+        out, lse = self.result()
+        if sinks is None:
             return out, lse
-        with_sinks = torch.logaddexp(lse, self.sinks.to(lse.dtype)).clamp_(min=torch.finfo(lse.dtype).min)
+        with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype)).clamp_(min=torch.finfo(lse.dtype).min)
         return out.mul_(torch.exp(lse - with_sinks).unsqueeze(-1)), with_sinks
 
-    def sink_gradient(self, saved: "Saved") -> Tensor | None:
-        """−Σ rows weight of the sink · (dout · out): with lse over keys and sink, softmax's gradient at value 0.
 
-        Some rows after others: products of all rows at once would take several times the memory of the queries.
-        """
-        if self.sinks is None:
-            return None
-        total, rows = self.sinks.new_zeros(self.sinks.shape, dtype=saved.lse.dtype), _rows_at_once(saved.out)
-        for dout, out, lse in zip(*(x.split(rows) for x in (saved.dout, saved.out, saved.lse)), strict=True):
-            weight = torch.exp(self.sinks.to(lse.dtype) - lse)
-            total -= (weight * (dout * out.to(lse.dtype)).sum(-1)).sum(0)
-        return total
+class RowSum:
+    """A sum of tensors that each cover some of the rows; rows that none covers are zero."""
 
+    def __init__(self, shape: tuple[int, ...], like: Tensor) -> None:
+        self._shape, self._like = shape, like
+        self._total: Tensor | None = None
 
-def _rows_at_once(x: Tensor) -> int:
-    return max(1, NUMBERS_AT_ONCE // x.shape[1:].numel())
+    def add(self, rows: Rows, x: Tensor) -> None:
+        """Add x (rows, …) to distinct rows."""
+        if self._total is None and covers(rows, self._shape[0]):
+            self._total = x
+            return
+        add_rows([(x, self._wide())], rows)
 
+    def add_heads(self, heads: slice, x: Tensor) -> None:
+        """Add x (T, heads, …) to some heads of all rows."""
+        if heads == slice(0, self._shape[1]):
+            self.add(slice(0, self._shape[0]), x)
+        else:
+            add_rows([(x, self._wide()[:, heads])], slice(0, self._shape[0]))
 
-KEPT = 5  # q, k, v, out and lse, as the kernel had them
-Kept = Sequence[Tensor]
+    def _wide(self) -> Tensor:
+        (self._total,) = as_dtype((self.result(),), accumulation_dtype(self._like.dtype))
+        return self._total
 
-
-class Attended(NamedTuple):
-    """What one part's forward pass gives: out (T, N, Hv) of the local rows, and what its backward pass is given.
-
-    `kept` is q, k, v, out and lse of what was computed here, once or for one slice of the heads after another; None
-    stands for the local out.
-    """
-
-    out: Tensor
-    kept: tuple[Tensor | None, ...]
+    def result(self) -> Tensor:
+        """The sum, in the accumulation dtype; one addend that covers all rows, in its own."""
+        if self._total is None:
+            self._total = self._like.new_zeros(self._shape, dtype=accumulation_dtype(self._like.dtype))
+        return self._total
 
 
 class Gradients(NamedTuple):
@@ -104,36 +105,33 @@ class Gradients(NamedTuple):
     sinks: Tensor | None
 
 
-class Saved(NamedTuple):
-    """What a block's backward starts from: dout, q, out and lse (T, N, …), the last two over the keys of all blocks."""
-
-    dout: Tensor
-    q: Tensor
-    out: Tensor
-    lse: Tensor
-
-
-def add_block(total: Partial, q: Tensor, k: Tensor, v: Tensor, launches: tuple[Launch, ...], rule: Rule) -> None:
+def add_block(
+    total: Partial, q: Tensor, k: Tensor, v: Tensor, launches: tuple[Launch, ...], call: AttentionCall
+) -> None:
     """Add to `total` the attention of q (T, N, H) to this block's k (Tk, K, H), v (Tk, K, Hv)."""
-    options = rule.options
+    assert call.kernel is not None
     for launch in launches:
         rows, keys = launch.q_rows, launch.k_rows
-        out, lse = rule.kernel.forward(taken(q, rows), taken(k, keys), taken(v, keys), launch, **options)
+        out, lse = call.kernel.forward(taken(q, rows), taken(k, keys), taken(v, keys), launch, call)
         total.add(rows, out, lse)
 
 
 def block_gradients(
-    dq: RowSum, saved: Saved, k: Tensor, v: Tensor, launches: tuple[Launch, ...], rule: Rule
+    dq: RowSum, dout: Tensor, saved: Saved, launches: tuple[Launch, ...], call: AttentionCall
 ) -> list[Addend]:
-    """Add this block's part of the query's gradient to `dq`; return the keys' and values', in parts."""
-    found, options = list[Addend](), rule.options
+    """Add a block's part of the query's gradient to `dq`; return those of its keys and values, in parts.
+
+    The k and v of `saved` are the block's.
+    """
+    assert call.kernel is not None
+    addends, (q, k, v, out, lse) = list[Addend](), saved
     for launch in launches:
         rows, keys = launch.q_rows, launch.k_rows
-        dout, q, out, lse = (taken(x, rows) for x in saved)
-        gradient, *of_keys = rule.kernel.backward(dout, q, taken(k, keys), taken(v, keys), out, lse, launch, **options)
+        of_launch = Saved(taken(q, rows), taken(k, keys), taken(v, keys), taken(out, rows), taken(lse, rows))
+        gradient, *of_keys = call.kernel.backward(taken(dout, rows), of_launch, launch, call)
         dq.add(rows, gradient)
-        found.append(Addend(keys, of_keys))
-    return found
+        addends.append(Addend(keys, of_keys))
+    return addends
 
 
 def summed(addends: list[Addend], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,3 +141,18 @@ def summed(addends: list[Addend], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
         dk.add(rows, of_k)
         dv.add(rows, of_v)
     return dk.result(), dv.result()
+
+
+def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """−Σ rows weight of the sink · (dout · out): with lse over keys and sink, softmax's gradient at value 0.
+
+    Some rows after others: products of all rows at once would take several times the memory of the queries.
+    """
+    if sinks is None:
+        return None
+    total = sinks.new_zeros(sinks.shape, dtype=lse.dtype)
+    at_once = max(1, NUMBERS_AT_ONCE // out.shape[1:].numel())
+    for dout_rows, out_rows, lse_rows in zip(*(x.split(at_once) for x in (dout, out, lse)), strict=True):
+        weight = torch.exp(sinks.to(lse.dtype) - lse_rows)
+        total -= (weight * (dout_rows * out_rows.to(lse.dtype)).sum(-1)).sum(0)
+    return total

@@ -7,85 +7,84 @@ What no query sees is not computed. Under a window that is narrow against the do
 there is no ring: see `window_rows.py`.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from longspan.attention.block import Attended, Gradients, Kept, Rule, Saved, add_block, block_gradients, summed
-from longspan.attention.geometry.members import Circle
-from longspan.attention.sums.merge import Partial, RowSum, accumulation_dtype
-from longspan.attention.sums.rows import add_addends, joined_heads
-from longspan.attention.window_rows import halo_backward, halo_forward, is_narrow
+from longspan.attention.block import Gradients, Partial, RowSum, add_block, block_gradients, sink_gradient, summed
+from longspan.attention.call import AttentionCall, Saved
+from longspan.attention.geometry.members import Members
+from longspan.attention.sums.rows import accumulation_dtype, add_addends, joined_heads
+from longspan.attention.window_rows import window_backward, window_forward
 from longspan.comm import Addend, GradientRing, RingBlocks
 
 HALVES_BYTES = 48 << 20  # of a block's gradients: a message that is worth one more launch to hide (H200)
 
 
-def ring_forward(q: Tensor, k: Tensor, v: Tensor, circle: Circle, rule: Rule) -> Attended:
+def ring_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttentionCall) -> tuple[Tensor, list[Saved]]:
     """q (T, N, H), k (T, K, H), v (T, K, Hv) of this member's rows."""
-    if is_narrow(circle):
-        return halo_forward(q, k, v, circle, rule)
+    if members.has_narrow_window:
+        return window_forward(q, k, v, members, call)
     total = Partial(q.shape[0], q.shape[1], v.shape[2], like=q)
-    if circle.degree == 1:
-        add_block(total, q, k, v, circle.launches(0), rule)
+    if members.degree == 1:
+        add_block(total, q, k, v, members.launches(0), call)
     else:
-        for owner, (k_block, v_block) in RingBlocks(circle.channel(), (k, v), circle.counts, "attention ring forward"):
-            add_block(total, q, k_block, v_block, circle.launches(owner), rule)
-    out, lse = rule.finish(total)
-    return Attended(out, (q, k, v, None, lse))
+        for owner, (block_k, block_v) in RingBlocks(
+            members.channel(), (k, v), members.counts, "attention ring forward"
+        ):
+            add_block(total, q, block_k, block_v, members.launches(owner), call)
+    out, lse = total.with_sinks(call.sinks)
+    return out, [Saved(q, k, v, out, lse)]
 
 
-def ring_backward(dout: Tensor, kept: Kept, circle: Circle, rule: Rule) -> Gradients:
+def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members, call: AttentionCall) -> Gradients:
     """Gradients of this member's rows."""
-    q, k, v, out, lse = kept
-    saved = Saved(dout, q, out, lse)
-    if is_narrow(circle):
-        return halo_backward(saved, k, v, circle, rule)
-    dq = RowSum(tuple(q.shape), q)
-    if circle.degree == 1:
-        dk, dv = summed(block_gradients(dq, saved, k, v, circle.launches(0), rule), k, v)
+    (saved,) = saved_slices
+    if members.has_narrow_window:
+        return window_backward(dout, saved, members, call)
+    dq = RowSum(tuple(saved.q.shape), saved.q)
+    if members.degree == 1:
+        addends = block_gradients(dq, dout, saved, members.launches(0), call)
+        dk, dv = summed(addends, saved.k, saved.v)
     else:
-        dk, dv = _around(dq, saved, k, v, circle, rule)
-    return Gradients(dq.result(), dk, dv, rule.sink_gradient(saved))
+        dk, dv = _around(dq, dout, saved, members, call)
+    return Gradients(dq.result(), dk, dv, sink_gradient(dout, saved.out, saved.lse, call.sinks))
 
 
-def _around(dq: RowSum, saved: Saved, k: Tensor, v: Tensor, circle: Circle, rule: Rule) -> tuple[Tensor, Tensor]:
-    """dk and dv, summed over the circle. The own block waits for no one: its work hides the first and last message."""
-    channel, dtype = circle.channel(), accumulation_dtype(k.dtype)
+def _around(dq: RowSum, dout: Tensor, saved: Saved, members: Members, call: AttentionCall) -> tuple[Tensor, ...]:
+    """dk and dv, summed over the members. The own block waits for no one: its work hides the first and last message."""
+    channel, keys, dtype = members.channel(), (saved.k, saved.v), accumulation_dtype(saved.k.dtype)
     what = "attention ring backward, gradients"
-    home = GradientRing(channel, (k, v), circle.counts, what, add=add_addends, dtype=dtype)
-    own = _OwnBlock(dq, saved, k, v, circle, rule)
-    for owner, (k_block, v_block) in RingBlocks(channel, (k, v), circle.counts, "attention ring backward"):
-        if owner == circle.member:
-            own.some()
+    home = GradientRing(channel, keys, members.counts, what, add=add_addends, dtype=dtype)
+    (first, *others), parts = _slices_of_own_block(saved), list[tuple[Tensor, Tensor]]()
+    for owner, (k, v) in RingBlocks(channel, keys, members.counts, "attention ring backward"):
+        if owner == members.member:
+            parts.append(_own_gradients(dq, dout, saved, members, call, first))
         else:
-            home.add(owner, block_gradients(dq, saved, k_block, v_block, circle.launches(owner), rule))
-    dk, dv = home.finish(own.rest())
-    return dk, dv
+            home.add(owner, block_gradients(dq, dout, saved._replace(k=k, v=v), members.launches(owner), call))
+    parts += [_own_gradients(dq, dout, saved, members, call, heads) for heads in others]
+    dk, dv = zip(*parts, strict=True)
+    return home.finish([Addend(slice(0, len(saved.k)), (joined_heads(dk), joined_heads(dv)))])
 
 
-class _OwnBlock:
-    """The gradients of one's own block: of half of the heads first and of the others last, where messages are large."""
+def _slices_of_own_block(saved: Saved) -> list[slice]:
+    """Key/value heads that are computed at once: half of them first and the others last, where messages are large."""
+    rows, kv_heads, head_size = saved.k.shape
+    message = rows * kv_heads * (head_size + saved.v.shape[2]) * 4
+    half = kv_heads // 2 if message >= HALVES_BYTES else 0
+    return [slice(0, half), slice(half, kv_heads)] if half else [slice(0, kv_heads)]
 
-    def __init__(self, dq: RowSum, saved: Saved, k: Tensor, v: Tensor, circle: Circle, rule: Rule) -> None:
-        self._dq, self._saved, self._k, self._v, self._circle, self._rule = dq, saved, k, v, circle, rule
-        kv_heads, message = k.shape[1], len(k) * k.shape[1] * (k.shape[2] + v.shape[2]) * 4
-        half = kv_heads // 2 if message >= HALVES_BYTES else 0
-        self._left = [slice(0, half), slice(half, kv_heads)] if half else [slice(0, kv_heads)]
-        self._found: list[tuple[Tensor, Tensor]] = []
 
-    def some(self) -> None:
-        """Compute those of the next heads."""
-        heads, each = self._left.pop(0), self._saved.q.shape[1] // self._k.shape[1]
-        q_heads = slice(heads.start * each, heads.stop * each)
-        saved = Saved(*(x[:, q_heads] for x in self._saved))
-        k, v, part = self._k[:, heads], self._v[:, heads], RowSum(tuple(saved.q.shape), saved.q)
-        launches = self._circle.launches(self._circle.member)
-        gradients = block_gradients(part, saved, k, v, launches, self._rule.for_heads(q_heads.start, q_heads.stop))
-        self._found.append(summed(gradients, k, v))
-        self._dq.add_heads(q_heads, part.result())
-
-    def rest(self) -> list[Addend]:
-        """Those of all heads."""
-        while self._left:
-            self.some()
-        dk, dv = (list(parts) for parts in zip(*self._found, strict=True))
-        return [Addend(slice(0, len(self._k)), (joined_heads(dk), joined_heads(dv)))]
+def _own_gradients(
+    dq: RowSum, dout: Tensor, saved: Saved, members: Members, call: AttentionCall, kv_heads: slice
+) -> tuple[Tensor, Tensor]:
+    """dk and dv of the own block, of some key/value heads; what their queries get is added to `dq`."""
+    per_kv_head = saved.q.shape[1] // saved.k.shape[1]
+    heads = slice(kv_heads.start * per_kv_head, kv_heads.stop * per_kv_head)
+    q, k, v, out, lse = saved
+    part = Saved(q[:, heads], k[:, kv_heads], v[:, kv_heads], out[:, heads], lse[:, heads])
+    dq_part, launches = RowSum(tuple(part.q.shape), part.q), members.launches(members.member)
+    addends = block_gradients(dq_part, dout[:, heads], part, launches, call.for_heads(heads.start, heads.stop))
+    gradients = summed(addends, part.k, part.v)
+    dq.add_heads(heads, dq_part.result())
+    return gradients

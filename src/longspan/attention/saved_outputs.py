@@ -1,15 +1,14 @@
 """Attention outputs that outlive the forward pass of a layer whose other activations are recomputed in backward.
 
-`attend` asks `recalled` for what its forward pass gives. Inside `Recording.forward()` the answer is computed and
-remembered, inside `Recording.recompute()` it is taken from memory, call by call in the same order, so that neither the
-kernels nor the communication of attention run a second time. Elsewhere nothing is remembered. Who opens a recording for
-which layer is `model/placement/recompute.py`'s business.
+`attend` looks for an active recording. Inside `Recording.forward()` what its forward pass gives is computed and kept,
+inside `Recording.recompute()` it is taken from there, call by call in the same order, so that neither the kernels nor
+the communication of attention run a second time. Elsewhere nothing is kept. `model/placement/recompute.py` opens a
+recording for each layer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
@@ -35,8 +34,7 @@ class _OfInput(NamedTuple):
     offset: int  # elements after the input's own
 
 
-@dataclass(frozen=True)
-class _Kept:
+class _Parked(NamedTuple):
     fetch: Callable[[], Tensor]
 
 
@@ -68,8 +66,11 @@ class Recording:
         with _active(self, 0):
             yield
 
-    def recalled(self, compute: Callable[[], Result], inputs: Sequence[Tensor]) -> Result:
-        """The result of a call, computed or remembered."""
+    def output(self, compute: Callable[[], Result], inputs: Sequence[Tensor]) -> Result:
+        """What a call gives: `compute()`, or what that gave in the forward pass that is being recomputed.
+
+        The result is a tree of tensors; those that share memory with `inputs` are made again from the inputs at hand.
+        """
         if self._next is None:
             result = compute()
             self._calls.append(tree_map(lambda x: self._keep(x, inputs), result))
@@ -77,27 +78,18 @@ class Recording:
         assert self._next < len(self._calls), "a recomputed layer calls attention more often than its forward pass did"
         call = self._calls[self._next]
         self._next += 1
-        return tree_map(lambda x: _given_back(x, inputs), call, is_leaf=lambda x: isinstance(x, _OfInput))
+        return tree_map(lambda x: _restored(x, inputs), call, is_leaf=lambda x: isinstance(x, _OfInput | _Parked))
 
     def _keep(self, x: Any, inputs: Sequence[Tensor]) -> Any:
         if not isinstance(x, Tensor):
             return x
-        for i, given in enumerate(inputs):
-            if x.untyped_storage()._cdata == given.untyped_storage()._cdata and x.numel():
-                return _OfInput(i, tuple(x.size()), x.stride(), int(x.storage_offset()) - int(given.storage_offset()))
-        return _Kept(self._park(x.detach()))
+        for i, whole in enumerate(inputs):
+            if x.untyped_storage()._cdata == whole.untyped_storage()._cdata and x.numel():
+                return _OfInput(i, tuple(x.size()), x.stride(), int(x.storage_offset()) - int(whole.storage_offset()))
+        return _Parked(self._park(x.detach()))
 
 
-_recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
-
-
-def recalled(compute: Callable[[], Result], inputs: Sequence[Tensor]) -> Result:
-    """`compute()`, or what it gave in the forward pass that is being recomputed.
-
-    The result is a tree of tensors; those that share memory with `inputs` are made again from the inputs at hand.
-    """
-    recording = _recording.get()
-    return compute() if recording is None else recording.recalled(compute, inputs)
+active_recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 
 class _Reentrant(AbstractContextManager[None]):
@@ -116,18 +108,18 @@ class _Reentrant(AbstractContextManager[None]):
 
 @contextmanager
 def _active(recording: Recording, start: int | None) -> Iterator[None]:
-    token, recording._next = _recording.set(recording), start
+    token, recording._next = active_recording.set(recording), start
     try:
         yield
     finally:
-        _recording.reset(token)
+        active_recording.reset(token)
 
 
-def _given_back(x: Any, inputs: Sequence[Tensor]) -> Any:
+def _restored(x: Any, inputs: Sequence[Tensor]) -> Any:
     if isinstance(x, _OfInput):
-        given = inputs[x.which]
-        return given.as_strided(x.size, x.stride, given.storage_offset() + x.offset)
-    return x.fetch() if isinstance(x, _Kept) else x
+        whole = inputs[x.which]
+        return whole.as_strided(x.size, x.stride, whole.storage_offset() + x.offset)
+    return x.fetch() if isinstance(x, _Parked) else x
 
 
 def _in_place(x: Tensor) -> Callable[[], Tensor]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longspan.attention.kernels import KERNELS
-from longspan.attention.kernels.kernel import FEATURES, Kernel, short
+from longspan.attention.kernels.table import FEATURES, Kernel, short
 
 _MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

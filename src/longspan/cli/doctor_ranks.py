@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from longspan.attention import Call, choose_type
+from longspan.attention import AttentionCall, choose_type
 from longspan.comm import World
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
@@ -123,7 +123,7 @@ def _why(model: Any, plan: Plan, dtype: torch.dtype, world: World) -> tuple[str,
     """Why `auto` chose its type for the first group of the plan."""
     config = model.config
     size = config.head_dim
-    call = Call(config.num_attention_heads, config.num_key_value_heads, size, size, dtype.itemsize)
+    call = AttentionCall(config.num_attention_heads, config.num_key_value_heads, size, size, dtype)
     return choose_type(plan.micro_batches[0].groups[0], call, node_size=world.node_size).reasons
 
 

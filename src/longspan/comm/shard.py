@@ -92,6 +92,21 @@ class ShardPart(_Immutable):
         return f"ShardPart(group {self.index}, member {self.member} of {self.degree}, rows {self.start}:{self.stop})"
 
 
+class Derived:
+    """What is worked out from a shard once and freed with it; it is no part of the shard's value.
+
+    `attention` belongs to the attention room and `recorded_calls` to the model's seams: only they know its type.
+    """
+
+    __slots__ = ("attention", "packed_order", "real_rows", "recorded_calls")
+
+    def __init__(self) -> None:
+        self.packed_order: tuple[tuple[int, ...], Tensor] | None = None  # for these starts of the slots' rows
+        self.real_rows: Tensor | None = None
+        self.attention: Any = None
+        self.recorded_calls: Any = None
+
+
 class SequenceShard(_Immutable):
     """One rank's view of one micro-batch, as `bind` returns it. T local rows of S packed rows.
 
@@ -108,9 +123,9 @@ class SequenceShard(_Immutable):
 
     __slots__ = (
         "cu_seqlens",
+        "derived",
         "device",
         "documents",
-        "memo",
         "micro_batch",
         "parts",
         "position_ids",
@@ -130,7 +145,7 @@ class SequenceShard(_Immutable):
     documents: Rows
     cu_seqlens: Tensor
     device: torch.device
-    memo: dict[Any, Any]
+    derived: Derived
 
     def __init__(
         self,
@@ -154,7 +169,7 @@ class SequenceShard(_Immutable):
             documents=documents,
             cu_seqlens=to_device(cu_seqlens, device),
             device=device,
-            memo={},  # geometry that `gather` and attention derive once per shard; not part of the value
+            derived=Derived(),
         )
 
     @property
@@ -171,6 +186,13 @@ class SequenceShard(_Immutable):
     def padding_rows(self) -> int:
         """Rows appended by `with_padding`, at the end of the local rows."""
         return sum(part.stop - part.start for part in self.parts if part.index < 0)
+
+    @property
+    def real_rows(self) -> Tensor:
+        """The local rows (R,) that are not padding, as an index on the shard's device."""
+        if self.derived.real_rows is None:
+            self.derived.real_rows = torch.nonzero(self.rows >= 0).squeeze(1)
+        return self.derived.real_rows
 
     def with_padding(self, *, minimum: int = 1, multiple: int = 1) -> "SequenceShard":
         """The same shard with padding rows appended, so that T ≥ `minimum` and T is a multiple of `multiple`.
@@ -218,12 +240,11 @@ class SequenceShard(_Immutable):
             raise LayoutError(f"gather got {x_local.shape[0]} rows, the shard holds {self.local_rows}")
         return _Gather.apply(x_local, self)  # pyright: ignore[reportReturnType]
 
-    def _sources(self, starts: tuple[int, ...]) -> Tensor:
-        """`_sources` on the device, worked out once."""
-        key = (_sources, starts)
-        if key not in self.memo:
-            self.memo[key] = to_device(_sources(self.micro_batch, starts), self.device)
-        return self.memo[key]
+    def _packed_order(self, starts: tuple[int, ...]) -> Tensor:
+        """`_packed_order` on the device, worked out once."""
+        if self.derived.packed_order is None or self.derived.packed_order[0] != starts:
+            self.derived.packed_order = starts, to_device(_packed_order(self.micro_batch, starts), self.device)
+        return self.derived.packed_order[1]
 
     def _has_padding(self) -> bool:
         return any(part.index < 0 or part.group.pad_to is not None for part in self.parts)
@@ -314,7 +335,7 @@ def _counts(micro_batch: MicroBatch, slots: int) -> list[int]:
     return counts
 
 
-def _sources(micro_batch: MicroBatch, starts: Sequence[int]) -> Rows:
+def _packed_order(micro_batch: MicroBatch, starts: Sequence[int]) -> Rows:
     """Where each packed row (S,) is among the rows of all slots, of which those of slot s begin at `starts[s]`."""
     sources, next_row, base = np.empty(micro_batch.tokens, dtype=np.int64), list(starts), 0
     for group in micro_batch.groups:
@@ -340,7 +361,7 @@ class _Gather(torch.autograd.Function):
         channel, counts = world.channels.between(range(world.home.slots)), _counts(shard.micro_batch, world.home.slots)
         own = x_local.detach()[: counts[shard.slot]].contiguous()
         rows = channel.all_gather_rows(own, counts, "gather of rows").wait()
-        return rows.index_select(0, shard._sources(channel.starts(counts)))
+        return rows.index_select(0, shard._packed_order(channel.starts(counts)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

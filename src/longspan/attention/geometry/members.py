@@ -1,13 +1,13 @@
 """Who shares keys and values with whom, and what their rows see of each other: one group's geometry, in integers.
 
-A `Circle` is what a ring goes round, or what gathers. Its members are those of a plan's group, or, under `a2a` and
+`Members` are those who pass blocks round a ring, or who gather: the members of a plan's group, or, under `a2a` and
 `a2a+p2p`, runs of `inner` neighbouring members that act as one: inside such a run heads are exchanged for rows, so that
 each holds all rows of the run for some heads. Moves no tensors.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from longspan.comm import Channel, ShardPart, to_device, world_of
 from longspan.layout import Segments
 from longspan.layout.segments import expand, segments_of
 
-T = TypeVar("T")
+_NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 class Mask(NamedTuple):
@@ -34,11 +34,29 @@ class Mask(NamedTuple):
         return self if hides else Mask(self.causal)
 
 
-class Circle:
+class WindowRows(NamedTuple):
+    """The rows that one member's rows see under a narrow window, its own among them, in document order.
+
+    `sends[m]` are the rows of this member that member m sees, none for itself, and `sent` all of those; from member m
+    come `receives[m]` rows, and what arrives, member after member, goes to `places`. Of the member's own rows those in
+    `own_rows` are seen; they go to `own_places`. There are `rows` in all.
+    """
+
+    launches: tuple[Launch, ...]
+    sends: tuple[Tensor, ...]
+    sent: Tensor
+    receives: tuple[int, ...]
+    places: Tensor
+    own_rows: Tensor
+    own_places: Tensor
+    rows: int
+
+
+class Members:
     """The members of one group that share keys and values, `inner` of the group's acting as one.
 
     `degree` members, of which this rank is (part of) number `member`; `counts[m]` rows are held by member m, in
-    document order where `inner` > 1. Made once per shard and kept in its memo, so that layers share what it derives.
+    document order where `inner` > 1. Made once per shard, so that layers share what it derives.
     """
 
     def __init__(self, part: ShardPart, mask: Mask, device: torch.device, inner: int = 1) -> None:
@@ -48,37 +66,46 @@ class Circle:
         blocks = np.asarray(part.counts, dtype=np.int64).reshape(self.degree, inner)
         self.counts: tuple[int, ...] = tuple(blocks.sum(1).tolist())
         self.inside_counts: tuple[int, ...] = tuple(blocks[self.member].tolist())
-        self._kept: dict[Hashable, object] = {}
+        self._launches: dict[int | None, tuple[Launch, ...]] = {}
+        self._gathered_orders: dict[tuple[int, ...], Tensor] = {}
 
     # ---- who talks
 
     def channel(self) -> Channel:
-        """Around the circle: every `inner`-th member of the group. Raises CommError where the world has been left."""
-        return self._channel(self.part.group.slots[self.part.member % self.inner :: self.inner])
+        """Around the ring: every `inner`-th member of the group. Raises CommError where the world has been left."""
+        return world_of(self.part.world_key).channels.between(
+            self.part.group.slots[self.part.member % self.inner :: self.inner]
+        )
 
     def inside(self) -> Channel:
         """The neighbours that act as one with this rank."""
         first = self.member * self.inner
-        return self._channel(self.part.group.slots[first : first + self.inner])
-
-    def _channel(self, slots: Sequence[int]) -> Channel:
-        return world_of(self.part.world_key).channels.between(tuple(slots))
+        return world_of(self.part.world_key).channels.between(self.part.group.slots[first : first + self.inner])
 
     # ---- who holds which rows
 
-    def held(self, member: int) -> Segments:
+    def segments(self, member: int) -> Segments:
         """The rows of one member as its tensors hold them, padding included."""
         if self.inner == 1:
-            return self.part.segments(member)
+            return self.part.group.shares.segments(member)
         document, start, stop = self._runs_inside(member)
         order = np.lexsort((start, document))
         return segments_of(document[order], start[order], stop[order])
 
     def _runs_inside(self, member: int) -> tuple[Rows, Rows, Rows]:
-        found = [self.part.segments(member * self.inner + i) for i in range(self.inner)]
-        columns = ((s.document, s.start, s.stop) for s in found)
-        document, start, stop = (np.concatenate(column) for column in zip(*columns, strict=True))
+        neighbours = range(member * self.inner, (member + 1) * self.inner)
+        runs = [(s.document, s.start, s.stop) for s in map(self.part.group.shares.segments, neighbours)]
+        document, start, stop = (np.concatenate(column) for column in zip(*runs, strict=True))
         return document, start, stop
+
+    def real_segments(self, member: int) -> Segments:
+        """The rows of one member without those that pad documents out: padding takes no part in attention."""
+        segments, group = self.segments(member), self.part.group
+        if group.pad_to is None:
+            return segments
+        stop = np.minimum(segments.stop, np.asarray(group.lengths)[segments.document])
+        real = segments.start < stop
+        return Segments(segments.document[real], segments.start[real], stop[real], segments.offset[real])
 
     @cached_property
     def orders(self) -> tuple[Tensor, Tensor] | None:
@@ -100,78 +127,123 @@ class Circle:
     def order_of_gathered(self, starts: tuple[int, ...]) -> Tensor:
         """Which gathered row each of the group's rows is, in document order; member m's begin at `starts[m]`: (S,)."""
         assert self.inner == 1, "only members of the group itself gather"
-
-        def find() -> Tensor:
+        if starts not in self._gathered_orders:
             order = np.empty(sum(self.counts), dtype=np.int64)
             for member, start in enumerate(starts):
                 order[self.part.group.shares.rows(member)] = np.arange(start, start + self.counts[member])
-            return to_device(order, self.device)
+            self._gathered_orders[starts] = to_device(order, self.device)
+        return self._gathered_orders[starts]
 
-        return self.once(("order of gathered", starts), find)
-
+    @cached_property
     def keys_by_member(self) -> list[Tensor]:
         """For each launch on all rows, which of its keys each row of the group is, one member's after another: (S,).
 
         −1 where the launch does not have the row.
         """
-
-        def find() -> list[Tensor]:
-            by_member = np.concatenate([self.part.group.shares.rows(member) for member in range(self.degree)])
-            found = (_places(launch.tiling.k_rows(), len(by_member))[by_member] for launch in self.launches(None))
-            return [to_device(places, self.device) for places in found]
-
-        return self.once("keys by member", find)
+        by_member = np.concatenate([self.part.group.shares.rows(member) for member in range(self.degree)])
+        places = (_places(launch.tiling.k_rows(), len(by_member))[by_member] for launch in self.launches(None))
+        return [to_device(x, self.device) for x in places]
 
     # ---- what they see
 
     def launches(self, owner: int | None) -> tuple[Launch, ...]:
         """The launches of this member's rows against the block of `owner`, or against all rows (None)."""
+        if owner not in self._launches:
+            self._launches[owner] = self._launches_on_all() if owner is None else self._launches_on_block(owner)
+        return self._launches[owner]
 
-        def find() -> tuple[Launch, ...]:
-            if owner is None:
-                laid_out = np.asarray(self.part.group.laid_out, dtype=np.int64)
-                return self.launches_on(self._all_rows(), lambda: expand(0 * laid_out, laid_out))
-            held = self.held(owner)
-            return self.launches_on(self.real(owner), lambda: held.positions)
+    def _launches_on_block(self, owner: int) -> tuple[Launch, ...]:
+        segments = self.segments(owner)
+        return self._launches_on(self.real_segments(owner), lambda: segments.positions)
 
-        return self.once(("launches", owner), find)
+    def _launches_on_all(self) -> tuple[Launch, ...]:
+        """Every document whole, where it lies among the group's rows in document order; without its padding."""
+        laid_out, starts = self._documents_laid_out()
+        lengths = np.asarray(self.part.group.lengths, dtype=np.int64)
+        keys = Segments(np.arange(len(lengths)), np.zeros_like(lengths), lengths, starts)
+        return self._launches_on(keys, lambda: expand(0 * laid_out, laid_out))
 
-    def launches_on(self, keys: Segments, positions: Callable[[], Rows]) -> tuple[Launch, ...]:
+    def _documents_laid_out(self) -> tuple[Rows, Rows]:
+        """Rows of each document, padding included, and where they start among the group's rows."""
+        laid_out = np.asarray(self.part.group.laid_out, dtype=np.int64)
+        return laid_out, np.cumsum(laid_out) - laid_out
+
+    def _launches_on(self, keys: Segments, positions: Callable[[], Rows]) -> tuple[Launch, ...]:
         """The launches of this member's rows against other rows; `positions` are those of all rows of their tensor."""
-        ids, held = np.asarray(self.part.group.documents, dtype=np.int64), self.held(self.member)
+        ids, segments = np.asarray(self.part.group.documents, dtype=np.int64), self.segments(self.member)
 
-        # Kept by the launches, which the circle keeps: it refers to no circle, for a cycle would outlive the shard.
+        # The launches keep this function and `Members` keeps them: it refers to no `Members`, or a cycle would be left.
         def tokens() -> Tokens:
-            return Tokens(np.repeat(ids[held.document], held.stop - held.start), held.positions, positions())
+            document = np.repeat(ids[segments.document], segments.stop - segments.start)
+            return Tokens(document, segments.positions, positions())
 
-        mine = self.real(self.member)
-        tilings = tiles_between(mine, keys, causal=self.mask.causal, window=self.mask.window)
+        queries = self.real_segments(self.member)
+        tilings = tiles_between(queries, keys, causal=self.mask.causal, window=self.mask.window)
         return tuple(Launch(tiling, self.device, tokens) for tiling in tilings)
 
-    def real(self, member: int) -> Segments:
-        """The rows of one member without those that pad documents out: padding takes no part in attention."""
-        held, group = self.held(member), self.part.group
-        if group.pad_to is None:
-            return held
-        stop = np.minimum(held.stop, np.asarray(group.lengths)[held.document])
-        keep = held.start < stop
-        return Segments(held.document[keep], held.start[keep], stop[keep], held.offset[keep])
+    # ---- what they see under a narrow window
 
-    def _all_rows(self) -> Segments:
-        """Every document whole, where it lies among the group's rows in document order; without its padding."""
-        laid_out = np.asarray(self.part.group.laid_out, dtype=np.int64)
-        lengths = np.asarray(self.part.group.lengths, dtype=np.int64)
-        return Segments(np.arange(len(lengths)), np.zeros_like(lengths), lengths, np.cumsum(laid_out) - laid_out)
+    @cached_property
+    def has_narrow_window(self) -> bool:
+        """Whether members send each other the rows that are seen, instead of a ring."""
+        return is_narrow(self.mask.window, self.part.group.lengths, self.degree)
 
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, kept as long as the shard."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]  # pyright: ignore[reportReturnType]
+    @cached_property
+    def window_rows(self) -> WindowRows:
+        """The rows that this member's rows see, and who sends them."""
+        keys, everyone = self.rows_seen_by(self.member), range(self.degree)
+        seen = [self._rows_among(keys, owner) for owner in everyone]
+        sends = [self._rows_among(self.rows_seen_by(reader), self.member)[0] for reader in everyone]
+        own_rows, own_places = seen[self.member]
+        sends[self.member], seen[self.member] = _NO_ROWS, (_NO_ROWS, _NO_ROWS)
+        return WindowRows(
+            self._launches_on(keys, lambda: keys.positions),
+            sends=tuple(to_device(rows, self.device) for rows in sends),
+            sent=to_device(np.concatenate(sends), self.device),
+            receives=tuple(len(rows) for rows, _ in seen),
+            places=to_device(np.concatenate([places for _, places in seen]), self.device),
+            own_rows=to_device(own_rows, self.device),
+            own_places=to_device(own_places, self.device),
+            rows=keys.rows,
+        )
+
+    def rows_seen_by(self, reader: int) -> Segments:
+        """The rows that one member's rows see under a window, in document order."""
+        assert self.mask.window is not None
+        runs = self.real_segments(reader)
+        start = np.maximum(runs.start - self.mask.window + 1, 0)
+        same = runs.document[1:] == runs.document[:-1]
+        start[1:] = np.where(same, np.maximum(start[1:], runs.stop[:-1]), start[1:])  # begins where the last run ended
+        return segments_of(runs.document, start, runs.stop)
+
+    def _rows_among(self, keys: Segments, owner: int) -> tuple[Rows, Rows]:
+        """Which rows of `owner` are among `keys`, ascending, and where there."""
+        _, first = self._documents_laid_out()
+        segments = self.segments(owner)
+        rows = expand(segments.start + first[segments.document], segments.stop + first[segments.document])
+        starts, stops = keys.start + first[keys.document], keys.stop + first[keys.document]
+        run = np.searchsorted(starts, rows, side="right") - 1
+        among = np.flatnonzero((run >= 0) & (rows < np.append(stops, 0)[run]))
+        return among, keys.offset[run[among]] + rows[among] - starts[run[among]]
+
+
+def is_narrow(window: int | None, lengths: Sequence[int], degree: int) -> bool:
+    """Whether so little is seen of other members' rows that sending those is cheaper than a ring.
+
+    A bound from lengths alone, and so the same on every member: a document lies in at most 2 · degree runs, each of
+    which sees at most window − 1 rows before it. Narrow: at most half of the rows that would go round a ring, and at
+    most twice the member's own rows, which is what a ring holds of others.
+    """
+    if window is None or degree == 1:
+        return False
+    rows = np.asarray(lengths, dtype=np.int64)
+    before = min(window - 1, int(rows.max()))
+    foreign_rows = int(np.minimum(2 * degree * before, (degree - 1) * rows).sum())
+    return foreign_rows <= min((degree - 1) / 2, 2) * int(rows.sum())
 
 
 def _places(rows: slice | Rows, count: int) -> Rows:
     """Which of `rows` each of `count` rows is, −1 for none of them."""
-    found = np.full(count, -1, dtype=np.int64)
-    found[rows] = np.arange(len(found[rows]))
-    return found
+    places = np.full(count, -1, dtype=np.int64)
+    places[rows] = np.arange(len(places[rows]))
+    return places

@@ -10,27 +10,20 @@ Source: torch `aten/src/ATen/native/cudnn/MHA.cpp` and `transformers/cuda/sdp_ut
 
 from collections.abc import Iterator
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from longspan.attention.call import AttentionCall, Saved
 from longspan.attention.geometry.launch import Launch
 from longspan.attention.geometry.tiles import Tile, Tiling
 from longspan.attention.kernels import reference
-from longspan.attention.sums.merge import accumulation_dtype, merge_
+from longspan.attention.kernels.dense import DenseCall, dense_calls
+from longspan.attention.sums.rows import accumulation_dtype, padded
 
 _CAPABILITIES = (9, 10)
 _VERSION = 91100  # from it on, query heads of 192 with values of 128
 _SIZES = 8  # head sizes are multiples of this
-
-
-class _Call(NamedTuple):
-    rows: slice
-    keys: slice
-    causal: bool
-    first: bool  # whether no call before had these rows
 
 
 @cache
@@ -43,75 +36,51 @@ def missing(device: torch.device) -> str:
     return "" if major in _CAPABILITIES else f"needs compute capability 9 or 10, got {major}.{minor}"
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, launch: Launch, *, scale: float, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N) float32."""
-    assert softcap is None
+    assert call.softcap is None and call.dropout is None
     dtype = accumulation_dtype(q.dtype)
     out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=dtype)
     lse = q.new_empty(q.shape[:2], dtype=dtype)
-    for call in calls(launch):
-        given = q[call.rows], k[call.keys], v[call.keys]
-        if _is_tiny(call):
-            part_out, part_lse = reference.forward(*given, _alone(call, launch), scale=scale)
+    for dense in calls(launch):
+        tensors = q[dense.rows], k[dense.keys], v[dense.keys]
+        if _is_tiny(dense):
+            part_out, part_lse = reference.forward(*tensors, _alone(dense, launch), call)
         else:
-            part_out, part_lse = _forward(*given, call.causal, scale)
-        if call.first:
-            out[call.rows], lse[call.rows] = part_out, part_lse
-        else:
-            merge_(out, lse, call.rows, part_out, part_lse)
+            part_out, part_lse = _forward(*tensors, dense.causal, call.scale)
+        dense.keep(out, lse, part_out, part_lse)
     return out, lse
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    launch: Launch,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this block, where out (Tq, N, Hv) and lse (Tq, N) are over the keys of all blocks."""
-    assert softcap is None
+def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
+    assert call.softcap is None and call.dropout is None
+    q, k, v, out, lse = saved
     totals = tuple(x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) for x in (q, k, v))
-    for call in calls(launch):
-        rows, keys = call.rows, call.keys
-        given = dout[rows], q[rows], k[keys], v[keys], out[rows], lse[rows]
-        if _is_tiny(call):
-            gradients = reference.backward(*given, _alone(call, launch), scale=scale)
+    for dense in calls(launch):
+        rows, keys = dense.rows, dense.keys
+        dout_rows, part = dout[rows], Saved(q[rows], k[keys], v[keys], out[rows], lse[rows])
+        if _is_tiny(dense):
+            gradients = reference.backward(dout_rows, part, _alone(dense, launch), call)
         else:
-            gradients = _backward(*given, call.causal, scale)
+            gradients = _backward(dout_rows, part, dense.causal, call.scale)
         for total, where, x in zip(totals, (rows, keys, keys), gradients, strict=True):
             total[where] += x
     return totals  # pyright: ignore[reportReturnType]
 
 
-def calls(launch: Launch) -> Iterator[_Call]:
+def calls(launch: Launch) -> Iterator[DenseCall]:
     """The dense calls of a launch: each full, or causal with as many keys as rows."""
-    for tile in launch.tiles:
-        rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-        assert tile.left is None and tile.right in (None, 0), "cuDNN was chosen for a window"
-        if tile.right is None or tile.queries == 1:
-            yield _Call(rows, keys, False, True)
-            continue
-        diagonal = tile.k_stop - tile.queries
-        yield _Call(rows, slice(diagonal, tile.k_stop), True, True)
-        if tile.keys > tile.queries:
-            yield _Call(rows, slice(tile.k_start, diagonal), False, False)
+    return (dense for tile in launch.tiles for dense in dense_calls(tile))
 
 
-def _is_tiny(call: _Call) -> bool:
-    return min(call.rows.stop - call.rows.start, call.keys.stop - call.keys.start) == 1
+def _is_tiny(dense: DenseCall) -> bool:
+    return min(dense.rows.stop - dense.rows.start, dense.keys.stop - dense.keys.start) == 1
 
 
-def _alone(call: _Call, launch: Launch) -> Launch:
-    rows, keys = call.rows.stop - call.rows.start, call.keys.stop - call.keys.start
-    return Launch(Tiling.of((Tile(0, rows, 0, keys, right=0 if call.causal else None),)), launch.device)
+def _alone(dense: DenseCall, launch: Launch) -> Launch:
+    rows, keys = dense.rows.stop - dense.rows.start, dense.keys.stop - dense.keys.start
+    return Launch(Tiling.of((Tile(0, rows, 0, keys, right=0 if dense.causal else None),)), launch.device)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -122,9 +91,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tup
     return out[0].transpose(0, 1)[..., : v.shape[2]], lse.view(q.shape[1], q.shape[0]).transpose(0, 1)
 
 
-def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, ...]:
+def _backward(dout: Tensor, saved: Saved, causal: bool, scale: float) -> tuple[Tensor, ...]:
+    q, k, v, out, lse = saved
     heads_first = lse.float().transpose(0, 1).contiguous()[None]  # (1, N, Tq)
     unread = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset, at dropout 0
     none = None  # bias and boundaries of variable lengths: torch takes None for an undefined tensor
@@ -151,14 +119,13 @@ def _backward(
 def _lse_has_a_last_one(device: torch.device) -> bool:
     """Whether this torch gives, and so takes, the log-sum-exp as (1, N, T, 1) instead of (1, N, T)."""
     x = torch.zeros((1, 1, 64, 64), dtype=torch.bfloat16, device=device)
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, True, 0.0, False, False, scale=1.0)
-    return found[1].ndim == 4
+    _, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, True, 0.0, False, False, scale=1.0)
+    return lse.ndim == 4
 
 
 def _batched(x: Tensor) -> Tensor:
     """(T, N, H) to (1, N, T, H) without moving rows; H padded."""
-    size = -(-x.shape[2] // _SIZES) * _SIZES
-    x = x if x.shape[2] == size else pad(x, (0, size - x.shape[2]))
+    x = padded(x, -(-x.shape[2] // _SIZES) * _SIZES)
     return (x if x.stride(2) == 1 else x.contiguous()).unsqueeze(0).transpose(1, 2)
 
 

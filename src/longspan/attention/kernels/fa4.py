@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from longspan.attention.call import AttentionCall, Saved
 from longspan.attention.geometry.launch import Launch
+from longspan.attention.sums.rows import padded
 
 _CAPABILITIES = (9, 10, 11)
 _HEAD_SIZES = 32  # multiples of this are right
@@ -40,39 +41,29 @@ def _interface() -> Any:
     return interface
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, launch: Launch, *, scale: float, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N) float32."""
+    assert call.dropout is None
     tensors, lengths = _arguments(launch, q, k, v)
     out, lse, *_ = _interface()._flash_attn_fwd(
-        *tensors, softmax_scale=scale, softcap=softcap, return_lse=True, **lengths, **_mask(launch)
+        *tensors, softmax_scale=call.scale, softcap=call.softcap, return_lse=True, **lengths, **_mask(launch)
     )
     if out.ndim == 4:
         out, lse = out[0], lse[0]
     return out[..., : v.shape[2]], lse.transpose(0, 1)
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    launch: Launch,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this block, where out (Tq, N, Hv) and lse (Tq, N) are over the keys of all blocks."""
+def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
+    assert call.dropout is None
+    q, k, v, out, lse = saved
     tensors, lengths = _arguments(launch, q, k, v, out, dout)
     heads_first = lse.transpose(0, 1).contiguous()
     dq, dk, dv, *_ = _interface()._flash_attn_bwd(
         *tensors,
         heads_first[None] if tensors[0].ndim == 4 else heads_first,
-        softmax_scale=scale,
-        softcap=softcap or 0.0,
+        softmax_scale=call.scale,
+        softcap=call.softcap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         **lengths,
         **_mask(launch),
@@ -85,12 +76,12 @@ def backward(
 def _arguments(launch: Launch, *tensors: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
     """The tensors as the kernel takes them, dense (1, T, heads, size) for one tile, and the lengths of several."""
     size = -(-max(x.shape[2] for x in tensors) // _HEAD_SIZES) * _HEAD_SIZES
-    padded = [x if x.shape[2] == size else pad(x, (0, size - x.shape[2])) for x in tensors]
+    tensors = tuple(padded(x, size) for x in tensors)
     if len(launch.tiling) == 1:
-        return [x.unsqueeze(0) for x in padded], {}
+        return [x.unsqueeze(0) for x in tensors], {}
     cu_seqlens_q, cu_seqlens_k = launch.cu_seqlens
     queries, keys = launch.longest
-    return padded, {
+    return list(tensors), {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
         "max_seqlen_q": queries,

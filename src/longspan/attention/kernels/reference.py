@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from longspan.attention.call import AttentionCall, Saved
+from longspan.attention.dropout import Dropout
 from longspan.attention.geometry.launch import Launch, visible
 from longspan.attention.geometry.tiles import Tile
-from longspan.attention.kernels.dropout import Dropout
-from longspan.attention.sums.merge import accumulation_dtype
+from longspan.attention.sums.rows import accumulation_dtype
 
 _BYTES_AT_ONCE = 256 << 20  # of the scores of a piece and all that is made of them
 _NUMBERS = (
@@ -20,62 +21,42 @@ _NUMBERS = (
 _HASH_BYTES = 2 * 8 + 1  # of a score where dropout hashes it: two words, and whether it is kept
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    launch: Launch,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    dropout: Dropout | None = None,
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N)."""
     dtype = accumulation_dtype(q.dtype)
     out = q.new_empty((len(q), q.shape[1], v.shape[2]), dtype=dtype)
     lse = q.new_empty(q.shape[:2], dtype=dtype)
-    for tile in _pieces(launch, q.shape[1], dtype, dropout):
+    for tile in _pieces(launch, q.shape[1], dtype, call.dropout):
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-        scores = _scores(_grouped(q[rows], k.shape[1], dtype), k[keys].to(dtype), scale, softcap)
+        scores = _scores(_grouped(q[rows], k.shape[1], dtype), k[keys].to(dtype), call)
         weights, row_lse = _softmax_(_masked_(scores, tile))
-        if dropout is not None:
-            weights *= _factors(dropout, launch, tile, weights)
+        if call.dropout is not None:
+            weights *= _factors(call.dropout, launch, tile, weights)
         out[rows] = torch.einsum("kgqs,skh->qkgh", weights, v[keys].to(dtype)).flatten(1, 2)
         lse[rows] = row_lse.permute(2, 0, 1).flatten(1, 2)
     return out, lse
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    launch: Launch,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    dropout: Dropout | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this block, where out (Tq, N, Hv) and lse (Tq, N) are over the keys of all blocks."""
+def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
+    q, k, v, out, lse = saved
     dtype = accumulation_dtype(q.dtype)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
-    for tile in _pieces(launch, q.shape[1], dtype, dropout):
+    for tile in _pieces(launch, q.shape[1], dtype, call.dropout):
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
         q_rows, dout_rows, out_rows = (_grouped(x[rows], k.shape[1], dtype) for x in (q, dout, out))
         k_rows, v_rows = k[keys].to(dtype), v[keys].to(dtype)
-        weights = _scores(q_rows, k_rows, scale, softcap)
-        slope = None if softcap is None else weights.div(softcap).square_().neg_().add_(1)  # of tanh
+        weights = _scores(q_rows, k_rows, call)
+        slope = None if call.softcap is None else weights.div(call.softcap).square_().neg_().add_(1)  # of tanh
         row_lse = lse[rows].unflatten(1, (k.shape[1], -1)).permute(1, 2, 0)
         weights = _masked_(weights, tile).sub_(row_lse.unsqueeze(-1)).exp_()
-        factors = None if dropout is None else _factors(dropout, launch, tile, weights)
+        factors = None if call.dropout is None else _factors(call.dropout, launch, tile, weights)
         dv[keys] += torch.einsum("kgqs,qkgh->skh", weights if factors is None else weights * factors, dout_rows)
         dscores = torch.einsum("qkgh,skh->kgqs", dout_rows, v_rows)
         if factors is not None:
             dscores *= factors
         delta = (dout_rows * out_rows).sum(-1).permute(1, 2, 0)
-        dscores.sub_(delta.unsqueeze(-1)).mul_(weights).mul_(scale)
+        dscores.sub_(delta.unsqueeze(-1)).mul_(weights).mul_(call.scale)
         if slope is not None:
             dscores *= slope
         dq[rows] = torch.einsum("kgqs,skh->qkgh", dscores, k_rows).flatten(1, 2)
@@ -100,10 +81,10 @@ def _grouped(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).unflatten(1, (kv_heads, x.shape[1] // kv_heads))
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
     """Scores (K, G, Tq, Tk) of all pairs, those that the mask hides too."""
-    scores = torch.einsum("qkgh,skh->kgqs", q, k).mul_(scale)
-    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
+    scores = torch.einsum("qkgh,skh->kgqs", q, k).mul_(call.scale)
+    return scores if call.softcap is None else scores.div_(call.softcap).tanh_().mul_(call.softcap)
 
 
 def _masked_(scores: Tensor, tile: Tile) -> Tensor:

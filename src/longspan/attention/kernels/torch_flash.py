@@ -6,49 +6,38 @@ Causal and window masks are aligned to the last key (FlashAttention 2.1 on), as 
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from longspan.attention.call import AttentionCall, Saved
 from longspan.attention.geometry.launch import Launch
+from longspan.attention.sums.rows import padded
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, launch: Launch, *, scale: float, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N) float32."""
-    assert softcap is None
+    assert call.softcap is None and call.dropout is None
     head_size, size = v.shape[2], _head_size(q, v)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(_padded(x, size) for x in (q, k, v)),
+        *(padded(x, size) for x in (q, k, v)),
         *launch.cu_seqlens,
         *_longest(launch),
         0.0,
         _is_causal(launch),
         False,
-        scale=scale,
+        scale=call.scale,
         **_window(launch),
     )
     assert lse.shape == (q.shape[1], q.shape[0]), f"log-sum-exp of {tuple(lse.shape)} from torch {torch.__version__}"
     return out[..., :head_size], lse.transpose(0, 1)
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    launch: Launch,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this block, where out (Tq, N, Hv) and lse (Tq, N) are over the keys of all blocks."""
-    assert softcap is None
+def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
+    assert call.softcap is None and call.dropout is None
+    q, k, v, out, lse = saved
     size = _head_size(q, v)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)  # seed and offset, unread at dropout 0
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *(_padded(x, size) for x in (dout, q, k, v, out)),
+        *(padded(x, size) for x in (dout, q, k, v, out)),
         lse.transpose(0, 1).contiguous(),
         *launch.cu_seqlens,
         *_longest(launch),
@@ -56,7 +45,7 @@ def backward(
         _is_causal(launch),
         no_dropout,
         no_dropout,
-        scale=scale,
+        scale=call.scale,
         **_window(launch),
     )
     return dq[..., : q.shape[2]], dk[..., : k.shape[2]], dv[..., : v.shape[2]]
@@ -87,7 +76,3 @@ def _longest(launch: Launch) -> tuple[int, int]:
 
 def _head_size(q: Tensor, v: Tensor) -> int:
     return -(-max(q.shape[2], v.shape[2]) // 8) * 8
-
-
-def _padded(x: Tensor, size: int) -> Tensor:
-    return x if x.shape[2] == size else pad(x, (0, size - x.shape[2]))

@@ -1,4 +1,4 @@
-"""Copies and sums of rows between tensors that lie differently: to heads and back, to document order and back.
+"""Copies, sums and merges of rows between tensors that lie differently: by heads, by member, in document order.
 
 On GPUs each is one pass over memory (`fused.py`).
 """
@@ -7,12 +7,39 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from longspan.attention.sums import fused
 from longspan.comm import Addend
 from longspan.comm.moves.ring import Block, covers
 
+Rows = slice | Tensor
 Move = tuple[Tensor, Tensor]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge_(total_out: Tensor, total_lse: Tensor, rows: Rows, out: Tensor, lse: Tensor) -> None:
+    """Merge (out, lse) into some rows of the totals, in place.
+
+    out ← (e^L · total + e^l · out) / (e^L + e^l), written as a step of size σ(l − L) from one to the other: exact at
+    L = −inf, and without an exponential that could overflow.
+    """
+    if total_out.dtype == torch.float32 and fused.available(total_out):
+        fused.merge_(total_out, total_lse, rows, out, lse)
+        return
+    rows_out, rows_lse = total_out[rows], total_lse[rows]
+    step = torch.sigmoid(lse - rows_lse)
+    rows_out = rows_out.lerp_(out.to(rows_out.dtype), step.unsqueeze(-1))
+    rows_lse = torch.logaddexp(rows_lse, lse)
+    if isinstance(rows, slice):
+        total_lse[rows] = rows_lse
+    else:
+        total_out.index_copy_(0, rows, rows_out)
+        total_lse.index_copy_(0, rows, rows_lse)
 
 
 def copy_rows(moves: Sequence[Move], index: Tensor | None = None) -> None:
@@ -24,14 +51,14 @@ def copy_rows(moves: Sequence[Move], index: Tensor | None = None) -> None:
         into.copy_(source if index is None else source.index_select(0, index))
 
 
-def add_rows(moves: Sequence[Move], rows: slice | Tensor) -> None:
+def add_rows(moves: Sequence[Move], rows: Rows) -> None:
     """into[rows] += source, for pairs (source, into) of (rows, …), all with as many source rows; these are distinct."""
     index = rows if isinstance(rows, Tensor) else None
-    some = [(source, into if index is not None else taken(into, rows)) for source, into in moves]
-    if all(into.dtype == torch.float32 and fused.available(into) for _, into in some):
-        fused.add_rows([(_even(source), into) for source, into in some], index)
+    moves = [(source, into if index is not None else taken(into, rows)) for source, into in moves]
+    if all(into.dtype == torch.float32 and fused.available(into) for _, into in moves):
+        fused.add_rows([(_even(source), into) for source, into in moves], index)
         return
-    for source, into in some:
+    for source, into in moves:
         if index is None:
             into += source
         else:
@@ -51,16 +78,16 @@ def add_addends(total: Block, addends: Sequence[Addend], *, fresh: bool) -> None
 
 def as_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Tensors (rows, …) contiguous and in `dtype`; those that are so already are passed on."""
-    found = [
+    converted = [
         x
         if x.dtype == dtype and x.is_contiguous()
         else torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
         for x in tensors
     ]
-    changed = [(x, into) for x, into in zip(tensors, found, strict=True) if into is not x]
+    changed = [(x, into) for x, into in zip(tensors, converted, strict=True) if into is not x]
     if changed:
         _copy(changed)
-    return found
+    return converted
 
 
 def _copy(moves: Sequence[Move]) -> None:
@@ -82,7 +109,7 @@ def _even(x: Tensor) -> Tensor:
     return x
 
 
-def taken(x: Tensor, rows: slice | Tensor) -> Tensor:
+def taken(x: Tensor, rows: Rows) -> Tensor:
     """x[rows]; x itself where that is all of it, which costs the host nothing."""
     return x if covers(rows, x.shape[0]) else x[rows]
 
@@ -137,3 +164,8 @@ def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
     for x, index in addends:
         rows = (index >= 0).nonzero().squeeze(1)
         total.index_add_(0, rows, x.index_select(0, index.index_select(0, rows)).to(total.dtype))
+
+
+def padded(x: Tensor, size: int) -> Tensor:
+    """x (rows, heads, …) with each head padded with zeros to `size`; x itself where it has that size."""
+    return x if x.shape[2] == size else pad(x, (0, size - x.shape[2]))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.attention import Need, choose
+from longspan.attention import AttentionCall, Mask, choose
 from longspan.bench.attention.cases import (
     Case,
     Run,
@@ -77,9 +77,10 @@ def _empty_record(settings: Settings, world: World) -> dict[str, Any]:
 
 
 def _kernel(settings: Settings, world: World) -> str:
-    features = frozenset({"window"} if settings.window else ())
-    need = Need(world.device, getattr(torch, settings.dtype), settings.head_size, features)
-    return choose(need, settings.kernel or None).name
+    sizes = (settings.heads, settings.key_value_heads, settings.head_size, settings.head_size)
+    mask = Mask(window=settings.window or None)
+    call = AttentionCall(*sizes, getattr(torch, settings.dtype), world.device, mask)
+    return choose(call, settings.kernel or None).name
 
 
 def _keep(record: dict[str, Any], settings: Settings, rank: int) -> None:

@@ -128,14 +128,7 @@ def _record_routing(router: nn.Module, args: tuple[Any, ...], output: tuple[Tens
     if layer is None or layer.sums is None or isinstance(layer.shard, Probe):
         return None
     logits, weights, chosen = output
-    return logits, layer.sums.record(router, logits, weights, chosen, real_rows(layer.shard)), chosen
-
-
-def real_rows(shard: SequenceShard) -> Tensor:
-    """The local rows (R,) that are not padding, as an index on the shard's device."""
-    if "real rows" not in shard.memo:
-        shard.memo["real rows"] = torch.nonzero(shard.rows >= 0).squeeze(1)
-    return shard.memo["real rows"]
+    return logits, layer.sums.record(router, logits, weights, chosen, layer.shard.real_rows), chosen
 
 
 def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -163,7 +156,7 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
 
 def _rows_of(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:
     """The real ones among the `count` rows that experts get: the shard's, or a tensor-parallel rank's equal part."""
-    local, tp, rows = shard.local_rows, world.home.tp, real_rows(shard)
+    local, tp, rows = shard.local_rows, world.home.tp, shard.real_rows
     if tp > 1 and count == -(-local // tp):
         start = world.coordinates.tp * count
         return rows[(rows >= start) & (rows < start + count)] - start

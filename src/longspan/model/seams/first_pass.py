@@ -1,6 +1,6 @@
 """The first pass of a model that was prepared without a probe shows what the probe would have: which layers attend.
 
-Attention calls of one forward pass are noted in the memo of its shard, and judged when the pass is over, on every rank,
+Attention calls of one forward pass are noted with its shard, and judged when the pass is over, on every rank,
 before an optimizer moves anything. Recomputation comes later and is not noted. What is judged is in `probe.py`.
 """
 
@@ -14,24 +14,25 @@ from transformers import PreTrainedModel
 from longspan.comm import SequenceShard
 from longspan.model.seams.probe import Probe, RecordedCall, check_calls
 
-_CALLS = "attention calls"  # in a shard's memo
-
 
 def recorded_calls(shard: object) -> list[RecordedCall] | None:
     """Where attention calls of the running pass are noted; None where nobody asks."""
     if isinstance(shard, Probe):
         return shard.calls
-    return shard.memo.get(_CALLS) if isinstance(shard, SequenceShard) else None
+    return shard.derived.recorded_calls if isinstance(shard, SequenceShard) else None
 
 
 def record_calls(shard: SequenceShard) -> list[RecordedCall]:
     """From here on, the calls of attention with this shard, until `check_recorded_calls`."""
-    return shard.memo.setdefault(_CALLS, [])
+    if shard.derived.recorded_calls is None:
+        shard.derived.recorded_calls = []
+    return shard.derived.recorded_calls
 
 
 def check_recorded_calls(models: Sequence[PreTrainedModel], shard: SequenceShard) -> None:
     """Judge what was noted of a pass through a model, or through some stages of one. Raises ModelError."""
-    calls: list[RecordedCall] = shard.memo.pop(_CALLS)
+    calls: list[RecordedCall] = shard.derived.recorded_calls
+    shard.derived.recorded_calls = None
     for model in models:
         modules = {id(module) for module in model.modules()}
         check_calls(model, tuple(call for call in calls if id(call.module) in modules))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from longspan.attention import Need, choose
+from longspan.attention import AttentionCall, Mask, choose
 from longspan.attention.kernels import named
 from longspan.errors import AttentionError
 from longspan.model.seams.probe import RecordedCall
@@ -29,12 +29,11 @@ def check_kernel(
     """
     if name is not None:
         named(name)
-    for call in dict.fromkeys((c.head_size, c.value_size, c.window is not None, c.softcap is not None) for c in calls):
-        head_size, value_size, *flags = call
-        features = frozenset(f for f, needed in zip(("window", "softcap"), flags, strict=True) if needed)
-        need = Need(device, dtype, head_size, features, value_size)
+    for recorded in calls:
+        sizes, mask = (recorded.head_size, recorded.value_size), Mask(window=recorded.window)
+        call = AttentionCall(1, 1, *sizes, dtype, device, mask, softcap=recorded.softcap)
         try:
-            choose(need, name)
+            choose(call, name)
         except AttentionError as error:
-            what = f"heads of {head_size} with values of {value_size}" + "".join(f", {f}" for f in sorted(features))
+            what = "heads of {} with values of {}".format(*sizes) + "".join(f", {f}" for f in sorted(call.features))
             raise AttentionError(f"{type(model).__name__} attends with {what}: {error}") from error

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from longspan import Group, MicroBatch
-from longspan.attention.geometry.head_split import Deal
+from longspan.attention.dropout import Dropout, _absorb
+from longspan.attention.geometry.head_split import HeadSplit
 from longspan.attention.geometry.launch import Launch, Tokens
-from longspan.attention.geometry.members import Circle, Mask
+from longspan.attention.geometry.members import Mask, Members
 from longspan.attention.geometry.tiles import Tile, Tiling
-from longspan.attention.kernels.dropout import Dropout, _absorb
-from longspan.attention.window_rows import Halo, is_narrow, seen_by
 from longspan.comm import SequenceShard
 
 CPU = torch.device("cpu")
@@ -20,27 +19,31 @@ LENGTHS = [(64,), (13, 1, 40, 2, 7), (1,), (5, 200, 5)]
 LEVELS = [(2, 2), (4, 2), (2, 4), (2, 3), (3, 2), (1, 4), (4, 1), (6, 1), (1, 6)]
 
 
-def circles(lengths, inner, outer, mask=Mask(), **options):  # noqa: B008
-    """The circle of every member of a group."""
+def members_of_group(lengths, inner, outer, mask=Mask(), **options):  # noqa: B008
+    """The members of every member of a group."""
     degree = inner * outer
     batch = MicroBatch((Group(tuple(range(degree)), tuple(range(len(lengths))), lengths, **options),))
     parts = (SequenceShard(batch, slot, -1, CPU).parts[0] for slot in range(degree))
-    return [Circle(part, mask, CPU, inner) for part in parts]
+    return [Members(part, mask, CPU, inner) for part in parts]
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(12, 12), (12, 4), (12, 1), (12, 6), (32, 8), (64, 8), (24, 2), (8, 8)])
 def test_every_query_head_is_dealt_once_with_the_key_value_head_that_it_uses(heads, kv_heads):
     for members in (m for m in range(1, heads + 1) if heads % m == 0):
-        deal = Deal(heads, kv_heads, members)
-        dealt = [head for head in range(kv_heads) for _ in range(deal.copies)]
-        assert len(dealt) == members * deal.runs, "every head as often"
-        uses = [dealt[run] for run in range(len(dealt)) for _ in range(deal.each // deal.runs)]
+        split = HeadSplit(heads, kv_heads, members)
+        dealt = [head for head in range(kv_heads) for _ in range(split.kv_copies)]
+        assert len(dealt) == members * split.member_kv_heads, "every head as often"
+        uses = [dealt[run] for run in range(len(dealt)) for _ in range(split.member_heads // split.member_kv_heads)]
         assert uses == [head * kv_heads // heads for head in range(heads)], (heads, kv_heads, members)
         for at_most in (1, 2, 3, 4):
-            slices = deal.slices(at_most)
-            assert slices <= at_most and deal.each % slices == 0
-            assert deal.runs % slices == 0 or slices % deal.runs == 0, "a slice has whole runs, or a part of one"
-            assert slices // deal.shared(slices) in (slices, deal.runs), "a head is shared where there are too few"
+            slices = split.slices(at_most)
+            assert slices <= at_most and split.member_heads % slices == 0
+            assert split.member_kv_heads % slices == 0 or slices % split.member_kv_heads == 0, (
+                "a slice has whole runs, or a part of one"
+            )
+            assert slices // split.slices_per_kv_head(slices) in (slices, split.member_kv_heads), (
+                "a head is shared where there are too few"
+            )
 
 
 def test_heads_are_cut_as_often_as_they_can_be():
@@ -53,40 +56,42 @@ def test_heads_are_cut_as_often_as_they_can_be():
         (12, 4, 2): (2, 2),
     }
     for shape, wanted in cut.items():
-        assert (Deal(*shape).slices(2), Deal(*shape).slices(4)) == wanted, shape
-    assert [Deal(32, 8, 8).shared(n) for n in (1, 2, 4)] == [1, 2, 4] and Deal(32, 8, 4).shared(2) == 1
+        assert (HeadSplit(*shape).slices(2), HeadSplit(*shape).slices(4)) == wanted, shape
+    assert [HeadSplit(32, 8, 8).slices_per_kv_head(n) for n in (1, 2, 4)] == [1, 2, 4] and HeadSplit(
+        32, 8, 4
+    ).slices_per_kv_head(2) == 1
 
 
 @pytest.mark.parametrize("partition", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("inner, outer", LEVELS)
 def test_exchanged_rows_land_in_document_order(inner, outer, partition):
     for lengths in LENGTHS:
-        for circle in circles(lengths, inner, outer, partition=partition):
-            shares = circle.part.group.shares
-            first = circle.member * inner
+        for members in members_of_group(lengths, inner, outer, partition=partition):
+            shares = members.part.group.shares
+            first = members.member * inner
             arriving = np.concatenate([shares.rows(first + i) for i in range(inner)])
-            held = circle.held(circle.member)
+            held = members.segments(members.member)
             starts = np.cumsum((0, *lengths))
             wanted = starts[np.repeat(held.document, held.stop - held.start)] + held.positions
             landed, back = arriving, arriving
-            if circle.orders is not None:
-                landed = arriving[circle.orders[0].numpy()]
-                back = landed[circle.orders[1].numpy()]
+            if members.orders is not None:
+                landed = arriving[members.orders[0].numpy()]
+                back = landed[members.orders[1].numpy()]
             assert (back == arriving).all()
-            assert (landed == wanted).all() and len(arriving) == circle.counts[circle.member]
+            assert (landed == wanted).all() and len(arriving) == members.counts[members.member]
             assert inner == 1 or (np.diff(landed) > 0).all()
-            assert sum(circle.inside_counts) == len(arriving)
+            assert sum(members.inside_counts) == len(arriving)
 
 
 @pytest.mark.parametrize("inner, outer", [(2, 2), (4, 2), (2, 4), (3, 2), (2, 3), (6, 1)])
 def test_zigzag_composes_with_levels(inner, outer):
     """A neighbourhood holds two runs of a document, or one where it is the group; a block takes a tile a document."""
     lengths = (48 * inner * outer, 7, 96)
-    for circle in circles(lengths, inner, outer):
-        assert len(circle.held(circle.member)) <= len(lengths) * (2 if outer > 1 else 1)
+    for members in members_of_group(lengths, inner, outer):
+        assert len(members.segments(members.member)) <= len(lengths) * (2 if outer > 1 else 1)
         for owner in range(outer):
-            assert len(circle.launches(owner)) <= (1 if owner == circle.member else 2)
-            assert sum(len(launch.tiles) for launch in circle.launches(owner)) <= len(lengths)
+            assert len(members.launches(owner)) <= (1 if owner == members.member else 2)
+            assert sum(len(launch.tiles) for launch in members.launches(owner)) <= len(lengths)
 
 
 @pytest.mark.parametrize("partition", ["zigzag", "contiguous"])
@@ -95,28 +100,28 @@ def test_a_halo_is_what_is_seen_in_one_band_a_run(window, partition):
     for lengths in LENGTHS:
         for inner, outer in ((1, 4), (2, 3)):
             for pad_to in (None, max(lengths) + 3):
-                found = circles(lengths, inner, outer, Mask(True, window), partition=partition, pad_to=pad_to)
-                for circle in found:
-                    check_halo(circle, found, window)
+                found = members_of_group(lengths, inner, outer, Mask(True, window), partition=partition, pad_to=pad_to)
+                for members in found:
+                    check_window_rows(members, found, window)
 
 
-def check_halo(circle, members, window):
-    halo, keys = Halo.of(circle), seen_by(circle, circle.member)
+def check_window_rows(members, group, window):
+    window_rows, keys = members.window_rows, members.rows_seen_by(members.member)
     arriving = []
-    for owner in members:
-        if owner.part.member % owner.inner == circle.part.member % circle.inner:
-            mine = owner.member == circle.member
-            rows = (halo.own if mine else Halo.of(owner).sends[circle.member]).numpy()
-            assert rows.tolist() == seen_rows(circle, owner.member, window)
-            assert halo.receives[owner.member] == (0 if mine else len(rows))
-            held = owner.held(owner.member)
+    for owner in group:
+        if owner.part.member % owner.inner == members.part.member % members.inner:
+            mine = owner.member == members.member
+            rows = (window_rows.own_rows if mine else owner.window_rows.sends[members.member]).numpy()
+            assert rows.tolist() == seen_rows(members, owner.member, window)
+            assert window_rows.receives[owner.member] == (0 if mine else len(rows))
+            held = owner.segments(owner.member)
             held_rows = zip(held.document.repeat(held.stop - held.start)[rows], held.positions[rows], strict=True)
             arriving.insert(0, [*held_rows]) if mine else arriving.append([*held_rows])
-    places = np.concatenate([halo.own_places.numpy(), halo.places.numpy()])
+    places = np.concatenate([window_rows.own_places.numpy(), window_rows.places.numpy()])
     landed = [list(itertools.chain(*arriving))[i] for i in np.argsort(places)]
     assert landed == list(zip(keys.document.repeat(keys.stop - keys.start), keys.positions, strict=True))
-    assert halo.seen == len(landed) and len(halo.sends[circle.member]) == 0
-    assert {(launch.left, launch.right) for launch in halo.launches} <= {
+    assert window_rows.rows == len(landed) and len(window_rows.sends[members.member]) == 0
+    assert {(launch.left, launch.right) for launch in window_rows.launches} <= {
         (None, None),
         (None, 0),
         (window - 1, 0),
@@ -124,10 +129,10 @@ def check_halo(circle, members, window):
     }
 
 
-def seen_rows(circle, owner, window):
+def seen_rows(members, owner, window):
     """Rows of the owner that some row here sees, one by one."""
-    lengths = np.asarray(circle.part.group.lengths)
-    mine, theirs = circle.held(circle.member), circle.held(owner)
+    lengths = np.asarray(members.part.group.lengths)
+    mine, theirs = members.segments(members.member), members.segments(owner)
     q, k = ((s.document.repeat(s.stop - s.start), s.positions) for s in (mine, theirs))
     ago = q[1][:, None] - k[1]
     seen = (q[0][:, None] == k[0]) & (ago >= 0) & (ago < window) & (q[1] < lengths[q[0]])[:, None]
@@ -139,11 +144,11 @@ NARROW = [((4096,), 8, 512, True), ((4096,), 8, 514, False), ((4096,), 8, None, 
 
 @pytest.mark.parametrize("lengths, degree, window, narrow", NARROW)
 def test_a_window_is_narrow_where_half_of_a_ring_and_twice_the_own_rows_would_do(lengths, degree, window, narrow):
-    found = circles(lengths, 1, degree, Mask(True, window))
-    assert [is_narrow(circle) for circle in found] == [narrow] * degree
+    found = members_of_group(lengths, 1, degree, Mask(True, window))
+    assert [members.has_narrow_window for members in found] == [narrow] * degree
     if narrow:  # the bounds hold
-        halos = [len(Halo.of(circle).places) for circle in found]
-        assert 2 * sum(halos) <= (degree - 1) * sum(lengths) and sum(halos) <= 2 * sum(lengths)
+        foreign_rows = [len(members.window_rows.places) for members in found]
+        assert 2 * sum(foreign_rows) <= (degree - 1) * sum(lengths) and sum(foreign_rows) <= 2 * sum(lengths)
 
 
 SPLITMIX64 = [(0, 0, 16294208416658607535), (1234567, 0, 6457827717110365317), (1234567, 1, 3203168211198807973)]

@@ -1,0 +1,303 @@
+"""The arguments of `attend`, checked and packed into one AttentionCall.
+
+Checks run on the host and before any communication, so that every rank can fail alike. For that reason a rank chooses
+how to communicate for the groups that it is in and for the others as well. Why "auto" takes which type is in `auto.py`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from longspan.attention.all_gather import gather_bytes_per_head
+from longspan.attention.auto import TYPES, choose_type
+from longspan.attention.call import AttentionCache, AttentionCall, CallPart
+from longspan.attention.dropout import Dropout
+from longspan.attention.geometry.members import Mask, Members
+from longspan.attention.kernels import choose
+from longspan.comm import SequenceShard, ShardPart, world_of
+from longspan.errors import AttentionError
+from longspan.plan import Group
+
+Sizes = tuple[int, int]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Arguments(NamedTuple):
+    """The arguments of `attend` as given, but for its tensors and its seed; lists are tuples."""
+
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    dropout: float = 0.0
+    cp_comm_type: str | tuple[str, ...] | None = None
+    sizes: Any = None
+    max_gather_bytes: int | None = None
+    layer: int | None = None
+    kernel: str | None = None
+
+
+class CommChoice(NamedTuple):
+    """How a group communicates, and how many neighbours exchange heads for rows (1: none)."""
+
+    cp_comm_type: str
+    inner: int = 1
+
+
+def packed_call(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, arguments: Arguments
+) -> AttentionCall:
+    """The call of `attend` with these tensors and arguments. Raises AttentionError where it cannot be exact."""
+    check_tensors(q, k, v, shard)
+    check_features(arguments)
+    check_sinks(sinks, q)
+    groups, scale = shard.micro_batch.groups, q.shape[2] ** -0.5 if arguments.scale is None else float(arguments.scale)
+    window = None if arguments.window is None else int(arguments.window)
+    call = AttentionCall(
+        *(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, q.device),
+        mask=Mask(arguments.causal, window).within(shard.micro_batch.lengths),
+        scale=abs(scale) or 1.0,
+        sign=(scale > 0) - (scale < 0),
+        softcap=None if arguments.softcap is None else float(arguments.softcap),
+        dropout=Dropout(arguments.dropout, seed=0) if arguments.dropout > 0 else None,
+        max_gather_bytes=arguments.max_gather_bytes,
+        one_document=all(len(group.documents) == 1 for group in groups),
+    )
+    choices = comm_choices(shard, arguments, call)
+    gathering = [group for group, choice in zip(groups, choices, strict=True) if choice.cp_comm_type == "all_gather"]
+    check_budget(arguments.max_gather_bytes, k, v, gathering)
+    kernel = choose(call, arguments.kernel)
+    parts = (
+        _part(part, choices[part.index] if part.index >= 0 else CommChoice("p2p"), call, shard) for part in shard.parts
+    )
+    return replace(call, kernel=kernel, parts=tuple(parts))
+
+
+def cache_of(shard: SequenceShard) -> AttentionCache:
+    """What attention derives from a shard, made on first use."""
+    if shard.derived.attention is None:
+        listed = any(not isinstance(group.cp_comm_type, str) for group in shard.micro_batch.groups)
+        shard.derived.attention = AttentionCache(listed_by_layer=listed)
+    return shard.derived.attention
+
+
+def _part(part: ShardPart, choice: CommChoice, call: AttentionCall, shard: SequenceShard) -> CallPart:
+    mask, cache = call.mask.within(part.group.lengths), cache_of(shard)
+    key = (part.index, choice.inner, mask)
+    if key not in cache.members:
+        cache.members[key] = Members(part, mask, shard.device, choice.inner)
+    return CallPart(slice(part.start, part.stop), choice.cp_comm_type, cache.members[key])
+
+
+# ---- tensors and numbers
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard) -> None:
+    """Raise AttentionError unless q (T, N, H), k (T, K, H), v (T, K, Hv) fit each other and the shard."""
+    if not isinstance(shard, SequenceShard):
+        raise AttentionError(f"shard is a {type(shard).__name__}; pass what bind(micro_batch, world) returns")
+    named = {"q": q, "k": k, "v": v}
+    for name, x in named.items():
+        if not isinstance(x, Tensor) or x.ndim != 3:
+            what = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise AttentionError(f"{name} has {what}; attend takes (rows, heads, head size), without a batch dim")
+        _check_plain(name, x)
+    _check_same(named)
+    if q.device != shard.device:
+        raise AttentionError(f"q, k and v are on {q.device}, the shard is bound to {shard.device}; move them there")
+    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
+    rows = {len(x) for x in named.values()}
+    if rows != {shard.local_rows}:
+        got = " and ".join(str(n) for n in sorted(rows))
+        raise AttentionError(f"got {got} rows, the shard holds {shard.local_rows}; {shapes}: pass this rank's rows")
+    if k.shape[1] != v.shape[1] or k.shape[2] != q.shape[2]:
+        raise AttentionError(f"{shapes}: k and v need equal heads, q and k equal head sizes")
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if not kv_heads or heads % kv_heads or not heads or not q.shape[2] or not v.shape[2]:
+        raise AttentionError(f"{shapes}: {kv_heads} key/value heads do not divide {heads} query heads, or a size is 0")
+
+
+def _check_plain(name: str, x: Tensor) -> None:
+    if isinstance(x, DTensor):
+        placements = ", ".join(map(str, x.placements))
+        raise AttentionError(f"{name} is a DTensor ({placements}); pass this rank's part of it: {name}.to_local()")
+
+
+def _check_same(named: dict[str, Tensor]) -> None:
+    dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in named.items()}
+    if len(set(dtypes.values())) > 1:
+        raise AttentionError(f"q, k and v need one dtype, got {_listed(dtypes)}; cast them before attend")
+    devices = {name: str(x.device) for name, x in named.items()}
+    if len(set(devices.values())) > 1:
+        raise AttentionError(f"q, k and v need one device, got {_listed(devices)}; move them before attend")
+    if named["q"].dtype not in _DTYPES:
+        raise AttentionError(f"attend takes float16, bfloat16, float32 or float64 tensors, got {dtypes['q']}")
+
+
+def _listed(values: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def check_features(arguments: Arguments) -> None:
+    """Raise AttentionError for masks and numbers that cannot be computed exactly."""
+    window, dropout = arguments.window, arguments.dropout
+    if not isinstance(dropout, Real) or not 0 <= dropout < 1:
+        raise AttentionError(
+            f"dropout is {dropout!r}; give the probability that a weight is dropped, from 0 to below 1"
+        )
+    if window is not None:
+        if not is_count(window):
+            raise AttentionError(f"window is {window!r}; it is how many positions a query sees, at least 1, or None")
+        if not arguments.causal:
+            raise AttentionError(f"window {window} looks back from each position; it needs causal=True")
+    for name, value in (("softcap", arguments.softcap), ("scale", arguments.scale)):
+        if value is None or (isinstance(value, Real) and math.isfinite(value) and (value > 0 or name == "scale")):
+            continue
+        raise AttentionError(f"{name} is {value!r}; give a finite number{'' if name == 'scale' else ' above 0'}")
+
+
+def check_capture(dropout: float) -> None:
+    """Raise AttentionError inside a CUDA graph, where dropout would not be random."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise AttentionError(
+            f"dropout is {dropout!r} while a CUDA graph is captured: the graph holds the seed, so that every replay "
+            f"would drop the same weights; capture with dropout=0.0, or call attend outside the graph"
+        )
+
+
+def is_count(value: object) -> bool:
+    """Whether it is an integer, numpy's among them, of at least 1."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+
+
+def check_budget(budget: int | None, k: Tensor, v: Tensor, groups: Sequence[Group]) -> None:
+    """Raise AttentionError where a group that gathers cannot hold one head of its rows in the budget."""
+    if budget is None:
+        return
+    if not is_count(budget):
+        raise AttentionError(f"max_gather_bytes is {budget!r}; give a number of bytes, or None for no limit")
+    rows = max((sum(group.laid_out) for group in groups if group.degree > 1), default=0)
+    if (least := gather_bytes_per_head(rows, k, v)) > budget:
+        raise AttentionError(
+            f"max_gather_bytes {budget} does not hold one key/value head of a group of {rows} rows, which takes "
+            f"{least} bytes; raise it, or use p2p"
+        )
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Raise AttentionError unless sinks is None or (N,) floating numbers on q's device."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor):
+        raise AttentionError(f"sinks is a {type(sinks).__name__}; give a tensor of one logit per query head")
+    _check_plain("sinks", sinks)
+    if tuple(sinks.shape) != (q.shape[1],):
+        raise AttentionError(f"sinks has shape {tuple(sinks.shape)}; give one logit per query head: ({q.shape[1]},)")
+    if not sinks.is_floating_point() or sinks.device != q.device:
+        raise AttentionError(f"sinks is {sinks.dtype} on {sinks.device}; give floating numbers on {q.device}")
+
+
+# ---- how groups communicate
+
+
+def comm_choices(shard: SequenceShard, arguments: Arguments, call: AttentionCall) -> list[CommChoice]:
+    """How each group of the micro-batch communicates.
+
+    Raises AttentionError, naming the group, for a type that is unknown, levels that do not make the degree, or heads
+    that members cannot exchange.
+    """
+    kinds, sizes = arguments.cp_comm_type, arguments.sizes
+    if not isinstance(kinds, str | tuple | None):
+        raise AttentionError(f"cp_comm_type is {kinds!r}; use one of {', '.join(TYPES)}, or one per layer")
+    if sizes is not None:
+        if not isinstance(sizes, tuple) or len(sizes) != 2 or not all(map(is_count, sizes)):
+            raise AttentionError(f"hierarchical_context_parallel_sizes is {sizes!r}; give (a2a, p2p), two sizes")
+        arguments = arguments._replace(sizes=(int(sizes[0]), int(sizes[1])))
+    if kinds is not None:
+        _check_type(_of_layer(kinds, arguments.layer, "cp_comm_type"), "")
+    return [_comm_choice(shard, index, arguments, call) for index in range(len(shard.micro_batch.groups))]
+
+
+def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: AttentionCall) -> CommChoice:
+    group, where = shard.micro_batch.groups[index], f" of group {index}"
+    if arguments.cp_comm_type is None:
+        kind = _of_layer(group.cp_comm_type, arguments.layer, f"cp_comm_type{where}")
+        _check_type(kind, where)
+    else:
+        kind = _of_layer(arguments.cp_comm_type, arguments.layer, "cp_comm_type")
+    if group.degree == 1:
+        return CommChoice("p2p")
+    if kind == "auto":
+        return _automatic(shard, index, call)
+    sizes = arguments.sizes or group.hierarchical_context_parallel_sizes
+    if kind == "a2a+p2p":
+        _check_levels(sizes, group.degree, where)
+    choice = _with_inner(kind, group, sizes)
+    if call.heads % choice.inner:
+        raise AttentionError(_heads_error(choice, group, call.heads, where))
+    return choice
+
+
+def _with_inner(kind: str, group: Group, sizes: Sizes | None) -> CommChoice:
+    if kind == "a2a+p2p":
+        assert sizes is not None
+        return CommChoice(kind, sizes[0])
+    return CommChoice(kind, group.degree if kind == "a2a" else 1)
+
+
+def _automatic(shard: SequenceShard, index: int, call: AttentionCall) -> CommChoice:
+    automatic, key = cache_of(shard).automatic, (index, call)
+    if key not in automatic:
+        group, node_size = shard.micro_batch.groups[index], world_of(shard.world_key).node_size
+        choice = choose_type(group, call, node_size=node_size)
+        automatic[key] = _with_inner(choice.cp_comm_type, group, choice.hierarchical_context_parallel_sizes)
+    return CommChoice(*automatic[key])
+
+
+def _of_layer(kinds: str | Sequence[str], layer: int | None, name: str) -> str:
+    if isinstance(kinds, str):
+        return kinds
+    if not isinstance(layer, Integral) or not 0 <= layer < len(kinds):
+        raise AttentionError(
+            f"{name} has {len(kinds)} entries, one per layer; got layer={layer!r}: "
+            f"pass the global layer index, 0 to {len(kinds) - 1}"
+        )
+    return kinds[layer]
+
+
+def _check_type(kind: str, where: str) -> None:
+    if kind not in TYPES:
+        raise AttentionError(f"cp_comm_type {kind!r}{where} is unknown; use one of {', '.join(TYPES)}")
+
+
+def _check_levels(sizes: Sizes | None, degree: int, where: str) -> None:
+    if sizes is not None and sizes[0] * sizes[1] == degree:
+        return
+    fit = ", ".join(f"({a}, {degree // a})" for a in range(1, degree + 1) if degree % a == 0)
+    if sizes is None:
+        raise AttentionError(
+            f"cp_comm_type 'a2a+p2p'{where} needs hierarchical_context_parallel_sizes=(a2a, p2p) with product "
+            f"{degree}: one of {fit}"
+        )
+    raise AttentionError(
+        f"hierarchical_context_parallel_sizes {sizes}{where} multiply to {sizes[0] * sizes[1]}, but the group has cp "
+        f"{degree}; use one of {fit}"
+    )
+
+
+def _heads_error(choice: CommChoice, group: Group, heads: int, where: str) -> str:
+    fit = [size for size in range(1, group.degree + 1) if heads % size == 0 and group.degree % size == 0]
+    level = ", ".join(f"({size}, {group.degree // size})" for size in fit)
+    return (
+        f"{heads} query heads cannot be dealt to the {choice.inner} members that cp_comm_type "
+        f"{choice.cp_comm_type!r}{where} exchanges heads between; sizes that divide both the heads and cp "
+        f"{group.degree}: {', '.join(map(str, fit))} (a2a+p2p with hierarchical_context_parallel_sizes {level}), or "
+        f"use p2p or all_gather"
+    )

@@ -1,0 +1,191 @@
+"""The support table: what each kernel can do, and which one computes a call.
+
+The first kernel of `KERNELS` that can do a call is chosen; a kernel that is asked for by name and cannot is an error
+that says what it lacks. Errors, docs/attention.md and `longspan doctor --kernels` read the table.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.attention.call import AttentionCall
+from longspan.attention.kernels import cpu_flash, cudnn, fa4, reference, torch_flash
+from longspan.errors import AttentionError
+
+FEATURES = ("window", "softcap", "dropout")  # that some kernels lack; masks, sinks and scale are everybody's
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """Head sizes of queries and values that a kernel takes; smaller ones are padded with zeros to `multiple`.
+
+    `largest` bounds both (None: no bound); `pairs` of (query, value) are taken beyond it.
+    """
+
+    multiple: int = 1
+    largest: int | None = None
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    def take(self, query: int, value: int) -> bool:
+        """Whether these sizes are among them."""
+        return self.largest is None or max(query, value) <= self.largest or (query, value) in self.pairs
+
+    def __str__(self) -> str:
+        if self.largest is None:
+            return "any"
+        beyond = "".join(f", or {query} with values of {value}" for query, value in self.pairs)
+        return f"at most {self.largest}{beyond}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A row of the support table: what a kernel can do, and its two functions.
+
+    `packed` says how it runs several documents, `needs` what it takes to have it; `missing` says what this
+    installation or device lacks of that ("" where nothing). `one_document_only`: by name it
+    runs every launch, but without a name it is chosen for calls with one document in each group alone.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    forward: Callable[..., tuple[Tensor, Tensor]] = field(repr=False)
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = field(repr=False)
+    features: frozenset[str] = frozenset()
+    head_sizes: HeadSizes = HeadSizes()
+    deterministic: bool = True
+    one_document_only: bool = False
+    packed: str = ""
+    needs: str = ""
+    missing: Callable[[torch.device], str] = field(default=lambda device: "", repr=False)
+
+    def lacks(self, call: AttentionCall) -> str:
+        """Why this kernel cannot do it, as "needs …, got …"; "" where it can."""
+        if call.device.type not in self.devices:
+            return f"needs {' or '.join(self.devices)} tensors, got {call.device.type}"
+        if call.dtype not in self.dtypes:
+            return f"needs {' or '.join(short(d) for d in self.dtypes)}, got {short(call.dtype)}"
+        if not self.head_sizes.take(call.head_size, call.value_size):
+            got = str(call.head_size)
+            got += "" if call.value_size == call.head_size else f" with values of {call.value_size}"
+            return f"needs a head size of {self.head_sizes}, got {got}"
+        if missing := call.features - self.features:
+            extra = " and ".join(sorted(missing))
+            return f"needs a call without {extra}, got {extra}"
+        if call.deterministic and not self.deterministic:
+            return "needs torch.use_deterministic_algorithms(False), got deterministic mode"
+        return self.missing(call.device)
+
+    def suits(self, call: AttentionCall) -> bool:
+        """Whether it can do it and may be chosen without being named."""
+        return (call.one_document or not self.one_document_only) and not self.lacks(call)
+
+
+def short(value: Any) -> str:
+    """A dtype without its module."""
+    return str(value).removeprefix("torch.")
+
+
+_HALF = (torch.bfloat16, torch.float16)
+_FULL = (torch.float32, torch.float64)
+
+
+def _flash_missing(device: torch.device) -> str:
+    if not torch.backends.cuda.is_flash_attention_available():
+        return f"needs a torch built with flash attention, got {torch.__version__}"
+    capability = torch.cuda.get_device_capability(device)
+    return "" if capability >= (8, 0) else f"needs compute capability 8.0, got {capability[0]}.{capability[1]}"
+
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        name="fa4",
+        devices=("cuda",),
+        dtypes=_HALF,
+        forward=fa4.forward,
+        backward=fa4.backward,
+        features=frozenset({"window", "softcap"}),
+        head_sizes=HeadSizes(multiple=32, largest=128),  # 192 and 256 were not compared with dense attention
+        packed="one variable-length call",
+        needs="the extra `fa4`; compute capability 9 to 11",
+        missing=fa4.missing,
+    ),
+    Kernel(
+        name="cudnn",
+        devices=("cuda",),
+        dtypes=_HALF,
+        forward=cudnn.forward,
+        backward=cudnn.backward,
+        head_sizes=HeadSizes(multiple=8, largest=128, pairs=((192, 128),)),
+        deterministic=False,
+        one_document_only=True,
+        packed="a call for each document, and two for a causal tile with more keys than rows",
+        needs="cuDNN 9.11; compute capability 9 or 10",
+        missing=cudnn.missing,
+    ),
+    Kernel(
+        name="torch_flash",
+        devices=("cuda",),
+        dtypes=_HALF,
+        forward=torch_flash.forward,
+        backward=torch_flash.backward,
+        features=frozenset({"window"}),
+        head_sizes=HeadSizes(multiple=8, largest=256),
+        packed="one variable-length call",
+        needs="compute capability 8.0",
+        missing=_flash_missing,
+    ),
+    Kernel(
+        name="cpu_flash",
+        devices=("cpu",),
+        dtypes=_HALF + _FULL,
+        forward=cpu_flash.forward,
+        backward=cpu_flash.backward,
+        features=frozenset({"window"}),
+        packed="a call for each document",
+        needs="nothing",
+    ),
+    Kernel(
+        name="reference",
+        devices=("cpu", "cuda"),
+        dtypes=_HALF + _FULL,
+        forward=reference.forward,
+        backward=reference.backward,
+        features=frozenset(FEATURES),
+        packed="document by document, some query rows at a time",
+        needs="nothing",
+    ),
+)
+
+
+def choose(call: AttentionCall, name: str | None = None) -> Kernel:
+    """The kernel of this name, or the first that suits the call.
+
+    Raises AttentionError where the named kernel is unknown or cannot, or where none can.
+    """
+    if name is None:
+        kernel = next((kernel for kernel in KERNELS if kernel.suits(call)), None)
+        if kernel is None:
+            raise AttentionError("no kernel fits: " + "; ".join(f"{k.name} {k.lacks(call)}" for k in KERNELS))
+        return kernel
+    kernel = named(name, f"; {_available(call)}")
+    if lack := kernel.lacks(call):
+        raise AttentionError(f"kernel {name} {lack}; {_available(call)}")
+    return kernel
+
+
+def named(name: str, hint: str | None = None) -> Kernel:
+    """The row of the table with this name. Raises AttentionError where there is none."""
+    for kernel in KERNELS:
+        if kernel.name == name:
+            return kernel
+    names = f"; use one of {', '.join(kernel.name for kernel in KERNELS)}" if hint is None else hint
+    raise AttentionError(f"kernel {name!r} is unknown{names}")
+
+
+def _available(call: AttentionCall) -> str:
+    able = [kernel.name for kernel in KERNELS if not kernel.lacks(call)]
+    return f"available here: {', '.join(able) or 'none'}"
