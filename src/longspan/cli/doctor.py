@@ -156,11 +156,11 @@ def _lacking(kernel: "Kernel") -> str:
 def kernel_report(*, as_json: bool) -> str:
     """The tables of docs/attention.md, with a further column that says whether a kernel runs here, or what it lacks."""
     from longspan.attention import KERNELS
-    from longspan.attention.support import feature_rows, kernel_rows, type_rows
+    from longspan.attention.support import TYPE_ROWS, feature_rows, kernel_rows
 
     here = ["here", *(_lacking(kernel) or "yes" for kernel in KERNELS)]
     kernels = [(*row, lack) for row, lack in zip(kernel_rows(), here, strict=True)]
-    tables = {"kernels": kernels, "types": type_rows(), "features": feature_rows()}
+    tables = {"kernels": kernels, "types": TYPE_ROWS, "features": feature_rows()}
     if as_json:
         rows = {name: [dict(zip(header, row, strict=True)) for row in body] for name, (header, *body) in tables.items()}
         return json.dumps(rows, indent=1, ensure_ascii=False).replace("`", "")
