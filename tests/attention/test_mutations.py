@@ -79,8 +79,8 @@ MUTATIONS = [
     ("attention.geometry.tiles", "left=window - 1 - ahead", "left=window - ahead"),
     (
         "attention.geometry.tiles",
-        "found.left < found.k_stop - found.k_start - 1",
-        "found.left < (found.k_stop - found.k_start) // 2",
+        "tiles.left < tiles.k_stop - tiles.k_start - 1",
+        "tiles.left < (tiles.k_stop - tiles.k_start) // 2",
     ),
     ("attention.geometry.tiles", "at = some.k_stop - some.left - 1", "at = some.k_stop - some.left"),
     ("attention.geometry.tiles", "k_stop=at, left=np.zeros_like(at)", "k_stop=at, left=np.ones_like(at)"),

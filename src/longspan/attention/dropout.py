@@ -45,8 +45,8 @@ class Dropout:
         head = torch.arange(self.first_head, self.first_head + heads, device=launch.device)
         row = _absorb(_absorb(_absorb(_signed(self.seed), head)[:, None], document[rows]), q_position[rows])
         word = _absorb(row.unsqueeze(-1), k_position[keys])  # (heads, query rows, key rows)
-        kept = _shifted(word, 64 - _BITS) >= round(self.rate * (1 << _BITS))
-        return kept.to(dtype).div_(1.0 - self.rate)
+        is_kept = _shifted(word, 64 - _BITS) >= round(self.rate * (1 << _BITS))
+        return is_kept.to(dtype).div_(1.0 - self.rate)
 
 
 def mixed_seed(*words: int) -> int:

@@ -295,8 +295,8 @@ def _lay_out(micro_batch: MicroBatch, parts: Sequence[ShardPart]) -> tuple[Rows,
     positions = _concatenate([position for (_, position), _ in laid])
     documents, sizes = _concatenate([]), _concatenate([])
     for part in parts:
-        found, size = _segment_sizes(part)
-        documents, sizes = np.concatenate([documents, found]), np.concatenate([sizes, size])
+        ids, size = _segment_sizes(part)
+        documents, sizes = np.concatenate([documents, ids]), np.concatenate([sizes, size])
     return rows, positions, documents, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
 
 
@@ -318,8 +318,8 @@ def _segment_sizes(part: ShardPart) -> tuple[Rows, Rows]:
     per_document = np.bincount(
         segments.document, weights=segments.stop - segments.start, minlength=len(part.group.documents)
     ).astype(np.int64)
-    held = np.flatnonzero(per_document)
-    return np.asarray(part.group.documents, dtype=np.int64)[held], per_document[held]
+    present = np.flatnonzero(per_document)
+    return np.asarray(part.group.documents, dtype=np.int64)[present], per_document[present]
 
 
 def _concatenate(arrays: Sequence[Rows]) -> Rows:
@@ -342,9 +342,11 @@ def _packed_order(micro_batch: MicroBatch, starts: Sequence[int]) -> Rows:
         lengths, counts = np.asarray(group.lengths, dtype=np.int64), group.shares.counts
         first_rows = base + np.cumsum(lengths) - lengths
         for member, slot in enumerate(group.slots):
-            held = group.shares.segments(member)
-            sizes = np.clip(lengths[held.document] - held.start, 0, held.stop - held.start)  # without padding
-            begin, local = first_rows[held.document] + held.start, next_row[slot] + held.offset
+            segments = group.shares.segments(member)
+            sizes = np.clip(
+                lengths[segments.document] - segments.start, 0, segments.stop - segments.start
+            )  # no padding
+            begin, local = first_rows[segments.document] + segments.start, next_row[slot] + segments.offset
             sources[expand(begin, begin + sizes)] = expand(local, local + sizes)
             next_row[slot] += counts[member]
         base += group.tokens
@@ -359,8 +361,8 @@ class _Gather(torch.autograd.Function):
         ctx.shard = shard
         world = world_of(shard.world_key)
         channel, counts = world.channels.between(range(world.home.slots)), _counts(shard.micro_batch, world.home.slots)
-        own = x_local.detach()[: counts[shard.slot]].contiguous()
-        rows = channel.all_gather_rows(own, counts, "gather of rows").wait()
+        local = x_local.detach()[: counts[shard.slot]].contiguous()
+        rows = channel.all_gather_rows(local, counts, "gather of rows").wait()
         return rows.index_select(0, shard._packed_order(channel.starts(counts)))
 
     @staticmethod

@@ -138,7 +138,7 @@ class _Travel(NamedTuple):
     target: Rows  # per needed row: its place in the receiver's order of need
 
 
-class _Held(NamedTuple):
+class _MemberRows(NamedTuple):
     """Rows of all members end to end."""
 
     row: Rows
@@ -146,42 +146,42 @@ class _Held(NamedTuple):
     place: Rows  # in the member's order
 
 
-def _held(partition: Partition) -> _Held:
+def _member_rows(partition: Partition) -> _MemberRows:
     members = np.arange(partition.degree, dtype=np.int64)
     counts = np.array(partition.counts, dtype=np.int64)
     row = np.concatenate([partition.rows(member) for member in range(partition.degree)])
     place = np.arange(len(row), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-    return _Held(row, np.repeat(members, counts), place)
+    return _MemberRows(row, np.repeat(members, counts), place)
 
 
 def _travel(have: Partition, need: Partition) -> _Travel:
-    degree, held, wanted = have.degree, _held(have), _held(need)
-    ids = np.sort(held.row)
+    degree, have_rows, need_rows = have.degree, _member_rows(have), _member_rows(need)
+    ids = np.sort(have_rows.row)
     ids = ids[np.diff(ids, prepend=-1) != 0]
-    row = np.searchsorted(ids, held.row)
-    want = _find(ids, wanted)
-    holding, first_held = np.unique(row * degree + held.member, return_index=True)
-    arrival, first_wanted, entry = np.unique(wanted.member * len(ids) + want, return_index=True, return_inverse=True)
+    row = np.searchsorted(ids, have_rows.row)
+    want = _find(ids, need_rows)
+    holding, first_held = np.unique(row * degree + have_rows.member, return_index=True)
+    arrival, first_wanted, entry = np.unique(need_rows.member * len(ids) + want, return_index=True, return_inverse=True)
     receiver, row = np.divmod(arrival, max(len(ids), 1))
     holder = _holder(holding, ids, row, receiver, degree)
     block = receiver * degree + holding[holder] % degree
     order = np.lexsort((first_wanted, block))
     place_of = np.argsort(order)[entry]
     pairs = np.argsort(place_of, kind="stable")
-    source = held.place[first_held[holder[order]]]
-    return _Travel(block[order], source, place_of[pairs], wanted.place[pairs])
+    source = have_rows.place[first_held[holder[order]]]
+    return _Travel(block[order], source, place_of[pairs], need_rows.place[pairs])
 
 
-def _find(ids: Rows, wanted: _Held) -> Rows:
+def _find(ids: Rows, need_rows: _MemberRows) -> Rows:
     """Place of each wanted row among the row ids that somebody has."""
-    want = np.searchsorted(ids, wanted.row)
+    want = np.searchsorted(ids, need_rows.row)
     missing = want == len(ids)
-    missing[~missing] = ids[want[~missing]] != wanted.row[~missing]
+    missing[~missing] = ids[want[~missing]] != need_rows.row[~missing]
     if missing.any():
         at = int(np.flatnonzero(missing)[0])
         raise LayoutError(
-            f"row {wanted.row[at]} is needed by rank {wanted.member[at]} and nobody has it "
-            f"({len(np.unique(wanted.row[missing]))} such rows in all); give it to a rank, or need it nowhere"
+            f"row {need_rows.row[at]} is needed by rank {need_rows.member[at]} and nobody has it "
+            f"({len(np.unique(need_rows.row[missing]))} such rows in all); give it to a rank, or need it nowhere"
         )
     return want
 
@@ -192,5 +192,5 @@ def _holder(holding: Rows, ids: Rows, row: Rows, receiver: Rows, degree: int) ->
     several = np.searchsorted(holding, (row + 1) * degree) - first
     spread = (ids[row].astype(np.uint64) * GOLDEN >> np.uint64(32)).astype(np.int64) * several >> 32
     picked = first + (spread + receiver) % np.maximum(several, 1)
-    own = np.minimum(np.searchsorted(holding, row * degree + receiver), max(len(holding) - 1, 0))
-    return np.where(holding[own] == row * degree + receiver, own, picked) if len(holding) else picked
+    local = np.minimum(np.searchsorted(holding, row * degree + receiver), max(len(holding) - 1, 0))
+    return np.where(holding[local] == row * degree + receiver, local, picked) if len(holding) else picked

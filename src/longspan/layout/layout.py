@@ -127,11 +127,11 @@ def _rank_tuple(ranks: int | Sequence[int]) -> tuple[int, ...]:
         if count is None or count < 1:
             raise LayoutError(f"ranks is {ranks!r}; give a count of at least 1 or a sequence of distinct ranks")
         return tuple(range(count))
-    found: tuple[object, ...] = tuple(ranks)
-    whole = tuple(rank for rank in map(_integer, found) if rank is not None and rank >= 0)
-    if not found or len(whole) != len(found) or len(set(whole)) != len(whole):
-        raise LayoutError(f"ranks must be distinct integers from 0, at least one; got {short(found)}")
-    return whole
+    values: tuple[object, ...] = tuple(ranks)
+    integers = tuple(rank for rank in map(_integer, values) if rank is not None and rank >= 0)
+    if not values or len(integers) != len(values) or len(set(integers)) != len(integers):
+        raise LayoutError(f"ranks must be distinct integers from 0, at least one; got {short(values)}")
+    return integers
 
 
 def check_degree(name: str, value: object) -> int:

@@ -27,17 +27,17 @@ def check_lengths(lengths: Iterable[object], *, what: str = "length") -> tuple[i
     Takes any iterable of Python or numpy integers; it may be empty. Raises LayoutError, naming the index and the value,
     for what is not an integer (a bool, a float and NaN among them), zero or negative. `what` is the word for one entry.
     """
-    found = _listed(lengths, what)
-    wrong = [kind for kind in set(map(type, found)) if not is_integer(kind)]
+    values = _listed(lengths, what)
+    wrong = [kind for kind in set(map(type, values)) if not is_integer(kind)]
     if wrong:
-        index = next(i for i, value in enumerate(found) if type(value) in wrong)
+        index = next(i for i, value in enumerate(values) if type(value) in wrong)
         _refuse(
             what,
             index,
-            found[index],
+            values[index],
             "a length is an integer number of rows: convert it with int(…) if it is whole",
         )
-    whole = tuple(map(int, cast(list[int], found)))
+    whole = tuple(map(int, cast(list[int], values)))
     if whole and min(whole) < 1:
         index = next(i for i, value in enumerate(whole) if value < 1)
         _refuse(what, index, whole[index], "a document has at least 1 row: leave empty documents out")

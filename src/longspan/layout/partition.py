@@ -103,9 +103,9 @@ class Partition(ABC):
 
         Raises LayoutError where a part has not the member's number of rows, or where ids leave gaps.
         """
-        found = tuple(len(part) for part in parts)
-        if found != self.counts:
-            raise LayoutError(f"parts have {short(found)} rows; the members hold {short(self.counts)}")
+        counts = tuple(len(part) for part in parts)
+        if counts != self.counts:
+            raise LayoutError(f"parts have {short(counts)} rows; the members hold {short(self.counts)}")
         rows = np.concatenate([self.rows(member) for member in range(self.degree)])
         ids, first = np.unique(rows, return_index=True)
         if len(ids) and int(ids[-1]) != len(ids) - 1:
@@ -137,9 +137,9 @@ class _FromLengths(Partition):
         return (base + 1,) * extra + (base,) * (self.degree - extra)
 
     def runs(self, member: int) -> Rows:
-        found = self.segments(member)
-        shift = self._starts[found.document]
-        joined = segments_of(np.zeros_like(shift), found.start + shift, found.stop + shift)
+        segments = self.segments(member)
+        shift = self._starts[segments.document]
+        joined = segments_of(np.zeros_like(shift), segments.start + shift, segments.stop + shift)
         return sealed(np.stack([joined.start, joined.stop], axis=1))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -150,7 +150,7 @@ class _FromLengths(Partition):
         return f"Partition.{kind}({short(self.lengths)}, degree={self.degree})"
 
 
-class _Deal(NamedTuple):
+class _DocumentShares(NamedTuple):
     """How the rows of each document are dealt to the members; arrays over documents."""
 
     length: Rows
@@ -163,17 +163,17 @@ class _Deal(NamedTuple):
 @dataclass(frozen=True, repr=False)
 class _Zigzag(_FromLengths):
     @cached_property
-    def _deal(self) -> _Deal:
+    def _document_shares(self) -> _DocumentShares:
         length = np.array(self.lengths, dtype=np.int64)
         base, extra = length // self.degree, length % self.degree
         first = (np.cumsum(extra) - extra) % self.degree
         # The golden ratio's bits keep step with no period, so what one document leaves unbalanced is not repeated.
         turn = (np.arange(len(length), dtype=np.uint64) * GOLDEN >> np.uint64(63)).astype(np.int64)
-        return _Deal(length, base, extra, first, turn)
+        return _DocumentShares(length, base, extra, first, turn)
 
     def _cuts(self, member: int) -> tuple[Rows, Rows]:
         """Rows of each document in the early and in the late chunks of all members before this one."""
-        length, base, extra, first, turn = self._deal
+        length, base, extra, first, turn = self._document_shares
         extras = np.clip(member - first, 0, extra) + np.clip(first + extra - self.degree, 0, member)
         rows = member * base + extras
         odd = np.where(base % 2 > 0, member - extras, extras)  # members before this one with an odd number of rows
@@ -258,11 +258,11 @@ def _runs_of(member: int, rows: Iterable[int]) -> Rows:
 def _row_ids(member: int, rows: object) -> Rows:
     if not isinstance(rows, Iterable):
         raise LayoutError(f"the rows of member {member} are {rows!r}; give a list of row ids for each member")
-    given: list[object] = rows.tolist() if isinstance(rows, np.ndarray) else list(cast(Iterable[object], rows))
-    wrong = sorted({kind.__name__ for kind in set(map(type, given)) if not is_integer(kind)})
+    values: list[object] = rows.tolist() if isinstance(rows, np.ndarray) else list(cast(Iterable[object], rows))
+    wrong = sorted({kind.__name__ for kind in set(map(type, values)) if not is_integer(kind)})
     if wrong:
         raise LayoutError(f"the rows of member {member} hold {', '.join(wrong)}; row ids are integers from 0")
-    ids = np.array(given, dtype=np.int64)
+    ids = np.array(values, dtype=np.int64)
     if len(ids) and int(ids.min()) < 0:
         raise LayoutError(f"the rows of member {member} hold {int(ids.min())}; row ids are integers from 0")
     return ids

@@ -74,8 +74,10 @@ class Tiling:
     @staticmethod
     def of(tiles: Iterable[Tile]) -> "Tiling":
         """These tiles, which have one mask."""
-        found = tuple(tiles)
-        return Tiling(np.asarray([tile[:4] for tile in found], dtype=np.int64), found[0].left, found[0].right)
+        tile_list = tuple(tiles)
+        return Tiling(
+            np.asarray([tile[:4] for tile in tile_list], dtype=np.int64), tile_list[0].left, tile_list[0].right
+        )
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
@@ -104,7 +106,7 @@ class Tiling:
         return f"Tiling({', '.join(map(str, self.tiles[:6]))}{', …' if len(self) > 6 else ''})"
 
 
-class _Found(NamedTuple):
+class _TileArrays(NamedTuple):
     """Tiles of many documents, as arrays of equal length; a limit of −1 is none."""
 
     document: Rows
@@ -115,9 +117,9 @@ class _Found(NamedTuple):
     left: Rows
     right: Rows
 
-    def where(self, keep: npt.NDArray[np.bool_]) -> "_Found":
+    def where(self, keep: npt.NDArray[np.bool_]) -> "_TileArrays":
         """Those to keep."""
-        return _Found(*(column[keep] for column in self))
+        return _TileArrays(*(column[keep] for column in self))
 
 
 def tiles_between(q: Segments, k: Segments, *, causal: bool, window: int | None = None) -> tuple[Tiling, ...]:
@@ -131,38 +133,38 @@ def tiles_between(q: Segments, k: Segments, *, causal: bool, window: int | None 
     if window is not None:
         banded = _bands(q, k, window)
         loose = _loosened(banded)
-        return min((_launches(found) for found in (banded, loose, _split(loose))), key=len)
+        return min((_launches(arrays) for arrays in (banded, loose, _split(loose))), key=len)
     return _launches(_joined(_prefixes(q, k)) if causal else _wholes(q, k))
 
 
-def _launches(found: _Found) -> tuple[Tiling, ...]:
+def _launches(tiles: _TileArrays) -> tuple[Tiling, ...]:
     """One launch for each mask, and as many as a document has tiles of that mask."""
-    if not len(found.document):
+    if not len(tiles.document):
         return ()
-    order = np.lexsort((found.document, found.right, found.left))
-    same_mask = (np.diff(found.left[order]) == 0) & (np.diff(found.right[order]) == 0)
-    opens = np.append(True, ~(same_mask & (np.diff(found.document[order]) == 0)))
+    order = np.lexsort((tiles.document, tiles.right, tiles.left))
+    same_mask = (np.diff(tiles.left[order]) == 0) & (np.diff(tiles.right[order]) == 0)
+    opens = np.append(True, ~(same_mask & (np.diff(tiles.document[order]) == 0)))
     at = np.arange(len(order))
     turn, mask = np.empty_like(at), np.empty_like(at)
     turn[order] = at - np.maximum.accumulate(np.where(opens, at, 0))
     mask[order] = np.cumsum(np.append(0, ~same_mask))
     launch = mask * (int(turn.max()) + 1) + turn
     _, first = np.unique(launch, return_index=True)
-    return tuple(_tiling(found.where(launch == launch[i])) for i in np.sort(first))
+    return tuple(_tiling(tiles.where(launch == launch[i])) for i in np.sort(first))
 
 
-def _tiling(found: _Found) -> Tiling:
+def _tiling(tiles: _TileArrays) -> Tiling:
     """The tiles of one launch, without a limit that hides no key from a row of any of them."""
-    bounds = np.stack([found.q_start, found.q_stop, found.k_start, found.k_stop], axis=1)
-    left, right = _hides(found)
-    limits = (int(found.left[0]) if left.any() else None, int(found.right[0]) if right.any() else None)
+    bounds = np.stack([tiles.q_start, tiles.q_stop, tiles.k_start, tiles.k_stop], axis=1)
+    left, right = _hides(tiles)
+    limits = (int(tiles.left[0]) if left.any() else None, int(tiles.right[0]) if right.any() else None)
     return Tiling(bounds, *limits)
 
 
-def _hides(found: _Found) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def _hides(tiles: _TileArrays) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """Whether the limits on either side hide a key of a tile from one of its rows."""
-    left = (found.left >= 0) & (found.left < found.k_stop - found.k_start - 1)
-    right = (found.right >= 0) & (found.right < found.q_stop - found.q_start - 1)
+    left = (tiles.left >= 0) & (tiles.left < tiles.k_stop - tiles.k_start - 1)
+    right = (tiles.right >= 0) & (tiles.right < tiles.q_stop - tiles.q_start - 1)
     return left, right
 
 
@@ -184,15 +186,15 @@ def _extent(segments: Segments) -> tuple[Rows, Rows, Rows]:
     return segments.document[opens], segments.offset[opens], stops[last]
 
 
-def _wholes(q: Segments, k: Segments) -> _Found:
+def _wholes(q: Segments, k: Segments) -> _TileArrays:
     """Every row of a document sees all of its keys."""
     (document, q_start, q_stop), (k_document, k_start, k_stop) = _extent(q), _extent(k)
     document, mine, theirs = np.intersect1d(document, k_document, assume_unique=True, return_indices=True)
     none = np.full_like(document, -1)
-    return _Found(document, q_start[mine], q_stop[mine], k_start[theirs], k_stop[theirs], none, none)
+    return _TileArrays(document, q_start[mine], q_stop[mine], k_start[theirs], k_stop[theirs], none, none)
 
 
-def _prefixes(q: Segments, k: Segments) -> _Found:
+def _prefixes(q: Segments, k: Segments) -> _TileArrays:
     """Causal tiles: every query row sees a prefix of the keys, which grows only where positions interleave.
 
     For each run of q and each of k, two: the rows at the positions of the run of k, and those after it that no later
@@ -210,21 +212,21 @@ def _prefixes(q: Segments, k: Segments) -> _Found:
     end = np.stack([k_offset + last[:, 0] - k_start, k_offset + k_stop - k_start], axis=1)
     base = k.offset[foremost][:, None]
     columns = (document[:, None], first + to_row, last + to_row, base, end, np.array(-1), np.array([0, -1]))
-    found = _Found(*(np.broadcast_to(column, first.shape).reshape(-1) for column in columns))
-    return found.where(found.q_start < found.q_stop)
+    tiles = _TileArrays(*(np.broadcast_to(column, first.shape).reshape(-1) for column in columns))
+    return tiles.where(tiles.q_start < tiles.q_stop)
 
 
-def _joined(found: _Found) -> _Found:
+def _joined(tiles: _TileArrays) -> _TileArrays:
     """Neighbouring tiles as one where one mask says the same: equal keys, or one causal diagonal."""
-    grown = np.where(found.right[1:] < 0, 0, found.q_stop[1:] - found.q_start[1:])
-    same = (found.q_stop[:-1] == found.q_start[1:]) & (found.k_start[:-1] == found.k_start[1:])
-    same &= (found.right[:-1] == found.right[1:]) & (np.diff(found.k_stop) == grown)
-    first, last = np.ones(len(found.document), dtype=bool), np.ones(len(found.document), dtype=bool)
+    grown = np.where(tiles.right[1:] < 0, 0, tiles.q_stop[1:] - tiles.q_start[1:])
+    same = (tiles.q_stop[:-1] == tiles.q_start[1:]) & (tiles.k_start[:-1] == tiles.k_start[1:])
+    same &= (tiles.right[:-1] == tiles.right[1:]) & (np.diff(tiles.k_stop) == grown)
+    first, last = np.ones(len(tiles.document), dtype=bool), np.ones(len(tiles.document), dtype=bool)
     first[1:], last[:-1] = ~same, ~same
-    return found.where(last)._replace(q_start=found.q_start[first])
+    return tiles.where(last)._replace(q_start=tiles.q_start[first])
 
 
-def _bands(q: Segments, k: Segments, window: int) -> _Found:
+def _bands(q: Segments, k: Segments, window: int) -> _TileArrays:
     """What runs of q see of runs of k where position p sees p − window + 1 … p."""
     mine, theirs, _ = _pairs(q, k)
     (q_start, q_stop), (k_start, k_stop) = (q.start[mine], q.stop[mine]), (k.start[theirs], k.stop[theirs])
@@ -232,7 +234,7 @@ def _bands(q: Segments, k: Segments, window: int) -> _Found:
     k_first, k_last = np.maximum(k_start, first - window + 1), np.minimum(k_stop, last)
     to_row, to_key = q.offset[mine] - q_start, k.offset[theirs] - k_start
     ahead = last - k_last  # rows by which the last query is ahead of the last key
-    found = _Found(
+    tiles = _TileArrays(
         q.document[mine],
         first + to_row,
         last + to_row,
@@ -241,31 +243,31 @@ def _bands(q: Segments, k: Segments, window: int) -> _Found:
         left=window - 1 - ahead,
         right=ahead,
     )
-    return found.where((first < last) & (k_first < k_last))
+    return tiles.where((first < last) & (k_first < k_last))
 
 
-def _loosened(found: _Found) -> _Found:
+def _loosened(tiles: _TileArrays) -> _TileArrays:
     """Without limits that hide nothing, tile by tile; all tiles at whose end row and key meet keep one mask."""
-    left, right = _hides(found)
-    ahead = found.right > 0
-    return found._replace(
-        left=np.where(ahead & ~left, -1, found.left),
-        right=np.where(ahead & ~right, -1, found.right),
+    left, right = _hides(tiles)
+    ahead = tiles.right > 0
+    return tiles._replace(
+        left=np.where(ahead & ~left, -1, tiles.left),
+        right=np.where(ahead & ~right, -1, tiles.right),
     )
 
 
-def _split(found: _Found) -> _Found:
+def _split(tiles: _TileArrays) -> _TileArrays:
     """Tiles with a limit on the left alone as two: keys that all rows see, and a rest in which the last sees one key.
 
     How far the limit is from the last key differs from document to document; after this it does not.
     """
-    cut = (found.left > 0) & (found.right < 0)
-    some = found.where(cut)
+    cut = (tiles.left > 0) & (tiles.right < 0)
+    some = tiles.where(cut)
     at = some.k_stop - some.left - 1  # the last row sees keys from here on
     full = some._replace(k_start=at, left=np.full_like(at, -1))
     rest = some._replace(q_stop=some.q_stop - 1, k_stop=at, left=np.zeros_like(at))
-    parts = (found.where(~cut), full, rest.where(rest.q_start < rest.q_stop))
-    return _Found(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    parts = (tiles.where(~cut), full, rest.where(rest.q_start < rest.q_stop))
+    return _TileArrays(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
 def _rows(starts: Rows, stops: Rows) -> slice | Rows:

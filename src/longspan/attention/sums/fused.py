@@ -122,9 +122,9 @@ def _launch(
             key += (x.dtype, x.get_device())
             addresses |= x.data_ptr()
     known = (*key, *values)
-    found = None if addresses % _ALIGNED else _compiled.get(known)
-    if found is not None:
-        found[grid](*arguments, *values)
+    compiled_kernel = None if addresses % _ALIGNED else _compiled.get(known)
+    if compiled_kernel is not None:
+        compiled_kernel[grid](*arguments, *values)
         return
     compiled = getattr(_kernels(), name)[grid](*arguments, **constants)
     if not addresses % _ALIGNED:

@@ -131,12 +131,12 @@ def join_columns(tensors: Sequence[Tensor], index: Tensor | None = None, dtype: 
 
 def by_member(matrix: Tensor, members: int, widths: Sequence[int]) -> list[Tensor]:
     """A contiguous matrix (members × rows, columns), member after member, as views (rows, members, width)."""
-    columns, start, found = matrix.shape[1], matrix.storage_offset(), list[Tensor]()
+    columns, start, views = matrix.shape[1], matrix.storage_offset(), list[Tensor]()
     rows = matrix.shape[0] // members
     for width in widths:
-        found.append(matrix.as_strided((rows, members, width), (columns, rows * columns, 1), start))
+        views.append(matrix.as_strided((rows, members, width), (columns, rows * columns, 1), start))
         start += width
-    return found
+    return views
 
 
 def by_heads(x: Tensor, members: int, slices: int, part: int) -> Tensor:

@@ -35,11 +35,11 @@ def merge(
     into = row
     if HAS_INDEX:
         into = tl.load(index + row, mask=real, other=0)
-    held_at = total_lse + into * total_lse_row + head * total_lse_head
-    held = tl.load(held_at, mask=real, other=0.0)
+    lse_at = total_lse + into * total_lse_row + head * total_lse_head
+    old_lse = tl.load(lse_at, mask=real, other=0.0)
     new = tl.load(lse + row * lse_row + head * lse_head, mask=real, other=0.0)
-    step = tl.sigmoid(new - held)
-    top = tl.maximum(held, new)
+    step = tl.sigmoid(new - old_lse)
+    top = tl.maximum(old_lse, new)
     column = tl.arange(0, WIDTH)
     inside = real[:, None] & (column < size)[None, :]
     at = total_out + (into * total_row + head * total_head)[:, None] + column[None, :]
@@ -47,7 +47,7 @@ def merge(
     after = tl.load(out + (row * out_row + head * out_head)[:, None] + column[None, :], mask=inside, other=0.0)
     # Small blocks are read by several warps alike: none may write before the last has read.
     tl.debug_barrier()
-    tl.store(held_at, top + tl.log(tl.exp(held - top) + tl.exp(new - top)), mask=real)
+    tl.store(lse_at, top + tl.log(tl.exp(old_lse - top) + tl.exp(new - top)), mask=real)
     tl.store(at, before + step[:, None] * (after.to(tl.float32) - before), mask=inside)
 
 
@@ -159,13 +159,13 @@ def sum_rows(
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     inside = column < width
     at = total + row * total_row + column
-    found = tl.zeros([WIDTH], tl.float32)
+    summed = tl.zeros([WIDTH], tl.float32)
     if not FRESH:
-        found += tl.load(at, mask=inside, other=0.0)
+        summed += tl.load(at, mask=inside, other=0.0)
     from_a = tl.load(a_index + row)
-    found += tl.load(a + from_a * a_row + column, mask=inside & (from_a >= 0), other=0.0).to(tl.float32)
+    summed += tl.load(a + from_a * a_row + column, mask=inside & (from_a >= 0), other=0.0).to(tl.float32)
     if HAS_B:
         from_b = tl.load(b_index + row)
-        found += tl.load(b + from_b * b_row + column, mask=inside & (from_b >= 0), other=0.0).to(tl.float32)
+        summed += tl.load(b + from_b * b_row + column, mask=inside & (from_b >= 0), other=0.0).to(tl.float32)
     tl.debug_barrier()
-    tl.store(at, found, mask=inside)
+    tl.store(at, summed, mask=inside)
