@@ -1,7 +1,8 @@
 """The parts of a causal language model that stages and sequence parallelism rely on: which are called, and how."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -136,3 +137,14 @@ def is_tied(model: PreTrainedModel) -> bool:
     """Whether the embedding and the head are one parameter."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return head is not None and head.weight is embedding.weight
+
+
+@contextmanager
+def modes_restored(model: nn.Module) -> Iterator[None]:
+    """Every module is in the training or evaluation mode after it that it was in before."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -189,7 +189,7 @@ class _Canvas:
 
 
 def _hover_data(plan: Plan, bars: Sequence[Bar], cost: Cost) -> dict[str, object]:
-    """What the tooltip says: for each drawn document its group, and for each such group its slots and rows."""
+    """Data of the tooltip: for each drawn document its group, and for each such group its slots and rows."""
     times, write_time = group_times(plan, cost), write_times(cost, plan.timeline(cost).step_seconds)
     places = dict.fromkeys((bar.micro_batch, bar.group) for bar in bars)
     groups = {place: number for number, place in enumerate(places)}

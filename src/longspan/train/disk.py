@@ -1,4 +1,4 @@
-"""What a disk refused, in a user's words: which file, how much room there is, and what to do.
+"""Errors of the disk in a user's words, with the file, the free room and what to do; files that are written whole.
 
 The system's own error of a failed write carries no file's name; `errors_name` adds it. No torch and no ranks here.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @contextmanager
 def errors_name(path: Path) -> Iterator[None]:
-    """An OSError that is raised inside and names no file is of `path`.
+    """Give an OSError that is raised inside the name of a file, where it has none.
 
     >>> with errors_name(path), path.open("w") as file:
     ...     file.write(text)

@@ -1,4 +1,4 @@
-"""What a step works on: this rank's rows of every micro-batch, read by all ranks before any of them computes.
+"""This rank's rows of every micro-batch of a step, read by all ranks before any of them computes.
 
 The label of position p of a document is its token p + 1; a document's last position and padding have none. So labels
 are made inside documents, before the sequence is split.

@@ -5,8 +5,8 @@ parameters are gathered before, and a closing micro-batch of padding sums gradie
 binds the same micro-batches; the first stage reads token ids, and the last one alone knows the loss.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from longspan.comm import World, to_device
 from longspan.model.experts.router import RouterStatistics
+from longspan.model.parts import modes_restored
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import StageInput
 from longspan.model.placement.sharding import (
@@ -33,10 +34,10 @@ from longspan.train.loss import chunked_cross_entropy, summed_cross_entropy
 
 @dataclass(frozen=True)
 class Passes:
-    """What all passes of one step share: the model and its plan, with or without gradients, and how the loss is made.
+    """What all passes of one step share: model, plan and world, with or without gradients, and how to make the loss.
 
-    `chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes), `routing` what follows the
-    routers of a model with experts.
+    `chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes), `routing` the
+    statistics of the routers of a model with experts.
     """
 
     model: nn.Module
@@ -55,7 +56,7 @@ class Passes:
         return lambda hidden, head: chunked_cross_entropy(hidden, labels, head, self.chunk_rows)
 
     def router(self, *, counting: bool = False) -> dict[str, Any]:
-        """The keyword argument by which a model's routers tell what they see in one more micro-batch, if it has any."""
+        """The keyword argument that collects routers' statistics of one more micro-batch, for a model with experts."""
         return {} if self.routing is None else {"router": self.routing.new_sums(counting=counting)}
 
     @property
@@ -74,7 +75,9 @@ def run_passes(passes: Passes, batches: Sequence[LocalBatch]) -> float:
     model, world, backward = passes.model, passes.world, passes.backward
     run = _run_pipeline if isinstance(model, PipelineModel) else _run_model
     named = world.watch.naming("forward and backward passes", world.home.ranks)
-    with named, _mode(model, training=backward), torch.set_grad_enabled(backward):
+    with named, modes_restored(model), torch.set_grad_enabled(backward):
+        if not (backward and model.training):  # in a model that is in training mode, frozen modules keep theirs
+            model.train(backward)
         if backward:
             with gradients_summed_over_slots(model, world):
                 return run(passes, batches).item()
@@ -168,19 +171,3 @@ def _stage_input(passes: Passes, batch: LocalBatch, total: Tensor | None) -> Sta
         return passes.mean(loss)
 
     return StageInput(batch.shard, ids, make_output, passes.router(counting=total is None))
-
-
-@contextmanager
-def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Training or evaluation mode inside; every module's own mode is restored.
-
-    A model that is in training mode is left as it is for training: modules that were put in evaluation mode stay there.
-    """
-    before = [(module, module.training) for module in model.modules()]
-    if not (training and model.training):
-        model.train(training)
-    try:
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode

@@ -32,7 +32,7 @@ from longspan.train.step_check import check_step, check_update
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step came to, equal on every rank but for `seconds` and `rows`.
+    """The result of a step, the same on every rank but for `seconds` and `rows`.
 
     `loss` is `loss_sum / targets`; `tokens` the documents' rows; `rows` those that this rank computed, padding
     included; `grad_norm` (before clipping) is None without a backward pass. `router`: balance and z of a model with
@@ -73,8 +73,8 @@ def run_step(
     model in evaluation mode is put in training mode, all of it. Without `backward` all of it runs in evaluation mode
     and keeps no graph. Every module's mode is restored.
 
-    `loss_chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes). `router` says what the
-    losses of routers weigh in the gradient (None: what the model's configuration says).
+    `loss_chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes). `router` holds the
+    weights of the routers' losses in the gradient (None: those of the model's configuration).
 
     All ranks call it together, with the same plan. Raises PlanError for a plan that does not fit the home or the
     documents, CommError where ranks hold different plans, DataError for documents that cannot be read or hold ids
@@ -100,7 +100,7 @@ def run_step(
 
 
 def _summed_over_ranks(passes: Passes, batches: Sequence[LocalBatch], loss_sum: float) -> StepResult:
-    """What the step came to over all ranks, but for its seconds. Raises PlanError where targets were left out."""
+    """The result of the step over all ranks, without its seconds. Raises PlanError where targets are missing."""
     model, plan, world, routing = passes.model, passes.plan, passes.world, passes.routing
     makes_loss = not isinstance(model, PipelineModel) or any(stage.last for stage in model.stages)
     targets = sum((batch.labels != NO_TARGET).sum() for batch in batches) if makes_loss else 0

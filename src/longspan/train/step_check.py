@@ -1,4 +1,4 @@
-"""What a step refuses on the host, on every rank, before the first collective."""
+"""Checks of a step's arguments on the host, on every rank, before the first collective."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What is installed: what records of runs and measurements keep beside their numbers. Imports none of it."""
+"""Versions of the installed packages, which records of runs and measurements keep. None of them is imported."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version

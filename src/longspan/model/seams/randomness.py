@@ -7,7 +7,6 @@ is, and refused when it trains.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -15,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, counted
+from longspan.model.parts import modes_restored
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.probe import Probe, run_on_meta
 
@@ -32,7 +32,8 @@ def random_draws(model: PreTrainedModel) -> tuple[str, ...]:
     """
     draws = _Draws()
     try:
-        with _training(model), draws:
+        with modes_restored(model), draws:
+            model.train()
             run_on_meta(model, Probe())
         calls = draws.calls
     except Exception:  # whatever its forward raises there: `probe_model` says it where it must run
@@ -94,14 +95,3 @@ def _keys(config: Any) -> str:
 
 def _positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
-@contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    before = [(module, module.training) for module in model.modules()]
-    model.train()
-    try:
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode

@@ -102,7 +102,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None, w
     """Load a checkpoint into a model and an optimizer (or the model alone); returns its state.
 
     Moments and step counts come from the checkpoint. The optimizer keeps its own hyperparameters (lr, weight decay,
-    betas, eps): a resumed run is one of the configuration at hand. All ranks call it together, with any number of
+    betas, eps): a resumed run follows its own configuration. All ranks call it together, with any number of
     ranks. Raises CheckpointError where it belongs to another model.
     """
     state, stored = on_first_rank(world, lambda: (read_state(path), _stored_names(path)), CheckpointError)
@@ -161,7 +161,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _hyperparameters(tensors: Mapping[str, Any]) -> list[str]:
-    """Names of what an optimizer was told, beside its moments."""
+    """Names of the optimizer's settings, such as its learning rate, beside its moments."""
     return [name for name in tensors.get("optimizer", {}) if name.startswith("param_groups.")]
 
 

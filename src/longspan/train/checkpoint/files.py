@@ -1,4 +1,4 @@
-"""The files of a checkpoint: where they stand, whether they are whole, which one is the newest that is good.
+"""The files of a checkpoint: where they are, whether they are complete, and which checkpoint is the newest good one.
 
 No torch and no ranks here: a folder is judged by its manifest alone.
 """
@@ -24,7 +24,7 @@ Check = Callable[[Path], object]  # raises CheckpointError
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step stands."""
+    """The folder of a step's checkpoint."""
     return root / f"step-{step:06d}"
 
 
@@ -35,7 +35,7 @@ def step_of(path: Path) -> int:
 
 
 def create_partial(partial: Path) -> None:
-    """An empty folder to write into, whatever an interrupted save left there."""
+    """Make an empty folder to write into, in place of what an interrupted save left there."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
@@ -74,7 +74,7 @@ def remove_unfinished(root: Path, log: LogLine = lambda _: None) -> None:
 
 
 def complete_checkpoints(root: Path, log: LogLine = lambda _: None) -> list[Path]:
-    """The checkpoints under `root` whose saves came to their end, the newest first; the others are logged."""
+    """The checkpoints under `root` that were saved to the end, the newest first; the others are logged."""
     paths = _steps(root)
     for path in (path for path in paths if path.name.endswith(PARTIAL)):
         log(f"skipping {path}: its save was interrupted")

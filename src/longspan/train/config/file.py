@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from longspan.errors import ConfigError
 from longspan.train.config.sections import RunConfig
 
-# Keys that older runs have in their config.toml, with the one value that says what every run does now.
-_GONE = {"data.read": ("rows", "every slot reads the rows that it computes")}
+# Keys that were removed and may stand in the config.toml of an older run, each with the one value that is accepted.
+_REMOVED = {"data.read": ("rows", "every slot reads the rows that it computes")}
 
 
 def load_config(path: str | Path | None = None, overrides: Mapping[str, object] | None = None) -> RunConfig:
@@ -41,7 +41,7 @@ def config_keys() -> tuple[str, ...]:
 
 
 def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """A hint for a mistyped name: the nearest known one, or all of them. All begin with `prefix`, which counts not."""
+    """A hint for a mistyped name: the nearest known one, or all of them. A `prefix` that all share is not compared."""
     known = tuple(known)
     bare = [other.removeprefix(prefix) for other in known]
     close = difflib.get_close_matches(name.removeprefix(prefix), bare, n=1, cutoff=0.5)
@@ -83,8 +83,8 @@ def _with_section(config: RunConfig, section: str, values: object, *, source: st
     types = get_type_hints(type(known))
     changes: dict[str, Any] = {}
     for key, value in values.items():
-        if f"{section}.{key}" in _GONE:
-            _check_gone(f"{section}.{key}", value, source)
+        if f"{section}.{key}" in _REMOVED:
+            _check_removed(f"{section}.{key}", value, source)
             continue
         if key not in types:
             raise ConfigError(f"unknown key {section}.{key} in {source}: {_key_hint(section, str(key), types)}")
@@ -92,8 +92,8 @@ def _with_section(config: RunConfig, section: str, values: object, *, source: st
     return replace(config, **{section: replace(known, **changes)})
 
 
-def _check_gone(key: str, value: object, source: str) -> None:
-    only, what = _GONE[key]
+def _check_removed(key: str, value: object, source: str) -> None:
+    only, what = _REMOVED[key]
     if value != only:
         raise ConfigError(f"{key} is {value!r} in {source}; there is no such key any more: {what}. Leave it out")
 

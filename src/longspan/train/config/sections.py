@@ -1,4 +1,4 @@
-"""What a run is told: six sections of frozen values with the defaults of `make train`.
+"""The configuration of a run: six sections of frozen values with the defaults of `make train`.
 
 A RunConfig comes from a TOML file and flags (`file.py`, `cli/flags.py`) and is checked against the number of
 ranks before any process group exists (`config_check.py`). The text under each key is also its `--help`.
@@ -92,7 +92,7 @@ class ContextConfig:
     cp_comm_type: str | tuple[str, ...] = "p2p"
     """How they share it: p2p, all_gather, a2a, a2a+p2p or auto (docs/attention.md); one, or one for each layer."""
     partition: Literal["zigzag", "contiguous"] = "zigzag"
-    """How their rows are dealt out: zigzag: equal causal work; contiguous: one run a slot, fewer copies under a2a."""
+    """How rows of a document are split: zigzag (equal causal work), contiguous (one run a slot, faster under a2a)."""
     attention_kernel: str = ""
     """Attention kernel, in training and evaluation (longspan doctor --kernels); empty: the first that can."""
     hierarchical_context_parallel_sizes: int | tuple[int, ...] = (2, 2)
@@ -188,7 +188,7 @@ class RunSection:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that a run is told.
+    """The whole configuration of a run.
 
     >>> from dataclasses import replace
     >>> config = replace(RunConfig(), train=TrainConfig(steps=10))

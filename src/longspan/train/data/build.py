@@ -23,7 +23,7 @@ LogLine = Callable[[str], None]
 
 
 def ensure_corpus(data: DataConfig, run_dir: Path, *, model_dir: Path | None, resumed: bool, log: LogLine) -> Corpus:
-    """The run's corpus: the one that is there if it would come out the same, else a new one.
+    """The corpus in the run's folder, which is built again where its sources or settings changed.
 
     What happens is logged, at least once a batch. Raises DataError for sources that are missing, empty or unreadable,
     and, where the run is `resumed`, for sources or settings that changed since it began: its order would not hold.

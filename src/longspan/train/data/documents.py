@@ -18,7 +18,7 @@ from longspan.train.data.files import Source
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a corpus was made from, and how: enough to see whether it would come out the same today."""
+    """The sources and settings of a corpus, from which one sees whether it must be built again."""
 
     path: str
     max_document_tokens: int

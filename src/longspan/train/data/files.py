@@ -133,7 +133,7 @@ def _check_characters(text: str, where: str) -> None:
 
 
 def _kind(value: object) -> str:
-    """What a value of JSON is called there."""
+    """The name of a JSON value's type."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return {str: "a string", list: "a list", dict: "an object"}.get(type(value), "a number")

@@ -45,7 +45,7 @@ def compare_degrees(
 ) -> tuple[Evaluation, ...]:
     """The same documents at degree 1, 2, 4, … as far as they divide the slots, each under a cap that holds them.
 
-    Degrees to which a2a cannot deal out the query heads are left out.
+    Degrees at which a2a cannot split the query heads evenly are left out.
     """
     longest = max(documents.lengths)
     choices = [choice.at_degree(degree, longest=longest) for degree in degrees_to_compare(world.home, choice)]

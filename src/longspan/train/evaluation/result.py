@@ -1,4 +1,4 @@
-"""What an evaluation came to, and a table of several."""
+"""The result of an evaluation, and a table that compares several."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Evaluation:
     plan: Plan
 
     def row(self) -> dict[str, Any]:
-        """As it stands in metrics.jsonl."""
+        """The evaluation as a row of metrics.jsonl."""
         return {
             "step": self.step,
             "eval_loss": self.loss,

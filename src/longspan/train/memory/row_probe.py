@@ -115,8 +115,8 @@ def _too_many(config: RunConfig, world: World, rows: int, error: BaseException) 
         write_atomically(Path(config.run.dir) / TOO_MANY_FILE, json.dumps(asdict(too_many), indent=1))
     return ConfigError(
         f'context.max_tokens_per_slot is "auto": rank {world.rank} ran out of memory in a probe of {rows} rows of a '
-        f"slot ({str(error).partition('. ')[0]}). The run has noted it: start it again and it probes fewer rows, or "
-        f"give a number below {rows}"
+        f"slot ({str(error).partition('. ')[0]}). The run has written that down: started again it probes fewer rows, "
+        f"or give a number below {rows}"
     )
 
 
@@ -131,7 +131,7 @@ def remembered(
 ) -> Measurement | None:
     """What the run measured before on as many ranks under the same keys; None where it did not.
 
-    Raises ConfigError for a damaged file; `otherwise` says what happens without it.
+    Raises ConfigError for a damaged file, with what happens `otherwise`, once it is removed.
     """
     if not file.is_file():
         return None

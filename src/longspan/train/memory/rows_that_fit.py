@@ -1,4 +1,4 @@
-"""`max_tokens_per_slot = "auto"`: how many rows of a micro-batch fit in a slot's memory, measured on the model at hand.
+"""`max_tokens_per_slot = "auto"`: how many rows of a micro-batch fit in a slot's memory, measured on the model itself.
 
 Two probe micro-batches of different sizes, forward and backward (`row_probe.py`), give the bytes that do not depend on
 rows and those of a row; the rows are what the budget then leaves room for, the least of all ranks. A third probe nearer
@@ -36,7 +36,7 @@ CPU_BUDGET = 1 << 30
 
 @dataclass(frozen=True)
 class RowsThatFit:
-    """What was found: `rows` of a slot in a micro-batch, and from what: bytes, on the rank with the least room.
+    """The measured `rows` of a slot in a micro-batch, and the bytes behind them on the rank with the least room.
 
     `measured_for` are the keys of the configuration that it depends on.
     """

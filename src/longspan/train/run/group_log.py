@@ -1,4 +1,4 @@
-"""What a run says and writes of the groups that its ranks talk in: communicators, and levels of hierarchical groups.
+"""A log of the process groups of a run: communicators, and the levels of hierarchical groups.
 
 `groups.jsonl` in the run's folder has one object a communicator (kind, ranks, seconds, plans so far) and one for each
 set of slots with two levels (a2a, p2p). One rank writes, of the communicators that it is in.
@@ -14,11 +14,11 @@ from longspan.plan import Plan
 from longspan.plan.hierarchy import Levels, hierarchical_groups, levels_of
 from longspan.train.disk import errors_name
 
-SAID = 8  # hierarchical groups that are printed; all are in the file
+PRINTED = 8  # hierarchical groups that are printed; all are in the file
 
 
 class GroupLog:
-    """Notes what is new after each plan; writes nothing where `path` is None.
+    """Records what is new after each plan; writes nothing where `path` is None.
 
     >>> log = GroupLog(world, Path("runs/first/groups.jsonl"), display.log)
     >>> log.note(plan)
@@ -49,6 +49,6 @@ class GroupLog:
             counts = Counter(f"{record.kind} of {len(record.ranks)}" for record in made)
             names = ", ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items())
             self._log(f"process groups of the first rank (kind and number of ranks): {names}")
-        said = len(self._levels) - len(levels)
-        for pair in levels[: max(0, SAID - said)]:
+        printed = len(self._levels) - len(levels)
+        for pair in levels[: max(0, PRINTED - printed)]:
             self._log(f"hierarchical group of slots {sum(pair.a2a, ())}: {pair}")

@@ -41,9 +41,9 @@ from longspan.train.step import run_step
 
 
 def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainResult:
-    """Train to the last step, or until told to stop; all ranks call it together, with the same configuration.
+    """Train to the last step, or until a signal stops the run; all ranks call it together, with the same configuration.
 
-    SIGTERM or Ctrl-C on any rank ends the run after the step at hand, with a checkpoint. Raises LongspanError for
+    SIGTERM or Ctrl-C on any rank ends the run after the current step, with a checkpoint. Raises LongspanError for
     what does not fit, before the first step, for a loss or gradients that are not finite, before they are used, and for
     what the disk refuses; RunFolderError where another run is at work in the folder.
     """
@@ -98,7 +98,7 @@ class _Loop:
             done += 1
             _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
             self.display.show_step(row)
-            stopped = _agreed(run.world, stop, failure)
+            stopped = _stop_signal(run.world, stop, failure)
             if done in (run.done + 1, steps) or stopped:
                 self.save_plan(plan, f"step-{done:06d}")
             if _due(done, settings.eval_every) and done < steps and not stopped:
@@ -143,7 +143,7 @@ class _Loop:
         return final
 
     def recorded(self, done: int) -> bool:
-        """Whether the run has an evaluation after so many steps: what the first rank's file says, on every rank."""
+        """Whether the run's metrics have an evaluation after so many steps; the same on every rank."""
         return self.run.world.control.broadcast_object(done in self.metrics.evaluated)
 
     def record(self, evaluations: Sequence[Evaluation]) -> None:
@@ -215,8 +215,8 @@ def _save(run: TrainingRun, done: int) -> None:
     save_checkpoint(run.checkpoints, run.model, run.optimizer, run.world, step=done, state=state, keep=keep)
 
 
-def _agreed(world: World, stop: StopSignal, failure: LongspanError | None) -> str:
-    """What any rank was told to stop by; the same on every rank. Raises what any rank failed with."""
+def _stop_signal(world: World, stop: StopSignal, failure: LongspanError | None) -> str:
+    """The signal that any rank received ("" for none), on every rank. Raises the error of a rank that failed."""
     if not world.control.any_rank(bool(stop.received) or failure is not None):
         return ""
     raise_first_error(world, failure)

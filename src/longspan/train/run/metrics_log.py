@@ -1,4 +1,4 @@
-"""What a run writes down: one JSON object a line in metrics.jsonl, whole plans of a few steps, and a summary.
+"""The metrics of a run: one JSON object a line in metrics.jsonl.
 
 Rows of training: step, loss, tokens, targets, grad_norm, lr, seconds, tokens_per_second, memory_bytes, micro_batches,
 efficiency, and router_balance_loss and router_z_loss of models with experts. Rows of evaluation: step, eval_loss,
@@ -39,7 +39,7 @@ class MetricsLog:
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
-            with suppress(OSError):  # of a row that could not be written, which `write` has said
+            with suppress(OSError):  # of a row that could not be written, for which `write` raised an error
                 self._file.close()
 
     def write(self, row: Mapping[str, Any]) -> None:

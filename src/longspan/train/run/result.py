@@ -1,4 +1,4 @@
-"""What a run or an evaluation came to, as values that print well. No torch: a launcher reads them too."""
+"""The result of a training run, as a value that prints well. It needs no torch, for the launcher reads it too."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ LAST_STEPS = 10  # whose mean loss sums up a run
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run on `world` ranks came to: its steps, why it stopped early, its last losses, its final evaluations."""
+    """The result of a run on `world` ranks: its steps, why it stopped early, its last losses, its final evaluations."""
 
     dir: Path
     done: int
@@ -27,7 +27,7 @@ class TrainResult:
     world: int = 1
 
     def summary(self) -> dict[str, Any]:
-        """As it stands in summary.json."""
+        """The content of summary.json."""
         values = {
             "step": self.done,
             "steps": self.steps,
@@ -42,7 +42,7 @@ class TrainResult:
         return json_values(values)
 
     def text(self) -> str:
-        """The run's last lines: its mean loss, and the table of degrees where it came to its end."""
+        """The last lines that a run prints: its mean loss and, after the last step, the table of degrees."""
         uniform = math.log(self.vocab_size)
         share = 100 * self.last_loss / uniform
         steps = min(LAST_STEPS, self.done)

@@ -1,4 +1,4 @@
-"""From a configuration to everything that a run works with: model, optimizer, corpus, order, and where to go on.
+"""From a configuration to everything that a run works with: model, optimizer, corpus, order, and the step it is at.
 
 Every check that needs the data or the model is made here, on every rank, before the first step.
 """
@@ -36,7 +36,7 @@ from longspan.train.run.resume import checkpoint_to_resume
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What a rank holds of a run: the model under its home, its data, and the number of steps that are done."""
+    """A run as one rank has it: the prepared model, its data, and the number of steps that are done."""
 
     config: RunConfig
     world: World
@@ -54,7 +54,7 @@ class TrainingRun:
 
     @property
     def checkpoints(self) -> Path:
-        """Where the run's checkpoints stand."""
+        """The folder of the run's checkpoints."""
         return self.dir / "checkpoints"
 
     @property
@@ -197,7 +197,7 @@ def _open_corpus(directory: Path) -> Corpus:
 
 
 def _check_folder_vocabulary(config: RunConfig, model: PreTrainedModel) -> None:
-    """Before a tokenizer is trained for a model folder that has none: would it fit?"""
+    """Raise DataError where a tokenizer that is to be trained would not fit the folder's model."""
     if not (Path(config.model.path) / "tokenizer.json").is_file():
         _check_vocabulary(config, model, config.data.vocab_size)
 

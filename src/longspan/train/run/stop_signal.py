@@ -1,4 +1,4 @@
-"""Being told to stop: SIGTERM or Ctrl-C once means finish the step, save and leave; a second time means now."""
+"""Signals that stop a run: at the first SIGTERM or Ctrl-C it finishes its step and saves, at the second it ends."""
 
 import signal
 import time
