@@ -82,7 +82,8 @@ def with_rows_that_fit(
         fit = replace(measure(config, model, optimizer, world, below=below), measured_for=keys)
         text = json.dumps(asdict(fit), indent=1)
         on_first_rank(world, lambda: write_atomically(file, text), ConfigError)
-    log(f"max_tokens_per_slot: {fit.rows} rows of {fit.bytes_per_row:,.0f} bytes each, in {fit.budget_bytes:,.0f}")
+    fill = f"{fit.rows:,} rows of {fit.bytes_per_row:,.0f} bytes each fit in {fit.budget_bytes:,.0f} bytes"
+    log(f"max_tokens_per_slot: {fill}")
     return replace(config, context=replace(config.context, max_tokens_per_slot=fit.rows))
 
 
