@@ -8,6 +8,7 @@ import time
 from torch import nn
 
 from longspan.comm import World
+from longspan.layout import Layout
 from longspan.train.data.documents import Documents
 from longspan.train.evaluation.result import Evaluation
 from longspan.train.plans import PlanChoice, degrees_to_compare
@@ -40,13 +41,10 @@ def evaluate(
     )
 
 
-def compare_degrees(
-    model: nn.Module, documents: Documents, choice: PlanChoice, world: World, *, step: int, loss_chunk_rows: int
-) -> tuple[Evaluation, ...]:
-    """The same documents at degree 1, 2, 4, … as far as they divide the slots, each under a cap that holds them.
+def choices_at_degrees(choice: PlanChoice, documents: Documents, home: Layout) -> list[PlanChoice]:
+    """A choice at degree 1, 2, 4, … as far as they divide the slots, each under a cap that holds these documents.
 
     Degrees at which a2a cannot split the query heads evenly are left out.
     """
     longest = max(documents.lengths)
-    choices = [choice.at_degree(degree, longest=longest) for degree in degrees_to_compare(world.home, choice)]
-    return tuple(evaluate(model, documents, c, world, step=step, loss_chunk_rows=loss_chunk_rows) for c in choices)
+    return [choice.at_degree(degree, longest=longest) for degree in degrees_to_compare(home, choice)]

@@ -23,7 +23,7 @@ from longspan.train.checkpoint.checkpoint import save_checkpoint
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.tokenizer import load_tokenizer
 from longspan.train.disk import write_atomically
-from longspan.train.evaluation.evaluate import compare_degrees, evaluate
+from longspan.train.evaluation.evaluate import choices_at_degrees, evaluate
 from longspan.train.evaluation.result import Evaluation
 from longspan.train.json_record import as_json
 from longspan.train.memory.live_bytes import peak_memory_bytes
@@ -116,14 +116,17 @@ class _Loop:
 
     def evaluate(self, done: int, *, note_groups: bool = False) -> None:
         """Evaluate the weights after so many steps as the configuration says, where documents are held out."""
-        run, chunk = self.run, self.run.config.train.loss_chunk_rows
-        if not run.held_out:
+        if not self.run.held_out:
             return
-        choice = run.evaluation_choice
-        evaluation = evaluate(run.model, run.held_out, choice, run.world, step=done, loss_chunk_rows=chunk)
+        evaluation = self.evaluation(self.run.evaluation_choice, done)
         self.record([evaluation])
         if note_groups:
-            on_every_rank(run.world, partial(self.groups.note, evaluation.plan), RunFolderError)
+            on_every_rank(self.run.world, partial(self.groups.note, evaluation.plan), RunFolderError)
+
+    def evaluation(self, choice: PlanChoice, done: int) -> Evaluation:
+        """The loss of the held-out documents under plans of `choice`."""
+        run, chunk = self.run, self.run.config.train.loss_chunk_rows
+        return evaluate(run.model, run.held_out, choice, run.world, step=done, loss_chunk_rows=chunk)
 
     def finish(self) -> tuple[Evaluation, ...]:
         """After the last step: the weights as a Hugging Face folder, and their loss at every degree, recorded once."""
@@ -134,8 +137,9 @@ class _Loop:
         save_model(run.model, run.dir / "model", run.world, tokenizer)
         if not run.held_out:
             return ()
-        choice, chunk = run.evaluation_choice, run.config.train.loss_chunk_rows
-        final = compare_degrees(run.model, run.held_out, choice, run.world, step=done, loss_chunk_rows=chunk)
+        choice = run.evaluation_choice
+        choices = choices_at_degrees(choice, run.held_out, run.world.home)
+        final = tuple(self.evaluation(at_degree, done) for at_degree in choices)
         if not self.recorded(done):
             if choice.planner != "fixed" or choice.degree not in [evaluation.cp for evaluation in final]:
                 self.evaluate(done)
