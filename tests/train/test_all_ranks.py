@@ -13,7 +13,7 @@ from longspan.train.all_ranks import on_every_rank, on_first_rank
 
 def rank_outcomes(rank: int) -> list[object]:
     """Results and errors of each function, with a failure on one rank or another."""
-    found: list[object] = []
+    results: list[object] = []
 
     def failing(where: int) -> int:
         if rank == where:
@@ -21,21 +21,21 @@ def rank_outcomes(rank: int) -> list[object]:
         return rank
 
     with World(Layout(3), backend=backend(), timeout=30) as world:
-        found.append(on_every_rank(world, lambda: failing(-1), DataError))
-        found.append(on_first_rank(world, lambda: f"from {rank}", DataError))
+        results.append(on_every_rank(world, lambda: failing(-1), DataError))
+        results.append(on_first_rank(world, lambda: f"from {rank}", DataError))
         with pytest.raises(CheckpointError) as error:
             on_every_rank(world, lambda: failing(1), CheckpointError)
-        found.append(str(error.value))
+        results.append(str(error.value))
         with pytest.raises(DataError) as other:
             on_first_rank(world, lambda: failing(0), DataError)
-        found.append(str(other.value))
-    return found
+        results.append(str(other.value))
+    return results
 
 
 def test_every_rank_gets_the_same_results_and_errors() -> None:
     lack = "file.bin: Input/output error"
-    wanted = ["from 0", f"{lack} (on rank 1)", lack]
-    assert run_ranks(rank_outcomes, 3) == [[rank, *wanted] for rank in range(3)]
+    expected = ["from 0", f"{lack} (on rank 1)", lack]
+    assert run_ranks(rank_outcomes, 3) == [[rank, *expected] for rank in range(3)]
 
 
 TIMEOUT = 3.0

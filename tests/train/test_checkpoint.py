@@ -198,10 +198,10 @@ def hyperparameters_rank(rank: int, ranks: int, root: Path, optimizer: str) -> N
         save_checkpoint(root / optimizer, model, before, world, step=1, state={}, keep=0)
         after = build_optimizer(model, optimizer, 0.5, 0.25, betas=(0.7, 0.8))
         after.param_groups[0]["maximize"] = True
-        asked = [{key: value for key, value in group.items() if key != "params"} for group in after.param_groups]
+        own_settings = [{key: value for key, value in group.items() if key != "params"} for group in after.param_groups]
         load_checkpoint(root / optimizer / "step-000001", model, after, world)
-        found = [{key: value for key, value in group.items() if key != "params"} for group in after.param_groups]
-        assert found == asked
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in after.param_groups]
+        assert settings == own_settings
         assert all(map(torch.equal, contents(model, before), contents(model, after)))
 
 
@@ -280,12 +280,12 @@ def test_slow_disks_are_waited_for_with_signs_of_life(tmp_path: Path) -> None:
 def other_model_rank(rank: int, ranks: int, root: Path) -> str:
     with World(Layout(ranks), backend=backend(), timeout=60) as world:
         model, optim = opened(world, preset="llama-tiny")
-        with pytest.raises(CheckpointError) as found:
+        with pytest.raises(CheckpointError) as error:
             load_checkpoint(root / "step-000001", model, optim, world)
         wide = prepare(load_model(None, "qwen3-tiny", dtype="float32", seed=0, vocab_size=80), world, probe=False)
         with pytest.raises(CheckpointError, match=r"does not fit this model: Size mismatch .*\(on rank 0\)$"):
             load_checkpoint(root / "step-000001", wide, None, world)
-        return str(found.value)
+        return str(error.value)
 
 
 def full_disk_rank(rank: int, ranks: int, root: Path) -> str:
@@ -327,9 +327,9 @@ def interrupted_rank(rank: int, ranks: int, root: Path, how: str) -> str:
 
         checkpoint_module.publish = broken  # type: ignore[assignment]
         update(model, optim)
-        with pytest.raises(CheckpointError) as found:
+        with pytest.raises(CheckpointError) as error:
             save_checkpoint(root, model, optim, world, step=2, state={}, keep=1)
-        return str(found.value)
+        return str(error.value)
 
 
 def test_a_full_disk_is_every_ranks_error_and_the_older_checkpoint_stays(tmp_path: Path) -> None:

@@ -40,8 +40,8 @@ def world_of_one_process(home: Layout, gather_objects: Callable[..., list[float]
 
 
 def test_the_fit_of_two_probes() -> None:
-    found = fitted([(100, 3000), (300, 7000)], 10_000, ranks=2)
-    assert found == RowsThatFit(rows=450, bytes_per_row=20.0, fixed_bytes=1000.0, budget_bytes=10_000, ranks=2)
+    fit = fitted([(100, 3000), (300, 7000)], 10_000, ranks=2)
+    assert fit == RowsThatFit(rows=450, bytes_per_row=20.0, fixed_bytes=1000.0, budget_bytes=10_000, ranks=2)
     assert fitted([(100, 3000), (300, 7000)], 1020, ranks=2).rows == 1
     with pytest.raises(ConfigError, match="a row takes 20 bytes beside 1,000 for any number"):
         fitted([(100, 3000), (300, 7000)], 1019, ranks=2)
@@ -94,7 +94,7 @@ class Machine(NamedTuple):
 
     budgets: tuple[int, int]
     fixed: int
-    each: int
+    row_bytes: int
     below: int | None = None
 
 
@@ -118,7 +118,7 @@ def test_probes_go_no_further_than_those_before_allow(
 
     def bytes_of(config: RunConfig, model: object, world: World, rows: int) -> int:
         probed.append(rows)
-        return machine.fixed + machine.each * rows
+        return machine.fixed + machine.row_bytes * rows
 
     def gather_objects(value: float, what: str = "") -> list[float]:
         return list(machine.budgets) if not probed else [value] * 2
@@ -127,9 +127,9 @@ def test_probes_go_no_further_than_those_before_allow(
     config = small_config(tmp_path, train__memory_bytes=machine.budgets[0])
     world = world_of_one_process(Layout(ranks=2), gather_objects)
     unused: Any = None
-    found = measure(config, unused, unused, world, below=machine.below)
-    assert (probed, found.rows) == ([sizes[0], *sizes], rows)
-    assert all(machine.fixed + machine.each * n <= min(machine.budgets) for n in sizes[1:] if n > sizes[0])
+    fit = measure(config, unused, unused, world, below=machine.below)
+    assert (probed, fit.rows) == ([sizes[0], *sizes], rows)
+    assert all(machine.fixed + machine.row_bytes * n <= min(machine.budgets) for n in sizes[1:] if n > sizes[0])
 
 
 def test_too_few_rows_for_probes_are_named(tmp_path: Path) -> None:
@@ -144,31 +144,31 @@ def _measured(rank: int, config: RunConfig) -> tuple[RowsThatFit, float, bool]:
     with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
         model = load_model(None, "qwen3-tiny", vocab_size=300)
         model = prepare(model, world, activation_checkpointing=config.train.activation_checkpointing)
-        found = measure(config, model, build_optimizer(model), world)
-        seen = most_bytes(config, model, world, found.rows)
+        fit = measure(config, model, build_optimizer(model), world)
+        seen = most_bytes(config, model, world, fit.rows)
         left = any(p.grad is not None for p in model.parameters())
-    return found, seen / found.budget_bytes, left
+    return fit, seen / fit.budget_bytes, left
 
 
 def test_rows_that_fit_fill_the_budget(tmp_path: Path) -> None:
-    each = {}
+    rows = {}
     for kind in ("none", "full"):
         config = small_config(tmp_path, train__activation_checkpointing=kind, train__memory_bytes=30_000_000)
         answers = run_ranks(_measured, 2, config)
         assert answers[0][0] == answers[1][0] and not any(left for _, _, left in answers)
         assert all(0.9 < share < 1.05 for _, share, _ in answers), answers
-        each[kind] = answers[0][0].rows
-    assert each["full"] > 1.3 * each["none"]
+        rows[kind] = answers[0][0].rows
+    assert rows["full"] > 1.3 * rows["none"]
 
 
 def test_a_run_measures_once_and_goes_on_with_it(tmp_path: Path) -> None:
     changes = {"context__max_tokens_per_slot": "auto", "train__memory_bytes": 20_000_000}
     run = tmp_path / "run"
     run_ranks(train_rank, 2, small_config(tmp_path, **changes, train__steps=1), 2)
-    found = json.loads((run / FILE).read_text())
-    assert json.loads((run / "plans" / "step-000001.json").read_text())["max_tokens_per_slot"] == found["rows"]
+    fit = json.loads((run / FILE).read_text())
+    assert json.loads((run / "plans" / "step-000001.json").read_text())["max_tokens_per_slot"] == fit["rows"]
     assert 'max_tokens_per_slot = "auto"' in (run / "config.toml").read_text()
-    (run / FILE).write_text(json.dumps(found | {"rows": 77}))
+    (run / FILE).write_text(json.dumps(fit | {"rows": 77}))
     run_ranks(train_rank, 2, small_config(tmp_path, **changes, train__steps=2), 2)
     assert json.loads((run / "plans" / "step-000002.json").read_text())["max_tokens_per_slot"] == 77
 
