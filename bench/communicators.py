@@ -37,17 +37,17 @@ def main() -> None:
     flags.add_argument("--steps", type=int, default=200)
     flags.add_argument("--max-groups", default="0,4,8")
     flags.add_argument("--out", type=Path)
-    given = flags.parse_args()
+    settings = flags.parse_args()
     rows = []
-    for most in map(int, given.max_groups.split(",")):
-        args = (given.ranks, given.backend, given.steps, most)
-        rows.append({"max_groups": most, "by_rank": run_local(_measured, given.ranks, args, timeout=3600)})
+    for most in map(int, settings.max_groups.split(",")):
+        args = (settings.ranks, settings.backend, settings.steps, most)
+        rows.append({"max_groups": most, "by_rank": run_local(_measured, settings.ranks, args, timeout=3600)})
         print(_row(rows[-1]), flush=True)
     about = {"machine": machine(), "versions": versions(), "command": " ".join(["python", *sys.argv])}
-    settings = {name: getattr(given, name) for name in ("backend", "ranks", "steps")}
-    record = {"bench": "communicators", **about, **settings, "groups": _groups(given), "rows": rows}
-    if given.out is not None:
-        write_record(record, given.out, _text(record))
+    options = {name: getattr(settings, name) for name in ("backend", "ranks", "steps")}
+    record = {"bench": "communicators", **about, **options, "groups": _groups(settings), "rows": rows}
+    if settings.out is not None:
+        write_record(record, settings.out, _text(record))
     print(_text(record))
 
 
@@ -62,15 +62,15 @@ def _lengths(ranks: int, step: int) -> list[int]:
     return np.clip(lengths // 64, 2, 512 * ranks).tolist()
 
 
-def _groups(given: argparse.Namespace) -> dict[str, Any]:
+def _groups(settings: argparse.Namespace) -> dict[str, Any]:
     """The groups of several slots in all plans: how many different ones, and how often the most frequent recur."""
-    batches = [batch for plan in _plans(given.ranks, given.steps) for batch in plan.micro_batches]
-    found = Counter(tuple(sorted(g.slots)) for batch in batches for g in batch.groups if g.degree > 1)
-    several = sum(len(batch.groups_of(slot)) > 1 for batch in batches for slot in range(given.ranks))
+    batches = [batch for plan in _plans(settings.ranks, settings.steps) for batch in plan.micro_batches]
+    uses = Counter(tuple(sorted(g.slots)) for batch in batches for g in batch.groups if g.degree > 1)
+    several = sum(len(batch.groups_of(slot)) > 1 for batch in batches for slot in range(settings.ranks))
     return {
-        "different": len(found),
-        "used": sum(found.values()),
-        "most frequent": found.most_common(1)[0][1] if found else 0,
+        "different": len(uses),
+        "used": sum(uses.values()),
+        "most frequent": uses.most_common(1)[0][1] if uses else 0,
         "micro_batches": len(batches),
         "slots in several groups": several,
     }
@@ -78,32 +78,32 @@ def _groups(given: argparse.Namespace) -> dict[str, Any]:
 
 def _measured(rank: int, ranks: int, backend: str, steps: int, most: int) -> dict[str, Any]:
     with World(Layout(ranks=ranks), backend=backend, max_groups=most) as world:
-        before = _held(world)
+        before = _resources(world)
         for plan in _plans(ranks, steps):
             world.prepare(plan)
             for batch in plan.micro_batches[:1]:
                 shard = bind(batch, world)
                 q = torch.zeros((shard.local_rows, 2, 8), device=world.device, dtype=torch.float32)
                 attend(q, q, q, shard, cp_comm_type="all_gather")
-        after = _held(world)
+        after = _resources(world)
         kinds = Counter(record.kind for record in world.process_groups.made)
         seconds = sum(r.seconds for r in world.process_groups.made if r.kind == "communicator")
     return {"kinds": dict(kinds), "seconds": seconds, "before": before, "after": after}
 
 
-def _held(world: World) -> dict[str, float]:
+def _resources(world: World) -> dict[str, float]:
     """What this process holds: descriptors and threads, resident MiB, and MiB in use on its GPU."""
-    found: dict[str, float] = {}
+    resources: dict[str, float] = {}
     if Path("/proc/self/fd").exists():
         status = Path("/proc/self/status").read_text(encoding="utf-8")
         words = {line.split(":")[0]: line.split()[1] for line in status.splitlines() if len(line.split()) > 1}
-        found |= {"descriptors": len(list(Path("/proc/self/fd").iterdir())), "threads": int(words["Threads"])}
-        found["resident MiB"] = round(int(words["VmRSS"]) / 1024, 1)
+        resources |= {"descriptors": len(list(Path("/proc/self/fd").iterdir())), "threads": int(words["Threads"])}
+        resources["resident MiB"] = round(int(words["VmRSS"]) / 1024, 1)
     if world.device.type == "cuda":
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info(world.device)
-        found["GPU MiB"] = round((total - free - torch.cuda.memory_reserved(world.device)) / 2**20, 1)
-    return found
+        resources["GPU MiB"] = round((total - free - torch.cuda.memory_reserved(world.device)) / 2**20, 1)
+    return resources
 
 
 def _row(row: dict[str, Any]) -> str:
@@ -116,8 +116,8 @@ def _row(row: dict[str, Any]) -> str:
 
 
 def _text(record: dict[str, Any]) -> str:
-    groups, held = record["groups"], record["rows"][0]["by_rank"][0]["after"]
-    header = ["max_groups", "of their own, by rank", "in all, most of a rank", *held]
+    groups, resources = record["groups"], record["rows"][0]["by_rank"][0]["after"]
+    header = ["max_groups", "of their own, by rank", "in all, most of a rank", *resources]
     lines = [
         f"# Communicators of {record['steps']} dynamic plans over {record['ranks']} slots ({record['backend']})",
         "",

@@ -35,9 +35,9 @@ PARTS: dict[str, tuple[str, ...]] = {
         "comm/test_shard.py::test_rows_positions_and_segments_of_every_kind_of_micro_batch",
         "comm/test_tp_collectives.py::test_sums_slices_and_their_gradients",
         "comm/test_meshes.py::test_a_world_after_a_world_has_meshes_of_its_own",
-        "comm/test_world.py::test_host_values_and_meshes_of_every_home pp=2,",
-        "comm/test_world.py::test_host_values_and_meshes_of_every_home dp_replicate=2)",
-        "comm/test_world.py::test_host_values_and_meshes_of_every_home (2,",
+        "comm/test_world.py::test_the_control_group_and_meshes_of_every_home pp=2,",
+        "comm/test_world.py::test_the_control_group_and_meshes_of_every_home dp_replicate=2)",
+        "comm/test_world.py::test_the_control_group_and_meshes_of_every_home (2,",
         "comm/test_failure.py::test_a_stuck_gpu_is_reported_and_its_process_ended",
     ),
     "attention": (

@@ -34,8 +34,8 @@ GRADIENTS: dict[str, RowGradient] = {"shards to tensor-parallel replicas": "iden
 
 def features(rows: list[int]) -> Tensor:
     """Encoder inputs that name their row."""
-    found = [torch.sin(torch.arange(5, dtype=torch.float64) + 5 * row) for row in rows]
-    return torch.stack(found) if found else torch.empty(0, 5, dtype=torch.float64)
+    inputs = [torch.sin(torch.arange(5, dtype=torch.float64) + 5 * row) for row in rows]
+    return torch.stack(inputs) if inputs else torch.empty(0, 5, dtype=torch.float64)
 
 
 def weights(rows: list[int]) -> Tensor:
@@ -67,9 +67,9 @@ def check(rank: int, have: Lists, need: Lists, world: World, gradient: RowGradie
     hidden.retain_grad()
     bridge = Bridge(Partition.from_rows(have), Partition.from_rows(need), world, gradient=gradient)
     arrived = bridge(hidden)
-    wanted = encoder().to(world.device)(features(need[rank]).to(world.device))
+    dense_rows = encoder().to(world.device)(features(need[rank]).to(world.device))
     # not the same bits on GPUs: a matrix product of other rows may be taken by another kernel
-    torch.testing.assert_close(arrived.detach(), wanted.detach(), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(arrived.detach(), dense_rows.detach(), rtol=1e-12, atol=1e-13)
     (arrived.pow(2) * weights(need[rank]).to(world.device)).sum().backward()
     uses = [sum(rows.count(row) for rows in need) for row in have[rank]]
     counted = torch.tensor([min(n, 1) if gradient == "identical" else n for n in uses], dtype=torch.float64)
@@ -89,8 +89,8 @@ def public_example(rank: int) -> None:
     have, need = Partition.from_rows([[0, 1], [2], []]), Partition.from_rows([[2], [2, 0], [1]])
     assert [Exchange(have, need).received_rows(r) for r in range(3)] == [1, 1, 1]
     with World(Layout(ranks=3), backend=backend()) as world:
-        own = ([1.0, 2.0], [3.0], [])[rank]
-        x = torch.tensor(own, dtype=torch.float64, device=world.device).reshape(-1, 1).requires_grad_()
+        values = ([1.0, 2.0], [3.0], [])[rank]
+        x = torch.tensor(values, dtype=torch.float64, device=world.device).reshape(-1, 1).requires_grad_()
         bridge = Bridge(have, need, world, gradient="partial")
         y = bridge(x)
         assert y.flatten().tolist() == [[3.0], [3.0, 1.0], [2.0]][rank] and "Bridge" in repr(bridge)

@@ -25,7 +25,7 @@ def _travel(rank: int, table: list[list[int]]) -> tuple[list[list[int]], list[fl
     """Counts that this rank learns, the rows that arrive, and the gradient of those sent: 2 x the arrived place + 1."""
     with World(Layout(ranks=3), backend=backend()) as world:
         channel = world.channels.between(range(3))
-        found = exchange_counts(torch.tensor(table[rank], device=world.device), channel)
+        counts = exchange_counts(torch.tensor(table[rank], device=world.device), channel)
         going = [_row(rank, m, i) for m, n in enumerate(table[rank]) for i in range(n)]
         x = torch.tensor(going, dtype=torch.float64, device=world.device).unsqueeze(1).expand(-1, 2).contiguous()
         x.requires_grad_()
@@ -33,17 +33,17 @@ def _travel(rank: int, table: list[list[int]]) -> tuple[list[list[int]], list[fl
         places = torch.arange(len(arrived), device=world.device).unsqueeze(1)
         (arrived * (2 * places + 1)).sum().backward()
         assert x.grad is not None and torch.equal(x.grad[:, 0], x.grad[:, 1])
-        return found, arrived[:, 0].tolist(), x.grad[:, 0].tolist()
+        return counts, arrived[:, 0].tolist(), x.grad[:, 0].tolist()
 
 
 @pytest.mark.parametrize("case", TABLES)
 def test_rows_travel_and_their_gradients_return(case: str) -> None:
     table = TABLES[case]
     answers = run_ranks(_travel, 3, table)
-    wanted = [[_row(s, m, i) for s in range(3) for i in range(table[s][m])] for m in range(3)]
-    places = {value: 2.0 * place + 1.0 for rows in wanted for place, value in enumerate(rows)}
+    expected = [[_row(s, m, i) for s in range(3) for i in range(table[s][m])] for m in range(3)]
+    places = {value: 2.0 * place + 1.0 for rows in expected for place, value in enumerate(rows)}
     for rank, (counts, arrived, gradient) in enumerate(answers):
-        assert counts == table and arrived == wanted[rank]
+        assert counts == table and arrived == expected[rank]
         assert gradient == [places[_row(rank, m, i)] for m in range(3) for i in range(table[rank][m])]
 
 

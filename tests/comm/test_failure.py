@@ -58,13 +58,13 @@ def walk(rank: int, how: str) -> None:
 @pytest.mark.skipif(backend() != "gloo", reason="NCCL ends a stuck process instead of raising in it")
 @pytest.mark.parametrize("how", FAILURES)
 def test_the_others_stop_and_say_which(how: str) -> None:
-    kind, launcher, others = FAILURES[how]
+    kind, launcher, survivors = FAILURES[how]
     before = time.monotonic()
     with pytest.raises(kind, match=launcher) as raised:
         run_local(walk, 4, (how,), timeout=100, grace=6, threads=1)
     assert time.monotonic() - before < 50
     notes = getattr(raised.value, "__notes__", [])
-    said = [note for note in notes if re.search(others, note)]
+    said = [note for note in notes if re.search(survivors, note)]
     assert len(said) >= (2 if how == "hang" else 3), notes
     assert how != "hang" or "rank 2: was still running and was killed" in notes
     assert all(re.match(r"rank [013]: CommError", note) for note in said)
@@ -85,19 +85,19 @@ def outlive(rank: int) -> str:
 
 def test_a_rank_that_leaves_and_lives_on_is_quoted_at_once() -> None:
     before = time.monotonic()
-    found = run_ranks(outlive, 2)
-    assert found[1] == "not today"
-    assert re.search(r"'barrier' of step 0 .*rank 1 left with ValueError: not today", found[0])
+    messages = run_ranks(outlive, 2)
+    assert messages[1] == "not today"
+    assert re.search(r"'barrier' of step 0 .*rank 1 left with ValueError: not today", messages[0])
     assert time.monotonic() - before < 50
 
 
 def wait_in_vain(rank: int, folder: Path) -> None:
     """Rank 1 leaves with an error and keeps its connections; rank 0 is in a barrier, rank 2 at work of its own."""
     answering.LEFT_SECONDS = 1.0
-    kept = None
+    group = None
     try:
         with World(Layout(ranks=3), backend="gloo", timeout=60) as world:
-            kept = world.control.group
+            group = world.control.group
             if rank == 1:
                 raise ValueError("not today")
             if rank == 0:
@@ -107,7 +107,7 @@ def wait_in_vain(rank: int, folder: Path) -> None:
             raise ValueError("over")
     except ValueError:
         time.sleep(15)
-    assert kept is not None
+    assert group is not None
 
 
 def test_a_rank_that_waits_for_one_that_left_is_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

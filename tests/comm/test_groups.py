@@ -51,8 +51,10 @@ def talk(rank: int, max_groups: int) -> list[GroupRecord]:
                     with only_its_communicator(world, channel):
                         for check in (check_gather, check_sum, check_rows, check_shift):
                             check(channel, counts, dtype)
-        own = [record.ranks for record in world.process_groups.made if record.kind == "communicator"]
-        assert all(world.process_groups.communicator(ranks) is not None for ranks in own), "made, and not used"
+        communicators = [record.ranks for record in world.process_groups.made if record.kind == "communicator"]
+        assert all(world.process_groups.communicator(ranks) is not None for ranks in communicators), (
+            "made, and not used"
+        )
         return world.process_groups.made
 
 
@@ -64,8 +66,8 @@ def only_its_communicator(world: World, channel: Channel) -> AbstractContextMana
 
 
 def check_gather(channel: Channel, counts: tuple[int, ...], dtype: torch.dtype) -> None:
-    own = rows(channel.index, counts[channel.index], dtype, channel.device)
-    handle = channel.all_gather(own, counts, "gather")
+    local = rows(channel.index, counts[channel.index], dtype, channel.device)
+    handle = channel.all_gather(local, counts, "gather")
     parts = handle.wait()
     for member, part in enumerate(parts):
         assert torch.equal(part, rows(member, counts[member], dtype, channel.device)), (member, part)
@@ -91,8 +93,8 @@ def check_rows(channel: Channel, counts: tuple[int, ...], dtype: torch.dtype) ->
     sends, receives = list(range(channel.degree)), [channel.index] * channel.degree
     x = torch.cat([rows(10 * channel.index + m, n, dtype, channel.device) for m, n in enumerate(sends)])
     arrived = channel.all_to_all_rows(x, sends, receives, "rows").wait()
-    wanted = [rows(10 * m + channel.index, channel.index, dtype, channel.device) for m in range(channel.degree)]
-    assert torch.equal(arrived, torch.cat(wanted))
+    expected = [rows(10 * m + channel.index, channel.index, dtype, channel.device) for m in range(channel.degree)]
+    assert torch.equal(arrived, torch.cat(expected))
 
 
 def check_shift(channel: Channel, counts: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -111,11 +113,11 @@ def one_group(slots: tuple[int, ...]) -> Plan:
 @pytest.mark.parametrize(("max_groups", "made"), [(0, 0), (1, 1), (9, 2)])
 def test_channels_with_and_without_communicators(max_groups: int, made: int) -> None:
     for rank, records in enumerate(run_ranks(talk, 4, max_groups)):
-        own = [record for record in records if record.kind == "communicator"]
-        assert all(rank in record.ranks and record.seconds > 0 for record in own)
-        assert len(own) <= max_groups
+        communicators = [record for record in records if record.kind == "communicator"]
+        assert all(rank in record.ranks and record.seconds > 0 for record in communicators)
+        assert len(communicators) <= max_groups
         if rank == 0:  # (0, 1, 2, 3), again in another order, (0, 2), (0, 3)
-            assert len(own) == min(max_groups, 3) >= made
+            assert len(communicators) == min(max_groups, 3) >= made
 
 
 def test_the_error_of_a_sum_does_not_grow_with_the_number_of_members() -> None:
@@ -159,13 +161,13 @@ def pairs(rank: int) -> None:
     """Several tensors between the same two members match in order; empty ones are dropped on both sides."""
     with World(Layout(ranks=3), backend=backend(), timeout=60) as world:
         channel = world.channels.between((2, 0, 1))
-        others = [m for m in range(3) if m != channel.index]
+        peers = [m for m in range(3) if m != channel.index]
         sizes = (2, 0, 5)
-        sends = [(m, torch.full((n,), 10.0 * channel.index + n, device=world.device)) for n in sizes for m in others]
-        receives = [(m, torch.zeros(n, device=world.device)) for n in sizes for m in others]
+        sends = [(m, torch.full((n,), 10.0 * channel.index + n, device=world.device)) for n in sizes for m in peers]
+        receives = [(m, torch.zeros(n, device=world.device)) for n in sizes for m in peers]
         assert channel.exchange(sends, receives, "pairs").wait() is None
-        for member, found in receives:
-            assert (found == 10.0 * member + len(found)).all()
+        for member, arrived_there in receives:
+            assert (arrived_there == 10.0 * member + len(arrived_there)).all()
         strided = torch.arange(6.0, device=world.device).reshape(3, 2).t()
         arrived = torch.empty(2, 3, device=world.device)
         right, left = (channel.index + 1) % 3, (channel.index - 1) % 3
@@ -231,13 +233,13 @@ def test_slots_that_can_gain_nothing_are_not_counted() -> None:
 
 def test_messages_that_travel_beside_kernels_go_on_streams_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of planes and of plans over NCCL; layers wait for those of FSDP2 and of tensor parallelism."""
-    asked: list[Any] = []
+    options: list[Any] = []
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **more: asked.append(more["pg_options"]))
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **more: options.append(more["pg_options"]))
     watch: Any = SimpleNamespace(rank=5, during=lambda *what: nullcontext())
     groups = ProcessGroups(backend="cpu:gloo,cuda:nccl", timeout=9.0, watch=watch)
     for kind, backend_ in (("parent", None), ("communicator", None), ("slots", None), ("tp", None), ("parent", "gloo")):
         assert groups.make((0, 1), kind, backend=backend_) is None
-    urgent, of_a_plan, *others = asked
+    urgent, of_a_plan, *usual = options
     assert urgent == of_a_plan == SimpleNamespace(is_high_priority_stream=True, _timeout=timedelta(seconds=9))
-    assert others == [None] * 3
+    assert usual == [None] * 3

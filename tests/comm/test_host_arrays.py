@@ -14,9 +14,9 @@ DEVICE = torch.device("cuda" if backend() == "nccl" else "cpu")
     "array", (np.arange(7), np.zeros(0, np.int64), np.ones((2, 3), np.int32), np.float64(1) * np.eye(2))
 )
 def test_an_array_arrives_as_it_is(array: np.ndarray) -> None:
-    found = to_device(array, DEVICE)
-    assert found.device.type == DEVICE.type and found.shape == array.shape
-    assert np.array_equal(found.cpu().numpy(), array) and found.cpu().numpy().dtype == array.dtype
+    tensor = to_device(array, DEVICE)
+    assert tensor.device.type == DEVICE.type and tensor.shape == array.shape
+    assert np.array_equal(tensor.cpu().numpy(), array) and tensor.cpu().numpy().dtype == array.dtype
 
 
 def test_on_a_cpu_memory_is_shared() -> None:
@@ -33,6 +33,6 @@ def test_on_a_gpu_the_array_may_change_at_once() -> None:
     for _ in range(20):
         busy = busy @ busy * 1e-3
     array = np.arange(1 << 16)
-    found = to_device(array, DEVICE)
+    tensor = to_device(array, DEVICE)
     array[:] = -1
-    assert torch.equal(found.cpu(), torch.arange(1 << 16))
+    assert torch.equal(tensor.cpu(), torch.arange(1 << 16))

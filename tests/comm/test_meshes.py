@@ -52,14 +52,14 @@ def _visit(rank: int, home: Layout) -> tuple[dict[str, Members], list[str]]:
 def _shard_twice(world: World, outer: DeviceMesh, inner: DeviceMesh) -> None:
     """FSDP2 on one mesh over a DTensor on the other: the whole parameter and its gradient come back."""
     layer = nn.Linear(8, 16, bias=False, device=world.device)
-    whole = torch.arange(128.0, device=world.device).view(16, 8)
-    layer.weight = nn.Parameter(distribute_tensor(whole, inner, [Shard(0)], src_data_rank=None))
+    weight = torch.arange(128.0, device=world.device).view(16, 8)
+    layer.weight = nn.Parameter(distribute_tensor(weight, inner, [Shard(0)], src_data_rank=None))
     fully_shard(layer, mesh=outer)
     layer.set_force_sum_reduction_for_comms(True)
     layer.set_gradient_divide_factor(1.0)
     x = DTensor.from_local(torch.ones(2, 8, device=world.device), inner)
     layer(x).sum().backward()
-    assert isinstance(layer.weight, DTensor) and torch.equal(layer.weight.full_tensor(), whole)
+    assert isinstance(layer.weight, DTensor) and torch.equal(layer.weight.full_tensor(), weight)
     gradient = layer.weight.grad
     assert isinstance(gradient, DTensor) and (gradient.full_tensor() == 2 * outer.size()).all()
 
@@ -71,43 +71,43 @@ def _wanted(home: Layout, rank: int) -> dict[str, Members]:
     def place(other: int) -> dict[str, int]:
         pp, slot, tp = home.coordinates(other)
         replicate, slots = divmod(slot, width)
-        found = {"pp": pp, "replicate": replicate, "slots": slots, "tp": tp}
-        return found | {"outer": slots // home.ep, "ep": slots % home.ep}
+        indices = {"pp": pp, "replicate": replicate, "slots": slots, "tp": tp}
+        return indices | {"outer": slots // home.ep, "ep": slots % home.ep}
 
     def line(*free: str) -> tuple[int, ...]:
-        own = place(rank)
-        same = [r for r in home.ranks if all(place(r)[axis] == own[axis] for axis in own if axis not in free)]
+        here = place(rank)
+        same = [r for r in home.ranks if all(place(r)[axis] == here[axis] for axis in here if axis not in free)]
         return tuple(sorted(same))
 
     first: Members = {"replicate": line("replicate")} if copies > 1 else {}
-    found: dict[str, Members] = {"fsdp": first | {"slots": line("slots", "outer", "ep")}}
+    meshes: dict[str, Members] = {"fsdp": first | {"slots": line("slots", "outer", "ep")}}
     alone = home.ep == home.tp == 1
-    found["expert"] = found["fsdp"] if alone else first | {"outer": line("slots", "outer", "tp")}
+    meshes["expert"] = meshes["fsdp"] if alone else first | {"outer": line("slots", "outer", "tp")}
     if home.tp > 1:
-        found["tp"] = {"tp": line("tp")}
+        meshes["tp"] = {"tp": line("tp")}
     if home.ep > 1:
-        found["ep"] = {"ep": line("slots", "ep")}
-    return found
+        meshes["ep"] = {"ep": line("slots", "ep")}
+    return meshes
 
 
 @pytest.mark.parametrize("home", HOMES, ids=str)
 def test_axes_hold_their_ranks_and_fsdp2_takes_tensors_of_the_same_root(home: Layout) -> None:
-    for rank, (found, kinds) in enumerate(run_ranks(_visit, len(home.ranks), home)):
-        assert found == _wanted(home, rank)
+    for rank, (meshes, kinds) in enumerate(run_ranks(_visit, len(home.ranks), home)):
+        assert meshes == _wanted(home, rank)
         axes = [kind for kind in kinds if kind not in ("control", "parent")]
-        assert len(axes) == len(set(axes)) == len({a for mesh in found.values() for a in mesh}), "one group an axis"
+        assert len(axes) == len(set(axes)) == len({a for mesh in meshes.values() for a in mesh}), "one group an axis"
 
 
 def _refused(rank: int, cases: list[tuple[Layout, str]]) -> list[str]:
-    found = []
+    messages = []
     for home, name in cases:
         with World(home, backend=backend(), timeout=60) as world:
             before = len(world.process_groups.made)
             with pytest.raises(CommError) as caught:
                 getattr(world.meshes, name)
             assert len(world.process_groups.made) == before
-            found.append(str(caught.value))
-    return found
+            messages.append(str(caught.value))
+    return messages
 
 
 def test_homes_without_such_a_mesh_are_refused() -> None:
@@ -119,8 +119,8 @@ def test_homes_without_such_a_mesh_are_refused() -> None:
         (Layout(ranks=(2, 3, 0, 1), tp=2), "fsdp", r"ranks \(2, 0\) descend along slots"),
         (Layout(ranks=(1, 0, 2, 3), ep=2), "expert", r"ranks \(1, 0\) descend along ep"),
     ]
-    for told in run_ranks(_refused, 4, [(home, name) for home, name, _ in cases]):
-        for message, (_, _, says) in zip(told, cases, strict=True):
+    for messages in run_ranks(_refused, 4, [(home, name) for home, name, _ in cases]):
+        for message, (_, _, says) in zip(messages, cases, strict=True):
             with pytest.raises(CommError, match=says):
                 raise CommError(message)
 
@@ -129,9 +129,9 @@ def _shuffled(rank: int) -> None:
     """With slots alone, any order of ranks: the whole parameter comes back in order."""
     with World(Layout(ranks=(2, 0, 3, 1), dp_replicate=2), backend=backend(), timeout=60) as world:
         layer = nn.Linear(8, 16, bias=False, device=world.device)
-        whole = layer.weight.detach().fill_(0).add_(torch.arange(128.0, device=world.device).view(16, 8)).clone()
+        weight = layer.weight.detach().fill_(0).add_(torch.arange(128.0, device=world.device).view(16, 8)).clone()
         fully_shard(layer, mesh=world.meshes.fsdp)
-        assert isinstance(layer.weight, DTensor) and torch.equal(layer.weight.full_tensor(), whole)
+        assert isinstance(layer.weight, DTensor) and torch.equal(layer.weight.full_tensor(), weight)
 
 
 def test_slots_in_any_order_of_ranks() -> None:
@@ -140,7 +140,7 @@ def test_slots_in_any_order_of_ranks() -> None:
 
 def _again(rank: int) -> list[float]:
     """Two worlds with equal meshes over groups of other names, in one process."""
-    found = []
+    norms = []
     for pipeline_first in (False, True):
         with World(Layout(ranks=4, pp=2), backend=backend(), timeout=60) as world:
             if pipeline_first:
@@ -149,8 +149,8 @@ def _again(rank: int) -> list[float]:
             x = DTensor.from_local(local, world.meshes.fsdp, [Shard(0)], run_check=False)
             norm = torch.linalg.vector_norm(x)
             assert isinstance(norm, DTensor)
-            found.append(norm.full_tensor().item())
-    return found
+            norms.append(norm.full_tensor().item())
+    return norms
 
 
 def test_a_world_after_a_world_has_meshes_of_its_own() -> None:

@@ -28,21 +28,21 @@ def walk(rank: int, degree: int, counts: tuple[int, ...]) -> int:
     """Go round once, sending back a gradient that names who gave it; returns the peak of live blocks."""
     with World(Layout(ranks=degree), backend=backend()) as world:
         channel = world.channels.between(tuple(range(degree)))
-        own = tuple(t.to(world.device) for t in blocks(rank, counts[rank]))
-        ring = RingBlocks(channel, own, counts, "test ring")
-        home = GradientRing(channel, own, counts, "test gradients", add=add_addends, dtype=torch.float64)
+        mine = tuple(t.to(world.device) for t in blocks(rank, counts[rank]))
+        ring = RingBlocks(channel, mine, counts, "test ring")
+        home = GradientRing(channel, mine, counts, "test gradients", add=add_addends, dtype=torch.float64)
         owners = []
         for owner, block in ring:
             owners.append(owner)
-            for found, expected in zip(block, blocks(owner, counts[owner]), strict=True):
-                assert torch.equal(found.cpu(), expected), (rank, owner, found, expected)
+            for arrived, expected in zip(block, blocks(owner, counts[owner]), strict=True):
+                assert torch.equal(arrived.cpu(), expected), (rank, owner, arrived, expected)
             if owner != rank:
                 home.add(owner, [Addend(slice(0, counts[owner]), [t * (rank + 1) for t in block])])
         assert owners == [(rank - step) % degree for step in range(degree)]
         factor = sum(range(1, degree + 1))
-        mine = Addend(slice(0, counts[rank]), [t * (rank + 1) for t in own])
-        for found, expected in zip(home.finish([mine]), own, strict=True):
-            assert torch.equal(found, expected * factor), (rank, found, expected * factor)
+        addend = Addend(slice(0, counts[rank]), [t * (rank + 1) for t in mine])
+        for arrived, expected in zip(home.finish([addend]), mine, strict=True):
+            assert torch.equal(arrived, expected * factor), (rank, arrived, expected * factor)
         return ring.peak_blocks
 
 
@@ -68,8 +68,8 @@ def walk_subset(rank: int) -> None:
         for slots in ((3, 0, 2), (1, 2, 3), (0, 1)):
             if rank in slots:
                 me, counts = slots.index(rank), tuple(slot + 1 for slot in slots)
-                own = (torch.full((counts[me], 2), float(rank), device=world.device),)
-                for owner, (block,) in RingBlocks(world.channels.between(slots), own, counts, "subset"):
+                mine = (torch.full((counts[me], 2), float(rank), device=world.device),)
+                for owner, (block,) in RingBlocks(world.channels.between(slots), mine, counts, "subset"):
                     assert block.shape[0] == counts[owner]
                     assert (block == slots[owner]).all()
 

@@ -52,29 +52,29 @@ def check(rank: int, names: list[str]) -> None:
 
 
 def stack(rows: list[int], world: World, dtype: torch.dtype, *shape: int) -> Tensor:
-    found = [value(row, 6).reshape(shape) for row in rows]
-    return (torch.stack(found) if found else torch.empty(0, *shape)).to(world.device, dtype)
+    values = [value(row, 6).reshape(shape) for row in rows]
+    return (torch.stack(values) if values else torch.empty(0, *shape)).to(world.device, dtype)
 
 
 def check_values(rank: int, have: Lists, need: Lists, exchange: Exchange, world: World) -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool):
         for shape in ((6,), (3, 2)):
             x = stack(have[rank], world, dtype, *shape)
-            found = RowExchange(exchange, world.channels.everyone, gradient="none")(x)
-            assert found.dtype == dtype and torch.equal(found, stack(need[rank], world, dtype, *shape))
-            assert not found.requires_grad
+            y = RowExchange(exchange, world.channels.everyone, gradient="none")(x)
+            assert y.dtype == dtype and torch.equal(y, stack(need[rank], world, dtype, *shape))
+            assert not y.requires_grad
 
 
 def check_gradient(
-    rank: int, own: list[int], need: Lists, move: RowExchange, gradient: RowGradient, dtype: torch.dtype
+    rank: int, rows: list[int], need: Lists, move: RowExchange, gradient: RowGradient, dtype: torch.dtype
 ) -> None:
     device = move.channel.device
-    x = torch.ones(len(own), 2, device=device, dtype=dtype, requires_grad=bool(own))
+    x = torch.ones(len(rows), 2, device=device, dtype=dtype, requires_grad=bool(rows))
     weights = torch.tensor([use(rank, p, row, gradient) for p, row in enumerate(need[rank])], device=device)
     (move(x) * weights.to(dtype)[:, None]).sum().backward()
-    if own:
-        wanted = torch.tensor([wanted_gradient(row, need, gradient) for row in own], device=device)
-        assert x.grad is not None and torch.equal(x.grad, wanted.to(dtype)[:, None].expand(-1, 2)), (x.grad, wanted)
+    if rows:
+        expected = torch.tensor([wanted_gradient(row, need, gradient) for row in rows], device=device)
+        assert x.grad is not None and torch.equal(x.grad, expected.to(dtype)[:, None].expand(-1, 2)), (x.grad, expected)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])

@@ -24,9 +24,9 @@ def _gathers(dim: int, gradient: Gradient) -> Through:
     return lambda x, key: tp_gather(x, key, dim, gradient=gradient)
 
 
-def _apply(fn: Through, world: World, own: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _apply(fn: Through, world: World, part: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The result and the gradient of (result · weight).sum(), on the CPU."""
-    x = own.to(world.device, copy=True).requires_grad_()
+    x = part.to(world.device, copy=True).requires_grad_()
     out = fn(x, world.key)
     assert out._base is None, "FSDP2 hooks what modules return, which must be no view"
     (out * weight.to(world.device)).sum().backward()
@@ -39,24 +39,24 @@ def _check(rank: int, home: Layout) -> None:
         (me, tp), slot = tp_place(world.key), world.slot + 10 * world.coordinates.pp
         assert (me, tp) == (world.coordinates.tp, home.tp)
         parts = [_numbers(1, ROWS, WIDTH, seed=100 * slot + member) for member in range(tp)]
-        own, total = parts[me], torch.stack(parts).sum(0)
+        part, total = parts[me], torch.stack(parts).sum(0)
         for dim in (1, -1):
-            whole = torch.cat(parts, dim)
-            same = _numbers(*whole.shape, seed=1)
-            out, gradient = _apply(_gathers(dim, "identical"), world, own, same)
-            assert torch.equal(out, whole) and torch.equal(gradient, same.chunk(tp, dim)[me])
-        each = [_numbers(1, tp * ROWS, WIDTH, seed=20 + member) for member in range(tp)]
-        _, gradient = _apply(_gathers(1, "partial"), world, own, each[me])
-        assert torch.equal(gradient, torch.stack(each).sum(0).chunk(tp, 1)[me])
+            joined = torch.cat(parts, dim)
+            same = _numbers(*joined.shape, seed=1)
+            out, gradient = _apply(_gathers(dim, "identical"), world, part, same)
+            assert torch.equal(out, joined) and torch.equal(gradient, same.chunk(tp, dim)[me])
+        gradients = [_numbers(1, tp * ROWS, WIDTH, seed=20 + member) for member in range(tp)]
+        _, gradient = _apply(_gathers(1, "partial"), world, part, gradients[me])
+        assert torch.equal(gradient, torch.stack(gradients).sum(0).chunk(tp, 1)[me])
         rows = [_numbers(1, ROWS // tp, WIDTH, seed=40 + member) for member in range(tp)]
         out, gradient = _apply(lambda x, key: tp_split(x, key, 1), world, total, rows[me])
         assert torch.equal(out, total.chunk(tp, 1)[me]) and torch.equal(gradient, torch.cat(rows, 1))
-        out, gradient = _apply(lambda x, key: tp_sum_split(x, key, 1), world, own, rows[me])
+        out, gradient = _apply(lambda x, key: tp_sum_split(x, key, 1), world, part, rows[me])
         assert torch.equal(out, total.chunk(tp, 1)[me]) and torch.equal(gradient, torch.cat(rows, 1))
         whole_rows = [_numbers(1, ROWS, WIDTH, seed=60 + member) for member in range(tp)]
-        out, gradient = _apply(tp_sum, world, own, whole_rows[0])
+        out, gradient = _apply(tp_sum, world, part, whole_rows[0])
         assert torch.equal(out, total) and torch.equal(gradient, whole_rows[0])
-        x = own.to(world.device, copy=True).requires_grad_()
+        x = part.to(world.device, copy=True).requires_grad_()
         with mock.patch.object(Layout, "rank_at", side_effect=AssertionError("who is in the group is known by now")):
             (tp_copy(x, world.key) * whole_rows[me].to(world.device)).sum().backward()
         assert world.channels.tp.ranks == tuple(

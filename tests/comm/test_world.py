@@ -78,15 +78,15 @@ def check_mesh(world: World) -> None:
     assert mesh.mesh_dim_names == (("slots",) if copies == 1 else ("replicate", "slots"))
     group = mesh.get_group("slots")
     assert group is not world.process_groups.parent("plane"), "point-to-point never runs on FSDP's group"
-    found = torch.ones(1, device=world.device) * world.rank
-    dist.all_reduce(found, group=group)
+    total = torch.ones(1, device=world.device) * world.rank
+    dist.all_reduce(total, group=group)
     width = world.home.slots // copies
     begin = world.slot // width * width
-    assert found.item() == sum(world.plane[begin : begin + width])
+    assert total.item() == sum(world.plane[begin : begin + width])
 
 
 @pytest.mark.parametrize("home", HOMES, ids=str)
-def test_host_values_and_meshes_of_every_home(home: Layout) -> None:
+def test_the_control_group_and_meshes_of_every_home(home: Layout) -> None:
     run_ranks(visit, len(home.ranks), home)
 
 
@@ -175,14 +175,14 @@ def end_slowly() -> None:
 
 
 def test_after_any_failure_to_open_the_next_world_opens() -> None:
-    said, others = run_ranks(open_again, 2)
-    for message, wanted in zip(
+    said, said_by_rank_1 = run_ranks(open_again, 2)
+    for message, pattern in zip(
         said,
         ("needs cuda:99", r"world of 2 ranks in 0.5 s: rank\(s\) \(1\) did not come", "gloo: no route"),
         strict=True,
     ):
-        assert re.search(wanted, message)
-    assert len(others) == 1
+        assert re.search(pattern, message)
+    assert len(said_by_rank_1) == 1
 
 
 @pytest.mark.parametrize(

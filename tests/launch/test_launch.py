@@ -27,8 +27,8 @@ def describe(rank: int, *args: object) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("n", [1, 3, 8])
 def test_results_come_back_by_rank(n: int) -> None:
-    for rank, found in enumerate(run_ranks(describe, n, "a", 2)):
-        assert found == (rank, ("a", 2), [str(rank), str(rank), str(n), str(n), "127.0.0.1"], 1)
+    for rank, result in enumerate(run_ranks(describe, n, "a", 2)):
+        assert result == (rank, ("a", 2), [str(rank), str(rank), str(n), str(n), "127.0.0.1"], 1)
 
 
 def large(rank: int, rows: int) -> torch.Tensor:
@@ -36,8 +36,8 @@ def large(rank: int, rows: int) -> torch.Tensor:
 
 
 def test_large_results_do_not_block() -> None:
-    for rank, found in enumerate(run_ranks(large, 2, 1_000_000)):
-        assert torch.equal(found, large(rank, 1_000_000))
+    for rank, result in enumerate(run_ranks(large, 2, 1_000_000)):
+        assert torch.equal(result, large(rank, 1_000_000))
 
 
 class AwkwardError(Exception):
@@ -226,5 +226,5 @@ def test_the_cause_comes_before_what_others_saw_of_it(
     ranks.failed = list(ranks.ranks)
     error = ranks._first_failure(60)
     assert str(error) == message
-    others = [DEATH if isinstance(x, str) else x.summary for x in failures]
-    assert {note.partition(": ")[2] for note in getattr(error, "__notes__", [])} <= set(others)
+    summaries = [DEATH if isinstance(x, str) else x.summary for x in failures]
+    assert {note.partition(": ")[2] for note in getattr(error, "__notes__", [])} <= set(summaries)

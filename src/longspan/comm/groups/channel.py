@@ -97,7 +97,7 @@ class Channel:
         if communicator is not None:
             by_rank = self._by_rank
             packed = _runs(x, sends, by_rank).contiguous()
-            handle = self._all_to_all(communicator, packed, into, what, sends=sends, receives=receives)
+            handle = self._all_to_all(communicator, packed, into, (sends, receives), what)
             if by_rank == sorted(by_rank):
                 return handle
             arrived, members = [receives[m] for m in by_rank], sorted(range(self.degree), key=by_rank.__getitem__)
@@ -115,22 +115,20 @@ class Channel:
             return self.exchange([(right, x)], [(left, into)], what)
         sends, receives = [0] * self.degree, [0] * self.degree
         sends[right], receives[left] = x.shape[0], into.shape[0]
-        return self._all_to_all(communicator, x.contiguous(), into, what, sends=sends, receives=receives)
+        return self._all_to_all(communicator, x.contiguous(), into, (sends, receives), what)
 
     def _all_to_all(
         self,
         communicator: ProcessGroup,
         x: Tensor,
         into: Tensor,
+        counts: tuple[Sequence[int], Sequence[int]],
         what: str,
-        *,
-        sends: Sequence[int],
-        receives: Sequence[int],
     ) -> Handle:
-        """Runs of x and of `into` lie in the order of their members' ranks; counts are in member order."""
-        splits = [[counts[member] for member in self._by_rank] for counts in (receives, sends)]
+        """Runs of x and `into` lie in rank order; `counts` (sends, receives) are in member order."""
+        sends, receives = ([runs[member] for member in self._by_rank] for runs in counts)
         with self.watch.during(what, self.ranks) as operation:
-            work = communicator.alltoall_base(into, x, *splits)
+            work = communicator.alltoall_base(into, x, receives, sends)
         return Handle(operation, (work,), keep=x, finish=lambda: into, work_bytes=into.nbytes)
 
     def all_gather(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
