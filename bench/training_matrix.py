@@ -36,14 +36,14 @@ def main() -> None:
     flags.add_argument("--backend", default="gloo", choices=("gloo", "nccl"))
     flags.add_argument("--most", type=int, default=1 << 30, help="combinations of each number of processes, drawn")
     flags.add_argument("--out", type=Path)
-    given = flags.parse_args()
-    os.environ["LONGSPAN_TEST_BACKEND"] = given.backend
-    record = open_record("training matrix", given.out, given.backend, ROOT)
+    options = flags.parse_args()
+    os.environ["LONGSPAN_TEST_BACKEND"] = options.backend
+    record = open_record("training matrix", options.out, options.backend, ROOT)
     record.setdefault("ranks", {})
-    for ranks in map(int, given.ranks.split(",")):
-        _add(record, ranks, given.most, given.out)
+    for ranks in map(int, options.ranks.split(",")):
+        _add(record, ranks, options.most, options.out)
     print(_text(record))
-    sys.exit(any(found["wrong"] for found in record["ranks"].values()))
+    sys.exit(any(result["wrong"] for result in record["ranks"].values()))
 
 
 def _add(record: dict[str, Any], ranks: int, most: int, out: Path | None) -> None:
@@ -56,10 +56,10 @@ def _add(record: dict[str, Any], ranks: int, most: int, out: Path | None) -> Non
     wanted = wanted_of(there)
     for start in range(part["combinations"], min(most, len(there)), AT_ONCE):
         piece, began = there[start : min(start + AT_ONCE, most)], time.perf_counter()
-        found = worst_of_ranks(run_local(run, ranks, (piece, wanted), timeout=7200))
+        piece_errors = worst_of_ranks(run_local(run, ranks, (piece, wanted), timeout=7200))
         part["combinations"] += len(piece)
         part["seconds"] += time.perf_counter() - began
-        for combination, errors in zip(piece, found, strict=True):
+        for combination, errors in zip(piece, piece_errors, strict=True):
             _note(part, combination, errors)
         _keep(record, out)
         print(f"{ranks} processes: {part['combinations']} of {len(there)}, {part['seconds']:.0f} s", flush=True)
@@ -80,7 +80,7 @@ def _keep(record: dict[str, Any], out: Path | None) -> None:
 def _text(record: dict[str, Any]) -> str:
     parts = record["ranks"]
     total, wrong = sum(f["combinations"] for f in parts.values()), sum(len(f["wrong"]) for f in parts.values())
-    refused = sum(found["refused"] for found in parts.values())
+    refused = sum(result["refused"] for result in parts.values())
     lines = [
         f"# Matrix of training ({record['backend']}): {total} combinations, {wrong} wrong, {refused} refused",
         "",
@@ -96,16 +96,16 @@ def _text(record: dict[str, Any]) -> str:
         "| processes | combinations | refused | wrong | dtype | loss | gradients | weights | seconds |",
         "| --- " * 9 + "|",
     ]
-    lines += [_line(ranks, dtype, found) for ranks, found in parts.items() for dtype in DTYPES]
+    lines += [_line(ranks, dtype, result) for ranks, result in parts.items() for dtype in DTYPES]
     lines += [_limits(dtype) for dtype in DTYPES]
     return "\n".join(lines) + "\n"
 
 
-def _line(ranks: str, dtype: str, found: dict[str, Any]) -> str:
-    run_of_all = f"{found['combinations']} of {found['all']}"
-    counts = map(str, (found["refused"], len(found["wrong"])))
-    errors = (f"{found['worst'][dtype][name]:.2g}" for name in PARTS)
-    return f"| {' | '.join([ranks, run_of_all, *counts, dtype, *errors, format(found['seconds'], '.0f')])} |"
+def _line(ranks: str, dtype: str, result: dict[str, Any]) -> str:
+    run_of_all = f"{result['combinations']} of {result['all']}"
+    counts = map(str, (result["refused"], len(result["wrong"])))
+    errors = (f"{result['worst'][dtype][name]:.2g}" for name in PARTS)
+    return f"| {' | '.join([ranks, run_of_all, *counts, dtype, *errors, format(result['seconds'], '.0f')])} |"
 
 
 def _limits(dtype: str) -> str:

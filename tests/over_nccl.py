@@ -70,7 +70,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "model/test_experts.py::test_equals_the_stock_model_with_experts_dealt_out qwen3-moe",
         "model/test_moe.py::test_equals_the_stock_model_with_all_experts_on_every_rank gpt-oss float64",
         "model/test_moe.py::test_equals_the_stock_model_with_all_experts_on_every_rank qwen3-moe float64",
-        "model/test_norms.py::test_models_with_fused_norms_equal_the_stock_model_under_every_home",
+        "model/test_fused_norms.py::test_models_with_fused_norms_equal_the_stock_model_under_every_home",
         "model/test_parity.py::test_equals_the_stock_model 4-4-qwen3 sharded p2p",
         "model/test_pipeline.py::test_names_logits_and_saved_folders_are_those_of_the_whole_model",
         "model/test_prepare.py::test_every_parameter_is_sharded_and_freed_after_evaluation",

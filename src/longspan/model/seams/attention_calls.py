@@ -51,12 +51,10 @@ def attention(
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
     rows = _checked_shard(module, query, attention_mask, shard)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, N, H), (T, K, H), (T, K, H)
-    settings = {"causal": causal, "window": sliding_window, "sinks": s_aux, "softcap": softcap}
-    where = {"layer": layer_index(module), "kernel": attention_kernel}
-    if dropout:
-        where["first_head"] = _first_head(module, q.shape[1], rows)
-    out = attend(q, k, v, rows, scale=scaling, dropout=dropout, **where, **settings)
-    return out.unsqueeze(0), None
+    mask = {"causal": causal, "window": sliding_window, "sinks": s_aux, "softcap": softcap}
+    first_head = _first_head(module, q.shape[1], rows) if dropout else 0
+    layer = {"layer": layer_index(module), "kernel": attention_kernel, "first_head": first_head}
+    return attend(q, k, v, rows, scale=scaling, dropout=dropout, **layer, **mask).unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)
