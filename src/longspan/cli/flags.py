@@ -54,12 +54,12 @@ class EvalFlags:
 
 def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
     """The flags of `train`, and the configuration that file and flags make together."""
-    given = parse_flags(TrainFlags, argv, "longspan train", TrainFlags())
-    if given.config:
-        file = load_config(given.config)
+    flags = parse_flags(TrainFlags, argv, "longspan train", TrainFlags())
+    if flags.config:
+        file = load_config(flags.config)
         sections = {f.name: getattr(file, f.name) for f in fields(RunConfig)}
-        given = parse_flags(TrainFlags, argv, "longspan train", replace(TrainFlags(), **sections))
-    return given, RunConfig(**{f.name: getattr(given, f.name) for f in fields(RunConfig)})
+        flags = parse_flags(TrainFlags, argv, "longspan train", replace(TrainFlags(), **sections))
+    return flags, RunConfig(**{f.name: getattr(flags, f.name) for f in fields(RunConfig)})
 
 
 def parse_eval(argv: Sequence[str], context: ContextConfig | None = None) -> EvalFlags:

@@ -43,11 +43,11 @@ class SourceFlags:
 
 def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
     """The lengths that the flags name, and where they came from. Raises ConfigError, DataError or LayoutError."""
-    given = [name for name in ("lengths", "data", "distribution", "same") if getattr(flags, name)]
-    if len(given) != 1:
-        found = " and ".join(f"--{name}" for name in given) or "none of them"
+    sources = [name for name in ("lengths", "data", "distribution", "same") if getattr(flags, name)]
+    if len(sources) != 1:
+        drawn = " and ".join(f"--{name}" for name in sources) or "none of them"
         wanted = "--lengths FILE.json, --data PATH, --distribution NAME and --same COUNTxLENGTH"
-        raise ConfigError(f"give one of {wanted}; got {found}")
+        raise ConfigError(f"give one of {wanted}; got {drawn}")
     if flags.same:
         return _same(flags.same), f"documents of one length, {flags.same}"
     if flags.lengths:
@@ -57,8 +57,8 @@ def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
     if flags.distribution not in DISTRIBUTIONS:
         raise ConfigError(f"--distribution {flags.distribution!r} is unknown; use one of {', '.join(DISTRIBUTIONS)}")
     total = flags.tokens or 32768 * slots
-    found = sample_lengths(flags.distribution, total, seed=flags.seed, longest=flags.longest)
-    return tuple(found.tolist()), f"{flags.distribution} lengths, seed {flags.seed}"
+    drawn = sample_lengths(flags.distribution, total, seed=flags.seed, longest=flags.longest)
+    return tuple(drawn.tolist()), f"{flags.distribution} lengths, seed {flags.seed}"
 
 
 def lengths_from_json(path: str) -> tuple[int, ...]:

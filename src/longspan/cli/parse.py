@@ -35,13 +35,13 @@ def check_least(flags: Any, **least: int) -> None:
 
 def flag_types(kind: type) -> dict[str, Any]:
     """Every flag of a flags dataclass, as written on the command line, with the type of its value."""
-    found: dict[str, Any] = {}
+    types: dict[str, Any] = {}
     for name, hint in get_type_hints(kind).items():
         if is_dataclass(hint):
-            found |= {f"--{name}.{key}": t for key, t in get_type_hints(hint).items()}
+            types |= {f"--{name}.{key}": t for key, t in get_type_hints(hint).items()}
         elif not _is_positional(kind, name):
-            found[f"--{name}"] = hint
-    return found
+            types[f"--{name}"] = hint
+    return types
 
 
 def _checked_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[str]:

@@ -142,8 +142,8 @@ def _check_group_lengths(where: str, group: Group, plan: PlanFields) -> None:
 
 
 def _check_documents(plan: PlanFields) -> None:
-    held = np.array([d for batch in plan.micro_batches for d in batch.documents], dtype=np.int64)
-    times = np.bincount(held, minlength=len(plan.lengths))
+    documents = np.array([d for batch in plan.micro_batches for d in batch.documents], dtype=np.int64)
+    times = np.bincount(documents, minlength=len(plan.lengths))
     wrong = np.flatnonzero(times != 1)
     if len(wrong):
         d = int(wrong[0])

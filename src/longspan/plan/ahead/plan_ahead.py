@@ -62,10 +62,10 @@ class PlanAhead:
         if self._window is None or step not in self._window:
             self._generation += 1
             self._window = range(step, step)
-        planning, asked = self._open_planning(), self._window.stop
+        planning, first_missing = self._open_planning(), self._window.stop
         self._window = range(step, step + 1 + self.ahead)
         planning.keep(self._generation, self._window)
-        for following in range(asked, self._window.stop):
+        for following in range(first_missing, self._window.stop):
             planning.ask(Request(self._generation, following))
 
     def plan(self, step: int) -> Plan:
@@ -165,18 +165,18 @@ class _Planning:
         """Forget answers outside the window."""
         with self._changed:
             self._wanted = (generation, window)
-            self._answers = {request: found for request, found in self._answers.items() if self._is_wanted(request)}
+            self._answers = {request: answer for request, answer in self._answers.items() if self._is_wanted(request)}
 
     def take(self, request: Request) -> Plan:
         """Wait for an answer; it is kept, for a second call."""
         with self._changed:
             self._changed.wait_for(lambda: request in self._answers or self._gone)
-            found = self._answers.get(request)
-        if found is None:
+            answer = self._answers.get(request)
+        if answer is None:
             raise self._death(request.step)
-        if isinstance(found, bytes):
-            return pickle.loads(found)
-        raise _error(found, request.step)
+        if isinstance(answer, bytes):
+            return pickle.loads(answer)
+        raise _error(answer, request.step)
 
     def close(self) -> None:
         """Ask the process to leave, and see that it does."""

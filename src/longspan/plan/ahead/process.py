@@ -85,8 +85,8 @@ def _main_module() -> dict[str, Any]:
     """Where the planning process finds what this program defines in its script, as `spawn.prepare` takes it."""
     main = sys.modules["__main__"]
     name, file = getattr(main.__spec__, "name", None), getattr(main, "__file__", None)
-    found = {} if file is None else {"init_main_from_path": file}
-    return {"sys_argv": sys.argv} | (found if name is None else {"init_main_from_name": name})
+    by_path = {} if file is None else {"init_main_from_path": file}
+    return {"sys_argv": sys.argv} | (by_path if name is None else {"init_main_from_name": name})
 
 
 def serve(connection: "Connection[Any, Any]", parent: int) -> None:

@@ -170,11 +170,11 @@ class Cost:
     def from_json(cls, values: Any) -> "Cost":
         """A cost from a JSON object; constants that it leaves out keep their default. Raises PlanError for others."""
         names = [field.name for field in dataclasses.fields(cls)]
-        found = cast(dict[str, Any], values) if isinstance(values, dict) else {"": values}
-        if not all(name in names for name in found):
+        constants = cast(dict[str, Any], values) if isinstance(values, dict) else {"": values}
+        if not all(name in names for name in constants):
             raise PlanError(f"a cost is an object with numbers for some of {', '.join(names)}; got {values!r}")
         unnamed: dict[str, Any] = {"source": "a file that does not name its machine"}
-        return cls(**(unnamed | found))
+        return cls(**(unnamed | constants))
 
 
 DEFAULT_COST = Cost()

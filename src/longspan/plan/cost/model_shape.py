@@ -137,13 +137,13 @@ class _Reader:
 
     def count(self, name: str) -> int:
         """The attribute as a count; 0 where it is missing or None."""
-        found = self.value(name)
-        if found is None:
+        value = self.value(name)
+        if value is None:
             return 0
-        if isinstance(found, bool) or not isinstance(found, int) or found < 0:
-            said = repr(found)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            said = repr(value)
             raise PlanError(f"{name} of {self.where} is {said[:40]}{'…' * (len(said) > 40)}; it must be a count")
-        return found
+        return value
 
     def counts(self, *names: str, one_of: Sequence[str]) -> tuple[int, ...]:
         """Attributes that a model cannot be without, and one of others."""
@@ -156,21 +156,21 @@ class _Reader:
 
     def refuse_unpriced(self) -> None:
         """Raise PlanError for layers whose time is not that of attention and an MLP."""
-        found = [what for name, what in _UNPRICED.items() if self.value(name) is not None]
+        unpriced = [what for name, what in _UNPRICED.items() if self.value(name) is not None]
         kinds: list[str] = sorted({str(kind) for kind in self.value("layer_types") or ()} - set(_LAYER_TYPES))
-        if found or kinds:
-            what = " and ".join([*found, *(f"layers of type {kind!r}" for kind in kinds)])
+        if unpriced or kinds:
+            what = " and ".join([*unpriced, *(f"layers of type {kind!r}" for kind in kinds)])
             raise PlanError(f"{self.where} has {what}, which no configuration prices; {_MEASURE}")
 
 
 def _from_file(path: Path) -> tuple[Any, str]:
     file = path / "config.json" if path.is_dir() else path
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"cannot read a model's configuration from {file}: {error.strerror}") from error
     except ValueError as error:
         raise PlanError(f"cannot read a model's configuration from {file}: it is not JSON ({error})") from error
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         raise PlanError(f"{file} holds no model's configuration: it is not an object")
-    return cast(dict[str, Any], found), str(file)
+    return cast(dict[str, Any], values), str(file)

@@ -98,9 +98,9 @@ def _classes(lengths: Ints) -> Ints:
     """The longest of each class of sorted lengths, which agree in their first seven bits; each its own if few."""
     if len(lengths) <= CLASSES:
         return lengths if len(lengths) else np.ones(1, dtype=np.int64)
-    kept = np.maximum(np.frexp(lengths)[1] - 7, 0)
-    leading = lengths >> kept
-    last = np.append((np.diff(leading) != 0) | (np.diff(kept) != 0), True)
+    dropped_bits = np.maximum(np.frexp(lengths)[1] - 7, 0)
+    leading = lengths >> dropped_bits
+    last = np.append((np.diff(leading) != 0) | (np.diff(dropped_bits) != 0), True)
     return lengths[last]
 
 

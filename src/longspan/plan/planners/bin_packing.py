@@ -17,13 +17,13 @@ def first_fit(lengths: Sequence[int], room: int) -> list[int]:
     while leaves < min(len(lengths), 2 * sum(lengths) // room + 1):  # two neighbours overflow a bin, so this many do
         leaves *= 2
     most = [room] * (2 * leaves)
-    found: list[int] = []
+    bins: list[int] = []
     for length in lengths:
         node = 1
         while node < leaves:
             node *= 2
             node += most[node] < length
-        found.append(node - leaves)
+        bins.append(node - leaves)
         value = most[node] = most[node] - length
         while node > 1:
             sibling = most[node ^ 1]
@@ -32,7 +32,7 @@ def first_fit(lengths: Sequence[int], room: int) -> list[int]:
             if most[node] == value:
                 break
             most[node] = value
-    return found
+    return bins
 
 
 def spread(lengths: Sequence[int], work: Sequence[float], bins: int, room: int) -> list[int] | None:
@@ -45,7 +45,7 @@ def spread(lengths: Sequence[int], work: Sequence[float], bins: int, room: int) 
     idle = [(0.0, b) for b in range(bins)]
     full: list[tuple[int, int, float]] = []  # (−room left, bin, load)
     heapify(idle)
-    found: list[int] = []
+    places: list[int] = []
     for length, seconds in zip(lengths, work, strict=True):
         while full and -full[0][0] >= length:
             _, b, load = heappop(full)
@@ -58,5 +58,5 @@ def spread(lengths: Sequence[int], work: Sequence[float], bins: int, room: int) 
         load, b = idle[0]
         heapreplace(idle, (load + seconds, b))
         left[b] -= length
-        found.append(b)
-    return found
+        places.append(b)
+    return places

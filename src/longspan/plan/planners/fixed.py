@@ -70,7 +70,7 @@ def plan_fixed(
 class Packer:
     """Documents longest first, and the groups that they can go to.
 
-    A *deal* gives each document a place in that order: micro-batch x groups + group, as an array.
+    An *assignment* gives each document a place in that order: micro-batch x groups + group, as an array.
     """
 
     request: Request
@@ -94,80 +94,80 @@ class Packer:
         return cls(request, cp, order, rows.tolist(), work.tolist(), room, inside)
 
     def assignments(self) -> Iterator[Ints]:
-        """The deals worth pricing: few bins, level bins, the same with one more round of micro-batches, and chains."""
-        few = self._dealt(first_fit(self.lengths, self.room))
+        """Assignments worth pricing: few bins, level bins, these with one more round of micro-batches, and chains."""
+        few = self._by_falling_time(first_fit(self.lengths, self.room))
         yield self._placed(self._levelled(few))
         groups, multiple = len(self.inside), self.request.micro_batch_multiple
         least = self._whole(1 + int(few.max()) // groups)
         for count in (least, least + multiple):
             level = spread(self.lengths, self.work, count * groups, self.room)
             if level is not None:
-                yield self._placed(self._levelled(self._dealt(level)))
+                yield self._placed(self._levelled(self._by_falling_time(level)))
         if self.request.mode == "free":
             yield self._chains()
 
-    def seconds(self, deal: Ints) -> float:
-        """What the step takes; the sums are exactly rounded, so that all hosts prefer the same deal."""
-        each, launch = self._matrix(deal, self.inside), self.request.cost.micro_batch_seconds
+    def seconds(self, assignment: Ints) -> float:
+        """What the step takes; the sums are exactly rounded, so that all hosts prefer the same assignment."""
+        matrix, launch = self._matrix(assignment, self.inside), self.request.cost.micro_batch_seconds
         if self.request.mode == "lockstep":
-            return math.fsum(each.max(axis=1) + launch)
-        return max(math.fsum(column[column > 0] + launch) for column in each.T)
+            return math.fsum(matrix.max(axis=1) + launch)
+        return max(math.fsum(column[column > 0] + launch) for column in matrix.T)
 
-    def micro_batches(self, deal: Ints) -> list[MicroBatch]:
+    def micro_batches(self, assignment: Ints) -> list[MicroBatch]:
         """Groups of the documents that share a place, ids rising; a place without documents has no group."""
-        held: dict[int, list[int]] = {}
-        for document, place in sorted(zip(self.order.tolist(), deal.tolist(), strict=True)):
-            held.setdefault(place, []).append(document)
-        batches: list[list[Group]] = [[] for _ in range(self._count(deal))]
-        for place in sorted(held):
+        documents_of: dict[int, list[int]] = {}
+        for document, place in sorted(zip(self.order.tolist(), assignment.tolist(), strict=True)):
+            documents_of.setdefault(place, []).append(document)
+        batches: list[list[Group]] = [[] for _ in range(self._count(assignment))]
+        for place in sorted(documents_of):
             m, g = divmod(place, len(self.inside))
-            batches[m].append(self.request.group(range(g * self.cp, (g + 1) * self.cp), held[place]))
+            batches[m].append(self.request.group(range(g * self.cp, (g + 1) * self.cp), documents_of[place]))
         return [MicroBatch(tuple(groups)) for groups in batches]
 
-    def _dealt(self, bins: Sequence[int]) -> Ints:
+    def _by_falling_time(self, bins: Sequence[int]) -> Ints:
         """Bins by falling time, so that those of one micro-batch are alike."""
-        found = np.array(bins, dtype=np.int64)
-        rank = np.argsort(np.argsort(-self._bin_seconds(found, int(found.max()) + 1, True), kind="stable"))
-        return rank[found]
+        places = np.array(bins, dtype=np.int64)
+        rank = np.argsort(np.argsort(-self._bin_seconds(places, int(places.max()) + 1, True), kind="stable"))
+        return rank[places]
 
-    def _levelled(self, deal: Ints) -> Ints:
+    def _levelled(self, assignment: Ints) -> Ints:
         """The same micro-batches, the documents of each spread anew over its groups where that is faster."""
-        groups, count = len(self.inside), self._count(deal)
-        batch, fresh = deal // groups, deal.copy()
+        groups, count = len(self.inside), self._count(assignment)
+        batch, fresh = assignment // groups, assignment.copy()
         members = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])
         for m, here in enumerate(members):
             ids: list[int] = here.tolist()
             bins = spread([self.lengths[i] for i in ids], [self.work[i] for i in ids], groups, self.room)
-            fresh[here] = deal[here] if bins is None else m * groups + np.array(bins, dtype=np.int64)
-        before, after = (self._matrix(places, True, count).max(axis=1) for places in (deal, fresh))
-        return np.where((after < before)[batch], fresh, deal)
+            fresh[here] = assignment[here] if bins is None else m * groups + np.array(bins, dtype=np.int64)
+        before, after = (self._matrix(places, True, count).max(axis=1) for places in (assignment, fresh))
+        return np.where((after < before)[batch], fresh, assignment)
 
-    def _placed(self, deal: Ints) -> Ints:
+    def _placed(self, assignment: Ints) -> Ints:
         """The bins of each micro-batch at the groups that suit: the longest inside a node, or where least is to do."""
-        groups, each = len(self.inside), self._matrix(deal, True)
-        load, place = np.zeros(groups), np.empty(each.shape, dtype=np.int64)
-        for m, seconds in enumerate(each):
+        groups, matrix = len(self.inside), self._matrix(assignment, True)
+        load, place = np.zeros(groups), np.empty(matrix.shape, dtype=np.int64)
+        for m, seconds in enumerate(matrix):
             wanted = ~self.inside if self.request.mode == "lockstep" else load
             place[m, np.argsort(-seconds, kind="stable")] = m * groups + np.argsort(wanted, kind="stable")
             load[place[m] - m * groups] += seconds
-        return place.reshape(-1)[deal]
+        return place.reshape(-1)[assignment]
 
     def _chains(self) -> Ints:
         """Documents spread over the groups first, then each group's own packed into few micro-batches."""
         groups, whole = len(self.inside), sum(self.lengths)
         chain = np.array(spread(self.lengths, self.work, groups, whole), dtype=np.int64)
-        deal = np.empty_like(chain)
+        assignment = np.empty_like(chain)
         for g in range(groups):
             here = np.flatnonzero(chain == g)
             bins = first_fit([self.lengths[i] for i in here.tolist()], self.room)
-            deal[here] = np.array(bins, dtype=np.int64) * groups + g
-        return deal
+            assignment[here] = np.array(bins, dtype=np.int64) * groups + g
+        return assignment
 
-    def _matrix(self, deal: Ints, inside: NDArray[np.bool_] | bool, count: int | None = None) -> Floats:
+    def _matrix(self, assignment: Ints, inside: NDArray[np.bool_] | bool, count: int | None = None) -> Floats:
         """Seconds of each place (micro-batches, groups)."""
-        count = count or self._count(deal)
+        count = count or self._count(assignment)
         flags = np.broadcast_to(inside, (count, len(self.inside))).reshape(-1)
-        return self._bin_seconds(deal, flags.size, flags).reshape(count, len(self.inside))
+        return self._bin_seconds(assignment, flags.size, flags).reshape(count, len(self.inside))
 
     def _bin_seconds(self, bins: Ints, count: int, inside: NDArray[np.bool_] | bool) -> Floats:
         """Seconds of each bin (count,); an empty one takes none."""
@@ -177,8 +177,8 @@ class Packer:
         np.add.at(squares, bins, rows * rows)
         return np.where(tokens > 0, self.request.cost.group_seconds(tokens, squares, self.cp, inside), 0.0)
 
-    def _count(self, deal: Ints) -> int:
-        return self._whole(1 + int(deal.max()) // len(self.inside))
+    def _count(self, assignment: Ints) -> int:
+        return self._whole(1 + int(assignment.max()) // len(self.inside))
 
     def _whole(self, micro_batches: int) -> int:
         """So many micro-batches, rounded up to the multiple asked for."""

@@ -50,7 +50,9 @@ def _rounds(request: Request, cp: int, groups: int) -> list[range]:
 def _micro_batch(request: Request, cp: int, documents: range) -> MicroBatch:
     """Document after document to group after group, round after round."""
     pad, groups = max(request.lengths), request.slots // cp
-    held = [documents[g::groups] for g in range(min(groups, len(documents)))]
+    documents_of_groups = [documents[g::groups] for g in range(min(groups, len(documents)))]
     return MicroBatch(
-        tuple(request.group(range(g * cp, (g + 1) * cp), mine, pad_to=pad) for g, mine in enumerate(held))
+        tuple(
+            request.group(range(g * cp, (g + 1) * cp), mine, pad_to=pad) for g, mine in enumerate(documents_of_groups)
+        )
     )

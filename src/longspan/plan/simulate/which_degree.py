@@ -55,16 +55,16 @@ def which_degree(
     `accumulation` micro-batches keep the pipeline full (default: the stages). `max_tokens_per_slot` None takes the
     longest document. Raises PlanError where no degree fits.
     """
-    found = check_lengths(lengths)
-    cap = max_tokens_per_slot or max(found)
-    tried = [d for d in degrees or _powers(home.slots) if max(found) <= cap * d]
+    rows = check_lengths(lengths)
+    cap = max_tokens_per_slot or max(rows)
+    tried = [d for d in degrees or _powers(home.slots) if max(rows) <= cap * d]
     if not tried:
         raise PlanError(
-            f"no degree of {tuple(degrees or _powers(home.slots))} holds the longest document of {max(found)} rows at "
-            f"max_tokens_per_slot {cap}; raise it to {-(-max(found) // home.slots)} or more"
+            f"no degree of {tuple(degrees or _powers(home.slots))} holds the longest document of {max(rows)} rows at "
+            f"max_tokens_per_slot {cap}; raise it to {-(-max(rows) // home.slots)} or more"
         )
     price = cost or Cost()
-    return tuple(_choice(found, home, cp, cap, accumulation or home.pp, price, node_size) for cp in tried)
+    return tuple(_choice(rows, home, cp, cap, accumulation or home.pp, price, node_size) for cp in tried)
 
 
 def _choice(
@@ -98,8 +98,13 @@ def _planned(lengths: tuple[int, ...], home: Layout, cp: int, cap: int, cost: Co
     """The fastest of plans with smaller and smaller caps: more micro-batches fill the pipeline, fewer launch less."""
     least = -(-max(lengths) // cp)
     caps = sorted({min(cap, least << doubling) for doubling in range(16)})
-    plans = (plan_fixed(lengths, home, cp, max_tokens_per_slot=own, cost=cost, node_size=node_size) for own in caps)
-    return min((simulate(plan, pp=home.pp, backward=False) for plan in plans), key=lambda found: found.seconds)
+    plans = (
+        plan_fixed(lengths, home, cp, max_tokens_per_slot=smaller_cap, cost=cost, node_size=node_size)
+        for smaller_cap in caps
+    )
+    return min(
+        (simulate(plan, pp=home.pp, backward=False) for plan in plans), key=lambda simulation: simulation.seconds
+    )
 
 
 def _powers(slots: int) -> list[int]:
