@@ -104,7 +104,7 @@ def calls(rank: int, slots: int) -> list[tuple[tuple[int, ...], ...]]:
 
     module: Any = import_module("longspan.attention.attend")
     ran: list[tuple[int, ...]] = []
-    for kind, pattern in list(module.PATTERNS.items()):
+    for cp_comm_type, functions in list(module.PATTERNS.items()):
 
         def noted(function: Any) -> Any:
             def call(*args: Any) -> Any:
@@ -113,7 +113,7 @@ def calls(rank: int, slots: int) -> list[tuple[tuple[int, ...], ...]]:
 
             return call
 
-        module.PATTERNS[kind] = pattern._replace(forward=noted(pattern.forward), backward=noted(pattern.backward))
+        module.PATTERNS[cp_comm_type] = tuple(noted(function) for function in functions)
     with World(Layout(ranks=slots), backend=backend(), timeout=60) as world:
         shard = bind(batch_of(FOUR["chains that overlap"]), world)
         q, k, v = (torch.ones(shard.local_rows, n, 8, device=shard.device, requires_grad=True) for n in (4, 2, 2))
