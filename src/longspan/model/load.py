@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from longspan.comm import World, patience
@@ -24,6 +24,9 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.state import state_of_all_stages
 from longspan.model.prepared import vocabulary_size
 from longspan.model.presets import PRESETS, preset_config
+from longspan.model.weights.empty import empty_model
+from longspan.model.weights.fill import fill_when_prepared
+from longspan.model.weights.folder import FolderWeights
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -36,10 +39,15 @@ def load_model(
     dtype: str | torch.dtype = "float32",
     seed: int = 0,
     vocab_size: int | None = None,
+    sharded: bool = False,
 ) -> PreTrainedModel:
     """A causal language model on the CPU: from a local folder, or else a preset with random weights.
 
     >>> model = load_model(preset="qwen3-tiny", vocab_size=2048, seed=0)
+    >>> model = prepare(load_model("Qwen3-8B", sharded=True), world)
+
+    With `sharded`, parameters have no memory until `prepare` has decided which part this rank keeps; it then reads that
+    part from the folder's safetensors files, straight to the world's device, so that no rank ever holds the whole.
 
     Random weights are a function of the preset, `vocab_size` and `seed` alone: the same on every rank, whatever the
     world. With a folder, `vocab_size` is that of the tokenizer, which must fit into the model's. Raises ModelError for
@@ -47,7 +55,8 @@ def load_model(
     """
     kind = _dtype(dtype)
     if path is not None:
-        return _fitting(_from_folder(Path(path), kind), path, vocab_size)
+        model = _to_be_read(Path(path), kind) if sharded else _from_folder(Path(path), kind)
+        return _fitting(model, path, vocab_size)
     if preset is None:
         raise ModelError(f"give a folder, or a preset: {', '.join(PRESETS)}")
     return _random(preset, vocab_size, kind, seed)
@@ -101,7 +110,26 @@ def _from_folder(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _check_folder(folder: Path) -> None:
+def _to_be_read(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The folder's model without memory for its parameters, and what fills them."""
+    files = _check_folder(folder)
+    if files[0].suffix != ".safetensors":
+        raise ModelError(
+            f"{folder} has {files[0].name}, of which no part can be read alone; save the model again with "
+            "save_pretrained of transformers, which writes safetensors, or load it with sharded=False"
+        )
+    try:
+        model = empty_model(AutoConfig.from_pretrained(folder, local_files_only=True), dtype)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # json, huggingface_hub and transformers each raise their own
+        raise ModelError(f"the model in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
+    fill_when_prepared(model, FolderWeights(folder, files, model))
+    return model
+
+
+def _check_folder(folder: Path) -> list[Path]:
+    """The folder's files of weights."""
     presets = f"or use a preset: {', '.join(PRESETS)}"
     if not folder.is_dir():
         raise ModelError(f"there is no model folder {folder}; give a folder in Hugging Face format, {presets}")
@@ -110,17 +138,17 @@ def _check_folder(folder: Path) -> None:
     weights = next((name for name in _WEIGHTS if (folder / name).is_file()), None)
     if weights is None:
         raise ModelError(f"{folder} has no weights; expected one of {', '.join(_WEIGHTS)}")
-    if weights.endswith(".index.json"):
-        _check_index(folder, folder / weights)
+    return _indexed(folder, folder / weights) if weights.endswith(".index.json") else [folder / weights]
 
 
-def _check_index(folder: Path, index: Path) -> None:
+def _indexed(folder: Path, index: Path) -> list[Path]:
     try:
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is damaged: {type(error).__name__}: {error}") from error
     if missing := [name for name in files if not (folder / name).is_file()]:
         raise ModelError(f"{folder} lacks {len(missing)} of {len(files)} weight files: {', '.join(missing[:4])}")
+    return [folder / name for name in files]
 
 
 def save_model(model: PreTrainedModel | PipelineModel, folder: str | Path, world: World, tokenizer: Any = None) -> None:

@@ -17,6 +17,7 @@ from longspan.model.placement.recompute import Recomputation
 from longspan.model.placement.sharding import Sharding, shard_over_slots
 from longspan.model.seams.refusals import refuse_shared_layers
 from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel, split_over_tp
+from longspan.model.weights.empty import is_empty
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Placement:
             split_over_tp(model, world, sequence_parallel=rows, sum_expert_gradients=copies)
         self.recomputation.apply(model)
         if copies:
-            nn.Module.to(root, world.device)
+            if not is_empty(root):
+                nn.Module.to(root, world.device)
         else:
             shard_over_slots(model, world, self.sharding, root=root, has_experts=has_experts)
 

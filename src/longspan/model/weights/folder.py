@@ -1,0 +1,145 @@
+"""The weights of a Hugging Face folder, read a part at a time and converted to a model's own names and shapes.
+
+Which file tensors become which parameter, and how, is transformers' own (its weight conversions: renamed keys, fused
+experts), asked for here one parameter at a time, so that no more than one is ever whole.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from longspan.errors import ModelError
+from longspan.model.weights.held import HeldPart
+
+_Slices = Mapping[str, Any]  # by file tensor: what safetensors reads a part of when it is indexed
+
+
+@dataclass
+class _Recipe:
+    """The file tensors that a parameter is made of, by the pattern that their names match, and what converts them."""
+
+    converter: Any = None
+    sources: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def stacks_experts(self, count: int) -> bool:
+        """Whether it stacks one file tensor for each of `count` experts, so that some experts are made of some."""
+        operations = self.converter.operations
+        stacks = isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
+        each_alone = all(_leaves_first_dim(operation) for operation in operations[1:])
+        one = len(self.converter.target_patterns) == 1
+        return stacks and each_alone and one and all(len(keys) == count for keys in self.sources.values())
+
+
+def _leaves_first_dim(operation: Any) -> bool:
+    if isinstance(operation, Concatenate):
+        return operation.dim > 0
+    return isinstance(operation, Transpose) and min(operation.dim0, operation.dim1) > 0
+
+
+class FolderWeights:
+    """What the safetensors files of a folder hold, for a model of these names and shapes."""
+
+    def __init__(self, folder: Path, files: Sequence[Path], model: PreTrainedModel) -> None:
+        self._folder, self._files, self._config = folder, files, model.config
+        self._shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+        self._conversions: list[Any] = get_model_conversion_mapping(model)
+        self._prefix = model.base_model_prefix
+
+    def __str__(self) -> str:
+        return f"the model in {self._folder}"
+
+    def read(self, wanted: Mapping[str, HeldPart]) -> Iterator[tuple[str, Tensor]]:
+        """The wanted part of each parameter that the files have, by name, on the CPU.
+
+        Raises ModelError for tensors of other shapes than the model's, and for files that cannot be read.
+        """
+        with ExitStack() as stack:
+            slices = dict[str, Any]()
+            for file in self._files:
+                opened = stack.enter_context(_open(file))
+                slices.update({name: opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118
+            for name, recipe in self._recipes(slices).items():
+                if recipe.converter is not None:
+                    yield from self._convert(name, recipe, slices, wanted)
+                elif part := wanted.get(name):
+                    ((key,),) = recipe.sources.values()
+                    self._check_shape(name, slices[key].get_shape())
+                    yield name, slices[key][part.block or ...].to(part.dtype)
+
+    def _recipes(self, slices: _Slices) -> dict[str, _Recipe]:
+        """For each of the model's parameters that the files have, by its first name, in the order of layers."""
+        renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        recipes = defaultdict[str, _Recipe](_Recipe)
+        for key in sorted(slices, key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, self._prefix, self._shapes)
+            if name not in self._shapes:  # a name that a renaming for older files matches by chance
+                name, pattern = rename_source_key(key, [], [], self._prefix, self._shapes)
+            if name in self._shapes:
+                recipes[name].converter = None if pattern is None else by_pattern[pattern]
+                recipes[name].sources[pattern or key].append(key)
+        return dict(recipes)
+
+    def _convert(
+        self, name: str, recipe: _Recipe, slices: _Slices, wanted: Mapping[str, HeldPart]
+    ) -> Iterator[tuple[str, Tensor]]:
+        converter, part = deepcopy(recipe.converter), wanted.get(name)
+        if part is None and len(converter.target_patterns) == 1:
+            return
+        whole_experts = part is not None and recipe.stacks_experts(self._shapes[name][0])
+        experts = part.block[0] if part is not None and whole_experts else slice(None)
+        if experts.start is not None and experts.start == experts.stop:
+            return
+        dtype = torch.float32 if part is None else part.dtype
+        for pattern, keys in recipe.sources.items():
+            for key in keys[experts]:
+                converter.add_tensor(name, key, pattern, _reader(slices[key], dtype))
+        for made, tensor in converter.convert(name, model=None, config=self._config).items():
+            tensor = tensor[0] if isinstance(tensor, list) else tensor
+            if made_part := wanted.get(made):
+                block = made_part.block
+                if whole_experts:
+                    self._check_shape(made, (self._shapes[made][0], *tensor.shape[1:]))
+                    block = (slice(None), *block[1:])
+                else:
+                    self._check_shape(made, tensor.shape)
+                yield made, tensor[block].to(made_part.dtype)
+
+    def _check_shape(self, name: str, shape: Sequence[int]) -> None:
+        if tuple(shape) != self._shapes[name]:
+            raise ModelError(
+                f"the weights in {self._folder} do not fit its config.json: {name} is {tuple(shape)} in the files, "
+                f"{self._shapes[name]} by the configuration; use the config.json that belongs to the weights"
+            )
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except Exception as error:  # safetensors raises errors of its own kind
+        size = file.stat().st_size if file.is_file() else 0
+        raise ModelError(f"{file} ({size} bytes) cannot be read, perhaps it was cut short: {error}") from error
+
+
+def _reader(tensor: Any, dtype: torch.dtype) -> Callable[[], Tensor]:
+    return lambda: tensor[...].to(dtype)
