@@ -1,7 +1,7 @@
 """Fill a prepared model whose parameters were on the meta device: this rank's part of each, and no more."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -32,15 +32,16 @@ class WeightsToCome:
         self._first_name = {name: same[0] for same in names.values() for name in same}
 
     @torch.no_grad()
-    def fill(self, model: nn.Module, world: World) -> None:
-        """Allocate the parameters on the world's device and fill them; no rank waits for another.
+    def fill(self, models: Sequence[nn.Module], world: World) -> None:
+        """Allocate the parameters of a model, or of its stages that are here, on the world's device, and fill them.
 
-        Raises ModelError for parameters that the source does not have.
+        No rank waits for another. Raises ModelError for parameters that the source does not have.
         """
-        allocate(model, world.device)
         parameters = defaultdict[str, list[Tensor]](list)
-        for name, parameter in model.named_parameters():
-            parameters[self._first_name.get(name, name)].append(parameter)
+        for model in models:
+            allocate(model, world.device)
+            for name, parameter in model.named_parameters():
+                parameters[self._first_name.get(name, name)].append(parameter)
         wanted = {name: HeldPart.of(copies[0]) for name, copies in parameters.items()}
         missing = {name for name, part in wanted.items() if all(side.stop > side.start for side in part.block)}
         for name, tensor in self.source.read(wanted):

@@ -1,0 +1,151 @@
+"""Weights that every rank reads or draws for itself are those that it would cut from the whole model."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from longspan import Layout, World, plan_fixed, prepare, run_step
+from longspan.errors import ModelError
+from longspan.model import load_model
+from longspan.model.weights.empty import empty_model, is_empty, local_tensor
+from longspan.model.weights.fill import fill_when_prepared
+from longspan.model.weights.random import RandomWeights
+from longspan.testing import run_ranks
+from tests.model.deep import deep_config
+from tests.model.stock import texts
+
+FAMILIES = {"tied": "qwen3", "untied": "llama", "4 experts": "qwen3-moe", "6 experts": "qwen3-moe", "fused": "gpt-oss"}
+HOMES: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({}, {}),
+    ({"dp_replicate": 2}, {}),
+    ({"tp": 2}, {}),
+    ({"pp": 2}, {}),
+    ({"pp": 2}, {"virtual_stages": 2, "pipeline_schedule": "zbv"}),
+    ({"ep": 2}, {}),
+    ({"tp": 2, "ep": 2}, {}),
+    ({}, {"shard_parameters": False}),
+]
+
+
+def _config(name: str) -> PreTrainedConfig:
+    config = deep_config(FAMILIES[name], layers=4)
+    if name == "6 experts":
+        config.num_experts = 6  # which four ranks do not divide
+    return config
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("folders")
+    torch.manual_seed(0)
+    for name in FAMILIES:
+        model = AutoModelForCausalLM.from_config(_config(name), attn_implementation="eager")
+        for parameter in model.parameters():  # biases start at zero, which would hide them
+            torch.nn.init.normal_(parameter, std=0.2)
+        model.save_pretrained(path / name, max_shard_size="20KB")
+    return path
+
+
+def _differences(model: torch.nn.Module, wanted: torch.nn.Module) -> list[str]:
+    pairs = zip(model.named_parameters(), wanted.named_parameters(), strict=True)
+    names = [n for (n, x), (m, y) in pairs if n != m or not torch.equal(local_tensor(x), local_tensor(y))]
+    buffers = zip(model.named_buffers(), wanted.named_buffers(), strict=True)
+    return names + [n for (n, x), (m, y) in buffers if n != m or not torch.equal(x, y)]
+
+
+def _losses(model: torch.nn.Module, world: World) -> tuple[float, float]:
+    lengths = (30, 17, 9, 8, 25, 12, 7, 6)
+    plan = plan_fixed(lengths, world.home, cp=2, max_tokens_per_slot=40)
+    result = run_step(
+        model, plan, texts(lengths), world, torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=1.0
+    )
+    return result.loss, result.grad_norm
+
+
+def _compare(rank: int, folders: str, axes: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
+    compared = {}
+    with World(Layout(ranks=4, **axes)) as world:
+        for name in FAMILIES:
+            if "ep" in axes and name in ("tied", "untied"):
+                continue
+            folder = f"{folders}/{name}"
+            wanted = prepare(load_model(folder, dtype="float64"), world, **options)
+            model = load_model(folder, dtype="float64", sharded=True)
+            assert is_empty(model)
+            model = prepare(model, world, **options)
+            compared[name] = _differences(model, wanted), _losses(model, world) == _losses(wanted, world)
+    return compared
+
+
+@pytest.mark.parametrize(("axes", "options"), HOMES, ids=str)
+def test_every_home_holds_the_folders_weights(folders: Path, axes: dict[str, int], options: dict[str, Any]) -> None:
+    for rank, compared in enumerate(run_ranks(_compare, 4, str(folders), axes, options)):
+        assert len(compared) == (3 if "ep" in axes else 5)
+        for name, result in compared.items():
+            assert result == ([], True), f"{name} on rank {rank} of {axes}, {options}: {result}"
+
+
+def _drawn(config: PreTrainedConfig, seed: int = 3) -> PreTrainedModel:
+    model = empty_model(config, torch.float32)
+    fill_when_prepared(model, RandomWeights(model, seed, torch.device("cpu")))
+    return model
+
+
+def _draw(rank: int, axes: dict[str, int], name: str) -> dict[str, torch.Tensor]:
+    with World(Layout(ranks=4 if axes else 1, **axes)) as world:
+        model = prepare(_drawn(_config(name)), world)
+        whole = {n: x.full_tensor() if hasattr(x, "full_tensor") else x for n, x in model.named_parameters()}
+        return {n: x.detach().clone() for n, x in whole.items()}
+
+
+@pytest.mark.parametrize("name", ["tied", "6 experts"])
+def test_random_weights_are_the_same_under_every_home(name: str) -> None:
+    (alone,) = run_ranks(_draw, 1, {}, name)
+    projection = "model.layers.{}.self_attn.q_proj.weight"
+    assert 0.15 < alone[projection.format(1)].std() < 0.25  # initializer_range is 0.2
+    assert not torch.equal(alone[projection.format(0)], alone[projection.format(1)])
+    for axes in ({"tp": 2}, {"dp_replicate": 2}):
+        for drawn in run_ranks(_draw, 4, axes, name):
+            assert drawn.keys() == alone.keys()
+            assert not [n for n, x in drawn.items() if not torch.equal(x, alone[n])]
+
+
+def _edit(folder: Path, name: str, edit: Any) -> None:
+    file = next(path for path in sorted(folder.glob("*.safetensors")) if name in load_file(path))
+    weights = load_file(file)
+    weights[name] = edit(weights[name])
+    save_file({n: x for n, x in weights.items() if x is not None}, file, metadata={"format": "pt"})
+
+
+def _cut_short(folder: Path) -> None:
+    file = min(folder.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+NORM, GATE = "model.layers.0.input_layernorm.weight", "model.layers.1.mlp.gate_proj.weight"
+DAMAGED = {
+    "a weight missing": (lambda f: _edit(f, NORM, lambda x: None), rf"lacks 1 weights .*{NORM}"),
+    "another shape": (lambda f: _edit(f, GATE, lambda x: x[:5].clone()), rf"{GATE} is \(5, 32\) in the .* \(48, 32\)"),
+    "a file cut short": (_cut_short, r"model-00001.* bytes\) cannot be read, perhaps it was cut short"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_folders_are_refused_when_they_are_read(folders: Path, tmp_path: Path, case: str) -> None:
+    damage, says = DAMAGED[case]
+    shutil.copytree(folders / "tied", tmp_path / "model")
+    damage(tmp_path / "model")
+    with World(Layout(ranks=1)) as world, pytest.raises(ModelError, match=says):
+        prepare(load_model(tmp_path / "model", sharded=True), world)
+
+
+def test_files_that_have_no_parts_are_refused(tmp_path: Path) -> None:
+    _config("tied").save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"pytorch_model.bin, of which no part can be read alone; .*sharded=False"):
+        load_model(tmp_path, sharded=True)
