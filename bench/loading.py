@@ -84,13 +84,13 @@ def load(_: int, folder: str, axes: dict[str, int], sharded: bool) -> dict[str, 
     ranks = int(os.environ["WORLD_SIZE"])
     with World(Layout(ranks=ranks, **axes)) as world:
         prepare(load_model(preset="qwen3-tiny", vocab_size=64), world)  # libraries and communicators
-        world.barrier()
+        world.control.barrier()
         start = time.monotonic()
         with _peak() as rise:
             model = prepare(load_model(folder, sharded=sharded), world)
         seconds = time.monotonic() - start
         local = [getattr(x, "_local_tensor", x) for x in model.parameters()]
-        checksums = world.gather_objects(sum(float(x.double().abs().sum()) for x in local))
+        checksums = world.control.gather_objects(sum(float(x.double().abs().sum()) for x in local))
         device = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else 0
         return {"rise": rise[0], "seconds": seconds, "ranks": ranks, "checksum": sum(checksums), "device": device}
 

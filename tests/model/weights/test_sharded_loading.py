@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from longspan import Layout, World, plan_fixed, prepare, run_step
 from longspan.errors import ModelError
 from longspan.model import load_model
-from longspan.model.weights.empty import empty_model, is_empty, local_tensor
+from longspan.model.local_tensors import local_tensor
+from longspan.model.weights.empty import empty_model, is_empty
 from longspan.model.weights.fill import fill_when_prepared
 from longspan.model.weights.random import RandomWeights
 from longspan.testing import run_ranks
@@ -142,6 +143,19 @@ def test_damaged_folders_are_refused_when_they_are_read(folders: Path, tmp_path:
     damage(tmp_path / "model")
     with World(Layout(ranks=1)) as world, pytest.raises(ModelError, match=says):
         prepare(load_model(tmp_path / "model", sharded=True), world)
+
+
+def _refused(rank: int, folder: str) -> str:
+    with World(Layout(ranks=2, pp=2)) as world, pytest.raises(ModelError) as caught:
+        prepare(load_model(folder, sharded=True), world)
+    return str(caught.value)
+
+
+def test_what_one_stage_cannot_read_every_rank_refuses(folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(folders / "tied", tmp_path / "model")
+    _edit(tmp_path / "model", GATE, lambda x: x[:5].clone())
+    for refusal in run_ranks(_refused, 2, str(tmp_path / "model")):
+        assert f"{GATE} is (5, 32) in the files, (48, 32) by the configuration" in refusal
 
 
 def test_files_that_have_no_parts_are_refused(tmp_path: Path) -> None:

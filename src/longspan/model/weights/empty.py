@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -71,8 +70,3 @@ def _keep_attributes(new: Any, old: Any) -> None:
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """`x` on the device; one of the meta device stays there."""
     return x if x.is_meta else x.to(device)
-
-
-def local_tensor(x: Tensor) -> Tensor:
-    """The part of a sharded parameter that this rank holds, sharing its memory; any other tensor itself."""
-    return x._local_tensor if isinstance(x, DTensor) else x

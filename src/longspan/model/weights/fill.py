@@ -7,9 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from longspan.comm import World
+from longspan.comm import World, patience
 from longspan.errors import ModelError
-from longspan.model.weights.empty import allocate, local_tensor
+from longspan.model.local_tensors import local_tensor
+from longspan.model.weights.empty import allocate
 from longspan.model.weights.held import HeldPart
 
 
@@ -31,15 +32,29 @@ class WeightsToCome:
             names[id(parameter)].append(name)
         self._first_name = {name: same[0] for same in names.values() for name in same}
 
-    @torch.no_grad()
     def fill(self, models: Sequence[nn.Module], world: World) -> None:
         """Allocate the parameters of a model, or of its stages that are here, on the world's device, and fill them.
 
-        No rank waits for another. Raises ModelError for parameters that the source does not have.
+        All ranks call it together; each reads for itself. Raises ModelError on every rank where one cannot be filled.
         """
+        failure: Exception | None = None
+        with patience(world):
+            try:
+                self._fill(models, world.device)
+            except Exception as error:  # whatever files and conversions raise: the other ranks must learn of it
+                failure = error
+        reason = None if failure is None else _reason(failure)
+        reasons = world.control.gather_objects(reason, "weights that were read")
+        for rank, reason in zip(world.home.ranks, reasons, strict=True):
+            if reason is not None:
+                where = "" if failure is not None else f"rank {rank}: "
+                raise ModelError(f"{where}{reason}") from failure
+
+    @torch.no_grad()
+    def _fill(self, models: Sequence[nn.Module], device: torch.device) -> None:
         parameters = defaultdict[str, list[Tensor]](list)
         for model in models:
-            allocate(model, world.device)
+            allocate(model, device)
             for name, parameter in model.named_parameters():
                 parameters[self._first_name.get(name, name)].append(parameter)
         wanted = {name: HeldPart.of(copies[0]) for name, copies in parameters.items()}
@@ -53,6 +68,10 @@ class WeightsToCome:
                 f"{self.source} lacks {len(missing)} weights that its config.json asks for, which would be random: "
                 f"{', '.join(sorted(missing)[:4])}; complete the folder, or correct config.json"
             )
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
 
 
 def fill_when_prepared(model: nn.Module, source: WeightSource) -> None:

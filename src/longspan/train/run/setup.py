@@ -165,7 +165,8 @@ def load_prepared_model(
 def _load_folder_model(config: RunConfig) -> PreTrainedModel | None:
     if not config.model.path:
         return None
-    return load_model(config.model.path, config.model.preset, dtype=config.model.dtype, seed=config.train.seed)
+    safetensors = any(Path(config.model.path).glob("*.safetensors"))  # other files have no parts to be read alone
+    return load_model(config.model.path, dtype=config.model.dtype, sharded=safetensors)
 
 
 def _shared_corpus(
