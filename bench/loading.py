@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from longspan import Layout, World, prepare
-from longspan.bench.record import begin_or_go_on, where_it_ran, write_record
+from longspan.bench.record import open_record, where_it_ran, write_record
 from longspan.model import load_model
 from longspan.testing import run_ranks
 
@@ -51,9 +51,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="a Hugging Face folder; without it folders are made")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    record = begin_or_go_on(
-        "loading", options.out, "nccl" if torch.cuda.is_available() else "gloo", Path(__file__).parent
-    )
+    record = open_record("loading", options.out, "nccl" if torch.cuda.is_available() else "gloo", Path(__file__).parent)
     record.setdefault("rows", [])
     if options.folder:
         row = {"model": options.folder.name, "home": "FSDP2", "sharded": True, **load(0, str(options.folder), {}, True)}
@@ -65,9 +63,8 @@ def main() -> None:
             sizes = _save(MODELS[name](), Path(folder))
             for home, axes in HOMES.items():
                 for sharded in (True, False) if "ep" not in axes or "experts" in name else ():
-                    measured = run_ranks(load, options.ranks, folder, axes, sharded, timeout=600)
-                    worst = max(measured, key=lambda row: row["rise"])
-                    row = {"model": name, "home": home, "sharded": sharded, **sizes, **worst}
+                    measured = run_ranks(load, options.ranks, folder, axes, sharded, timeout=600)[0]
+                    row = {"model": name, "home": home, "sharded": sharded, **sizes, **measured}
                     _keep(record, row, options.out)
 
 
@@ -80,7 +77,7 @@ def _save(config: Any, folder: Path) -> dict[str, int]:
 
 
 def load(_: int, folder: str, axes: dict[str, int], sharded: bool) -> dict[str, Any]:
-    """The rise of anonymous memory and the seconds of loading and preparing, on this rank."""
+    """The rise of anonymous memory and the seconds of loading and preparing, the worst of all ranks."""
     ranks = int(os.environ["WORLD_SIZE"])
     with World(Layout(ranks=ranks, **axes)) as world:
         prepare(load_model(preset="qwen3-tiny", vocab_size=64), world)  # libraries and communicators
@@ -90,9 +87,11 @@ def load(_: int, folder: str, axes: dict[str, int], sharded: bool) -> dict[str, 
             model = prepare(load_model(folder, sharded=sharded), world)
         seconds = time.monotonic() - start
         local = [getattr(x, "_local_tensor", x) for x in model.parameters()]
-        checksums = world.control.gather_objects(sum(float(x.double().abs().sum()) for x in local))
         device = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else 0
-        return {"rise": rise[0], "seconds": seconds, "ranks": ranks, "checksum": sum(checksums), "device": device}
+        here = [sum(float(x.double().abs().sum()) for x in local), float(rise[0]), float(device), seconds]
+        checksums, *worst = zip(*world.control.gather_objects(here), strict=True)
+        names = ("rise", "device", "seconds")
+        return {"ranks": ranks, "checksum": sum(checksums), **dict(zip(names, map(max, worst), strict=True))}
 
 
 @contextmanager

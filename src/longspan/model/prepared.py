@@ -29,7 +29,7 @@ from longspan.model.seams.probe import probe_model
 from longspan.model.seams.randomness import random_draws
 from longspan.model.seams.refusals import refuse_unsupported
 from longspan.model.seams.row_loss import add_row_loss
-from longspan.model.weights.fill import weights_to_come
+from longspan.model.weights.fill import take_weights_to_come
 
 
 def prepare(
@@ -96,7 +96,7 @@ def prepare(
     rules = CallRules(
         type(model).__name__, attention_kernel, position_table(model), random_draws(model), placement.row_multiple
     )
-    weights = weights_to_come(model)
+    weights = take_weights_to_come(model)
     if world.home.pp > 1:
         prepared = _cut_and_place(model, placement, pipeline_settings)
         prepared.probed = probe

@@ -79,6 +79,6 @@ def fill_when_prepared(model: nn.Module, source: WeightSource) -> None:
     model.weights_to_come = WeightsToCome(model, source)  # pyright: ignore[reportArgumentType]
 
 
-def weights_to_come(model: nn.Module) -> WeightsToCome | None:
-    """What fills the model once it is prepared; None where its parameters have values."""
-    return getattr(model, "weights_to_come", None)
+def take_weights_to_come(model: nn.Module) -> WeightsToCome | None:
+    """What fills the model once it is prepared, which is asked for once; None where its parameters have values."""
+    return vars(model).pop("weights_to_come", None)
