@@ -65,8 +65,8 @@ MUTATIONS = [
     ("attention.all_to_all", "None if orders is None else orders[1]", "None"),
     ("attention.all_to_all", "arrived if orders is None else join_columns((arrived,), orders[0])", "arrived"),
     ("attention.window_rows", "index_copy_(0, rows.places, handle", "index_copy_(0, rows.places.flip(0), handle"),
-    ("attention.all_to_all", "start = self.split.q_heads(self._me).start + part", "start = part"),
-    ("attention.all_to_all", "part * cuts // self.slices)", "part * (cuts == self.slices))"),
+    ("attention.all_to_all", "start = self.split.q_heads(self._me).start + slice_index", "start = slice_index"),
+    ("attention.all_to_all", "slice_index * cuts // self.slices)", "slice_index * (cuts == self.slices))"),
     ("attention.all_to_all", "of_all[self.split.q_heads(self._me)] = x", "of_all[: len(x)] = x"),
     # sinks
     ("attention.block", "out.mul_(torch.exp(lse - with_sinks).unsqueeze(-1)), with_sinks", "out, with_sinks"),

@@ -116,14 +116,14 @@ class _GradientSums:
 
     def __init__(self, members: Members) -> None:
         self._members, self._channel = members, members.channel()
-        self._started: Handle | None = None
-        self._shapes: list[torch.Size] = []
-        self._done: list[_Pair] = []
+        self._started: Handle | None = None  # the slice on its way
+        self._row_shapes: list[torch.Size] = []  # of k and v of that slice, without rows
+        self._finished_slices: list[_Pair] = []  # (dk, dv) of this member's rows
 
     def send(self, addends: list[Addend], k: Tensor, v: Tensor) -> None:
         """Start with the gradients of all rows k (S, heads, H) and v, after the slice before has arrived."""
         self._collect()
-        self._shapes = [x.shape[1:] for x in (k, v)]
+        self._row_shapes = [x.shape[1:] for x in (k, v)]
         packed = self._by_member(addends, k, v)
         del addends
         rows, degree = self._members.counts[self._members.member], self._members.degree
@@ -133,7 +133,7 @@ class _GradientSums:
     def finish(self) -> _Pair:
         """The summed gradients of the own rows, of all heads."""
         self._collect()
-        dk, dv = (joined_heads(parts) for parts in zip(*self._done, strict=True))
+        dk, dv = (joined_heads(parts) for parts in zip(*self._finished_slices, strict=True))
         return dk, dv
 
     def _by_member(self, addends: list[Addend], k: Tensor, v: Tensor) -> Tensor:
@@ -149,6 +149,6 @@ class _GradientSums:
             return
         arrived = self._started.wait()  # of every member, the gradients of the own rows
         total = arrived.unflatten(0, (self._members.degree, -1)).sum(0) if len(arrived) else arrived
-        dk, dv = split_columns(total, self._shapes)
-        self._done.append((dk, dv))
+        dk, dv = split_columns(total, self._row_shapes)
+        self._finished_slices.append((dk, dv))
         self._started = None

@@ -38,20 +38,21 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: Attenti
     split = head_split(q.shape[1], k.shape[1], members.inner)
     swap, what = _Swap(members, split, _slices(members, split, q)), "attention all-to-all forward"
     copied = (q, *(x if split.kv_copies == 1 else x.repeat_interleave(split.kv_copies, 1) for x in (k, v)))
-    sent = [copied if swap.begins(part) else copied[:1] for part in range(swap.slices)]
-    arriving = [swap.to_heads(tensors, part, what) for part, tensors in enumerate(sent)]
+    sent = [copied if swap.begins(slice_index) else copied[:1] for slice_index in range(swap.slices)]
+    arriving = [swap.to_heads(tensors, slice_index, what) for slice_index, tensors in enumerate(sent)]
     leaving, saved, keys = list[Handle](), list[Saved](), list[Tensor]()
-    for part, tensors in enumerate(sent):
+    for slice_index, tensors in enumerate(sent):
         q_all, *of_keys = swap.heads(arriving.pop(0), tensors)
         keys = of_keys or keys
-        out, (exchanged,) = ring_forward(q_all, keys[0], keys[1], members, swap.call_of(call, part))
+        out, (exchanged,) = ring_forward(q_all, keys[0], keys[1], members, swap.call_of(call, slice_index))
         out = out.to(q.dtype)
         leaving.append(swap.to_rows((out,), f"{what}, back"))
-        none = {} if swap.begins(part) else {"k": k.new_empty(0), "v": v.new_empty(0)}  # saved with another part
+        # Slices that share keys and values save them with the first.
+        none = {} if swap.begins(slice_index) else {"k": k.new_empty(0), "v": v.new_empty(0)}
         saved.append(exchanged._replace(out=out, **none))
     out = q.new_empty((*q.shape[:2], v.shape[2]))
-    for part in range(swap.slices):
-        swap.lay(leaving.pop(0), (out,), part)
+    for slice_index in range(swap.slices):
+        swap.write_rows(leaving.pop(0), (out,), slice_index)
     return out, saved
 
 
@@ -61,26 +62,26 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
         return ring_backward(dout, saved, members, call)
     split = head_split(dout.shape[1], call.kv_heads, members.inner)
     swap, what = _Swap(members, split, len(saved)), "attention all-to-all backward"
-    arriving = [swap.to_heads((dout,), part, what) for part in range(swap.slices)]
+    arriving = [swap.to_heads((dout,), slice_index, what) for slice_index in range(swap.slices)]
     # Sums over all queries of a head are as exact in the input's dtype; those of one copy of it are not.
     kv_dtype = dout.dtype if split.kv_copies == 1 else accumulation_dtype(dout.dtype)
     leaving, sinks, of_keys = list[Handle](), list[Tensor](), list[Addend]()
-    for part in range(swap.slices):
+    for slice_index in range(swap.slices):
         (dout_all,) = swap.heads(arriving.pop(0), (dout,))
-        exchanged = swap.saved_of(saved, part)
-        inside = ring_backward(dout_all, [exchanged], members, swap.call_of(call, part))
+        exchanged = swap.saved_of(saved, slice_index)
+        inside = ring_backward(dout_all, [exchanged], members, swap.call_of(call, slice_index))
         gradients = [inside.q.to(dout.dtype)]
         of_keys.append(Addend(slice(0, len(inside.k)), (inside.k, inside.v)))
-        if swap.ends(part):
+        if swap.ends(slice_index):
             gradients += [x.to(kv_dtype) for x in summed(of_keys, exchanged.k, exchanged.v)]
             of_keys.clear()
-        leaving += [swap.to_rows(gradients[some], f"{what}, gradients") for some in swap.messages(part)]
+        leaving += [swap.to_rows(gradients[some], f"{what}, gradients") for some in swap.messages(slice_index)]
         sinks += [] if inside.sinks is None else [inside.sinks]
         del inside, dout_all, gradients
     dq, dk, dv = totals = _totals(dout, saved[0], split, kv_dtype)
-    for part in range(swap.slices):
-        for some in swap.messages(part):
-            swap.lay(leaving.pop(0), totals[some], part)
+    for slice_index in range(swap.slices):
+        for some in swap.messages(slice_index):
+            swap.write_rows(leaving.pop(0), totals[some], slice_index)
     if split.kv_copies > 1:
         dk, dv = (x.unflatten(1, (split.kv_heads, split.kv_copies)).sum(2) for x in (dk, dv))
     return Gradients(dq, dk, dv, swap.own_heads(torch.cat(sinks)) if sinks else None)
@@ -105,8 +106,8 @@ def _totals(dout: Tensor, saved: Saved, split: HeadSplit, dtype: torch.dtype) ->
 class _Swap:
     """The exchange inside one neighbourhood of M members: (T, all heads) of the local rows for (R, some heads) of all.
 
-    Heads (N) are M runs of those that a member computes, each cut into `slices` parts; key/value heads into fewer,
-    where several parts that follow each other use the same.
+    Heads (N) are M runs of those that a member computes, each cut into `slices` slices; key/value heads into fewer,
+    where several slices that follow each other use the same.
     """
 
     def __init__(self, members: Members, split: HeadSplit, slices: int) -> None:
@@ -116,29 +117,29 @@ class _Swap:
         self._me = self._channel.index
         self._own_counts = (self._counts[self._me],) * self._degree
 
-    def begins(self, part: int) -> bool:
-        """Whether a part is the first with its key/value heads."""
-        return part % self._shared == 0
+    def begins(self, slice_index: int) -> bool:
+        """Whether a slice is the first with its key/value heads."""
+        return slice_index % self._shared == 0
 
-    def ends(self, part: int) -> bool:
+    def ends(self, slice_index: int) -> bool:
         """Whether it is the last with them."""
-        return self.begins(part + 1)
+        return self.begins(slice_index + 1)
 
-    def saved_of(self, saved: Sequence[Saved], part: int) -> Saved:
-        """What is saved of a part, with its keys and values."""
-        first = saved[part - part % self._shared]
-        return saved[part]._replace(k=first.k, v=first.v)
+    def saved_of(self, saved: Sequence[Saved], slice_index: int) -> Saved:
+        """What is saved of a slice, with its keys and values."""
+        first = saved[slice_index - slice_index % self._shared]
+        return saved[slice_index]._replace(k=first.k, v=first.v)
 
-    def messages(self, part: int) -> list[slice]:
-        """Which of dq, dk and dv leave together once a part is computed: of one dtype where no head has copies."""
-        if not self.ends(part):
+    def messages(self, slice_index: int) -> list[slice]:
+        """Which of dq, dk and dv leave together once a slice is computed: of one dtype where no head has copies."""
+        if not self.ends(slice_index):
             return [slice(0, 1)]
         return [slice(0, 3)] if self.split.kv_copies == 1 else [slice(0, 1), slice(1, 3)]
 
-    def call_of(self, call: AttentionCall, part: int) -> AttentionCall:
-        """The call for the query heads of a part that are computed here."""
+    def call_of(self, call: AttentionCall, slice_index: int) -> AttentionCall:
+        """The call for the query heads of a slice that are computed here."""
         count = self.split.member_heads // self.slices
-        start = self.split.q_heads(self._me).start + part * count
+        start = self.split.q_heads(self._me).start + slice_index * count
         return call.for_heads(start, start + count)
 
     def own_heads(self, x: Tensor) -> Tensor:
@@ -147,24 +148,24 @@ class _Swap:
         of_all[self.split.q_heads(self._me)] = x
         return of_all
 
-    def to_heads(self, tensors: Sequence[Tensor], part: int, what: str) -> Handle:
-        """Start sending a part of the heads of tensors (T, N, size), to every member its own."""
+    def to_heads(self, tensors: Sequence[Tensor], slice_index: int, what: str) -> Handle:
+        """Start sending a slice of the heads of tensors (T, N, size), to every member its own."""
         rows, degree = tensors[0].shape[0], self._degree
-        parts = self._parts(tensors, part)
-        widths = [x.shape[2] for x in parts]
+        places = self._places(tensors, slice_index)
+        widths = [x.shape[2] for x in places]
         packed = tensors[0].new_empty((degree * rows, sum(widths)))
-        copy_rows(list(zip(parts, by_member(packed, degree, widths), strict=True)))
+        copy_rows(list(zip(places, by_member(packed, degree, widths), strict=True)))
         return self._channel.all_to_all_rows(packed, self._own_counts, self._counts, what)
 
-    def _parts(self, tensors: Sequence[Tensor], part: int) -> list[Tensor]:
-        """A part of the heads of tensors (T, N, size), by member."""
+    def _places(self, tensors: Sequence[Tensor], slice_index: int) -> list[Tensor]:
+        """Where this slice of every member's heads lies in tensors (T, N, size)."""
         return [
-            by_heads(x, self._degree, cuts, part * cuts // self.slices)
+            by_heads(x, self._degree, cuts, slice_index * cuts // self.slices)
             for x, cuts in zip(tensors, map(self._cuts, tensors), strict=True)
         ]
 
     def _cuts(self, x: Tensor) -> int:
-        """Into how many parts a member's heads of x (T, N, size) are cut: query heads, or key/value heads."""
+        """Into how many slices a member's heads of x (T, N, size) are cut: query heads, or key/value heads."""
         return self.slices if x.shape[1] == self.split.heads else self.slices // self._shared
 
     def heads(self, handle: Handle, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -179,8 +180,8 @@ class _Swap:
         packed = join_columns(tensors, None if orders is None else orders[1])
         return self._channel.all_to_all_rows(packed, self._counts, self._own_counts, what)
 
-    def lay(self, handle: Handle, into: Sequence[Tensor], part: int) -> None:
-        """Lay what arrives of `to_rows` into a part of the heads of tensors (T, N, size)."""
-        parts = self._parts(into, part)
-        arrived = by_member(handle.wait(), self._degree, [x.shape[2] for x in parts])
-        copy_rows(list(zip(arrived, parts, strict=True)))
+    def write_rows(self, handle: Handle, into: Sequence[Tensor], slice_index: int) -> None:
+        """Wait for what `to_rows` sent, and write it into this slice of every member's heads in `into` (T, N, size)."""
+        places = self._places(into, slice_index)
+        arrived = by_member(handle.wait(), self._degree, [x.shape[2] for x in places])
+        copy_rows(list(zip(arrived, places, strict=True)))

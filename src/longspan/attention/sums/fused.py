@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -46,27 +46,46 @@ def merge_(total_out: Tensor, total_lse: Tensor, rows: slice | Tensor, out: Tens
 def copy_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
     """into[r] ← source[index[r]] for pairs (source, into) of (rows, members, width), whose columns are contiguous."""
     rows, members, _ = moves[0][1].shape
-    _copy([_of_copy(source, into) for source, into in moves], index, rows, members)
+    by_member = [
+        _Move(source, source.stride(0), source.stride(1), into, into.stride(0), into.stride(1), into.shape[2])
+        for source, into in moves
+    ]
+    _copy(by_member, index, rows, members)
 
 
 def copy_whole_rows(moves: Sequence[tuple[Tensor, Tensor]]) -> None:
     """into ← source for pairs (source, into) of (rows, …), as many rows each, whose elements in a row are in order."""
-    _copy([(a, a.stride(0), 0, b, b.stride(0), 0, b.shape[1:].numel()) for a, b in moves], None, len(moves[0][1]), 1)
+    whole_rows = [
+        _Move(source, source.stride(0), 0, into, into.stride(0), 0, into.shape[1:].numel()) for source, into in moves
+    ]
+    _copy(whole_rows, None, len(moves[0][1]), 1)
 
 
-def _of_copy(source: Tensor, into: Tensor) -> tuple[Any, ...]:
-    return (source, *source.stride()[:2], into, *into.stride()[:2], into.shape[2])
+class _Move(NamedTuple):
+    """A copy of (rows, members, width), as the kernel takes it."""
+
+    source: Tensor
+    source_row_stride: int
+    source_member_stride: int
+    into: Tensor
+    into_row_stride: int
+    into_member_stride: int
+    width: int
 
 
-def _copy(moves: Sequence[tuple[Any, ...]], index: Tensor | None, rows: int, members: int) -> None:
+def _copy(moves: Sequence[_Move], index: Tensor | None, rows: int, members: int) -> None:
+    """Launch copies of (rows, members, width), up to _COPIES at once.
+
+    Where a launch has fewer, the others repeat its first, and COUNT leaves them out.
+    """
     if not rows or not members:
         return
     for first in range(0, len(moves), _COPIES):
         some = moves[first : first + _COPIES]
         a, b, c = (*some, *[some[0]] * (_COPIES - len(some)))
-        widths = {"A": _power(a[-1]), "B": _power(b[-1]), "C": _power(c[-1])}
+        widths = {"A": _power(a.width), "B": _power(b.width), "C": _power(c.width)}
         constants = {"COUNT": len(some), "HAS_INDEX": index is not None} | widths
-        _launch("copy_rows", (rows, members, 1), (index, *a, *b, *c), constants, 1 + len(a) * len(some))
+        _launch("copy_rows", (rows, members, 1), (index, *a, *b, *c), constants, differ=1 + len(a) * len(some))
 
 
 def add_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
