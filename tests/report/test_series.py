@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from longspan.report.chart import _digits
 from longspan.report.series import (
     byte_ticks,
+    bytes_text,
     log_ticks,
     smooth,
     thin,
     ticks,
-    write_bytes,
     write_number,
     write_ranges,
     write_seconds,
@@ -81,8 +81,8 @@ def test_ticks_are_round_and_inside(low: float, width: float, count: int) -> Non
         (write_number(0.25), "0.25"),
         (write_number(1e-7), "1e-07"),
         (write_number(float("nan")), "nan"),
-        (write_bytes(3 * 2**30), "3 GiB"),
-        (write_bytes(10), "10 B"),
+        (bytes_text(3 * 2**30), "3 GiB"),
+        (bytes_text(10), "10 B"),
         (write_seconds(3720), "1 h 02 min"),
         (write_seconds(185), "3 min 05 s"),
         (write_seconds(12.34), "12.3 s"),

@@ -10,7 +10,7 @@ import pytest
 
 from longspan.errors import RunFolderError
 from longspan.report import write_report
-from longspan.train.disk import errors_name, os_error_text, write_atomically
+from longspan.train.disk import naming_file, os_error_text, write_atomically
 from longspan.train.json_record import as_json
 from longspan.train.run.metrics_log import MetricsLog, read_metrics
 
@@ -46,10 +46,10 @@ def test_a_report_on_a_full_disk_names_the_file(tmp_path: Path) -> None:
 
 
 def test_reasons_of_other_kinds() -> None:
-    with pytest.raises(OSError) as error, errors_name(Path("/nowhere/file")):
+    with pytest.raises(OSError) as error, naming_file(Path("/nowhere/file")):
         raise OSError(5, os.strerror(5))
     assert os_error_text(error.value) == "/nowhere/file: Input/output error"
-    with pytest.raises(FileNotFoundError) as error, errors_name(Path("other")):
+    with pytest.raises(FileNotFoundError) as error, naming_file(Path("other")):
         Path("/nowhere/at/all").read_bytes()
     assert os_error_text(error.value) == "/nowhere/at/all: No such file or directory"
 

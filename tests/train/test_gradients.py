@@ -141,7 +141,10 @@ SPOILT = {
         r"step 2: the loss is [\d.]+, the gradient norm nan; .* ranks \(0, 1, 2, 3\), .* up to",
     ),
     "loss": (_spoil_loss, "step 2: the loss is (inf|nan), .* lower the learning rate"),
-    "weights": (_spoil_weights, r"were not finite before it: ranks \(0, 1, 2, 3\), .*layers.1.mlp.down_proj.weight"),
+    "weights": (
+        _spoil_weights,
+        r"were not finite before this step: ranks \(0, 1, 2, 3\), .*layers.1.mlp.down_proj.weight",
+    ),
 }
 
 

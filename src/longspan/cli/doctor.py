@@ -17,7 +17,7 @@ from longspan.cli.machine import machine, machine_text
 from longspan.cli.parse import parse_flags
 from longspan.cli.processes import reports_here, run_on_ranks, under_torchrun
 from longspan.errors import ConfigError, LongspanError, counted
-from longspan.report.series import write_bytes, write_seconds
+from longspan.report.series import bytes_text, write_seconds
 from longspan.report.text_table import text_table
 from longspan.train.versions import versions
 
@@ -108,7 +108,7 @@ def device_checks() -> Iterator[Check]:
     here = machine()
     yield Check("device", "host", machine_text({k: v for k, v in here.items() if k != "gpus"}), None)
     for index, name in enumerate(here.get("gpus", ())):
-        memory = write_bytes(torch.cuda.get_device_properties(index).total_memory)
+        memory = bytes_text(torch.cuda.get_device_properties(index).total_memory)
         yield Check("device", f"cuda:{index}", f"{name}, {memory}", None)
     yield Check("backend", "gloo", "available" if dist.is_gloo_available() else "missing", dist.is_gloo_available())
     gpus, nccl = torch.cuda.device_count(), dist.is_nccl_available()

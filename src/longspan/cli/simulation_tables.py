@@ -8,7 +8,7 @@ from longspan.cli.pricing import UNPRICED
 from longspan.errors import counted
 from longspan.plan.simulate.simulate import Simulation
 from longspan.plan.simulate.which_degree import DegreeChoice
-from longspan.report.series import write_bytes, write_number, write_seconds
+from longspan.report.series import bytes_text, write_number, write_seconds
 from longspan.report.text_table import text_table
 
 Row = tuple[str, Simulation | str]  # a plan's name; its simulation, or why there is none
@@ -76,9 +76,9 @@ def _columns(simulation: Simulation) -> tuple[str, ...]:
         f"{100 * simulation.bubble:.1f}%",
         f"{100 * simulation.idle:.1f}%",
         write_number(round(float(simulation.peak_rows.max(initial=0)))),
-        write_bytes(float(simulation.activation_bytes.max(initial=0))),
-        write_bytes(simulation.inside_bytes),
-        write_bytes(simulation.across_bytes),
+        bytes_text(float(simulation.activation_bytes.max(initial=0))),
+        bytes_text(simulation.inside_bytes),
+        bytes_text(simulation.across_bytes),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from longspan.report.markup import key, label, tag, text
-from longspan.report.series import byte_ticks, log_ticks, thin, ticks, write_bytes, write_number
+from longspan.report.series import byte_ticks, bytes_text, log_ticks, thin, ticks, write_number
 
 Format = Literal["number", "loss", "percent", "bytes"]
 MAX_POINTS = 900  # of one curve, in the drawing and under the crosshair
@@ -138,7 +138,7 @@ def _axes(chart: Chart, frame: _Frame) -> str:
 def _tick(value: float, y_format: Format, digits: int) -> str:
     if y_format == "percent":
         return f"{100 * value:g}%"
-    return write_bytes(value) if y_format == "bytes" else write_number(value, digits)
+    return bytes_text(value) if y_format == "bytes" else write_number(value, digits)
 
 
 def _digits(marks: Sequence[float]) -> int:

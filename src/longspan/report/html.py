@@ -12,7 +12,7 @@ from longspan.report.priced import measured_seconds, priced_plans
 from longspan.report.run_folder import RunFolder
 from longspan.report.run_page import run_sections
 from longspan.report.series import write_number, write_seconds
-from longspan.train.disk import errors_name, os_error_text
+from longspan.train.disk import naming_file, os_error_text
 
 # The policy makes the browser refuse any request: what the page shows is in the page.
 _META = (
@@ -37,7 +37,7 @@ def write_report(run_dir: str | Path) -> Path:
         body.insert(-1 if run.config_text else len(body), plan_section(priced_plans(run), took=took))
     path = run.path / "report.html"
     try:
-        with errors_name(path):
+        with naming_file(path):
             path.write_text(_page(f"{run.name} · longspan", body), encoding="utf-8")
     except OSError as error:
         raise RunFolderError(os_error_text(error)) from error

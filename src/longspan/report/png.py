@@ -48,15 +48,15 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
             name = f"{b.document} · {plan.lengths[b.document]:,}" if width >= 90 else f"{b.document}"
             middle = ((b.start + b.stop) / 2, b.slot + b.slots / 2)
             axes.text(*middle, name, ha="center", va="center", fontsize=8, color="#222222", zorder=4)
-    patches = [Rectangle((0, 0), 1, 1, facecolor=fill, edgecolor="#999999", label=name) for fill, name in _keys(unit)]
+    patches = [Rectangle((0, 0), 1, 1, facecolor=fill, edgecolor="#999999", label=name) for fill, name in _legend(unit)]
     figure.legend(handles=patches, loc="outside lower left", ncols=3, frameon=False, fontsize=9)
     _label_axes(axes, picture, timed=bool((cost or plan.cost).source))
     figure.savefig(path, dpi=150, facecolor="white")
     return Path(path)
 
 
-def _keys(unit: Unit) -> tuple[tuple[str, str], ...]:
-    """The colours of the legend and what they mean."""
+def _legend(unit: Unit) -> tuple[tuple[str, str], ...]:
+    """(colour, what it means) of each entry of the legend."""
     idle = "nothing to do" if unit == "rows" else "nothing to do, or the fixed time of a micro-batch"
     document = "a document: one colour, one block over the slots that share it"
     return (FILLS[0], document), (MANY, "busy with documents too short to draw apart"), (IDLE, idle)

@@ -9,7 +9,7 @@ from longspan.errors import counted
 from longspan.report.chart import Chart, Series, chart_figure
 from longspan.report.markup import tag, text
 from longspan.report.run_folder import EvalRow, RunFolder
-from longspan.report.series import smooth, write_bytes, write_number, write_seconds
+from longspan.report.series import bytes_text, smooth, write_number, write_seconds
 
 _DEGREES = ("tp", "pp", "vpp", "ep", "dp_replicate")  # of [parallel]; 1 is not worth a word
 LOSS_WIDTHS = {"wide": 1120, "narrow": 480}  # the page shows the one that suits its own width
@@ -110,7 +110,7 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
         yield "time in steps", write_seconds(float(seconds.sum())), detail
     memory = _finite(run.train["memory_bytes"])
     if len(memory) and memory.max() > 0:
-        yield "peak memory", write_bytes(float(memory.max())), "of a process"
+        yield "peak memory", bytes_text(float(memory.max())), "of a process"
     world = run.summary.get("world")
     if world is not None:
         yield "world", f"{world}", "processes"

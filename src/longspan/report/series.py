@@ -79,7 +79,7 @@ def write_number(value: float, digits: int = 3) -> str:
     return f"{value:.{digits}g}"
 
 
-def write_bytes(value: float) -> str:
+def bytes_text(value: float) -> str:
     """Bytes in binary units: 3 * 2**30 → '3 GiB'."""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(value) >= scale:

@@ -1,6 +1,6 @@
 """Errors of the disk in a user's words, with the file, the free room and what to do; files that are written whole.
 
-The system's own error of a failed write carries no file's name; `errors_name` adds it. No torch and no ranks here.
+The system's own error of a failed write carries no file's name; `naming_file` adds it. No torch and no ranks here.
 """
 
 import errno
@@ -12,10 +12,10 @@ from pathlib import Path
 
 
 @contextmanager
-def errors_name(path: Path) -> Iterator[None]:
+def naming_file(path: Path) -> Iterator[None]:
     """Give an OSError that is raised inside the name of a file, where it has none.
 
-    >>> with errors_name(path), path.open("w") as file:
+    >>> with naming_file(path), path.open("w") as file:
     ...     file.write(text)
     """
     try:
@@ -42,7 +42,7 @@ def _free(error: OSError) -> str:
 
 def write_durably(path: Path, text: str, *, named: Path | None = None) -> None:
     """Write a file, and return once the disk has it; errors name it, or `named`."""
-    with errors_name(named or path), path.open("w", encoding="utf-8") as file:
+    with naming_file(named or path), path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -149,21 +149,24 @@ def _not_finite(tensors: dict[str, Tensor]) -> tuple[str, ...]:
 def _advice(reports: dict[int, _Report], loss: float) -> str:
     if weights := _where({rank: report.weights for rank, report in reports.items()}):
         return (
-            f"Weights were not finite before it: {weights}; go on from a checkpoint with weights that are, at a lower "
-            "learning rate if training made them so"
+            f"Weights were not finite before this step: {weights}; go on from a checkpoint with weights that are, at a "
+            "lower learning rate if training made them so"
         )
     gradients = _where({rank: report.gradients for rank, report in reports.items()})
-    rate = (
+    too_large = (
         f"the largest weight is {max(report.largest for report in reports.values()):.3g}: where training made it that "
         "large, lower the learning rate or raise the warm-up"
     )
     if not math.isfinite(loss):
-        return f"Weights are finite, and a forward pass overflowed; {rate}; else look at the documents, and {_DTYPE}"
+        return (
+            f"Weights are finite, and a forward pass overflowed; {too_large}; otherwise look at the documents, and "
+            f"{_DTYPE}"
+        )
     if not gradients:
-        return f"Every gradient is finite, and the sum of their squares overflowed in float32; {rate}"
+        return f"Every gradient is finite, and the sum of their squares overflowed in float32; {too_large}"
     return (
-        f"The loss is finite, and a backward pass overflowed: {gradients}; {rate}; else that does not help: look at "
-        f"what comes after that parameter (a division, root, logarithm or mask without a derivative at 0), and {_DTYPE}"
+        f"The loss is finite, and a backward pass overflowed: {gradients}; {too_large}; otherwise look at what comes "
+        f"after that parameter (a division, root, logarithm or mask without a derivative at 0), and {_DTYPE}"
     )
 
 

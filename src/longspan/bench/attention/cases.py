@@ -123,7 +123,7 @@ def _replay(graph: Any, result: Result) -> Result:
 
 
 def sinks_of(settings: Settings, device: torch.device, *, learnt: bool = False) -> Tensor | None:
-    """One logit for each query head, some of weight."""
+    """A sink logit for each query head, from next to no weight to that of some 200 keys; None without sinks."""
     logits = torch.linspace(-2.0, 6.0, settings.heads, device=device, requires_grad=learnt)
     return logits if settings.sinks else None
 

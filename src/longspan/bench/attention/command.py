@@ -14,7 +14,7 @@ from longspan.cli.flags import Switch
 from longspan.cli.parse import parse_flags
 from longspan.cli.processes import run_on_ranks
 from longspan.errors import ConfigError, counted
-from longspan.report.series import write_bytes
+from longspan.report.series import bytes_text
 from longspan.report.text_table import markdown_table, text_table
 
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -123,7 +123,7 @@ def _sizes(text: str, ranks: int) -> tuple[int, int]:
 
 def record_text(record: dict[str, Any]) -> str:
     """A record for a terminal."""
-    return f"{_title(record)}\n\n{text_table(_NAMES, _rows(record))}\n\n{_checks(record)}{_missing(record)}"
+    return f"{_title(record)}\n\n{text_table(_NAMES, _table_lines(record))}\n\n{_checks(record)}{_missing(record)}"
 
 
 def record_markdown(record: dict[str, Any]) -> str:
@@ -131,7 +131,7 @@ def record_markdown(record: dict[str, Any]) -> str:
     return (
         f"# {_title(record)}\n\n"
         f"{where_it_ran(record)}\n\n"
-        f"{markdown_table(_NAMES, _rows(record))}\n\n"
+        f"{markdown_table(_NAMES, _table_lines(record))}\n\n"
         "TFLOP/s per device count 3.5 × the forward FLOPs (4 · heads · head size · the pairs of positions that see "
         "each other, which are S² / 2 a document without a window) for forward and backward together. "
         f"Median of {record['repeats']} runs after {record['warmup']}, the slowest rank.\n\n"
@@ -154,18 +154,21 @@ def _title(record: dict[str, Any]) -> str:
     )
 
 
-def _rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
-    rows = []
-    for row in record["rows"]:
-        if "missing" in row:
+def _table_lines(record: dict[str, Any]) -> list[tuple[str, ...]]:
+    """What the table shows of each case that was measured."""
+    lines = []
+    for case in record["rows"]:
+        if "missing" in case:
             continue
-        times = (f"{1e3 * row['forward_seconds']:.2f}", f"{1e3 * row['seconds']:.2f}")
+        times = (f"{1e3 * case['forward_seconds']:.2f}", f"{1e3 * case['seconds']:.2f}")
         speed = (
-            f"{row['tflops_per_device']:.0f}" if row["tflops_per_device"] >= 10 else f"{row['tflops_per_device']:.3g}"
+            f"{case['tflops_per_device']:.0f}"
+            if case["tflops_per_device"] >= 10
+            else f"{case['tflops_per_device']:.3g}"
         )
-        memory = write_bytes(row["peak_bytes"]) if row["peak_bytes"] else ""
-        rows.append((row["name"], f"{row['length']:,}", *times, speed, memory))
-    return rows
+        memory = bytes_text(case["peak_bytes"]) if case["peak_bytes"] else ""
+        lines.append((case["name"], f"{case['length']:,}", *times, speed, memory))
+    return lines
 
 
 def _checks(record: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from typing import Any
 
 from longspan.bench.record import where_it_ran
 from longspan.bench.step.profile_parts import ORDER
-from longspan.report.series import write_bytes
+from longspan.report.series import bytes_text
 from longspan.report.text_table import markdown_table, text_table
 
 _NAMES = (
@@ -91,7 +91,7 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['packing']:.2f}" if planned else "",
         f"{row['model_tflops_per_device']:.3g}",
         f"{100 * row['mfu']:.1f} %" if "mfu" in row else "",
-        write_bytes(row["peak_bytes"]) if row["peak_bytes"] else "",
+        bytes_text(row["peak_bytes"]) if row["peak_bytes"] else "",
     )
 
 

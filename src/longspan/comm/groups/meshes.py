@@ -79,9 +79,11 @@ class Meshes:
 
     @cached_property
     def _root(self) -> DeviceMesh:
+        """This stage's (replicate, slots of one replica, tp), of which `fsdp` and `tp` are slices: FSDP2 joins them."""
         home = self._home
-        sizes = (home.dp_replicate, home.slots // home.dp_replicate, home.tp)
-        return self._build((REPLICATE, SLOTS, TP), np.asarray(home.ranks).reshape(home.pp, *sizes))
+        width = home.slots // home.dp_replicate
+        by_stage = np.asarray(home.ranks).reshape(home.pp, home.dp_replicate, width, home.tp)
+        return self._build((REPLICATE, SLOTS, TP), by_stage)
 
     @cached_property
     def _expert_root(self) -> DeviceMesh:

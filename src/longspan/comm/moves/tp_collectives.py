@@ -3,7 +3,7 @@
 Every tensor-parallel rank of a slot enters each of them, in forward and in backward, in one order. A gradient is
 *identical* where every rank holds the same gradient of the shared result, and *partial* where each holds the gradient
 of its own part of the loss, to be summed. The pairs are those of Korthikanti et al., "Reducing Activation
-Recomputation in Large Transformer Models" (2022), figures 4 to 6. `key` is a world's; nothing here is kept.
+Recomputation in Large Transformer Models" (2022), figures 4 to 6. `world_key` names a world (`world_of`).
 
 Dims before `dim` must be of size 1 where tensors are split or summed in parts, as for packed rows (1, T, …).
 """
@@ -27,17 +27,17 @@ GATHER_GRADIENTS = "gather of gradients over tp"
 _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def tp_copy(x: Tensor, key: int) -> Tensor:
+def tp_copy(x: Tensor, world_key: int) -> Tensor:
     """The same tensor, for a computation of which each rank does a part; the partial gradient is summed."""
-    return _apply(x, lambda x: x.view_as(x), lambda gradient: _summed(gradient, key, "sum of gradients over tp"))
+    return _apply(x, lambda x: x.view_as(x), lambda gradient: _summed(gradient, world_key, "sum of gradients over tp"))
 
 
-def tp_sum(x: Tensor, key: int) -> Tensor:
+def tp_sum(x: Tensor, world_key: int) -> Tensor:
     """The sum of every rank's tensor; the gradient is identical and passes as it is."""
-    return _apply(x, lambda x: _summed(x, key, "sum over tp"), lambda gradient: gradient)
+    return _apply(x, lambda x: _summed(x, world_key, "sum over tp"), lambda gradient: gradient)
 
 
-def tp_gather(x: Tensor, key: int, dim: int, *, gradient: Gradient) -> Tensor:
+def tp_gather(x: Tensor, world_key: int, dim: int, *, gradient: Gradient) -> Tensor:
     """Every rank's tensor end to end along `dim`.
 
     Backward gives each rank its slice of an identical gradient, or of the sum of a partial one.
@@ -46,31 +46,33 @@ def tp_gather(x: Tensor, key: int, dim: int, *, gradient: Gradient) -> Tensor:
 
     def backward(whole: Tensor) -> Tensor:
         if gradient == "identical":
-            return _slice(whole, key, dim)
-        return _summed_slice(whole, key, dim, "sum of row gradients over tp")
+            return _slice(whole, world_key, dim)
+        return _summed_slice(whole, world_key, dim, "sum of row gradients over tp")
 
-    return _apply(x, lambda x: _gathered(x, key, dim, "gather over tp"), backward)
+    return _apply(x, lambda x: _gathered(x, world_key, dim, "gather over tp"), backward)
 
 
-def tp_split(x: Tensor, key: int, dim: int) -> Tensor:
+def tp_split(x: Tensor, world_key: int, dim: int) -> Tensor:
     """This rank's slice of a tensor that every rank holds; backward gathers the slices' gradients."""
     dim = dim % x.ndim
-    return _apply(x, lambda x: _slice(x, key, dim), lambda part: _gathered(part, key, dim, GATHER_GRADIENTS))
+    return _apply(
+        x, lambda x: _slice(x, world_key, dim), lambda part: _gathered(part, world_key, dim, GATHER_GRADIENTS)
+    )
 
 
-def tp_sum_split(x: Tensor, key: int, dim: int) -> Tensor:
+def tp_sum_split(x: Tensor, world_key: int, dim: int) -> Tensor:
     """This rank's slice of the sum of every rank's tensor; backward gathers the slices' gradients."""
     dim = dim % x.ndim
     return _apply(
         x,
-        lambda x: _summed_slice(x, key, dim, "sum of rows over tp"),
-        lambda part: _gathered(part, key, dim, GATHER_GRADIENTS),
+        lambda x: _summed_slice(x, world_key, dim, "sum of rows over tp"),
+        lambda part: _gathered(part, world_key, dim, GATHER_GRADIENTS),
     )
 
 
-def tp_place(key: int) -> tuple[int, int]:
+def tp_place(world_key: int) -> tuple[int, int]:
     """(this rank's index, number of ranks) among its slot's tensor-parallel ranks."""
-    world = world_of(key)
+    world = world_of(world_key)
     return world.coordinates.tp, world.home.tp
 
 
@@ -80,14 +82,14 @@ def _run(channel: Channel, what: str, start: Callable[[ProcessGroup], Any]) -> N
         channel.watch.mark(operation)
 
 
-def _summed(x: Tensor, key: int, what: str) -> Tensor:
+def _summed(x: Tensor, world_key: int, what: str) -> Tensor:
     total = x.detach().clone(memory_format=torch.contiguous_format)
-    _run(world_of(key).channels.tp, what, lambda group: dist.all_reduce(total, group=group, async_op=True))
+    _run(world_of(world_key).channels.tp, what, lambda group: dist.all_reduce(total, group=group, async_op=True))
     return total
 
 
-def _gathered(x: Tensor, key: int, dim: int, what: str) -> Tensor:
-    tp = world_of(key).channels.tp
+def _gathered(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
+    tp = world_of(world_key).channels.tp
     x = x.detach().contiguous()
     in_place = x.shape[:dim].numel() == 1
     gathered = x.new_empty(
@@ -98,8 +100,8 @@ def _gathered(x: Tensor, key: int, dim: int, what: str) -> Tensor:
     return gathered if in_place else torch.cat(gathered.unbind(), dim)
 
 
-def _summed_slice(x: Tensor, key: int, dim: int, what: str) -> Tensor:
-    tp = world_of(key).channels.tp
+def _summed_slice(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
+    tp = world_of(world_key).channels.tp
     x = x.detach().contiguous()
     assert x.shape[:dim].numel() == 1 and x.shape[dim] % tp.degree == 0, (what, x.shape, dim, tp.degree)
     part = x.new_empty((*x.shape[:dim], x.shape[dim] // tp.degree, *x.shape[dim + 1 :]))
@@ -108,8 +110,8 @@ def _summed_slice(x: Tensor, key: int, dim: int, what: str) -> Tensor:
     return part
 
 
-def _slice(x: Tensor, key: int, dim: int) -> Tensor:
-    index, degree = tp_place(key)
+def _slice(x: Tensor, world_key: int, dim: int) -> Tensor:
+    index, degree = tp_place(world_key)
     assert x.shape[dim] % degree == 0, (x.shape, dim, degree)
     return x.detach().chunk(degree, dim)[index].clone(memory_format=torch.contiguous_format)
 

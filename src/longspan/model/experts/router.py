@@ -1,6 +1,7 @@
 """Losses of routers, over all tokens of a step, so that they do not depend on its plan.
 
-Rows here are pairs (real token, layer with experts); N is their number in the step: micro-batches, slots, layers.
+Rows here are pairs (real token, layer with experts); N is their number in the step (`token_layers`): of all
+micro-batches, slots and layers.
 
     balance = E · Σ_e F_e · P_e      F_e: rows that chose expert e / N;  P_e: mean over the rows of softmax(logits)_e
     z       = mean over the rows of logsumexp(logits)²
@@ -81,7 +82,7 @@ class RouterStatistics:
         self, coefficients: RouterCoefficients, world: World, *, tokens: int, layers: int, experts: int
     ) -> None:
         self.coefficients, self.world, self.experts = coefficients, world, experts
-        self.rows = max(tokens * layers, 1)
+        self.token_layers = max(tokens * layers, 1)
         self.micro_batches: list[RouterSums] = []
         self.counted_ahead: list[RouterSums] = []  # of micro-batches that run again, with a graph
         self.fractions: Tensor | None = None  # F (E,)
@@ -97,7 +98,7 @@ class RouterStatistics:
         if self.coefficients.balance:
             local = _total([*self.counted_ahead, *self.micro_batches], self.experts)[: self.experts]
             loads = self.world.control.sum_over_stages(local, "loads of experts")
-            self.fractions = torch.tensor(loads, dtype=torch.float64, device=self.world.device) / self.rows
+            self.fractions = torch.tensor(loads, dtype=torch.float64, device=self.world.device) / self.token_layers
         self.counted_ahead.clear()
 
     def sums(self) -> list[float]:
@@ -105,9 +106,9 @@ class RouterStatistics:
         return _total(self.micro_batches, self.experts)
 
     def losses(self, sums: Sequence[float]) -> RouterLosses:
-        """The step's losses from the sums over all slots."""
-        loads, probabilities = torch.tensor(sums[:-1], dtype=torch.float64).view(2, -1) / self.rows
-        return RouterLosses(float(self.experts * (loads * probabilities).sum()), sums[-1] / self.rows)
+        """The step's balance and z from `sums()` added over all slots: loads (E), probabilities (E), z."""
+        loads, probabilities = torch.tensor(sums[:-1], dtype=torch.float64).view(2, -1) / self.token_layers
+        return RouterLosses(float(self.experts * (loads * probabilities).sum()), sums[-1] / self.token_layers)
 
 
 def _total(micro_batches: Sequence[RouterSums], experts: int) -> list[float]:
@@ -147,13 +148,13 @@ class _WithRouterLosses(torch.autograd.Function):
 
 def _logit_gradient(logits: Tensor, statistics: RouterStatistics) -> Tensor:
     """Of both losses times their coefficients: (R, E), p (g − Σ g p) with g = E F / N, and 2 lse p / N."""
-    coefficients, rows = statistics.coefficients, statistics.rows
+    coefficients, token_layers = statistics.coefficients, statistics.token_layers
     p = logits.softmax(-1)
     gradient = torch.zeros_like(p)
     if coefficients.balance:
         assert statistics.fractions is not None, "a backward pass before fix_loads()"
-        g = statistics.fractions.to(p.dtype) * (coefficients.balance * statistics.experts / rows)
+        g = statistics.fractions.to(p.dtype) * (coefficients.balance * statistics.experts / token_layers)
         gradient += p * (g - (p * g).sum(-1, keepdim=True))
     if coefficients.z:
-        gradient += logits.logsumexp(-1, keepdim=True) * p * (2 * coefficients.z / rows)
+        gradient += logits.logsumexp(-1, keepdim=True) * p * (2 * coefficients.z / token_layers)
     return gradient

@@ -101,7 +101,9 @@ def columnwise_gathered(linear: nn.Linear, world: World) -> None:
     columnwise(linear, world)
     key = world.key
     wrap_forward(
-        linear, enter=partial(tp_copy, key=key), leave=partial(tp_gather, key=key, dim=-1, gradient="identical")
+        linear,
+        enter=partial(tp_copy, world_key=key),
+        leave=partial(tp_gather, world_key=key, dim=-1, gradient="identical"),
     )
 
 
@@ -112,11 +114,13 @@ def rowwise(linear: nn.Linear, world: World, *, sequence_parallel: bool) -> None
     """
     slice_parameter(linear, "weight", 1, world)
     key = world.key
-    total: Transform = partial(tp_sum_split, key=key, dim=ROWS) if sequence_parallel else partial(tp_sum, key=key)
+    total: Transform = (
+        partial(tp_sum_split, world_key=key, dim=ROWS) if sequence_parallel else partial(tp_sum, world_key=key)
+    )
     if linear.bias is None:
         wrap_forward(linear, leave=total, views={"weight": local_tensor})
         return
-    bias_of: Transform = partial(tp_copy, key=key) if sequence_parallel else local_tensor
+    bias_of: Transform = partial(tp_copy, world_key=key) if sequence_parallel else local_tensor
 
     def with_bias(out: Tensor) -> Tensor:
         bias = linear.bias
@@ -130,7 +134,7 @@ def partial_gradients(module: nn.Module, key: int, parameter: str | None = None)
     """Each rank applies the module's own parameters, or one of them, whole, to some of the rows, heads or features:
     gradients are summed."""
     names = [name for name, _ in module.named_parameters(recurse=False)] if parameter is None else [parameter]
-    wrap_forward(module, views=dict.fromkeys(names, partial(tp_copy, key=key)))
+    wrap_forward(module, views=dict.fromkeys(names, partial(tp_copy, world_key=key)))
 
 
 def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel: bool) -> None:

@@ -101,9 +101,9 @@ def split_over_tp(
 
 
 def _wrap_blocks(model: nn.Module, placed: list[Placed], world: World, *, sequence_parallel: bool) -> None:
-    enter: Transform = partial(tp_copy, key=world.key)
+    enter: Transform = partial(tp_copy, world_key=world.key)
     if sequence_parallel:
-        enter = partial(tp_gather, key=world.key, dim=ROWS, gradient="partial")
+        enter = partial(tp_gather, world_key=world.key, dim=ROWS, gradient="partial")
     for name in sorted(blocks_of(placed)):
         wrap_forward(model.get_submodule(name), enter=enter)
 
@@ -123,7 +123,7 @@ def _split_vocabulary(model: PreTrainedModel, placed: list[Placed], world: World
     if embedding is not None and isinstance(embedding.weight, DTensor):
         split_vocabulary(embedding, world, sequence_parallel=sequence_parallel)
     elif embedding is not None and sequence_parallel:
-        wrap_forward(embedding, leave=partial(tp_split, key=world.key, dim=ROWS))
+        wrap_forward(embedding, leave=partial(tp_split, world_key=world.key, dim=ROWS))
 
 
 def _vocabulary_modules(model: PreTrainedModel) -> tuple[nn.Linear | None, nn.Embedding | None]:
@@ -148,13 +148,13 @@ def _split_residuals(model: PreTrainedModel, placed: list[Placed], world: World)
         for block in mixtures:
             wrap_forward(
                 block,
-                enter=partial(tp_gather, key=key, dim=ROWS, gradient="identical"),
-                leave=partial(tp_split, key=key, dim=ROWS),
+                enter=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"),
+                leave=partial(tp_split, world_key=key, dim=ROWS),
             )
     norm = _final_norm(model)
     if not isinstance(norm, Absent):
         partial_gradients(norm, key)
-        wrap_forward(norm, leave=partial(tp_gather, key=key, dim=ROWS, gradient="identical"))
+        wrap_forward(norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
 
 
 def _regions(name: str, layer: nn.Module, placed: list[Placed]) -> tuple[list[nn.Module], list[nn.Module]]:

@@ -20,7 +20,7 @@ from torch.futures import Future
 from longspan.comm import World, patience
 from longspan.errors import CheckpointError
 from longspan.train.checkpoint.files import Digest
-from longspan.train.disk import errors_name, os_error_text
+from longspan.train.disk import naming_file, os_error_text
 
 
 class HashingWriter(FileSystemWriter):
@@ -50,8 +50,11 @@ class PatientReader(FileSystemReader):
         self._world = world
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """As torch reads; entered by all ranks."""
-        with patience(self._world), errors_name(Path(self.path)):
+        """As torch reads, but not under the time-out of collectives, and with the path in an OSError.
+
+        Entered by all ranks.
+        """
+        with patience(self._world), naming_file(Path(self.path)):
             return super().read_data(plan, planner)
 
 
@@ -68,7 +71,7 @@ class _HashingFiles(FileSystem):
         assert mode == "wb", mode
         file = None
         try:
-            with errors_name(Path(path)):
+            with naming_file(Path(path)):
                 file = _HashedFile(path, "wb")
                 with io.BufferedWriter(file) as stream:
                     yield stream

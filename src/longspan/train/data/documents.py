@@ -55,7 +55,7 @@ class Corpus:
         try:
             self.manifest = Manifest.from_json((folder / "corpus.json").read_text(encoding="utf-8"))
             self._offsets: np.ndarray = np.load(folder / "offsets.npy")
-            self._origins: np.ndarray = np.load(folder / "origins.npy")
+            self._source_of: np.ndarray = np.load(folder / "origins.npy")  # of each document, into manifest.sources
             self._tokens = np.memmap(folder / "tokens.bin", dtype=self.manifest.dtype, mode="r")
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"{folder} is not a corpus: {error}; remove it and it is built again") from error
@@ -81,7 +81,7 @@ class Corpus:
 
     def origin(self, document: int) -> str:
         """Name of the source file that a document was cut from."""
-        return self.manifest.sources[int(self._origins[document])].name
+        return self.manifest.sources[int(self._source_of[document])].name
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         """Token ids at global rows, as int64."""

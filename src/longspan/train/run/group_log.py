@@ -12,7 +12,7 @@ from pathlib import Path
 from longspan.comm import World
 from longspan.plan import Plan
 from longspan.plan.hierarchy import Levels, hierarchical_groups, levels_of
-from longspan.train.disk import errors_name
+from longspan.train.disk import naming_file
 
 PRINTED = 8  # hierarchical groups that are printed; all are in the file
 
@@ -43,7 +43,7 @@ class GroupLog:
             return
         rows = [{"kind": r.kind, "ranks": r.ranks, "seconds": round(r.seconds, 6), "plan": self._plans} for r in made]
         rows += [{"kind": "levels", "a2a": pair.a2a, "p2p": pair.p2p, "plan": self._plans} for pair in levels]
-        with errors_name(self._path), self._path.open("a", encoding="utf-8") as file:
+        with naming_file(self._path), self._path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
         if made:
             counts = Counter(f"{record.kind} of {len(record.ranks)}" for record in made)

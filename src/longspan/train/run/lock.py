@@ -16,7 +16,7 @@ from typing import TextIO
 from longspan.comm import World
 from longspan.errors import RunFolderError
 from longspan.train.all_ranks import LogLine, is_first_rank, on_every_rank
-from longspan.train.disk import errors_name
+from longspan.train.disk import naming_file
 
 LOCK = "run.lock"
 
@@ -42,7 +42,7 @@ def _locked(directory: Path, log: LogLine) -> TextIO:
     path = directory / LOCK
     file = path.open("a+", encoding="utf-8")
     try:
-        with errors_name(path):
+        with naming_file(path):
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):

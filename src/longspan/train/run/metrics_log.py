@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from longspan.train.disk import errors_name, write_atomically
+from longspan.train.disk import naming_file, write_atomically
 from longspan.train.json_record import as_json, json_values
 
 
@@ -47,7 +47,7 @@ class MetricsLog:
         if "eval_loss" in row:
             self.evaluated.add(row["step"])
         if self._file is not None:
-            with errors_name(Path(self._file.name)):
+            with naming_file(Path(self._file.name)):
                 self._file.write(as_json(row) + "\n")
                 self._file.flush()
 

@@ -24,7 +24,7 @@ from longspan.train.data.build import ensure_corpus
 from longspan.train.data.documents import Corpus, Documents
 from longspan.train.data.step_order import StepOrder
 from longspan.train.data.tokenizer import check_vocabulary
-from longspan.train.disk import errors_name, write_atomically
+from longspan.train.disk import naming_file, write_atomically
 from longspan.train.evaluation.evaluate import evaluate
 from longspan.train.evaluation.result import Evaluation
 from longspan.train.memory.rows_that_fit import with_rows_that_fit
@@ -178,7 +178,7 @@ def _shared_corpus(
     def build() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         folder = Path(config.model.path) if config.model.path else None
-        with errors_name(directory / "corpus"):
+        with naming_file(directory / "corpus"):
             built = ensure_corpus(config.data, directory, model_dir=folder, resumed=resumed, log=log)
         tokens, files = int(built.lengths.sum()), counted(len(built.manifest.sources), "file")
         documents = counted(len(built), "document")
