@@ -79,20 +79,20 @@ class Exchange:
         """Indices in `rank`'s order of `have` of the rows that go to `to`, in the order in which they travel."""
         if rank == to:
             return _NOTHING
-        begin, end = self._block(rank, to)
+        begin, end = self._entries(rank, to)
         return sealed(self._travel.source[begin:end])
 
     def receive(self, rank: int, frm: int) -> Placement:
         """Where the rows that arrive from `frm`, in the order in which they travel, go in `rank`'s order of `need`."""
         if rank == frm:
             return Placement(_NOTHING, _NOTHING)
-        begin, end = self._block(frm, rank)
+        begin, end = self._entries(frm, rank)
         entry, target = self._placed(begin, end)
         return Placement(sealed(entry - begin), target)
 
     def keep(self, rank: int) -> Placement:
         """Rows that stay: indices in `rank`'s order of `have`, and where they go in its order of `need`."""
-        entry, target = self._placed(*self._block(rank, rank))
+        entry, target = self._placed(*self._entries(rank, rank))
         return Placement(sealed(self._travel.source[entry]), target)
 
     @cached_property
@@ -110,7 +110,8 @@ class Exchange:
         """The exchange that brings the rows back. Raises LayoutError where a row of `have` was needed by nobody."""
         return Exchange(self.need, self.have)
 
-    def _block(self, sender: int, receiver: int) -> tuple[int, int]:
+    def _entries(self, sender: int, receiver: int) -> tuple[int, int]:
+        """Where in `_travel` the rows from sender to receiver begin and end."""
         self._check(sender)
         self._check(receiver)
         block = receiver * self.degree + sender

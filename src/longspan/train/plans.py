@@ -208,8 +208,8 @@ class StepPlanner:
 def plans_of_steps(choice: PlanChoice, order: StepOrder, home: Layout, *, ahead: int) -> PlanAhead:
     """The plans of a run's training steps; a context manager.
 
-    Dynamic plans are made so many steps ahead in another process; those of the other planners take a millisecond and
-    are made when their step begins.
+    Dynamic plans are made `ahead` steps early in another process, and start from what was found for the first of each
+    WARM_STEPS steps; those of the other planners take a millisecond and are made when their step begins.
     """
     planner = StepPlanner(choice, order, home)
     if choice.planner != "dynamic":

@@ -19,6 +19,8 @@ from longspan.model.prepared import vocabulary_size
 from longspan.plan import Plan, plan_fixed
 from longspan.train import run_step
 
+_PRESET_VOCABULARY = 2048  # of a preset, which has no tokenizer to take it from
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -93,11 +95,11 @@ class _Bench:
 
     def __init__(self, settings: Settings, world: World) -> None:
         self.settings, self.world = settings, world
-        vocabulary = None if settings.model else 2048
+        vocabulary = None if settings.model else _PRESET_VOCABULARY
         path, preset = (settings.model, None) if settings.model else (None, settings.preset)
         model = load_model(path, preset, dtype=settings.dtype, vocab_size=vocabulary)
         self.shape = Shape.of(model, getattr(torch, settings.dtype))
-        self.vocabulary = vocabulary_size(model) or 1
+        self.vocabulary = vocabulary_size(model) or 1  # without an embedding to ask, token id 0 alone
         self.model: nn.Module = prepare(model, world)
 
     def samples(self) -> list[Sample]:

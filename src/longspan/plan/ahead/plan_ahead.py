@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from longspan.errors import LongspanError, PlanError
-from longspan.plan.ahead.process import Failure, Request, checked, start_process
+from longspan.plan.ahead.process import Failure, StepRequest, checked, start_process
 from longspan.plan.check import check_count
 from longspan.plan.plan import Plan
 
@@ -66,7 +66,7 @@ class PlanAhead:
         self._window = range(step, step + 1 + self.ahead)
         planning.keep(self._generation, self._window)
         for following in range(first_missing, self._window.stop):
-            planning.ask(Request(self._generation, following))
+            planning.ask(StepRequest(self._generation, following))
 
     def plan(self, step: int) -> Plan:
         """The plan of this step, waited for if need be; the plans of the next steps are begun.
@@ -76,7 +76,7 @@ class PlanAhead:
         self.start(step)
         if not self.ahead:
             return checked(self._planner(step), step)
-        return self._open_planning().take(Request(self._generation, step))
+        return self._open_planning().take(StepRequest(self._generation, step))
 
     def close(self) -> None:
         """End the planning process."""
@@ -139,8 +139,8 @@ class _Planning:
     def __init__(self, planner: Callable[[int], Plan]) -> None:
         self._owner = os.getpid()
         self._process, self._connection = start_process(planner)
-        self._answers: dict[Request, bytes | Failure] = {}
-        self._outstanding: deque[Request] = deque()
+        self._answers: dict[StepRequest, bytes | Failure] = {}
+        self._outstanding: deque[StepRequest] = deque()
         self._wanted = (0, range(0))
         self._gone = False
         self._changed = threading.Condition()
@@ -154,7 +154,7 @@ class _Planning:
                 f"these plans belong to process {self._owner}, this is process {os.getpid()}; open a PlanAhead here"
             )
 
-    def ask(self, request: Request) -> None:
+    def ask(self, request: StepRequest) -> None:
         """Send a request."""
         with self._changed:
             self._outstanding.append(request)
@@ -167,7 +167,7 @@ class _Planning:
             self._wanted = (generation, window)
             self._answers = {request: answer for request, answer in self._answers.items() if self._is_wanted(request)}
 
-    def take(self, request: Request) -> Plan:
+    def take(self, request: StepRequest) -> Plan:
         """Wait for an answer; it is kept, for a second call."""
         with self._changed:
             self._changed.wait_for(lambda: request in self._answers or self._gone)
@@ -207,7 +207,7 @@ class _Planning:
                 self._gone = True
                 self._changed.notify_all()
 
-    def _is_wanted(self, request: Request) -> bool:
+    def _is_wanted(self, request: StepRequest) -> bool:
         generation, window = self._wanted
         return request.generation == generation and request.step in window
 

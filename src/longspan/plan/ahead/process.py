@@ -36,7 +36,7 @@ _PARENT_CHECK_SECONDS = 1.0
 _serving = False
 
 
-class Request(NamedTuple):
+class StepRequest(NamedTuple):
     """A step to plan."""
 
     generation: int
@@ -113,22 +113,22 @@ class _Requests:
 
     def __init__(self, connection: "Connection[Any, Any]", parent: int) -> None:
         self.newest = 0
-        self._queue: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[StepRequest] = queue.SimpleQueue()
         threading.Thread(target=self._read, args=(connection, parent), daemon=True).start()
 
-    def next(self) -> Request:
+    def next(self) -> StepRequest:
         return self._queue.get()
 
     def _read(self, connection: "Connection[Any, Any]", parent: int) -> None:
         try:
-            while (request := _received(connection, parent)) is not None:
+            while (request := _next_request(connection, parent)) is not None:
                 self.newest = request.generation
                 self._queue.put(request)
         finally:
             os._exit(0)
 
 
-def _received(connection: "Connection[Any, Any]", parent: int) -> Request | None:
+def _next_request(connection: "Connection[Any, Any]", parent: int) -> StepRequest | None:
     """The next request; None where there will be none."""
     while not connection.poll(_PARENT_CHECK_SECONDS):
         if os.getppid() != parent:  # a process that the parent forked may hold its side of the connection

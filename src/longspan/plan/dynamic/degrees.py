@@ -49,12 +49,12 @@ class DegreeTable:
         """The table of a problem, which does not depend on durations."""
         may_anchor = (problem.squares == problem.tokens**2) & (problem.work >= problem.least_anchor_work)
         lengths = np.unique(problem.tokens[may_anchor])
-        longest = _classes(lengths)
+        longest = _longest_of_classes(lengths)
         item_class = np.where(may_anchor, np.searchsorted(longest, problem.tokens), -1)
         width = _widths(problem)
-        inside = (width <= problem.widest_block) & problem.blocks_inside
+        inside_node = (width <= problem.widest_block) & problem.blocks_in_one_node
         cost, squares = problem.request.cost, (longest * longest)[:, None]
-        seconds = cost.group_seconds(longest[:, None], squares, width, inside)
+        seconds = cost.group_seconds(longest[:, None], squares, width, inside_node)
         rows = -(-longest[:, None] // width)
         short = len(problem.tokens) * 3 // 4
         density = float(problem.work[short] / problem.tokens[short])
@@ -94,10 +94,14 @@ class DegreeTable:
         return float(seconds[cost <= LITTLE_MORE * cost.min()].min())
 
 
-def _classes(lengths: Ints) -> Ints:
-    """The longest of each class of sorted lengths, which agree in their first seven bits; each its own if few."""
+def _longest_of_classes(lengths: Ints) -> Ints:
+    """The longest of each class of sorted, distinct lengths: those of as many bits whose first seven agree, so that
+    the table stays small. Up to CLASSES lengths are each a class of their own.
+    """
+    if not len(lengths):  # no item may be an anchor: a class without items, since the table has at least one
+        return np.ones(1, dtype=np.int64)
     if len(lengths) <= CLASSES:
-        return lengths if len(lengths) else np.ones(1, dtype=np.int64)
+        return lengths
     dropped_bits = np.maximum(np.frexp(lengths)[1] - 7, 0)
     leading = lengths >> dropped_bits
     last = np.append((np.diff(leading) != 0) | (np.diff(dropped_bits) != 0), True)

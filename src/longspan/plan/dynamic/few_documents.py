@@ -113,9 +113,9 @@ def _arranged(problem: Problem, groups: list[list[int]]) -> SideBySide | None:
     order: list[int] = np.argsort(-widths, kind="stable").tolist()
     for g in order:
         parts = free.take(int(widths[g]))
-        inside = problem.blocks_inside and len(parts) == 1
+        inside_node = problem.blocks_in_one_node and len(parts) == 1
         slots.append(slots_of(parts))
-        seconds.append(float(problem.request.cost.group_seconds(tokens[g], squares[g], int(widths[g]), inside)))
+        seconds.append(float(problem.request.cost.group_seconds(tokens[g], squares[g], int(widths[g]), inside_node)))
     return SideBySide([groups[g] for g in order], slots, seconds.index(max(seconds)), max(seconds))
 
 
@@ -137,8 +137,10 @@ def _widths(problem: Problem, tokens: Ints, squares: Ints) -> Ints | None:
 
 
 def _seconds(problem: Problem, tokens: Ints, squares: Ints) -> Floats:
-    """Seconds of each group at each degree (groups, degrees), inf where it does not fit."""
-    width = np.array(problem.degrees, dtype=np.int64)
-    inside = (width <= problem.widest_block) & problem.blocks_inside
-    seconds = problem.request.cost.group_seconds(tokens[:, None], squares[:, None], width, inside)
-    return np.where(-(-tokens[:, None] // width) <= problem.cap, seconds, np.inf)
+    """Seconds of each group (its rows, the sum of its squared lengths) at each degree: (groups, degrees); inf where
+    its rows are over the cap.
+    """
+    degrees = np.array(problem.degrees, dtype=np.int64)
+    inside_node = (degrees <= problem.widest_block) & problem.blocks_in_one_node
+    seconds = problem.request.cost.group_seconds(tokens[:, None], squares[:, None], degrees, inside_node)
+    return np.where(-(-tokens[:, None] // degrees) <= problem.cap, seconds, np.inf)

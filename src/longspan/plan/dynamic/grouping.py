@@ -80,7 +80,7 @@ class _FilledBins:
         tokens = self.head_tokens[rows, p] + self.anchor_tokens[rows]
         squares = self.head_squares[rows, p] + self.anchor_squares[rows]
         width = self.width[rows]
-        group = problem.request.cost.group_seconds(tokens, squares, width, problem.blocks_inside)
+        group = problem.request.cost.group_seconds(tokens, squares, width, problem.blocks_in_one_node)
         start = self.base_seconds[rows] + np.where(tokens > 0, group, 0.0)
         shared_rows = self.base_rows[rows] - (-tokens // width)
         outside = np.arange(int(self.width.max())) >= width[:, None]

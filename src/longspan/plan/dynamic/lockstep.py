@@ -59,8 +59,8 @@ class _Drafting:
     def _alone(self, items: list[int], width: Ints, near: bool) -> Floats:
         """Seconds of items at degrees (items, ...), within or across blocks."""
         tokens = self.problem.tokens[items].reshape(-1, *[1] * (width.ndim - 1))
-        inside = near and self.problem.blocks_inside
-        return self.problem.request.cost.group_seconds(tokens, tokens * tokens, width, inside)
+        inside_node = near and self.problem.blocks_in_one_node
+        return self.problem.request.cost.group_seconds(tokens, tokens * tokens, width, inside_node)
 
     def _anchor(self, item: int, m: int, width: int, inside: float, across: float) -> bool:
         free = self.free[m]

@@ -109,7 +109,7 @@ def _checked_degrees(request: Request, min_cp: int, max_cp: int | None) -> Degre
     if max_cp is not None and min_cp > max_cp:
         raise PlanError(f"min_cp {min_cp} is above max_cp {max_cp}; lower min_cp or raise max_cp")
     check_first_size(request)
-    degrees = request.degrees(int(min_cp), widest)
+    degrees = request.degrees(least=int(min_cp), most=widest)
     if not degrees:
         check_heads(request, widest)
     limited = f"use a cp_comm_type other than a2a, which the heads limit to cp {degrees[-1]}"

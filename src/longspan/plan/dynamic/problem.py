@@ -144,8 +144,8 @@ class Problem:
         return max(w for _, size in self.blocks for _, w in runs(size, self.degrees))
 
     @cached_property
-    def blocks_inside(self) -> bool:
-        """Whether every block lies within one node."""
+    def blocks_in_one_node(self) -> bool:
+        """Whether every block counts as lying within one node; the last one may take in a smaller last node."""
         return self.min_cp <= self.request.node_size
 
     @cached_property

@@ -161,5 +161,5 @@ def _other_degree(problem: Problem, anchors: list[Anchor], random: Random) -> fl
     degree += int((5 + degree // 2) * random.random()) - 2 - degree // 4
     degree = problem.widest(max(degree, problem.min_cp))
     tokens = int(problem.tokens[anchor.item])
-    inside = problem.blocks_inside and degree <= problem.widest_block
-    return float(problem.request.cost.group_seconds(tokens, tokens * tokens, degree, inside))
+    inside_node = problem.blocks_in_one_node and degree <= problem.widest_block
+    return float(problem.request.cost.group_seconds(tokens, tokens * tokens, degree, inside_node))

@@ -189,9 +189,9 @@ def check_heads(request: Request, degree: int) -> None:
 
     Key/value heads limit nothing: where there are fewer than slots, the same head goes to several.
     """
-    if degree in request.degrees(degree, degree):
+    if degree in request.degrees(least=degree, most=degree):  # those that a2a allows; without a2a, or heads, all
         return
-    fit = request.degrees(1, degree)
+    fit = request.degrees(least=1, most=degree)
     levels = ", ".join(f"({d}, {degree // d})" for d in fit if degree % d == 0)
     raise PlanError(
         f"cp_comm_type 'a2a' deals {_heads(request)} to the {degree} slots of a group, which do not divide them; use "

@@ -57,21 +57,21 @@ def run_pipeline(seconds: Sequence[float], stages: int, chunks: int = 1, *, back
     return PipelineRun(total, max(0.0, 1 - busy / total) if total else 0.0, order)
 
 
-def _order(count: int, stages: int, chunks: int, backward: bool) -> tuple[tuple[Action, ...], ...]:
-    return tuple(tuple(_stage_order(stage, count, stages, chunks, backward)) for stage in range(stages))
+def _order(micro_batches: int, stages: int, chunks: int, backward: bool) -> tuple[tuple[Action, ...], ...]:
+    return tuple(tuple(_stage_order(stage, micro_batches, stages, chunks, backward)) for stage in range(stages))
 
 
-def _stage_order(stage: int, count: int, stages: int, chunks: int, backward: bool) -> list[Action]:
+def _stage_order(stage: int, micro_batches: int, stages: int, chunks: int, backward: bool) -> list[Action]:
     """1F1B after a warm-up; with chunks, rounds of `stages` micro-batches, chunk by chunk (Narayanan et al. 2021)."""
-    total = count * chunks
+    total = micro_batches * chunks
     if not backward:
         return [_action("forward", k, stages, chunks) for k in range(total)]
-    warm = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
-    warm = min(warm, total)
-    forward = [_action("forward", k, stages, chunks) for k in range(total)]
-    back = [_action("backward", k, stages, chunks) for k in range(total)]
-    steady = [action for k in range(total - warm) for action in (forward[warm + k], back[k])]
-    return [*forward[:warm], *steady, *back[total - warm :]]
+    warm_up = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
+    warm_up = min(warm_up, total)
+    forwards = [_action("forward", k, stages, chunks) for k in range(total)]
+    backwards = [_action("backward", k, stages, chunks) for k in range(total)]
+    steady = [action for k in range(total - warm_up) for action in (forwards[warm_up + k], backwards[k])]
+    return [*forwards[:warm_up], *steady, *backwards[total - warm_up :]]
 
 
 def _action(kind: Literal["forward", "backward"], k: int, stages: int, chunks: int) -> Action:
