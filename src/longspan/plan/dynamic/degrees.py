@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from longspan.plan.dynamic.problem import Floats, Ints, Problem
 
 CLASSES = 192  # different lengths, above which nearly equal ones share their degrees
-EXACT_WIDTHS = 40  # every degree up to this is considered, then multiples of the node size ever farther apart
+EXACT_DEGREES = 40  # every degree up to this is considered, then multiples of the node size ever farther apart
 LITTLE_MORE = 1.03  # slot seconds of a document at a high degree, against those at its best
 GAP_LOST = 0.3  # share of a gap that is taken for lost although short documents could fill it
 
@@ -38,10 +38,10 @@ class DegreeTable:
     problem: Problem
     item_class: Ints  # (items,) class of each item that may be an anchor; −1 for others
     longest: Ints  # (classes,) rows of the longest document of the class
-    width: Ints  # (widths,)
-    seconds: Floats  # (classes, widths)
-    rows: Ints  # (classes, widths) a slot
-    fits: NDArray[np.bool_]  # (classes, widths) within the cap
+    degrees: Ints  # (degrees,) worth considering, rising
+    seconds: Floats  # (classes, degrees)
+    rows: Ints  # (classes, degrees) a slot
+    fits: NDArray[np.bool_]  # (classes, degrees) within the cap
     filler_density: float  # seconds a row of documents that fill gaps
 
     @classmethod
@@ -51,46 +51,46 @@ class DegreeTable:
         lengths = np.unique(problem.tokens[may_anchor])
         longest = _longest_of_classes(lengths)
         item_class = np.where(may_anchor, np.searchsorted(longest, problem.tokens), -1)
-        width = _widths(problem)
-        inside_node = (width <= problem.widest_block) & problem.blocks_in_one_node
+        degrees = _degrees_considered(problem)
+        inside_node = (degrees <= problem.widest_block) & problem.blocks_in_one_node
         cost, squares = problem.request.cost, (longest * longest)[:, None]
-        seconds = cost.group_seconds(longest[:, None], squares, width, inside_node)
-        rows = -(-longest[:, None] // width)
+        seconds = cost.group_seconds(longest[:, None], squares, degrees, inside_node)
+        rows = -(-longest[:, None] // degrees)
         short = len(problem.tokens) * 3 // 4
         density = float(problem.work[short] / problem.tokens[short])
-        return cls(problem, item_class, longest, width, seconds, rows, rows <= problem.cap, density)
+        return cls(problem, item_class, longest, degrees, seconds, rows, rows <= problem.cap, density)
 
     def choices(self, durations: Floats, reach: float) -> tuple[Ints, Floats]:
-        """For each class and micro-batch, the best degree and the slot seconds that it wastes (inf: does not fit)."""
+        """The best degree and the slot seconds that it wastes (inf: does not fit), both (classes, micro-batches)."""
         problem = self.problem
         cost = problem.request.cost
-        room = durations[None, :, None] - self.seconds[:, None, :]  # (classes, micro-batches, widths)
-        steps = np.minimum(self.width, problem.widest_block) - 1
+        room = durations[None, :, None] - self.seconds[:, None, :]  # (classes, micro-batches, degrees)
+        steps = np.minimum(self.degrees, problem.widest_block) - 1
         gap = np.maximum(room - 0.5 * cost.ring_step_seconds * steps, 0.0)
         fillable = np.minimum(gap, (self.filler_density * (problem.cap - self.rows))[:, None, :])
         work = cost.work_seconds(self.longest, self.longest**2)[:, None, None]
-        waste = self.width * (durations[None, :, None] - (1.0 - GAP_LOST) * fillable) - work
+        waste = self.degrees * (durations[None, :, None] - (1.0 - GAP_LOST) * fillable) - work
         lack = np.maximum(durations - problem.light_density * problem.cap, 0.0)
-        waste = waste - reach * self.width * lack[:, None]
+        waste = waste - reach * self.degrees * lack[:, None]
         waste = np.where((room >= 0.0) & self.fits[:, None, :], waste, np.inf)
         best = waste.argmin(axis=2)
-        return self.width[best], np.take_along_axis(waste, best[:, :, None], axis=2)[:, :, 0]
+        return self.degrees[best], np.take_along_axis(waste, best[:, :, None], axis=2)[:, :, 0]
 
     def stretch(self, item: int, duration: float, free: int) -> tuple[float, int, float]:
         """What an item costs that makes a micro-batch with so many free slots longer, in slot seconds; the degree at
         which that is least, and the seconds that it then takes. Infinite where it does not fit the slots."""
         at = int(self.item_class[item])
         seconds = self.seconds[at]
-        cost = self.width * np.maximum(seconds, duration)
+        cost = self.degrees * np.maximum(seconds, duration)
         cost = cost + self.problem.request.slots * np.maximum(seconds - duration, 0.0)
-        cost = np.where(self.fits[at] & (self.width <= free), cost, np.inf)
+        cost = np.where(self.fits[at] & (self.degrees <= free), cost, np.inf)
         best = int(cost.argmin())
-        return float(cost[best]), int(self.width[best]), float(seconds[best])
+        return float(cost[best]), int(self.degrees[best]), float(seconds[best])
 
     def least_seconds(self) -> float:
         """Seconds of the longest document at the highest degree at which it costs hardly more than on few slots."""
         seconds = np.where(self.fits[-1], self.seconds[-1], np.inf)
-        cost = seconds * self.width
+        cost = seconds * self.degrees
         return float(seconds[cost <= LITTLE_MORE * cost.min()].min())
 
 
@@ -108,9 +108,9 @@ def _longest_of_classes(lengths: Ints) -> Ints:
     return lengths[last]
 
 
-def _widths(problem: Problem) -> Ints:
+def _degrees_considered(problem: Problem) -> Ints:
     degrees, least, most = problem.degrees, problem.min_cp, problem.max_cp
-    near = list(degrees[: bisect_right(degrees, max(EXACT_WIDTHS, 2 * least))])
+    near = list(degrees[: bisect_right(degrees, max(EXACT_DEGREES, 2 * least))])
     far, node = near[-1], problem.request.node_size
     while far < most:
         farther = min(most, max(far + 1, (far + max(node, far // 6)) // node * node))

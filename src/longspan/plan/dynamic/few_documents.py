@@ -120,17 +120,17 @@ def _arranged(problem: Problem, groups: list[list[int]]) -> SideBySide | None:
 
 
 def _widths(problem: Problem, tokens: Ints, squares: Ints) -> Ints | None:
-    """The fewest slots of each group with which all end by the earliest time at which they can; None: no room."""
+    """The fewest slots of each group (groups,) with which all end at the earliest possible time; None: no room."""
     seconds = _seconds(problem, tokens, squares)
     times = np.unique(seconds[np.isfinite(seconds)])
     low, high, widths = 0, len(times), None
     degrees = np.array(problem.degrees, dtype=np.int64)
     while low < high:
         middle = (low + high) // 2
-        met = seconds <= times[middle]
-        need = degrees[met.argmax(axis=1)]
-        if met.any(axis=1).all() and int(need.sum()) <= problem.request.slots:
-            widths, high = need, middle
+        in_time = seconds <= times[middle]
+        fewest = degrees[in_time.argmax(axis=1)]
+        if in_time.any(axis=1).all() and int(fewest.sum()) <= problem.request.slots:
+            widths, high = fewest, middle
         else:
             low = middle + 1
     return widths

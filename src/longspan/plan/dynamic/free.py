@@ -123,8 +123,10 @@ class _Lanes:
         return self.problem.widest(int(self.width[lanes].sum()))
 
     def _seconds(self, item: int, lanes: Ints) -> float:
+        """Seconds of an item on a gang of these lanes, launch included; lanes count as being on different nodes."""
         tokens, degree = int(self.problem.tokens[item]), self._degree(lanes)
-        return self.launch + float(self.problem.request.cost.group_seconds(tokens, tokens * tokens, degree, False))
+        seconds = self.problem.request.cost.group_seconds(tokens, tokens * tokens, degree, inside=False)
+        return self.launch + float(seconds)
 
     def _gang(self, item: int, lanes: Ints) -> None:
         """Let these lanes work on a document together, after the gangs that they already are in."""
@@ -145,7 +147,7 @@ class _Lanes:
         """Give each item to the lane that ends earliest with it."""
         bins = Bins()
         for part, end in zip(self.parts, self.end.tolist(), strict=True):
-            bins.add(0, part, -1, end, int(self.problem.tokens.sum()))
+            bins.add(0, part, anchor=-1, seconds=end, rows=int(self.problem.tokens.sum()))
         LeastLoaded(bins, [0.0], self.problem).place(items, 0, self.problem.tokens.tolist(), self.work.tolist())
         for lane_items, fillers in zip(self.items, bins.fillers, strict=True):
             lane_items.extend(fillers)
@@ -160,7 +162,7 @@ class _Lanes:
             places = first_fit([tokens[item] for item in items], part[1] * self.problem.cap)
             first = len(bins.seconds)
             for m in range(max(places) + 1):
-                bins.add(self.next[lane] + m, part, -1, 0.0, self.problem.cap)
+                bins.add(self.next[lane] + m, part, anchor=-1, seconds=0.0, rows=self.problem.cap)
                 lane_of.append(lane)
             for item, at in zip(items, places, strict=True):
                 bins.fillers[first + at].append(item)

@@ -48,36 +48,37 @@ class _Drafting:
         order = np.argsort(waste, axis=1, kind="stable").tolist()
         possible = np.isfinite(waste).sum(axis=1).tolist()
         widths, classes = width.tolist(), self.degrees.item_class[items]
-        inside, across = (self._alone(items, width[classes], near).tolist() for near in (True, False))
+        in_block, across = (self._seconds_alone(items, width[classes], inside).tolist() for inside in (True, False))
         for i, (item, at) in enumerate(zip(items, classes.tolist(), strict=True)):
             for m in order[at][: possible[at]]:
-                if self._anchor(item, m, widths[at][m], inside[i][m], across[i][m]):
+                if self._try_anchor(item, m, widths[at][m], in_block[i][m], across[i][m]):
                     break
             else:
                 self._place_late(item)
 
-    def _alone(self, items: list[int], width: Ints, near: bool) -> Floats:
-        """Seconds of items at degrees (items, ...), within or across blocks."""
+    def _seconds_alone(self, items: list[int], width: Ints, in_block: bool) -> Floats:
+        """Seconds of items at degrees (items, ...), within or across blocks; of the shape of `width`."""
         tokens = self.problem.tokens[items].reshape(-1, *[1] * (width.ndim - 1))
-        inside_node = near and self.problem.blocks_in_one_node
+        inside_node = in_block and self.problem.blocks_in_one_node
         return self.problem.request.cost.group_seconds(tokens, tokens * tokens, width, inside_node)
 
-    def _anchor(self, item: int, m: int, width: int, inside: float, across: float) -> bool:
-        free = self.free[m]
+    def _try_anchor(self, item: int, micro_batch: int, width: int, in_block: float, across: float) -> bool:
+        """Place an anchor if so many slots are free and its seconds, in one block or across, are not too many."""
+        free = self.free[micro_batch]
         if width > free.total:
             return False
-        seconds = inside if free.has_block(width) else across
-        if seconds > self.durations[m]:
+        seconds = in_block if free.has_block(width) else across
+        if seconds > self.durations[micro_batch]:
             return False
-        self._take(item, m, width, seconds)
+        self._take(item, micro_batch, width, seconds)
         return True
 
-    def _take(self, item: int, m: int, width: int, seconds: float) -> None:
-        parts = self.free[m].take(width)
+    def _take(self, item: int, micro_batch: int, width: int, seconds: float) -> None:
+        parts = self.free[micro_batch].take(width)
         rows = -(-int(self.problem.tokens[item]) // width)
         for piece in (piece for part in parts for piece in self.problem.divided(part)):
-            self.bins.add(m, piece, len(self.anchors), seconds, self.problem.cap - rows)
-        self.anchors.append(Anchor(m, item, parts, rows, seconds))
+            self.bins.add(micro_batch, piece, len(self.anchors), seconds, self.problem.cap - rows)
+        self.anchors.append(Anchor(micro_batch, item, parts, rows, seconds))
 
     def _place_late(self, item: int) -> None:
         """Place an anchor for which no micro-batch has time and slots: in a bin, or in a micro-batch made longer."""
@@ -112,10 +113,10 @@ class _Drafting:
             self._add_bins(len(self.durations) - 1)
             least_loaded = LeastLoaded(self.bins, self.durations, self.problem)
 
-    def _add_bins(self, m: int) -> None:
+    def _add_bins(self, micro_batch: int) -> None:
         """Make bins of the slots of a micro-batch that no anchor took."""
-        for part in self.free[m].remaining_runs():
-            self.bins.add(m, part, -1, 0.0, self.problem.cap)
+        for part in self.free[micro_batch].remaining_runs():
+            self.bins.add(micro_batch, part, anchor=-1, seconds=0.0, rows=self.problem.cap)
 
     def draft(self) -> Draft:
         """What has been placed."""

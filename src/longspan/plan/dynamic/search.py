@@ -134,19 +134,19 @@ def _changed(best: Draft, settings: Settings, random: Random) -> Settings:
     """Nearby settings: one duration longer or shorter, two exchanged in part, one that just holds an anchor at another
     degree, all as they came out, or other documents as anchors."""
     durations, anchoring, mean = settings.durations.copy(), settings.anchoring, best.problem.mean_seconds
-    kind, m = int(5 * random.random()), int(len(durations) * random.random())
+    kind, micro_batch = int(5 * random.random()), int(len(durations) * random.random())
     if kind == 0:
         durations = best.durations / mean * (0.985 + 0.02 * random.random())
     elif kind == 1:
-        durations[m] *= 0.9 + 0.2 * random.random()
+        durations[micro_batch] *= 0.9 + 0.2 * random.random()
     elif kind == 2:
-        part = (0.1 * random.random() - 0.05) * durations[m]
-        durations[m] -= part
+        part = (0.1 * random.random() - 0.05) * durations[micro_batch]
+        durations[micro_batch] -= part
         durations[int(len(durations) * random.random())] += part
     elif kind == 3:
-        anchors = [anchor for anchor in best.anchors if anchor.micro_batch == m]
+        anchors = [anchor for anchor in best.anchors if anchor.micro_batch == micro_batch]
         if anchors:
-            durations[m] = 1.0005 * _other_degree(best.problem, anchors, random) / mean
+            durations[micro_batch] = 1.0005 * _seconds_at_other_degree(best.problem, anchors, random) / mean
     else:
         share, reach = (values[int(len(values) * random.random())] for values in (SHARES, REACHES))
         anchoring = Anchoring(share, reach)
@@ -154,7 +154,7 @@ def _changed(best: Draft, settings: Settings, random: Random) -> Settings:
     return Settings(np.maximum(durations, 1e-6), anchoring)
 
 
-def _other_degree(problem: Problem, anchors: list[Anchor], random: Random) -> float:
+def _seconds_at_other_degree(problem: Problem, anchors: list[Anchor], random: Random) -> float:
     """Seconds that one of these anchors takes at a degree close to the one that it has."""
     anchor = anchors[int(len(anchors) * random.random())]
     degree = sum(count for _, count in anchor.parts)

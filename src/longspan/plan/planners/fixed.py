@@ -98,7 +98,7 @@ class Packer:
         few = self._by_falling_time(first_fit(self.lengths, self.room))
         yield self._placed(self._levelled(few))
         groups, multiple = len(self.inside), self.request.micro_batch_multiple
-        least = self._whole(1 + int(few.max()) // groups)
+        least = self._rounded_up(1 + int(few.max()) // groups)
         for count in (least, least + multiple):
             level = spread(self.lengths, self.work, count * groups, self.room)
             if level is not None:
@@ -108,7 +108,7 @@ class Packer:
 
     def seconds(self, assignment: Ints) -> float:
         """What the step takes; the sums are exactly rounded, so that all hosts prefer the same assignment."""
-        matrix, launch = self._matrix(assignment, self.inside), self.request.cost.micro_batch_seconds
+        matrix, launch = self._seconds_of_places(assignment, self.inside), self.request.cost.micro_batch_seconds
         if self.request.mode == "lockstep":
             return math.fsum(matrix.max(axis=1) + launch)
         return max(math.fsum(column[column > 0] + launch) for column in matrix.T)
@@ -127,7 +127,7 @@ class Packer:
     def _by_falling_time(self, bins: Sequence[int]) -> Ints:
         """Bins by falling time, so that those of one micro-batch are alike."""
         places = np.array(bins, dtype=np.int64)
-        rank = np.argsort(np.argsort(-self._bin_seconds(places, int(places.max()) + 1, True), kind="stable"))
+        rank = np.argsort(np.argsort(-self._bin_seconds(places, int(places.max()) + 1, inside=True), kind="stable"))
         return rank[places]
 
     def _levelled(self, assignment: Ints) -> Ints:
@@ -139,16 +139,18 @@ class Packer:
             ids: list[int] = here.tolist()
             bins = spread([self.lengths[i] for i in ids], [self.work[i] for i in ids], groups, self.room)
             fresh[here] = assignment[here] if bins is None else m * groups + np.array(bins, dtype=np.int64)
-        before, after = (self._matrix(places, True, count).max(axis=1) for places in (assignment, fresh))
+        before, after = (
+            self._seconds_of_places(places, inside=True, count=count).max(axis=1) for places in (assignment, fresh)
+        )
         return np.where((after < before)[batch], fresh, assignment)
 
     def _placed(self, assignment: Ints) -> Ints:
         """The bins of each micro-batch at the groups that suit: the longest inside a node, or where least is to do."""
-        groups, matrix = len(self.inside), self._matrix(assignment, True)
+        groups, matrix = len(self.inside), self._seconds_of_places(assignment, inside=True)
         load, place = np.zeros(groups), np.empty(matrix.shape, dtype=np.int64)
         for m, seconds in enumerate(matrix):
-            wanted = ~self.inside if self.request.mode == "lockstep" else load
-            place[m, np.argsort(-seconds, kind="stable")] = m * groups + np.argsort(wanted, kind="stable")
+            penalty = ~self.inside if self.request.mode == "lockstep" else load
+            place[m, np.argsort(-seconds, kind="stable")] = m * groups + np.argsort(penalty, kind="stable")
             load[place[m] - m * groups] += seconds
         return place.reshape(-1)[assignment]
 
@@ -163,7 +165,9 @@ class Packer:
             assignment[here] = np.array(bins, dtype=np.int64) * groups + g
         return assignment
 
-    def _matrix(self, assignment: Ints, inside: NDArray[np.bool_] | bool, count: int | None = None) -> Floats:
+    def _seconds_of_places(
+        self, assignment: Ints, inside: NDArray[np.bool_] | bool, count: int | None = None
+    ) -> Floats:
         """Seconds of each place (micro-batches, groups)."""
         count = count or self._count(assignment)
         flags = np.broadcast_to(inside, (count, len(self.inside))).reshape(-1)
@@ -178,9 +182,9 @@ class Packer:
         return np.where(tokens > 0, self.request.cost.group_seconds(tokens, squares, self.cp, inside), 0.0)
 
     def _count(self, assignment: Ints) -> int:
-        return self._whole(1 + int(assignment.max()) // len(self.inside))
+        return self._rounded_up(1 + int(assignment.max()) // len(self.inside))
 
-    def _whole(self, micro_batches: int) -> int:
+    def _rounded_up(self, micro_batches: int) -> int:
         """So many micro-batches, rounded up to the multiple asked for."""
         multiple = self.request.micro_batch_multiple
         return -(-micro_batches // multiple) * multiple

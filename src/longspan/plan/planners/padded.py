@@ -53,6 +53,7 @@ def _micro_batch(request: Request, cp: int, documents: range) -> MicroBatch:
     documents_of_groups = [documents[g::groups] for g in range(min(groups, len(documents)))]
     return MicroBatch(
         tuple(
-            request.group(range(g * cp, (g + 1) * cp), mine, pad_to=pad) for g, mine in enumerate(documents_of_groups)
+            request.group(range(g * cp, (g + 1) * cp), group_documents, pad_to=pad)
+            for g, group_documents in enumerate(documents_of_groups)
         )
     )
