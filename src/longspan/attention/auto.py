@@ -129,21 +129,25 @@ def _facts(group: Group, call: AttentionCall, node_size: int) -> str:
 def _estimate(
     kind: str, sizes: tuple[int, int], group: Group, call: AttentionCall, node_size: int, machine: Machine
 ) -> Estimate:
-    """One layer forward and backward on the fullest member."""
+    """One layer forward and backward on the fullest member: `inner` members exchange heads, `around` blocks."""
     inner, around = sizes
-    near, far = machine.inside_bytes_per_second, machine.across_bytes_per_second
-    inside = all(_in_one_node(group.slots[i : i + inner], node_size) for i in range(0, group.degree, inner))
-    outside = all(_in_one_node(group.slots[i::inner], node_size) for i in range(inner))
+    inside_speed, across_speed = machine.inside_bytes_per_second, machine.across_bytes_per_second
+    heads_stay_inside = all(_in_one_node(group.slots[i : i + inner], node_size) for i in range(0, group.degree, inner))
+    blocks_stay_inside = all(_in_one_node(group.slots[i::inner], node_size) for i in range(inner))
     attention, exposed = _attention_seconds(kind, sizes, group, call, machine), 0.0
     if inner > 1:
-        exposed += _swap_bytes(sizes, group, call) / (near if inside else far) + 4 * machine.step_seconds
+        exposed += (
+            _swap_bytes(sizes, group, call) / (inside_speed if heads_stay_inside else across_speed)
+            + 4 * machine.step_seconds
+        )
     if around > 1:
-        seconds = _block_bytes(kind, sizes, group, call) / (near if outside else far)
+        seconds = _block_bytes(kind, sizes, group, call) / (inside_speed if blocks_stay_inside else across_speed)
         hidden = 0.0 if kind == "all_gather" else attention * (around - 1) / around
         exposed += max(0.0, seconds - hidden)
         exposed += 3 * (1 if kind == "all_gather" else around - 1) * machine.step_seconds
-    words = {"inside" if near else "across" for near, size in ((inside, inner), (outside, around)) if size > 1}
-    return Estimate(kind, sizes, attention, exposed, " and ".join(sorted(words, reverse=True)))
+    levels = ((heads_stay_inside, inner), (blocks_stay_inside, around))
+    links = {"inside" if stays_inside else "across" for stays_inside, size in levels if size > 1}
+    return Estimate(kind, sizes, attention, exposed, " and ".join(sorted(links, reverse=True)))
 
 
 def _attention_seconds(kind: str, sizes: tuple[int, int], group: Group, call: AttentionCall, machine: Machine) -> float:

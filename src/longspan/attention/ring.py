@@ -47,24 +47,26 @@ def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members,
         addends = block_gradients(dq, dout, saved, members.launches(0), call)
         dk, dv = summed(addends, saved.k, saved.v)
     else:
-        dk, dv = _around(dq, dout, saved, members, call)
+        dk, dv = _ring_gradients(dq, dout, saved, members, call)
     return Gradients(dq.result(), dk, dv, sink_gradient(dout, saved.out, saved.lse, call.sinks))
 
 
-def _around(dq: RowSum, dout: Tensor, saved: Saved, members: Members, call: AttentionCall) -> tuple[Tensor, ...]:
+def _ring_gradients(
+    dq: RowSum, dout: Tensor, saved: Saved, members: Members, call: AttentionCall
+) -> tuple[Tensor, ...]:
     """dk and dv, summed over the members. The own block waits for no one: its work hides the first and last message."""
     channel, keys, dtype = members.channel(), (saved.k, saved.v), accumulation_dtype(saved.k.dtype)
     what = "attention ring backward, gradients"
-    home = GradientRing(channel, keys, members.counts, what, add=add_addends, dtype=dtype)
-    (first, *others), parts = _slices_of_own_block(saved), list[tuple[Tensor, Tensor]]()
+    sums = GradientRing(channel, keys, members.counts, what, add=add_addends, dtype=dtype)
+    (first_heads, *later_heads), parts = _slices_of_own_block(saved), list[tuple[Tensor, Tensor]]()
     for owner, (k, v) in RingBlocks(channel, keys, members.counts, "attention ring backward"):
         if owner == members.member:
-            parts.append(_own_gradients(dq, dout, saved, members, call, first))
+            parts.append(_own_gradients(dq, dout, saved, members, call, first_heads))
         else:
-            home.add(owner, block_gradients(dq, dout, saved._replace(k=k, v=v), members.launches(owner), call))
-    parts += [_own_gradients(dq, dout, saved, members, call, heads) for heads in others]
+            sums.add(owner, block_gradients(dq, dout, saved._replace(k=k, v=v), members.launches(owner), call))
+    parts += [_own_gradients(dq, dout, saved, members, call, heads) for heads in later_heads]
     dk, dv = zip(*parts, strict=True)
-    return home.finish([Addend(slice(0, len(saved.k)), (joined_heads(dk), joined_heads(dv)))])
+    return sums.finish([Addend(slice(0, len(saved.k)), (joined_heads(dk), joined_heads(dv)))])
 
 
 def _slices_of_own_block(saved: Saved) -> list[slice]:

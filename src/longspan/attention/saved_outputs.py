@@ -28,7 +28,7 @@ class Park(Protocol):
 class _OfInput(NamedTuple):
     """A tensor that is a view of one of the call's inputs, which are recomputed: nothing of it is kept."""
 
-    which: int
+    input_index: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int  # elements after the input's own
@@ -83,9 +83,9 @@ class Recording:
     def _keep(self, x: Any, inputs: Sequence[Tensor]) -> Any:
         if not isinstance(x, Tensor):
             return x
-        for i, whole in enumerate(inputs):
-            if x.untyped_storage()._cdata == whole.untyped_storage()._cdata and x.numel():
-                return _OfInput(i, tuple(x.size()), x.stride(), int(x.storage_offset()) - int(whole.storage_offset()))
+        for i, source in enumerate(inputs):
+            if x.untyped_storage()._cdata == source.untyped_storage()._cdata and x.numel():
+                return _OfInput(i, tuple(x.size()), x.stride(), int(x.storage_offset()) - int(source.storage_offset()))
         return _Parked(self._park(x.detach()))
 
 
@@ -117,8 +117,8 @@ def _active(recording: Recording, start: int | None) -> Iterator[None]:
 
 def _restored(x: Any, inputs: Sequence[Tensor]) -> Any:
     if isinstance(x, _OfInput):
-        whole = inputs[x.which]
-        return whole.as_strided(x.size, x.stride, whole.storage_offset() + x.offset)
+        source = inputs[x.input_index]
+        return source.as_strided(x.size, x.stride, source.storage_offset() + x.offset)
     return x.fetch() if isinstance(x, _Parked) else x
 
 

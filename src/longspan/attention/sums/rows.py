@@ -139,15 +139,18 @@ def by_member(matrix: Tensor, members: int, widths: Sequence[int]) -> list[Tenso
     return views
 
 
-def by_heads(x: Tensor, members: int, slices: int, part: int) -> Tensor:
-    """A part of the heads of (T, N, size) as (T, members, columns): a view where a row's heads follow each other."""
+def by_heads(x: Tensor, members: int, slices: int, slice_index: int) -> Tensor:
+    """A slice of every member's heads in x (T, N, size), as (T, members, columns).
+
+    It is a view where a row's heads follow each other.
+    """
     rows, heads, size = x.shape
     count = heads // (members * slices)
     row, head, column = x.stride()
     if head != size or column != 1:
-        return x.unflatten(1, (members, slices, count))[:, :, part].flatten(2)
+        return x.unflatten(1, (members, slices, count))[:, :, slice_index].flatten(2)
     width = count * size
-    return x.as_strided((rows, members, width), (row, slices * width, 1), x.storage_offset() + part * width)
+    return x.as_strided((rows, members, width), (row, slices * width, 1), x.storage_offset() + slice_index * width)
 
 
 def joined_heads(parts: Sequence[Tensor]) -> Tensor:

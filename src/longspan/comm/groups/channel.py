@@ -142,7 +142,7 @@ class Channel:
     def all_gather_rows(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
         """The same as `all_gather`, but `wait()` returns the buffer: member m's rows begin at `starts(counts)[m]`."""
         assert x.shape[0] == counts[self.index] and len(counts) == self.degree, (what, x.shape, counts, self.index)
-        communicator = self._gathering(counts)
+        communicator = self._communicator_to_gather(counts)
         if communicator is not None:
             padded = _padded(x, max(counts))
             buffer = x.new_empty((self.degree * max(counts), *x.shape[1:]))
@@ -158,13 +158,14 @@ class Channel:
 
     def starts(self, counts: Sequence[int]) -> tuple[int, ...]:
         """Where each member's rows begin in what `all_gather_rows` returns."""
-        communicator = self._gathering(counts)
+        communicator = self._communicator_to_gather(counts)
         if communicator is None:
             return tuple(accumulate(counts[:-1], initial=0))
         # torch sorts the ranks of a group, and every member sends as many rows
         return tuple(dist.get_group_rank(communicator, rank) * max(counts) for rank in self.ranks)
 
-    def _gathering(self, counts: Sequence[int]) -> ProcessGroup | None:
+    def _communicator_to_gather(self, counts: Sequence[int]) -> ProcessGroup | None:
+        """The members' own communicator, or None where rows are gathered point to point or there are none."""
         return self._groups.communicator(self.ranks) if max(counts) > 0 and self.degree > 1 else None
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:

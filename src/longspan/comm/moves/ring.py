@@ -33,7 +33,7 @@ class RingBlocks:
 
     def __init__(self, channel: Channel, tensors: Sequence[Tensor], counts: Sequence[int], what: str) -> None:
         self._channel, self._counts, self._what = channel, tuple(counts), what
-        self._shapes = [t.shape[1:] for t in tensors]
+        self._row_shapes = [t.shape[1:] for t in tensors]
         self._tensors = tuple(tensors)
         self._spare: list[Tensor] = []
         self._live = self.peak_blocks = 1
@@ -54,7 +54,7 @@ class RingBlocks:
             handle.wait()
             if buffer is not first:
                 self._spare.append(buffer)
-            buffer, packed, block = arriving, following, split_columns(following, self._shapes)
+            buffer, packed, block = arriving, following, split_columns(following, self._row_shapes)
 
     def _take(self, like: Tensor) -> Tensor:
         """A buffer that nobody reads: a spare one, or a new one of the largest block's size."""
@@ -102,7 +102,7 @@ class GradientRing:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self._channel, self._counts, self._what, self._add = channel, tuple(counts), what, add
-        self._shapes = [t.shape[1:] for t in like]
+        self._row_shapes = [t.shape[1:] for t in like]
         shape = (max(self._counts), sum(t.shape[1:].numel() for t in like))
         self._buffers = [like[0].new_empty(shape, dtype=dtype) for _ in range(1 if channel.degree == 1 else 2)]
         self._step = 0
@@ -119,14 +119,14 @@ class GradientRing:
     def finish(self, addends: Sequence[Addend]) -> Block:
         """The sum over all members of the gradient of one's own block, each (counts[index], …)."""
         assert self._step == self._channel.degree - 1, (self._step, self._channel.degree)
-        return split_columns(self._arrived(self._channel.index, addends), self._shapes)
+        return split_columns(self._arrived(self._channel.index, addends), self._row_shapes)
 
     def _arrived(self, owner: int, addends: Sequence[Addend]) -> Tensor:
         """The sum so far of the owner's block, where others were before, and this member's addends."""
         total, fresh = self._at(owner), self._handle is None
         if self._handle is not None:
             self._handle.wait()
-        self._add(split_columns(total, self._shapes), addends, fresh=fresh)
+        self._add(split_columns(total, self._row_shapes), addends, fresh=fresh)
         return total
 
     def _at(self, owner: int) -> Tensor:
