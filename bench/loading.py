@@ -31,7 +31,7 @@ MODELS: dict[str, Any] = {
     "dense": lambda: Qwen3Config(
         **SIZES, num_hidden_layers=16, intermediate_size=3072, vocab_size=32000, tie_word_embeddings=False
     ),
-    "dense, tied": lambda: Qwen3Config(
+    "tied": lambda: Qwen3Config(
         **SIZES, num_hidden_layers=16, intermediate_size=3072, vocab_size=48000, tie_word_embeddings=True
     ),
     "16 experts": lambda: Qwen3MoeConfig(

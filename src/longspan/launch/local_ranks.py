@@ -24,7 +24,7 @@ class LocalRank:
         self.index, self.process, self.pipe = index, process, pipe
         self.answer: Answer | None = None
         self.death: str | None = None
-        self.waiting = True
+        self.waiting = True  # for its answer
 
     def receive(self) -> None:
         """Take the answer from the pipe; a pipe that ends without one means that the process died."""
@@ -67,7 +67,7 @@ class LocalRanks:
         self.failed: list[LocalRank] = []  # in the order in which their failures arrived
         self._payload, self._threads, self._state = payload, threads, state
         self._n = n
-        self._all: list[LocalRank] = []
+        self._all: list[LocalRank] = []  # every rank that was started; a call may use fewer
 
     def start(self) -> None:
         """Start every rank."""

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from longspan.model.load import full_state_dict as full_state_dict
     from longspan.model.load import load_model as load_model
-    from longspan.model.load import save_model as save_model
     from longspan.model.prepared import is_prepared as is_prepared
     from longspan.model.prepared import prepare as prepare
     from longspan.model.presets import PRESETS as PRESETS
     from longspan.model.presets import preset_config as preset_config
+    from longspan.model.save import full_state_dict as full_state_dict
+    from longspan.model.save import save_model as save_model
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -31,10 +31,12 @@ def os_error_text(error: OSError) -> str:
     text = f"{error.filename or 'a file'}: {error.strerror or error}"
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return text
-    return f"{text}{_free(error)}; make room there and start the same command again, or set run.dir to another disk"
+    advice = "make room there and start the same command again, or set run.dir to another disk"
+    return f"{text}{_free_bytes_text(error)}; {advice}"
 
 
-def _free(error: OSError) -> str:
+def _free_bytes_text(error: OSError) -> str:
+    """How many bytes are free where the file of the error is, or would be; nothing where that is not known."""
     path = Path(str(error.filename or ".")).absolute()
     place = next((folder for folder in (path, *path.parents) if folder.exists()), None)
     return "" if place is None else f" ({shutil.disk_usage(place).free:,} bytes are free)"

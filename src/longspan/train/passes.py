@@ -76,7 +76,7 @@ def run_passes(passes: Passes, batches: Sequence[LocalBatch]) -> float:
     run = _run_pipeline if isinstance(model, PipelineModel) else _run_model
     named = world.watch.naming("forward and backward passes", world.home.ranks)
     with named, modes_restored(model), torch.set_grad_enabled(backward):
-        if not (backward and model.training):  # in a model that is in training mode, frozen modules keep theirs
+        if not (backward and model.training):  # in a model that is in training mode, frozen modules keep their mode
             model.train(backward)
         if backward:
             with gradients_summed_over_slots(model, world):

@@ -24,7 +24,7 @@ _HASH_BYTES = 2 * 8 + 1  # of a score where dropout hashes it: two words, and wh
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N)."""
     dtype = accumulation_dtype(q.dtype)
-    out = q.new_empty((len(q), q.shape[1], v.shape[2]), dtype=dtype)
+    out = q.new_empty((len(q), q.shape[1], v.shape[2]), dtype=dtype)  # tiles hold every row once
     lse = q.new_empty(q.shape[:2], dtype=dtype)
     for tile in _pieces(launch, q.shape[1], dtype, call.dropout):
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)

@@ -1,8 +1,8 @@
 """The communicators of a world, by rank tuple.
 
 A bounded number of communicators, made by `World.prepare`, is the fast way for groups that recur (`channel.py` has the
-general one). A group that is not there is an error; None is never passed to torch, which would take it for the whole
-world.
+general one). A parent that is not there is an error; None is never passed to torch, which would take it for the
+whole world.
 """
 
 import time
@@ -92,7 +92,7 @@ class ProcessGroups:
                 self.set_parent(name, group)
 
     def forget(self) -> list[ProcessGroup]:
-        """Drop every reference, so that the groups can be freed; returns them for a last time."""
+        """Drop every reference, so that the groups can be freed; returns them, to be destroyed."""
         mine, self._mine = self._mine, []
         self._parents.clear()
         self._by_ranks.clear()

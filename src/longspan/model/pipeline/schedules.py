@@ -172,7 +172,7 @@ class ScheduledStage(PipelineStage):
                 info.buffer = self._freed
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """torch 2.13 drops all gradients of FSDP2's parameters when a schedule first runs, those of earlier steps too.
+        """Nothing: torch 2.13 drops all gradients of FSDP2's parameters when a schedule first runs, earlier steps' too.
 
         It does so for a pass that infers shapes, which static templates spare us.
         """

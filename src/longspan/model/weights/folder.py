@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,12 @@ from longspan.model.weights.held import HeldPart
 _Slices = Mapping[str, Any]  # by file tensor: what safetensors reads a part of when it is indexed
 
 
-@dataclass
 class _Recipe:
     """The file tensors that a parameter is made of, by the pattern that their names match, and what converts them."""
 
-    converter: Any = None
-    sources: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    def __init__(self) -> None:
+        self.converter: Any = None
+        self.sources: dict[str, list[str]] = defaultdict(list)
 
     def stacks_experts(self, count: int) -> bool:
         """Whether it stacks one file tensor for each of `count` experts, so that some experts are made of some."""

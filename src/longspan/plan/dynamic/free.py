@@ -60,7 +60,7 @@ class _Lanes:
         self.parts = [part for block in problem.blocks for part in problem.divided(block)]
         self.width = np.array([width for _, width in self.parts], dtype=np.int64)
         self.alone = np.array([width in problem.degrees for _, width in self.parts])  # others only work in gangs
-        self.launch = cost.micro_batch_seconds
+        self.launch = cost.micro_batch_seconds  # what a micro-batch costs besides its work
         self.gang_end: Floats = np.zeros(len(self.parts))
         self.end: Floats = np.zeros(len(self.parts))
         self.next: list[int] = [0] * len(self.parts)  # micro-batch
@@ -86,7 +86,7 @@ class _Lanes:
                 best, chosen = score, lanes
             if degree == self.problem.max_cp or degree * seconds > 1.5 * best[0]:
                 break
-        self._gang(item, chosen)
+        self._make_gang(item, chosen)
 
     def place_large(self, item: int, goal: float) -> None:
         """Give an item to the lane that ends earliest with it; to several if that is after the goal."""
@@ -95,7 +95,7 @@ class _Lanes:
         lane = int(ends.argmin())
         gang, end = self._earlier_gang(item, goal) if ends[lane] > goal else (None, np.inf)
         if gang is not None and end < ends[lane]:
-            self._gang(item, gang)
+            self._make_gang(item, gang)
         else:
             self.end[lane] = ends[lane]
             self.items[lane].append(item)
@@ -128,8 +128,11 @@ class _Lanes:
         seconds = self.problem.request.cost.group_seconds(tokens, tokens * tokens, degree, inside=False)
         return self.launch + float(seconds)
 
-    def _gang(self, item: int, lanes: Ints) -> None:
-        """Let these lanes work on a document together, after the gangs that they already are in."""
+    def _make_gang(self, item: int, lanes: Ints) -> None:
+        """Let these lanes work on a document together, after the gangs that they already are in.
+
+        The last lane gives only as many slots as the degree needs.
+        """
         seconds, local = self._seconds(item, lanes), self.end[lanes] - self.gang_end[lanes]
         self.gang_end[lanes] = self.gang_end[lanes].max() + seconds
         self.end[lanes] = self.gang_end[lanes] + local
@@ -141,7 +144,7 @@ class _Lanes:
         for start, width in (self.parts[lane] for lane in members):
             parts.append((start, min(width, degree - sum(count for _, count in parts))))
         rows = -(-int(self.problem.tokens[item]) // degree)
-        self.anchors.append(Anchor(m, item, parts, rows, seconds - self.launch))
+        self.anchors.append(Anchor(m, item, parts, rows, seconds - self.launch))  # an anchor counts its work alone
 
     def place_small(self, items: list[int]) -> None:
         """Give each item to the lane that ends earliest with it."""

@@ -84,14 +84,14 @@ class Packer:
     @classmethod
     def of(cls, request: Request, cp: int) -> "Packer":
         """The documents and groups of a request at degree cp, which divides its slots."""
-        lengths = np.array(request.lengths, dtype=np.int64)
-        order = np.argsort(-lengths, kind="stable")
-        rows = lengths[order]
+        in_plan_order = np.array(request.lengths, dtype=np.int64)
+        order = np.argsort(-in_plan_order, kind="stable")
+        lengths = in_plan_order[order]
         first = np.arange(0, request.slots, cp)
-        room = int(rows.sum()) if request.rows is None else request.rows * cp
+        room = int(lengths.sum()) if request.rows is None else request.rows * cp
         inside = first // request.node_size == (first + cp - 1) // request.node_size
-        work = request.cost.work_seconds(rows, rows * rows)
-        return cls(request, cp, order, rows.tolist(), work.tolist(), room, inside)
+        work = request.cost.work_seconds(lengths, lengths * lengths)
+        return cls(request, cp, order, lengths.tolist(), work.tolist(), room, inside)
 
     def assignments(self) -> Iterator[Ints]:
         """Assignments worth pricing: few bins, level bins, these with one more round of micro-batches, and chains."""
