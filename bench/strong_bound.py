@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.errors import PlanError
+from longspan.plan.cost.bound import ROUNDING
 from longspan.plan.cost.cost import Cost
 
-ROUNDING = 1e-10  # relative; a plan may meet the bound exactly and sum its seconds in another order
 MIXTURES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of traffic in the longer of attention and traffic
 
 Floats = NDArray[np.float64]

@@ -21,7 +21,7 @@ from longspan.testing import backend, run_ranks
 from longspan.train.checkpoint import checkpoint as checkpoint_module
 from longspan.train.checkpoint.files import checkpoint_path
 from longspan.train.config.sections import ParallelConfig, RunConfig
-from longspan.train.run import loop as run_module
+from longspan.train.run import training as run_module
 from longspan.train.run.metrics_log import read_metrics
 from tests.model.stock import SIZES, worst
 from tests.train.homes import farthest

@@ -16,7 +16,6 @@ from typing import Any
 from longspan.comm import World
 from longspan.errors import DataError, LongspanError, RunFolderError
 from longspan.model import save_model
-from longspan.model.experts.router import RouterCoefficients
 from longspan.plan import Plan, PlanAhead
 from longspan.train.all_ranks import is_first_rank, on_every_rank, on_first_rank, raise_first_error, result_or_error
 from longspan.train.checkpoint.checkpoint import save_checkpoint
@@ -27,8 +26,7 @@ from longspan.train.evaluation.evaluate import choices_at_degrees, evaluate
 from longspan.train.evaluation.result import Evaluation
 from longspan.train.json_record import as_json
 from longspan.train.memory.live_bytes import peak_memory_bytes
-from longspan.train.optim import lr_at
-from longspan.train.plans import PlanChoice, plans_of_steps, query_heads
+from longspan.train.plans import PlanChoice, plans_of_steps
 from longspan.train.run.config_check import check_config
 from longspan.train.run.group_log import GroupLog
 from longspan.train.run.lock import run_lock
@@ -37,7 +35,6 @@ from longspan.train.run.progress import ProgressDisplay
 from longspan.train.run.result import LAST_STEPS, TrainResult
 from longspan.train.run.setup import TrainingRun, set_up
 from longspan.train.run.stop_signal import StopSignal
-from longspan.train.step import run_step
 
 
 def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainResult:
@@ -170,43 +167,19 @@ class _Loop:
 
 def _plans(run: TrainingRun) -> PlanAhead:
     """The plans of the run's steps, priced for its model."""
-    parameters, home = list(run.model.parameters()), run.world.home
-    choice = PlanChoice.training(
-        run.config,
-        cost=run.cost,
-        heads=query_heads(run.model.config),
-        weights=sum(parameter.numel() for parameter in parameters) // home.tp,
-        weight_bytes=parameters[0].element_size(),
-    )
-    return plans_of_steps(choice, run.order, home, ahead=run.config.context.plan_ahead)
+    return plans_of_steps(run.choice, run.order, run.world.home, ahead=run.config.context.plan_ahead)
 
 
 def _step(run: TrainingRun, plans: PlanAhead, step: int) -> tuple[dict[str, Any], Plan]:
     """One optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
     started = time.perf_counter()
-    config, world = run.config.train, run.world
     documents = run.corpus.select(run.order.documents_of_step(step))
     plan = plans.plan(step)
-    world.prepare(plan)
-    lr = lr_at(step, config.steps, config.warmup_steps, config.lr, config.min_lr_ratio)
-    for group in run.optimizer.param_groups:
-        group["lr"] = lr
-    balance = config.router_balance_loss
-    result = run_step(
-        run.model,
-        plan,
-        documents,
-        world,
-        optimizer=run.optimizer,
-        max_grad_norm=config.max_grad_norm or None,
-        step=step + 1,
-        loss_chunk_rows=config.loss_chunk_rows,
-        router=RouterCoefficients(balance=None if balance < 0 else balance, z=config.router_z_loss),
-    )
+    result = run.take_step(plan, documents, step)
     seconds = time.perf_counter() - started
     row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
-    row |= {"grad_norm": result.grad_norm, "lr": lr, "seconds": round(seconds, 6)}
-    row |= {"tokens_per_second": round(result.tokens / seconds, 3), "memory_bytes": peak_memory_bytes(world.device)}
+    row |= {"grad_norm": result.grad_norm, "lr": run.optimizer.param_groups[0]["lr"], "seconds": round(seconds, 6)}
+    row |= {"tokens_per_second": round(result.tokens / seconds, 3), "memory_bytes": peak_memory_bytes(run.world.device)}
     row |= {"micro_batches": result.micro_batches, "efficiency": round(plan.efficiency, 6)}
     if result.router is not None:
         row |= {"router_balance_loss": result.router.balance, "router_z_loss": result.router.z}

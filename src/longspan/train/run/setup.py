@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.errors import CheckpointError, ConfigError, DataError, RunFolderError, counted
-from longspan.model import load_model, prepare
+from longspan.errors import CheckpointError, DataError, RunFolderError, counted
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan import Cost
@@ -28,23 +26,18 @@ from longspan.train.disk import naming_file, write_atomically
 from longspan.train.evaluation.evaluate import evaluate
 from longspan.train.evaluation.result import Evaluation
 from longspan.train.memory.rows_that_fit import with_rows_that_fit
-from longspan.train.optim import build_optimizer
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads
 from longspan.train.run.config_check import check_longest
 from longspan.train.run.resume import checkpoint_to_resume
+from longspan.train.run.training import Training, folder_model, loaded_model, optimizer_of, prepared_model
 
 
 @dataclass(frozen=True)
-class TrainingRun:
-    """A run as one rank has it: the prepared model, its data, and the number of steps that are done."""
+class TrainingRun(Training):
+    """A run as one rank has it: the model under training, its data, and the number of steps that are done."""
 
-    config: RunConfig
-    world: World
-    model: PreTrainedModel | PipelineModel
-    optimizer: Optimizer
     corpus: Corpus
     order: StepOrder
-    cost: Cost  # what plans are priced by
     done: int
 
     @property
@@ -62,11 +55,6 @@ class TrainingRun:
         """The documents that are only evaluated; there may be none."""
         return self.corpus.select(self.order.evaluation)
 
-    @property
-    def evaluation_choice(self) -> PlanChoice:
-        """How evaluations are planned."""
-        return PlanChoice.evaluation(self.config, cost=self.cost, heads=query_heads(self.model.config))
-
 
 def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     """Open or begin the run of this configuration, which `check_config` has passed; all ranks call it together.
@@ -75,16 +63,16 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     """
     directory = Path(config.run.dir)
     checkpoint = checkpoint_to_resume(config, world, log)
-    model = _load_folder_model(config)
+    model = folder_model(config)
     corpus = _shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
     order = step_order_of(config, corpus)
     longest = int(np.argmax(corpus.lengths))
     heads = None if model is None else query_heads(model.config)
     check_longest(config, world.home, int(corpus.lengths[longest]), corpus.origin(longest), heads)
-    model = load_prepared_model(config, world, corpus, model)
+    model = _prepared_for(corpus, config, world, model)
     refuse_randomness(model)
     world.seed = config.train.seed
-    optimizer = build_optimizer(model, config.train.optimizer, config.train.lr, config.train.weight_decay)
+    optimizer = optimizer_of(config, model)
     done = 0
     if checkpoint is not None:
         done = int(load_checkpoint(checkpoint, model, optimizer, world)["step"])
@@ -93,7 +81,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
         on_first_rank(world, lambda: write_atomically(directory / "config.toml", to_toml(config)), RunFolderError)
     config = with_rows_that_fit(config, model, optimizer, world, log)
     check_longest(config, world.home, int(corpus.lengths[longest]), corpus.origin(longest), heads)
-    return TrainingRun(config, world, model, optimizer, corpus, order, _cost(config, world, model, log), done)
+    return TrainingRun(config, world, model, optimizer, _cost(config, world, model, log), corpus, order, done)
 
 
 def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World, log: LogLine) -> Evaluation:
@@ -114,7 +102,7 @@ def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World
         raise DataError(
             f"{directory} holds out no documents (data.eval_documents is 0), so there is nothing to evaluate"
         )
-    model = load_prepared_model(config, world, corpus)
+    model = _prepared_for(corpus, config, world, None)
     step = int(load_checkpoint(checkpoint, model, None, world)["step"])
     cost = _cost(config, world, model, log)
     choice = PlanChoice.evaluation(config, cost=cost, heads=query_heads(model.config))
@@ -135,38 +123,14 @@ def step_order_of(config: RunConfig, corpus: Corpus) -> StepOrder:
     )
 
 
-def load_prepared_model(
-    config: RunConfig, world: World, corpus: Corpus, model: PreTrainedModel | None = None
+def _prepared_for(
+    corpus: Corpus, config: RunConfig, world: World, model: PreTrainedModel | None
 ) -> PreTrainedModel | PipelineModel:
-    """The run's model, loaded unless it is given, checked against the corpus and the configuration, and prepared."""
+    """The run's model, loaded unless it is given, checked against the corpus, and prepared."""
     size = corpus.manifest.tokenizer_size
-    if model is None:
-        rows = size if config.data.tokenizer else config.data.vocab_size
-        model = _load_folder_model(config) or load_model(
-            None, config.model.preset, dtype=config.model.dtype, seed=config.train.seed, vocab_size=rows
-        )
+    model = model or loaded_model(config, size if config.data.tokenizer else config.data.vocab_size)
     _check_vocabulary(config, model, size)
-    _check_layers(config, model)
-    return prepare(
-        model,
-        world,
-        reshard_after_forward=config.parallel.reshard_after_forward,
-        virtual_stages=config.parallel.vpp,
-        pipeline_schedule=config.parallel.pipeline_schedule,
-        activation_checkpointing=config.train.activation_checkpointing,
-        offload_activations=config.train.offload_activations,
-        recompute_layers=config.train.recompute_layers,
-        attention_kernel=config.context.attention_kernel or None,
-        fused_norms=config.train.fused_norms,
-        sequence_parallel=config.parallel.sequence_parallel,
-    )
-
-
-def _load_folder_model(config: RunConfig) -> PreTrainedModel | None:
-    if not config.model.path:
-        return None
-    safetensors = any(Path(config.model.path).glob("*.safetensors"))  # other files have no parts to be read alone
-    return load_model(config.model.path, dtype=config.model.dtype, sharded=safetensors)
+    return prepared_model(config, world, model)
 
 
 def _shared_corpus(
@@ -208,13 +172,3 @@ def _check_vocabulary(config: RunConfig, model: PreTrainedModel, size: int) -> N
     assert isinstance(rows, int)
     tokenizer = config.data.tokenizer or (config.model.path or "trained on the corpus (data.vocab_size)")
     check_vocabulary(size, rows, tokenizer=tokenizer, model=config.model.path or config.model.preset)
-
-
-def _check_layers(config: RunConfig, model: PreTrainedModel) -> None:
-    layers = model.config.get_text_config().num_hidden_layers
-    for choice in (PlanChoice.training(config), PlanChoice.evaluation(config)):
-        if len(choice.comm_types) not in (1, layers):
-            raise ConfigError(
-                f"{choice.comm_type_key} lists {counted(len(choice.comm_types), 'type')}, "
-                f"the model has {counted(layers, 'layer')}; give one type, or one for each layer"
-            )

@@ -1,0 +1,119 @@
+"""A model under training as one rank has it: loaded, prepared, with its optimizer, and one step of it under a plan.
+
+Nothing here needs a corpus or a run's folder: `longspan train` (`setup.py`, `loop.py`) and `longspan bench step` build
+on the same functions, so that neither can do what the other cannot.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.errors import ConfigError, counted
+from longspan.model import load_model, prepare
+from longspan.model.experts.router import RouterCoefficients
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.plan import Cost, Plan
+from longspan.train.config.sections import RunConfig
+from longspan.train.optim import build_optimizer, lr_at
+from longspan.train.plans import PlanChoice, query_heads
+from longspan.train.step import StepResult, run_step
+
+
+def loaded_model(config: RunConfig, vocabulary: int) -> PreTrainedModel:
+    """The model that [model] names, not yet prepared; a preset has an embedding of `vocabulary` ids."""
+    return folder_model(config) or load_model(
+        None, config.model.preset, dtype=config.model.dtype, seed=config.train.seed, vocab_size=vocabulary
+    )
+
+
+def folder_model(config: RunConfig) -> PreTrainedModel | None:
+    """The model of `model.path`, whose weights are read once it is prepared; None where a preset is named instead."""
+    if not config.model.path:
+        return None
+    safetensors = any(Path(config.model.path).glob("*.safetensors"))  # other files have no parts to be read alone
+    return load_model(config.model.path, dtype=config.model.dtype, sharded=safetensors)
+
+
+def prepared_model(config: RunConfig, world: World, model: PreTrainedModel) -> PreTrainedModel | PipelineModel:
+    """A loaded model brought under the world's home as the configuration says; entered by all ranks."""
+    _check_layers(config, model)
+    return prepare(
+        model,
+        world,
+        reshard_after_forward=config.parallel.reshard_after_forward,
+        virtual_stages=config.parallel.vpp,
+        pipeline_schedule=config.parallel.pipeline_schedule,
+        activation_checkpointing=config.train.activation_checkpointing,
+        offload_activations=config.train.offload_activations,
+        recompute_layers=config.train.recompute_layers,
+        attention_kernel=config.context.attention_kernel or None,
+        fused_norms=config.train.fused_norms,
+        sequence_parallel=config.parallel.sequence_parallel,
+    )
+
+
+def optimizer_of(config: RunConfig, model: PreTrainedModel | PipelineModel) -> Optimizer:
+    """The configuration's optimizer over the parameters of a prepared model."""
+    return build_optimizer(model, config.train.optimizer, config.train.lr, config.train.weight_decay)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A prepared model, its optimizer, and what plans are priced by."""
+
+    config: RunConfig
+    world: World
+    model: PreTrainedModel | PipelineModel
+    optimizer: Optimizer
+    cost: Cost
+
+    @property
+    def choice(self) -> PlanChoice:
+        """How training steps are planned, priced for the model."""
+        parameters = list(self.model.parameters())
+        return PlanChoice.training(
+            self.config,
+            cost=self.cost,
+            heads=query_heads(self.model.config),
+            weights=sum(parameter.numel() for parameter in parameters) // self.world.home.tp,
+            weight_bytes=parameters[0].element_size(),
+        )
+
+    @property
+    def evaluation_choice(self) -> PlanChoice:
+        """How evaluations are planned."""
+        return PlanChoice.evaluation(self.config, cost=self.cost, heads=query_heads(self.model.config))
+
+    def take_step(self, plan: Plan, documents: Any, step: int) -> StepResult:
+        """One optimizer step, counted from 0, at its learning rate; `documents` are those of the plan."""
+        config = self.config.train
+        self.world.prepare(plan)
+        lr = lr_at(step, config.steps, config.warmup_steps, config.lr, config.min_lr_ratio)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        balance = config.router_balance_loss
+        return run_step(
+            self.model,
+            plan,
+            documents,
+            self.world,
+            optimizer=self.optimizer,
+            max_grad_norm=config.max_grad_norm or None,
+            step=step + 1,
+            loss_chunk_rows=config.loss_chunk_rows,
+            router=RouterCoefficients(balance=None if balance < 0 else balance, z=config.router_z_loss),
+        )
+
+
+def _check_layers(config: RunConfig, model: PreTrainedModel) -> None:
+    layers = model.config.get_text_config().num_hidden_layers
+    for choice in (PlanChoice.training(config), PlanChoice.evaluation(config)):
+        if len(choice.comm_types) not in (1, layers):
+            raise ConfigError(
+                f"{choice.comm_type_key} lists {counted(len(choice.comm_types), 'type')}, "
+                f"the model has {counted(layers, 'layer')}; give one type, or one for each layer"
+            )
