@@ -100,14 +100,14 @@ def prepare(
     if world.home.pp > 1:
         prepared = _cut_and_place(model, placement, pipeline_settings)
         prepared.probed = probe
+        models = [stage.model for stage in prepared.stages]
     else:
-        prepared = model
+        prepared, models = model, [model]
         placement.place(model, model, has_experts=bool(expert_modules(model)))
         if not probe:
             FirstPass(prepared)
     if weights is not None:
-        stages = prepared.stages if isinstance(prepared, PipelineModel) else ()
-        weights.fill([stage.model for stage in stages] or [model], world)
+        weights.fill(models, world)
     _keep_rules(prepared, rules)
     return prepared
 
