@@ -18,6 +18,7 @@ from longspan.model.weights.fill import fill_when_prepared
 from longspan.model.weights.random import RandomWeights
 from longspan.testing import run_ranks
 from tests.model.deep import deep_config
+from tests.model.moe_models import moe_model
 from tests.model.stock import texts
 
 FAMILIES = {"tied": "qwen3", "untied": "llama", "4 experts": "qwen3-moe", "6 experts": "qwen3-moe", "fused": "gpt-oss"}
@@ -89,6 +90,37 @@ def test_every_home_holds_the_folders_weights(folders: Path, axes: dict[str, int
         assert len(compared) == (3 if "ep" in axes else 5)
         for name, result in compared.items():
             assert result == ([], True), f"{name} on rank {rank} of {axes}, {options}: {result}"
+
+
+def _compare_buffers(rank: int, folder: str, axes: dict[str, int]) -> tuple[list[str], float]:
+    with World(Layout(ranks=2, **axes)) as world:
+        wanted = prepare(load_model(folder), world)
+        model = prepare(load_model(folder, sharded=True), world)
+        bias = [x for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        return _differences(model, wanted), sum(float(x.abs().sum()) for x in bias)
+
+
+@pytest.mark.parametrize("axes", [{"ep": 2}, {"pp": 2}], ids=str)
+def test_buffers_that_a_folder_holds_are_read(tmp_path: Path, axes: dict[str, int]) -> None:
+    model = moe_model("deepseek-v3", torch.float32)
+    assert [name for name, x in model.named_buffers() if "correction_bias" in name and x[0] == -100]
+    model.save_pretrained(tmp_path)
+    results = run_ranks(_compare_buffers, 2, str(tmp_path), axes)
+    assert all(not differences for differences, _ in results) and max(size for _, size in results) == 100
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "gpt-oss"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_what_an_architecture_keeps_in_float32_is_float32(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = moe_model(family, torch.float32)
+    model.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    empty = empty_model(model.config, dtype)
+    assert {name: x.dtype for name, x in empty.state_dict().items()} == {
+        name: x.dtype for name, x in model.state_dict().items()
+    }
+    if family == "deepseek-v3":
+        assert empty.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias").dtype == torch.float32
 
 
 def _drawn(config: PreTrainedConfig, seed: int = 3) -> PreTrainedModel:

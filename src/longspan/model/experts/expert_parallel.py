@@ -17,7 +17,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.experts.moe import expert_modules
-from longspan.model.weights.empty import to_device
+from longspan.model.weights.empty import copy_to_device
 
 
 def check_experts(model: PreTrainedModel, home: Layout, *, shard_parameters: bool) -> None:
@@ -69,7 +69,7 @@ def _keep_local_experts(experts: nn.Module, world: World) -> None:
     """Keep this rank's experts of each parameter (E, …), as a DTensor of the whole."""
     rank, ep = world.slot % world.home.ep, world.home.ep
     for name, parameter in list(experts.named_parameters(recurse=False)):
-        local = to_device(parameter.detach().chunk(ep)[rank].clone(), world.device)
+        local = copy_to_device(parameter.detach().chunk(ep)[rank], world.device)
         split = DTensor.from_local(local, world.meshes.ep, [Shard(0)], run_check=False)
         experts.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_copy, tp_gather, tp_place, tp_split, tp_sum, tp_sum_split
 from longspan.model.local_tensors import local_tensor
-from longspan.model.weights.empty import to_device
+from longspan.model.weights.empty import copy_to_device
 
 ROWS = 1  # the dim of rows in a packed (1, T, …)
 View = Callable[[Tensor], Tensor | None]
@@ -27,8 +27,7 @@ Transform = Callable[[Tensor], Tensor]
 def slice_parameter(module: nn.Module, name: str, dim: int, world: World) -> nn.Parameter:
     """Keep this rank's slice of a parameter that every rank holds whole, on the world's device; returns it."""
     parameter = getattr(module, name)
-    part = to_device(parameter.detach().chunk(world.home.tp, dim)[world.coordinates.tp], world.device)
-    part = part.clone(memory_format=torch.contiguous_format)
+    part = copy_to_device(parameter.detach().chunk(world.home.tp, dim)[world.coordinates.tp], world.device)
     sharded = DTensor.from_local(part, world.meshes.tp, [Shard(dim)], run_check=False)
     sliced = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
     module.register_parameter(name, sliced)

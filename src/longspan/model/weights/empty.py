@@ -8,21 +8,34 @@ import torch
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """A model of this configuration with parameters of the meta device, and buffers with values, on the CPU."""
     with _parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(_dtype_of(model, name, dtype))
+    apart = _dtypes_apart(model, dtype)
+    for name, tensor in (*model.named_parameters(), *stored_buffers(model)):
+        tensor.data = tensor.data.to(apart.get(name, dtype if tensor.is_floating_point() else tensor.dtype))
     return model
 
 
-def _dtype_of(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
-    """`dtype`, or what the architecture asks for: some keep a router or a norm in float32."""
-    plan = model._get_dtype_plan(dtype)
-    return next((kind for pattern, kind in plan.items() if pattern.strip("*.") in name), dtype)
+def _dtypes_apart(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """What the architecture keeps in another type, a router or a norm in float32 say; names as transformers matches."""
+    if not (plan := model._get_dtype_plan(dtype)):
+        return {}
+    pattern, globs, _ = build_glob_alternation(list(plan))
+    matches = {name: pattern.search(name) for name in model.state_dict()}
+    return {name: plan[globs[str(match.lastgroup)]] for name, match in matches.items() if match}
+
+
+def stored_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that a model's `state_dict` holds, and so a folder of it, by name."""
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}".lstrip("."), buffer
 
 
 @contextmanager
@@ -67,6 +80,6 @@ def _keep_attributes(new: Any, old: Any) -> None:
         setattr(new, name, value)
 
 
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """`x` on the device; one of the meta device stays there."""
-    return x if x.is_meta else x.to(device)
+def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
+    """A contiguous copy on the device; of a tensor of the meta device, on that one."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device if x.is_meta else device).copy_(x)

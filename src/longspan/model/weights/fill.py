@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from longspan.comm import World, patience
 from longspan.errors import ModelError
 from longspan.model.local_tensors import local_tensor
-from longspan.model.weights.empty import allocate
+from longspan.model.weights.empty import allocate, stored_buffers
 from longspan.model.weights.held import HeldPart
 
 
@@ -52,16 +52,16 @@ class WeightsToCome:
 
     @torch.no_grad()
     def _fill(self, models: Sequence[nn.Module], device: torch.device) -> None:
-        parameters = defaultdict[str, list[Tensor]](list)
+        tensors = defaultdict[str, list[Tensor]](list)
         for model in models:
             allocate(model, device)
-            for name, parameter in model.named_parameters():
-                parameters[self._first_name.get(name, name)].append(parameter)
-        wanted = {name: HeldPart.of(copies[0]) for name, copies in parameters.items()}
+            for name, tensor in (*model.named_parameters(), *stored_buffers(model)):
+                tensors[self._first_name.get(name, name)].append(tensor)
+        wanted = {name: HeldPart.of(copies[0]) for name, copies in tensors.items()}
         missing = {name for name, part in wanted.items() if all(side.stop > side.start for side in part.block)}
-        for name, tensor in self.source.read(wanted):
-            for parameter in parameters[name]:
-                local_tensor(parameter).copy_(tensor)
+        for name, part in self.source.read(wanted):
+            for copy in tensors[name]:
+                local_tensor(copy).copy_(part)
             missing.discard(name)
         if missing:
             raise ModelError(
