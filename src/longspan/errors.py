@@ -24,7 +24,12 @@ def counted(number: int, noun: str, plural: str = "s") -> str:
 
 
 class LongspanError(Exception):
-    """Base of every error that longspan raises for a caller's mistake or a failed run."""
+    """Base of every error that longspan raises for a caller's mistake or a failed run.
+
+    `on_all_ranks`: every rank is known to raise it at the same place, so that all still live and may act together.
+    """
+
+    on_all_ranks: bool = False
 
 
 class LayoutError(LongspanError, ValueError):

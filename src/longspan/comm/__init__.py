@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from longspan.comm.shard import SequenceShard as SequenceShard
     from longspan.comm.shard import ShardPart as ShardPart
     from longspan.comm.shard import bind as bind
+    from longspan.comm.waiting import on_all_ranks as on_all_ranks
     from longspan.comm.waiting import patience as patience
+    from longspan.comm.waiting import raise_first_error as raise_first_error
+    from longspan.comm.waiting import result_or_first_error as result_or_first_error
     from longspan.comm.world import World as World
     from longspan.comm.world import world_of as world_of
     from longspan.launch.launch import run_local as run_local

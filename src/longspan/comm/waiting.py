@@ -1,10 +1,16 @@
-"""Waiting for ranks that work on the host for longer than the time-out of collectives, as on a disk."""
+"""Work on the host that all ranks do at once, as on a disk: for longer than the time-out of collectives, and where one
+fails, all raise its error."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
+from typing import TypeVar
 
 from longspan.comm.world import World
+from longspan.errors import LongspanError
+
+Result = TypeVar("Result")
+LongspanErrorKind = TypeVar("LongspanErrorKind", bound=LongspanError)
 
 _BEAT = 10.0  # seconds between two signs of life, at most
 
@@ -34,3 +40,41 @@ def patience(world: World) -> Iterator[None]:
         thread.join()
     if failures:
         raise failures[0]
+
+
+def result_or_first_error(
+    world: World, work: Callable[[], Result], error_of: Callable[[Exception], LongspanError]
+) -> Result:
+    """This rank's result of `work`, however long it takes; where a rank failed, all raise the first such rank's error.
+
+    >>> result_or_first_error(world, read_file, lambda error: DataError(f"the file cannot be read: {error}"))
+
+    Entered by all ranks, which do not communicate in `work`. `error_of` makes the error that the ranks tell each other.
+    """
+    result, error = None, None
+    with patience(world):
+        try:
+            result = work()
+        except Exception as failure:
+            error = error_of(failure)
+            error.__cause__ = failure if error is not failure else failure.__cause__
+    raise_first_error(world, error)
+    return result  # pyright: ignore[reportReturnType]
+
+
+def raise_first_error(world: World, error: LongspanError | None, *, named: bool = False) -> None:
+    """Raise the error of the first rank that has one, on every rank, from this rank's own; entered by all.
+
+    An error of another rank than the home's first says which one, unless its text is `named` already.
+    """
+    errors = world.control.gather_objects(error, "gather of errors")
+    for rank, theirs in zip(world.home.ranks, errors, strict=True):
+        if theirs is not None:
+            where = "" if named or rank == world.home.ranks[0] else f" (on rank {rank})"
+            raise on_all_ranks(type(theirs)(f"{theirs}{where}")) from error
+
+
+def on_all_ranks(error: LongspanErrorKind) -> LongspanErrorKind:
+    """An error that every rank is about to raise at the same place, marked as such."""
+    error.on_all_ranks = True
+    return error

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from longspan.comm import World, patience
+from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
 from longspan.model.load import no_progress_bars
 from longspan.model.pipeline.pipeline import PipelineModel
@@ -32,16 +32,11 @@ def save_model(model: PreTrainedModel | PipelineModel, folder: str | Path, world
         writer, full = world.home.ranks[0], state_of_all_stages(model, world)
     else:
         writer, full = 0, full_state_dict(model)  # torch gathers on rank 0, wherever that is in the home
-    failure: Exception | None = None
-    with patience(world):
-        try:
-            if world.rank == writer:
-                _write(model, full, Path(folder), tokenizer)
-        except Exception as error:  # whatever the file system raises: the other ranks must learn of it
-            failure = error
-    reasons = world.control.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
-    if reasons := [reason for reason in reasons if reason is not None]:
-        raise ModelError(f"the model could not be saved to {folder}: {reasons[0]}") from failure
+    result_or_first_error(
+        world,
+        lambda: _write(model, full, Path(folder), tokenizer) if world.rank == writer else None,
+        lambda error: ModelError(f"the model could not be saved to {folder}: {type(error).__name__}: {error}"),
+    )
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:

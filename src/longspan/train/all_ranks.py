@@ -6,9 +6,10 @@ must not communicate.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
-from longspan.comm import World, patience
+from longspan.comm import World, on_all_ranks, patience, result_or_first_error
 from longspan.errors import LongspanError
 from longspan.train.disk import os_error_text
 
@@ -23,18 +24,7 @@ def is_first_rank(world: World) -> bool:
 
 def on_every_rank(world: World, work: Callable[[], Result], os_error_as: type[LongspanError]) -> Result:
     """This rank's result of `work`. Where one rank failed, all raise its error (an OSError as `os_error_as`)."""
-    with patience(world):
-        result, error = result_or_error(work, os_error_as)
-    raise_first_error(world, error)
-    return result
-
-
-def raise_first_error(world: World, error: LongspanError | None) -> None:
-    """Raise the error of the first rank that has one, on every rank; entered by all."""
-    for rank, theirs in zip(world.home.ranks, world.control.gather_objects(error), strict=True):
-        if theirs is not None:
-            where = "" if rank == world.home.ranks[0] else f" (on rank {rank})"
-            raise type(theirs)(f"{theirs}{where}")
+    return result_or_first_error(world, work, partial(_told, os_error_as=os_error_as))
 
 
 def on_first_rank(world: World, work: Callable[[], Result], os_error_as: type[LongspanError]) -> Result:
@@ -43,7 +33,7 @@ def on_first_rank(world: World, work: Callable[[], Result], os_error_as: type[Lo
         answer: Any = result_or_error(work, os_error_as) if is_first_rank(world) else None
     result, error = world.control.broadcast_object(answer)
     if error is not None:
-        raise error
+        raise on_all_ranks(error)
     return result
 
 
@@ -51,7 +41,14 @@ def result_or_error(work: Callable[[], Any], os_error_as: type[LongspanError]) -
     """The result of `work`, or what it failed with, to tell the others (an OSError as `os_error_as`)."""
     try:
         return work(), None
-    except LongspanError as error:
-        return None, error
-    except OSError as error:
-        return None, os_error_as(os_error_text(error))
+    except (LongspanError, OSError) as error:
+        return None, _told(error, os_error_as)
+
+
+def _told(error: Exception, os_error_as: type[LongspanError]) -> LongspanError:
+    """What the other ranks are told of an error. One that is nobody's mistake is raised here, alone."""
+    if isinstance(error, OSError):
+        return os_error_as(os_error_text(error))
+    if isinstance(error, LongspanError):
+        return error
+    raise error

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from longspan.comm import SequenceShard, World, bind
+from longspan.comm import SequenceShard, World, bind, raise_first_error
 from longspan.errors import DataError
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import vocabulary_size
@@ -67,9 +67,11 @@ def _padding_rows(shard: SequenceShard) -> LocalBatch:
 def _agree(plan: Plan, world: World, failure: Exception | None) -> None:
     """The first collective of a step: it compares the plans too, of which a rank has none if it cannot read them."""
     if world.control.agree(plan.digest(), flag=failure is not None):
-        failures = world.control.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
-        rank, message = next((rank, m) for rank, m in zip(world.home.ranks, failures, strict=True) if m is not None)
-        raise DataError(f"rank {rank} could not read its rows: {message}") from failure
+        error = None
+        if failure is not None:
+            error = DataError(f"rank {world.rank} could not read its rows: {type(failure).__name__}: {failure}")
+            error.__cause__ = failure
+        raise_first_error(world, error, named=True)
 
 
 def read_inputs_and_labels(documents: Any, shard: SequenceShard, vocabulary: int | None = None) -> tuple[Rows, Rows]:

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from longspan.comm import World, patience
+from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
 from longspan.model.local_tensors import local_tensor
 from longspan.model.weights.empty import allocate, stored_buffers
@@ -37,18 +37,7 @@ class WeightsToCome:
 
         All ranks call it together; each reads for itself. Raises ModelError on every rank where one cannot be filled.
         """
-        failure: Exception | None = None
-        with patience(world):
-            try:
-                self._fill(models, world.device)
-            except Exception as error:  # whatever files and conversions raise: the other ranks must learn of it
-                failure = error
-        reason = None if failure is None else _reason(failure)
-        reasons = world.control.gather_objects(reason, "weights that were read")
-        for rank, reason in zip(world.home.ranks, reasons, strict=True):
-            if reason is not None:
-                where = "" if failure is not None else f"rank {rank}: "
-                raise ModelError(f"{where}{reason}") from failure
+        result_or_first_error(world, lambda: self._fill(models, world.device), _told)
 
     @torch.no_grad()
     def _fill(self, models: Sequence[nn.Module], device: torch.device) -> None:
@@ -70,8 +59,8 @@ class WeightsToCome:
             )
 
 
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+def _told(error: Exception) -> ModelError:
+    return error if isinstance(error, ModelError) else ModelError(f"{type(error).__name__}: {error}")
 
 
 def fill_when_prepared(model: nn.Module, source: WeightSource) -> None:

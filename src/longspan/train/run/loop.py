@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from longspan.comm import World
+from longspan.comm import World, raise_first_error
 from longspan.errors import DataError, LongspanError, RunFolderError
 from longspan.model import save_model
 from longspan.plan import Plan, PlanAhead
-from longspan.train.all_ranks import is_first_rank, on_every_rank, on_first_rank, raise_first_error, result_or_error
+from longspan.train.all_ranks import is_first_rank, on_every_rank, on_first_rank, result_or_error
 from longspan.train.checkpoint.checkpoint import save_checkpoint
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.tokenizer import load_tokenizer
