@@ -28,7 +28,7 @@ def load_model(
     dtype: str | torch.dtype = "float32",
     seed: int = 0,
     vocab_size: int | None = None,
-    sharded: bool = False,
+    sharded: bool | None = False,
 ) -> PreTrainedModel:
     """A causal language model on the CPU: from a local folder, or else a preset with random weights.
 
@@ -36,7 +36,8 @@ def load_model(
     >>> model = prepare(load_model("Qwen3-8B", sharded=True), world)
 
     With `sharded`, parameters have no memory until `prepare` has decided which part this rank keeps; it then reads that
-    part from the folder's safetensors files, straight to the world's device, so that no rank ever holds the whole.
+    part from the folder's safetensors files, straight to the world's device, so that no rank ever holds the whole. None
+    decides by the folder's files: of pytorch_model.bin no part can be read alone.
 
     Random weights are a function of the preset, `vocab_size` and `seed` alone: the same on every rank, whatever the
     world. With a folder, `vocab_size` is that of the tokenizer, which must fit into the model's. Raises ModelError for
@@ -44,6 +45,8 @@ def load_model(
     """
     kind = _dtype(dtype)
     if path is not None:
+        if sharded is None:
+            sharded = _check_folder(Path(path))[0].suffix == ".safetensors"
         model = _to_be_read(Path(path), kind) if sharded else _from_folder(Path(path), kind)
         return _fitting(model, path, vocab_size)
     if preset is None:

@@ -195,3 +195,13 @@ def test_files_that_have_no_parts_are_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ModelError, match=r"pytorch_model.bin, of which no part can be read alone; .*sharded=False"):
         load_model(tmp_path, sharded=True)
+
+
+def test_the_files_decide_whether_parts_are_read(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(_config("tied"))
+    model.save_pretrained(tmp_path)
+    assert {p.device.type for p in load_model(tmp_path, sharded=None).parameters()} == {"meta"}
+    (tmp_path / "model.safetensors").rename(tmp_path / "adapter.safetensors")  # no part of the model
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    loaded = load_model(tmp_path, sharded=None)
+    assert all(p.equal(q) for p, q in zip(loaded.parameters(), model.float().parameters(), strict=True))

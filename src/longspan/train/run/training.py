@@ -5,7 +5,6 @@ on the same functions, so that neither can do what the other cannot.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
@@ -34,8 +33,7 @@ def folder_model(config: RunConfig) -> PreTrainedModel | None:
     """The model of `model.path`, whose weights are read once it is prepared; None where a preset is named instead."""
     if not config.model.path:
         return None
-    safetensors = any(Path(config.model.path).glob("*.safetensors"))  # other files have no parts to be read alone
-    return load_model(config.model.path, dtype=config.model.dtype, sharded=safetensors)
+    return load_model(config.model.path, dtype=config.model.dtype, sharded=None)
 
 
 def prepared_model(config: RunConfig, world: World, model: PreTrainedModel) -> PreTrainedModel | PipelineModel:
