@@ -8,10 +8,9 @@ import pytest
 
 from longspan.bench.step.flags import StepFlags
 from longspan.bench.step.profile_parts import kind_of, merged, parts_of
-from longspan.bench.step.ranks import model_flops
 from longspan.bench.step.record import record_markdown, record_text
 from longspan.bench.step.settings import Settings, make_settings
-from longspan.bench.step.shapes import SHAPES, shape_named
+from longspan.bench.step.shapes import shape_named
 from longspan.cli.main import main
 from longspan.plan import Cost
 
@@ -102,16 +101,6 @@ def test_the_record_says_which_kernels_and_norms_there_were(tmp_path: Path) -> N
     (row,) = json.loads(out.read_text())["rows"]
     assert f"| `{row['kernels'][0]['name']}` | {row['kernels'][0]['part']} |" in text
     assert json.loads(out.read_text())["lengths"] == [9, 7]
-
-
-def test_model_flops() -> None:
-    """6 for each weight and token, and 2 + 4 products over half of each document's square, in each layer."""
-    shape = SHAPES["small"]
-    weights = 2 * (64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128) + 64 * 512
-    found = settings(lengths="40,24")
-    assert found.shape == shape
-    squares = 40**2 + 24**2
-    assert model_flops(found) == 6 * weights * 64 + 3 * 4 * squares / 2 * 64 * 2
 
 
 def test_the_shape_that_goals_are_set_for() -> None:

@@ -22,6 +22,7 @@ from longspan.cli.machine import machine
 from longspan.comm import World
 from longspan.model import prepare
 from longspan.model.layers import decoder_layers
+from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.train import build_optimizer, run_step
 from longspan.train.versions import versions
@@ -166,11 +167,12 @@ def measured(settings: Settings, step: Callable[[], None], world: World) -> dict
     peak = torch.cuda.max_memory_allocated() if cuda else 0
     of_ranks = world.control.gather_objects((statistics.median(times), peak))
     seconds, tokens = max(s for s, _ in of_ranks), sum(settings.lengths)
+    flops = model_flops(ModelShape.of(settings.shape.config(max(settings.lengths))), settings.lengths)
     row: dict[str, Any] = {
         "seconds": seconds,
         "tokens_per_second_per_device": tokens / seconds / settings.ranks,
         "peak_bytes": max(p for _, p in of_ranks),
-        "model_tflops_per_device": model_flops(settings) / seconds / settings.ranks / 1e12,
+        "model_tflops_per_device": flops / seconds / settings.ranks / 1e12,
     }
     if settings.peak_tflops:
         row["mfu"] = row["model_tflops_per_device"] / settings.peak_tflops
@@ -199,13 +201,6 @@ def _profiled(step: Callable[[], None], world: World) -> dict[str, Any]:
     events = profiled_events(recorded, cuda=cuda)
     parts = parts_of(events, seconds) | {"step": seconds}
     return world.control.broadcast_object({"parts": parts, "kernels": longest_kernels(events)})
-
-
-def model_flops(settings: Settings) -> float:
-    """FLOPs of forward and backward for the documents, without recomputation: 6 a weight, and causal attention."""
-    shape = ModelShape.of(settings.shape.config(max(settings.lengths)))
-    squares = sum(n * n for n in settings.lengths)
-    return 6.0 * shape.weights * sum(settings.lengths) + 6.0 * shape.layers * shape.query_width * squares
 
 
 def _keep(record: dict[str, Any], settings: Settings, rank: int) -> None:

@@ -13,9 +13,9 @@ from longspan.cli.plan import smallest_degree
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan.cost.model_flops import peak_tflops
 
 CPU_LENGTHS = (96, 40, 24, 16, 16)
-PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # bfloat16, dense, by the vendor
 _LEAST = {"tp": 1, "ep": 1, "dp_replicate": 1, "node_size": 1, "cp": 0, "max_tokens_per_slot": 0, "loss_chunk_rows": 0}
 # Of the flags: what a record says as it was given.
 RECORDED = (
@@ -126,6 +126,7 @@ def make_settings(flags: StepFlags, ranks: int, backend: str, command: Sequence[
     cost, source_of_cost = cost_and_source(flags, shape, max(lengths), home, gpu=gpu)
     limits = PlanOptions(max_tokens_per_slot=cap or None, heads=shape.heads, cp_comm_type=flags.cp_comm_type)
     least = smallest_degree(lengths, home, limits)
+    compute = flags.compute or ("bfloat16" if gpu else "")
     settings = Settings(
         flags=flags,
         ranks=ranks,
@@ -139,10 +140,10 @@ def make_settings(flags: StepFlags, ranks: int, backend: str, command: Sequence[
         cp=flags.cp or (home.slots if flags.sequences else least),
         max_tokens_per_slot=cap,
         hierarchical=_sizes(flags.hierarchical),
-        compute=flags.compute or ("bfloat16" if gpu else ""),
+        compute=compute,
         cost=cost,
         cost_source=source_of_cost,
-        peak_tflops=flags.peak_tflops or (_known_peak() if gpu else 0.0),
+        peak_tflops=flags.peak_tflops or (_known_peak(compute) if gpu else 0.0),
     )
     for batch in settings.batches():
         for planner in settings.planners:
@@ -203,8 +204,7 @@ def _sizes(text: str) -> tuple[int, int] | None:
     return int(words[0]), int(words[1])
 
 
-def _known_peak() -> float:
+def _known_peak(dtype: str) -> float:
     import torch
 
-    name = torch.cuda.get_device_name(0)
-    return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), 0.0)
+    return peak_tflops(torch.cuda.get_device_name(0), dtype) or 0.0

@@ -1,0 +1,58 @@
+"""Model FLOPs of a step, and what a device could do: the two sides of model FLOPs utilisation (MFU).
+
+The convention is that of PaLM (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B): forward and
+backward without recomputation, 6 FLOPs a token for each weight that multiplies it, and attention's two products. Unlike
+there, attention is counted as it is masked: causally over each document's true length, and in windowed layers over the
+window. Of experts the active ones count; the output head counts, the input embedding, norms and padding do not.
+"""
+
+from collections.abc import Sequence
+
+from longspan.plan.cost.model_shape import ModelShape
+
+# TFLOP/s of dense matrix products by the vendor's data sheets, without sparsity. The first name all of whose words are
+# in the device's counts. tensorfloat32 is what torch computes float32 products in where that is allowed.
+PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
+    ("B200", {"bfloat16": 2250.0, "tensorfloat32": 1100.0}),
+    ("H200 NVL", {"bfloat16": 835.0, "tensorfloat32": 417.0, "float32": 60.0}),
+    ("H200", {"bfloat16": 989.0, "tensorfloat32": 494.0, "float32": 67.0}),
+    ("H100 NVL", {"bfloat16": 835.0, "tensorfloat32": 417.0, "float32": 60.0}),
+    ("H100 PCIe", {"bfloat16": 756.0, "tensorfloat32": 378.0, "float32": 51.0}),
+    ("H100", {"bfloat16": 989.0, "tensorfloat32": 494.0, "float32": 67.0}),
+    ("A100", {"bfloat16": 312.0, "tensorfloat32": 156.0, "float32": 19.5}),
+    ("L40S", {"bfloat16": 362.0, "tensorfloat32": 183.0, "float32": 91.6}),
+)
+
+
+def model_flops(shape: ModelShape, lengths: Sequence[int]) -> int:
+    """FLOPs of forward and backward for documents of these lengths, by the convention above.
+
+    >>> shape = ModelShape(layers=2, weights=1000, query_width=64, key_width=32)
+    >>> model_flops(shape, [10, 20])
+    587040
+
+    Attention takes 2 FLOPs for each pair of a query and a key that it sees, value of the query width and product (of
+    queries and keys, of weights and values), and backward twice that: 12 x query width x pairs.
+    """
+    pairs = sum(_pairs(length, length) for length in lengths)
+    in_windows = sum(_pairs(length, shape.window) for length in lengths) if shape.window_layers else 0
+    pairs_of_layers = (shape.layers - shape.window_layers) * pairs + shape.window_layers * in_windows
+    return 6 * shape.weights * sum(lengths) + 12 * shape.query_width * pairs_of_layers
+
+
+def _pairs(length: int, window: int) -> int:
+    """Queries and keys of one document that see each other: each row sees itself and up to window - 1 before it."""
+    seen = min(length, window)
+    return seen * (seen + 1) // 2 + (length - seen) * seen
+
+
+def peak_tflops(device: str, dtype: str) -> float | None:
+    """What a device of this name does at most in this type, in 1e12 FLOP/s; None where it is not in the table.
+
+    >>> peak_tflops("NVIDIA H100 80GB HBM3", "bfloat16")
+    989.0
+    """
+    for name, peaks in PEAK_TFLOPS:
+        if all(word in device for word in name.split()):
+            return peaks.get("bfloat16" if dtype == "float16" else dtype)
+    return None
