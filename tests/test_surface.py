@@ -15,7 +15,8 @@ from longspan import errors
 NAMES = [
     *("Layout", "Packing", "Partition", "Exchange"),
     *("Plan", "MicroBatch", "Group", "Cost", "PlanAhead", "plan_fixed", "plan_padded", "plan_dynamic"),
-    *("World", "SequenceShard", "bind", "attend", "Bridge", "prepare", "run_step", "LongspanError"),
+    *("World", "SequenceShard", "bind", "attend", "Bridge", "LongspanError"),
+    *("load_model", "prepare", "save_model", "run_step"),
 ]
 
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from longspan.layout import Layout as Layout
     from longspan.layout import Packing as Packing
     from longspan.layout import Partition as Partition
+    from longspan.model import load_model as load_model
     from longspan.model import prepare as prepare
+    from longspan.model import save_model as save_model
     from longspan.plan import Cost as Cost
     from longspan.plan import Group as Group
     from longspan.plan import MicroBatch as MicroBatch

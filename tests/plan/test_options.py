@@ -7,6 +7,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.planners.options import PlanKeywords
@@ -37,6 +38,18 @@ def test_options_are_keywords_in_one_value_and_a_keyword_beside_them_wins(planne
     assert plan == planner([900, 300, 20], Layout(4), *degree, options=PlanOptions(**keywords))
     wins = planner([900, 300, 20], Layout(4), *degree, options=PlanOptions(**keywords), max_tokens_per_slot=600)
     assert (wins.max_tokens_per_slot, wins.row_multiple) == (600, 2)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_targets_are_those_of_documents_or_of_the_caller(planner: Callable[..., Plan]) -> None:
+    """They divide the loss and change nothing else of a plan."""
+    degree = () if planner is plan_dynamic else (2,)
+    usual = planner([900, 300, 20], Layout(4), *degree)
+    masked = planner([900, 300, 20], Layout(4), *degree, targets=17)
+    assert (usual.targets, masked.targets) == (1217, 17) and masked.micro_batches == usual.micro_batches
+    assert masked.digest() != usual.digest()  # ranks that counted other targets are found out
+    with pytest.raises(PlanError, match="targets is -1"):
+        planner([900, 300, 20], Layout(4), *degree, targets=-1)
 
 
 @pytest.mark.parametrize("planner", PLANNERS)

@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from longspan.train.checkpoint.checkpoint import find_checkpoint as find_checkpoint
+    from longspan.train.checkpoint.checkpoint import load_checkpoint as load_checkpoint
+    from longspan.train.checkpoint.checkpoint import save_checkpoint as save_checkpoint
+    from longspan.train.gradients import clip_grad_norm as clip_grad_norm
     from longspan.train.gradients import grad_norm as grad_norm
     from longspan.train.local_batch import read_inputs_and_labels as read_inputs_and_labels
     from longspan.train.loss import summed_cross_entropy as summed_cross_entropy

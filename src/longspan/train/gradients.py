@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longspan.comm import World
-from longspan.errors import NonFiniteError
+from longspan.errors import ModelError, NonFiniteError
 from longspan.layout.layout import short
 from longspan.model.pipeline.pipeline import PipelineModel
 
@@ -29,6 +29,28 @@ def grad_norm(parameters: Iterable[Tensor], world: World) -> float:
     """
     (squares,) = world.control.sum_over_ranks([square_sum(parameters, world)], "gradient norm")
     return math.sqrt(squares)
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float, world: World) -> float:
+    """The 2-norm of all ranks' gradients together; where it exceeds `max_norm`, they are scaled down to that, in place.
+
+    >>> loss.backward()                                 # of the step's last micro-batch
+    >>> norm = clip_grad_norm(model, 1.0, world)        # the norm before clipping, the same bits on every rank
+    >>> optimizer.step()
+
+    It takes the place of torch's `clip_grad_norm_` for a prepared model, whose gradients may be sharded over several
+    meshes (tensor and expert parallelism) or be on other ranks altogether (pipeline stages). All ranks call it
+    together. `max_norm` inf clips nothing.
+
+    Raises ModelError for a `max_norm` that is not positive, NonFiniteError on every rank where the norm is not finite:
+    no gradient has been scaled then, and the error names the parameters.
+    """
+    if not max_norm > 0:
+        raise ModelError(f"max_norm is {max_norm}; give a positive norm, or float('inf') to measure and clip nothing")
+    norm = grad_norm(counted_parameters(model), world)
+    check_finite(model, world, norm=norm)
+    clip_gradients(model.parameters(), max_norm, norm)
+    return norm
 
 
 @torch.no_grad()
@@ -118,19 +140,20 @@ class _Report(NamedTuple):
     largest: float
 
 
-def check_finite(model: nn.Module, world: World, *, loss: float, norm: float) -> None:
+def check_finite(model: nn.Module, world: World, *, norm: float, loss: float | None = None) -> None:
     """Raise NonFiniteError, on every rank, where the loss or the gradient norm, equal on all ranks, is not finite.
 
-    Only then the ranks look for parameters that are not finite, and tell each other.
+    Only then the ranks look for parameters that are not finite, and tell each other. `loss` is None where the caller's
+    own loop made it.
     """
-    if math.isfinite(loss) and math.isfinite(norm):
+    if math.isfinite(norm) and (loss is None or math.isfinite(loss)):
         return
     reports = dict(
         zip(world.home.ranks, world.control.gather_objects(_report(model), "what is not finite"), strict=True)
     )
+    numbers = f"the gradient norm is {norm}" if loss is None else f"the loss is {loss}, the gradient norm {norm}"
     raise NonFiniteError(
-        f"step {world.step}: the loss is {loss}, the gradient norm {norm}; weights and optimizer are as before the "
-        f"step. {_advice(reports, loss)}"
+        f"step {world.step}: {numbers}; weights and optimizer are as before the step. {_advice(reports, loss)}"
     )
 
 
@@ -146,7 +169,7 @@ def _not_finite(tensors: dict[str, Tensor]) -> tuple[str, ...]:
     return tuple(name for name, x in tensors.items() if not x.isfinite().all())
 
 
-def _advice(reports: dict[int, _Report], loss: float) -> str:
+def _advice(reports: dict[int, _Report], loss: float | None) -> str:
     if weights := _where({rank: report.weights for rank, report in reports.items()}):
         return (
             f"Weights were not finite before this step: {weights}; go on from a checkpoint with weights that are, at a "
@@ -157,15 +180,16 @@ def _advice(reports: dict[int, _Report], loss: float) -> str:
         f"the largest weight is {max(report.largest for report in reports.values()):.3g}: where training made it that "
         "large, lower the learning rate or raise the warm-up"
     )
-    if not math.isfinite(loss):
+    if loss is not None and not math.isfinite(loss):
         return (
             f"Weights are finite, and a forward pass overflowed; {too_large}; otherwise look at the documents, and "
             f"{_DTYPE}"
         )
     if not gradients:
         return f"Every gradient is finite, and the sum of their squares overflowed in float32; {too_large}"
+    before = "Weights are finite" if loss is None else "The loss is finite"
     return (
-        f"The loss is finite, and a backward pass overflowed: {gradients}; {too_large}; otherwise look at what comes "
+        f"{before}, and a backward pass overflowed: {gradients}; {too_large}; otherwise look at what comes "
         f"after that parameter (a division, root, logarithm or mask without a derivative at 0), and {_DTYPE}"
     )
 

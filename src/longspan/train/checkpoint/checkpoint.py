@@ -45,26 +45,31 @@ _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # no list of par
 
 
 def save_checkpoint(
-    root: Path,
+    root: str | Path,
     model: nn.Module,
     optimizer: Optimizer,
     world: World,
     *,
     step: int,
-    state: Mapping[str, Any],
-    keep: int,
+    state: Mapping[str, Any] | None = None,
+    keep: int = 0,
 ) -> Path:
-    """Write checkpoint `step` under `root` and keep the newest `keep` (0: all); all ranks call it together.
+    """Write a prepared model and its optimizer as checkpoint `step` under `root`; all ranks call it together.
 
-    `state` is whatever else a resumed run wants to see, as JSON. Raises CheckpointError on every rank where any could
-    not write.
+    >>> save_checkpoint("runs/mine", model, optimizer, world, step=100, state={"epoch": 2}, keep=3)
+    PosixPath('runs/mine/step-000100')
+
+    `root` is on storage that all machines share. `state` is whatever else a resumed run wants to see, as JSON. The
+    newest `keep` good checkpoints stay (0: all). Returns the checkpoint's folder. Raises CheckpointError on every rank
+    where any could not write; an older checkpoint is never damaged.
     """
+    root = Path(root)
     path = checkpoint_path(root, step)
     folder = path.with_name(path.name + PARTIAL)
     on_first_rank(world, lambda: create_partial(folder), CheckpointError)
     try:
         digests = _write(folder, _tensors(model, optimizer), world)
-        on_first_rank(world, lambda: publish(folder, path, {"step": step, **state}, digests), CheckpointError)
+        on_first_rank(world, lambda: publish(folder, path, {"step": step, **(state or {})}, digests), CheckpointError)
     except CheckpointError as error:
         if is_first_rank(world):
             shutil.rmtree(folder, ignore_errors=True)  # what it takes may be what the disk lacks
@@ -73,12 +78,17 @@ def save_checkpoint(
     return path
 
 
-def find_checkpoint(root: Path, world: World, log: LogLine, *, note: bool = False) -> Path | None:
+def find_checkpoint(root: str | Path, world: World, log: LogLine = print, *, note: bool = False) -> Path | None:
     """The newest good checkpoint under `root`, None where there is none; the same on every rank.
 
-    What is unfinished or damaged is skipped and logged on the first rank; with `note`, damage is written down in
-    the checkpoint too, for `save_checkpoint` to keep others. Raises CheckpointError where nothing good is left.
+    >>> checkpoint = find_checkpoint("runs/mine", world)
+    >>> done = load_checkpoint(checkpoint, model, optimizer, world)["step"] if checkpoint else 0
+
+    All ranks call it together; each reads a part of the files and compares their hashes with what was written. What is
+    unfinished or damaged is skipped and logged on the first rank; with `note`, damage is written down in the
+    checkpoint too, for `save_checkpoint` to keep others. Raises CheckpointError where nothing good is left.
     """
+    root = Path(root)
     paths = on_first_rank(world, lambda: complete_checkpoints(root, log), CheckpointError)
     newest, damage = newest_good(
         paths, partial(check_checkpoint, world=world), log if is_first_rank(world) else _silent
@@ -98,13 +108,19 @@ def check_checkpoint(path: Path, world: World) -> None:
     on_every_rank(world, lambda: check_contents(path, mine), CheckpointError)
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None, world: World) -> dict[str, Any]:
-    """Load a checkpoint into a model and an optimizer (or the model alone); returns its state.
+def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | None, world: World) -> dict[str, Any]:
+    """Load a checkpoint into a prepared model and an optimizer (None: the model alone); returns its step and state.
 
-    Moments and step counts come from the checkpoint. The optimizer keeps its own hyperparameters (lr, weight decay,
-    betas, eps): a resumed run follows its own configuration. All ranks call it together, with any number of
-    ranks. Raises CheckpointError where it belongs to another model.
+    >>> load_checkpoint("runs/mine/step-000100", model, optimizer, world)
+    {'step': 100, 'epoch': 2}
+
+    All ranks call it together. The home may be another one than that which saved it: any number of ranks, in any
+    division. Moments and step counts come from the checkpoint. The optimizer keeps its own hyperparameters (lr, weight
+    decay, betas, eps): a resumed run follows its own configuration, and sets the learning rate of each step. Files are
+    not compared with their hashes here (`find_checkpoint` does). Raises CheckpointError where the folder is missing,
+    or belongs to another model.
     """
+    path = Path(path)
     state, stored = on_first_rank(world, lambda: (read_state(path), _stored_names(path)), CheckpointError)
     tensors = _tensors(model, optimizer)
     hyperparameters = {name: tensors["optimizer"].pop(name) for name in _hyperparameters(tensors)}
