@@ -113,7 +113,7 @@ def _converted(key: str, value: object, kind: Any, source: str) -> object:
     hint = ""
     if get_origin(kind) is Literal and isinstance(value, str):
         hint = f" ({nearest(value, get_args(kind))})"
-    raise ConfigError(f"{key} is {value!r} in {source}; it must be {_wanted(kind)}{hint}")
+    raise ConfigError(f"{key} is {value!r} in {source}; it must be {kind_text(kind)}{hint}")
 
 
 def present_word(value: object, kind: Any) -> object:
@@ -140,10 +140,11 @@ def _fitting(value: object, option: Any) -> object | None:
     return value if isinstance(value, option) else None
 
 
-def _wanted(kind: Any) -> str:
+def kind_text(kind: Any) -> str:
+    """What a value of a key must be, in words, from the type of the key."""
     words = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
     if isinstance(kind, UnionType):
-        return " or ".join(_wanted(option) for option in get_args(kind))
+        return " or ".join(kind_text(option) for option in get_args(kind))
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(repr, get_args(kind)))
     if get_origin(kind) is tuple:

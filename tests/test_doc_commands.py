@@ -1,0 +1,99 @@
+"""The commands in the documentation: their verbs and flags exist, and so do the files and targets that they name.
+
+Nothing is run. A word in capitals stands for what the reader puts there.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+
+from longspan.cli.main import main
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = [path for path in sorted((ROOT / "examples").rglob("*")) if path.suffix in (".toml", ".sh", ".py")]
+PARTIAL = "…"  # at the end of a command in running text, which may leave required flags out
+OTHERS = {"pip", "git", "cd", "docker", "sbatch", "srun", "echo", "export", "pytest", "nvidia-smi", "module", "mkdir"}
+
+
+class ParsedError(Exception):
+    """Raised in place of what a verb would do once its flags are read."""
+
+
+def commands_of(path: Path) -> list[str]:
+    """The commands of a page's shell blocks and of its text, of a script, or of the comment that begins an example."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
+        spans = re.findall(
+            r"(?<!`)`((?:longspan|torchrun) [^`]*)`(?!`)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        )
+        whole = [command for block in blocks for command in _lines(block)]
+        return whole + [f"{' '.join(span.split())} {PARTIAL}" for span in spans]
+    if path.suffix == ".sh":
+        return [line for line in _lines(text) if re.match(r"(srun |torchrun |longspan )", line)]
+    header = re.findall(r"^(?:#   |`)((?:longspan|torchrun|python) [^`\n]*)", text, flags=re.MULTILINE)
+    return [command.strip() for command in header]
+
+
+def _lines(block: str) -> Iterator[str]:
+    for line in block.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words:
+            yield shlex.join(words)
+
+
+def longspan_words(command: str) -> list[str] | None:
+    """What follows `longspan` in a command, also under a launcher; None where it does not run it."""
+    words = shlex.split(command)
+    for start in ("-m", "longspan"):
+        if start in words and "longspan" in words[words.index(start) : words.index(start) + 2]:
+            return words[words.index("longspan", words.index(start)) + 1 :]
+    return None
+
+
+def check_flags(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise an error where a verb does not have these flags."""
+    read = tyro.cli
+
+    def stop_after(kind: type, **settings: Any) -> None:
+        read(kind, **settings)
+        raise ParsedError
+
+    monkeypatch.setattr(tyro, "cli", stop_after)
+    as_number = ["2" if re.fullmatch(r"[A-Z]|\$?\{?[A-Z_]+\}?", word) else word for word in words]
+    with pytest.raises((ParsedError, SystemExit)) as stopped:
+        main([*(as_number[:-1] if as_number[-1] == PARTIAL else as_number), "--debug"])
+    assert PARTIAL in words or not isinstance(stopped.value, SystemExit) or stopped.value.code == 0, words
+
+
+CASES = [
+    pytest.param(path, command, id=f"{path.name}-{command[:60]}")
+    for path in (*PAGES, *EXAMPLES)
+    for command in commands_of(path)
+]
+
+
+@pytest.mark.parametrize(("path", "command"), CASES)
+def test_a_command_names_what_there_is(path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for named in re.findall(r"(?<![\w./-])(?:examples|bench|docs|tests)/[\w./-]+", command):
+        assert (ROOT / named.rstrip(".")).exists() or "--out" in command or "--plot" in command, f"{named} is not there"
+    words = longspan_words(command)
+    first = shlex.split(command)[0]
+    if words is not None:
+        if words[1:] not in ([], [PARTIAL]) and "NAME" not in words:
+            check_flags(words, monkeypatch)
+    elif first == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+        assert {word for word in command.split()[1:] if "=" not in word} <= set(targets)
+    else:
+        assert first in OTHERS or first in ("python", "torchrun"), f"nothing is known of {first!r}"
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len(CASES) > 40

@@ -1,0 +1,21 @@
+"""The page of the configuration is the one that its dataclasses give."""
+
+from pathlib import Path
+
+from longspan.train.config.file import config_keys
+from longspan.train.config.reference import reference
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+def test_the_page_is_made_from_the_sections() -> None:
+    command = "python -m longspan.train.config.reference docs/configuration.md"
+    assert PAGE.read_text(encoding="utf-8") == reference(), f"run: {command}"
+
+
+def test_every_key_has_a_row_with_its_default_and_its_text() -> None:
+    rows = [line for line in reference().splitlines() if line.startswith("| `")]
+    assert [row.split("`")[1] for row in rows] == [key.partition(".")[2] for key in config_keys()]
+    assert (
+        "| `min_lr_ratio` | a number, at least 0 | `0.1` | Learning rate of the last step, as a share of lr. |" in rows
+    )
