@@ -13,8 +13,10 @@ from tests.train.small import write_texts
 ROOT = Path(__file__).parent.parent
 
 
-def run(script: Path) -> str:
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240, check=False)
+def run(script: Path, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(script), *words], capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -48,6 +50,46 @@ def test_the_page_on_attention_has_a_program(tmp_path: Path) -> None:
 
 def test_the_page_on_parallelism_is_one_program(tmp_path: Path) -> None:
     assert len(run_page("parallelism.md", tmp_path).splitlines()) == 7
+
+
+def test_the_page_on_own_loops_shows_the_lines_of_its_program() -> None:
+    program = (ROOT / "examples/own_loop.py").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/own-loop.md").read_text(), flags=re.DOTALL)
+    assert len(blocks) == 4 and all(block in program for block in blocks)
+
+
+README = """
+import sys
+from longspan.testing import run_ranks
+
+def main(rank):
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from longspan.model import preset_config
+
+    lengths, eval_lengths = [300, 40, 90, 7], [64, 200]
+    documents, eval_documents = ([np.arange(n) % 64 for n in ns] for ns in (lengths, eval_lengths))
+    names = vars() | {"config": preset_config("qwen3-tiny", vocab_size=64)}
+    exec(sys.argv[1], names)
+    assert names["report"].targets == 262 and names["report"].loss > 0
+
+if __name__ == "__main__":
+    run_ranks(main, 4)
+"""
+
+
+def test_the_program_of_the_readme_runs(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    (tmp_path / "readme.py").write_text(README)
+    run(tmp_path / "readme.py", block)
+
+
+def test_no_page_has_a_program_that_is_not_run() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    with_programs = {page.name for page in pages if "```python" in page.read_text()}
+    assert with_programs == {"README.md", "attention.md", "own-loop.md", "parallelism.md", "planning.md", "tour.md"}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
