@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from longspan.comm import World
-from longspan.comm.moves.tp_collectives import Gradient, tp_copy, tp_gather, tp_place, tp_split, tp_sum, tp_sum_split
+from longspan.comm.moves.tp_collectives import (
+    Gradient,
+    tp_copy,
+    tp_copy_parameter,
+    tp_gather,
+    tp_place,
+    tp_split,
+    tp_sum,
+    tp_sum_split,
+)
 from longspan.layout import Layout
 from longspan.testing import backend, run_ranks
 
@@ -63,6 +72,12 @@ def _check(rank: int, home: Layout) -> None:
             home.rank_at(world.slot, pp=world.coordinates.pp, tp=i) for i in range(tp)
         )
         assert x.grad is not None and torch.equal(x.grad.cpu(), torch.stack(whole_rows).sum(0))
+        # 256 + 1 is 256 in bfloat16
+        low = torch.where(torch.arange(tp) == me, 256, 1).to(torch.bfloat16)
+        x = torch.zeros(tp, dtype=torch.bfloat16, device=world.device, requires_grad=True)
+        (tp_copy_parameter(x, world.key) * low.to(world.device)).sum().backward()
+        assert x.grad is not None and x.grad.dtype == torch.bfloat16
+        assert x.grad.tolist() == [256.0 if tp == 2 else 258.0] * tp
 
 
 def test_sums_slices_and_their_gradients() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from longspan.attention import PATTERNS, TYPES
 from longspan.errors import ConfigError, LayoutError
@@ -12,11 +13,12 @@ from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.check import COMM_TYPES
 from longspan.train.config.file import config_keys, load_config, to_toml
-from longspan.train.config.sections import RunConfig
+from longspan.train.config.sections import ModelConfig, RunConfig
 from longspan.train.data.step_order import StepOrder
 from longspan.train.memory.row_probe import probe_plan
 from longspan.train.plans import PlanChoice, degrees_to_compare, plans_of_steps
 from longspan.train.run.config_check import check_config, check_longest
+from longspan.train.run.precision import compute_dtype
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -135,6 +137,17 @@ IMPOSSIBLE = [
     (4, {"train.lr": float("nan")}, r"train.lr is nan"),
     (4, {"train.weight_decay": float("inf")}, r"train.weight_decay is inf"),
     (4, {"train.min_lr_ratio": 1.5}, r"between 0 and 1"),
+    (
+        4,
+        {"model.compute_dtype": "float64"},
+        r'is "float64" and model.dtype is "float32": float64 has 53 significant bits, .* in float32 24, .* use '
+        r"model.dtype = \"float64\", or model.compute_dtype = 'float32' or 'bfloat16'",
+    ),
+    (
+        4,
+        {"model.compute_dtype": "bfloat16", "model.dtype": "float64"},
+        r'bfloat16 has 8 .* use model.dtype = "float32"',
+    ),
     (4, {"train.seed": -1}, r"train.seed is -1"),
     (4, {"data.vocab_size": 256}, r"data.vocab_size is 256; it must be at least 257"),
     (4, {"data.max_document_tokens": 1}, r"predicts nothing"),
@@ -176,6 +189,13 @@ IMPOSSIBLE = [
 def test_values_that_are_impossible_here(ranks: int, values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_config(load_config(None, values), ranks)
+
+
+def test_what_a_run_computes_in() -> None:
+    kinds = [ModelConfig(dtype=dtype) for dtype in ("float32", "bfloat16", "float64")]
+    assert [compute_dtype(kind, "cuda") for kind in kinds] == [torch.bfloat16, torch.bfloat16, torch.float64]
+    assert [compute_dtype(kind, "cpu") for kind in kinds] == [torch.float32, torch.bfloat16, torch.float64]
+    assert compute_dtype(ModelConfig(compute_dtype="float32"), "cuda") == torch.float32
 
 
 def test_ranks_that_the_degrees_do_not_divide() -> None:

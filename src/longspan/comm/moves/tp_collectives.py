@@ -32,6 +32,16 @@ def tp_copy(x: Tensor, world_key: int) -> Tensor:
     return _apply(x, lambda x: x.view_as(x), lambda gradient: _summed(gradient, world_key, "sum of gradients over tp"))
 
 
+def tp_copy_parameter(x: Tensor, world_key: int) -> Tensor:
+    """As `tp_copy`, for a parameter: a gradient in half precision is summed in float32 and rounded once."""
+
+    def backward(gradient: Tensor) -> Tensor:
+        wide = gradient.float() if gradient.dtype in (torch.bfloat16, torch.float16) else gradient
+        return _summed(wide, world_key, "sum of parameters' gradients over tp").to(gradient.dtype)
+
+    return _apply(x, lambda x: x.view_as(x), backward)
+
+
 def tp_sum(x: Tensor, world_key: int) -> Tensor:
     """The sum of every rank's tensor; the gradient is identical and passes as it is."""
     return _apply(x, lambda x: _summed(x, world_key, "sum over tp"), lambda gradient: gradient)

@@ -32,6 +32,7 @@ from longspan.errors import ModelError
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.split_backward import backward_to_input, backward_to_weights
 from longspan.model.pipeline.stages import Stage, StageInput
+from longspan.model.placement.sharding import widen_gradients
 
 
 class ScheduledStage(PipelineStage):
@@ -136,6 +137,7 @@ class ScheduledStage(PipelineStage):
             self.submod.set_requires_gradient_sync(False)
         if backward_type == "weight":
             backward_to_weights(bwd_kwargs["param_groups"])
+            widen_gradients(self.submod)
             return (), None
         (output,), (x,) = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
         gradients = bwd_kwargs["output_grads"]

@@ -31,6 +31,7 @@ class Placement:
 
     def check(self, model: PreTrainedModel, stages: int) -> None:
         """Raise ModelError where a whole model that goes into so many stages cannot be placed so."""
+        self.sharding.check(model.dtype)
         if self.sharding.parameters or self.sequence_parallel:
             refuse_shared_layers(model, decoder_layers(model))
         refuse_tensor_parallel(model, self.world, sequence_parallel=self.sequence_parallel)

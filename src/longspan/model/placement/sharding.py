@@ -4,6 +4,7 @@ Either way a gradient is the plain sum over slots: the loss is divided by the pl
 here divides. Tensor and pipeline parallelism are not in this module.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.experts.expert_parallel import shard_experts
 from longspan.model.layers import decoder_layers
-from longspan.model.local_tensors import local_tensor, without_earlier_gradients
+from longspan.model.local_tensors import local_tensor, wide, without_earlier_gradients
 
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
 _BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat buffers of at most this many elements
@@ -30,7 +31,8 @@ class Sharding:
     """Whether parameters are sharded over the slots, and how FSDP2 then treats them; otherwise every rank has a copy.
 
     `reshard_after_forward` frees a layer's gathered parameters between forward and backward; `compute_dtype` is what
-    FSDP2 computes in. Raises ModelError for a compute dtype of parameters that are not sharded.
+    FSDP2 computes in (None: the parameters' own). Raises ModelError for a compute dtype of parameters that are not
+    sharded.
     """
 
     parameters: bool = True
@@ -40,6 +42,19 @@ class Sharding:
     def __post_init__(self) -> None:
         if self.compute_dtype is not None and not self.parameters:
             raise ModelError("compute_dtype is FSDP2's mixed precision; it needs shard_parameters=True")
+
+    def check(self, dtype: torch.dtype) -> None:
+        """Raise ModelError for a compute dtype that is wider than the parameters' own."""
+        compute = self.compute_dtype
+        if compute is not None and _bits(compute) > _bits(dtype):
+            raise ModelError(
+                f"compute_dtype is {compute} ({_bits(compute)} significant bits) over parameters of {dtype} "
+                f"({_bits(dtype)}), to which it adds none; load the model in {compute}, or leave compute_dtype out"
+            )
+
+
+def _bits(dtype: torch.dtype) -> int:
+    return 1 - round(math.log2(torch.finfo(dtype).eps))
 
 
 def shard_over_slots(
@@ -132,6 +147,17 @@ def _reduced_together(modules: Sequence[FSDPModule]) -> Iterator[Any]:
         yield from (group for group in groups if group is not None)
 
 
+def widen_gradients(model: nn.Module) -> None:
+    """Add gathered gradients to those of earlier passes in float32, as FSDP2 does after a backward pass of its own.
+
+    For passes that FSDP2 does not see, whose gradients would add up in the compute dtype.
+    """
+    for group in _reduced_together(fsdp_modules(model)):
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
 def reshard(model: nn.Module) -> None:
     """Free parameters that FSDP2 kept gathered after a forward pass without a backward pass."""
     for module in fsdp_modules(model):
@@ -167,9 +193,12 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _sum_over_slots(gradients: Sequence[Tensor], world: World) -> None:
-    """Replace each tensor by its sum over the slots: a reduce-scatter and an all-gather of one flat buffer."""
+    """Replace each tensor by its sum over the slots: a reduce-scatter and an all-gather of one flat buffer.
+
+    Half precision is summed in float32.
+    """
     channel = world.channels.between(tuple(range(world.home.slots)))
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    flat = wide(torch.cat([gradient.flatten() for gradient in gradients]))
     counts = [len(part) for part in flat.tensor_split(channel.degree)]
     part = channel.reduce_scatter(flat, counts, "sum of gradients").wait()
     flat = torch.cat(channel.all_gather(part, counts, "sum of gradients").wait())

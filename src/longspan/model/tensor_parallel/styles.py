@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from longspan.comm import World
-from longspan.comm.moves.tp_collectives import tp_copy, tp_gather, tp_place, tp_split, tp_sum, tp_sum_split
+from longspan.comm.moves.tp_collectives import (
+    tp_copy,
+    tp_copy_parameter,
+    tp_gather,
+    tp_place,
+    tp_split,
+    tp_sum,
+    tp_sum_split,
+)
 from longspan.model.local_tensors import local_tensor
 from longspan.model.weights.empty import copy_to_device
 
@@ -119,7 +127,7 @@ def rowwise(linear: nn.Linear, world: World, *, sequence_parallel: bool) -> None
     if linear.bias is None:
         wrap_forward(linear, leave=total, views={"weight": local_tensor})
         return
-    bias_of: Transform = partial(tp_copy, world_key=key) if sequence_parallel else local_tensor
+    bias_of: Transform = partial(tp_copy_parameter, world_key=key) if sequence_parallel else local_tensor
 
     def with_bias(out: Tensor) -> Tensor:
         bias = linear.bias
@@ -133,7 +141,7 @@ def partial_gradients(module: nn.Module, key: int, parameter: str | None = None)
     """Each rank applies the module's own parameters, or one of them, whole, to some of the rows, heads or features:
     gradients are summed."""
     names = [name for name, _ in module.named_parameters(recurse=False)] if parameter is None else [parameter]
-    wrap_forward(module, views=dict.fromkeys(names, partial(tp_copy, world_key=key)))
+    wrap_forward(module, views=dict.fromkeys(names, partial(tp_copy_parameter, world_key=key)))
 
 
 def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel: bool) -> None:

@@ -8,7 +8,7 @@ This module decides nothing and imports no torch.
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_type_hints
 
-AUTO = "auto"  # for context.max_tokens_per_slot
+AUTO = "auto"  # for context.max_tokens_per_slot and model.compute_dtype
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,10 @@ class ModelConfig:
     path: str = ""
     """A local Hugging Face folder with config.json and safetensors; wins over preset."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Parameters and arithmetic: float32, float64 or bfloat16."""
+    """Parameters and optimizer states: float32, float64 or bfloat16."""
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Arithmetic of forward and backward passes: auto (bfloat16 on GPUs, as dtype on CPUs and under float64), float32,
+    bfloat16 or float64; gradients are summed in float32, or float64."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from longspan.plan.check import COMM_TYPES
 from longspan.train.config.file import nearest
 from longspan.train.config.sections import AUTO, Above, AtLeast, RunConfig, bounds_of_keys
 from longspan.train.plans import PlanChoice, home_of
+from longspan.train.run.precision import check_precision
 
 _EXPERT_PRESETS = "qwen3-moe-tiny or gpt-oss-tiny (8 experts)"
 
@@ -26,6 +27,7 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     """
     _check_numbers(config)
     home = home_of(config.parallel, ranks)
+    check_precision(config)
     _check_parallel(config, home)
     _check_memory(config)
     _check_pipeline(config)

@@ -14,6 +14,7 @@ from longspan.train.config.sections import AUTO, RunConfig
 
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
 _FIXED_SECTIONS = ("model", "data")
+_FREE_KEYS = ("model.compute_dtype",)  # a checkpoint holds the parameters in model.dtype
 _FIXED_KEYS = ("train.seed", "train.tokens_per_step", "train.optimizer")
 
 
@@ -46,7 +47,7 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
             f"{path} is at step {state['step']}, beyond train.steps {config.train.steps}; raise train.steps"
         )
     fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in now[section]] + list(_FIXED_KEYS)
-    for name in fixed:
+    for name in (name for name in fixed if name not in _FREE_KEYS):
         section, _, key = name.partition(".")
         was, value = before.get(section, {}).get(key), now[section][key]
         if was is not None and was != value:

@@ -19,6 +19,7 @@ from longspan.plan import Cost, Plan
 from longspan.train.config.sections import RunConfig
 from longspan.train.optim import build_optimizer, lr_at
 from longspan.train.plans import PlanChoice, query_heads
+from longspan.train.run.precision import compute_dtype
 from longspan.train.step import StepResult, run_step
 
 
@@ -39,6 +40,7 @@ def folder_model(config: RunConfig) -> PreTrainedModel | None:
 def prepared_model(config: RunConfig, world: World, model: PreTrainedModel) -> PreTrainedModel | PipelineModel:
     """A loaded model brought under the world's home as the configuration says; entered by all ranks."""
     _check_layers(config, model)
+    kind = compute_dtype(config.model, world.device.type)
     return prepare(
         model,
         world,
@@ -51,6 +53,7 @@ def prepared_model(config: RunConfig, world: World, model: PreTrainedModel) -> P
         attention_kernel=config.context.attention_kernel or None,
         fused_norms=config.train.fused_norms,
         sequence_parallel=config.parallel.sequence_parallel,
+        compute_dtype=None if kind == model.dtype else kind,
     )
 
 
@@ -78,7 +81,7 @@ class Training:
             cost=self.cost,
             heads=query_heads(self.model.config),
             weights=sum(parameter.numel() for parameter in parameters) // self.world.home.tp,
-            weight_bytes=parameters[0].element_size(),
+            weight_bytes=compute_dtype(self.config.model, self.world.device.type).itemsize,
         )
 
     @property

@@ -1,0 +1,126 @@
+"""Computing in bfloat16 over parameters in float32: gradients are summed in float32, wherever they are summed.
+
+A document's gradient, computed alone, is one of bfloat16. That of many documents over slots, replicas, stages and
+micro-batches must be their sum in float32: a sum in bfloat16 would be a thousand times farther from it than the bound.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from longspan.comm import World
+from longspan.errors import ModelError
+from longspan.layout import Layout
+from longspan.model import prepare
+from longspan.model.experts.router import RouterCoefficients
+from longspan.model.placement.sharding import gradients_summed_over_slots
+from longspan.plan import plan_fixed
+from longspan.testing import backend, run_ranks
+from longspan.train import run_step
+from tests.model.deep import deep
+from tests.model.moe_models import moe_model
+from tests.model.stock import gradients_of, stock_answer, texts, tiny, worst
+
+DOCUMENTS, LENGTH = 8, 17  # of 16 targets each: dividing by targets is exact in every dtype
+SUMMED, DENSE = 2e-6, 0.05  # bounds of errors, relative to a parameter's largest gradient
+NO_BALANCE = RouterCoefficients(balance=0.0, z=0.0)  # its gradient is no sum over documents
+
+
+@dataclass(frozen=True)
+class Case:
+    """A home, and how a model is prepared and planned for under it."""
+
+    home: Layout
+    prepared: dict[str, Any] = field(default_factory=dict[str, Any])
+    mode: str = "lockstep"
+    family: str = "qwen3"
+
+
+CASES = {
+    "fsdp": Case(Layout(4)),
+    "copies of the parameters": Case(Layout(4, dp_replicate=2)),
+    "tp": Case(Layout(4, tp=2), {"sequence_parallel": True}),
+    "pp": Case(Layout(4, pp=2)),
+    "pp, zero bubble": Case(Layout(4, pp=2), {"pipeline_schedule": "zero_bubble"}),
+    "pp, folded": Case(Layout(4, pp=2), {"pipeline_schedule": "zbv", "virtual_stages": 2}, family="deep"),
+    "ep": Case(Layout(4, ep=2), family="qwen3-moe"),
+    "free": Case(Layout(4), mode="free"),
+    "recomputed": Case(Layout(4), {"activation_checkpointing": "full"}),
+    "attention kept": Case(Layout(4), {"activation_checkpointing": "selective"}),
+}
+
+
+def _model(family: str) -> Any:
+    if family == "deep":
+        return deep("qwen3", torch.float32)
+    return tiny(family) if family == "qwen3" else moe_model(family, torch.float32)
+
+
+def _gradients(case: Case, model: Any, world: World, documents: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and the gradients of documents, of which each slot has one in a micro-batch."""
+    model.zero_grad()
+    rows = world.home.tp if case.prepared.get("sequence_parallel") else 1
+    cap = -(-LENGTH // rows) * rows
+    lengths = [len(document) for document in documents]
+    plan = plan_fixed(lengths, world.home, cp=1, max_tokens_per_slot=cap, mode=case.mode, row_multiple=rows)
+    assert len(plan.micro_batches) == -(-len(documents) // world.home.slots)
+    result = run_step(model, plan, documents, world, router=NO_BALANCE)
+    return result.loss, gradients_of(model)
+
+
+def _errors(case: Case, world: World) -> tuple[float, float]:
+    """The largest error of gradients against the sum of those of single documents, and the loss's against float32's."""
+    documents = texts([LENGTH] * DOCUMENTS)
+    model = prepare(_model(case.family), world, compute_dtype=torch.bfloat16, probe=False, **case.prepared)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    loss, together = _gradients(case, model, world, documents)
+    ep = case.home.ep  # slots whose documents' rows meet in one product of an expert
+    alone = [_gradients(case, model, world, documents[i : i + ep])[1] for i in range(0, DOCUMENTS, ep)]
+    sums = {name: sum(part[name].double() for part in alone).div(len(alone)).float() for name in together}
+    dense = stock_answer("qwen3", torch.float32, documents, "cpu").loss if case.family == "qwen3" else loss
+    return worst(together, sums), abs(loss / dense - 1)
+
+
+def _all_errors(rank: int, names: tuple[str, ...]) -> dict[str, tuple[float, float]]:
+    errors = {}
+    for name in names:
+        with World(CASES[name].home, backend=backend(), timeout=60) as world:
+            errors[name] = _errors(CASES[name], world)
+    return errors
+
+
+REST = ("pp", "pp, zero bubble", "recomputed", "attention kept")
+
+
+@pytest.mark.parametrize(
+    "names", [tuple(name for name in CASES if name not in REST), pytest.param(REST, marks=pytest.mark.whole)]
+)
+def test_gradients_are_summed_in_float32_under_every_home(names: tuple[str, ...]) -> None:
+    of_ranks = run_ranks(_all_errors, 4, names, timeout=120)
+    for name in names:
+        summed, loss = (max(errors[name][i] for errors in of_ranks) for i in (0, 1))
+        assert summed < SUMMED, (name, summed)
+        assert 0 < loss < DENSE or CASES[name].family != "qwen3", (name, loss)
+
+
+def _copies(rank: int) -> tuple[bool, str]:
+    """Gradients in bfloat16 of copies that are not sharded, summed over four slots; and a compute dtype too wide."""
+    with World(Layout(4), backend=backend(), timeout=60) as world:
+        module = nn.Linear(1000, 1, bias=False, dtype=torch.bfloat16, device=world.device)
+        parts = [torch.randn(1, 1000, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(4)]
+        with gradients_summed_over_slots(module, world):
+            module.weight.grad = parts[rank].to(world.device, copy=True)
+        assert module.weight.grad is not None
+        right = torch.equal(module.weight.grad.cpu(), torch.stack(parts).double().sum(0).bfloat16())
+        with pytest.raises(ModelError) as caught:
+            prepare(tiny("qwen3"), world, compute_dtype=torch.float64)
+        return right, str(caught.value)
+
+
+def test_copies_are_summed_in_float32_and_a_wider_compute_dtype_is_refused() -> None:
+    for right, said in run_ranks(_copies, 4):
+        assert right
+        assert "compute_dtype is torch.float64 (53 significant bits) over parameters of torch.float32 (24)" in said
