@@ -51,6 +51,8 @@ def _lines(block: str) -> Iterator[str]:
 def longspan_words(command: str) -> list[str] | None:
     """What follows `longspan` in a command, also under a launcher; None where it does not run it."""
     words = shlex.split(command)
+    if words[0] == "docker":  # where longspan is also an image
+        return None
     for start in ("-m", "longspan"):
         if start in words and "longspan" in words[words.index(start) : words.index(start) + 2]:
             return words[words.index("longspan", words.index(start)) + 1 :]
