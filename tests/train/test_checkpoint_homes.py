@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config, Qw
 
 from longspan.errors import CheckpointError
 from longspan.testing import backend, run_ranks
+from longspan.train import training as run_module
 from longspan.train.checkpoint import checkpoint as checkpoint_module
 from longspan.train.checkpoint.files import checkpoint_path
 from longspan.train.config.sections import ParallelConfig, RunConfig
-from longspan.train.run import training as run_module
 from longspan.train.run.metrics_log import read_metrics
 from tests.model.stock import SIZES, worst
 from tests.train.homes import farthest

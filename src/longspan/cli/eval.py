@@ -30,7 +30,9 @@ def main(argv: Sequence[str]) -> int:
     ranks = ranks_wanted(flags.world)
     check_config(config, ranks, training=False)
     backend = "gloo" if flags.world else None
-    result: Evaluation = run_on_ranks(eval_rank, (config, checkpoint, ranks, backend), ranks)
+    result: Evaluation = run_on_ranks(
+        eval_rank, (config, checkpoint, ranks, backend), ranks, compile_cache=config.run.compile_cache
+    )
     if reports_here():
         print(as_json(result.row() | {"world": ranks}) if flags.json else _text(result, ranks))
     return 0

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from longspan.cli.gpu_environment import set_gpu_environment
 from longspan.comm import run_local
 from longspan.errors import ConfigError
 
@@ -31,8 +32,14 @@ def reports_here() -> bool:
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
-def run_on_ranks(fn: Callable[..., Any], args: Sequence[Any], ranks: int, timeout: float | None = None) -> Any:
-    """Run `fn(rank, *args)` on every rank; returns the first rank's result, or under torchrun this rank's result."""
+def run_on_ranks(
+    fn: Callable[..., Any], args: Sequence[Any], ranks: int, timeout: float | None = None, *, compile_cache: str = ""
+) -> Any:
+    """Run `fn(rank, *args)` on every rank; returns the first rank's result, or under torchrun this rank's result.
+
+    `compile_cache` is the folder in which GPUs' compiled kernels are kept ("": the user's).
+    """
+    set_gpu_environment(compile_cache)
     if under_torchrun():
         return fn(int(os.environ["RANK"]), *args)
     return run_local(fn, ranks, args, timeout=timeout)[0]

@@ -20,7 +20,9 @@ def main(argv: Sequence[str]) -> int:
     ranks = ranks_wanted(flags.world)
     check_config(config, ranks)
     backend = "gloo" if flags.world else None
-    result: TrainResult = run_on_ranks(train_rank, (config, ranks, backend, flags.json), ranks)
+    result: TrainResult = run_on_ranks(
+        train_rank, (config, ranks, backend, flags.json), ranks, compile_cache=config.run.compile_cache
+    )
     if reports_here():
         _show(result, as_json=flags.json)
     return 0

@@ -5,8 +5,11 @@
 import triton
 import triton.language as tl
 
+# Numbers that follow the rows of a micro-batch: a kernel for each way in which 16 divides them would be compiled anew.
+_OF_ROWS = ("pairs", "total_lse_row", "total_lse_head", "lse_row", "lse_head")
 
-@triton.jit
+
+@triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
 def merge(
     total_out,
     total_lse,

@@ -99,6 +99,15 @@ class Channels:
         self._groups.make_parent("plane", self._home.planes(), "parent")
         self._warm_up(self.between(range(self._home.slots)))
 
+    def connect_pairs(self) -> None:
+        """Let every two slots of a plane exchange a number: NCCL connects two ranks at their first message, slowly."""
+        channel = self.between(range(self._home.slots))
+        others = [index for index in range(channel.degree) if index != channel.index]
+        if self._device.type == "cuda" and others:
+            x = torch.zeros(1, device=self._device)
+            channel.exchange([(i, x) for i in others], [(i, x.clone()) for i in others], "connecting pairs").wait()
+            torch.cuda.synchronize(self._device)
+
     def make_communicators(self, plan: Plan) -> None:
         """Make the communicators of their own that this plan's groups gain from and lack; entered by all ranks."""
         for slots in self._choice.choose(plan):

@@ -185,6 +185,8 @@ class RunSection:
     """auto: go on from the newest good checkpoint; never: refuse a folder that holds one; must: refuse one without."""
     keep_checkpoints: NonNegativeInt = 2
     """Newest good checkpoints that are kept; 0: all."""
+    compile_cache: str = ""
+    """Folder where kernels compiled for GPUs are kept for later runs; empty: longspan/kernels in the user's cache."""
     timeout_seconds: PositiveFloat = 600.0
     """How long a rank waits for the others before it says which one is missing."""
 

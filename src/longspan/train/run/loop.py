@@ -35,6 +35,7 @@ from longspan.train.run.progress import ProgressDisplay
 from longspan.train.run.result import LAST_STEPS, TrainResult
 from longspan.train.run.setup import TrainingRun, set_up
 from longspan.train.run.stop_signal import StopSignal
+from longspan.train.run.warm_up_run import warm_up_run
 
 
 def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainResult:
@@ -71,6 +72,7 @@ class _Loop:
         """All steps that are left and, unless the run is stopped, what comes after the last."""
         run = self.run
         with _plans(run) as plans:
+            warm_up_run(run, self.display.log)
             done, stopped = self.steps(plans, stop)
         self.display.end_bar()
         return TrainResult(

@@ -29,7 +29,7 @@ from longspan.train.memory.rows_that_fit import with_rows_that_fit
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads
 from longspan.train.run.config_check import check_longest
 from longspan.train.run.resume import checkpoint_to_resume
-from longspan.train.run.training import Training, folder_model, loaded_model, optimizer_of, prepared_model
+from longspan.train.training import Training, folder_model, loaded_model, optimizer_of, prepared_model
 
 
 @dataclass(frozen=True)

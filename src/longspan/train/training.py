@@ -1,7 +1,7 @@
 """A model under training as one rank has it: loaded, prepared, with its optimizer, and one step of it under a plan.
 
-Nothing here needs a corpus or a run's folder: `longspan train` (`setup.py`, `loop.py`) and `longspan bench step` build
-on the same functions, so that neither can do what the other cannot.
+Nothing here needs a corpus or a run's folder: `longspan train` (`run/setup.py`, `run/loop.py`) and `longspan bench
+step` build on the same functions, so that neither can do what the other cannot.
 """
 
 from dataclasses import dataclass
@@ -89,6 +89,12 @@ class Training:
         """How evaluations are planned."""
         return PlanChoice.evaluation(self.config, cost=self.cost, heads=query_heads(self.model.config))
 
+    @property
+    def router(self) -> RouterCoefficients:
+        """The weights of the routers' losses in the gradient."""
+        balance = self.config.train.router_balance_loss
+        return RouterCoefficients(balance=None if balance < 0 else balance, z=self.config.train.router_z_loss)
+
     def take_step(self, plan: Plan, documents: Any, step: int) -> StepResult:
         """One optimizer step, counted from 0, at its learning rate; `documents` are those of the plan."""
         config = self.config.train
@@ -96,7 +102,6 @@ class Training:
         lr = lr_at(step, config.steps, config.warmup_steps, config.lr, config.min_lr_ratio)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        balance = config.router_balance_loss
         return run_step(
             self.model,
             plan,
@@ -106,7 +111,7 @@ class Training:
             max_grad_norm=config.max_grad_norm or None,
             step=step + 1,
             loss_chunk_rows=config.loss_chunk_rows,
-            router=RouterCoefficients(balance=None if balance < 0 else balance, z=config.router_z_loss),
+            router=self.router,
         )
 
 

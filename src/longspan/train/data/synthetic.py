@@ -1,0 +1,33 @@
+"""Documents without a corpus: token ids that are a function of document and position, for probes and benches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class SyntheticDocument:
+    """Token ids that are made when they are asked for, the same on every rank.
+
+    >>> import numpy as np
+    >>> SyntheticDocument(number=0, length=4096, vocabulary=512)[np.arange(3)]
+    array([ 40, 229, 114])
+    """
+
+    number: int
+    length: int
+    vocabulary: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, positions: Any) -> np.ndarray:
+        mixed = (positions + 1) * 2654435761 + (self.number + 1) * 40503
+        return (mixed ^ (mixed >> 13)) % self.vocabulary
+
+
+def synthetic_documents(lengths: Sequence[int], vocabulary: int) -> list[SyntheticDocument]:
+    """A document of each length, with ids below `vocabulary`."""
+    return [SyntheticDocument(i, n, vocabulary) for i, n in enumerate(lengths)]

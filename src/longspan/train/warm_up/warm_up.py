@@ -1,0 +1,112 @@
+"""Kernels are compiled and memory is found before step 1, on all ranks at once, over documents that no one learns from.
+
+What takes time once: FlashAttention-4 and Triton compile for each kind of group, NCCL connects each pair of ranks, CUDA
+loads each kernel and the allocator asks the driver for memory. Each kind of group that coming plans hold runs once on
+all slots, forward and backward, then the largest micro-batch of these plans, then what evaluation adds, forward alone.
+Gradients are cleared; weights, moments, learning rate and random numbers are as before, and so is every later loss.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from longspan.comm.failure.backend_errors import is_out_of_memory
+from longspan.errors import ConfigError, counted
+from longspan.model.prepared import vocabulary_size
+from longspan.plan import Plan
+from longspan.plan.timeline import slot_rows
+from longspan.train.all_ranks import LogLine
+from longspan.train.data.synthetic import synthetic_documents
+from longspan.train.memory.live_bytes import peak_memory_bytes
+from longspan.train.step import run_step
+from longspan.train.training import Training
+from longspan.train.warm_up.kinds import Kind, largest_micro_batch, on_all_slots, plan_of, smallest_of_each_kind
+from longspan.train.warm_up.optimizer_states import make_states
+
+CONNECTED = 16  # slots, at most, of which every pair is connected where plans are dynamic
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """The plans that a warm-up runs, and how many kinds of groups they hold."""
+
+    training: Plan
+    evaluation: Plan | None
+    kinds: int
+
+
+def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, log: LogLine) -> None:
+    """Run what stands for these plans of coming steps and of evaluation; entered by all ranks, with the same plans.
+
+    Raises ConfigError, on the rank concerned alone, where its memory does not suffice; the others raise CommError,
+    which quotes it.
+    """
+    started, device = time.perf_counter(), training.world.device
+    work = warm_up_plans(plans, evaluation, in_flight=training.world.home.pp * training.config.parallel.vpp)
+    kinds, steps = counted(work.kinds, "kind") + " of groups", counted(len(plans), "coming step")
+    log(f"compiling kernels and finding memory: {kinds} in {steps}{' and evaluation' if evaluation else ''}")
+    try:
+        make_states(training.optimizer)
+        _connect(training, [*plans, *([evaluation] if evaluation else [])])
+        _run(training, work.training, backward=True)
+        if work.evaluation is not None:
+            _run(training, work.evaluation, backward=False)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _too_large(training, work, error) from error
+    finally:
+        training.model.zero_grad(set_to_none=True)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    training.world.control.barrier("end of the warm-up")
+    seconds, memory = time.perf_counter() - started, peak_memory_bytes(device) / 2**30
+    log(f"kernels compiled and memory found in {seconds:.1f} s: at most {memory:.1f} GiB on the first rank")
+
+
+def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: int) -> WarmUp:
+    """What stands for some plans, with `in_flight` of the largest micro-batch, as many as a pipeline holds at once."""
+    groups = smallest_of_each_kind(plans)
+    batches = [batch for group in groups.values() for batch in on_all_slots(group, plans[0].slots)]
+    batches += [largest_micro_batch(plans)] * in_flight
+    batches = [batches[0]] * (-len(batches) % in_flight) + batches
+    forward = None if evaluation is None else _forward_plan(evaluation, groups, in_flight)
+    both = [*plans, *([evaluation] if evaluation else [])]
+    return WarmUp(plan_of(batches, plans[0]), forward, len(smallest_of_each_kind(both)))
+
+
+def _forward_plan(evaluation: Plan, known: Iterable[Kind], in_flight: int) -> Plan:
+    """What evaluation adds: its own kinds, and its largest micro-batch."""
+    groups = smallest_of_each_kind([evaluation], leave_out=known)
+    batches = [batch for group in groups.values() for batch in on_all_slots(group, evaluation.slots)]
+    batches.append(largest_micro_batch([evaluation]))
+    return plan_of([batches[0]] * (-len(batches) % in_flight) + batches, evaluation)
+
+
+def _connect(training: Training, plans: Sequence[Plan]) -> None:
+    """Make the communicators of coming plans; where these are dynamic, let every pair of slots meet."""
+    world, context = training.world, training.config.context
+    for plan in plans:
+        world.prepare(plan)
+    if "dynamic" in (context.planner, context.eval_planner) and world.home.slots <= CONNECTED:
+        world.channels.connect_pairs()
+
+
+def _run(training: Training, plan: Plan, *, backward: bool) -> None:
+    model, chunk = training.model, training.config.train.loss_chunk_rows
+    documents = synthetic_documents(plan.lengths, vocabulary_size(model) or 2)
+    router = training.router if backward else None
+    run_step(model, plan, documents, training.world, backward=backward, loss_chunk_rows=chunk, router=router)
+
+
+def _too_large(training: Training, work: WarmUp, error: BaseException) -> ConfigError:
+    """The error of a rank without memory for what stands for the coming plans."""
+    rows = int(slot_rows(work.training.micro_batches, work.training.slots, work.training.row_multiple).max())
+    cap = training.config.context.max_tokens_per_slot
+    return ConfigError(
+        f"rank {training.world.rank} ran out of memory before step 1, in a micro-batch of up to {rows:,} rows of a "
+        f"slot ({str(error).partition('. ')[0]}); context.max_tokens_per_slot is {cap}: lower it, "
+        "recompute activations (train.activation_checkpointing), or start more processes"
+    )

@@ -1,0 +1,59 @@
+"""What ranks on GPUs find in their environment; a fake torch stands for the GPU."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from longspan.cli.gpu_environment import cache_folder, set_gpu_environment
+from longspan.errors import ConfigError
+
+NAMES = (
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"),
+    *("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"),
+)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine with H200s, an empty environment and a cache of the user's."""
+    monkeypatch.setattr(os, "environ", {key: value for key, value in os.environ.items() if key not in NAMES})
+    monkeypatch.setitem(os.environ, "XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    return tmp_path / "longspan" / "kernels"
+
+
+def test_kernels_are_kept_in_the_users_cache(gpu: Path) -> None:
+    set_gpu_environment()
+    assert gpu.is_dir() and cache_folder() == gpu
+    assert {name: os.environ.get(name) for name in NAMES} == {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_CUDA_ALLOC_CONF": None,
+        "TRITON_CACHE_DIR": str(gpu / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(gpu / "inductor"),
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(gpu / "flash_attention-sm90"),
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+    }
+
+
+def test_what_the_user_has_set_stands(gpu: Path, tmp_path: Path) -> None:
+    os.environ |= {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "TRITON_CACHE_DIR": "/mine"}
+    os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "0"
+    set_gpu_environment(str(tmp_path / "kept"))
+    assert "PYTORCH_ALLOC_CONF" not in os.environ and os.environ["TRITON_CACHE_DIR"] == "/mine"
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "0"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "kept" / "inductor") and not gpu.exists()
+
+
+def test_a_folder_that_cannot_be_written(gpu: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot be kept in .*/file/inside: Not a directory; name another folder"):
+        set_gpu_environment(str(tmp_path / "file" / "inside"))
+
+
+def test_nothing_is_set_without_gpus(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    set_gpu_environment()
+    assert not gpu.exists() and not any(name in os.environ for name in NAMES)
