@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longspan import Group, Layout, World, attend, bind, plan_fixed
 from longspan.attention.geometry.members import Mask, Members
 from longspan.attention.kernels import table
-from longspan.attention.sums import fused
+from longspan.attention.sums import fused, rows
 from longspan.cli.machine import machine, machine_text
 from longspan.comm.failure.watch import Watch
 from longspan.comm.groups.channels import Channels
@@ -146,7 +146,7 @@ def _hollow(counts: Counter[str], device: torch.device) -> Iterator[None]:
     if device.type == "cpu":
         table.KERNELS = (hollow_kernel("cpu", counts),)
         counted = Counted(counts)
-        fused.available, fused._kernels = lambda x: True, lambda: counted
+        rows.runs_fused, fused.kernels = lambda x: True, lambda: counted
     yield
 
 

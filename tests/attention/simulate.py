@@ -5,12 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longspan.attention.block import Partial, RowSum, add_block, block_gradients, summed
-from longspan.attention.call import AttentionCall, Saved
+from longspan.attention.call import AttentionCall, Saved, add_block, block_gradients, summed
 from longspan.attention.geometry.launch import Launch
 from longspan.attention.geometry.members import Mask
 from longspan.attention.geometry.tiles import tiles_between
-from longspan.attention.sums.rows import accumulation_dtype
+from longspan.attention.sums.rows import Partial, RowSum, accumulation_dtype
 from longspan.layout import Partition
 
 

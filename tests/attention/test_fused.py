@@ -39,7 +39,7 @@ class Noted:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     found = Kernels()
-    monkeypatch.setattr(fused, "_kernels", lambda: found)
+    monkeypatch.setattr(fused, "kernels", lambda: found)
     monkeypatch.setattr(fused, "_compiled", {})
     return found
 

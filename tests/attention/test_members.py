@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from longspan import Group, MicroBatch
+from longspan.attention.all_to_all import HeadSplit
 from longspan.attention.dropout import Dropout, _absorb
-from longspan.attention.geometry.head_split import HeadSplit
 from longspan.attention.geometry.launch import Launch, Tokens
 from longspan.attention.geometry.members import Mask, Members
 from longspan.attention.geometry.tiles import Tile, Tiling

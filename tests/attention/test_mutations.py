@@ -30,7 +30,7 @@ MUTATIONS = [
     # sums of gradients over blocks, of queries and of keys and values
     ("attention.sums.rows", "into += source", "into.copy_(source)"),
     ("attention.sums.rows", "into.index_add_(0, index,", "into.index_copy_(0, index,"),
-    ("attention.block", "add_rows([(x, self._wide())], rows)", "self._wide()"),
+    ("attention.sums.rows", "add_rows([(x, self._wide())], rows)", "self._wide()"),
     # one ring step
     (
         "attention.ring",
@@ -44,7 +44,7 @@ MUTATIONS = [
         "members.launches(members.member) if members.member else ()",
     ),
     (
-        "attention.block",
+        "attention.sums.rows",
         "add_rows([(x, self._wide()[:, heads])], slice(0, self._shape[0]))",
         "self._wide()[:, heads] = x",
     ),
@@ -55,7 +55,7 @@ MUTATIONS = [
         "add_rows([(gradients[0], total[0])], rows)",
     ),
     ("attention.sums.rows", "if fresh and len(addends) == 1", "if len(addends) == 1"),
-    ("attention.window_rows", "total.index_add_(0, sent, arrived)", "total.index_copy_(0, sent, arrived)"),
+    ("attention.ring", "total.index_add_(0, sent, arrived)", "total.index_copy_(0, sent, arrived)"),
     ("attention.sums.rows", "total.index_add_(0, rows,", "total.index_copy_(0, rows,"),
     ("attention.all_gather", "(self._members.degree, -1)).sum(0)", "(self._members.degree, -1))[0]"),
     ("attention.all_to_all", ".sum(2) for x", "[:, :, 0] for x"),
@@ -64,14 +64,14 @@ MUTATIONS = [
     ("attention.all_gather", "(started.pop().wait(),), order)", "(started.pop().wait(),), order.flip(0))"),
     ("attention.all_to_all", "None if orders is None else orders[1]", "None"),
     ("attention.all_to_all", "arrived if orders is None else join_columns((arrived,), orders[0])", "arrived"),
-    ("attention.window_rows", "index_copy_(0, rows.places, handle", "index_copy_(0, rows.places.flip(0), handle"),
+    ("attention.ring", "index_copy_(0, rows.places, handle", "index_copy_(0, rows.places.flip(0), handle"),
     ("attention.all_to_all", "start = self.split.q_heads(self._me).start + slice_index", "start = slice_index"),
     ("attention.all_to_all", "slice_index * cuts // self.slices)", "slice_index * (cuts == self.slices))"),
     ("attention.all_to_all", "of_all[self.split.q_heads(self._me)] = x", "of_all[: len(x)] = x"),
     # sinks
-    ("attention.block", "out.mul_(torch.exp(lse - with_sinks).unsqueeze(-1)), with_sinks", "out, with_sinks"),
+    ("attention.sums.rows", "out.mul_(torch.exp(lse - with_sinks).unsqueeze(-1)), with_sinks", "out, with_sinks"),
     ("attention.call", "self.sinks[start:stop]", "self.sinks[: stop - start]"),
-    ("attention.block", "total -= (weight *", "total += (weight *"),
+    ("attention.call", "total -= (weight *", "total += (weight *"),
     ("attention.attend", "total += part", "total = part"),
     # the sign of the scale
     ("attention.arguments", "sign=(scale > 0) - (scale < 0)", "sign=1"),
@@ -100,7 +100,7 @@ MUTATIONS = [
     ("attention.kernels.reference", "weights if factors is None else weights * factors", "weights"),
     ("attention.kernels.reference", "dscores *= factors", "pass"),
     # kernels
-    ("attention.kernels.dense", "if tile.keys > tile.queries:", "if False:"),
+    ("attention.geometry.launch", "if tile.keys > tile.queries:", "if False:"),
     ("attention.kernels.cpu_flash", "total[rows] += x[0].transpose(0, 1)", "total[rows] = x[0].transpose(0, 1)"),
 ]
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from longspan.comm.groups.process_groups import ProcessGroups
-from longspan.comm.process import CONNECTIONS, allow_open_files
+from longspan.comm.rendezvous import CONNECTIONS, allow_open_files
 from longspan.comm.shard import bind
 from longspan.comm.world import World, world_of
 from longspan.errors import CommError

@@ -13,10 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.attention.block import Gradients, Partial, RowSum, add_block, block_gradients, sink_gradient
-from longspan.attention.call import AttentionCall, Saved
+from longspan.attention.call import AttentionCall, Gradients, Saved, add_block, block_gradients, sink_gradient
 from longspan.attention.geometry.members import Members
-from longspan.attention.sums.rows import accumulation_dtype, join_columns, joined_heads, sum_rows
+from longspan.attention.sums.rows import Partial, RowSum, accumulation_dtype, join_columns, joined_heads, sum_rows
 from longspan.comm import Addend, Handle, split_columns
 
 _Pair = tuple[Tensor, Tensor]
@@ -95,7 +94,7 @@ def _gathered(
     members: Members, tensors: _Pair, slices: Sequence[HeadSlice], what: str
 ) -> Iterator[tuple[HeadSlice, _Pair]]:
     """(heads, their keys and values of all rows of the group in document order); the next slice is on its way."""
-    channel = members.channel()
+    channel = members.channel
     order = members.order_of_gathered(channel.starts(members.counts))
 
     def start(heads: HeadSlice) -> Handle:
@@ -115,7 +114,7 @@ class _GradientSums:
     """Sums each slice's gradients over the members, to each its own rows, while the next slice is computed."""
 
     def __init__(self, members: Members) -> None:
-        self._members, self._channel = members, members.channel()
+        self._members, self._channel = members, members.channel
         self._started: Handle | None = None  # the slice on its way
         self._row_shapes: list[torch.Size] = []  # of k and v of that slice, without rows
         self._finished_slices: list[_Pair] = []  # (dk, dv) of this member's rows

@@ -4,7 +4,7 @@ What is computed in between is a ring of such neighbourhoods: of one block under
 whole group, and of `p2p` blocks under `a2a+p2p`, where they are the first level. Rows are laid in document order, so
 that a neighbourhood's rows of a document are few runs, under zigzag two.
 
-Query heads are split in equal numbers (`head_split.py`). With fewer key/value heads than neighbours, the same head
+Query heads are split in equal numbers. With fewer key/value heads than neighbours, the same head
 goes to several, and their gradients are summed.
 
 Large tensors go in slices of the heads: the next slice travels while one is computed, and the results of one while the
@@ -15,17 +15,79 @@ does not need. Forward sends q, k, v and out, backward dout and the gradients.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from math import gcd
 
 import torch
 from torch import Tensor
 
-from longspan.attention.block import Gradients, summed
-from longspan.attention.call import AttentionCall, Saved
-from longspan.attention.geometry.head_split import HeadSplit, head_split
+from longspan.attention.call import AttentionCall, Gradients, Saved, summed
 from longspan.attention.geometry.members import Members
 from longspan.attention.ring import ring_backward, ring_forward
 from longspan.attention.sums.rows import accumulation_dtype, by_heads, by_member, copy_rows, join_columns
 from longspan.comm import Addend, Handle, split_columns
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """`heads` query and `kv_heads` key/value heads for `degree` members, which divides the query heads.
+
+    A member computes `member_heads` query heads, in `member_kv_heads` equally long runs that use one key/value head
+    each: kernels know no other sharing. Where members cut through the queries of a key/value head, or where runs would
+    differ in length, every key/value head is sent `kv_copies` times, one after another. Member 1 of this example
+    computes heads 2 and 3, which use key/value heads 0 and 1:
+
+    >>> split = HeadSplit(heads=12, kv_heads=4, degree=6)
+    >>> split.member_heads, split.member_kv_heads, split.kv_copies
+    (2, 2, 3)
+    """
+
+    heads: int
+    kv_heads: int
+    degree: int
+
+    @cached_property
+    def member_heads(self) -> int:
+        """Query heads of a member."""
+        return self.heads // self.degree
+
+    @cached_property
+    def member_kv_heads(self) -> int:
+        """Key/value heads that a member receives."""
+        return self.member_heads // gcd(self.heads // self.kv_heads, self.member_heads)
+
+    @cached_property
+    def kv_copies(self) -> int:
+        """How often every key/value head is sent."""
+        return self.degree * self.member_kv_heads // self.kv_heads
+
+    def q_heads(self, member: int) -> slice:
+        """The member's query heads."""
+        return slice(member * self.member_heads, (member + 1) * self.member_heads)
+
+    def slices(self, at_most: int) -> int:
+        """Into how many equal slices, at most so many, the query heads of every member can be cut.
+
+        >>> HeadSplit(heads=32, kv_heads=8, degree=4).slices(2), HeadSplit(heads=32, kv_heads=8, degree=8).slices(2)
+        (2, 2)
+
+        A slice is one or more whole runs, or a part of one: its key/value head is then that of other slices as well.
+        """
+        return next(n for n in range(min(at_most, self.member_heads), 0, -1) if self._cuts_evenly(n))
+
+    def slices_per_kv_head(self, slices: int) -> int:
+        """How many of so many slices use the same key/value head."""
+        return max(1, slices // self.member_kv_heads)
+
+    def _cuts_evenly(self, slices: int) -> bool:
+        return self.member_kv_heads % slices == 0 or (
+            slices % self.member_kv_heads == 0 and self.member_heads % slices == 0
+        )
+
+
+head_split = cache(HeadSplit)  # worked out once
+
 
 SLICES = 2  # four took longer (bench/records/attention-slices-4xH200.md)
 SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less would cost more in launches than it hides (H200)
@@ -113,7 +175,7 @@ class _Swap:
     def __init__(self, members: Members, split: HeadSplit, slices: int) -> None:
         self.split, self.slices, self._degree = split, slices, split.degree
         self._shared = split.slices_per_kv_head(slices)
-        self._members, self._channel, self._counts = members, members.inside(), members.inside_counts
+        self._members, self._channel, self._counts = members, members.inside, members.inside_counts
         self._me = self._channel.index
         self._own_counts = (self._counts[self._me],) * self._degree
 

@@ -17,8 +17,7 @@ from torch.autograd.function import once_differentiable
 from longspan.attention.all_gather import all_gather_backward, all_gather_forward
 from longspan.attention.all_to_all import a2a_backward, a2a_forward
 from longspan.attention.arguments import Arguments, cache_of, check_capture, packed_call
-from longspan.attention.block import Gradients
-from longspan.attention.call import AttentionCall, Saved
+from longspan.attention.call import AttentionCall, Gradients, Saved
 from longspan.attention.dropout import Dropout, mixed_seed
 from longspan.attention.geometry.members import Members
 from longspan.attention.ring import ring_backward, ring_forward

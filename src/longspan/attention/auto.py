@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from longspan.attention.all_to_all import HeadSplit
 from longspan.attention.call import AttentionCall
-from longspan.attention.geometry.head_split import HeadSplit
 from longspan.attention.geometry.members import is_narrow
 from longspan.layout import Partition
 from longspan.plan import Group

@@ -1,6 +1,9 @@
-"""A call of `attend` as one value: what it computes, by which kernel, and with whom. Patterns and kernels take it.
+"""A call of `attend` as one value, and one block of it: what is computed, by which kernel, and with whom.
 
-Its arguments are checked and packed in `arguments.py`, once for all layers of a micro-batch.
+Its arguments are checked and packed in `arguments.py`, once for all layers of a micro-batch. A block is the local query
+rows against one set of key rows. The communication patterns (`ring.py`, `all_gather.py`, `all_to_all.py`) decide which
+key rows there are and when; what is computed with them is here, and is the same for all patterns. Attention of disjoint
+key sets is merged by its log-sum-exp, gradients are added by rows (`sums/rows.py`).
 """
 
 from collections.abc import Callable
@@ -11,8 +14,12 @@ import torch
 from torch import Tensor
 
 from longspan.attention.dropout import Dropout
+from longspan.attention.geometry.launch import Launch
 from longspan.attention.geometry.members import Mask, Members
+from longspan.attention.sums.rows import Partial, RowSum, taken
+from longspan.comm import Addend
 
+NUMBERS_AT_ONCE = 1 << 23  # of (rows, heads, head size) whose products with the gradient are held: 32 MiB in float32
 _CPU, _CAUSAL = torch.device("cpu"), Mask()
 
 
@@ -109,3 +116,65 @@ class AttentionCache:
         self.calls: dict[Any, AttentionCall] = {}
         self.members: dict[tuple[int, int, Mask], Members] = {}
         self.automatic: dict[Any, tuple[str, int]] = {}
+
+
+class Gradients(NamedTuple):
+    """Gradients of the local q, k and v, those of k and v summed over the group; of the sinks, this rank's part."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+
+
+def add_block(
+    total: Partial, q: Tensor, k: Tensor, v: Tensor, launches: tuple[Launch, ...], call: AttentionCall
+) -> None:
+    """Add to `total` the attention of q (T, N, H) to this block's k (Tk, K, H), v (Tk, K, Hv)."""
+    assert call.kernel is not None
+    for launch in launches:
+        rows, keys = launch.q_rows, launch.k_rows
+        out, lse = call.kernel.forward(taken(q, rows), taken(k, keys), taken(v, keys), launch, call)
+        total.add(rows, out, lse)
+
+
+def block_gradients(
+    dq: RowSum, dout: Tensor, saved: Saved, launches: tuple[Launch, ...], call: AttentionCall
+) -> list[Addend]:
+    """Add a block's part of the query's gradient to `dq`; return those of its keys and values, in parts.
+
+    The k and v of `saved` are the block's.
+    """
+    assert call.kernel is not None
+    addends, (q, k, v, out, lse) = list[Addend](), saved
+    for launch in launches:
+        rows, keys = launch.q_rows, launch.k_rows
+        of_launch = Saved(taken(q, rows), taken(k, keys), taken(v, keys), taken(out, rows), taken(lse, rows))
+        gradient, *of_keys = call.kernel.backward(taken(dout, rows), of_launch, launch, call)
+        dq.add(rows, gradient)
+        addends.append(Addend(keys, of_keys))
+    return addends
+
+
+def summed(addends: list[Addend], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums dk (Tk, K, H) and dv (Tk, K, Hv) of a block's parts."""
+    dk, dv = RowSum(tuple(k.shape), k), RowSum(tuple(v.shape), v)
+    for rows, (of_k, of_v) in addends:
+        dk.add(rows, of_k)
+        dv.add(rows, of_v)
+    return dk.result(), dv.result()
+
+
+def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """−Σ rows weight of the sink · (dout · out): with lse over keys and sink, softmax's gradient at value 0.
+
+    Some rows after others: products of all rows at once would take several times the memory of the queries.
+    """
+    if sinks is None:
+        return None
+    total = sinks.new_zeros(sinks.shape, dtype=lse.dtype)
+    at_once = max(1, NUMBERS_AT_ONCE // out.shape[1:].numel())
+    for dout_rows, out_rows, lse_rows in zip(*(x.split(at_once) for x in (dout, out, lse)), strict=True):
+        weight = torch.exp(sinks.to(lse.dtype) - lse_rows)
+        total -= (weight * (dout_rows * out_rows.to(lse.dtype)).sum(-1)).sum(0)
+    return total

@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longspan.comm.groups.channel import Channel
 from longspan.comm.host_arrays import to_device
 from longspan.comm.world import World, world_of
 from longspan.errors import CommError, LayoutError, PlanError
@@ -83,10 +82,6 @@ class ShardPart(_Immutable):
     def segments(self, member: int | None = None) -> Segments:
         """The rows of one member (default: this rank) as runs of positions inside documents."""
         return self.group.shares.segments(self.member if member is None else member)
-
-    def channel(self) -> Channel:
-        """How the members talk. Raises CommError where the world has been left."""
-        return world_of(self.world_key).channels.between(self.group.slots)
 
     def __repr__(self) -> str:
         return f"ShardPart(group {self.index}, member {self.member} of {self.degree}, rows {self.start}:{self.stop})"

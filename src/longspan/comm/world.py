@@ -20,8 +20,11 @@ from longspan.comm.failure.watch import Watch
 from longspan.comm.groups.channels import Channels
 from longspan.comm.groups.meshes import Meshes
 from longspan.comm.groups.process_groups import ProcessGroups
-from longspan.comm.process import BOTH, Place, allow_open_files, choose_device
 from longspan.comm.rendezvous import (
+    BOTH,
+    Place,
+    allow_open_files,
+    choose_device,
     destroy_groups,
     init_default_group,
     new_connection,

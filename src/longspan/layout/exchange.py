@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from longspan.errors import LayoutError
-from longspan.layout.packing import Rows, sealed
 from longspan.layout.partition import GOLDEN, Partition
+from longspan.layout.segments import Rows, sealed
 
 _NOTHING = sealed(np.empty(0, dtype=np.int64))
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from longspan.errors import LayoutError
 from longspan.layout.layout import check_degree, short
+from longspan.layout.segments import Rows, sealed
 
-Rows = NDArray[np.int64]
 _MOST_ROWS = 2**63 - 1
 
 
@@ -117,10 +117,3 @@ class Packing:
     def document_of_row(self) -> Rows:
         """Index of the document that each row belongs to: (S,) int64."""
         return sealed(np.repeat(np.arange(len(self.lengths), dtype=np.int64), self.lengths))
-
-
-def sealed(array: NDArray[Any]) -> Rows:
-    """The array as read-only int64, so that a value that holds it cannot be changed."""
-    array = np.ascontiguousarray(array, dtype=np.int64)
-    array.setflags(write=False)
-    return array

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from longspan.errors import LayoutError
 from longspan.layout.layout import check_degree, short
-from longspan.layout.packing import Rows, check_lengths, is_integer, sealed
-from longspan.layout.segments import Segments, expand, segments_of
+from longspan.layout.packing import check_lengths, is_integer
+from longspan.layout.segments import Rows, Segments, expand, sealed, segments_of
 
 # 2^64 / golden ratio: its multiples modulo 2^64 lie evenly, whatever the stride.
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from longspan.layout.packing import Rows, sealed
+Rows = NDArray[np.int64]
 
 
 class Segment(NamedTuple):
@@ -107,3 +107,10 @@ def expand(start: NDArray[Any], stop: NDArray[Any]) -> Rows:
     sizes = stop - start
     before = np.cumsum(sizes) - sizes
     return np.repeat(start - before, sizes) + np.arange(int(sizes.sum()), dtype=np.int64)
+
+
+def sealed(array: NDArray[Any]) -> Rows:
+    """The array as read-only int64, so that a value that holds it cannot be changed."""
+    array = np.ascontiguousarray(array, dtype=np.int64)
+    array.setflags(write=False)
+    return array

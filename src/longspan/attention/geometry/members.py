@@ -71,16 +71,17 @@ class Members:
 
     # ---- who talks
 
+    @cached_property
     def channel(self) -> Channel:
         """Around the ring: every `inner`-th member of the group. Raises CommError where the world has been left."""
-        return world_of(self.part.world_key).channels.between(
-            self.part.group.slots[self.part.member % self.inner :: self.inner]
-        )
+        slots = self.part.group.slots[self.part.member % self.inner :: self.inner]
+        return world_of(self.part.world_key).channels.between(slots)
 
+    @cached_property
     def inside(self) -> Channel:
         """The neighbours that act as one with this rank."""
-        first = self.member * self.inner
-        return world_of(self.part.world_key).channels.between(self.part.group.slots[first : first + self.inner])
+        slots = self.part.group.slots[self.member * self.inner : (self.member + 1) * self.inner]
+        return world_of(self.part.world_key).channels.between(slots)
 
     # ---- who holds which rows
 

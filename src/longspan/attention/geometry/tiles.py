@@ -2,7 +2,7 @@
 
 A *tile* is a rectangle of consecutive query rows and consecutive key rows with a mask that a kernel knows: all, causal,
 or a band. `tiles_between` covers everything that the rows of two members may see of each other; what no tile covers is
-never computed. This module moves no tensors (`block.py`), and knows neither heads nor kernels.
+never computed. This module moves no tensors (`call.py`), and knows neither heads nor kernels.
 """
 
 from collections.abc import Iterable, Iterator

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import AttentionCall, Saved
-from longspan.attention.geometry.launch import Launch, visible
+from longspan.attention.geometry.launch import DenseCall, Launch, dense_calls, visible
 from longspan.attention.geometry.tiles import Tile
-from longspan.attention.kernels.dense import DenseCall, dense_calls
 from longspan.attention.sums.rows import accumulation_dtype, padded
 
 _BAND_ROWS = 256  # query rows of a band whose mask is held at once

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import AttentionCall, Saved
-from longspan.attention.geometry.launch import Launch
+from longspan.attention.geometry.launch import DenseCall, Launch, dense_calls
 from longspan.attention.geometry.tiles import Tile, Tiling
 from longspan.attention.kernels import reference
-from longspan.attention.kernels.dense import DenseCall, dense_calls
 from longspan.attention.sums.rows import accumulation_dtype, padded
 
 _CAPABILITIES = (9, 10)

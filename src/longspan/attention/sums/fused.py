@@ -1,7 +1,7 @@
 """Merges, sums and copies of rows in one pass over memory, as Triton kernels for GPUs.
 
-Triton comes with torch's CUDA builds. Where it is missing, or on a CPU, `available` is False, and `merge.py` and
-`rows.py` do the same with torch's own operations in several passes.
+Triton comes with torch's CUDA builds. Where it is missing, and on CPUs, `rows.py` does the same with torch's own
+operations in several passes.
 """
 
 from collections.abc import Hashable, Sequence
@@ -19,13 +19,9 @@ _REMEMBERED = 4096  # launches with their numbers; those of one micro-batch are 
 _compiled: dict[Hashable, Any] = {}
 
 
-def available(x: Tensor) -> bool:
-    """Whether the kernels can take tensors of this one's device."""
-    return x.is_cuda and _kernels() is not None
-
-
 @cache
-def _kernels() -> Any:
+def kernels() -> Any:
+    """The module of the kernels; None without Triton."""
     return None if find_spec("triton") is None else import_module("longspan.attention.sums.triton_kernels")
 
 
@@ -145,7 +141,7 @@ def _launch(
     if compiled_kernel is not None:
         compiled_kernel[grid](*arguments, *values)
         return
-    compiled = getattr(_kernels(), name)[grid](*arguments, **constants)
+    compiled = getattr(kernels(), name)[grid](*arguments, **constants)
     if not addresses % _ALIGNED:
         if len(_compiled) >= _REMEMBERED:
             _compiled.clear()

@@ -1,6 +1,8 @@
 """Copies, sums and merges of rows between tensors that lie differently: by heads, by member, in document order.
 
-On GPUs each is one pass over memory (`fused.py`).
+On GPUs each is one pass over memory (`fused.py`). Sums over blocks accumulate in float32 (float64 for float64 inputs),
+so that the error does not grow with the number of blocks. What has one addend alone stays in the dtype in which it
+came: nothing would be gained by widening it.
 """
 
 from collections.abc import Sequence
@@ -17,6 +19,11 @@ Rows = slice | Tensor
 Move = tuple[Tensor, Tensor]
 
 
+def runs_fused(x: Tensor) -> bool:
+    """Whether Triton's kernels take tensors of this one's device."""
+    return x.is_cuda and fused.kernels() is not None
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -28,7 +35,7 @@ def merge_(total_out: Tensor, total_lse: Tensor, rows: Rows, out: Tensor, lse: T
     out ← (e^L · total + e^l · out) / (e^L + e^l), written as a step of size σ(l − L) from one to the other: exact at
     L = −inf, and without an exponential that could overflow.
     """
-    if total_out.dtype == torch.float32 and fused.available(total_out):
+    if total_out.dtype == torch.float32 and runs_fused(total_out):
         fused.merge_(total_out, total_lse, rows, out, lse)
         return
     rows_out, rows_lse = total_out[rows], total_lse[rows]
@@ -44,7 +51,7 @@ def merge_(total_out: Tensor, total_lse: Tensor, rows: Rows, out: Tensor, lse: T
 
 def copy_rows(moves: Sequence[Move], index: Tensor | None = None) -> None:
     """into[r] ← source[index[r]] (source[r] without an index), for pairs (source, into) of (rows, members, width)."""
-    if fused.available(moves[0][1]):
+    if runs_fused(moves[0][1]):
         fused.copy_rows(moves, index)
         return
     for source, into in moves:
@@ -55,7 +62,7 @@ def add_rows(moves: Sequence[Move], rows: Rows) -> None:
     """into[rows] += source, for pairs (source, into) of (rows, …), all with as many source rows; these are distinct."""
     index = rows if isinstance(rows, Tensor) else None
     moves = [(source, into if index is not None else taken(into, rows)) for source, into in moves]
-    if all(into.dtype == torch.float32 and fused.available(into) for _, into in moves):
+    if all(into.dtype == torch.float32 and runs_fused(into) for _, into in moves):
         fused.add_rows([(_even(source), into) for source, into in moves], index)
         return
     for source, into in moves:
@@ -92,7 +99,7 @@ def as_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def _copy(moves: Sequence[Move]) -> None:
     """into ← source, for pairs (source, into) of (rows, …)."""
-    if fused.available(moves[0][1]):
+    if runs_fused(moves[0][1]):
         fused.copy_whole_rows([(_even(source), into) for source, into in moves])
         return
     for source, into in moves:
@@ -160,7 +167,7 @@ def joined_heads(parts: Sequence[Tensor]) -> Tensor:
 
 def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
     """total[r] ← sum of x[index[r]] over addends (x, index), for total (R, W); an index of −1 adds nothing."""
-    if addends and fused.available(total) and total.dtype == torch.float32:
+    if addends and runs_fused(total) and total.dtype == torch.float32:
         fused.sum_rows(total, addends)
         return
     total.zero_()
@@ -172,3 +179,78 @@ def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
 def padded(x: Tensor, size: int) -> Tensor:
     """x (rows, heads, …) with each head padded with zeros to `size`; x itself where it has that size."""
     return x if x.shape[2] == size else pad(x, (0, size - x.shape[2]))
+
+
+class Partial:
+    """Attention of T query rows to the keys added so far: out (T, N, Hv) and lse (T, N).
+
+    A row that has seen no key has out 0 and lse −inf.
+    """
+
+    def __init__(self, rows: int, heads: int, head_size: int, like: Tensor) -> None:
+        self._shape, self._like = (rows, heads, head_size), like
+        self._total: tuple[Tensor, Tensor] | None = None
+
+    def add(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
+        """Merge the attention of some rows to further keys: out (rows, N, Hv), lse (rows, N), which is finite."""
+        if self._total is None and covers(rows, self._shape[0]):
+            self._total = out, lse
+            return
+        total_out, total_lse = self.result()
+        dtype = accumulation_dtype(self._like.dtype)
+        if total_out.dtype != dtype:
+            (total_out,) = as_dtype((total_out,), dtype)
+            self._total = total_out, total_lse
+        merge_(total_out, total_lse, rows, out, lse)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """out (T, N, Hv) and lse (T, N), in the accumulation dtype; out in the kernel's where it gave all of it."""
+        if self._total is None:
+            dtype = accumulation_dtype(self._like.dtype)
+            out = self._like.new_zeros(self._shape, dtype=dtype)
+            self._total = out, self._like.new_full(self._shape[:2], -torch.inf, dtype=dtype)
+        return self._total
+
+    def with_sinks(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """out (T, N, Hv) and lse (T, N) over all keys, and the sinks (N,).
+
+        A sink is one more key with value 0: it joins the log-sum-exp of each row and thins the output. The lse of rows
+        that see neither a key nor a sink (of −inf) is finite, so that their weights are 0.
+        """
+        out, lse = self.result()
+        if sinks is None:
+            return out, lse
+        with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype)).clamp_(min=torch.finfo(lse.dtype).min)
+        return out.mul_(torch.exp(lse - with_sinks).unsqueeze(-1)), with_sinks
+
+
+class RowSum:
+    """A sum of tensors that each cover some of the rows; rows that none covers are zero."""
+
+    def __init__(self, shape: tuple[int, ...], like: Tensor) -> None:
+        self._shape, self._like = shape, like
+        self._total: Tensor | None = None
+
+    def add(self, rows: Rows, x: Tensor) -> None:
+        """Add x (rows, …) to distinct rows."""
+        if self._total is None and covers(rows, self._shape[0]):
+            self._total = x
+            return
+        add_rows([(x, self._wide())], rows)
+
+    def add_heads(self, heads: slice, x: Tensor) -> None:
+        """Add x (T, heads, …) to some heads of all rows."""
+        if heads == slice(0, self._shape[1]):
+            self.add(slice(0, self._shape[0]), x)
+        else:
+            add_rows([(x, self._wide()[:, heads])], slice(0, self._shape[0]))
+
+    def _wide(self) -> Tensor:
+        (self._total,) = as_dtype((self.result(),), accumulation_dtype(self._like.dtype))
+        return self._total
+
+    def result(self) -> Tensor:
+        """The sum, in the accumulation dtype; one addend that covers all rows, in its own."""
+        if self._total is None:
+            self._total = self._like.new_zeros(self._shape, dtype=accumulation_dtype(self._like.dtype))
+        return self._total

@@ -1,9 +1,10 @@
 """The channels of an open world, on which ranks talk on their device, and the communicators behind them.
 
 Every group is made by all ranks together, in one order: those that are asked for by name when they first are, those of
-plans in `make_communicators`. What ranks tell each other on the host is in `control_group`.
+plans in `make_communicators`, a bounded number. What ranks tell each other on the host is in `control_group`.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -12,13 +13,45 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from longspan.comm.groups.channel import Channel
-from longspan.comm.groups.communicator_choice import CommunicatorChoice
 from longspan.comm.groups.meshes import Meshes
 from longspan.comm.groups.process_groups import ProcessGroups
 from longspan.errors import CommError
 from longspan.layout import Layout
 from longspan.layout.layout import short
 from longspan.plan import Plan
+
+
+class CommunicatorChoice:
+    """Chooses, plan after plan, the slots that get a communicator, at most `most` for each slot.
+
+    A group gains one where it recurs: where all groups of its plan have one degree (the fixed degrees of training and
+    evaluation), or where it has been in two micro-batches so far. Order of slots does not matter: torch sorts ranks.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._seen: Counter[tuple[int, ...]] = Counter()  # micro-batches in which slots that may gain were a group
+        self._chosen: set[tuple[int, ...]] = set()
+        self._load: Counter[int] = Counter()  # communicators per slot
+
+    def choose(self, plan: Plan) -> list[tuple[int, ...]]:
+        """The slots to make communicators for now, ascending in each, in plan order."""
+        groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups if group.degree > 1]
+        one_degree = len({group.degree for group in groups}) == 1
+        may_gain = [slots for group in groups if self._may_gain(slots := tuple(sorted(group.slots)))]
+        self._seen.update(may_gain)
+        chosen: list[tuple[int, ...]] = []
+        for slots in dict.fromkeys(may_gain):
+            if self._may_gain(slots) and (one_degree or self._seen[slots] > 1):
+                chosen.append(slots)
+                self._chosen.add(slots)
+                self._load.update(slots)
+                del self._seen[slots]
+        return chosen
+
+    def _may_gain(self, slots: tuple[int, ...]) -> bool:
+        """Whether they lack a communicator and have room for one, which slots never gain again."""
+        return slots not in self._chosen and all(self._load[slot] < self.most for slot in slots)
 
 
 class Channels:

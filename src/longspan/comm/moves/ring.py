@@ -27,7 +27,7 @@ class RingBlocks:
     that `peak_blocks` (one's own included) is at most 3, whatever the degree. A yielded block is only valid until the
     next iteration.
 
-    >>> for owner, (k, v) in RingBlocks(part.channel(), (k, v), part.counts, "ring forward"):
+    >>> for owner, (k, v) in RingBlocks(channel, (k, v), part.counts, "ring forward"):
     ...     total = merge(total, block_attention(q, k, v))
     """
 

@@ -24,7 +24,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from longspan.comm import SequenceShard, World
 from longspan.comm.groups.channel import Channel
-from longspan.comm.moves.expert_exchange import all_to_all_rows, exchange_counts
+from longspan.comm.moves.row_exchange import all_to_all_rows, exchange_counts
 from longspan.comm.world import world_of
 from longspan.errors import ModelError
 from longspan.model.experts.experts import Loads, run_experts

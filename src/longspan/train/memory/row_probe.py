@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from longspan.comm import World
-from longspan.comm.failure.backend_errors import is_out_of_memory
+from longspan.comm.failure.watch import is_out_of_memory
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model.prepared import vocabulary_size
