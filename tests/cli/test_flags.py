@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from longspan import __version__
-from longspan.cli.flags import EvalFlags, TrainFlags, parse_eval, parse_train
+from longspan.cli.flags import EvalFlags, TrainFlags, flag_types, parse_eval, parse_train
 from longspan.cli.main import VERBS, main
-from longspan.cli.parse import flag_types
 from longspan.train.config.file import config_keys, load_config
 from longspan.train.config.sections import ContextConfig, RunConfig
 

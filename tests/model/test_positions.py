@@ -11,7 +11,7 @@ from longspan.comm import World, bind
 from longspan.errors import LongspanError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.seams.positions import position_table
+from longspan.model.seams.call_rules import position_table
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step

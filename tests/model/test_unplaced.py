@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.errors import ModelError
-from longspan.model.tensor_parallel.plan import PARTIAL_GRADIENT, placed_styles
-from longspan.model.tensor_parallel.unplaced import partial_parameters
+from longspan.model.tensor_parallel.plan import PARTIAL_GRADIENT, partial_parameters, placed_styles
 from tests.model.stock import tiny
 
 

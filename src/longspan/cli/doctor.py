@@ -9,12 +9,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
+from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.machine import machine, machine_text
-from longspan.cli.parse import parse_flags
 from longspan.cli.processes import reports_here, run_on_ranks, under_torchrun
 from longspan.errors import ConfigError, LongspanError, counted
 from longspan.report.series import bytes_text, write_seconds
@@ -37,7 +35,7 @@ class DoctorFlags:
     names the process groups that were made, and the ranks of each level of a hierarchical group.
     """
 
-    kernels: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    kernels: Switch = False
     """Print the tables of attention kernels and communication types, with what this machine lacks, and nothing else."""
 
     world: int = 0
@@ -46,7 +44,7 @@ class DoctorFlags:
     """gloo: on the CPU; nccl: on GPUs; auto: NCCL where there are enough GPUs."""
     timeout_seconds: float = 120.0
     """How long a rank waits for the others."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Switch = False
     """Print the result as JSON, and nothing else, on standard output."""
 
 

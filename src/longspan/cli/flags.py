@@ -1,18 +1,118 @@
-"""Flags of `train` and `eval`: every key of the configuration as `--section.key value`, from the same dataclasses.
+"""Words of the command line to a dataclass of flags, for every verb: names are checked here, values by tyro.
 
-Help texts are the docstrings of the configuration's fields.
+The flags of `train` and `eval` are every key of the configuration as `--section.key value`, from the same dataclasses;
+help texts are the docstrings of their fields.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Annotated
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.conf import FlagConversionOff, FlagCreatePairsOff, Positional
 
-from longspan.cli.parse import parse_flags
-from longspan.train.config.file import load_config
+from longspan.errors import ConfigError
+from longspan.train.config.file import load_config, nearest, present_word
 from longspan.train.config.sections import ContextConfig, ParallelConfig, RunConfig, TrainConfig
+
+Flags = TypeVar("Flags")
+_BOOLEANS = ("true", "false", "True", "False")
+_NUMBERS = {int: "an integer", float: "a number"}
+
+
+def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flags | None = None) -> Flags:
+    """The flags of a verb from its words. Raises ConfigError for a flag that does not exist, with the nearest one.
+
+    >>> parse_flags(ReportFlags, ["runs/first", "--json"], "longspan report")
+
+    The same for numbers, choices and true or false that are missing or none. `--help` prints and leaves; it is tyro's.
+    """
+    words = _checked_words(argv, flag_types(kind), prog)
+    known: dict[str, Any] = {} if default is None else {"default": default}
+    return tyro.cli(kind, prog=prog, args=words, use_underscores=True, **known)
+
+
+def check_least(flags: Any, **least: int) -> None:
+    """Raise ConfigError where the value of a flag is below the least that it may be."""
+    for name, number in least.items():
+        if (value := getattr(flags, name)) < number:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give an integer of at least {number}")
+
+
+def flag_types(kind: type) -> dict[str, Any]:
+    """Every flag of a flags dataclass, as written on the command line, with the type of its value."""
+    types: dict[str, Any] = {}
+    for name, hint in get_type_hints(kind).items():
+        if is_dataclass(hint):
+            types |= {f"--{name}.{key}": t for key, t in get_type_hints(hint).items()}
+        elif not _is_positional(kind, name):
+            types[f"--{name}"] = hint
+    return types
+
+
+def _checked_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[str]:
+    """The words with true and false as Python writes them. Raises ConfigError for a flag that does not exist."""
+    words: list[str] = []
+    for word, following in zip(argv, [*argv, "--"][1:], strict=True):
+        if not word.startswith("--"):
+            words.append(word if not words else _as_python(word, types.get(words[-1])))
+            continue
+        flag, equals, value = word.partition("=")
+        flag = "--" + flag[2:].replace("-", "_")
+        _check_name(flag, types, prog)
+        kind = types.get(flag)
+        if kind is bool and not equals and following not in _BOOLEANS:
+            words += [flag, "True"] if "." in flag else [flag]  # `--parallel.sequence_parallel` alone; `--json`
+        elif equals:
+            _check_value(flag, value, kind)
+            words.append(f"{flag}={_as_python(value, kind)}")
+        else:
+            _check_value(flag, None if following.startswith("--") else following, kind)
+            words.append(flag)
+    return words
+
+
+def _check_value(flag: str, value: str | None, kind: Any) -> None:
+    """Raise ConfigError where a word is missing, or no value of a flag that takes one; lists are tyro's to read."""
+    if kind is None:  # --help
+        return
+    if get_origin(kind) is Literal and present_word(value, kind) not in get_args(kind):
+        wanted = f"use one of {', '.join(map(str, get_args(kind)))}"
+    elif kind in _NUMBERS and not _is_number(value or "", kind):
+        wanted = f"it must be {_NUMBERS[kind]}"
+    elif kind is bool and value not in _BOOLEANS:
+        wanted = "it must be true or false"
+    elif value is None:
+        wanted = "write one behind it"
+    else:
+        return
+    raise ConfigError(f"{flag} is {value!r}; {wanted}" if value is not None else f"{flag} has no value; {wanted}")
+
+
+def _is_number(word: str, kind: type[int] | type[float]) -> bool:
+    try:
+        kind(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_name(flag: str, known: dict[str, Any], prog: str) -> None:
+    if flag in known or flag == "--help":
+        return
+    owners = [name for name in known if name.endswith("." + flag[2:])]
+    hint = f"did you mean {owners[0]!r}?" if owners else nearest(flag, known, prefix="--")
+    raise ConfigError(f"{prog} has no flag {flag}: {hint}")
+
+
+def _as_python(value: str, kind: Any) -> str:
+    return value.capitalize() if kind is bool and value in ("true", "false") else str(present_word(value, kind))
+
+
+def _is_positional(kind: type, name: str) -> bool:
+    hint = get_type_hints(kind, include_extras=True)[name]
+    return get_origin(hint) is Annotated and any("Positional" in repr(mark) for mark in get_args(hint)[1:])
+
 
 Switch = Annotated[bool, FlagCreatePairsOff]
 

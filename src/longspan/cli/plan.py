@@ -5,12 +5,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
-
+from longspan.cli.flags import Switch, check_least, parse_flags
 from longspan.cli.lengths import SourceFlags, read_lengths
-from longspan.cli.parse import check_least, parse_flags
 from longspan.cli.pricing import (
     UNPRICED,
     ClosingFlags,
@@ -25,8 +23,6 @@ from longspan.errors import ConfigError, counted
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import check_comm_types, heads_allow
-
-Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
 @dataclass(frozen=True, kw_only=True)

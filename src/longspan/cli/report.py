@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from longspan.cli.parse import parse_flags
+from longspan.cli.flags import Switch, parse_flags
 from longspan.errors import ConfigError
 from longspan.plan import Plan
 from longspan.report import plan_page, write_report
@@ -22,7 +22,7 @@ class ReportFlags:
     """A run's folder, or a plan as `longspan plan --json` prints it."""
     out: str = ""
     """Where to write the page of a plan; empty: beside it, as .html."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Switch = False
     """Print {"report": PATH} on standard output."""
 
 

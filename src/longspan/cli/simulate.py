@@ -3,12 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
-
+from longspan.cli.flags import Switch, check_least, parse_flags
 from longspan.cli.lengths import SourceFlags, read_lengths
-from longspan.cli.parse import check_least, parse_flags
 from longspan.cli.pricing import (
     ClosingFlags,
     PricingFlags,
@@ -33,8 +31,6 @@ from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
 from longspan.plan.simulate.simulate import Simulation, shared_by, simulate
 from longspan.plan.simulate.which_degree import which_degree
-
-Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,15 +19,12 @@ from longspan.model.placement.placement import Placement
 from longspan.model.placement.recompute import Recomputation
 from longspan.model.placement.sharding import Sharding
 from longspan.model.seams.attention_calls import IMPLEMENTATION, check_call
-from longspan.model.seams.call_rules import CallRules
+from longspan.model.seams.call_rules import CallRules, position_table
 from longspan.model.seams.first_pass import FirstPass
 from longspan.model.seams.fused_norms import fuse_norms
-from longspan.model.seams.guards import guard
-from longspan.model.seams.kernel_choice import check_kernel
-from longspan.model.seams.positions import position_table
-from longspan.model.seams.probe import probe_model
+from longspan.model.seams.probe import check_kernel, probe_model
 from longspan.model.seams.randomness import random_draws
-from longspan.model.seams.refusals import refuse_unsupported
+from longspan.model.seams.refusals import guard, refuse_unsupported
 from longspan.model.seams.row_loss import add_row_loss
 from longspan.model.weights.fill import take_weights_to_come
 

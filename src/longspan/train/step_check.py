@@ -9,8 +9,7 @@ from longspan.comm import World
 from longspan.errors import ModelError, PlanError, counted
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import refuse_unprepared
-from longspan.model.seams.call_rules import call_rules
-from longspan.model.seams.positions import refuse_positions
+from longspan.model.seams.call_rules import call_rules, refuse_positions
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan import Plan
 

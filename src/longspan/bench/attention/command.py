@@ -10,8 +10,7 @@ from longspan.bench.attention.cases import Settings
 from longspan.bench.attention.ranks import attention_ranks
 from longspan.bench.flags import BenchFlags
 from longspan.bench.record import show_record, where_it_ran
-from longspan.cli.flags import Switch
-from longspan.cli.parse import parse_flags
+from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.processes import run_on_ranks
 from longspan.errors import ConfigError, counted
 from longspan.report.series import bytes_text

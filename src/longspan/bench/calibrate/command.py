@@ -10,9 +10,8 @@ from typing import Any, Literal
 from longspan.bench.calibrate.fit import Calibration, Sample, calibrate
 from longspan.bench.calibrate.ranks import Settings, calibrate_ranks
 from longspan.bench.flags import BenchFlags, ranks_on_this_host
-from longspan.cli.flags import Switch
+from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.machine import machine, machine_text
-from longspan.cli.parse import parse_flags
 from longspan.cli.processes import reports_here, run_on_ranks, under_torchrun
 from longspan.errors import ConfigError, counted
 from longspan.plan import Cost

@@ -8,7 +8,7 @@ from longspan.bench.step.flags import StepFlags
 from longspan.bench.step.ranks import step_ranks
 from longspan.bench.step.record import record_markdown, record_text
 from longspan.bench.step.settings import make_settings
-from longspan.cli.parse import parse_flags
+from longspan.cli.flags import parse_flags
 from longspan.cli.processes import run_on_ranks
 
 CPU_RANKS = 2

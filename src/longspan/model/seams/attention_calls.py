@@ -14,9 +14,8 @@ from transformers import AttentionInterface
 from longspan.attention import attend
 from longspan.comm import SequenceShard, world_of
 from longspan.errors import ModelError
-from longspan.model.seams.call_rules import call_rules
+from longspan.model.seams.call_rules import call_rules, refuse_positions
 from longspan.model.seams.first_pass import recorded_calls
-from longspan.model.seams.positions import refuse_positions
 from longspan.model.seams.probe import Probe, RecordedCall, unknown_tensors
 from longspan.model.seams.randomness import refuse_randomness
 

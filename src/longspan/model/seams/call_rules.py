@@ -1,14 +1,67 @@
-"""What the calls and steps of a prepared model are checked against: a value that `prepare` leaves on the model."""
+"""What the calls and steps of a prepared model are checked against: a value that `prepare` leaves on the model.
 
-from collections.abc import Mapping
+Among it is how many positions a model knows, where it looks them up in a table: learnt, as GPT-2's, or made once, as
+CTRL's. Rotary models have no table and are not limited here, whatever `max_position_embeddings` says of their training.
+"""
+
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
-from longspan.model.seams.positions import PositionTable
+from longspan.model.layers import decoder_layers
+from longspan.plan import MicroBatch
+
+
+class PositionTable(NamedTuple):
+    """A model's table of positions: its qualified name, and how many positions it has."""
+
+    model: str
+    name: str
+    positions: int
+
+
+def position_table(model: PreTrainedModel) -> PositionTable | None:
+    """The table around the decoder layers, of as many rows as the configuration's `max_position_embeddings`, or None.
+
+    Rows that a module skips at the start of its table (`offset`) are no positions.
+    """
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        return None
+    inside = tuple(f"{layer}." for layer in decoder_layers(model))
+    for name, module in model.base_model.named_modules():
+        full = f"{model.base_model_prefix}.{name}".rstrip(".")
+        if full.startswith(inside) or module is model.get_input_embeddings():
+            continue
+        if isinstance(module, nn.Embedding) and module.num_embeddings - getattr(module, "offset", 0) == positions:
+            return PositionTable(type(model).__name__, full, positions)
+        for buffer, table in module.named_buffers(recurse=False):
+            if table.ndim == 2 and table.is_floating_point() and len(table) == positions:
+                return PositionTable(type(model).__name__, f"{full}.{buffer}", positions)
+    return None
+
+
+def refuse_positions(table: PositionTable | None, micro_batches: Iterable[MicroBatch], padding_rows: int = 0) -> None:
+    """Raise ModelError where a document, or rows of padding, go beyond a model's table of positions."""
+    if table is None:
+        return
+    laid_out = [
+        (f"document {document} takes {rows} rows" + ("" if rows == length else f" ({length} tokens, padded)"), rows)
+        for micro_batch in micro_batches
+        for group in micro_batch.groups
+        for document, length, rows in zip(group.documents, group.lengths, group.laid_out, strict=True)
+    ]
+    for what, rows in (*laid_out, (f"the shard has {padding_rows} rows of padding", padding_rows)):
+        if rows > table.positions:
+            raise ModelError(
+                f"{what}, {table.model} knows {table.positions} positions ({table.name}); use documents of at most "
+                f"{table.positions} tokens, padding included, or a model with a larger table"
+            )
 
 
 @dataclass(frozen=True)

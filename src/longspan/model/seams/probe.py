@@ -3,10 +3,11 @@
 Some models compute attention in their own code and never ask transformers' AttentionInterface (Falcon, Bloom, MPT …);
 under a sharded sequence they would attend to the local rows only, without an error. The probe runs the model's own
 modules with meta tensors in place of its parameters, so it costs no memory and changes nothing. It does not judge
-configurations (`refusals.py`).
+configurations (`refusals.py`). Which attention kernel a model runs is checked by the calls that the probe saw
+(`check_kernel`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from longspan.errors import ModelError
+from longspan.attention import AttentionCall, Mask, choose
+from longspan.attention.kernels import named
+from longspan.errors import AttentionError, ModelError
 from longspan.model.layers import decoder_layers
 
 
@@ -151,3 +154,27 @@ def unknown_tensors(arguments: dict[str, object]) -> tuple[str, ...]:
     """Names of tensor arguments that would change attention and that `attend` has no place for."""
     known = {"position_ids", "cache_position"}
     return tuple(name for name, value in arguments.items() if isinstance(value, Tensor) and name not in known)
+
+
+def check_kernel(
+    model: nn.Module,
+    name: str | None,
+    calls: Sequence[RecordedCall],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Raise AttentionError where this kernel is unknown, or cannot do what a layer asks; None: where no kernel can.
+
+    `calls` are those of the model's probe, of tensors of `dtype` on `device`.
+    """
+    if name is not None:
+        named(name)
+    for recorded in calls:
+        sizes, mask = (recorded.head_size, recorded.value_size), Mask(window=recorded.window)
+        call = AttentionCall(1, 1, *sizes, dtype, device, mask, softcap=recorded.softcap)
+        try:
+            choose(call, name)
+        except AttentionError as error:
+            what = "heads of {} with values of {}".format(*sizes) + "".join(f", {f}" for f in sorted(call.features))
+            raise AttentionError(f"{type(model).__name__} attends with {what}: {error}") from error

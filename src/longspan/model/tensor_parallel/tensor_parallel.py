@@ -32,6 +32,7 @@ from longspan.model.tensor_parallel.plan import (
     blocks_of,
     check_sizes,
     experts_of,
+    partial_parameters,
     placed_styles,
 )
 from longspan.model.tensor_parallel.styles import (
@@ -46,7 +47,6 @@ from longspan.model.tensor_parallel.styles import (
     split_vocabulary,
     wrap_forward,
 )
-from longspan.model.tensor_parallel.unplaced import partial_parameters
 
 
 def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_parallel: bool) -> None:
