@@ -23,6 +23,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # One thread for arithmetic in each process, set before torch is imported. Two pytest workers with a thread for each
     # core would spend most of their time waiting for those threads, as most tensors have a few kilobytes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if config.getoption("--backend") == "nccl":
+        from longspan import testing
+        from tests.launch.rank_pool import run_on_gpus
+
+        testing.run_on_gpus = run_on_gpus
     if (path := config.getoption("--resume")) is not None:
         config.pluginmanager.register(Resumed(path))
 

@@ -10,7 +10,7 @@ from longspan import Layout, World
 from longspan.comm import rendezvous
 from longspan.comm.moves import ring
 from longspan.errors import CommError
-from longspan.testing.rank_pool import RankPool
+from tests.launch.rank_pool import RankPool
 
 
 @pytest.fixture(scope="module")

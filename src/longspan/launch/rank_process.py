@@ -1,7 +1,7 @@
 """What one local rank does: set itself up, call a function, answer through a pipe; once, or call after call.
 
-A rank of `run_local` lives for one call. One of a `RankPool` takes calls until its pipe is closed, and puts back what a
-call may have changed in its process in between.
+A rank of `run_local` lives for one call. One that starts without a task, as those of tests on GPUs, takes calls until
+its pipe is closed, and puts back what a call may have changed in its process in between.
 """
 
 import faulthandler

@@ -6,13 +6,17 @@ anything; a suite of tests spends most of its time there. Fresh ranks for every 
 
 import atexit
 import tempfile
+import unittest
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from longspan.launch.launch import pickled_call
 from longspan.launch.local_ranks import LocalRanks
-from longspan.testing.process_state import ProcessState
+from tests.launch.process_state import ProcessState
 
 READY_SECONDS = 30.0  # a rank that has not put back what a call changed by then is ended
 
@@ -66,3 +70,16 @@ class RankPool:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+
+@cache
+def _gpu_pool() -> RankPool:
+    """One rank for each GPU, for all calls of this process."""
+    return RankPool(torch.cuda.device_count())
+
+
+def run_on_gpus(fn: Callable[..., Any], n: int, args: Sequence[Any], timeout: float) -> list[Any]:
+    """`run_ranks` under `pytest --backend nccl`; a test that needs more ranks than there are GPUs is skipped."""
+    if n > torch.cuda.device_count():
+        raise unittest.SkipTest(f"needs {n} GPUs, this machine has {torch.cuda.device_count()}")
+    return _gpu_pool().run(fn, n, args, timeout=timeout)

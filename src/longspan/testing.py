@@ -5,13 +5,13 @@
 """
 
 import os
-import unittest
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from longspan.launch.launch import run_local
-from longspan.testing.rank_pool import RankPool
+
+# What runs ranks under `pytest --backend nccl`, where they stay from call to call: tests/conftest.py sets it.
+run_on_gpus: Callable[[Callable[..., Any], int, Sequence[Any], float], list[Any]] | None = None
 
 
 def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 120, threads: int = 1) -> list[Any]:
@@ -20,31 +20,13 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 120, 
     Processes are forked from one fork server per session that has torch and transformers imported, so that eight ranks
     start in half a second. `fn` starts with torchrun's variables set and no process group, and must be at the top of a
     module. Raises the first failing rank's error; CommError for a rank that was killed, and when `timeout` seconds are
-    over. Under `pytest --backend nccl` ranks stay from call to call, one on each GPU (`RankPool`); a test that needs
-    more of them than there are GPUs is skipped.
+    over.
     """
-    if backend() == "nccl":
-        _skip_without_gpus(n)
-        return _pool().run(fn, n, args, timeout=timeout)
+    if run_on_gpus is not None:
+        return run_on_gpus(fn, n, args, timeout)
     return run_local(fn, n, args, timeout=timeout, threads=threads)
-
-
-@cache
-def _pool() -> RankPool:
-    """One rank for each GPU, for all calls of this process."""
-    import torch
-
-    return RankPool(torch.cuda.device_count())
 
 
 def backend() -> str:
     """The backend that tests open their worlds with: "gloo", or "nccl" under `pytest --backend nccl`."""
     return os.environ.get("LONGSPAN_TEST_BACKEND", "gloo")
-
-
-def _skip_without_gpus(n: int) -> None:
-    import torch
-
-    there = torch.cuda.device_count()
-    if n > there:
-        raise unittest.SkipTest(f"needs {n} GPUs, this machine has {there}")

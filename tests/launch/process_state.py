@@ -1,6 +1,6 @@
 """What one call may change in the process of a rank, noted before and put back after it.
 
-Put back are torch's switches, seeds and default process group, the names of this package's modules and the environment.
+Put back are torch's switches, seeds and default process group, the names of longspan's modules and the environment.
 Not covered: what a call changes inside other packages, and values that it changes in place.
 """
 
@@ -30,7 +30,7 @@ class ProcessState:
 
     @classmethod
     def now(cls) -> "ProcessState":
-        """The state as it is, with every module of this package imported."""
+        """The state as it is, with every module of longspan imported."""
         names = {module.__name__: dict(vars(module)) for module in _modules()}
         return cls(names, dict(os.environ), torch.initial_seed(), torch.get_num_threads(), torch.get_default_dtype())
 
@@ -58,8 +58,8 @@ class ProcessState:
 
 
 def _modules() -> list[ModuleType]:
-    """This package's modules, without those whose libraries are not installed."""
-    package = import_module(__name__.partition(".")[0])
+    """Longspan's modules, without those whose libraries are not installed."""
+    package = import_module("longspan")
     modules: list[ModuleType] = []
     for module in walk_packages(package.__path__, f"{package.__name__}."):
         with suppress(ImportError):
