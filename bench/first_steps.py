@@ -1,0 +1,197 @@
+"""Seconds of the first steps of `longspan train`, with an empty cache of compiled kernels and with the one it leaves.
+
+python bench/first_steps.py --ranks 2 --longest 256 --tail 256 --steps 6 --out record.json      on CPUs, a tiny model
+python bench/first_steps.py --ranks 4 --out bench/records/first-steps.json -- --model.preset qwen3-8b …    on GPUs
+
+Every step holds one document of `--longest` tokens and a long tail of `--tail` tokens; with `--tails drawn` each step's
+tail is another one. What follows `--` are flags of `longspan train`. Runs are ended after `--steps` steps, without a
+checkpoint. Steady is the median of the second half of a run's steps; the worst ratio is that of steps from the second.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from longspan.bench.record import open_record, where_it_ran, write_record
+from longspan.plan.simulate.distributions import sample_lengths
+from longspan.report.text_table import markdown_table
+from longspan.train.data.step_order import StepOrder
+
+WORDS = 256  # of the tokenizer: the numbers below
+SEED = 0
+WARM_UP = re.compile(r"kernels compiled and memory found in ([\d.]+) s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--longest", type=int, default=131072)
+    parser.add_argument("--tail", type=int, default=131072, help="tokens of the other documents of a step")
+    parser.add_argument("--tail_longest", type=int, default=32768)
+    parser.add_argument("--tails", choices=("same", "drawn"), default="same")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--runs", default="cold,warm", help="runs, one after another over one cache of kernels")
+    parser.add_argument("--cache", type=Path, help="the cache of kernels; without it, an empty one for these runs")
+    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds of a run")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("flags", nargs="*", help="flags of longspan train")
+    options = parser.parse_args()
+    steps = lengths_of_steps(options)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    about = {name: getattr(options, name) for name in ("ranks", "longest", "tail", "tail_longest", "tails", "flags")}
+    record = open_record("first steps", None, backend, Path(__file__).parent) | about | {"rows": []}
+    with tempfile.TemporaryDirectory() as folder:
+        data = write_texts(Path(folder), steps)
+        for number, name in enumerate(options.runs.split(",")):
+            words = command_of(options, data, Path(folder) / f"run{number}", sum(steps[0]))
+            row = {"run": name} | timed(words, options, Path(folder) / f"run{number}")
+            print(f"{name}: {json.dumps(row)}", flush=True)
+            record["rows"].append(row)
+            write_record(record, options.out, as_markdown(record))
+
+
+def lengths_of_steps(options: argparse.Namespace) -> list[list[int]]:
+    """Lengths of the documents of every step: as many tokens in each."""
+    tails = [_tail(options, SEED + (step if options.tails == "drawn" else 0)) for step in range(options.steps)]
+    return [[options.longest, *tail] for tail in tails]
+
+
+def _tail(options: argparse.Namespace, seed: int) -> list[int]:
+    """Log-normal lengths of so many tokens together."""
+    if not options.tail:
+        return []
+    longest = min(options.tail_longest, options.tail)
+    *lengths, last = sample_lengths("lognorm", options.tail, seed=seed, longest=longest, shortest=2).tolist()
+    rest = last - (sum(lengths) + last - options.tail)
+    if rest < 2 and lengths:  # a document has two tokens at least
+        lengths[0] += rest
+        return lengths
+    return [*lengths, rest]
+
+
+def write_texts(folder: Path, steps: list[list[int]]) -> Path:
+    """A file of texts that give these lengths in the order in which a run takes them, and their tokenizer."""
+    lengths = [n for step in steps for n in step]
+    order = StepOrder(lengths, tokens_per_step=sum(lengths), seed=SEED, eval_documents=0).documents_of_step(0)
+    placed = dict(zip(order, lengths, strict=True))
+    draw = np.random.default_rng(SEED)
+    with (folder / "texts.jsonl").open("w") as file:
+        for document in range(len(lengths)):
+            numbers = draw.integers(0, WORDS, placed[document]).tolist()
+            file.write(json.dumps({"text": " ".join(map(str, numbers))}) + "\n")
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(WORDS)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def command_of(options: argparse.Namespace, data: Path, run: Path, tokens: int) -> list[str]:
+    """The command of one run, under torchrun where there are GPUs."""
+    train = ["-m", "longspan", "train"]
+    flags = {
+        "data.path": data / "texts.jsonl",
+        "data.tokenizer": data,
+        "data.max_document_tokens": 0,
+        "data.eval_documents": 0,
+        "context.max_tokens_per_slot": -(-options.longest // options.ranks),
+        "context.planner": "dynamic",
+        "train.tokens_per_step": tokens,
+        "train.steps": 100 * options.steps,  # the run is ended before
+        "train.lr": 1e-5,
+        "train.seed": SEED,
+        "run.dir": run,
+        "run.compile_cache": options.cache or data / "cache",
+    }
+    ours = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    if torch.cuda.is_available():
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
+        return [sys.executable, *torchrun, *train, *ours, *options.flags]
+    return [sys.executable, *train, "--world", str(options.ranks), *ours, *options.flags]
+
+
+def timed(words: list[str], options: argparse.Namespace, run: Path) -> dict[str, Any]:
+    """Run until so many steps are in the metrics, and end it; what they took."""
+    started, lines = time.time(), run.with_suffix(".txt")
+    with lines.open("w") as out:
+        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            rows, first = _watched(process, run / "metrics.jsonl", options, started)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    text = lines.read_text(errors="replace")
+    if len(rows) < options.steps:
+        raise SystemExit(f"the run ended after {len(rows)} steps:\n{text[-4000:]}")
+    seconds, warm_up = [row["seconds"] for row in rows], WARM_UP.search(text)
+    steady = statistics.median(seconds[len(seconds) // 2 :])
+    return {
+        "seconds": seconds,
+        "warm_up_seconds": float(warm_up[1]) if warm_up else None,
+        "seconds_to_first_step": round(first - started, 1),
+        "steady_seconds": steady,
+        "worst_ratio": round(max(seconds[1:]) / steady, 3),
+        "first_ratio": round(seconds[0] / steady, 3),
+        "tokens_per_second": round(rows[-1]["tokens"] / steady, 1),
+        "memory_bytes": rows[-1]["memory_bytes"],
+    }
+
+
+def _watched(
+    process: subprocess.Popen[bytes], file: Path, options: argparse.Namespace, started: float
+) -> tuple[list[dict[str, Any]], float]:
+    """The rows of steps as they come, until there are enough or the run has ended; and when the first one came."""
+    rows, first = list[dict[str, Any]](), 0.0
+    while len(rows) < options.steps and time.time() - started < options.timeout:
+        ended = process.poll() is not None
+        lines = file.read_text().splitlines() if file.is_file() else []
+        rows = [row for row in map(json.loads, filter(_whole, lines)) if "loss" in row]
+        first = first or (time.time() if rows else 0.0)
+        if ended:
+            break
+        time.sleep(0.2)
+    return rows[: options.steps], first
+
+
+def _whole(line: str) -> bool:
+    return line.endswith("}")
+
+
+def as_markdown(record: dict[str, Any]) -> str:
+    names = ("run", "warm-up", "steps, seconds", "steady", "worst from the second", "first", "tokens/s", "until step 1")
+    rows = [
+        (
+            row["run"],
+            "none" if row["warm_up_seconds"] is None else f"{row['warm_up_seconds']:.1f} s",
+            " ".join(f"{s:.2f}" for s in row["seconds"]),
+            f"{row['steady_seconds']:.3f} s",
+            f"{row['worst_ratio']:.2f}",
+            f"{row['first_ratio']:.2f}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['seconds_to_first_step']:.0f} s",
+        )
+        for row in record["rows"]
+    ]
+    return (
+        f"# The first steps of `longspan train` on {record['ranks']} ranks ({record['backend']})\n\n"
+        f"Each step holds one document of {record['longest']:,} tokens and a long tail of {record['tail']:,} "
+        f"({record['tails']} in each step). Ratios are of the steady step, the median of the second half.\n\n"
+        f"{where_it_ran(record)}\n\n{markdown_table(names, rows)}\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
