@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from longspan.comm.failure.backend_errors import is_out_of_memory
+from longspan.comm.failure.watch import is_out_of_memory
 from longspan.errors import ConfigError, counted
 from longspan.model.prepared import vocabulary_size
 from longspan.plan import Plan
