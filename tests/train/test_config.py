@@ -1,6 +1,6 @@
 """Configuration: what is read, what is refused and how, before any process exists."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,7 @@ def written(tmp_path: Path, text: str) -> Path:
 
 def test_the_pinned_defaults() -> None:
     config = RunConfig()
-    assert (config.model.preset, config.model.dtype) == ("qwen3-tiny", "float32")
+    assert (config.model.preset_name, config.model.dtype) == ("qwen3-tiny", "float32")
     assert (config.data.path, config.data.tokenizer, config.data.vocab_size) == ("stdlib", "", 2048)
     assert (config.data.max_document_tokens, config.data.eval_documents) == (2048, 32)
     assert (config.context.planner, config.context.context_parallel_size, config.context.cp_comm_type) == (
@@ -53,7 +53,9 @@ def test_the_pinned_defaults() -> None:
 
 
 def test_the_first_example_says_the_defaults() -> None:
-    assert load_config(EXAMPLES / "first.toml") == RunConfig()
+    config = load_config(EXAMPLES / "first.toml")
+    assert config.model.preset == RunConfig().model.preset_name
+    assert replace(config, model=replace(config.model, preset="")) == RunConfig()
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
@@ -154,6 +156,20 @@ IMPOSSIBLE = [
     (4, {"run.timeout_seconds": 0.0}, r"run.timeout_seconds is 0.0"),
     (4, {"run.dir": ""}, r"run.dir is empty"),
     (4, {"model.preset": "qwen-tiny"}, r"model.preset is 'qwen-tiny'; did you mean 'qwen3-tiny'"),
+    (
+        4,
+        {"model.preset": "llama-tiny", "model.path": "x"},
+        r"model.path = 'x' and model.preset = 'llama-tiny' name more",
+    ),
+    (4, {"model.config": "y", "model.path": "x"}, r"model.path = 'x' and model.config = 'y' name more than one model"),
+    (
+        4,
+        {"model.rope_scaling": "dynamic"},
+        r'"dynamic", which chooses frequencies by the longest position .* use "yarn"',
+    ),
+    (4, {"model.rope_scaling": "yarm"}, r"model.rope_scaling is 'yarm'; did you mean 'yarn'"),
+    (4, {"model.rope_factor": 2.0}, r"model.rope_factor is 2 and model.rope_scaling is empty"),
+    (4, {"model.rope_scaling": "yarn", "model.rope_factor": 0.5}, r"model.rope_factor is 0.5; it must be above 1"),
     (4, {"context.context_parallel_size": 3}, r"context.context_parallel_size 3 does not divide 4 slots \(4 ranks"),
     (3, {}, r"context_parallel_size 2 does not divide 3 slots .*use 1 or 3, or start a multiple of 2 processes"),
     (2, {}, r"context.eval_context_parallel_size 4 does not divide 2 slots"),

@@ -1,57 +1,65 @@
-"""Models from a local Hugging Face folder or a preset; nothing is downloaded. How they are saved is in `save.py`."""
+"""Models from a local Hugging Face folder, a configuration or a preset; nothing is downloaded.
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+How models are saved is in `save.py`.
+"""
+
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.model.hf_folder import no_progress_bars, read_configuration, weight_files
 from longspan.model.prepared import vocabulary_size
 from longspan.model.presets import PRESETS, preset_config
 from longspan.model.weights.empty import empty_model
 from longspan.model.weights.fill import fill_when_prepared
 from longspan.model.weights.folder import FolderWeights
+from longspan.model.weights.random import RandomWeights
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def load_model(
     path: str | Path | None = None,
     preset: str | None = None,
     *,
+    config: PreTrainedConfig | str | Path | None = None,
     dtype: str | torch.dtype = "float32",
     seed: int = 0,
     vocab_size: int | None = None,
     sharded: bool | None = False,
 ) -> PreTrainedModel:
-    """A causal language model on the CPU: from a local folder, or else a preset with random weights.
+    """A causal language model on the CPU: from a local folder, or with random weights of a configuration or a preset.
 
     >>> model = load_model(preset="qwen3-tiny", vocab_size=2048, seed=0)
     >>> model = prepare(load_model("Qwen3-8B", sharded=True), world)
+    >>> model = prepare(load_model(config="Qwen3-8B/config.json", sharded=True), world)
 
     With `sharded`, parameters have no memory until `prepare` has decided which part this rank keeps; it then reads that
-    part from the folder's safetensors files, straight to the world's device, so that no rank ever holds the whole. None
-    decides by the folder's files: of pytorch_model.bin no part can be read alone.
+    part from the folder's safetensors files, or draws it, on the world's device, so that no rank ever holds the whole.
+    None: sharded where the folder's files are safetensors, of which parts can be read alone, and for random weights.
 
-    Random weights are a function of the preset, `vocab_size` and `seed` alone: the same on every rank, whatever the
-    world. With a folder, `vocab_size` is that of the tokenizer, which must fit into the model's. Raises ModelError for
-    an unknown preset or dtype, and for a folder that is missing, incomplete or damaged.
+    `config` beside `path` is used in place of the folder's config.json. Random weights are a function of the
+    configuration and `seed` alone: the same on every rank, whatever the world (and, with `sharded`, of the kind of
+    device that draws them). `vocab_size` is that of the tokenizer: a preset of tiny sizes gets it, any other model must
+    have as many rows. Raises ModelError for an unknown preset or dtype, and for a folder that is missing, incomplete
+    or damaged.
     """
-    kind = _dtype(dtype)
+    kind = torch_dtype(dtype)
     if path is not None:
-        if sharded is None:
-            sharded = _check_folder(Path(path))[0].suffix == ".safetensors"
-        model = _to_be_read(Path(path), kind) if sharded else _from_folder(Path(path), kind)
+        folder = Path(path)
+        changed = read_configuration(Path(config)) if isinstance(config, str | Path) else config
+        sharded = weight_files(folder)[0].suffix == ".safetensors" if sharded is None else sharded
+        model = _to_be_read(folder, changed, kind) if sharded else _from_folder(folder, changed, kind)
         return _fitting(model, path, vocab_size)
-    if preset is None:
-        raise ModelError(f"give a folder, or a preset: {', '.join(PRESETS)}")
-    return _random(preset, vocab_size, kind, seed)
+    if config is None:
+        config = _preset(preset, vocab_size)
+    elif not isinstance(config, PreTrainedConfig):
+        config = read_configuration(Path(config))
+    model = _drawn(config, kind, seed) if sharded is False else _to_be_drawn(config, kind, seed)
+    return _fitting(model, config._name_or_path or preset or "the configuration", vocab_size)
 
 
 def _fitting(model: PreTrainedModel, path: str | Path, vocab_size: int | None) -> PreTrainedModel:
@@ -64,17 +72,21 @@ def _fitting(model: PreTrainedModel, path: str | Path, vocab_size: int | None) -
     return model
 
 
-def _dtype(dtype: str | torch.dtype) -> torch.dtype:
-    for name, torch_dtype in _DTYPES.items():
-        if dtype in (name, torch_dtype):
-            return torch_dtype
+def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A dtype by its name. Raises ModelError for one that parameters do not have."""
+    for name, kind in _DTYPES.items():
+        if dtype in (name, kind):
+            return kind
     raise ModelError(f"unknown dtype {dtype!r}; use {', '.join(_DTYPES)}")
 
 
-def _random(preset: str, vocab_size: int | None, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    if vocab_size is None:
-        raise ModelError(f"preset {preset} needs vocab_size, the number of ids of the tokenizer")
-    config = preset_config(preset, vocab_size=vocab_size)
+def _preset(preset: str | None, vocab_size: int | None) -> PreTrainedConfig:
+    if preset is None:
+        raise ModelError(f"give a folder, or a preset: {', '.join(PRESETS)}")
+    return preset_config(preset, vocab_size=vocab_size)
+
+
+def _drawn(config: PreTrainedConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -84,12 +96,20 @@ def _random(preset: str, vocab_size: int | None, dtype: torch.dtype, seed: int) 
     return model
 
 
-def _from_folder(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    _check_folder(folder)
+def _to_be_drawn(config: PreTrainedConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """A model without memory for its parameters, and what draws them."""
+    model = empty_model(config, dtype)
+    fill_when_prepared(model, RandomWeights(model, seed))
+    return model
+
+
+def _from_folder(folder: Path, config: PreTrainedConfig | None, dtype: torch.dtype) -> PreTrainedModel:
+    weight_files(folder)
+    changed = {} if config is None else {"config": config}
     try:
         with no_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, local_files_only=True, output_loading_info=True
+                folder, dtype=dtype, local_files_only=True, output_loading_info=True, **changed
             )
     except Exception as error:  # json, safetensors, torch, huggingface_hub and transformers each raise their own
         raise ModelError(f"the model in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
@@ -102,54 +122,20 @@ def _from_folder(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _to_be_read(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def _to_be_read(folder: Path, config: PreTrainedConfig | None, dtype: torch.dtype) -> PreTrainedModel:
     """The folder's model without memory for its parameters, and what fills them."""
-    files = _check_folder(folder)
+    files = weight_files(folder)
     if files[0].suffix != ".safetensors":
         raise ModelError(
             f"{folder} has {files[0].name}, of which no part can be read alone; save the model again with "
             "save_pretrained of transformers, which writes safetensors, or load it with sharded=False"
         )
+    config = config or read_configuration(folder)
     try:
-        model = empty_model(AutoConfig.from_pretrained(folder, local_files_only=True), dtype)
+        model = empty_model(config, dtype)
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # json, huggingface_hub and transformers each raise their own
         raise ModelError(f"the model in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
     fill_when_prepared(model, FolderWeights(folder, files, model))
     return model
-
-
-def _check_folder(folder: Path) -> list[Path]:
-    """The folder's files of weights."""
-    presets = f"or use a preset: {', '.join(PRESETS)}"
-    if not folder.is_dir():
-        raise ModelError(f"there is no model folder {folder}; give a folder in Hugging Face format, {presets}")
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json; give a folder in Hugging Face format, {presets}")
-    weights = next((name for name in _WEIGHTS if (folder / name).is_file()), None)
-    if weights is None:
-        raise ModelError(f"{folder} has no weights; expected one of {', '.join(_WEIGHTS)}")
-    return _indexed(folder, folder / weights) if weights.endswith(".index.json") else [folder / weights]
-
-
-def _indexed(folder: Path, index: Path) -> list[Path]:
-    try:
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is damaged: {type(error).__name__}: {error}") from error
-    if missing := [name for name in files if not (folder / name).is_file()]:
-        raise ModelError(f"{folder} lacks {len(missing)} of {len(files)} weight files: {', '.join(missing[:4])}")
-    return [folder / name for name in files]
-
-
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Inside, transformers shows no progress of files."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

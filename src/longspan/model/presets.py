@@ -1,4 +1,4 @@
-"""Small models with random weights, by name: what `longspan train` and the tests start from without a download.
+"""Models with random weights, by name: tiny ones for first runs and tests, and published ones in their real sizes.
 
 A preset is a transformers configuration, nothing else; `load_model` draws its weights.
 """
@@ -32,6 +32,32 @@ class Preset:
     config_class: str
     values: Mapping[str, Any]
 
+    @property
+    def rows(self) -> int:
+        """Rows of the embedding of a published model; 0: as many as the tokenizer has ids."""
+        return self.values.get("vocab_size", 0)
+
+
+def _qwen3(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **more: Any) -> dict[str, Any]:
+    """As the configurations of https://huggingface.co/Qwen say."""
+    return {
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "intermediate_size": intermediate,
+        "max_position_embeddings": 40960,
+        "max_window_layers": layers,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+_MOE = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
 
 PRESETS: dict[str, Preset] = {
     "llama-tiny": Preset("LlamaConfig", _TINY),
@@ -47,11 +73,14 @@ PRESETS: dict[str, Preset] = {
         | {"intermediate_size": 192, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
     ),
+    "qwen3-0.6b": Preset("Qwen3Config", _qwen3(1024, 28, 16, 8, 3072, tie_word_embeddings=True)),
+    "qwen3-8b": Preset("Qwen3Config", _qwen3(4096, 36, 32, 8, 12288)),
+    "qwen3-30b-a3b": Preset("Qwen3MoeConfig", _qwen3(2048, 48, 32, 4, 6144, **_MOE)),
 }
 
 
-def preset_config(name: str, *, vocab_size: int) -> "PreTrainedConfig":
-    """The configuration of a preset for a vocabulary of `vocab_size` ids.
+def preset_config(name: str, *, vocab_size: int | None = None) -> "PreTrainedConfig":
+    """The configuration of a preset for a vocabulary of `vocab_size` ids; published models have their own.
 
     >>> preset_config("qwen3-tiny", vocab_size=2048).hidden_size
     192
@@ -62,12 +91,21 @@ def preset_config(name: str, *, vocab_size: int) -> "PreTrainedConfig":
 
     if name not in PRESETS:
         raise ModelError(f"unknown model preset {name!r}{_nearest(name)}; presets: {', '.join(PRESETS)}")
-    if isinstance(vocab_size, bool) or int(vocab_size) != vocab_size or vocab_size < 1:
-        raise ModelError(f"vocab_size is {vocab_size!r}; preset {name} needs an integer of at least 1")
     preset = PRESETS[name]
+    values = dict(preset.values)
+    if not preset.rows:
+        values["vocab_size"] = _checked_vocabulary(name, vocab_size)
     # The tokenizer says which ids are special; the default ids of a family may lie outside a small vocabulary.
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    return getattr(transformers, preset.config_class)(vocab_size=int(vocab_size), **preset.values, **special)
+    return getattr(transformers, preset.config_class)(**values, **special)
+
+
+def _checked_vocabulary(name: str, vocab_size: int | None) -> int:
+    if vocab_size is None:
+        raise ModelError(f"preset {name} needs vocab_size, the number of ids of the tokenizer")
+    if isinstance(vocab_size, bool) or int(vocab_size) != vocab_size or vocab_size < 1:
+        raise ModelError(f"vocab_size is {vocab_size!r}; preset {name} needs an integer of at least 1")
+    return int(vocab_size)
 
 
 def _nearest(name: str) -> str:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
-from longspan.model.load import no_progress_bars
+from longspan.model.hf_folder import no_progress_bars
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.state import state_of_all_stages
 

@@ -5,16 +5,19 @@ step` build on the same functions, so that neither can do what the other cannot.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ConfigError, counted
-from longspan.model import load_model, prepare
+from longspan.model import PRESETS, load_model, prepare, preset_config
 from longspan.model.experts.router import RouterCoefficients
+from longspan.model.hf_folder import read_configuration
 from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.weights.fill import leave_to_checkpoint
 from longspan.plan import Cost, Plan
 from longspan.train.config.sections import RunConfig
 from longspan.train.optim import build_optimizer, lr_at
@@ -23,18 +26,34 @@ from longspan.train.run.precision import compute_dtype
 from longspan.train.step import StepResult, run_step
 
 
-def loaded_model(config: RunConfig, vocabulary: int) -> PreTrainedModel:
-    """The model that [model] names, not yet prepared; a preset has an embedding of `vocabulary` ids."""
-    return folder_model(config) or load_model(
-        None, config.model.preset, dtype=config.model.dtype, seed=config.train.seed, vocab_size=vocabulary
-    )
+def configuration_of(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
+    """The architecture that [model] names, as it stands there; a tiny preset has an embedding of `vocabulary` ids.
+
+    Raises ModelError for a folder or config.json that is missing or damaged.
+    """
+    if source := config.model.path or config.model.config:
+        return read_configuration(Path(source))
+    return preset_config(config.model.preset_name, vocab_size=vocabulary)
 
 
-def folder_model(config: RunConfig) -> PreTrainedModel | None:
-    """The model of `model.path`, whose weights are read once it is prepared; None where a preset is named instead."""
-    if not config.model.path:
-        return None
-    return load_model(config.model.path, dtype=config.model.dtype, sharded=None)
+def loaded_model(config: RunConfig, vocabulary: int, configuration: PreTrainedConfig | None = None) -> PreTrainedModel:
+    """The model that [model] names, of this configuration instead of its own where one is given; not yet prepared.
+
+    Weights are read or drawn once it is prepared, except for tiny presets', which are drawn here.
+    """
+    configuration = configuration or configuration_of(config, vocabulary)
+    if config.model.path:
+        return load_model(config.model.path, config=configuration, dtype=config.model.dtype, sharded=None)
+    tiny = config.model.preset_name and not PRESETS[config.model.preset_name].rows
+    dtype, seed = config.model.dtype, config.train.seed
+    return load_model(config=configuration, dtype=dtype, seed=seed, sharded=not tiny)
+
+
+def unread_model(config: RunConfig, configuration: PreTrainedConfig) -> PreTrainedModel:
+    """A model of this configuration whose weights come from a checkpoint once it is prepared: none is read or drawn."""
+    model = load_model(config=configuration, dtype=config.model.dtype, sharded=True)
+    leave_to_checkpoint(model)
+    return model
 
 
 def prepared_model(config: RunConfig, world: World, model: PreTrainedModel) -> PreTrainedModel | PipelineModel:

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig, PreTrainedModel
 
 from longspan import Layout, World, plan_fixed, prepare, run_step
 from longspan.errors import ModelError
 from longspan.model import load_model
 from longspan.model.local_tensors import local_tensor
 from longspan.model.weights.empty import empty_model, is_empty
-from longspan.model.weights.fill import fill_when_prepared
-from longspan.model.weights.random import RandomWeights
+from longspan.model.weights.fill import leave_to_checkpoint
 from longspan.testing import run_ranks
 from tests.model.deep import deep_config
 from tests.model.moe_models import moe_model
@@ -60,7 +59,7 @@ def _differences(model: torch.nn.Module, wanted: torch.nn.Module) -> list[str]:
     return names + [n for (n, x), (m, y) in buffers if n != m or not torch.equal(x, y)]
 
 
-def _losses(model: torch.nn.Module, world: World) -> tuple[float, float]:
+def _losses(model: torch.nn.Module, world: World) -> tuple[float, float | None]:
     lengths = (30, 17, 9, 8, 25, 12, 7, 6)
     plan = plan_fixed(lengths, world.home, cp=2, max_tokens_per_slot=40)
     result = run_step(
@@ -124,9 +123,7 @@ def test_what_an_architecture_keeps_in_float32_is_float32(family: str, dtype: to
 
 
 def _drawn(config: PreTrainedConfig, seed: int = 3) -> PreTrainedModel:
-    model = empty_model(config, torch.float32)
-    fill_when_prepared(model, RandomWeights(model, seed, torch.device("cpu")))
-    return model
+    return load_model(config=config, seed=seed, sharded=True)
 
 
 def _draw(rank: int, axes: dict[str, int], name: str) -> dict[str, torch.Tensor]:
@@ -148,6 +145,34 @@ def test_random_weights_are_the_same_under_every_home(name: str) -> None:
             assert not [n for n, x in drawn.items() if not torch.equal(x, alone[n])]
 
 
+def _spreads(rank: int) -> dict[str, float]:
+    config = GPT2Config(n_embd=64, n_layer=8, n_head=4, n_positions=64, vocab_size=50)
+    with World(Layout(ranks=1)) as world:
+        model = prepare(load_model(config=config, seed=0, sharded=True), world)
+        return {n: float(x.std()) for n, x in model.named_parameters() if "weight" in n and "ln" not in n}
+
+
+def test_weights_that_an_architecture_scales_by_depth_are_scaled() -> None:
+    (spreads,) = run_ranks(_spreads, 1)
+    for name, spread in spreads.items():
+        wanted = 0.02 / 4 if "c_proj" in name else 0.02  # GPT-2: by the root of twice the layers
+        assert abs(spread / wanted - 1) < 0.1, (name, spread)
+
+
+def _left(rank: int, axes: dict[str, int]) -> tuple[bool, bool]:
+    with World(Layout(ranks=2, **axes)) as world:
+        model = load_model(config=_config("4 experts"), sharded=True)
+        leave_to_checkpoint(model)
+        prepared = prepare(model, world)
+        weights = [local_tensor(x.detach()) for x in prepared.parameters()]
+        return all(bool(x.isnan().all()) for x in weights), any(bool(x.isnan().any()) for x in prepared.buffers())
+
+
+@pytest.mark.parametrize("axes", [{}, {"pp": 2}], ids=str)
+def test_weights_that_a_checkpoint_must_bring_are_no_numbers_before(axes: dict[str, int]) -> None:
+    assert run_ranks(_left, 2, axes) == [(True, False)] * 2
+
+
 def _edit(folder: Path, name: str, edit: Any) -> None:
     file = next(path for path in sorted(folder.glob("*.safetensors")) if name in load_file(path))
     weights = load_file(file)
@@ -155,16 +180,29 @@ def _edit(folder: Path, name: str, edit: Any) -> None:
     save_file({n: x for n, x in weights.items() if x is not None}, file, metadata={"format": "pt"})
 
 
-def _cut_short(folder: Path) -> None:
+def _cut_short(folder: Path, bytes_left: int) -> None:
     file = min(folder.glob("*.safetensors"))
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    assert bytes_left < file.stat().st_size
+    file.write_bytes(file.read_bytes()[:bytes_left])
+
+
+def _cut_by_a_byte(folder: Path) -> None:
+    _cut_short(folder, min(folder.glob("*.safetensors")).stat().st_size - 1)
 
 
 NORM, GATE = "model.layers.0.input_layernorm.weight", "model.layers.1.mlp.gate_proj.weight"
 DAMAGED = {
     "a weight missing": (lambda f: _edit(f, NORM, lambda x: None), rf"lacks 1 weights .*{NORM}"),
     "another shape": (lambda f: _edit(f, GATE, lambda x: x[:5].clone()), rf"{GATE} is \(5, 32\) in the .* \(48, 32\)"),
-    "a file cut short": (_cut_short, r"model-00001.* bytes\) cannot be read, perhaps it was cut short"),
+    "a header cut short": (
+        lambda f: _cut_short(f, 40),
+        r"model-00001.* \(40 bytes\) cannot be read, perhaps it was cut",
+    ),
+    "data cut short": (_cut_by_a_byte, r"model-00001.* bytes\) cannot be read, perhaps it was cut short"),
+    "an empty file": (
+        lambda f: _cut_short(f, 0),
+        r"model-00001.* \(0 bytes\) cannot be read, perhaps it was cut short",
+    ),
 }
 
 

@@ -1,5 +1,6 @@
 """Fill a prepared model whose parameters were on the meta device: this rank's part of each, and no more."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
@@ -17,9 +18,19 @@ from longspan.model.weights.held import HeldPart
 class WeightSource(Protocol):
     """Where weights come from: parts of a model's parameters, one after another."""
 
-    def read(self, wanted: Mapping[str, HeldPart]) -> Iterator[tuple[str, Tensor]]:
-        """The wanted part of each parameter that it has, by name."""
+    def read(self, wanted: Mapping[str, HeldPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """The wanted part of each parameter and stored buffer that it has, by name; it may work on the device."""
         ...
+
+
+class _LeftToCheckpoint:
+    """In place of weights that a checkpoint overwrites: not a number, which no step takes for a weight."""
+
+    def read(self, wanted: Mapping[str, HeldPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """One number for each."""
+        for name, part in wanted.items():
+            value = math.nan if part.dtype.is_floating_point else 0
+            yield name, torch.full((), value, dtype=part.dtype, device=device)
 
 
 class WeightsToCome:
@@ -48,7 +59,7 @@ class WeightsToCome:
                 tensors[self._first_name.get(name, name)].append(tensor)
         wanted = {name: HeldPart.of(copies[0]) for name, copies in tensors.items()}
         missing = {name for name, part in wanted.items() if all(side.stop > side.start for side in part.block)}
-        for name, part in self.source.read(wanted):
+        for name, part in self.source.read(wanted, device):
             for copy in tensors[name]:
                 local_tensor(copy).copy_(part)
             missing.discard(name)
@@ -66,6 +77,12 @@ def _told(error: Exception) -> ModelError:
 def fill_when_prepared(model: nn.Module, source: WeightSource) -> None:
     """Have `prepare` fill this model, whose parameters are on the meta device."""
     model.weights_to_come = WeightsToCome(model, source)  # pyright: ignore[reportArgumentType]
+
+
+def leave_to_checkpoint(model: nn.Module) -> None:
+    """Have `prepare` read or draw nothing: every weight is not a number until a checkpoint is loaded."""
+    if (weights := vars(model).get("weights_to_come")) is not None:
+        weights.source = _LeftToCheckpoint()
 
 
 def take_weights_to_come(model: nn.Module) -> WeightsToCome | None:

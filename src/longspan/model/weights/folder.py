@@ -66,8 +66,8 @@ class FolderWeights:
     def __str__(self) -> str:
         return f"the model in {self._folder}"
 
-    def read(self, wanted: Mapping[str, HeldPart]) -> Iterator[tuple[str, Tensor]]:
-        """The wanted part of each parameter that the files have, by name, on the CPU.
+    def read(self, wanted: Mapping[str, HeldPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """The wanted part of each parameter that the files have, by name, on the CPU, whatever the device.
 
         Raises ModelError for tensors of other shapes than the model's, and for files that cannot be read.
         """

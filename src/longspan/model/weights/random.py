@@ -1,4 +1,4 @@
-"""Random weights of a configuration, drawn module after module as transformers initialises them."""
+"""Random weights of a configuration, drawn a decoder layer at a time as transformers initialises them."""
 
 import zlib
 from collections.abc import Iterator, Mapping
@@ -8,35 +8,51 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from longspan.model.layers import decoder_layers
+from longspan.model.weights.empty import stored_buffers
 from longspan.model.weights.held import HeldPart
 
 
 class RandomWeights:
     """Weights that are a function of the configuration, the seed and the device's kind: the same under every home.
 
-    Every module that has parameters is drawn whole, in float32, from a seed of its own: `seed` and its name.
+    A decoder layer, and every other module that has parameters, is drawn whole on the device, in float32, from a seed
+    of its own: `seed` and its name.
     """
 
-    def __init__(self, model: PreTrainedModel, seed: int, device: torch.device) -> None:
-        self._model, self._seed, self._device = deepcopy(model), seed, device
+    def __init__(self, model: PreTrainedModel, seed: int) -> None:
+        self._model, self._seed = deepcopy(model), seed
 
     def __str__(self) -> str:
         return "the drawn model"
 
-    def read(self, wanted: Mapping[str, HeldPart]) -> Iterator[tuple[str, Tensor]]:
-        """The wanted part of each parameter, by name."""
-        for path, module in self._model.named_modules():
-            names = {f"{path}.{name}".lstrip("."): name for name, _ in module.named_parameters(recurse=False)}
+    def read(self, wanted: Mapping[str, HeldPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """The wanted part of each parameter, by name; buffers have the values that their modules are made with."""
+        yield from ((name, buffer) for name, buffer in stored_buffers(self._model) if name in wanted)
+        for path, module in self._units():
+            names = {f"{path}.{name}".lstrip("."): name for name, _ in module.named_parameters()}
             if not names.keys().isdisjoint(wanted):
-                drawn = self._draw(path, module)
-                for name, key in names.items():
+                drawn = self._draw(path, module, device)
+                for name, inside in names.items():
                     if part := wanted.get(name):
-                        yield name, drawn.get_parameter(key).detach()[part.block].to(part.dtype)
+                        yield name, drawn.get_parameter(inside).detach()[part.block].to(part.dtype)
 
-    def _draw(self, path: str, module: nn.Module) -> nn.Module:
-        drawn = deepcopy(module).to_empty(device=self._device, recurse=False).float()
-        devices = [] if self._device.type == "cpu" else [self._device]
-        with torch.random.fork_rng(devices=devices, device_type=self._device.type if devices else "cuda"):
-            torch.manual_seed(self._seed << 32 | zlib.crc32(path.encode()))
-            self._model._init_weights(drawn)
+    def _units(self) -> Iterator[tuple[str, nn.Module]]:
+        """What is drawn at once: each layer, whose modules may scale each other's weights, and each module outside."""
+        layers = decoder_layers(self._model)
+        yield from layers.items()
+        inside = {module for layer in layers.values() for module in layer.modules()}
+        for path, module in self._model.named_modules():
+            if module not in inside and any(True for _ in module.parameters(recurse=False)):
+                alone = deepcopy(module)
+                alone._modules.clear()
+                yield path, alone
+
+    @torch.no_grad()
+    def _draw(self, path: str, module: nn.Module, device: torch.device) -> nn.Module:
+        drawn = deepcopy(module).to_empty(device=device).float()
+        devices = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+            torch.manual_seed((self._seed << 32 | zlib.crc32(path.encode())) % 2**64)
+            drawn.apply(self._model._init_weights)  # children before parents, as transformers does
         return drawn

@@ -26,6 +26,7 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     Raises ConfigError (LayoutError for ranks that tp x pp does not divide) with the key, the numbers and what fits.
     """
     _check_numbers(config)
+    _check_model(config)
     home = home_of(config.parallel, ranks)
     check_precision(config)
     _check_parallel(config, home)
@@ -68,8 +69,28 @@ def _check_numbers(config: RunConfig) -> None:
         raise ConfigError("data.max_document_tokens is 1; a document of one token predicts nothing: use 2 or more")
     if not config.run.dir:
         raise ConfigError('run.dir is empty; name a folder, as in dir = "runs/first"')
-    if not config.model.path and config.model.preset not in PRESETS:
-        raise ConfigError(f"model.preset is {config.model.preset!r}; {nearest(config.model.preset, PRESETS)}")
+
+
+def _check_model(config: RunConfig) -> None:
+    model = config.model
+    if len(named := [key for key in ("path", "config", "preset") if getattr(model, key)]) > 1:
+        raise ConfigError(
+            f"{' and '.join(f'model.{key} = {getattr(model, key)!r}' for key in named)} name more than one model; keep "
+            "path to train a folder's weights, config for random weights of a configuration, or preset"
+        )
+    if model.preset_name and model.preset_name not in PRESETS:
+        raise ConfigError(f"model.preset is {model.preset!r}; {nearest(model.preset, PRESETS)}")
+    if model.rope_scaling == "dynamic":
+        raise ConfigError(
+            'model.rope_scaling is "dynamic", which chooses frequencies by the longest position of a batch at run '
+            'time: a document\'s loss would depend on its neighbours; use "yarn" or "linear"'
+        )
+    if model.rope_scaling and model.rope_scaling not in (known := ("yarn", "linear")):
+        raise ConfigError(f"model.rope_scaling is {model.rope_scaling!r}; {nearest(model.rope_scaling, known)}")
+    if model.rope_factor and not model.rope_scaling:
+        raise ConfigError(f'model.rope_factor is {model.rope_factor:g} and model.rope_scaling is empty; use "yarn"')
+    if 0 < model.rope_factor <= 1:
+        raise ConfigError(f"model.rope_factor is {model.rope_factor:g}; it must be above 1, or 0 to be chosen")
 
 
 def _check_parallel(config: RunConfig, home: Layout) -> None:
@@ -137,9 +158,9 @@ def _check_pipeline(config: RunConfig) -> None:
 
 def _check_preset(config: RunConfig) -> None:
     """What a preset's sizes do not allow, before a corpus is read; a model's folder is checked once it is loaded."""
-    if config.model.path:
+    if not (name := config.model.preset_name):
         return
-    name, parallel, values = config.model.preset, config.parallel, PRESETS[config.model.preset].values
+    parallel, values = config.parallel, PRESETS[name].values
     layers, heads = values["num_hidden_layers"], values["num_key_value_heads"]
     experts = values.get("num_experts", values.get("num_local_experts", 0))
     if (stages := parallel.pp * parallel.vpp) > layers:
@@ -183,8 +204,8 @@ def _check_degree(choice: PlanChoice, home: Layout) -> None:
 
 def _choices(config: RunConfig, *, training: bool, heads: int | None = None) -> list[PlanChoice]:
     """The halves of [context] that will be used; a preset's query heads are known, a model folder's once it is read."""
-    if heads is None and not config.model.path:
-        heads = PRESETS[config.model.preset].values["num_attention_heads"]
+    if heads is None and config.model.preset_name:
+        heads = PRESETS[config.model.preset_name].values["num_attention_heads"]
     choices = [PlanChoice.training(config, heads=heads)] if training else []
     evaluated = config.data.eval_documents > 0 or not training
     return choices + ([PlanChoice.evaluation(config, heads=heads)] if evaluated else [])

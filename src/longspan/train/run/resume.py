@@ -10,7 +10,7 @@ from longspan.errors import CheckpointError, ConfigError
 from longspan.train.all_ranks import LogLine, on_first_rank
 from longspan.train.checkpoint.checkpoint import find_checkpoint
 from longspan.train.checkpoint.files import read_state, remove_unfinished
-from longspan.train.config.sections import AUTO, RunConfig
+from longspan.train.config.sections import AUTO, ModelConfig, RunConfig
 
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
 _FIXED_SECTIONS = ("model", "data")
@@ -41,7 +41,7 @@ def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path 
 
 
 def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
-    before, now = state.get("config", {}), json.loads(json.dumps(asdict(config)))
+    before, now = (_with_preset(values) for values in (state.get("config", {}), json.loads(json.dumps(asdict(config)))))
     if state.get("step", 0) > config.train.steps:
         raise ConfigError(
             f"{path} is at step {state['step']}, beyond train.steps {config.train.steps}; raise train.steps"
@@ -57,6 +57,12 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
             )
     if state.get("step", 0) == config.train.steps:
         _check_finished(before, now, path)
+
+
+def _with_preset(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with the preset that it means: older runs write one down beside a folder that wins over it."""
+    model = ModelConfig(**{key: config.get("model", {}).get(key, "") for key in ("preset", "path", "config")})
+    return {**config, "model": {**config.get("model", {}), "preset": model.preset_name}}
 
 
 def _check_finished(before: dict[str, Any], now: dict[str, Any], path: Path) -> None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import World
-from longspan.errors import CheckpointError, DataError, RunFolderError, counted
+from longspan.errors import CheckpointError, DataError, ModelError, RunFolderError, counted
+from longspan.model.hf_folder import weight_files
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan import Cost
@@ -28,8 +29,16 @@ from longspan.train.evaluation.result import Evaluation
 from longspan.train.memory.rows_that_fit import with_rows_that_fit
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads
 from longspan.train.run.config_check import check_longest
+from longspan.train.run.long_documents import configuration_for
 from longspan.train.run.resume import checkpoint_to_resume
-from longspan.train.training import Training, folder_model, loaded_model, optimizer_of, prepared_model
+from longspan.train.training import (
+    Training,
+    configuration_of,
+    loaded_model,
+    optimizer_of,
+    prepared_model,
+    unread_model,
+)
 
 
 @dataclass(frozen=True)
@@ -63,13 +72,14 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     """
     directory = Path(config.run.dir)
     checkpoint = checkpoint_to_resume(config, world, log)
-    model = folder_model(config)
-    corpus = _shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
+    if config.model.path and checkpoint is None:
+        on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
+    named = on_every_rank(world, lambda: configuration_of(config, config.data.vocab_size), ModelError)
+    corpus = _shared_corpus(config, world, named, resumed=checkpoint is not None, log=log)
     order = step_order_of(config, corpus)
-    longest = int(np.argmax(corpus.lengths))
-    heads = None if model is None else query_heads(model.config)
+    longest, heads = int(np.argmax(corpus.lengths)), query_heads(named)
     check_longest(config, world.home, int(corpus.lengths[longest]), corpus.origin(longest), heads)
-    model = _prepared_for(corpus, config, world, model)
+    model = _prepared_for(corpus, config, world, log, resumed=checkpoint is not None)
     refuse_randomness(model)
     world.seed = config.train.seed
     optimizer = optimizer_of(config, model)
@@ -102,7 +112,7 @@ def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World
         raise DataError(
             f"{directory} holds out no documents (data.eval_documents is 0), so there is nothing to evaluate"
         )
-    model = _prepared_for(corpus, config, world, None)
+    model = _prepared_for(corpus, config, world, log, resumed=True)
     step = int(load_checkpoint(checkpoint, model, None, world)["step"])
     cost = _cost(config, world, model, log)
     choice = PlanChoice.evaluation(config, cost=cost, heads=query_heads(model.config))
@@ -124,18 +134,23 @@ def step_order_of(config: RunConfig, corpus: Corpus) -> StepOrder:
 
 
 def _prepared_for(
-    corpus: Corpus, config: RunConfig, world: World, model: PreTrainedModel | None
+    corpus: Corpus, config: RunConfig, world: World, log: LogLine, *, resumed: bool
 ) -> PreTrainedModel | PipelineModel:
-    """The run's model, loaded unless it is given, checked against the corpus, and prepared."""
-    size = corpus.manifest.tokenizer_size
-    model = model or loaded_model(config, size if config.data.tokenizer else config.data.vocab_size)
-    _check_vocabulary(config, model, size)
-    return prepared_model(config, world, model)
+    """The run's model, fit for the corpus's vocabulary and longest document, and prepared.
+
+    Of a run that is `resumed` no weight is read or drawn: its checkpoint has them all.
+    """
+    size, longest = corpus.manifest.tokenizer_size, int(np.argmax(corpus.lengths))
+    rows = size if config.data.tokenizer else config.data.vocab_size
+    named = on_every_rank(world, lambda: configuration_of(config, rows), ModelError)
+    _check_vocabulary(config, named, size)
+    fit = configuration_for(named, config.model, int(corpus.lengths[longest]), corpus.origin(longest), log)
+    if resumed:
+        return prepared_model(config, world, unread_model(config, fit))
+    return prepared_model(config, world, on_every_rank(world, lambda: loaded_model(config, rows, fit), ModelError))
 
 
-def _shared_corpus(
-    config: RunConfig, world: World, model: PreTrainedModel | None, *, resumed: bool, log: LogLine
-) -> Corpus:
+def _shared_corpus(config: RunConfig, world: World, named: PreTrainedConfig, *, resumed: bool, log: LogLine) -> Corpus:
     """The corpus in the run's folder: the first rank makes sure of it, the others open what it made."""
     directory = Path(config.run.dir)
 
@@ -148,8 +163,8 @@ def _shared_corpus(
         documents = counted(len(built), "document")
         log(f"corpus: {files} of {config.data.path}, {documents}, {counted(tokens, 'token')}")
 
-    if model is not None and not config.data.tokenizer:
-        _check_folder_vocabulary(config, model)
+    if not config.data.tokenizer:
+        _check_folder_vocabulary(config, named)
     on_first_rank(world, build, DataError)
     return on_every_rank(world, lambda: _open_corpus(directory), DataError)
 
@@ -161,14 +176,14 @@ def _open_corpus(directory: Path) -> Corpus:
         raise DataError(f"{error}; the run's folder must be on storage that all its machines share") from error
 
 
-def _check_folder_vocabulary(config: RunConfig, model: PreTrainedModel) -> None:
+def _check_folder_vocabulary(config: RunConfig, named: PreTrainedConfig) -> None:
     """Raise DataError where a tokenizer that is to be trained would not fit the folder's model."""
     if not (Path(config.model.path) / "tokenizer.json").is_file():
-        _check_vocabulary(config, model, config.data.vocab_size)
+        _check_vocabulary(config, named, config.data.vocab_size)
 
 
-def _check_vocabulary(config: RunConfig, model: PreTrainedModel, size: int) -> None:
-    rows = model.get_input_embeddings().num_embeddings
-    assert isinstance(rows, int)
-    tokenizer = config.data.tokenizer or (config.model.path or "trained on the corpus (data.vocab_size)")
-    check_vocabulary(size, rows, tokenizer=tokenizer, model=config.model.path or config.model.preset)
+def _check_vocabulary(config: RunConfig, named: PreTrainedConfig, size: int) -> None:
+    model = config.model.path or config.model.config
+    tokenizer = config.data.tokenizer or (model or "trained on the corpus (data.vocab_size)")
+    rows = named.get_text_config().vocab_size
+    check_vocabulary(size, rows, tokenizer=tokenizer, model=model or config.model.preset_name)

@@ -1,0 +1,82 @@
+"""How long a document a rotary model knows, and the scaling of its rotary frequencies that makes it know longer ones.
+
+Tables of learnt positions are `seams/positions.py`'s business. Rope types that choose their frequencies by the longest
+position of a batch ("dynamic", "longrope") are refused in `seams/refusals.py`: ranks would differ.
+"""
+
+import math
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from longspan.errors import ModelError
+
+SCALINGS = ("yarn", "linear")
+_STEP = 0.25  # of factors that are chosen here
+
+
+def position_limit(config: PreTrainedConfig) -> int | None:
+    """The longest document that a configuration stands for, its own scaling included; None where it names no limit.
+
+    llama3 and longrope scale up to `max_position_embeddings`, yarn to `original_max_position_embeddings` x `factor`
+    where that is more, linear to `max_position_embeddings` x `factor`, as inference engines read them.
+    """
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        return None
+    rope = _flat_parameters(config) or {}
+    kind, factor = rope.get("rope_type", "default"), rope.get("factor") or 1.0
+    if kind == "linear":
+        return int(limit * factor)
+    if kind == "yarn":
+        return max(limit, int(rope.get("original_max_position_embeddings", limit) * factor))
+    return limit
+
+
+def smallest_factor(config: PreTrainedConfig, longest: int) -> float:
+    """The smallest multiple of a quarter by which the configuration's limit reaches a document of `longest` tokens."""
+    limit = position_limit(config)
+    return 1.0 if limit is None else max(1.0, math.ceil(longest / limit / _STEP) * _STEP)
+
+
+def with_rope_scaling(config: PreTrainedConfig, kind: str, factor: float) -> PreTrainedConfig:
+    """A copy of a configuration whose rotary frequencies are scaled for documents `factor` times as long.
+
+    >>> config = with_rope_scaling(AutoConfig.from_pretrained(folder), "yarn", 4.0)
+
+    "yarn" keeps high frequencies and scales attention logits up (its attention factor, 0.1 ln factor + 1); "linear"
+    divides all frequencies by the factor. Stock transformers reads either from the saved config.json. Raises ModelError
+    for another kind, and for a model that has no rotary positions or a scaling of its own.
+    """
+    name = config.model_type
+    if kind not in SCALINGS:
+        raise ModelError(f"rope scaling {kind!r} is not known; use {' or '.join(SCALINGS)}")
+    config = deepcopy(config)
+    limit, rope = position_limit(config), _flat_parameters(config)
+    if limit is None or rope is None:
+        raise ModelError(
+            f"{name} cannot be scaled by rope {kind!r}: its configuration has no max_position_embeddings and one "
+            "rope_parameters for all layers; train on shorter documents (data.max_document_tokens)"
+        )
+    if (before := rope.get("rope_type", "default")) != "default":
+        raise ModelError(
+            f"{name} has a rope scaling of its own ({before!r}, for documents of up to {limit} tokens), and a second "
+            f"one, {kind!r}, cannot be put on it; leave model.rope_scaling empty, or edit its rope_parameters"
+        )
+    scaled = {key: value for key, value in rope.items() if key != "type"} | {"rope_type": kind, "factor": float(factor)}
+    if kind == "yarn":
+        scaled["original_max_position_embeddings"] = limit
+        config.max_position_embeddings = int(limit * factor)  # for linear, readers multiply by the factor themselves
+    config.rope_parameters = scaled
+    config.validate_rope()
+    return config
+
+
+def _flat_parameters(config: PreTrainedConfig) -> Mapping[str, Any] | None:
+    """The rotary parameters that all layers share, None where there are none or each type of layer has its own."""
+    parameters = getattr(config, "rope_parameters", None)
+    if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
+        return None
+    return {**parameters, "rope_type": parameters.get("rope_type", parameters.get("type", "default"))}

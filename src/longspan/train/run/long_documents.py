@@ -1,0 +1,52 @@
+"""Documents beyond what a model knows: its rotary positions are scaled by key, or the longest document is refused."""
+
+from transformers import PreTrainedConfig
+
+from longspan.errors import ConfigError
+from longspan.model.rope import position_limit, smallest_factor, with_rope_scaling
+from longspan.train.all_ranks import LogLine
+from longspan.train.config.sections import ModelConfig
+
+
+def configuration_for(
+    configuration: PreTrainedConfig, model: ModelConfig, longest: int, origin: str, log: LogLine
+) -> PreTrainedConfig:
+    """The configuration under `model.rope_scaling`, fit for a longest document of so many tokens, of source `origin`.
+
+    Raises ConfigError where the document is longer than the model knows, ModelError where it cannot be scaled.
+    """
+    known, scaled = position_limit(configuration), configuration
+    factor = 1.0
+    if model.rope_scaling:
+        factor = model.rope_factor or smallest_factor(configuration, longest)
+        scaled = with_rope_scaling(configuration, model.rope_scaling, factor)
+    if factor > 1:
+        log(
+            f"rope: {model.rope_scaling} by {factor:g}, for documents of up to {position_limit(scaled):,} tokens; the "
+            f"model knows {known:,}, and the longest document has {longest:,}"
+        )
+    elif model.rope_scaling:
+        log(
+            f"rope: the longest document has {longest:,} tokens and the model knows {known:,}: "
+            f'model.rope_scaling = "{model.rope_scaling}" changes nothing'
+        )
+        scaled = configuration
+    limit = position_limit(scaled)
+    if limit is not None and longest > limit:
+        raise ConfigError(_too_long(configuration, model, longest, origin, limit))
+    return scaled
+
+
+def _too_long(configuration: PreTrainedConfig, model: ModelConfig, longest: int, origin: str, limit: int) -> str:
+    need = smallest_factor(configuration, longest)
+    scaling = (
+        f"raise model.rope_factor to {need:g}, or leave it out"
+        if model.rope_scaling
+        else f'set model.rope_scaling = "yarn" (a factor of {need:g})'
+    )
+    under = f" under model.rope_factor {model.rope_factor:g}" if model.rope_scaling else ""
+    return (
+        f"the longest document has {longest} tokens ({origin}), and the model knows {limit} positions{under} "
+        f"(max_position_embeddings of its configuration); {scaling}, or cut documents with "
+        f"data.max_document_tokens = {limit}"
+    )

@@ -1,0 +1,140 @@
+"""Scaled rotary positions: exact at every degree, refused where a model has its own, and read back by transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+from longspan import Layout, World, plan_fixed, prepare, run_step
+from longspan.errors import ModelError
+from longspan.model.rope import position_limit, smallest_factor, with_rope_scaling
+from longspan.testing import run_ranks
+from tests.model.stock import SIZES, gradients_of, texts, worst
+
+LENGTHS = (61, 40, 17, 9)  # beyond the 16 positions of the model
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+
+
+def _config(**more: Any) -> PreTrainedConfig:
+    return Qwen3Config(**SIZES | {"max_position_embeddings": 16, "tie_word_embeddings": True} | more)
+
+
+def _model(config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.double()
+
+
+def _dense(parameters: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and gradients of stock transformers, document by document, under these rope parameters."""
+    model = _model(_config(rope_parameters=dict(parameters), max_position_embeddings=64))
+    loss = torch.zeros((), dtype=torch.float64)
+    for document in texts(LENGTHS):
+        ids = torch.from_numpy(document)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        loss = loss + F.cross_entropy(logits[:-1], ids[1:], reduction="sum") / (sum(LENGTHS) - len(LENGTHS))
+    loss.backward()
+    return loss.item(), gradients_of(model)
+
+
+def _sharded(rank: int, kind: str, axes: dict[str, int]) -> tuple[dict[int, float], float, dict[str, torch.Tensor]]:
+    with World(Layout(ranks=4, **axes)) as world:
+        model = prepare(_model(with_rope_scaling(_config(), kind, 4.0)), world)
+        losses = {}
+        for cp in (1, 2, 4):
+            if world.home.slots % cp == 0:
+                plan = plan_fixed(LENGTHS, world.home, cp=cp)
+                losses[cp] = run_step(model, plan, texts(LENGTHS), world, backward=False).loss
+        trained = run_step(model, plan_fixed(LENGTHS, world.home, cp=2), texts(LENGTHS), world)
+        return losses, trained.loss, gradients_of(model)
+
+
+@pytest.mark.parametrize(("kind", "parameters"), [("yarn", YARN), ("linear", LINEAR)])
+def test_scaled_positions_are_exact_at_every_degree(kind: str, parameters: dict[str, Any]) -> None:
+    loss, gradients = _dense(parameters)
+    for losses, trained, found in run_ranks(_sharded, 4, kind, {}):
+        assert set(losses) == {1, 2, 4}
+        assert max(abs(x - loss) for x in (*losses.values(), trained)) <= 1e-12 * loss
+        assert worst(found, gradients) <= 1e-12
+    without, _ = _dense(parameters | {"rope_type": "default"})
+    assert abs(without - loss) > 1e-3 * loss
+
+
+def test_the_attention_factor_of_yarn_counts_and_stages_have_it() -> None:
+    loss, _ = _dense(YARN)
+    unscaled, _ = _dense(YARN | {"attention_factor": 1.0})
+    assert abs(unscaled - loss) > 1e-4 * loss
+    for losses, trained, _ in run_ranks(_sharded, 4, "yarn", {"pp": 2}):
+        assert set(losses) == {1, 2}
+        assert max(abs(x - loss) for x in (*losses.values(), trained)) <= 1e-12 * loss
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear"])
+def test_stock_transformers_reads_a_scaled_configuration_back(kind: str, tmp_path: Path) -> None:
+    scaled = with_rope_scaling(_config(), kind, 2.5)
+    scaled.save_pretrained(tmp_path)
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert again.rope_parameters == scaled.rope_parameters and position_limit(again) == 40
+    assert json.loads((tmp_path / "config.json").read_text())["rope_parameters"]["rope_type"] == kind
+    with pytest.raises(ModelError, match=rf"a rope scaling of its own \('{kind}', for documents of up to 40 tokens\)"):
+        with_rope_scaling(again, "yarn", 2.0)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+LIMITS: list[tuple[PreTrainedConfig, int | None]] = [
+    (_config(), 16),
+    (LlamaConfig(max_position_embeddings=131072, rope_parameters=dict(LLAMA3)), 131072),
+    (
+        LlamaConfig(max_position_embeddings=32768, rope_parameters=YARN | {"original_max_position_embeddings": 32768}),
+        131072,
+    ),
+    (LlamaConfig(max_position_embeddings=4096, rope_parameters=dict(LINEAR)), 16384),
+    (Gemma3TextConfig(max_position_embeddings=1024), 1024),
+    (GPT2Config(n_positions=512), 512),
+]
+
+
+@pytest.mark.parametrize(("config", "limit"), LIMITS, ids=[f"{c.model_type} {n}" for c, n in LIMITS])
+def test_the_limit_of_a_configuration_is_that_of_its_own_scaling(config: PreTrainedConfig, limit: int) -> None:
+    assert position_limit(config) == limit
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            LlamaConfig(max_position_embeddings=131072, rope_parameters=dict(LLAMA3)),
+            "own .'llama3', for .* 131072 tokens",
+        ),
+        (GPT2Config(), "gpt2 cannot be scaled"),
+        (Gemma3TextConfig(), "gemma3_text cannot be scaled"),
+    ],
+    ids=["llama3", "learnt", "one for each type of layer"],
+)
+def test_models_that_cannot_be_scaled_are_refused(config: PreTrainedConfig, says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        with_rope_scaling(config, "yarn", 2.0)
+
+
+@pytest.mark.parametrize(("longest", "factor"), [(3, 1.0), (16, 1.0), (17, 1.25), (20, 1.25), (21, 1.5), (64, 4.0)])
+def test_the_smallest_factor_is_in_quarters(longest: int, factor: float) -> None:
+    assert smallest_factor(_config(), longest) == factor
+    assert factor == 1.0 or (position_limit(with_rope_scaling(_config(), "yarn", factor)) or 0) >= longest
