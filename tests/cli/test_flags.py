@@ -10,7 +10,7 @@ from longspan import __version__
 from longspan.cli.flags import EvalFlags, TrainFlags, flag_types, parse_eval, parse_train
 from longspan.cli.main import VERBS, main
 from longspan.train.config.file import config_keys, load_config
-from longspan.train.config.sections import ContextConfig, RunConfig
+from longspan.train.config.sections import ContextConfig
 
 PINNED = Path(__file__).with_name("flags.txt")
 
@@ -129,7 +129,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
 
 def test_without_file_or_flags_there_are_the_defaults() -> None:
     flags, config = parse_train([])
-    assert config == RunConfig() and (flags.config, flags.world) == ("", 0)
+    assert config == load_config() and (flags.config, flags.world) == ("", 0)
 
 
 def test_eval_takes_the_section_of_its_run() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,11 +36,13 @@ SMALL = {
     "data.vocab_size": 300,
     "data.max_document_tokens": 64,
     "data.eval_documents": 3,
+    "context.context_parallel_size": 2,
     "context.max_tokens_per_slot": 64,
     "context.eval_context_parallel_size": 2,
     "context.eval_max_tokens_per_slot": 64,
     "train.steps": 6,
     "train.tokens_per_step": 128,
+    "train.lr": 6e-3,
     "train.warmup_steps": 2,
     "train.eval_every": 2,
     "run.timeout_seconds": 60.0,
@@ -77,3 +80,9 @@ def train_rank(rank: int, config: RunConfig, ranks: int) -> TrainResult:
 def without_times(row: Mapping[str, object]) -> dict[str, object]:
     """A row of metrics without what differs between two equal runs."""
     return {k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second", "memory_bytes")}
+
+
+def value_of(config: RunConfig, name: str) -> Any:
+    """The value of a "section.key"."""
+    section, _, key = name.partition(".")
+    return getattr(getattr(config, section), key)

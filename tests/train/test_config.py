@@ -12,7 +12,8 @@ from longspan.errors import ConfigError, LayoutError
 from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.check import COMM_TYPES
-from longspan.train.config.file import config_keys, load_config, to_toml
+from longspan.train.config.defaults import resolved
+from longspan.train.config.file import config_keys, load_config, read_file, to_toml
 from longspan.train.config.sections import ModelConfig, RunConfig
 from longspan.train.data.step_order import StepOrder
 from longspan.train.memory.row_probe import probe_plan
@@ -30,8 +31,8 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 def test_the_pinned_defaults() -> None:
-    config = RunConfig()
-    assert (config.model.preset_name, config.model.dtype) == ("qwen3-tiny", "float32")
+    config = load_config()
+    assert (config.model.preset, config.model.dtype) == ("qwen3-tiny", "float32")
     assert (config.data.path, config.data.tokenizer, config.data.vocab_size) == ("stdlib", "", 2048)
     assert (config.data.max_document_tokens, config.data.eval_documents) == (2048, 32)
     assert (config.context.planner, config.context.context_parallel_size, config.context.cp_comm_type) == (
@@ -52,10 +53,12 @@ def test_the_pinned_defaults() -> None:
     assert config.run.dir == "runs/first"
 
 
-def test_the_first_example_says_the_defaults() -> None:
-    config = load_config(EXAMPLES / "first.toml")
-    assert config.model.preset == RunConfig().model.preset_name
-    assert replace(config, model=replace(config.model, preset="")) == RunConfig()
+def test_the_first_example_says_what_the_demo_has_without_it() -> None:
+    assert load_config(EXAMPLES / "first.toml") == load_config() == resolved(RunConfig())
+    given = read_file(EXAMPLES / "first.toml")
+    assert replace(given, model=replace(given.model, path="folder")) == load_config(
+        EXAMPLES / "first.toml", {"model.path": "folder"}
+    ), "every key of the demo is in the file"
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
@@ -106,6 +109,7 @@ READ = [
     ("[context]\ncp_comm_type = []", r"context.cp_comm_type is \[\]"),
     ("[context]\nhierarchical_context_parallel_sizes = [2, '2']", r"an integer or a list of integers"),
     ("[context]\npartition = 'striped'", r"context.partition is 'striped' .* 'zigzag', 'contiguous'"),
+    ("[context]\neval_planner = 'dynamc'", r"context.eval_planner is 'dynamc' .* 'dynamic' \(did you mean 'dynamic'"),
     ("[parallel]\nsequence_parallel = 1", r"true or false"),
     ("[data]\nread = 'documents'", r"data.read is 'documents' in .*no such key any more: every slot reads the rows"),
     ("[train\nsteps = 1", r"is not TOML: .*line 1"),
@@ -120,7 +124,7 @@ def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None
 
 def test_the_file_of_an_older_run_is_read(tmp_path: Path) -> None:
     assert load_config(written(tmp_path, '[data]\nread = "rows"\n[train]\nsteps = 3')).train.steps == 3
-    assert "read" not in to_toml(RunConfig())
+    assert "read" not in to_toml(load_config())
 
 
 def test_a_missing_file_and_an_unknown_override(tmp_path: Path) -> None:
@@ -227,7 +231,10 @@ def test_the_longest_document_is_named_where_nothing_was_cut() -> None:
     config = load_config(None, {"data.max_document_tokens": 0})
     home = check_config(config, 4)
     check_longest(config, home, 2048, "a.txt")
-    with pytest.raises(ConfigError, match=r"longest document \(2049 tokens, of a.txt\) on 4 ranks: .*2048"):
+    too_long = (
+        r"longest document \(2049 tokens, of a.txt\) on 4 ranks: .*2048.* All 4 slots together would take 513 rows"
+    )
+    with pytest.raises(ConfigError, match=too_long + r" each: context.context_parallel_size = 4 or context.planner = "):
         check_longest(config, home, 2049, "a.txt")
 
 
@@ -264,7 +271,7 @@ def test_degrees_that_the_query_heads_do_not_allow_are_refused_before_a_corpus_i
     dynamic = {"context.cp_comm_type": "a2a", "context.planner": "dynamic", "context.max_tokens_per_slot": 128}
     with pytest.raises(ConfigError, match="which the heads limit to cp 8"):
         check_config(load_config(None, dynamic), 16)
-    config = load_config(None, evaluated | {"model.path": "folder"})
+    config = load_config(None, evaluated | {"model.path": "folder", "train.lr": 1e-5})
     with pytest.raises(ConfigError, match="deals 6 query heads to the 4 slots"):
         check_longest(config, check_config(config, 4), 100, "a.txt", 6)
 

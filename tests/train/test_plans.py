@@ -13,6 +13,7 @@ from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200
 from longspan.plan.simulate.simulate import shared_by
+from longspan.train.config.defaults import resolved
 from longspan.train.config.sections import ContextConfig, ParallelConfig, RunConfig, TrainConfig
 from longspan.train.data.step_order import StepOrder
 from longspan.train.plans import PlanChoice, StepPlanner, cost_of_run, plans_of_steps
@@ -23,7 +24,7 @@ DYNAMIC = ContextConfig(planner="dynamic", max_tokens_per_slot=256, plan_ahead=2
 
 
 def run_of(context: ContextConfig) -> RunConfig:
-    return RunConfig(context=context)
+    return resolved(RunConfig(context=context))
 
 
 def order() -> StepOrder:
@@ -56,7 +57,7 @@ def test_a_measured_cost_decides_about_plans(tmp_path: Path) -> None:
 
 
 def test_without_a_cost_plans_on_gpus_are_priced_for_the_model(tmp_path: Path) -> None:
-    path, said, config = tmp_path / "cost.json", list[str](), replace(RunConfig(), context=DYNAMIC)
+    path, said, config = tmp_path / "cost.json", list[str](), run_of(DYNAMIC)
     path.write_text(json.dumps({"micro_batch_seconds": 5.0}))
     model = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     model["vocab_size"] = 1000
@@ -127,5 +128,5 @@ def test_plans_made_ahead_are_those_made_inline(context: ContextConfig) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_evaluations_lay_out_rows_as_training_does(sequence_parallel: bool) -> None:
-    config = replace(RunConfig(), parallel=ParallelConfig(tp=2, sequence_parallel=sequence_parallel))
+    config = resolved(RunConfig(parallel=ParallelConfig(tp=2, sequence_parallel=sequence_parallel)))
     assert PlanChoice.evaluation(config, cost=Cost(), heads=8).options.row_multiple == (2 if sequence_parallel else 1)

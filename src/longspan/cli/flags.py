@@ -12,7 +12,8 @@ import tyro
 from tyro.conf import FlagConversionOff, FlagCreatePairsOff, Positional
 
 from longspan.errors import ConfigError
-from longspan.train.config.file import load_config, nearest, present_word
+from longspan.train.config.defaults import resolved
+from longspan.train.config.file import nearest, present_word, read_file
 from longspan.train.config.sections import ContextConfig, ParallelConfig, RunConfig, TrainConfig
 
 Flags = TypeVar("Flags")
@@ -129,7 +130,7 @@ class TrainFlags(RunConfig):
     parallel: FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
     train: FlagConversionOff[TrainConfig] = field(default_factory=TrainConfig)
     config: Annotated[Positional[str], tyro.conf.arg(metavar="CONFIG.toml")] = ""
-    """Configuration file; without one, the defaults of `make train`."""
+    """Configuration file; without one, the demo of `make train`."""
     world: int = 0
     """CPU processes to start on this machine; 0: one process, or those of torchrun."""
     json: Switch = False
@@ -156,10 +157,10 @@ def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
     """The flags of `train`, and the configuration that file and flags make together."""
     flags = parse_flags(TrainFlags, argv, "longspan train", TrainFlags())
     if flags.config:
-        file = load_config(flags.config)
+        file = read_file(flags.config)
         sections = {f.name: getattr(file, f.name) for f in fields(RunConfig)}
         flags = parse_flags(TrainFlags, argv, "longspan train", replace(TrainFlags(), **sections))
-    return flags, RunConfig(**{f.name: getattr(flags, f.name) for f in fields(RunConfig)})
+    return flags, resolved(RunConfig(**{f.name: getattr(flags, f.name) for f in fields(RunConfig)}))
 
 
 def parse_eval(argv: Sequence[str], context: ContextConfig | None = None) -> EvalFlags:

@@ -89,9 +89,9 @@ class PlanChoice:
         `heads` are the model's query heads, where they are known; `weights` those of its parameters that are on a
         slot's rank and sharded over slots, of `weight_bytes` each.
         """
-        context, cap = config.context, config.context.max_tokens_per_slot
+        context = config.context
         options = PlanOptions(
-            max_tokens_per_slot=None if isinstance(cap, str) else cap or None,
+            max_tokens_per_slot=_limit(context.max_tokens_per_slot),
             cp_comm_type=context.cp_comm_type,
             hierarchical_context_parallel_sizes=context.hierarchical_context_parallel_sizes,
             cost=cost or cost_of(context),
@@ -110,10 +110,10 @@ class PlanChoice:
         """How evaluations are planned."""
         context = config.context
         options = PlanOptions(
-            max_tokens_per_slot=context.eval_max_tokens_per_slot or None,
+            max_tokens_per_slot=_limit(context.eval_max_tokens_per_slot),
             cp_comm_type=context.eval_cp_comm_type,
             hierarchical_context_parallel_sizes=context.eval_hierarchical_context_parallel_sizes,
-            partition=context.eval_partition,
+            partition=context.eval_partition or context.partition,
             cost=cost or cost_of(context),
             node_size=context.node_size,
             row_multiple=row_multiple_of(config.parallel),
@@ -189,6 +189,11 @@ class PlanChoice:
         gathered, reduced = self.weight_bytes, max(4, self.weight_bytes)
         node_size = self.options.node_size
         return cost.with_closing(self.weights, home, node_size=node_size, gather_bytes=gathered, reduce_bytes=reduced)
+
+
+def _limit(rows: int | str) -> int | None:
+    """The rows of a slot that a key allows; None where there is no limit, or none is known yet ("auto")."""
+    return None if isinstance(rows, str) else rows or None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from longspan.errors import ConfigError
+from longspan.train.config.defaults import resolved
 from longspan.train.config.sections import RunConfig
 
 # Keys that were removed and may stand in the config.toml of an older run, each with the one value that is accepted.
@@ -17,7 +18,7 @@ _REMOVED = {"data.read": ("rows", "every slot reads the rows that it computes")}
 
 
 def load_config(path: str | Path | None = None, overrides: Mapping[str, object] | None = None) -> RunConfig:
-    """Read a configuration: the defaults, then the file, then `overrides` ("section.key": value).
+    """Read a configuration: the file, then `overrides` ("section.key": value), then defaults for what is in neither.
 
     >>> load_config(None, {"train.steps": 10}).train.steps
     10
@@ -25,10 +26,25 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
     Raises ConfigError for a file that is missing or not TOML, for an unknown section or key (with the nearest name),
     and for a value of the wrong type. Whether the values fit together is checked by `check_config`.
     """
-    config = RunConfig() if path is None else _from_file(Path(path))
+    config = RunConfig() if path is None else read_file(path)
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
         config = _with_section(config, section, {name: value} if name else value, source="the overrides")
+    return resolved(config)
+
+
+def read_file(path: str | Path) -> RunConfig:
+    """What a file gives, and nothing for what it does not. Raises ConfigError as `load_config` does."""
+    path = Path(path)
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; give a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    config = RunConfig()
+    for section, values in tables.items():
+        config = _with_section(config, section, values, source=str(path))
     return config
 
 
@@ -56,19 +72,6 @@ def to_toml(config: RunConfig) -> str:
         lines = (f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items())
         sections.append("\n".join([f"[{name}]", *lines]) + "\n")
     return "\n".join(sections).replace("\x7f", "\\u007f")
-
-
-def _from_file(path: Path) -> RunConfig:
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; give a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
-    config = RunConfig()
-    for section, values in tables.items():
-        config = _with_section(config, section, values, source=str(path))
-    return config
 
 
 def _with_section(config: RunConfig, section: str, values: object, *, source: str) -> RunConfig:

@@ -51,8 +51,10 @@ def _section(name: str, kind: Any) -> str:
     for field in fields(kind):
         bound = bounds.get(f"{name}.{field.name}")
         limit = "" if bound is None else f", {'at least' if isinstance(bound, AtLeast) else 'above'} {bound.value}"
-        default = json.dumps(field.default, ensure_ascii=False)
-        cells = f"`{field.name}`", kind_text(hints[field.name]) + limit, f"`{default}`", texts[field.name]
+        default = f"`{json.dumps(field.default, ensure_ascii=False)}`"
+        if "Default: " in (text := texts[field.name]):  # it depends on the model
+            default = "*see text*"
+        cells = f"`{field.name}`", kind_text(hints[field.name]) + limit, default, text
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join([f"## [{name}]", "", inspect.getdoc(kind) or "", "", *rows, ""])
 

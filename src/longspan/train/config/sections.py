@@ -1,4 +1,4 @@
-"""The configuration of a run: six sections of frozen values with the defaults of `make train`.
+"""The configuration of a run: six sections of frozen values. What keys mean that were not given is in `defaults.py`.
 
 A RunConfig comes from a TOML file and flags (`file.py`, `cli/flags.py`) and is checked against the number of
 ranks before any process group exists (`config_check.py`). The text under each key is also its `--help`.
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_type_hints
 
 AUTO = "auto"  # for context.max_tokens_per_slot and model.compute_dtype
+NOT_GIVEN = -1  # of a number whose default depends on other keys; of a word it is ""
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,9 @@ class DataConfig:
     """A folder with tokenizer.json; empty: the model folder's, else one trained on the corpus."""
     vocab_size: Annotated[int, AtLeast(257)] = 2048  # 256 bytes and the end of text at the least
     """Entries of the byte-pair tokenizer that is trained when no other is given, and of the preset's embedding."""
-    max_document_tokens: NonNegativeInt = 2048
-    """Longer texts are cut into documents of at most this many tokens; 0: they are an error that names them."""
+    max_document_tokens: NonNegativeInt = NOT_GIVEN
+    """Longer texts are cut into documents of at most this many tokens; 0: none is cut, and one that fits no group of
+    slots is an error that names it. Default: 0; tiny presets: 2048."""
     eval_documents: NonNegativeInt = 32
     """Documents held out for evaluation, chosen by the seed; 0: no evaluation."""
 
@@ -102,8 +104,8 @@ class ContextConfig:
 
     planner: Literal["fixed", "padded", "dynamic"] = "fixed"
     """fixed: packed documents at one degree; padded: one document a row; dynamic: a degree for each document."""
-    context_parallel_size: PositiveInt = 2
-    """Slots that share a document in training (fixed and padded)."""
+    context_parallel_size: PositiveInt = NOT_GIVEN
+    """Slots that share a document in training (fixed and padded). Default: 1; tiny presets: 2."""
     cp_comm_type: str | tuple[str, ...] = "p2p"
     """How they share it: p2p, all_gather, a2a, a2a+p2p or auto (docs/attention.md); one, or one for each layer."""
     partition: Literal["zigzag", "contiguous"] = "zigzag"
@@ -116,8 +118,9 @@ class ContextConfig:
     """Smallest degree that the dynamic planner may choose."""
     max_dynamic_context_parallel_size: NonNegativeInt = 0
     """Largest degree that the dynamic planner may choose; 0: no limit."""
-    max_tokens_per_slot: Annotated[int | str, AtLeast(0)] = 1024
-    """Rows of one micro-batch on one slot, at most; 0: no limit; auto: as many as its memory holds, measured first."""
+    max_tokens_per_slot: Annotated[int | str, AtLeast(0)] = NOT_GIVEN
+    """Rows of one micro-batch on one slot, at most; 0: no limit; auto: as many as its memory holds, measured first.
+    Default: auto; tiny presets: 1024."""
     node_size: PositiveInt = 8
     """Slots of one host: what the plan's cost model takes as near."""
     cost: str = ""
@@ -126,18 +129,21 @@ class ContextConfig:
     """In training, who waits: lockstep: all slots for the slowest of a micro-batch; free: those that share a group."""
     plan_ahead: NonNegativeInt = 2
     """Coming steps whose dynamic plans another process makes meanwhile; 0: each when its step begins."""
-    eval_planner: Literal["fixed", "padded", "dynamic"] = "fixed"
-    """Planner of evaluation."""
-    eval_context_parallel_size: PositiveInt = 4
-    """Slots that share a document in evaluation; this key alone changes the degree."""
-    eval_cp_comm_type: str | tuple[str, ...] = "p2p"
-    """As cp_comm_type, in evaluation."""
-    eval_partition: Literal["zigzag", "contiguous"] = "zigzag"
-    """As partition, in evaluation."""
-    eval_max_tokens_per_slot: NonNegativeInt = 2048
-    """As max_tokens_per_slot, in evaluation."""
-    eval_hierarchical_context_parallel_sizes: int | tuple[int, ...] = (2, 2)
-    """As hierarchical_context_parallel_sizes, in evaluation."""
+    eval_planner: Literal["", "fixed", "padded", "dynamic"] = ""
+    """Planner of evaluation. Default: as in training, or fixed where eval_context_parallel_size is given; tiny presets:
+    fixed."""
+    eval_context_parallel_size: NonNegativeInt = NOT_GIVEN
+    """Slots that share a document in evaluation; this key alone changes the degree. 0: as in training. Default: 0;
+    tiny presets: 4."""
+    eval_cp_comm_type: str | tuple[str, ...] = ""
+    """As cp_comm_type, in evaluation. Default: as in training; tiny presets: p2p."""
+    eval_partition: Literal["", "zigzag", "contiguous"] = ""
+    """As partition, in evaluation. Default: as in training; tiny presets: zigzag."""
+    eval_max_tokens_per_slot: Annotated[int | str, AtLeast(0)] = NOT_GIVEN
+    """As max_tokens_per_slot, in evaluation; auto: what training has. Default: as in training; tiny presets: 2048."""
+    eval_hierarchical_context_parallel_sizes: int | tuple[int, ...] = NOT_GIVEN
+    """As hierarchical_context_parallel_sizes, in evaluation. Default: as in training, fitted to the degree; tiny
+    presets: 2 2."""
 
 
 @dataclass(frozen=True)
@@ -146,14 +152,16 @@ class TrainConfig:
 
     steps: PositiveInt = 300
     """Optimizer steps of the whole run."""
-    tokens_per_step: Annotated[int, AtLeast(2)] = 4096
-    """Whole documents are taken up to this many tokens, at least one document a step."""
-    lr: PositiveFloat = 6e-3
-    """Peak learning rate, reached after the warm-up; a cosine leads down from it."""
+    tokens_per_step: Annotated[int, AtLeast(2)] = NOT_GIVEN
+    """Whole documents are taken up to this many tokens, at least one document a step. Default: 65536; tiny presets:
+    4096."""
+    lr: PositiveFloat = NOT_GIVEN
+    """Peak learning rate, reached after the warm-up; a cosine leads down from it. Default: none, it must be given; tiny
+    presets: 6e-3."""
     min_lr_ratio: NonNegativeFloat = 0.1
     """Learning rate of the last step, as a share of lr."""
-    warmup_steps: NonNegativeInt = 100
-    """Steps of linear warm-up."""
+    warmup_steps: NonNegativeInt = NOT_GIVEN
+    """Steps of linear warm-up. Default: a twentieth of the steps, at most 100; tiny presets: 100."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """adamw or sgd."""
     weight_decay: NonNegativeFloat = 0.01

@@ -84,7 +84,28 @@ def with_rows_that_fit(
         on_first_rank(world, lambda: write_atomically(file, text), ConfigError)
     fill = f"{fit.rows:,} rows of {fit.bytes_per_row:,.0f} bytes each fit in {fit.budget_bytes:,.0f} bytes"
     log(f"max_tokens_per_slot: {fill}")
-    return replace(config, context=replace(config.context, max_tokens_per_slot=fit.rows))
+    context = replace(config.context, max_tokens_per_slot=fit.rows)
+    if context.eval_max_tokens_per_slot == AUTO:
+        context = replace(context, eval_max_tokens_per_slot=fit.rows)
+    return replace(config, context=context)
+
+
+def with_rows_of_run(config: RunConfig) -> RunConfig:
+    """For evaluation alone: the configuration with the rows that the run measured for training in place of "auto".
+
+    Evaluation keeps less than training, so they fit on other ranks too. Raises ConfigError where there are none.
+    """
+    if config.context.eval_max_tokens_per_slot != AUTO:
+        return config
+    file = Path(config.run.dir) / FILE
+    try:
+        rows = int(json.loads(file.read_text(encoding="utf-8"))["rows"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f'context.eval_max_tokens_per_slot is "{AUTO}", the rows that training has measured, and {file} does not '
+            f"say them ({error}); give a number of rows"
+        ) from error
+    return replace(config, context=replace(config.context, eval_max_tokens_per_slot=rows))
 
 
 def measure(

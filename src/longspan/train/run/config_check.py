@@ -12,7 +12,7 @@ from longspan.layout import Layout
 from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
 from longspan.train.config.file import nearest
-from longspan.train.config.sections import AUTO, Above, AtLeast, RunConfig, bounds_of_keys
+from longspan.train.config.sections import AUTO, NOT_GIVEN, Above, AtLeast, RunConfig, bounds_of_keys
 from longspan.train.plans import PlanChoice, home_of
 from longspan.train.run.precision import check_precision
 
@@ -25,8 +25,8 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     Without `training` (of a run that is only evaluated) what plans its training steps is left aside.
     Raises ConfigError (LayoutError for ranks that tp x pp does not divide) with the key, the numbers and what fits.
     """
-    _check_numbers(config)
-    _check_model(config)
+    _check_model(config, training=training)
+    _check_numbers(config, training=training)
     home = home_of(config.parallel, ranks)
     check_precision(config)
     _check_parallel(config, home)
@@ -44,16 +44,18 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     return home
 
 
-def _check_numbers(config: RunConfig) -> None:
+def _check_numbers(config: RunConfig, *, training: bool) -> None:
     values = {f"{section}.{key}": v for section, keys in asdict(config).items() for key, v in keys.items()}
-    cap = values["context.max_tokens_per_slot"]
-    if isinstance(cap, str):
-        if cap != AUTO:
-            raise ConfigError(f'context.max_tokens_per_slot is {cap!r}; give a number of rows, or "{AUTO}"')
-        values["context.max_tokens_per_slot"] = 0
+    for key in ("context.max_tokens_per_slot", "context.eval_max_tokens_per_slot"):
+        if isinstance(cap := values[key], str):
+            if cap != AUTO:
+                raise ConfigError(f'{key} is {cap!r}; give a number of rows, or "{AUTO}"')
+            values[key] = 0
     if not 0 < values["train.memory_fraction"] <= 1:
         raise ConfigError(f"train.memory_fraction is {values['train.memory_fraction']}; it must be above 0, at most 1")
     for key, bound in bounds_of_keys().items():
+        if key == "train.lr" and not training:
+            continue
         if isinstance(bound, AtLeast) and not bound.value <= values[key] < math.inf:
             raise ConfigError(f"{key} is {values[key]}; it must be at least {bound.value}")
         if isinstance(bound, Above) and not bound.value < values[key] < math.inf:
@@ -71,7 +73,7 @@ def _check_numbers(config: RunConfig) -> None:
         raise ConfigError('run.dir is empty; name a folder, as in dir = "runs/first"')
 
 
-def _check_model(config: RunConfig) -> None:
+def _check_model(config: RunConfig, *, training: bool) -> None:
     model = config.model
     if len(named := [key for key in ("path", "config", "preset") if getattr(model, key)]) > 1:
         raise ConfigError(
@@ -80,6 +82,11 @@ def _check_model(config: RunConfig) -> None:
         )
     if model.preset_name and model.preset_name not in PRESETS:
         raise ConfigError(f"model.preset is {model.preset!r}; {nearest(model.preset, PRESETS)}")
+    if training and config.train.lr == NOT_GIVEN:
+        raise ConfigError(
+            f"train.lr is not given, and {model.path or model.config or model.preset} has no default; give --train.lr: "
+            "often 1e-6 to 2e-5 to train weights on, 1e-4 to 1e-3 from random ones"
+        )
     if model.rope_scaling == "dynamic":
         raise ConfigError(
             'model.rope_scaling is "dynamic", which chooses frequencies by the longest position of a batch at run '
@@ -217,4 +224,13 @@ def check_longest(config: RunConfig, home: Layout, longest: int, name: str, head
     `heads` are the query heads of a model from a folder, which its communication type may not deal out to a group.
     """
     for choice in _choices(config, training=True, heads=heads):
-        choice.check(longest, home, f"the longest document ({longest} tokens, of {name})")
+        try:
+            choice.check(longest, home, f"the longest document ({longest} tokens, of {name})")
+        except ConfigError as error:
+            if not choice.options.max_tokens_per_slot:
+                raise
+            dynamic = "" if choice.planner == "dynamic" else f' or {choice.prefix}planner = "dynamic"'
+            raise ConfigError(
+                f"{error}. All {counted(home.slots, 'slot')} together would take {-(-longest // home.slots):,} rows "
+                f"each: {choice.degree_key} = {home.slots}{dynamic}; data.max_document_tokens cuts longer texts"
+            ) from error

@@ -19,6 +19,7 @@ from longspan.model import save_model
 from longspan.plan import Plan, PlanAhead
 from longspan.train.all_ranks import is_first_rank, on_every_rank, on_first_rank, result_or_error
 from longspan.train.checkpoint.checkpoint import save_checkpoint
+from longspan.train.config.defaults import settings_line
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.tokenizer import load_tokenizer
 from longspan.train.disk import write_atomically
@@ -47,6 +48,7 @@ def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainRes
     """
     check_config(config, len(world.home.ranks))
     with StopSignal() as stop, run_lock(Path(config.run.dir), world, display.log):
+        display.log(settings_line(config))
         run = set_up(config, world, display.log)
         files = [run.dir / name if is_first_rank(world) else None for name in ("metrics.jsonl", "groups.jsonl")]
         open_metrics = partial(MetricsLog, files[0], after_step=run.done)

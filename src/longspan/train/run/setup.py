@@ -26,7 +26,7 @@ from longspan.train.data.tokenizer import check_vocabulary
 from longspan.train.disk import naming_file, write_atomically
 from longspan.train.evaluation.evaluate import evaluate
 from longspan.train.evaluation.result import Evaluation
-from longspan.train.memory.rows_that_fit import with_rows_that_fit
+from longspan.train.memory.rows_that_fit import with_rows_of_run, with_rows_that_fit
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads
 from longspan.train.run.config_check import check_longest
 from longspan.train.run.long_documents import configuration_for
@@ -106,6 +106,7 @@ def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World
     checkpoint = checkpoint or find_checkpoint(directory / "checkpoints", world, log)
     if checkpoint is None:
         raise CheckpointError(f"{directory} has no checkpoint; train it first: longspan train {directory}/config.toml")
+    config = with_rows_of_run(config)
     corpus = Corpus(directory / "corpus")
     held_out = corpus.select(step_order_of(config, corpus).evaluation)
     if not held_out:

@@ -1,0 +1,123 @@
+"""What keys mean that were not given: the demo's values with a tiny preset, otherwise those of one's own model.
+
+`load_config` and the flags of `longspan train` end here, so that whatever reads a RunConfig finds every value in it, as
+does a reader of a run's config.toml. Which values are possible is `config_check.py`'s business. Imports no torch.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from longspan.train.config.sections import AUTO, NOT_GIVEN, ContextConfig, ModelConfig, RunConfig
+
+TINY = "-tiny"  # how the names of the demo's presets end
+
+# The demo: a model with random weights that learns something in two minutes on CPUs.
+_DEMO: dict[str, Any] = {
+    "model.preset": "qwen3-tiny",
+    "data.max_document_tokens": 2048,
+    "context.context_parallel_size": 2,
+    "context.max_tokens_per_slot": 1024,
+    "context.eval_planner": "fixed",
+    "context.eval_context_parallel_size": 4,
+    "context.eval_cp_comm_type": "p2p",
+    "context.eval_partition": "zigzag",
+    "context.eval_max_tokens_per_slot": 2048,
+    "context.eval_hierarchical_context_parallel_sizes": (2, 2),
+    "train.tokens_per_step": 4096,
+    "train.lr": 6e-3,
+    "train.warmup_steps": 100,
+}
+# One's own model: nothing is cut, and a slot takes what its memory holds. Of train.lr there is no default.
+_OWN_MODEL: dict[str, Any] = {
+    "data.max_document_tokens": 0,
+    "context.context_parallel_size": 1,
+    "context.max_tokens_per_slot": AUTO,
+    "train.tokens_per_step": 65536,
+}
+_SHOWN = {
+    "train": ("steps", "tokens_per_step", "lr", "warmup_steps", "eval_every", "save_every"),
+    "data": ("max_document_tokens", "eval_documents"),
+    "context": ("planner", "context_parallel_size", "cp_comm_type", "partition", "max_tokens_per_slot"),
+}
+MOST_WARMUP = 100  # steps; a twentieth of all where that is less
+
+
+def is_demo(model: ModelConfig) -> bool:
+    """Whether a model is the demo's: random weights of a tiny preset."""
+    return model.preset_name.endswith(TINY)
+
+
+def resolved(config: RunConfig) -> RunConfig:
+    """The configuration with a value for every key that was not given, but for a `train.lr` that has to be.
+
+    >>> resolved(RunConfig()).train.lr
+    0.006
+    >>> resolved(resolved(config)) == resolved(config)
+    True
+    """
+    config = _with_defaults(config, _DEMO if is_demo(config.model) else _OWN_MODEL)
+    if not is_demo(config.model):
+        warmup = {"train.warmup_steps": min(MOST_WARMUP, config.train.steps // 20)}
+        config = _with_defaults(config, warmup | _as_in_training(config.context))
+    context = config.context
+    if context.eval_context_parallel_size == 0:
+        context = replace(context, eval_context_parallel_size=context.context_parallel_size)
+    if context.eval_max_tokens_per_slot == AUTO:
+        context = replace(context, eval_max_tokens_per_slot=context.max_tokens_per_slot)
+    return replace(config, context=context)
+
+
+def _with_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
+    """The configuration with these values of "section.key" where none was given."""
+    for name, value in defaults.items():
+        section, _, key = name.partition(".")
+        values = getattr(config, section)
+        if getattr(values, key) in (NOT_GIVEN, ""):
+            config = replace(config, **{section: replace(values, **{key: value})})
+    return config
+
+
+def _as_in_training(context: ContextConfig) -> dict[str, Any]:
+    """What makes evaluation plan as training does, of every key of it.
+
+    A degree that was given alone makes plans of that degree, also where training plans are dynamic. Levels of plans at
+    another degree keep what divides it.
+    """
+    planner, degree, sizes = context.planner, context.context_parallel_size, context.hierarchical_context_parallel_sizes
+    if context.eval_context_parallel_size > 0:
+        planner = "padded" if planner == "padded" else "fixed"
+        degree = context.eval_context_parallel_size
+    levels_fit = (planner, degree) == (context.planner, context.context_parallel_size)
+    if (context.eval_planner or planner) != "dynamic" and not levels_fit:
+        inner = math.gcd(sizes if isinstance(sizes, int) else sizes[0], degree)
+        sizes = (inner, degree // inner)
+    return {
+        "context.eval_planner": planner,
+        "context.eval_context_parallel_size": degree,
+        "context.eval_cp_comm_type": context.cp_comm_type,
+        "context.eval_partition": context.partition,
+        "context.eval_max_tokens_per_slot": context.max_tokens_per_slot,
+        "context.eval_hierarchical_context_parallel_sizes": sizes,
+    }
+
+
+def settings_line(config: RunConfig) -> str:
+    """The values that decide most about a run, given or not, in one line; of evaluation, what is not as in training."""
+    words = [
+        f"[{section}] {', '.join(f'{key} = {_text(getattr(getattr(config, section), key))}' for key in keys)}"
+        for section, keys in _SHOWN.items()
+    ]
+    context = config.context
+    keys = {key: f"eval_{key}" for key in _SHOWN["context"]}
+    other = [
+        f"{key} = {_text(getattr(context, key))}"
+        for trained, key in keys.items()
+        if getattr(context, trained) != getattr(context, key)
+    ]
+    return "; ".join([*words, ", ".join(other) or "evaluation as in training"])
+
+
+def _text(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
