@@ -32,7 +32,7 @@ $(VENV)/.dev: $(VENV)/.core
 	@$(BIN)/python -c "import pytest, hypothesis" && touch $@
 
 train: $(VENV)/.core
-	$(BIN)/longspan train examples/first.toml --world 4 --run.dir $(RUN)
+	$(BIN)/longspan train examples/first.toml --world 4 --device cpu --run.dir $(RUN)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile

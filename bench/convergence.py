@@ -85,6 +85,8 @@ def curve(planner: str, recipe: Recipe, flags: argparse.Namespace, folder: Path)
         str(ROOT / "examples/first.toml"),
         "--world",
         str(flags.world),
+        "--device",
+        "cpu",
     ]
     subprocess.run([*command, *words], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     lines = (Path(values["run.dir"]) / "metrics.jsonl").read_text().splitlines()

@@ -34,9 +34,8 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "8"}
     [
         (0, 0, {}, (3, "gloo")),
         (4, 0, {}, (4, "nccl")),
-        (4, 2, {}, (2, "gloo")),
+        (4, 2, {}, (2, "nccl")),
         (4, 0, TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, (8, "nccl")),
-        (4, 0, TORCHRUN, (8, "gloo")),
     ],
 )
 def test_how_many_processes_and_what_they_talk_through(
@@ -46,8 +45,10 @@ def test_how_many_processes_and_what_they_talk_through(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("longspan.cli.processes.usable_gpus", lambda: gpus)
     assert AttentionFlags(world=world).processes(without_gpus=3) == expected
+    if not variables:
+        assert AttentionFlags(world=world, device="cpu").processes(without_gpus=3) == (world or 3, "gloo")
 
 
 def test_flops_of_the_lower_half() -> None:

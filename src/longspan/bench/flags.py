@@ -1,11 +1,11 @@
 """Flags that all benches have, and the processes that they run on."""
 
-import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from longspan.cli.flags import Switch
-from longspan.cli.processes import ranks_wanted, under_torchrun
+from longspan.cli.processes import Device, processes_of, say
 from longspan.errors import ConfigError
 
 
@@ -18,7 +18,9 @@ class BenchFlags:
     repeats: int = 1
     """Number of timed runs, of which the median counts."""
     world: int = 0
-    """Number of local CPU processes to start; 0: one for each GPU, those of torchrun, or a few without GPUs."""
+    """Number of local processes to start; 0: one for each GPU, those of torchrun, or a few without GPUs."""
+    device: Device = "auto"
+    """auto: a GPU for each process where there are any; cpu: processes on CPUs; cuda: GPUs, or an error."""
     out: str = ""
     """Write the record to this JSON file as rows are finished, and at the end a table to the .md file beside it."""
     timeout_seconds: float = 180.0
@@ -38,15 +40,7 @@ class BenchFlags:
             )
 
     def processes(self, without_gpus: int) -> tuple[int, str]:
-        """The number of processes, `without_gpus` unless flags, torchrun or GPUs decide it, and their backend."""
-        import torch
-
-        gpus, ranks = torch.cuda.device_count(), ranks_wanted(self.world)
-        if under_torchrun():
-            return ranks, "nccl" if gpus >= ranks_on_this_host(ranks) else "gloo"
-        return (gpus, "nccl") if gpus and not self.world else (self.world or without_gpus, "gloo")
-
-
-def ranks_on_this_host(ranks: int) -> int:
-    """How many of torchrun's processes run on this host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        """The number of processes (without --world and torchrun one for each GPU, or `without_gpus`), their backend."""
+        processes = processes_of(self.world, self.device, on_gpus=0, on_cpus=without_gpus)
+        say(processes.note, sys.stderr)
+        return processes.ranks, processes.backend

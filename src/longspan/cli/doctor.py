@@ -4,7 +4,6 @@ The result has one line for each check. The exit code is 1 if a check failed.
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.machine import machine, machine_text
-from longspan.cli.processes import reports_here, run_on_ranks, under_torchrun
-from longspan.errors import ConfigError, LongspanError, counted
+from longspan.cli.processes import Device, processes_of, reports_here, run_on_ranks, usable_gpus
+from longspan.errors import LongspanError, counted
 from longspan.report.series import bytes_text, write_seconds
 from longspan.report.text_table import text_table
 from longspan.train.versions import versions
@@ -41,7 +40,7 @@ class DoctorFlags:
     world: int = 0
     """Local processes of the comparison; 0: one for each GPU up to 4 where there are several, else 4 on the CPU."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """gloo: on the CPU; nccl: on GPUs; auto: NCCL where there are enough GPUs."""
+    """gloo: on the CPU; nccl: on GPUs; auto: on GPUs where there are any, but for a single one without --world."""
     timeout_seconds: float = 120.0
     """How long a rank waits for the others."""
     json: Switch = False
@@ -206,32 +205,18 @@ def _choices(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
 def _run_ranks(flags: DoctorFlags) -> dict[str, Any]:
     from longspan.cli.doctor_ranks import check_ranks
 
-    ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else flags.world or _default_ranks(flags.backend)
-    backend = _backend(flags, ranks)
+    gpus = usable_gpus()
+    device: Device = "cpu" if flags.backend == "gloo" else "cuda" if flags.backend == "nccl" else "auto"
+    if device == "auto" and gpus == 1 and not flags.world:  # one GPU has no degrees to compare
+        device = "cpu"
+    processes = processes_of(
+        flags.world, device, on_gpus=min(gpus, LOCAL_RANKS), on_cpus=LOCAL_RANKS, for_cpus="--backend gloo"
+    )
+    ranks, backend = processes.ranks, processes.backend
     if reports_here() and sys.stderr.isatty():
         print(f"comparing a small model with the stock one on {counted(ranks, 'rank')} ({backend}) …", file=sys.stderr)
     args = (ranks, backend, flags.timeout_seconds)
     return run_on_ranks(check_ranks, args, ranks, timeout=2 * flags.timeout_seconds)
-
-
-def _default_ranks(backend: str) -> int:
-    import torch
-
-    gpus = torch.cuda.device_count()
-    return 4 if gpus >= 4 else gpus if gpus > 1 and backend != "gloo" else LOCAL_RANKS
-
-
-def _backend(flags: DoctorFlags, ranks: int) -> str:
-    import torch
-
-    gpus = torch.cuda.device_count()
-    if flags.backend == "nccl" and gpus < ranks:
-        raise ConfigError(
-            f"--backend nccl needs a GPU for each of {counted(ranks, 'rank')}; found {counted(gpus, 'GPU')}"
-        )
-    if flags.backend != "auto":
-        return flags.backend
-    return "nccl" if gpus >= ranks > 1 else "gloo"
 
 
 def _text(checks: Sequence[Check], good: bool, seconds: float) -> str:

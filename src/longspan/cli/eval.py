@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longspan.cli.flags import parse_eval
-from longspan.cli.processes import ranks_wanted, reports_here, run_on_ranks
+from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say
 from longspan.errors import CheckpointError, counted
 from longspan.train.checkpoint.files import step_of
 from longspan.train.config.file import load_config
@@ -27,12 +27,12 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(run_dir / "config.toml")
     flags = parse_eval(argv, config.context)
     config = replace(config, context=flags.context, run=replace(config.run, dir=str(run_dir)))
-    ranks = ranks_wanted(flags.world)
+    processes = processes_of(flags.world, flags.device)
+    ranks = processes.ranks
     check_config(config, ranks, training=False)
-    backend = "gloo" if flags.world else None
-    result: Evaluation = run_on_ranks(
-        eval_rank, (config, checkpoint, ranks, backend), ranks, compile_cache=config.run.compile_cache
-    )
+    say(processes.note, sys.stderr)
+    args = (config, checkpoint, ranks, processes.backend)
+    result: Evaluation = run_on_ranks(eval_rank, args, ranks, compile_cache=config.run.compile_cache)
     if reports_here():
         print(as_json(result.row() | {"world": ranks}) if flags.json else _text(result, ranks))
     return 0
@@ -50,7 +50,7 @@ def split_target(target: Path) -> tuple[Path, Path | None]:
     return run_dir, target if is_checkpoint else None
 
 
-def eval_rank(rank: int, config: RunConfig, checkpoint: Path | None, ranks: int, backend: str | None) -> "Evaluation":
+def eval_rank(rank: int, config: RunConfig, checkpoint: Path | None, ranks: int, backend: str) -> "Evaluation":
     """What one rank does."""
     from longspan.comm import World
     from longspan.train.run.setup import evaluate_checkpoint

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import tyro
 from tyro.conf import FlagConversionOff, FlagCreatePairsOff, Positional
 
+from longspan.cli.processes import Device
 from longspan.errors import ConfigError
 from longspan.train.config.defaults import resolved
 from longspan.train.config.file import nearest, present_word, read_file
@@ -78,7 +79,7 @@ def _check_value(flag: str, value: str | None, kind: Any) -> None:
     if kind is None:  # --help
         return
     if get_origin(kind) is Literal and present_word(value, kind) not in get_args(kind):
-        wanted = f"use one of {', '.join(map(str, get_args(kind)))}"
+        wanted = f"use one of {', '.join(map(str, filter(None, get_args(kind))))}"
     elif kind in _NUMBERS and not _is_number(value or "", kind):
         wanted = f"it must be {_NUMBERS[kind]}"
     elif kind is bool and value not in _BOOLEANS:
@@ -123,8 +124,9 @@ class TrainFlags(RunConfig):
     """Train a model. Values come from the defaults, then from CONFIG.toml, then from flags.
 
     Without --world it runs one process. With --world N it starts N processes on this machine; under torchrun it uses
-    those of torchrun. The configuration, metrics, checkpoints, plans and report.html are written to the run's folder.
-    If the folder holds a run already, that run continues from its newest checkpoint.
+    those of torchrun. Each has a GPU where there are any. The configuration, metrics, checkpoints, plans and
+    report.html are written to the run's folder. If the folder holds a run already, that run continues from its newest
+    checkpoint.
     """
 
     parallel: FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
@@ -132,7 +134,9 @@ class TrainFlags(RunConfig):
     config: Annotated[Positional[str], tyro.conf.arg(metavar="CONFIG.toml")] = ""
     """Configuration file; without one, the demo of `make train`."""
     world: int = 0
-    """CPU processes to start on this machine; 0: one process, or those of torchrun."""
+    """Processes to start on this machine; 0: one process, or those of torchrun."""
+    device: Device = "auto"
+    """auto: a GPU for each process where there are any; cpu: processes on CPUs; cuda: GPUs, or an error."""
     json: Switch = False
     """Print the result as one JSON object on standard output; progress goes to standard error."""
 
@@ -148,7 +152,9 @@ class EvalFlags:
     """A run's folder (its newest good checkpoint), or the folder of one checkpoint."""
     context: ContextConfig = field(default_factory=ContextConfig)
     world: int = 0
-    """CPU processes to start on this machine; 0: one process, or torchrun's."""
+    """Processes to start on this machine; 0: one process, or those of torchrun."""
+    device: Device = "auto"
+    """auto: a GPU for each process where there are any; cpu: processes on CPUs; cuda: GPUs, or an error."""
     json: Switch = False
     """Print the result as one JSON object."""
 

@@ -1,25 +1,75 @@
-"""The processes of a verb: those of torchrun, N that are started here, or one, as flags and environment decide."""
+"""The processes of a verb: those of torchrun, N that are started here, or one, as flags and environment decide.
+
+Where this machine has GPUs that torch can use, each process has one of its own; `--device cpu` leaves them aside.
+"""
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, TextIO
 
 from longspan.cli.gpu_environment import set_gpu_environment
 from longspan.comm import run_local
-from longspan.errors import ConfigError
+from longspan.errors import ConfigError, counted
+
+Device = Literal["auto", "cpu", "cuda"]
 
 
-def ranks_wanted(world: int) -> int:
-    """How many processes there are or will be. Raises ConfigError for an impossible --world."""
+@dataclass(frozen=True)
+class Processes:
+    """How many processes a verb has, what their world talks through, and what the user should know about that."""
+
+    ranks: int
+    backend: Literal["gloo", "nccl"]
+    note: str = ""
+
+
+def processes_of(
+    world: int, device: Device = "auto", *, on_gpus: int = 1, on_cpus: int = 1, for_cpus: str = "--device cpu"
+) -> Processes:
+    """The processes of a verb: torchrun's; else `world` local ones; else `on_gpus` (0: one for each), or `on_cpus`.
+
+    Raises ConfigError for an impossible --world, and where processes outnumber the GPUs that each of them needs, with
+    the flag `for_cpus`.
+    """
     if world < 0:
         raise ConfigError(f"--world is {world}; give the number of processes to start, or leave it out")
-    if not under_torchrun():
-        return world or 1
-    if world:
+    if under_torchrun() and world:
         raise ConfigError(
             f"--world {world} starts processes, but torchrun has started {os.environ['WORLD_SIZE']}; leave it out"
         )
-    return int(os.environ["WORLD_SIZE"])
+    gpus = 0 if device == "cpu" else usable_gpus()
+    if device == "cuda" and not gpus:
+        raise ConfigError(f"torch finds no GPU here, and GPUs are asked for; use {for_cpus} (see longspan doctor)")
+    if under_torchrun():
+        ranks, here = int(os.environ["WORLD_SIZE"]), ranks_on_this_host()
+    else:
+        ranks = here = world or (on_gpus or gpus if gpus else on_cpus)
+    if here > gpus > 0:
+        raise ConfigError(
+            f"{counted(here, 'process', 'es')} on this machine need a GPU each, and it has {counted(gpus, 'GPU')}; "
+            f"start at most {gpus}, or give {for_cpus} for processes on CPUs"
+        )
+    return Processes(ranks, "nccl", _idle(here, gpus)) if gpus else Processes(ranks, "gloo", _crowded(here))
+
+
+def _idle(ranks: int, gpus: int) -> str:
+    all_of_them = f"--world {gpus} (or torchrun --nproc-per-node {gpus}) uses all"
+    return f"{ranks} of {gpus} GPUs used, {gpus - ranks} idle: {all_of_them}" if ranks < gpus else ""
+
+
+def _crowded(ranks: int) -> str:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if ranks <= cores:
+        return ""
+    return f"{ranks} processes on {counted(cores, 'core')}: they take turns, so a step takes longer than with fewer"
+
+
+def usable_gpus() -> int:
+    """The GPUs of this machine that torch can use."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def under_torchrun() -> bool:
@@ -27,9 +77,20 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def ranks_on_this_host() -> int:
+    """How many of torchrun's processes run on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+
+
 def reports_here() -> bool:
     """Whether this process prints results: the launcher, or torchrun's first rank."""
     return not under_torchrun() or os.environ["RANK"] == "0"
+
+
+def say(note: str, stream: TextIO) -> None:
+    """Print a note, where there is one, once."""
+    if note and reports_here():
+        print(note, file=stream, flush=True)
 
 
 def run_on_ranks(

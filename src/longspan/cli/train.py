@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from longspan.cli.flags import parse_train
-from longspan.cli.processes import ranks_wanted, reports_here, run_on_ranks
+from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say
 from longspan.train.config.sections import RunConfig
 from longspan.train.run.config_check import check_config
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     """Run the verb; 0 when the run came to its end or was told to stop."""
     flags, config = parse_train(argv)
-    ranks = ranks_wanted(flags.world)
+    processes = processes_of(flags.world, flags.device)
+    ranks = processes.ranks
     check_config(config, ranks)
-    backend = "gloo" if flags.world else None
-    result: TrainResult = run_on_ranks(
-        train_rank, (config, ranks, backend, flags.json), ranks, compile_cache=config.run.compile_cache
-    )
+    say(processes.note, sys.stderr if flags.json else sys.stdout)
+    args = (config, ranks, processes.backend, flags.json)
+    result: TrainResult = run_on_ranks(train_rank, args, ranks, compile_cache=config.run.compile_cache)
     if reports_here():
         _show(result, as_json=flags.json)
     return 0
 
 
-def train_rank(rank: int, config: RunConfig, ranks: int, backend: str | None, to_stderr: bool) -> "TrainResult":
+def train_rank(rank: int, config: RunConfig, ranks: int, backend: str, to_stderr: bool) -> "TrainResult":
     """What one rank does."""
     from longspan.comm import World
     from longspan.train.run.loop import train

@@ -72,7 +72,7 @@ def choose_device(backend: str | None, device: torch.device | str | None, local_
         if index >= count:
             raise CommError(
                 f"local rank {local_rank} needs cuda:{index}, but this host shows {counted(count, 'CUDA device')}; "
-                f"start at most {counted(count, 'rank')} per host, or use backend='gloo'"
+                f"start at most {counted(count, 'rank')} per host, or use backend='gloo' (--device cpu)"
             )
         chosen = torch.device("cuda", index)
         torch.cuda.set_device(chosen)

@@ -26,7 +26,7 @@ CPU_DEFAULTS = {"lengths": "1024,2048", "heads": 8, "key_value_heads": 2, "head_
 class AttentionFlags(BenchFlags):
     """Time forward and backward of causal attention: one sequence (or equal packed documents) split over all ranks.
 
-    Runs one process for each GPU of this machine, or torchrun's, or --world local processes on the CPU. Before anything
+    Runs one process for each GPU of this machine, or torchrun's, or --world local processes. Before anything
     is timed, output and gradients at a short length are compared with dense attention in float32 on one device.
     torch's context_parallel runs in the same processes, where it can.
     """

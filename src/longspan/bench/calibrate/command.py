@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from longspan.bench.calibrate.fit import Calibration, Sample, calibrate
 from longspan.bench.calibrate.ranks import Settings, calibrate_ranks
-from longspan.bench.flags import BenchFlags, ranks_on_this_host
+from longspan.bench.flags import BenchFlags
 from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.machine import machine, machine_text
-from longspan.cli.processes import reports_here, run_on_ranks, under_torchrun
+from longspan.cli.processes import ranks_on_this_host, reports_here, run_on_ranks, under_torchrun
 from longspan.errors import ConfigError, counted
 from longspan.plan import Cost
 from longspan.report.text_table import text_table
@@ -27,7 +27,7 @@ CPU_DEFAULTS = {"tokens": "256,512,1024", "lengths": "256,512,1024,2048", "docum
 class CalibrateFlags(BenchFlags):
     """Measure whole steps of a model, its attention and its rings on this machine, and fit the constants of a Cost.
 
-    Runs one process for each GPU of this machine, or torchrun's, or --world local processes on the CPU; all of them
+    Runs one process for each GPU of this machine, or torchrun's, or --world local processes; all of them
     work at the same time. The constants are written to a file for context.cost of a run and --cost of longspan plan,
     simulate and bench step, and a table compares every measurement with their prediction. The last steps of the table,
     with long documents, are only predicted: nothing is fitted to them. With one process there is no ring to measure,
@@ -181,7 +181,7 @@ def _summary(rows: Sequence[dict[str, Any]]) -> str:
 def _processes(flags: CalibrateFlags) -> tuple[int, str]:
     """The number of processes and their backend. Raises ConfigError for processes on several hosts."""
     ranks, backend = flags.processes(CPU_RANKS)
-    if under_torchrun() and (local := ranks_on_this_host(ranks)) != ranks:
+    if under_torchrun() and (local := ranks_on_this_host()) != ranks:
         raise ConfigError(
             f"torchrun has started {ranks} processes, {local} of them on this host; calibrate on one host, and give "
             "--across_gbps for the links between hosts"

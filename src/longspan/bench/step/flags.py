@@ -14,7 +14,7 @@ PLANNERS = ("padded", "fixed", "dynamic")
 class StepFlags(BenchFlags, SourceFlags):
     """Time whole training steps (forward, backward, optimizer) of a model with random weights, on the same documents.
 
-    Runs one process for each GPU of this machine, or torchrun's, or --world local processes on the CPU. The learning
+    Runs one process for each GPU of this machine, or torchrun's, or --world local processes. The learning
     rate is 0, so that all planners see the same weights and report the same loss. The documents come from --lengths
     (numbers with commas between, or a JSON file), --data, --distribution or --same; one sequence over all GPUs is
     --lengths 65536 --planners fixed --cp 4.
