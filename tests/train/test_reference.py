@@ -1,11 +1,10 @@
 """The page of the configuration is the one that its dataclasses give."""
 
-from dataclasses import fields
 from pathlib import Path
 
+from longspan.train.config.defaults import _DEMO
 from longspan.train.config.file import config_keys
 from longspan.train.config.reference import reference
-from longspan.train.config.sections import NOT_GIVEN, RunConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -25,13 +24,4 @@ def test_every_key_has_a_row_with_its_default_and_its_text() -> None:
 
 def test_a_default_that_depends_on_the_model_is_in_its_text() -> None:
     depends = {row.split("`")[1] for row in reference().splitlines() if "| *see text* |" in row}
-    rows = {key: kind for section in fields(RunConfig()) for key, kind in _keys(section.name)}
-    assert depends == {key for key, default in rows.items() if default in (NOT_GIVEN, "") and key not in FIXED}
-
-
-FIXED = {"path", "tokenizer", "attention_kernel", "cost", "compile_cache", "router_balance_loss"}  # "" and -1 mean it
-
-
-def _keys(section: str) -> list[tuple[str, object]]:
-    values = getattr(RunConfig(), section)
-    return [(key.name, getattr(values, key.name)) for key in fields(values)]
+    assert depends == {name.partition(".")[2] for name in _DEMO} - {"preset"}
