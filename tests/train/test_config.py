@@ -14,12 +14,12 @@ from longspan.plan import Cost
 from longspan.plan.check import COMM_TYPES
 from longspan.train.config.defaults import resolved
 from longspan.train.config.file import config_keys, load_config, read_file, to_toml
+from longspan.train.config.precision import compute_dtype
 from longspan.train.config.sections import ModelConfig, RunConfig
 from longspan.train.data.step_order import StepOrder
 from longspan.train.memory.row_probe import probe_plan
 from longspan.train.plans import PlanChoice, degrees_to_compare, plans_of_steps
 from longspan.train.run.config_check import check_config, check_longest
-from longspan.train.run.precision import compute_dtype
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -19,10 +19,11 @@ from longspan.model.hf_folder import read_configuration
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.weights.fill import leave_to_checkpoint
 from longspan.plan import Cost, Plan
+from longspan.train.config.precision import compute_dtype
 from longspan.train.config.sections import RunConfig
+from longspan.train.memory.model_fits import check_model_fits
 from longspan.train.optim import build_optimizer, lr_at
 from longspan.train.plans import PlanChoice, query_heads
-from longspan.train.run.precision import compute_dtype
 from longspan.train.step import StepResult, run_step
 
 
@@ -56,10 +57,16 @@ def unread_model(config: RunConfig, configuration: PreTrainedConfig) -> PreTrain
     return model
 
 
-def prepared_model(config: RunConfig, world: World, model: PreTrainedModel) -> PreTrainedModel | PipelineModel:
-    """A loaded model brought under the world's home as the configuration says; entered by all ranks."""
+def prepared_model(
+    config: RunConfig, world: World, model: PreTrainedModel, *, training: bool = True
+) -> PreTrainedModel | PipelineModel:
+    """A loaded model brought under the world's home as the configuration says; entered by all ranks.
+
+    Raises ConfigError, on every rank, where a GPU has no room for it (without `training`: for its weights alone).
+    """
     _check_layers(config, model)
     kind = compute_dtype(config.model, world.device.type)
+    check_model_fits(config, model, world, kind, training=training)
     return prepare(
         model,
         world,

@@ -12,9 +12,9 @@ from longspan.layout import Layout
 from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
 from longspan.train.config.file import nearest
+from longspan.train.config.precision import check_precision
 from longspan.train.config.sections import AUTO, NOT_GIVEN, Above, AtLeast, RunConfig, bounds_of_keys
 from longspan.train.plans import PlanChoice, home_of
-from longspan.train.run.precision import check_precision
 
 _EXPERT_PRESETS = "qwen3-moe-tiny or gpt-oss-tiny (8 experts)"
 

@@ -113,7 +113,7 @@ def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World
         raise DataError(
             f"{directory} holds out no documents (data.eval_documents is 0), so there is nothing to evaluate"
         )
-    model = _prepared_for(corpus, config, world, log, resumed=True)
+    model = _prepared_for(corpus, config, world, log, resumed=True, training=False)
     step = int(load_checkpoint(checkpoint, model, None, world)["step"])
     cost = _cost(config, world, model, log)
     choice = PlanChoice.evaluation(config, cost=cost, heads=query_heads(model.config))
@@ -135,7 +135,7 @@ def step_order_of(config: RunConfig, corpus: Corpus) -> StepOrder:
 
 
 def _prepared_for(
-    corpus: Corpus, config: RunConfig, world: World, log: LogLine, *, resumed: bool
+    corpus: Corpus, config: RunConfig, world: World, log: LogLine, *, resumed: bool, training: bool = True
 ) -> PreTrainedModel | PipelineModel:
     """The run's model, fit for the corpus's vocabulary and longest document, and prepared.
 
@@ -147,7 +147,7 @@ def _prepared_for(
     _check_vocabulary(config, named, size)
     fit = configuration_for(named, config.model, int(corpus.lengths[longest]), corpus.origin(longest), log)
     if resumed:
-        return prepared_model(config, world, unread_model(config, fit))
+        return prepared_model(config, world, unread_model(config, fit), training=training)
     return prepared_model(config, world, on_every_rank(world, lambda: loaded_model(config, rows, fit), ModelError))
 
 

@@ -1,0 +1,137 @@
+"""Whether weights, gradients, optimizer states and the largest gathered layer fit on each GPU, before any is made.
+
+It is what no configuration can do without, from the shapes of the parameters: activations come on top, of which
+`max_tokens_per_slot` decides, and which the warm-up finds.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.errors import ConfigError, counted
+from longspan.layout import Layout
+from longspan.model.layers import decoder_layers
+from longspan.train.all_ranks import on_every_rank
+from longspan.train.config.sections import RunConfig
+
+_MOMENTS = {"adamw": 2, "sgd": 0}  # per weight; other optimizers are not counted
+
+
+@dataclass(frozen=True)
+class NeededBytes:
+    """The least bytes of a model on one rank: `weights`, `gradients` and `states` are sharded, `gathered` is not."""
+
+    weights: int
+    gradients: int
+    states: int
+    gathered: int
+    shards: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.gradients + self.states + self.gathered
+
+    def shards_that_fit(self, room: int) -> int:
+        """How many shards of the parameters leave each small enough; 0 where no number does."""
+        left = room - self.gathered
+        return 0 if left <= 0 else math.ceil((self.total - self.gathered) * self.shards / left)
+
+
+def check_model_fits(
+    config: RunConfig, model: PreTrainedModel, world: World, compute_dtype: torch.dtype, *, training: bool
+) -> None:
+    """Raise ConfigError, on every rank, where the GPU of one has less room than the model needs; nothing on CPUs.
+
+    `model` is not yet prepared, and need have no memory. Without `training`, weights and a gathered layer count.
+    """
+
+    def check() -> None:
+        room = free_bytes(world.device)
+        if room is not None:
+            _check(config, needed_bytes(config, model, world.home, compute_dtype, training=training), room, world)
+
+    on_every_rank(world, check, ConfigError)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What a GPU has to give; None for other devices."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
+def needed_bytes(
+    config: RunConfig, model: PreTrainedModel, home: Layout, compute_dtype: torch.dtype, *, training: bool
+) -> NeededBytes:
+    """The least bytes of this model on a rank of a home, from the shapes of its parameters.
+
+    Stages are taken as equal and everything as split over tensor-parallel ranks: more is needed, never less.
+    """
+    kind = getattr(torch, config.model.dtype)
+    shards = home.slots // home.dp_replicate
+    held = sum(_numel(model, home).values()) / home.pp
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / sum(p.numel() for p in model.parameters())
+    moments = _MOMENTS.get(config.train.optimizer, 0)
+    local = held * kind.itemsize / shards
+    gathered = _gathered(config, model, home) * compute_dtype.itemsize if shards > 1 or compute_dtype != kind else 0
+    return NeededBytes(
+        weights=int(local),
+        gradients=int(local * trained) if training else 0,
+        states=int(moments * local * trained) if training else 0,
+        gathered=int(gathered),
+        shards=shards,
+    )
+
+
+def _numel(model: nn.Module, home: Layout) -> dict[str, float]:
+    """Numbers of each parameter on a tensor-parallel rank, before FSDP2 shards them."""
+    return {name: parameter.numel() / home.tp for name, parameter in model.named_parameters()}
+
+
+def _gathered(config: RunConfig, model: PreTrainedModel, home: Layout) -> float:
+    """Numbers that a rank holds gathered at a time: the root's with the largest layer, or all where all stay."""
+    layers = tuple(decoder_layers(model))
+    by_layer, root = dict.fromkeys(layers, 0.0), 0.0
+    for name, numel in _numel(model, home).items():
+        layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+        if layer is None:
+            root += numel
+        else:
+            by_layer[layer] += numel / (home.ep if ".experts." in name else 1)
+    stay = home.pp > 1 or not config.parallel.reshard_after_forward or config.context.mode == "free"
+    layers_at_once = sum(by_layer.values()) / home.pp if stay else max(by_layer.values())
+    return layers_at_once + (0 if home.pp > 1 else root)  # of stages, some have neither embedding nor head
+
+
+def _check(config: RunConfig, needed: NeededBytes, room: int, world: World) -> None:
+    if needed.total <= room:
+        return
+    parts = [("weights", needed.weights), ("gradients", needed.gradients), ("optimizer states", needed.states)]
+    parts.append(("gathered layers", needed.gathered))
+    figures = ", ".join(f"{name} {_gib(size)}" for name, size in parts if size)
+    raise ConfigError(
+        f"the model does not fit: a rank needs at least {_gib(needed.total)} before any activation ({figures}; "
+        f"parameters over {counted(needed.shards, 'shard')}), and the GPU of rank {world.rank} has {_gib(room)} free; "
+        + _cure(config, needed, room, world.home)
+    )
+
+
+def _cure(config: RunConfig, needed: NeededBytes, room: int, home: Layout) -> str:
+    keys = ["a higher parallel.tp"]
+    if config.model.dtype == "float32":
+        keys.append('model.dtype = "bfloat16" (see its warning)')
+    if config.context.mode == "free":
+        keys.append('context.mode = "lockstep"')
+    elif not config.parallel.reshard_after_forward and home.pp == 1:
+        keys.append("parallel.reshard_after_forward = true")
+    if shards := needed.shards_that_fit(room):
+        gpus = shards * home.dp_replicate * home.tp * home.pp
+        return f"at least {counted(gpus, 'such GPU')} would do, or try {' or '.join(keys)}"
+    return f"no number of such GPUs would do with these keys, for what is gathered has no room; try {' or '.join(keys)}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
