@@ -28,7 +28,8 @@ def build(
 ) -> Corpus:
     data = DataConfig(path=str(path), **{"vocab_size": 300, "max_document_tokens": 64} | keys)  # type: ignore[arg-type]
     log = (said if said is not None else []).append
-    return ensure_corpus(data, tmp_path / "run", model_dir=None, resumed=resumed, log=log)
+    tokenizer = load_tokenizer(data.tokenizer) if data.tokenizer else None
+    return ensure_corpus(data, tmp_path / "run", tokenizer=tokenizer, resumed=resumed, log=log)
 
 
 def test_stdlib_is_the_librarys_own_sources() -> None:
@@ -133,6 +134,39 @@ def test_a_corpus_is_built_once_and_built_again_when_it_changed(tmp_path: Path) 
     (texts / "file00.py").write_text("changed text\n")
     build(tmp_path, texts, said=said)
     assert "the corpus changed (file00.py" in said[0]
+
+
+def test_what_stands_around_texts_and_special_tokens_in_them_is_said(tmp_path: Path) -> None:
+    texts, said = tmp_path / "texts", list[str]()
+    texts.mkdir()
+    (texts / "a.txt").write_text("one <|endoftext|> two <|endoftext|> three\n")
+    plain = build(tmp_path, texts, said=said)
+    assert "each text ends with <|endoftext|>" in said
+    assert (
+        "names of special tokens stand in the texts 2 times: <|endoftext|> (2); they are read as plain text "
+        "(data.parse_special_tokens = true parses them)" in said
+    )
+    end = load_tokenizer(tmp_path / "run").end
+    assert plain[0][np.arange(len(plain[0]))].tolist().count(end or 0) == 1
+    said.clear()
+    parsed = build(tmp_path, texts, said=said, parse_special_tokens=True)
+    assert said[0] == "the corpus changed (data.parse_special_tokens was False and is True): building it again"
+    assert parsed[0][np.arange(len(parsed[0]))].tolist().count(end or 0) == 3
+    with pytest.raises(DataError, match=r"data.parse_special_tokens was True and is False"):
+        build(tmp_path, texts, resumed=True)
+
+
+def test_a_corpus_of_an_older_version_goes_on_with_its_run_and_is_built_again_for_another(tmp_path: Path) -> None:
+    texts, said = write_texts(tmp_path / "texts"), list[str]()
+    build(tmp_path, texts)
+    file = tmp_path / "run" / "corpus" / "corpus.json"
+    manifest = json.loads(file.read_text())
+    for key in ("parse_special_tokens", "opening", "closing"):
+        del manifest[key]
+    file.write_text(json.dumps(manifest))
+    assert build(tmp_path, texts, said=said, resumed=True).manifest.opening is None and not said
+    assert build(tmp_path, texts, said=said).manifest.opening == ()
+    assert said[0] == "the corpus changed (an older version of longspan built it): building it again"
 
 
 def test_a_resumed_run_refuses_a_corpus_that_changed(tmp_path: Path) -> None:

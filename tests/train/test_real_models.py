@@ -1,6 +1,5 @@
 """Runs of other models than tiny presets: random weights of a configuration, scaled positions, resumed unread."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +8,12 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from longspan.errors import ConfigError, ModelError
+from longspan.errors import ConfigError, DataError, ModelError
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.random import RandomWeights
 from longspan.testing import run_ranks
 from longspan.train.config.sections import RunConfig
+from longspan.train.data.tokenizer import train_tokenizer
 from longspan.train.run.metrics_log import read_metrics
 from tests.model.deep import deep_config
 from tests.train.small import small_config, train_rank, without_times
@@ -73,6 +73,7 @@ def test_a_resumed_run_reads_no_weights_but_its_checkpoint(tmp_path: Path) -> No
     """Weights are NaN until the checkpoint is loaded, so one that it lacked would end the run."""
     source = _architecture(tmp_path / "model", max_position_embeddings=64)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source)).save_pretrained(source)
+    train_tokenizer(["some text"], 300).save_pretrained(source)
     straight = small_config(tmp_path, model__path=str(source), train__save_every=2, train__steps=4)
     rows = _losses(straight, 2)
     again = replace(straight, run=replace(straight.run, dir=str(shutil.copytree(straight.run.dir, tmp_path / "again"))))
@@ -87,6 +88,24 @@ def test_a_resumed_run_reads_no_weights_but_its_checkpoint(tmp_path: Path) -> No
     assert old.keys() == new.keys() and all(old[name].equal(new[name]) for name in old)
 
 
+def _folder(path: Path, rows: int = 300) -> Path:
+    """A folder with weights and without a tokenizer."""
+    model = AutoModelForCausalLM.from_config(deep_config("qwen3", layers=4, vocabulary=rows), dtype="bfloat16")
+    model.save_pretrained(path)
+    return path
+
+
+def test_weights_are_not_trained_on_the_ids_of_another_tokenizer(tmp_path: Path) -> None:
+    config = small_config(tmp_path, model__path=str(_folder(tmp_path / "model")))
+    with pytest.raises(DataError, match=r"has no tokenizer.json, and its weights know .* name .* with data.tokenizer"):
+        run_ranks(train_rank, 2, config, 2)
+    train_tokenizer(["some text"], 280).save_pretrained(tmp_path / "model")
+    small = small_config(tmp_path, model__path=str(_folder(tmp_path / "model", rows=250)))
+    with pytest.raises(DataError, match=r"tokenizer .*/model has ids up to 26\d, the embedding of .* has 250 rows"):
+        run_ranks(train_rank, 2, small, 2)
+    assert not (Path(config.run.dir) / "corpus").exists()
+
+
 def test_a_folder_without_weights_is_refused_before_its_corpus_is_read(tmp_path: Path) -> None:
     config = small_config(tmp_path, model__path=str(_architecture(tmp_path / "model")))
     with pytest.raises(ModelError, match=r"has no weights; .* \(model.config = FOLDER draws random ones\)"):
@@ -94,10 +113,8 @@ def test_a_folder_without_weights_is_refused_before_its_corpus_is_read(tmp_path:
     assert not (Path(config.run.dir) / "corpus").exists()
 
 
-def test_runs_of_older_versions_wrote_a_preset_beside_a_folder(tmp_path: Path) -> None:
+def test_a_preset_that_is_meant_is_the_preset_that_is_named(tmp_path: Path) -> None:
     config = small_config(tmp_path, train__steps=2)
-    _losses(config, 2)
-    state = Path(config.run.dir) / "checkpoints" / "step-000002" / "state.json"
-    assert json.loads(state.read_text())["config"]["model"]["preset"] == ""
-    named = replace(config, model=replace(config.model, preset="qwen3-tiny"))
-    assert len(_losses(named, 2)) > 0
+    assert config.model.preset == "qwen3-tiny"
+    rows = _losses(config, 2)
+    assert _losses(replace(config, model=replace(config.model, preset="")), 2) == rows

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 from longspan.errors import DataError
@@ -40,7 +41,12 @@ def test_a_saved_tokenizer_is_loaded_here_and_by_transformers(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("settings", "end"),
-    [({"eos_token": END_OF_TEXT}, True), ({"eos_token": {"content": END_OF_TEXT}}, True), ({}, False), (None, True)],
+    [
+        ({"eos_token": END_OF_TEXT}, True),
+        ({"eos_token": {"__type": "AddedToken", "content": END_OF_TEXT}}, True),
+        ({}, False),
+        (None, True),
+    ],
 )
 def test_the_end_of_text_that_a_folder_names(tmp_path: Path, settings: dict[str, object] | None, end: bool) -> None:
     train_tokenizer(TEXTS, 300).save_pretrained(tmp_path)
@@ -48,6 +54,53 @@ def test_the_end_of_text_that_a_folder_names(tmp_path: Path, settings: dict[str,
     if settings is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert (load_tokenizer(tmp_path).end is not None) == end
+
+
+LLAMA = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+
+
+def _with_bos(folder: Path, closing: str = "") -> Path:
+    """A tokenizer whose post-processor begins every text with <s>, and has a special token in its settings alone."""
+    engine = train_tokenizer(TEXTS, 300).engine
+    engine.add_special_tokens(["<s>", "</s>", "<|im_start|>"])
+    ids = [(token, engine.token_to_id(token)) for token in ("<s>", "</s>")]
+    engine.post_processor = processors.TemplateProcessing(single=f"<s> $A {closing}".strip(), special_tokens=ids)
+    folder.mkdir()
+    engine.save(str(folder / "tokenizer.json"))
+    more = {"content": "<|tool|>", "special": True, "lstrip": False, "rstrip": False, "normalized": False}
+    number = str(engine.get_vocab_size())
+    (folder / "tokenizer_config.json").write_text(json.dumps(LLAMA | {"added_tokens_decoder": {number: more}}))
+    return folder
+
+
+@pytest.mark.parametrize("closing", ["", "</s>"])
+@pytest.mark.parametrize("parse", [False, True])
+def test_ids_are_those_of_transformers_and_the_end_of_text(tmp_path: Path, closing: str, parse: bool) -> None:
+    folder = _with_bos(tmp_path / "t", closing)
+    tokenizer = load_tokenizer(folder).parsing(parse)
+    stock = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    texts = ["", "plan", "<|im_start|>user <|tool|> def</s> rank<s>", TEXTS[1]]
+    for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
+        wanted = stock(text, split_special_tokens=not parse)["input_ids"]
+        assert ids.tolist() == wanted + [stock.eos_token_id] * (not closing)
+    assert (tokenizer.opening, tokenizer.closing) == (("<s>",), ("</s>",))
+    assert tokenizer.size == len(stock)
+    assert tokenizer.count_special(texts) == {"<|im_start|>": 1, "<|tool|>": 1, "</s>": 1, "<s>": 1}
+
+
+def test_files_of_a_tokenizer_are_kept_byte_for_byte(tmp_path: Path) -> None:
+    folder, kept = _with_bos(tmp_path / "t"), tmp_path / "kept"
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message }}{% endfor %}")
+    (folder / "special_tokens_map.json").write_text('{"bos_token": "<s>"}')
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    kept.mkdir()
+    (kept / "vocab.txt").write_text("of another tokenizer")
+    load_tokenizer(folder).save_pretrained(kept)
+    files = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    del files[Path("config.json")]
+    assert {path.relative_to(kept): path.read_bytes() for path in kept.rglob("*") if path.is_file()} == files
 
 
 def test_folders_without_a_tokenizer_are_refused(tmp_path: Path) -> None:

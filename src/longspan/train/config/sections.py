@@ -69,6 +69,8 @@ class DataConfig:
     """A folder with tokenizer.json; empty: the model folder's, else one trained on the corpus."""
     vocab_size: Annotated[int, AtLeast(257)] = 2048  # 256 bytes and the end of text at the least
     """Entries of the byte-pair tokenizer that is trained when no other is given, and of the preset's embedding."""
+    parse_special_tokens: bool = False
+    """Read the names of special tokens in texts (<|im_start|>, say) as these tokens; false: as plain text."""
     max_document_tokens: NonNegativeInt = NOT_GIVEN
     """Longer texts are cut into documents of at most this many tokens; 0: none is cut, and one that fits no group of
     slots is an error that names it. Default: 0; tiny presets: 2048."""

@@ -4,6 +4,7 @@ Texts stream through in batches, so a corpus may be larger than memory. Reading 
 """
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from longspan.errors import DataError, counted
 from longspan.train.config.sections import DataConfig
 from longspan.train.data.documents import Corpus, Manifest
 from longspan.train.data.files import Source, changed_files, describe, find_files, read_file, read_texts
-from longspan.train.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from longspan.train.data.tokenizer import TextTokenizer, train_tokenizer
 
 SAMPLE_CHARACTERS = 4_000_000  # what the byte-pair tokenizer is trained on, at most
 BATCH_CHARACTERS = 4_000_000  # what is tokenized at once
@@ -22,18 +23,22 @@ SHORTEST = 2  # a document of one token predicts nothing
 LogLine = Callable[[str], None]
 
 
-def ensure_corpus(data: DataConfig, run_dir: Path, *, model_dir: Path | None, resumed: bool, log: LogLine) -> Corpus:
+def ensure_corpus(
+    data: DataConfig, run_dir: Path, *, tokenizer: TextTokenizer | None, resumed: bool, log: LogLine
+) -> Corpus:
     """The corpus in the run's folder, which is built again where its sources or settings changed.
 
-    What happens is logged, at least once a batch. Raises DataError for sources that are missing, empty or unreadable,
-    and, where the run is `resumed`, for sources or settings that changed since it began: its order would not hold.
+    Without a `tokenizer` one is trained. What happens is logged, at least once a batch. Raises DataError for sources
+    that are missing, empty or unreadable, and, where the run is `resumed`, for sources or settings that changed since
+    it began: its order would not hold.
     """
     folder = run_dir / "corpus"
     files = find_files(data.path, leave_out=run_dir)
-    tokenizer = _given_tokenizer(data, model_dir)
     if (folder / "corpus.json").is_file():
         corpus = Corpus(folder)
         changes = _changes(corpus.manifest, data, files, tokenizer)
+        if not resumed and corpus.manifest.opening is None:  # a run that it belongs to goes on with it
+            changes.append("an older version of longspan built it")
         if not changes:
             return corpus
         if resumed:
@@ -56,8 +61,11 @@ def build_corpus(
     if tokenizer is None:
         log(f"training a tokenizer of {data.vocab_size} entries on {data.path}")
         tokenizer = train_tokenizer(_sample(files), data.vocab_size)
-    tokenizer.save_pretrained(run_dir)
-    lengths, origins = _write_tokens(reader, tokenizer, data.max_document_tokens, partial / "tokens.bin", log)
+    tokenizer.parsing(data.parse_special_tokens).save_pretrained(run_dir)
+    log(_around(tokenizer))
+    special = Counter[str]()
+    texts = _counting(reader.texts(), tokenizer, special)
+    lengths, origins = _write_tokens(reader, texts, tokenizer, data.max_document_tokens, partial / "tokens.bin", log)
     if not lengths:
         no = f"{len(reader.skipped)} {'is' if len(reader.skipped) == 1 else 'are'}"
         raise DataError(
@@ -69,6 +77,8 @@ def build_corpus(
     manifest = _manifest(data, tokenizer, reader)
     (partial / "corpus.json").write_text(manifest.to_json(), encoding="utf-8")
     partial.rename(folder)
+    if special:
+        log(_special(special, data))
     if reader.skipped:
         log(f"left out {counted(len(reader.skipped), 'file')}, not UTF-8: {', '.join(reader.skipped[:5])}")
     return Corpus(folder)
@@ -94,13 +104,46 @@ class _Reader:
                 self.skipped.append(name)
 
 
+def _counting(
+    texts: Iterable[tuple[int, str]], tokenizer: TextTokenizer, special: Counter[str]
+) -> Iterator[tuple[int, str]]:
+    """The texts, and meanwhile how often the name of each special token stands in them."""
+    for origin, text in texts:
+        special.update(tokenizer.count_special([text]))
+        yield origin, text
+
+
+def _around(tokenizer: TextTokenizer) -> str:
+    opening, closing = " ".join(tokenizer.opening), " ".join(tokenizer.closing)
+    parts = [f"begins with {opening}"] * bool(opening) + [f"ends with {closing}"] * bool(closing)
+    if not parts:
+        return "nothing is put around a text: the tokenizer names no token for its beginning or its end"
+    return f"each text {' and '.join(parts)}, as the tokenizer says" if opening else f"each text {parts[0]}"
+
+
+def _special(special: Counter[str], data: DataConfig) -> str:
+    named = ", ".join(f"{name} ({count:,})" for name, count in special.most_common(5))
+    more = f" and {len(special) - 5} others" if len(special) > 5 else ""
+    times = counted(special.total(), "time")
+    read = "are read as these tokens" if data.parse_special_tokens else "are read as plain text"
+    hint = "data.parse_special_tokens = " + (
+        "false reads plain text" if data.parse_special_tokens else "true parses them"
+    )
+    return f"names of special tokens stand in the texts {times}: {named}{more}; they {read} ({hint})"
+
+
 def _write_tokens(
-    reader: _Reader, tokenizer: TextTokenizer, longest: int, file: Path, log: LogLine
+    reader: _Reader,
+    texts: Iterable[tuple[int, str]],
+    tokenizer: TextTokenizer,
+    longest: int,
+    file: Path,
+    log: LogLine,
 ) -> tuple[list[int], list[int]]:
     """Write the ids of all documents end to end; returns each document's length and source."""
     dtype, lengths, origins = _dtype(tokenizer), list[int](), list[int]()
     with file.open("wb") as out:
-        for batch in _batches(reader.texts()):
+        for batch in _batches(texts):
             for origin, ids in zip((o for o, _ in batch), tokenizer.encode([t for _, t in batch]), strict=True):
                 step = longest or max(len(ids), 1)
                 for start in range(0, len(ids), step):
@@ -138,14 +181,6 @@ def _sample(files: dict[str, Path]) -> Iterator[str]:
             return
 
 
-def _given_tokenizer(data: DataConfig, model_dir: Path | None) -> TextTokenizer | None:
-    if data.tokenizer:
-        return load_tokenizer(data.tokenizer)
-    if model_dir is not None and (model_dir / "tokenizer.json").is_file():
-        return load_tokenizer(model_dir)
-    return None
-
-
 def _manifest(data: DataConfig, tokenizer: TextTokenizer, reader: _Reader) -> Manifest:
     return Manifest(
         path=data.path,
@@ -155,6 +190,9 @@ def _manifest(data: DataConfig, tokenizer: TextTokenizer, reader: _Reader) -> Ma
         dtype=_dtype(tokenizer),
         sources=tuple(reader.sources),
         skipped=tuple(reader.skipped),
+        parse_special_tokens=data.parse_special_tokens,
+        opening=tokenizer.opening,
+        closing=tokenizer.closing,
     )
 
 
@@ -168,11 +206,16 @@ def _changes(old: Manifest, data: DataConfig, files: dict[str, Path], tokenizer:
     for key, before, now in (
         ("data.path", old.path, data.path),
         ("data.max_document_tokens", old.max_document_tokens, data.max_document_tokens),
+        ("data.parse_special_tokens", old.parse_special_tokens, data.parse_special_tokens),
     ):
         if before != now:
             changes.append(f"{key} was {before!r} and is {now!r}")
     if tokenizer is not None and tokenizer.digest != old.tokenizer_digest:
         changes.append("the tokenizer is another one")
+    elif tokenizer is not None and old.opening is not None:
+        before, now = (*old.opening, "…", *old.closing), (*tokenizer.opening, "…", *tokenizer.closing)
+        if before != now:
+            changes.append(f"a text stood in {' '.join(before)} and stands in {' '.join(now)}")
     if tokenizer is None and data.vocab_size < old.tokenizer_size:
         changes.append(f"data.vocab_size is {data.vocab_size}, the tokenizer has {old.tokenizer_size} entries")
     return changes or changed_files(list(old.sources), files)

@@ -18,7 +18,11 @@ from longspan.train.data.files import Source
 
 @dataclass(frozen=True)
 class Manifest:
-    """The sources and settings of a corpus, from which one sees whether it must be built again."""
+    """The sources and settings of a corpus, from which one sees whether it must be built again.
+
+    Every text begins with the tokens `opening` (None: an older version built it, and did not say) and ends with
+    `closing`.
+    """
 
     path: str
     max_document_tokens: int
@@ -27,6 +31,9 @@ class Manifest:
     dtype: str
     sources: tuple[Source, ...]
     skipped: tuple[str, ...]
+    parse_special_tokens: bool = False
+    opening: tuple[str, ...] | None = None
+    closing: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """The manifest as JSON; `from_json` gives an equal one back."""
@@ -37,7 +44,9 @@ class Manifest:
         """Read a manifest; KeyError, TypeError or ValueError where it is not one."""
         values: dict[str, Any] = json.loads(text)
         sources = tuple(Source(**source) for source in values.pop("sources"))
-        return cls(**{**values, "sources": sources, "skipped": tuple(values["skipped"])})
+        for key in {"skipped", "opening", "closing"} & values.keys():
+            values[key] = None if values[key] is None else tuple(values[key])
+        return cls(**{**values, "sources": sources})
 
 
 class Corpus:

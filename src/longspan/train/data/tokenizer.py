@@ -1,12 +1,16 @@
 """Text to token ids: a tokenizer folder's own, or a byte-level byte-pair tokenizer trained on the corpus.
 
-Only the rank that builds the corpus calls this. Every document ends with the end-of-text token, where there is one.
+Only the rank that builds the corpus calls this. The ids of a text are those of transformers' tokenizer (with what it
+puts around a text: the beginning of text, say), and the end-of-text token, where there is one. The names of special
+tokens in a text are plain text unless they are to be parsed.
 """
 
 import hashlib
 import json
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -14,16 +18,23 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from longspan.errors import DataError
+from longspan.train.data.tokenizer_files import copy_tokenizer_files
 
 END_OF_TEXT = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer and the token that ends a document (None where it has none)."""
+    """A tokenizer and the token that ends a text (None where it has none).
+
+    Two tokenizers of equal `digest` (SHA-256 of tokenizer.json as it is read) and equal `opening` and `closing` give
+    equal ids. `folder` is what it was read from; None: it was trained here.
+    """
 
     engine: Tokenizer
     end: int | None
+    digest: str
+    folder: Path | None = None
 
     @cached_property
     def size(self) -> int:
@@ -31,18 +42,54 @@ class TextTokenizer:
         return max(self.engine.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
-    def digest(self) -> str:
-        """SHA-256 of its JSON: two tokenizers with equal digests give equal ids."""
-        return hashlib.sha256(self.engine.to_str().encode()).hexdigest()
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer's post-processor puts before and behind a text."""
+        text, whole = (self.engine.encode("a", add_special_tokens=special).ids for special in (False, True))
+        start = next(i for i in range(len(whole)) if whole[i : i + len(text)] == text)
+        return whole[:start], whole[start + len(text) :]
+
+    @property
+    def opening(self) -> tuple[str, ...]:
+        """The tokens that every text begins with."""
+        return self._named(self._around[0])
+
+    @property
+    def closing(self) -> tuple[str, ...]:
+        """The tokens that every text ends with."""
+        return self._named([*self._around[1], *self._end])
+
+    def _named(self, ids: Sequence[int]) -> tuple[str, ...]:
+        return tuple(str(self.engine.id_to_token(i)) for i in ids)
+
+    @property
+    def _end(self) -> list[int]:
+        """The end of text, unless the tokenizer puts it there itself."""
+        return [] if self.end is None or self.end in self._around[1] else [self.end]
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, the end of text included; special tokens in the text are read as plain text."""
-        closing = [] if self.end is None else [self.end]
-        encodings = self.engine.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids + closing, dtype=np.int64) for encoding in encodings]
+        """The ids of each text, with what stands around it."""
+        encodings = self.engine.encode_batch_fast(list(texts), add_special_tokens=True)
+        return [np.array(encoding.ids + self._end, dtype=np.int64) for encoding in encodings]
+
+    def parsing(self, parse: bool) -> "TextTokenizer":
+        """The tokenizer, set to read the names of special tokens in a text as these tokens, or as plain text."""
+        self.engine.encode_special_tokens = not parse
+        return self
+
+    def count_special(self, texts: Iterable[str]) -> Counter[str]:
+        """How often the name of each special token stands in the texts."""
+        return Counter(name for text in texts for name in self._special.findall(text)) if self._special else Counter()
+
+    @cached_property
+    def _special(self) -> re.Pattern[str] | None:
+        names = {token.content for token in self.engine.get_added_tokens_decoder().values() if token.special}
+        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer reads too."""
+        """Write what transformers' AutoTokenizer reads: the files that it was read from, or of a trained one two."""
+        if self.folder is not None:
+            copy_tokenizer_files(self.folder, folder)
+            return
         self.engine.save(str(folder / "tokenizer.json"))
         settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if self.end is not None:
@@ -62,22 +109,46 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
         show_progress=False,
     )
     engine.train_from_iterator(texts, trainer)
-    return _ready(engine, END_OF_TEXT)
+    return _ready(engine, engine.token_to_id(END_OF_TEXT))
 
 
 def load_tokenizer(folder: str | Path) -> TextTokenizer:
-    """Load the tokenizer.json of a folder, and the end-of-text token that its tokenizer_config.json names.
+    """Load the tokenizer of a folder with tokenizer.json, as transformers does by its tokenizer_config.json.
 
-    Raises DataError where the folder or the file is missing or unreadable.
+    Without a tokenizer_config.json a text ends with <|endoftext|>, where the tokenizer has it. Raises DataError where
+    the folder or the file is missing or unreadable.
     """
-    file = Path(folder).expanduser() / "tokenizer.json"
+    folder = Path(folder).expanduser()
+    file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if not file.is_file():
         raise DataError(f"no tokenizer.json in {str(folder)!r}; give a folder with one, or leave data.tokenizer empty")
     try:
         engine = Tokenizer.from_file(str(file))
     except Exception as error:  # the Rust side raises plain Exception
         raise DataError(f"{file} is not a tokenizer: {error}") from error
-    return _ready(engine, _end_named(file.with_name("tokenizer_config.json")))
+    tokenizer = replace(_ready(engine, engine.token_to_id(END_OF_TEXT)), folder=folder)
+    if not settings.is_file():
+        return tokenizer
+    try:
+        if not isinstance(json.loads(settings.read_text(encoding="utf-8")), dict):
+            raise ValueError("it holds something else")
+    except ValueError as error:
+        raise DataError(f"{settings} is not a JSON object: {error}") from error
+    return _as_transformers_reads(tokenizer, folder)
+
+
+def _as_transformers_reads(tokenizer: TextTokenizer, folder: Path) -> TextTokenizer:
+    """The tokenizer with the tokens that the folder's settings add, and what they put around a text."""
+    from transformers import AutoTokenizer
+
+    try:
+        stock = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        engine, end = stock.backend_tokenizer, stock.eos_token_id
+    except Exception as error:  # json, tokenizers, huggingface_hub and transformers each raise their own
+        raise DataError(
+            f"the tokenizer in {folder} cannot be loaded by transformers: {type(error).__name__}: {error}"
+        ) from error
+    return replace(_ready(engine, end), digest=tokenizer.digest, folder=folder)
 
 
 def check_vocabulary(tokenizer_size: int, embedding_rows: int, *, tokenizer: str, model: str) -> None:
@@ -90,18 +161,8 @@ def check_vocabulary(tokenizer_size: int, embedding_rows: int, *, tokenizer: str
         )
 
 
-def _ready(engine: Tokenizer, end: str | None) -> TextTokenizer:
+def _ready(engine: Tokenizer, end: int | None) -> TextTokenizer:
     engine.no_truncation()
     engine.no_padding()
     engine.encode_special_tokens = True
-    return TextTokenizer(engine, None if end is None else engine.token_to_id(end))
-
-
-def _end_named(settings: Path) -> str | None:
-    if not settings.is_file():
-        return END_OF_TEXT
-    try:
-        named = json.loads(settings.read_text(encoding="utf-8")).get("eos_token")
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
-        raise DataError(f"{settings} is not a JSON object: {error}") from error
-    return named.get("content") if isinstance(named, dict) else named
+    return TextTokenizer(engine, end, hashlib.sha256(engine.to_str().encode()).hexdigest())

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.errors import CheckpointError, DataError, ModelError, RunFolderError, counted
+from longspan.errors import CheckpointError, DataError, ModelError, RunFolderError
 from longspan.model.hf_folder import weight_files
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.randomness import refuse_randomness
@@ -19,11 +19,9 @@ from longspan.train.all_ranks import LogLine, on_every_rank, on_first_rank
 from longspan.train.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint
 from longspan.train.config.file import to_toml
 from longspan.train.config.sections import RunConfig
-from longspan.train.data.build import ensure_corpus
 from longspan.train.data.documents import Corpus, Documents
 from longspan.train.data.step_order import StepOrder
-from longspan.train.data.tokenizer import check_vocabulary
-from longspan.train.disk import naming_file, write_atomically
+from longspan.train.disk import write_atomically
 from longspan.train.evaluation.evaluate import evaluate
 from longspan.train.evaluation.result import Evaluation
 from longspan.train.memory.rows_that_fit import with_rows_of_run, with_rows_that_fit
@@ -31,6 +29,7 @@ from longspan.train.plans import PlanChoice, cost_of_run, query_heads
 from longspan.train.run.config_check import check_longest
 from longspan.train.run.long_documents import configuration_for
 from longspan.train.run.resume import checkpoint_to_resume
+from longspan.train.run.run_corpus import check_tokenizer, shared_corpus
 from longspan.train.training import (
     Training,
     configuration_of,
@@ -75,7 +74,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     if config.model.path and checkpoint is None:
         on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
     named = on_every_rank(world, lambda: configuration_of(config, config.data.vocab_size), ModelError)
-    corpus = _shared_corpus(config, world, named, resumed=checkpoint is not None, log=log)
+    corpus = shared_corpus(config, world, named, resumed=checkpoint is not None, log=log)
     order = step_order_of(config, corpus)
     longest, heads = int(np.argmax(corpus.lengths)), query_heads(named)
     check_longest(config, world.home, int(corpus.lengths[longest]), corpus.origin(longest), heads)
@@ -144,47 +143,8 @@ def _prepared_for(
     size, longest = corpus.manifest.tokenizer_size, int(np.argmax(corpus.lengths))
     rows = size if config.data.tokenizer else config.data.vocab_size
     named = on_every_rank(world, lambda: configuration_of(config, rows), ModelError)
-    _check_vocabulary(config, named, size)
+    check_tokenizer(config, named, size)
     fit = configuration_for(named, config.model, int(corpus.lengths[longest]), corpus.origin(longest), log)
     if resumed:
         return prepared_model(config, world, unread_model(config, fit), training=training)
     return prepared_model(config, world, on_every_rank(world, lambda: loaded_model(config, rows, fit), ModelError))
-
-
-def _shared_corpus(config: RunConfig, world: World, named: PreTrainedConfig, *, resumed: bool, log: LogLine) -> Corpus:
-    """The corpus in the run's folder: the first rank makes sure of it, the others open what it made."""
-    directory = Path(config.run.dir)
-
-    def build() -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        folder = Path(config.model.path) if config.model.path else None
-        with naming_file(directory / "corpus"):
-            built = ensure_corpus(config.data, directory, model_dir=folder, resumed=resumed, log=log)
-        tokens, files = int(built.lengths.sum()), counted(len(built.manifest.sources), "file")
-        documents = counted(len(built), "document")
-        log(f"corpus: {files} of {config.data.path}, {documents}, {counted(tokens, 'token')}")
-
-    if not config.data.tokenizer:
-        _check_folder_vocabulary(config, named)
-    on_first_rank(world, build, DataError)
-    return on_every_rank(world, lambda: _open_corpus(directory), DataError)
-
-
-def _open_corpus(directory: Path) -> Corpus:
-    try:
-        return Corpus(directory / "corpus")
-    except DataError as error:
-        raise DataError(f"{error}; the run's folder must be on storage that all its machines share") from error
-
-
-def _check_folder_vocabulary(config: RunConfig, named: PreTrainedConfig) -> None:
-    """Raise DataError where a tokenizer that is to be trained would not fit the folder's model."""
-    if not (Path(config.model.path) / "tokenizer.json").is_file():
-        _check_vocabulary(config, named, config.data.vocab_size)
-
-
-def _check_vocabulary(config: RunConfig, named: PreTrainedConfig, size: int) -> None:
-    model = config.model.path or config.model.config
-    tokenizer = config.data.tokenizer or (model or "trained on the corpus (data.vocab_size)")
-    rows = named.get_text_config().vocab_size
-    check_vocabulary(size, rows, tokenizer=tokenizer, model=model or config.model.preset_name)

@@ -1,0 +1,61 @@
+"""The files of a Hugging Face folder that a run keeps unchanged: its tokenizer's, and how the model generates."""
+
+import shutil
+from pathlib import Path
+
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tiktoken.model",
+)
+GENERATION = "generation_config.json"
+
+
+def copy_tokenizer_files(source: Path, target: Path) -> None:
+    """Copy the tokenizer's files byte for byte, chat templates too, in place of those of another one in `target`."""
+    for name in _TOKENIZER:
+        _replace(source / name, target / name)
+
+
+class KeptFiles:
+    """The files that a run's folder keeps for the folders of its models: its tokenizer, and how the model generates."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Copy them into a model's folder."""
+        copy_tokenizer_files(self._folder, folder)
+        if (self._folder / GENERATION).is_file():
+            _replace(self._folder / GENERATION, folder / GENERATION)
+
+
+def keep_generation(source: Path | None, folder: Path) -> None:
+    """Copy how the model of a source folder generates into a run's folder, where that is written down."""
+    if source is None or not (source / GENERATION).is_file():
+        (folder / GENERATION).unlink(missing_ok=True)
+    else:
+        _replace(source / GENERATION, folder / GENERATION)
+
+
+def _replace(source: Path, target: Path) -> None:
+    if source.exists() and target.exists() and source.samefile(target):
+        return
+    if target.is_dir():
+        shutil.rmtree(target)
+    target.unlink(missing_ok=True)
+    if source.is_dir():
+        shutil.copytree(source, target)
+    elif source.is_file():
+        shutil.copyfile(source, target)

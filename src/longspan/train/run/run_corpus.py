@@ -1,0 +1,78 @@
+"""The corpus of a run: built once in the run's folder, with the tokenizer that belongs to the model."""
+
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from longspan.comm import World
+from longspan.errors import DataError, counted
+from longspan.model import PRESETS
+from longspan.train.all_ranks import LogLine, on_every_rank, on_first_rank
+from longspan.train.config.sections import RunConfig
+from longspan.train.data.build import ensure_corpus
+from longspan.train.data.documents import Corpus
+from longspan.train.data.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
+from longspan.train.disk import naming_file
+
+
+def shared_corpus(config: RunConfig, world: World, model: PreTrainedConfig, *, resumed: bool, log: LogLine) -> Corpus:
+    """The corpus in the run's folder for a model of this configuration: the first rank makes sure of it, all open it.
+
+    Raises DataError on every rank for a tokenizer that is missing or has more ids than the model's embedding has rows,
+    before anything is read, and for sources that are missing, empty or, where the run is `resumed`, changed.
+    """
+    directory = Path(config.run.dir)
+
+    def build() -> None:
+        tokenizer = _tokenizer(config)
+        preset = PRESETS.get(config.model.preset_name)
+        if tokenizer is None or preset is None or preset.rows:  # the embedding of a tiny preset takes any tokenizer
+            check_tokenizer(config, model, config.data.vocab_size if tokenizer is None else tokenizer.size)
+        directory.mkdir(parents=True, exist_ok=True)
+        with naming_file(directory / "corpus"):
+            built = ensure_corpus(config.data, directory, tokenizer=tokenizer, resumed=resumed, log=log)
+        tokens, files = int(built.lengths.sum()), counted(len(built.manifest.sources), "file")
+        documents = counted(len(built), "document")
+        log(f"corpus: {files} of {config.data.path}, {documents}, {counted(tokens, 'token')}")
+
+    on_first_rank(world, build, DataError)
+    return on_every_rank(world, lambda: _open_corpus(directory), DataError)
+
+
+def check_tokenizer(config: RunConfig, model: PreTrainedConfig, size: int) -> None:
+    """Raise DataError where a tokenizer of `size` ids has more than the embedding of this configuration has rows."""
+    source = config.model.path or config.model.config
+    tokenizer = (
+        config.data.tokenizer or (_own_tokenizer(config) and source) or "trained on the corpus (data.vocab_size)"
+    )
+    rows = model.get_text_config().vocab_size
+    check_vocabulary(size, rows, tokenizer=str(tokenizer), model=source or config.model.preset_name)
+
+
+def _tokenizer(config: RunConfig) -> TextTokenizer | None:
+    """The tokenizer that data.tokenizer names, else the model folder's; None: one is to be trained."""
+    if config.data.tokenizer:
+        return load_tokenizer(config.data.tokenizer)
+    if (folder := _own_tokenizer(config)) is not None:
+        return load_tokenizer(folder)
+    if config.model.path:
+        raise DataError(
+            f"the model in {config.model.path} has no tokenizer.json, and its weights know the ids of its own "
+            "tokenizer alone; put the files of its tokenizer there, or name their folder with data.tokenizer"
+        )
+    return None
+
+
+def _own_tokenizer(config: RunConfig) -> Path | None:
+    """The folder of the model or configuration, where it has a tokenizer."""
+    source = Path(config.model.path or config.model.config or "")
+    folder = source.parent if source.is_file() else source
+    named = bool(config.model.path or config.model.config)
+    return folder if named and (folder / "tokenizer.json").is_file() else None
+
+
+def _open_corpus(directory: Path) -> Corpus:
+    try:
+        return Corpus(directory / "corpus")
+    except DataError as error:
+        raise DataError(f"{error}; the run's folder must be on storage that all its machines share") from error
