@@ -7,26 +7,28 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
+from longspan.model import load_model
 from tests.train.small import write_texts
 
 ROOT = Path(__file__).parent.parent
 
 
-def run(script: Path, *words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(script), *words], capture_output=True, text=True, timeout=240, check=False
-    )
+def run(script: Path, *words: str, cwd: Path | None = None) -> str:
+    command = [sys.executable, str(script), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def run_page(name: str, folder: Path) -> str:
+def run_page(name: str, folder: Path, cwd: Path | None = None) -> str:
     """What the Python blocks of a page print, run as one program."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), flags=re.DOTALL)
     script = folder / "page.py"
     script.write_text("\n\n".join(blocks))
-    return run(script)
+    return run(script, cwd=cwd)
 
 
 def test_the_tour_is_one_program(tmp_path: Path) -> None:
@@ -86,10 +88,26 @@ def test_the_program_of_the_readme_runs(tmp_path: Path) -> None:
     run(tmp_path / "readme.py", block)
 
 
+def test_the_page_on_gpus_generates_with_stock_transformers(tmp_path: Path) -> None:
+    """Its program runs where a run with a folder's model has left its own."""
+    folder = tmp_path / "runs/mine/model"
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.train_from_iterator(
+        ["def main():"], trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    )
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    load_model(preset="qwen3-tiny", vocab_size=300).save_pretrained(folder)
+    printed = run_page("gpu.md", tmp_path, cwd=tmp_path)
+    assert printed.startswith("def main(") and len(printed) > len("def main(\n")
+
+
 def test_no_page_has_a_program_that_is_not_run() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     with_programs = {page.name for page in pages if "```python" in page.read_text()}
-    assert with_programs == {"README.md", "attention.md", "own-loop.md", "parallelism.md", "planning.md", "tour.md"}
+    run_here = {"attention.md", "gpu.md", "own-loop.md", "parallelism.md", "planning.md", "tour.md", "README.md"}
+    assert with_programs == run_here
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
