@@ -63,6 +63,8 @@ class ConfigError(LongspanError, ValueError):
 class NonFiniteError(LongspanError, ArithmeticError):
     """A loss or gradients that are not finite, found before they reached a weight."""
 
+    weights_are_finite: bool = True  # of all ranks
+
 
 class CheckpointError(LongspanError, RuntimeError):
     """A checkpoint that is missing, damaged or of another model."""

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from longspan.cli import train as verb
 from longspan.cli.main import main
 from longspan.train.config.file import load_config, to_toml
+from longspan.train.run.result import TrainResult
 from tests.train.small import small_config
 
 
@@ -59,3 +61,11 @@ def test_torchrun_starts_the_ranks_too(tmp_path: Path) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("relative difference") == 1 and (tmp_path / "run" / "report.html").is_file()
+
+
+@pytest.mark.parametrize(("stopped", "status"), [("", 0), ("SIGTERM", 0), ("SIGTERM", 75)])
+def test_the_exit_status_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: str, status: int) -> None:
+    result = TrainResult(tmp_path, done=1, steps=2, stopped=stopped, last_loss=1.0, vocab_size=300, final=())
+    monkeypatch.setattr(verb, "run_on_ranks", lambda *_, **__: result)
+    monkeypatch.setattr(verb, "_show", lambda *_, **__: None)
+    assert main(["train", "--world", "4", "--run.stopped_status", str(status)]) == (status if stopped else 0)

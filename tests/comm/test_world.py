@@ -50,6 +50,7 @@ def visit(rank: int, home: Layout) -> None:
                 and world.control.broadcast_object(rank, source=n - 1) == n - 1
             )
             assert world.control.any_rank(rank == n - 1) and not world.control.any_rank(False)
+            assert world.control.any_ranks(rank == 0, False, rank == n - 1) == (True, False, True)
             assert not world.control.agree("0f" * 32) and world.control.agree("0f" * 32, flag=rank == n - 1)
             world.step = 3
             assert world.watch.step == world.step == 3

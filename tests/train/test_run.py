@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from longspan.errors import CheckpointError, ConfigError, DataError, LongspanError, ModelError, RunFolderError
+from longspan.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LongspanError,
+    ModelError,
+    NonFiniteError,
+    RunFolderError,
+)
 from longspan.plan import Plan
 from longspan.plan.cost.model_cost import CPU_GBPS
 from longspan.testing import run_ranks
@@ -242,8 +250,10 @@ def test_one_run_at_a_time_and_a_disk_that_is_full(tmp_path: Path) -> None:
     (folder / "groups.jsonl").symlink_to("/dev/full")
     with pytest.raises(
         RunFolderError, match=r"^\S*groups.jsonl: No space left on device \([\d,]+ bytes are free\); make"
-    ):
+    ) as refused:
         run(config, 2)
+    assert f"The weights after 1 step are saved in {folder / 'checkpoints'}" in refused.value.__notes__
+    assert json.loads((folder / "checkpoints" / "step-000001" / "state.json").read_text())["step"] == 1
 
 
 def test_a_run_that_was_killed_holds_no_folder(tmp_path: Path) -> None:
@@ -293,19 +303,23 @@ def test_a_list_of_types_must_be_as_long_as_the_layers(tmp_path: Path) -> None:
         run(small_config(tmp_path, context__cp_comm_type=["p2p"] * 3), 2)
 
 
-def test_a_step_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [1, 0])
+def test_a_step_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path: Path, every: int) -> None:
     steep = {"train__lr": 1e30, "train__warmup_steps": 0, "train__max_grad_norm": 0.0, "train__optimizer": "sgd"}
-    config = small_config(tmp_path, train__save_every=1, **steep)
-    with pytest.raises(LongspanError, match=r"step \d: .* the largest weight is \d.*e\+.* lower the learning rate"):
+    config = small_config(tmp_path, train__save_every=every, **steep)
+    error = r"step \d: .* the largest weight is \d.*e\+.* lower the learning rate"
+    with pytest.raises(NonFiniteError, match=error) as raised:
         run(config, 2)
     rows = [row for row in read_metrics(Path(config.run.dir) / "metrics.jsonl") if "loss" in row]
     assert rows and all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in rows)
     saved = {step_of(path) for path in (Path(config.run.dir) / "checkpoints").iterdir()}
-    assert saved == {row["step"] for row in rows}
+    assert saved == ({row["step"] for row in rows} if every else {rows[-1]["step"]})
+    notes = [] if every else [f"The weights after 1 step are saved in {Path(config.run.dir) / 'checkpoints'}"]
+    assert getattr(raised.value, "__notes__", []) == notes
 
 
 def test_sigterm_to_the_launcher_saves_and_leaves(straight: tuple[RunConfig, TrainResult], tmp_path: Path) -> None:
-    config = small_config(tmp_path, train__steps=10_000, train__eval_every=0)
+    config = small_config(tmp_path, train__steps=10_000, train__eval_every=0, run__stopped_status=75)
     (tmp_path / "config.toml").write_text(to_toml(config))
     command = [sys.executable, "-m", "longspan.cli.main", "train", str(tmp_path / "config.toml"), "--world", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -318,7 +332,7 @@ def test_sigterm_to_the_launcher_saves_and_leaves(straight: tuple[RunConfig, Tra
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
+    assert process.returncode == 75, err
     last = read_metrics(metrics)[-1]["step"]
     assert f"stopped by SIGTERM after step {last} of 10000" in out and not err
     saved = Path(config.run.dir) / "checkpoints" / f"step-{last:06d}"

@@ -27,7 +27,7 @@ EXIT_ERROR, EXIT_INTERRUPT = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb; returns the exit code: 0, 2 for an error, 130 for an interrupt."""
+    """Run a verb; returns the exit code: 0, 2 for an error, 130 for an interrupt, or what the verb returns."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]

@@ -40,7 +40,7 @@ def processes_of(
         )
     gpus = 0 if device == "cpu" else usable_gpus()
     if device == "cuda" and not gpus:
-        raise ConfigError(f"torch finds no GPU here, and GPUs are asked for; use {for_cpus} (see longspan doctor)")
+        raise ConfigError(f"torch finds no GPU here, and GPUs are asked for; use {for_cpus}")
     if under_torchrun():
         ranks, here = int(os.environ["WORLD_SIZE"]), ranks_on_this_host()
     else:
@@ -69,7 +69,7 @@ def usable_gpus() -> int:
     """The GPUs of this machine that torch can use."""
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.cuda.device_count()
 
 
 def under_torchrun() -> bool:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb; 0 when the run came to its end or was told to stop."""
+    """Run the verb; returns 0 when the run came to its end, `run.stopped_status` when it was told to stop."""
     flags, config = parse_train(argv)
     processes = processes_of(flags.world, flags.device)
     ranks = processes.ranks
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     result: TrainResult = run_on_ranks(train_rank, args, ranks, compile_cache=config.run.compile_cache)
     if reports_here():
         _show(result, as_json=flags.json)
-    return 0
+    return config.run.stopped_status if result.stopped else 0
 
 
 def train_rank(rank: int, config: RunConfig, ranks: int, backend: str, to_stderr: bool) -> "TrainResult":

@@ -78,10 +78,14 @@ class ControlGroup:
 
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        flags = torch.tensor([int(flag)])
+        return self.any_ranks(flag)[0]
+
+    def any_ranks(self, *flags: bool) -> tuple[bool, ...]:
+        """Of each flag, whether it is set on any rank; as many on each."""
+        values = torch.tensor(flags, dtype=torch.int64)
         with self._watch.during("agreement on a flag", self.home.ranks):
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(flags.item())
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        return tuple(map(bool, values.tolist()))
 
     def sum_over_slots(self, values: Sequence[float], what: str = "sum over slots") -> list[float]:
         """Sums over the slots of this plane, in float64 and in one order, so that every rank gets the same bits."""

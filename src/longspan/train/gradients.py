@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from longspan.comm import World
+from longspan.comm import World, on_all_ranks
 from longspan.errors import ModelError, NonFiniteError
 from longspan.layout.layout import short
 from longspan.model.pipeline.pipeline import PipelineModel
@@ -152,9 +152,11 @@ def check_finite(model: nn.Module, world: World, *, norm: float, loss: float | N
         zip(world.home.ranks, world.control.gather_objects(_report(model), "what is not finite"), strict=True)
     )
     numbers = f"the gradient norm is {norm}" if loss is None else f"the loss is {loss}, the gradient norm {norm}"
-    raise NonFiniteError(
+    error = NonFiniteError(
         f"step {world.step}: {numbers}; weights and optimizer are as before the step. {_advice(reports, loss)}"
     )
+    error.weights_are_finite = not any(report.weights for report in reports.values())
+    raise on_all_ranks(error)
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ _OWN_MODEL: dict[str, Any] = {
     "train.tokens_per_step": 65536,
 }
 _SHOWN = {
-    "train": ("steps", "tokens_per_step", "lr", "warmup_steps", "eval_every", "save_every"),
+    "train": ("steps", "tokens_per_step", "lr", "warmup_steps", "eval_every", "save_every", "save_minutes"),
     "data": ("max_document_tokens", "eval_documents"),
     "context": ("planner", "context_parallel_size", "cp_comm_type", "partition", "max_tokens_per_slot"),
 }

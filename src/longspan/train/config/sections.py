@@ -194,7 +194,9 @@ class TrainConfig:
     eval_every: NonNegativeInt = 100
     """Steps between evaluations; 0: only after the last step."""
     save_every: NonNegativeInt = 0
-    """Steps between checkpoints; 0: only after the last step and when the run is told to stop."""
+    """Steps between checkpoints; 0: only those of save_minutes, after the last step and when the run ends early."""
+    save_minutes: NonNegativeFloat = 30.0
+    """Minutes between checkpoints, beside save_every; 0: never by the clock."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,9 @@ class RunSection:
     """Folder where kernels compiled for GPUs are kept for later runs; empty: longspan/kernels in the user's cache."""
     timeout_seconds: PositiveFloat = 600.0
     """How long a rank waits for the others before it says which one is missing."""
+    stopped_status: NonNegativeInt = 0
+    """Exit status of longspan train when a signal stopped it before its last step, such as 75 for a scheduler that then
+    starts it again; the launcher torchrun ends with 1 where any process ends with another status than 0."""
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,8 @@ def _check_numbers(config: RunConfig, *, training: bool) -> None:
         )
     if config.data.max_document_tokens == 1:
         raise ConfigError("data.max_document_tokens is 1; a document of one token predicts nothing: use 2 or more")
+    if config.run.stopped_status > 255:
+        raise ConfigError(f"run.stopped_status is {config.run.stopped_status}; a process ends with 0 to 255")
     if not config.run.dir:
         raise ConfigError('run.dir is empty; name a folder, as in dir = "runs/first"')
 

@@ -8,7 +8,7 @@ run.lock, which keeps a second run out.
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from longspan.errors import DataError, LongspanError, RunFolderError
 from longspan.model import save_model
 from longspan.plan import Plan, PlanAhead
 from longspan.train.all_ranks import is_first_rank, on_every_rank, on_first_rank, result_or_error
-from longspan.train.checkpoint.checkpoint import save_checkpoint
 from longspan.train.config.defaults import settings_line
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.tokenizer import load_tokenizer
@@ -34,6 +33,7 @@ from longspan.train.run.lock import run_lock
 from longspan.train.run.metrics_log import MetricsLog, read_metrics
 from longspan.train.run.progress import ProgressDisplay
 from longspan.train.run.result import LAST_STEPS, TrainResult
+from longspan.train.run.saves import Saves, is_due
 from longspan.train.run.setup import TrainingRun, set_up
 from longspan.train.run.stop_signal import StopSignal
 from longspan.train.run.warm_up_run import warm_up_run
@@ -44,7 +44,8 @@ def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainRes
 
     SIGTERM or Ctrl-C on any rank ends the run after the current step, with a checkpoint. Raises LongspanError for
     what does not fit, before the first step, for a loss or gradients that are not finite, before they are used, and for
-    what the disk refuses; RunFolderError where another run is at work in the folder.
+    what the disk refuses (after a checkpoint, where all ranks can still write one); RunFolderError where another run
+    is at work in the folder.
     """
     check_config(config, len(world.home.ranks))
     with StopSignal() as stop, run_lock(Path(config.run.dir), world, display.log):
@@ -90,25 +91,23 @@ class _Loop:
 
     def steps(self, plans: PlanAhead, stop: StopSignal) -> tuple[int, str]:
         """The steps that are left; returns the number that is done, and the signal that stopped them ("" for none)."""
-        run, settings = self.run, self.run.config.train
-        done, steps = run.done, settings.steps
-        if _due(done, settings.eval_every) and done < steps and not self.recorded(done):
-            self.evaluate(done)
-        while done < steps:
-            row, plan = _step(run, plans, done)
-            done += 1
-            _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
-            self.display.show_step(row)
-            stopped = _stop_signal(run.world, stop, failure)
-            if done in (run.done + 1, steps) or stopped:
-                self.save_plan(plan, f"step-{done:06d}")
-            if _due(done, settings.eval_every) and done < steps and not stopped:
-                self.evaluate(done, note_groups=True)
-            if _due(done, settings.save_every) or done == steps or stopped:
-                _save(run, done)
-            if stopped:
-                return done, stopped
-        return done, ""
+        run, settings, saves, stopped = self.run, self.run.config.train, Saves(self.run), ""
+        if is_due(run.done, settings.eval_every) and run.done < settings.steps and not self.recorded(run.done):
+            self.evaluate(run.done)
+        with saves.before_errors():
+            while saves.done < settings.steps and not stopped:
+                row, plan = _step(run, plans, saves.done)
+                saves.done += 1
+                _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
+                self.display.show_step(row)
+                stopped, minutes_over = _agreed(run.world, stop, failure, saves)
+                if saves.done in (run.done + 1, settings.steps) or stopped:
+                    self.save_plan(plan, f"step-{saves.done:06d}")
+                if is_due(saves.done, settings.eval_every) and saves.done < settings.steps and not stopped:
+                    self.evaluate(saves.done, note_groups=True)
+                if stopped or saves.due(minutes_over=minutes_over):
+                    saves.save()
+        return saves.done, stopped
 
     def record_step(self, row: dict[str, Any], plan: Plan) -> None:
         """Write a step's metrics and the groups that its plan added. Raises OSError for what the disk refuses."""
@@ -190,22 +189,17 @@ def _step(run: TrainingRun, plans: PlanAhead, step: int) -> tuple[dict[str, Any]
     return row, plan
 
 
-def _save(run: TrainingRun, done: int) -> None:
-    state = {"config": asdict(run.config), "ranks": len(run.world.home.ranks)}
-    keep = run.config.run.keep_checkpoints
-    save_checkpoint(run.checkpoints, run.model, run.optimizer, run.world, step=done, state=state, keep=keep)
+def _agreed(world: World, stop: StopSignal, failure: LongspanError | None, saves: Saves) -> tuple[str, bool]:
+    """On every rank: the signal that any received ("" for none), and whether it is time for a checkpoint.
 
-
-def _stop_signal(world: World, stop: StopSignal, failure: LongspanError | None) -> str:
-    """The signal that any rank received ("" for none), on every rank. Raises the error of a rank that failed."""
-    if not world.control.any_rank(bool(stop.received) or failure is not None):
-        return ""
+    Raises the error of a rank that failed.
+    """
+    stopping = bool(stop.received) or failure is not None
+    stopping, minutes_over = world.control.any_ranks(stopping, saves.minutes_are_over())
+    if not stopping:
+        return "", minutes_over
     raise_first_error(world, failure)
-    return next(name for name in world.control.gather_objects(stop.received) if name)
-
-
-def _due(done: int, every: int) -> bool:
-    return every > 0 and done > 0 and done % every == 0
+    return next(name for name in world.control.gather_objects(stop.received) if name), minutes_over
 
 
 def _last_loss(file: Path, done: int) -> float:
