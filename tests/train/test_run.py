@@ -24,6 +24,7 @@ from longspan.errors import (
     ModelError,
     NonFiniteError,
     RunFolderError,
+    counted,
 )
 from longspan.plan import Plan
 from longspan.plan.cost.model_cost import CPU_GBPS
@@ -314,8 +315,9 @@ def test_a_step_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path: Path,
     assert rows and all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in rows)
     saved = {step_of(path) for path in (Path(config.run.dir) / "checkpoints").iterdir()}
     assert saved == ({row["step"] for row in rows} if every else {rows[-1]["step"]})
-    notes = [note for note in raised.value.__notes__ if not note.startswith("rank 1: ")]
-    assert notes == ([] if every else [f"The weights after 1 step are saved in {Path(config.run.dir) / 'checkpoints'}"])
+    notes = [note for note in raised.value.__notes__ if not note.startswith("rank ")]
+    steps, folder = counted(rows[-1]["step"], "step"), Path(config.run.dir) / "checkpoints"
+    assert notes == ([] if every else [f"The weights after {steps} are saved in {folder}"])
 
 
 def test_sigterm_to_the_launcher_saves_and_leaves(straight: tuple[RunConfig, TrainResult], tmp_path: Path) -> None:
