@@ -48,8 +48,8 @@ def main() -> None:
     """Measure in rounds, print a line for each, and write the record."""
     flags = _flags()
     about = {"machine": machine(), "versions": versions(), "command": " ".join(["torchrun", *sys.argv])}
-    asked = {name: getattr(flags, name) for name in ("choice", "partition", "key_value_heads")}
-    record: dict[str, Any] = {"bench": "attention choices", **asked, **about, "rows": []}
+    options = {name: getattr(flags, name) for name in ("choice", "partition", "key_value_heads")}
+    record: dict[str, Any] = {"bench": "attention choices", **options, **about, "rows": []}
     ways, first = list(CHOICES[flags.choice]), int(os.environ["RANK"]) == 0
     for turn in range(flags.rounds):
         for way in ways if turn % 2 else reversed(ways):
@@ -74,10 +74,10 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--out", default="", help="record: FILE.json and FILE.md")
     flags = parser.parse_args(namespace=argparse.Namespace(window=0, kernel=""))
     if "RANK" not in os.environ or not torch.cuda.is_available():
-        found = (
+        surroundings = (
             f"{torch.cuda.device_count()} GPUs, {'no RANK' if 'RANK' not in os.environ else 'RANK'} in the environment"
         )
-        parser.error(f"start it on a machine with GPUs by torchrun --nproc-per-node GPUS; found {found}")
+        parser.error(f"start it on a machine with GPUs by torchrun --nproc-per-node GPUS; found {surroundings}")
     return flags
 
 
@@ -86,8 +86,8 @@ def _round(flags: argparse.Namespace, way: str) -> Iterator[dict[str, Any]]:
     CHOICES[flags.choice][way]()
     with World(Layout(int(torch.cuda.device_count()))) as world:
         for documents in flags.documents.split(","):
-            given = argparse.Namespace(**(vars(flags) | {"documents": int(documents)}))
-            settings = replace(settings_of(given, len(world.home.ranks)), key_value_heads=flags.key_value_heads)
+            case_flags = argparse.Namespace(**(vars(flags) | {"documents": int(documents)}))
+            settings = replace(settings_of(case_flags, len(world.home.ranks)), key_value_heads=flags.key_value_heads)
             for length in settings.lengths:
                 for case in own_cases(settings):
                     with case.prepare(settings, tensors_of(settings, length, world), world) as run:
@@ -99,13 +99,13 @@ def _round(flags: argparse.Namespace, way: str) -> Iterator[dict[str, Any]]:
 
 def _text(record: dict[str, Any]) -> str:
     ways = list(CHOICES[record["choice"]])
-    found: dict[tuple[str, int, int], dict[str, list[float]]] = {}
+    seconds: dict[tuple[str, int, int], dict[str, list[float]]] = {}
     for row in record["rows"]:
-        by_way = found.setdefault((row["name"], row["documents"], row["length"]), {way: [] for way in ways})
+        by_way = seconds.setdefault((row["name"], row["documents"], row["length"]), {way: [] for way in ways})
         by_way[row["way"]].append(row["tflops"])
     rows = [
         (name, str(documents), f"{length:,}", *(", ".join(f"{x:.0f}" for x in by_way[way]) for way in ways))
-        for (name, documents, length), by_way in found.items()
+        for (name, documents, length), by_way in seconds.items()
     ]
     return (
         f"# Sharded attention, {record['choice']}: one way and another in turn\n\n"

@@ -32,26 +32,33 @@ def main() -> int:
     flags.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     flags.add_argument("--rows", type=int, default=0, help="of a document, in place of the configuration's")
     flags.add_argument("--out", type=Path)
-    given = flags.parse_args()
-    os.environ["LONGSPAN_TEST_BACKEND"] = given.backend
-    kernels = tuple(name for name in given.kernels.split(",") if name)
-    args = (given.ranks, tuple(given.names.split(",")), given.dtype, given.rows, kernels, partial(_keep, given))
-    found: list[Measured] = run_local(measure, given.ranks, args, timeout=3600)[0]
-    _keep(given, found)
-    print(_text(_record(given, found)))
-    return 0 if all(m.good for m in found) else 1
+    options = flags.parse_args()
+    os.environ["LONGSPAN_TEST_BACKEND"] = options.backend
+    kernels = tuple(name for name in options.kernels.split(",") if name)
+    args = (
+        options.ranks,
+        tuple(options.names.split(",")),
+        options.dtype,
+        options.rows,
+        kernels,
+        partial(_keep, options),
+    )
+    measured: list[Measured] = run_local(measure, options.ranks, args, timeout=3600)[0]
+    _keep(options, measured)
+    print(_text(_record(options, measured)))
+    return 0 if all(m.good for m in measured) else 1
 
 
-def _keep(given: argparse.Namespace, found: list[Measured]) -> None:
-    if given.out is not None:
-        record = _record(given, found)
-        write_record(record, given.out, _text(record))
+def _keep(options: argparse.Namespace, measured: list[Measured]) -> None:
+    if options.out is not None:
+        record = _record(options, measured)
+        write_record(record, options.out, _text(record))
 
 
-def _record(given: argparse.Namespace, found: list[Measured]) -> dict[str, Any]:
+def _record(options: argparse.Namespace, measured: list[Measured]) -> dict[str, Any]:
     about = {"machine": machine(), "versions": versions(), "command": " ".join(["python", *sys.argv])}
-    rows = [asdict(m) | {"good": m.good} for m in found]
-    return {"bench": "attention full size", **about, "ranks": given.ranks, "dtype": given.dtype, "rows": rows}
+    rows = [asdict(m) | {"good": m.good} for m in measured]
+    return {"bench": "attention full size", **about, "ranks": options.ranks, "dtype": options.dtype, "rows": rows}
 
 
 def _text(record: dict[str, Any]) -> str:

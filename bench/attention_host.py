@@ -281,8 +281,8 @@ def _markdown(record: dict[str, Any]) -> str:
         "",
     ]
     lines += [*_table(record["rows"]), "", "Geometry of one member, once per micro-batch:", ""]
-    found = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
-    machine_line = f"Machine: {machine_text(record['machine'])}. Versions: {found}."
+    packages = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    machine_line = f"Machine: {machine_text(record['machine'])}. Versions: {packages}."
     return "\n".join([*lines, *_table(record["geometry"]), "", machine_line]) + "\n"
 
 

@@ -36,12 +36,12 @@ def main() -> None:
     parser.add_argument("--out", default="attention-overlap", help="record: FILE.json, FILE.svg and FILE.md")
     flags = parser.parse_args()
     gpus = torch.cuda.device_count()
-    found = run_local(recorded, gpus or 4, (flags.rows, gpus > 0), threads=1)[0]
+    spans = run_local(recorded, gpus or 4, (flags.rows, gpus > 0), threads=1)[0]
     out = Path(flags.out)
-    out.with_suffix(".json").write_text(json.dumps({"traceEvents": list(_trace(found))}), encoding="utf-8")
-    out.with_suffix(".svg").write_text(_picture(found), encoding="utf-8")
-    out.with_suffix(".md").write_text(_table(found, out.name, flags.rows, gpus), encoding="utf-8")
-    print(_table(found, out.name, flags.rows, gpus))
+    out.with_suffix(".json").write_text(json.dumps({"traceEvents": list(_trace(spans))}), encoding="utf-8")
+    out.with_suffix(".svg").write_text(_picture(spans), encoding="utf-8")
+    out.with_suffix(".md").write_text(_table(spans, out.name, flags.rows, gpus), encoding="utf-8")
+    print(_table(spans, out.name, flags.rows, gpus))
 
 
 def recorded(rank: int, rows: int, cuda: bool) -> dict[str, dict[str, list[Span]]]:
@@ -71,26 +71,26 @@ def _of_type(kind: str, rows: int, world: World) -> dict[str, list[Span]]:
     with tempfile.TemporaryDirectory() as folder:
         p.export_chrome_trace(str(path := Path(folder) / "trace.json"))
         events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
-    return _kept(events)
+    return _attention_spans(events)
 
 
-def _kept(events: Iterable[dict[str, Any]]) -> dict[str, list[Span]]:
+def _attention_spans(events: Iterable[dict[str, Any]]) -> dict[str, list[Span]]:
     """Kernels of attention and messages; on a CPU a message is gloo's, from its start to its end."""
-    found: dict[str, list[Span]] = {"computes": [], "travels": []}
+    by_lane: dict[str, list[Span]] = {"computes": [], "travels": []}
     for event in events:
         name = event["name"]
         low, device = name.lower(), event.get("cat") == "kernel"
         span = (event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3, name[:60])
         if low.startswith("gloo:") or (device and "nccl" in low):
-            found["travels"].append(span)
+            by_lane["travels"].append(span)
         elif (device and "flash" in low) or name.startswith("aten::_scaled_dot_product_flash_attention_for_cpu"):
-            found["computes"].append(span)
-    first = min(span[0] for spans in found.values() for span in spans)
-    return {lane: sorted((a - first, b - first, name) for a, b, name in spans) for lane, spans in found.items()}
+            by_lane["computes"].append(span)
+    first = min(span[0] for spans in by_lane.values() for span in spans)
+    return {lane: sorted((a - first, b - first, name) for a, b, name in spans) for lane, spans in by_lane.items()}
 
 
-def _trace(found: dict[str, dict[str, list[Span]]]) -> Iterable[dict[str, Any]]:
-    for process, (kind, lanes) in enumerate(found.items()):
+def _trace(by_type: dict[str, dict[str, list[Span]]]) -> Iterable[dict[str, Any]]:
+    for process, (kind, lanes) in enumerate(by_type.items()):
         yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": kind}}
         for thread, (lane, spans) in enumerate(lanes.items()):
             yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": lane}}
@@ -106,10 +106,10 @@ def _sums(lanes: dict[str, list[Span]]) -> tuple[float, float, float]:
     return sum(b - a for a, b in computes), sum(b - a for a, b in travels), both
 
 
-def _picture(found: dict[str, dict[str, list[Span]]]) -> str:
+def _picture(by_type: dict[str, dict[str, list[Span]]]) -> str:
     """Two lanes a type, each type on its own scale."""
     colours, width, lines = {"computes": "#3b6ea8", "travels": "#d98c3f"}, 760, list[str]()
-    for row, (kind, lanes) in enumerate(found.items()):
+    for row, (kind, lanes) in enumerate(by_type.items()):
         end, y = max(span[1] for spans in lanes.values() for span in spans), 20 + 62 * row
         lines.append(f'<text x="4" y="{y + 12}" font-weight="bold">{kind}</text>')
         lines.append(f'<text x="{width + 116}" y="{y + 12}" text-anchor="end">{end:.0f} ms</text>')
@@ -119,19 +119,19 @@ def _picture(found: dict[str, dict[str, list[Span]]]) -> str:
             for a, b, _ in spans:
                 box = f'x="{110 + a / end * width:.1f}" y="{top}" width="{max(0.8, (b - a) / end * width):.1f}"'
                 lines.append(f'<rect {box} height="14" fill="{colours[lane]}" fill-opacity="0.75"/>')
-    size = f'width="{width + 120}" height="{30 + 62 * len(found)}"'
+    size = f'width="{width + 120}" height="{30 + 62 * len(by_type)}"'
     style = 'font-family="sans-serif" font-size="11"'
     background = '<rect width="100%" height="100%" fill="white"/>'
     body = "\n".join([background, *lines])
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n{body}\n</svg>\n'
 
 
-def _table(found: dict[str, dict[str, list[Span]]], name: str, rows: int, gpus: int) -> str:
+def _table(spans: dict[str, dict[str, list[Span]]], name: str, rows: int, gpus: int) -> str:
     where = f"{gpus} GPUs" if gpus else "4 local CPU processes (gloo)"
     lines = [f"# What travels while attention is computed: {where}, {rows:,} rows", ""]
     lines += [f"![timeline]({name}.svg)", "", "One forward and backward pass, first rank, milliseconds."]
     lines += ["", "| type | computes | travels | of that, while computing |", "| --- | --- | --- | --- |"]
-    for kind, lanes in found.items():
+    for kind, lanes in spans.items():
         computes, travels, both = _sums(lanes)
         lines.append(f"| {kind} | {computes:.1f} | {travels:.1f} | {both:.1f} ({100 * both / travels:.0f} %) |")
     versioned = ", ".join(f"{key} {value}" for key, value in versions().items())

@@ -36,14 +36,14 @@ def main() -> None:
     flags.add_argument("--backend", default="gloo", choices=("gloo", "nccl"))
     flags.add_argument("--every", type=int, default=1, help="of so many questions one, drawn, in every way")
     flags.add_argument("--out", type=Path)
-    given = flags.parse_args()
-    os.environ["LONGSPAN_TEST_BACKEND"] = given.backend
-    record = open_record("attention parity", given.out, given.backend, ROOT)
+    options = flags.parse_args()
+    os.environ["LONGSPAN_TEST_BACKEND"] = options.backend
+    record = open_record("attention parity", options.out, options.backend, ROOT)
     record.setdefault("degrees", {})
-    for degree in map(int, given.degrees.split(",")):
+    for degree in map(int, options.degrees.split(",")):
         if str(degree) not in record["degrees"]:
-            record["degrees"][str(degree)] = _degree(degree, given.every)
-            _keep(record, given.out)
+            record["degrees"][str(degree)] = _degree(degree, options.every)
+            _keep(record, options.out)
     print(_text(record))
 
 
@@ -51,18 +51,18 @@ def _degree(degree: int, every: int) -> dict[str, Any]:
     combinations, questions = whole(degree), len({c.seed for c in whole(degree)})
     chosen = set(random.Random(degree).sample(range(questions), questions // every))
     combinations = [c for c in combinations if c.seed in chosen]
-    began, found = time.perf_counter(), list[float]()
+    began, errors = time.perf_counter(), list[float]()
     for start in range(0, len(combinations), AT_ONCE):
         piece = combinations[start : start + AT_ONCE]
-        found += run_local(run, degree, (degree, piece), timeout=7200)[0]
-        print(f"degree {degree}: {len(found)} of {len(combinations)}, {time.perf_counter() - began:.0f} s", flush=True)
-    pairs = list(zip(combinations, found, strict=True))
+        errors += run_local(run, degree, (degree, piece), timeout=7200)[0]
+        print(f"degree {degree}: {len(errors)} of {len(combinations)}, {time.perf_counter() - began:.0f} s", flush=True)
+    pairs = list(zip(combinations, errors, strict=True))
     wrong = [{"combination": str(c), "error over limit": e} for c, e in pairs if not e <= 1]
-    refused = sum(error == REFUSED for error in found)
+    refused = sum(error == REFUSED for error in errors)
     worst = {f"{way}; {dtype}": _worst(pairs, way, dtype) for way in WAYS for dtype in DTYPES}
     return {
         "one of": every,
-        "combinations": len(found) - refused,
+        "combinations": len(errors) - refused,
         "refused": refused,
         "wrong": wrong,
         "worst": {name: error for name, error in worst.items() if error is not None},
@@ -82,7 +82,7 @@ def _keep(record: dict[str, Any], out: Path | None) -> None:
 
 def _text(record: dict[str, Any]) -> str:
     degrees = record["degrees"]
-    total = sum(found["combinations"] for found in degrees.values())
+    total = sum(figures["combinations"] for figures in degrees.values())
     refused, wrong = sum(f["refused"] for f in degrees.values()), sum(len(f["wrong"]) for f in degrees.values())
     lines = [
         f"# Parity of attention ({record['backend']}): {total} combinations, {wrong} wrong, {refused} refused",
@@ -97,25 +97,29 @@ def _text(record: dict[str, Any]) -> str:
         "| degree | part | combinations | refused | wrong | " + " | ".join(DTYPES) + " | seconds |",
         "| --- " * (6 + len(DTYPES)) + "|",
     ]
-    lines += [_line(degree, found) for degree, found in degrees.items()]
+    lines += [_line(degree, figures) for degree, figures in degrees.items()]
     lines += ["", "| way | " + " | ".join(DTYPES) + " |", "| --- " * (1 + len(DTYPES)) + "|"]
     lines += [_way_line(way, degrees) for way in WAYS]
     return "\n".join(lines) + "\n"
 
 
-def _line(degree: str, found: dict[str, Any]) -> str:
+def _line(degree: str, figures: dict[str, Any]) -> str:
     none = float("nan")  # of a dtype that was not drawn
-    errors = (max((e for name, e in found["worst"].items() if name.endswith(dtype)), default=none) for dtype in DTYPES)
-    counts = (found["combinations"], found["refused"], len(found["wrong"]))
-    part = "all" if found["one of"] == 1 else f"1 of {found['one of']}"
-    cells = [degree, part, *map(str, counts), *(f"{e:.2g}" for e in errors), f"{found['seconds']:.0f}"]
+    errors = (
+        max((e for name, e in figures["worst"].items() if name.endswith(dtype)), default=none) for dtype in DTYPES
+    )
+    counts = (figures["combinations"], figures["refused"], len(figures["wrong"]))
+    part = "all" if figures["one of"] == 1 else f"1 of {figures['one of']}"
+    cells = [degree, part, *map(str, counts), *(f"{e:.2g}" for e in errors), f"{figures['seconds']:.0f}"]
     return f"| {' | '.join(cells)} |"
 
 
 def _way_line(way: str, degrees: dict[str, Any]) -> str:
     cells = []
     for dtype in DTYPES:
-        errors = [found["worst"][name] for found in degrees.values() if (name := f"{way}; {dtype}") in found["worst"]]
+        errors = [
+            figures["worst"][name] for figures in degrees.values() if (name := f"{way}; {dtype}") in figures["worst"]
+        ]
         cells.append(f"{max(errors):.2g}" if errors else "–")
     return f"| {way} | {' | '.join(cells)} |"
 

@@ -131,15 +131,15 @@ def _measured(run: Run, flags: argparse.Namespace, name: str, length: int) -> di
 
 def _host_seconds(run: Run) -> float:
     """Median seconds until a forward and a backward pass are queued, on a device that has nothing else to do."""
-    found = []
+    rows = []
     for _ in range(10):
         torch.cuda.synchronize()
         torch.distributed.barrier()
         started = time.perf_counter()
         run.backward(run.forward())
-        found.append(time.perf_counter() - started)
+        rows.append(time.perf_counter() - started)
     torch.cuda.synchronize()
-    return statistics.median(found)
+    return statistics.median(rows)
 
 
 def _seconds(run: Run) -> float:
@@ -189,12 +189,12 @@ def _parts(events: list[dict[str, Any]]) -> dict[str, float]:
     }
     computing = merged([*spans["attention"], *spans["other"]])
     anything = merged([*computing, *spans["wire"]])
-    whole = anything[-1][1] - anything[0][0]
+    duration = anything[-1][1] - anything[0][0]
     seconds = {
         "attention": _length(spans["attention"]),
         "other": _length(computing) - _length(spans["attention"]),
         "exposed": _length(anything) - _length(computing),
-        "idle": whole - _length(anything),
+        "idle": duration - _length(anything),
         "hidden": _length(computing) + _length(spans["wire"]) - _length(anything),
     }
     return {name: value * 1e-6 / RUNS for name, value in seconds.items()}
@@ -217,9 +217,9 @@ def _length(spans: Iterable[Span]) -> float:
 
 def _keep_device_events(events: list[dict[str, Any]], trace: Path) -> None:
     """The device's timeline alone, compressed: what the host did is most of a trace's size."""
-    kept = [e for e in events if _on_device(e) or e.get("ph") == "M"]
+    shown = [e for e in events if _on_device(e) or e.get("ph") == "M"]
     with gzip.open(trace.with_suffix(".json.gz"), "wt") as file:
-        json.dump({"traceEvents": list(_slim(kept))}, file)
+        json.dump({"traceEvents": list(_slim(shown))}, file)
     trace.unlink()
 
 

@@ -154,8 +154,8 @@ def _imports(root: Path, files: dict[Path, ast.Module]) -> dict[str, set[str]]:
         for node in _at_run_time(files[path]):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("longspan"):
                 for alias in node.names:
-                    whole = f"{node.module}.{alias.name}"
-                    target = whole if whole in names else str(node.module)
+                    qualified = f"{node.module}.{alias.name}"
+                    target = qualified if qualified in names else str(node.module)
                     if target in names and target != name and names[target].name != "__init__.py":
                         imports[name].add(target)
     return imports

@@ -250,9 +250,9 @@ def run_tests(root: Path, arguments: list[str], limit: float) -> tuple[int | Non
         return status, output.read()
 
 
-def judge(root: Path, mutant: dict[str, Any], tests: Tests, asked: list[str] | None = None) -> dict[str, Any]:
+def judge(root: Path, mutant: dict[str, Any], tests: Tests, test_ids: list[str] | None = None) -> dict[str, Any]:
     """Whether its tests, or those that were asked for, notice one mutant, with the first that does."""
-    chosen = tests.of(mutant["file"]) if asked is None else dict.fromkeys(asked, 60.0)
+    chosen = tests.of(mutant["file"]) if test_ids is None else dict.fromkeys(test_ids, 60.0)
     if not chosen:
         return {"verdict": "lived", "tests": 0, "seconds": 0.0}
     path = root / "src/longspan" / mutant["file"]

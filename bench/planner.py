@@ -61,8 +61,8 @@ def file_tokens() -> NDArray[np.int64]:
     if not _files:
         places = [(Path(sysconfig.get_path("stdlib")), (".py",)), (Path("/usr/share"), (".txt", ".md", ".h"))]
         places.append((Path("/usr/include"), (".h",)))
-        found = [f for root, ends in places if root.is_dir() for f in sorted(root.rglob("*")) if f.suffix in ends]
-        sizes = np.array([f.stat().st_size // 4 for f in found if f.is_file()], dtype=np.int64)
+        files = [f for root, ends in places if root.is_dir() for f in sorted(root.rglob("*")) if f.suffix in ends]
+        sizes = np.array([f.stat().st_size // 4 for f in files if f.is_file()], dtype=np.int64)
         _files.append(sizes[sizes > 16])
     return _files[0]
 
@@ -70,8 +70,8 @@ def file_tokens() -> NDArray[np.int64]:
 def padded_seconds(lengths: NDArray[np.int64], slots: int, cp: int) -> float:
     """One document a row, padded to the longest, cp slots each."""
     longest = int(lengths.max())
-    each = float(COST.group_seconds(longest, longest**2, cp, cp <= 8)) + COST.micro_batch_seconds
-    return each * math.ceil(len(lengths) / (slots // cp))
+    seconds = float(COST.group_seconds(longest, longest**2, cp, cp <= 8)) + COST.micro_batch_seconds
+    return seconds * math.ceil(len(lengths) / (slots // cp))
 
 
 def first_fit_seconds(lengths: NDArray[np.int64], slots: int, cap: int, cp: int) -> float:
@@ -89,18 +89,18 @@ class Megatron:
 
     def __init__(self, checkout: Path) -> None:
         source = (checkout / "megatron/core/datasets/data_schedule_utils.py").read_text()
-        wanted = ("next_hdp_group_packing_aware", "dcp_gpus_needed")
+        names = ("next_hdp_group_packing_aware", "dcp_gpus_needed")
         body: list[ast.stmt] = []
         for node in ast.parse(source).body:
             constant = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-            function = isinstance(node, ast.FunctionDef) and node.name in wanted
+            function = isinstance(node, ast.FunctionDef) and node.name in names
             plain_import = isinstance(node, ast.ImportFrom) and node.module in ("math", "typing", "functools")
             if constant or function or plain_import:
                 body.append(node)
         self.names: dict[str, Any] = {}
         exec(compile(ast.Module(body, type_ignores=[]), "megatron", "exec"), self.names)
-        if wanted[0] not in self.names:
-            raise SystemExit(f"{checkout} has no {wanted[0]}; use a checkout of the dev branch")
+        if names[0] not in self.names:
+            raise SystemExit(f"{checkout} has no {names[0]}; use a checkout of the dev branch")
 
     def seconds(self, lengths: NDArray[np.int64], slots: int, cap: int) -> tuple[float, float]:
         """Lockstep seconds of its plan, and seconds of planning."""
@@ -118,8 +118,8 @@ class Megatron:
             while stop < len(ids) and ids[stop] == ids[start]:
                 stop += 1
             rows, inside = lengths[ids[start]], start // 8 == (stop - 1) // 8
-            each = COST.group_seconds(int(rows.sum()), int((rows * rows).sum()), stop - start, inside)
-            slowest, start = max(slowest, float(each)), stop
+            seconds = COST.group_seconds(int(rows.sum()), int((rows * rows).sum()), stop - start, inside)
+            slowest, start = max(slowest, float(seconds)), stop
         return slowest
 
 

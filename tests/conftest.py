@@ -36,13 +36,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
-    mark(items, whole=config.args == config.getini("testpaths"))
+    mark(items, whole_suite=config.args == config.getini("testpaths"))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if part := config.getoption("--part"):
         markers = {item: item.get_closest_marker("nccl") for item in items}
-        kept = [item for item, marker in markers.items() if marker and marker.args == (part,)]
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = kept
+        of_part = [item for item, marker in markers.items() if marker and marker.args == (part,)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in of_part])
+        items[:] = of_part

@@ -32,15 +32,15 @@ def restore(undo: list[tuple[FunctionType, CodeType]]) -> None:
 
 def functions(module: ModuleType) -> dict[str, FunctionType]:
     """Functions and methods that a module defines, by qualified name."""
-    found: dict[str, FunctionType] = {}
+    by_name: dict[str, FunctionType] = {}
     for value in (inspect.unwrap(x) if callable(x) else x for x in vars(module).values()):
         inner = vars(value).values() if isinstance(value, type) and value.__module__ == module.__name__ else [value]
-        for each in inner:
+        for member in inner:
             for attribute in ("fget", "func", "__func__", "__wrapped__", "_torchdynamo_orig_callable"):
-                each = getattr(each, attribute, None) or each
-            if isinstance(each, FunctionType) and each.__code__.co_filename == module.__file__:
-                found[each.__code__.co_qualname] = each
-    return found
+                member = getattr(member, attribute, None) or member
+            if isinstance(member, FunctionType) and member.__code__.co_filename == module.__file__:
+                by_name[member.__code__.co_qualname] = member
+    return by_name
 
 
 def _codes(code: CodeType) -> Iterator[tuple[str, CodeType]]:

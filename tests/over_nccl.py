@@ -108,7 +108,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 _ROOT = Path(__file__).parent
 
 
-def mark(items: Sequence[pytest.Item], *, whole: bool) -> None:
+def mark(items: Sequence[pytest.Item], *, whole_suite: bool) -> None:
     """Give the tests of the table the marker nccl, with their part; of the `whole` suite, check the table too."""
     lines = {line: 0 for part in PARTS.values() for line in part}
     for item in items:
@@ -121,7 +121,7 @@ def mark(items: Sequence[pytest.Item], *, whole: bool) -> None:
                     item.add_marker(pytest.mark.nccl(part))
                     lines[line] += 1
     unknown = [line for line, count in lines.items() if not count]
-    if whole and (unknown or sum(lines.values()) > MOST):
+    if whole_suite and (unknown or sum(lines.values()) > MOST):
         raise pytest.UsageError(
             f"tests/over_nccl.py: {sum(lines.values())} tests are chosen, of at most {MOST}; no test fits {unknown}"
         )

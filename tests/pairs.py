@@ -12,17 +12,17 @@ def every_pair(
     axes: Sequence[Sequence[Any]], seed: int, fits: Callable[[Values], bool] = lambda values: True
 ) -> list[Values]:
     """Rows, one value of each axis, chosen greedily among drawn ones; without pairs that no row that fits has."""
-    draw, found = random.Random(seed), list[Values]()
+    draw, combinations = random.Random(seed), list[Values]()
     ends = itertools.combinations(range(len(axes)), 2)
-    wanted = {
+    missing = {
         ((i, a), (j, b)) for i, j in ends for a in axes[i] for b in axes[j] if _is_there(axes, {i: a, j: b}, fits)
     }
-    while wanted:
-        first, second = min(wanted, key=str)  # the same on every host: sets of strings have no order
+    while missing:
+        first, second = min(missing, key=str)  # the same on every host: sets of strings have no order
         drawn = [drawn_row(draw, axes, dict((first, second)), fits) for _ in range(40)]
-        found.append(max(drawn, key=lambda values: len(wanted & pairs_of(values))))
-        wanted -= pairs_of(found[-1])
-    return found
+        combinations.append(max(drawn, key=lambda values: len(missing & pairs_of(values))))
+        missing -= pairs_of(combinations[-1])
+    return combinations
 
 
 def drawn_row(

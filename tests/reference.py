@@ -65,9 +65,9 @@ def _document(
     return torch.einsum("nqk,knh->qnh", weights, v)
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
+def relative_error(result: Tensor, exact: Tensor) -> float:
     """Norm of the difference over the norm of what is wanted (over 1 where nothing is wanted)."""
-    found, wanted = found.detach().double(), wanted.detach().double()
-    assert found.shape == wanted.shape, f"shape {tuple(found.shape)}, wanted {tuple(wanted.shape)}"
-    norm = wanted.norm().item()
-    return ((found - wanted).norm() / (norm or 1.0)).item()
+    result, exact = result.detach().double(), exact.detach().double()
+    assert result.shape == exact.shape, f"shape {tuple(result.shape)}, wanted {tuple(exact.shape)}"
+    norm = exact.norm().item()
+    return ((result - exact).norm() / (norm or 1.0)).item()

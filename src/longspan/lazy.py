@@ -1,6 +1,6 @@
 """Names of a package that are imported on first use (PEP 562): planning, flags and process launching need no torch."""
 
-import ast
+import re
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -17,15 +17,14 @@ def lazy_exports(package: str) -> tuple[Callable[[str], object], Callable[[], li
     No name may be that of a module of the package: importing the module would take its place.
     """
     module = sys.modules[package]
-    tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
-    imports = [node for block in tree.body if isinstance(block, ast.If) for node in block.body]
-    home_of = {alias.name: node.module for node in imports if isinstance(node, ast.ImportFrom) for alias in node.names}
+    text = Path(str(module.__file__)).read_text(encoding="utf-8")
+    home_of = {name: home for home, name in re.findall(r"^    from (\S+) import (\w+) as \2$", text, re.MULTILINE)}
     names = sorted(home_of)
 
     def load(name: str) -> object:
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(names)}")
-        value = getattr(import_module(str(home_of[name])), name)
+        value = getattr(import_module(home_of[name]), name)
         setattr(module, name, value)
         return value
 

@@ -57,7 +57,7 @@ def micro_batch(*groups: tuple[tuple[int, ...], tuple[int, ...]], **options: Any
 def layouts(slots: int) -> dict[str, MicroBatch]:
     """Micro-batches for a home of this many slots: every document split over all of them, and others."""
     everyone = tuple(range(slots))
-    found = {
+    batches = {
         "ragged": micro_batch((everyone, RAGGED)),
         "even": micro_batch((everyone, (4 * slots, 2 * slots))),
         "contiguous": micro_batch((everyone, RAGGED), partition="contiguous"),
@@ -66,15 +66,15 @@ def layouts(slots: int) -> dict[str, MicroBatch]:
         "many documents": micro_batch((everyone, MANY)),
     }
     if slots >= 2:
-        found["long"] = micro_batch((everyone, (90, 30)))
-        found["slots without rows"] = micro_batch((everyone[1:], (9, 4)))
-        found["degree 1"] = micro_batch(*(((slot,), (5 + slot, 3)) for slot in everyone))
+        batches["long"] = micro_batch((everyone, (90, 30)))
+        batches["slots without rows"] = micro_batch((everyone[1:], (9, 4)))
+        batches["degree 1"] = micro_batch(*(((slot,), (5 + slot, 3)) for slot in everyone))
     if slots >= 4:
         halves = ((0, 1), (11, 5)), ((3, 2), (3, 16))
-        found["halves"] = micro_batch(*halves)
+        batches["halves"] = micro_batch(*halves)
         few = ((1,), (6,)), (everyone, (21, 2)), ((3, 1), (1,)), ((3, 1), (14,))  # slot 1 has no row of the third
-        found["several groups a slot"] = micro_batch(*few, ((0, 3), (1, 8)), ((2,), (4, 4)), (everyone[1:], (19,)))
-    return found
+        batches["several groups a slot"] = micro_batch(*few, ((0, 3), (1, 8)), ((2,), (4, 4)), (everyone[1:], (19,)))
+    return batches
 
 
 def drawn_layout(slots: int, seed: int) -> MicroBatch:
@@ -243,8 +243,8 @@ def dropout_factors(question: Question) -> Callable[[int, int, int], Tensor]:
         state = absorb(state, np.arange(heads))[:, None]
         state = absorb(absorb(state, np.array([document])), at[None])[:, :, None]
         word = absorb(state, at[None, None])
-        kept = (word >> np.uint64(33)) >= round(question.dropout * (1 << 31))
-        return torch.from_numpy(kept).double() / (1 - question.dropout)
+        is_kept = (word >> np.uint64(33)) >= round(question.dropout * (1 << 31))
+        return torch.from_numpy(is_kept).double() / (1 - question.dropout)
 
     return factors
 
@@ -254,8 +254,8 @@ def found(case: Case, slots: int, shard: SequenceShard) -> list[Tensor]:
     question = case[0]
     *qkv, dout, sinks = (x.to(shard.device) for x in tensors(question, slots, shard.tokens))
     leaves = [x.requires_grad_() for x in (*(shard.scatter(x) for x in qkv), sinks)]
-    given = leaves[3] if question.sinks else None
-    out = attend(*leaves[:3], shard, sinks=given, **question.options, **options_of(case, shard, leaves))
+    sink_leaf = leaves[3] if question.sinks else None
+    out = attend(*leaves[:3], shard, sinks=sink_leaf, **question.options, **options_of(case, shard, leaves))
     out.backward(shard.scatter(dout))
     assert question.sinks == (leaves[3].grad is not None)
     for name, x in zip("qkv", leaves, strict=False):

@@ -94,15 +94,15 @@ def measure(
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     with World(Layout(ranks=slots), backend=backend(), timeout=300) as world:
-        found: list[Measured] = []
+        measured: list[Measured] = []
         for name in names:
             configuration = CONFIGURATIONS[name]
             configuration = replace(configuration, rows=rows) if rows else configuration
             for lengths in lengths_of(configuration):
-                found += _compare(name, configuration, lengths, getattr(torch, dtype), world, kernels)
+                measured += _compare(name, configuration, lengths, getattr(torch, dtype), world, kernels)
                 if keep is not None and rank == 0:
-                    keep(found)
-        return found
+                    keep(measured)
+        return measured
 
 
 def _compare(
@@ -114,7 +114,7 @@ def _compare(
     kernels: tuple[str, ...],
 ) -> Iterator[Measured]:
     tensors = _tensors(configuration, sum(lengths), dtype, world.device)
-    wanted = dense(configuration, lengths, tensors)
+    expected = dense(configuration, lengths, tensors)
     slots = world.home.slots
     sizes = (2, slots // 2) if slots % 2 == 0 else (slots, 1)
     everyone = bind(_batch(tuple(range(slots)), lengths, sizes), world)
@@ -122,11 +122,11 @@ def _compare(
     c = configuration
     call = AttentionCall(c.heads, c.kv_heads, c.size, c.v_size, dtype, world.device, Mask(window=c.window))
     for kernel in (k.name for k in KERNELS if not k.lacks(call) and (not kernels or k.name in kernels)):
-        alone = _errors(_run(configuration, tensors, one, "p2p", kernel), wanted, one, None)
+        alone = _errors(_run(configuration, tensors, one, "p2p", kernel), expected, one, None)
         for kind in TYPES:
             if kind == "a2a" and configuration.heads % slots:
                 continue
-            errors = _errors(_run(configuration, tensors, everyone, kind, kernel), wanted, everyone, world)
+            errors = _errors(_run(configuration, tensors, everyone, kind, kernel), expected, everyone, world)
             yield Measured(name, lengths, kind, kernel, errors, alone)
 
 
@@ -148,30 +148,34 @@ def _run(c: Configuration, tensors: list[Tensor], shard: SequenceShard, kind: st
     """out, dq, dk, dv of the rows here, and this rank's part of dsinks where there are sinks."""
     *qkv, dout, sinks = tensors
     leaves = [shard.scatter(x).requires_grad_() for x in qkv]
-    given = sinks.clone().requires_grad_() if c.sinks else None
-    options: dict[str, Any] = {"causal": c.causal, "window": c.window, "sinks": given, "kernel": kernel}
+    sink_leaf = sinks.clone().requires_grad_() if c.sinks else None
+    options: dict[str, Any] = {"causal": c.causal, "window": c.window, "sinks": sink_leaf, "kernel": kernel}
     out = attend(*leaves, shard, cp_comm_type=kind, **options)
     out.backward(shard.scatter(dout))
-    found = [out.detach(), *(x.grad for x in leaves)]
-    return found if given is None else [*found, given.grad]  # pyright: ignore[reportReturnType]
+    results = [out.detach(), *(x.grad for x in leaves)]
+    return results if sink_leaf is None else [*results, sink_leaf.grad]  # pyright: ignore[reportReturnType]
 
 
-def _errors(found: list[Tensor], wanted: list[Tensor], shard: SequenceShard, world: World | None) -> tuple[float, ...]:
+def _errors(
+    results: list[Tensor], expected: list[Tensor], shard: SequenceShard, world: World | None
+) -> tuple[float, ...]:
     """Relative 2-norms over the rows of all ranks; of this rank alone without a world."""
-    squares = [(x - shard.scatter(w)).double().square().sum().item() for x, w in zip(found[:4], wanted, strict=False)]
-    sums = [*squares, *(found[4].double().tolist() if len(found) > 4 else [])]
+    squares = [
+        (x - shard.scatter(w)).double().square().sum().item() for x, w in zip(results[:4], expected, strict=False)
+    ]
+    sums = [*squares, *(results[4].double().tolist() if len(results) > 4 else [])]
     sums = world.control.sum_over_slots(sums) if world is not None else sums
-    errors = [s**0.5 / w.double().norm().item() for s, w in zip(sums[:4], wanted, strict=False)]
-    if len(found) > 4:
-        off = torch.tensor(sums[4:], dtype=torch.float64) - wanted[4].double().cpu()
-        errors.append((off.norm() / wanted[4].double().cpu().norm()).item())
+    errors = [s**0.5 / w.double().norm().item() for s, w in zip(sums[:4], expected, strict=False)]
+    if len(results) > 4:
+        off = torch.tensor(sums[4:], dtype=torch.float64) - expected[4].double().cpu()
+        errors.append((off.norm() / expected[4].double().cpu().norm()).item())
     return tuple(errors)
 
 
 def dense(c: Configuration, lengths: tuple[int, ...], tensors: list[Tensor]) -> list[Tensor]:
     """out, dq, dk, dv and dsinks in float32, document by document and a few key/value heads at a time."""
     *qkv, dout, sinks = tensors
-    found = [torch.zeros(x.shape, device=x.device) for x in (dout, *qkv, sinks)]
+    totals = [torch.zeros(x.shape, device=x.device) for x in (dout, *qkv, sinks)]
     group, start = c.heads // c.kv_heads, 0
     for length in lengths:
         rows, at_once = slice(start, start + length), max(1, AT_ONCE // (4 * group * length * length))
@@ -179,15 +183,15 @@ def dense(c: Configuration, lengths: tuple[int, ...], tensors: list[Tensor]) -> 
         for first in range(0, c.kv_heads, at_once):
             kv = slice(first, min(first + at_once, c.kv_heads))
             q = slice(kv.start * group, kv.stop * group)
-            given = (qkv[0][rows, q], qkv[1][rows, kv], qkv[2][rows, kv], sinks[q])
-            leaves = [x.float().detach().requires_grad_() for x in given]
+            inputs = (qkv[0][rows, q], qkv[1][rows, kv], qkv[2][rows, kv], sinks[q])
+            leaves = [x.float().detach().requires_grad_() for x in inputs]
             out = _dense_heads(c, *leaves)
             out.backward(dout[rows, q].float())
-            found[0][rows, q], found[1][rows, q] = out.detach(), leaves[0].grad  # pyright: ignore
-            found[2][rows, kv], found[3][rows, kv] = leaves[1].grad, leaves[2].grad  # pyright: ignore
+            totals[0][rows, q], totals[1][rows, q] = out.detach(), leaves[0].grad  # pyright: ignore
+            totals[2][rows, kv], totals[3][rows, kv] = leaves[1].grad, leaves[2].grad  # pyright: ignore
             if c.sinks:
-                found[4][q] += leaves[3].grad  # pyright: ignore
-    return found
+                totals[4][q] += leaves[3].grad  # pyright: ignore
+    return totals
 
 
 def _dense_heads(c: Configuration, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:

@@ -104,8 +104,8 @@ class Combination:
             return None
         two = 2 if self.degree % 2 == 0 else self.degree
         inner = {"two inside": two, "two outside": self.degree // two, "one inside": 1, "one outside": self.degree}
-        found = inner[self.way.split(", ")[1]]
-        return found, self.degree // found
+        first = inner[self.way.split(", ")[1]]
+        return first, self.degree // first
 
     @property
     def is_refused(self) -> bool:
@@ -173,9 +173,9 @@ def _dense(combination: Combination) -> list[Tensor]:
     """out, dq, dk, dv, dsinks in float64."""
     *qkv, dout, sinks = tensors(combination)
     leaves = [x.double().requires_grad_() for x in (*qkv, sinks)]
-    given = {"sinks": leaves[3] if combination.sinks else None}
+    sink_option = {"sinks": leaves[3] if combination.sinks else None}
     factors = dropout_factors(combination) if combination.dropout else None  # pyright: ignore[reportArgumentType]
-    out = dense_attention(*leaves[:3], LENGTHS[combination.lengths], factors=factors, **given, **combination.mask)
+    out = dense_attention(*leaves[:3], LENGTHS[combination.lengths], factors=factors, **sink_option, **combination.mask)
     out.backward(dout.double())
     return [out.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)]
 
@@ -263,12 +263,12 @@ def _over_limit(combination: Combination, squares: list[float], world: World) ->
     if combination.dtype in LIMIT:
         return max(errors) / LIMIT[combination.dtype]
     alone = _alone(_without_way(combination), world.slot, world.key, world.device)
-    return max(found / (2 * one + NOISE) for found, one in zip(errors, alone, strict=True))
+    return max(error / (2 * one + NOISE) for error, one in zip(errors, alone, strict=True))
 
 
 def by_degree(combinations: Iterable[Combination]) -> dict[int, list[Combination]]:
     """Combinations by degree, those of equal tensors beside each other."""
-    found: dict[int, list[Combination]] = {}
+    of_degree: dict[int, list[Combination]] = {}
     for combination in combinations:
-        found.setdefault(combination.degree, []).append(combination)
-    return found
+        of_degree.setdefault(combination.degree, []).append(combination)
+    return of_degree

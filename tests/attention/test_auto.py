@@ -42,12 +42,12 @@ def named(choice):
     return choice.cp_comm_type + (f" {sizes}" if sizes else "")
 
 
-@pytest.mark.parametrize("members, call, node_size, wanted", CHOICES)
-def test_choices(members, call, node_size, wanted):
+@pytest.mark.parametrize("members, call, node_size, expected", CHOICES)
+def test_choices(members, call, node_size, expected):
     choice = choose_type(members, call, node_size=node_size)
-    assert named(choice) == wanted, str(choice)
+    assert named(choice) == expected, str(choice)
     if members.degree > 1:
-        assert f"{wanted} is chosen: " in choice.reasons[-1]
+        assert f"{expected} is chosen: " in choice.reasons[-1]
 
 
 SKEWS = [  # of a ring of 4: what its busiest member computes, in means of all
@@ -63,11 +63,11 @@ SKEWS = [  # of a ring of 4: what its busiest member computes, in means of all
 @pytest.mark.parametrize("members, call, skew", SKEWS)
 def test_contiguous_rows_of_a_ring_are_as_slow_as_its_busiest_member(members, call, skew):
     machine = Machine(merge_passes=0)
-    found = {}
+    seconds = {}
     for partition in ("zigzag", "contiguous"):
         estimates = estimates_of(replace(members, partition=partition), call, node_size=8, machine=machine)
-        found[partition] = {each.cp_comm_type: each.attention for each in estimates}
-    ratios = {kind: found["contiguous"][kind] / found["zigzag"][kind] for kind in ("a2a", "p2p", "all_gather")}
+        seconds[partition] = {estimate.cp_comm_type: estimate.attention for estimate in estimates}
+    ratios = {kind: seconds["contiguous"][kind] / seconds["zigzag"][kind] for kind in ("a2a", "p2p", "all_gather")}
     assert ratios == pytest.approx({"a2a": 1.0, "p2p": skew, "all_gather": skew}, rel=1e-3)
 
 

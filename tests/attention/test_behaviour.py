@@ -42,17 +42,17 @@ def half_error(world, degree, kind):
     out = attend(*leaves, shard, cp_comm_type=kind, sinks=sinks)
     out.backward(shard.scatter(dout.to(shard.device)))
     full = [x.double().requires_grad_() for x in qkv]
-    wanted = dense_attention(*full, lengths, sinks=sinks.cpu())
-    wanted.backward(tensors[3].double())
-    found = [shard.gather(x.detach()).cpu() for x in (out, *(x.grad for x in leaves))]
-    return [relative_error(f, w) for f, w in zip(found, [wanted, *(x.grad for x in full)], strict=True)]
+    expected = dense_attention(*full, lengths, sinks=sinks.cpu())
+    expected.backward(tensors[3].double())
+    gathered = [shard.gather(x.detach()).cpu() for x in (out, *(x.grad for x in leaves))]
+    return [relative_error(f, w) for f, w in zip(gathered, [expected, *(x.grad for x in full)], strict=True)]
 
 
 def test_half_precision_error_does_not_grow_with_the_degree():
     needs(8)
     for errors in run_ranks(half_errors, 8, 8, (1, 2, 8)):
-        for (degree, kind), found in errors.items():
-            for name, many, one in zip(("out", "dq", "dk", "dv"), found, errors[1, kind], strict=True):
+        for (degree, kind), error in errors.items():
+            for name, many, one in zip(("out", "dq", "dk", "dv"), error, errors[1, kind], strict=True):
                 assert many <= 2 * one, (degree, kind, name, many, one)
 
 
@@ -96,7 +96,7 @@ def compiled(layer):
 
 def ways(rank, slots):
     """Gradients through plain use, recomputation, compilation, two uses in one graph; outputs without a graph."""
-    found = {}
+    gradients_of = {}
     with World(Layout(ranks=slots), backend=backend()) as world:
         batch = micro_batch(((0,), (3,)), (tuple(range(slots)), (20, 1, 9)), ((slots - 1, 0), (7,)))
         shard = bind(batch, world)
@@ -127,16 +127,16 @@ def ways(rank, slots):
                 options = {"shard": bind(batch, world), "dropout": 0.5, "use_reentrant": False}
                 by_step.append(gradients(lambda *x, f=call, options=options: checkpoint(f, *x, **options)))
             layers = [through_layers(shard, rows, kind, wrap) for wrap in (lambda f: f, recomputed, compiled)]
-            found[kind, "again"] = same(plain, again)
-            found[kind, "twice"] = same(twice, apart)
-            found[kind, "strided"] = same(plain, strided)
-            found[kind, "without a graph"] = same(plain[:1], [bare]) and not bare.requires_grad
-            found[kind, "under autocast"] = same(*capped)
-            found[kind, "dropout by seed"] = same(*dropped[:2]) and not same(*dropped[1:])
-            found[kind, "dropout by step"] = same(*by_step[:2]) and not same(*by_step[1:])
-            found[kind, "recomputed layer"] = same(layers[0], layers[1])
-            found[kind, "compiled layer"] = close(layers[0], layers[2])
-    return found
+            gradients_of[kind, "again"] = same(plain, again)
+            gradients_of[kind, "twice"] = same(twice, apart)
+            gradients_of[kind, "strided"] = same(plain, strided)
+            gradients_of[kind, "without a graph"] = same(plain[:1], [bare]) and not bare.requires_grad
+            gradients_of[kind, "under autocast"] = same(*capped)
+            gradients_of[kind, "dropout by seed"] = same(*dropped[:2]) and not same(*dropped[1:])
+            gradients_of[kind, "dropout by step"] = same(*by_step[:2]) and not same(*by_step[1:])
+            gradients_of[kind, "recomputed layer"] = same(layers[0], layers[1])
+            gradients_of[kind, "compiled layer"] = close(layers[0], layers[2])
+    return gradients_of
 
 
 def mixed(call, q, k, v, on):
@@ -155,8 +155,8 @@ def close(one, other):
 
 def test_recomputation_compilation_double_use_and_no_grad_give_the_same():
     needs(3)
-    for rank, found in enumerate(run_ranks(ways, 3, 3)):
-        assert all(found.values()), (rank, [what for what, good in found.items() if not good])
+    for rank, results in enumerate(run_ranks(ways, 3, 3)):
+        assert all(results.values()), (rank, [what for what, good in results.items() if not good])
 
 
 def used(rank, slots):
@@ -196,7 +196,7 @@ def one_sided(rank, slots):
         qkv = made(13, (4, 8), (2, 8), (2, 8))
         full = [x.requires_grad_() for x in qkv]
         dense_attention(*full, (9, 4)).square().sum().backward()
-        wanted = [shard.scatter(x.grad.to(shard.device)) for x in full]
+        expected = [shard.scatter(x.grad.to(shard.device)) for x in full]
         errors = []
         for kind in TYPES:
             leaves = [shard.scatter(x.detach().to(shard.device)).requires_grad_(rank == 0) for x in qkv]
@@ -204,7 +204,7 @@ def one_sided(rank, slots):
             attend(
                 *leaves, shard, cp_comm_type=kind, hierarchical_context_parallel_sizes=(1, 2)
             ).square().sum().backward()
-            errors += [relative_error(x.grad, w) for x, w in zip(leaves, wanted, strict=True) if x.requires_grad]
+            errors += [relative_error(x.grad, w) for x, w in zip(leaves, expected, strict=True) if x.requires_grad]
     return max(errors)
 
 
@@ -218,7 +218,7 @@ def test_a_member_whose_inputs_need_no_gradient_enters_backward_once_one_does():
 
 def blind(rank, slots):
     """Largest absolute output and gradients of rows that pad documents out, and whether all numbers are finite."""
-    found = {}
+    of_calls = {}
     with World(Layout(ranks=slots), backend=backend()) as world:
         shard = bind(micro_batch((tuple(range(slots)), (3, 1, 9)), pad_to=20), world)
         rows = shard.local_rows
@@ -233,14 +233,14 @@ def blind(rank, slots):
                 results = [out.detach(), *(x.grad for x in leaves)]
                 blank = max(x[padding].abs().max().item() for x in results)
                 finite = all(x.isfinite().all().item() for x in (*results, sinks.grad))
-                found[kind, str(options)] = (blank, finite, bool(padding.any()))
-    return found
+                of_calls[kind, str(options)] = (blank, finite, bool(padding.any()))
+    return of_calls
 
 
 def test_rows_that_see_no_key_have_zero_output_and_gradients():
     needs(3)
-    for found in run_ranks(blind, 3, 3):
-        assert all(each == (0.0, True, True) for each in found.values()), found
+    for of_calls in run_ranks(blind, 3, 3):
+        assert all(numbers == (0.0, True, True) for numbers in of_calls.values()), of_calls
 
 
 @pytest.mark.parametrize("lengths", [(1,), (1, 1)])

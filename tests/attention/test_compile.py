@@ -52,32 +52,32 @@ def results(world: World, kind: str, wrap: Callable[[nn.Module], Callable[..., A
         torch.manual_seed(1)
         layer = Layer(kind).double().to(world.device)
         packed = [torch.randn(sum(lengths), 16, dtype=torch.float64) for lengths in BATCHES]
-    call, found = wrap(layer), list[Tensor]()
+    call, tensors = wrap(layer), list[Tensor]()
     for lengths, rows in zip(BATCHES, packed, strict=True):
         shard = bind(micro_batch((tuple(range(world.home.slots)), lengths)), world)
         x = shard.scatter(rows.to(world.device)).requires_grad_()
         out = call(x, shard)
         out.square().sum().backward()
-        found += [out.detach(), *(t for t in (x.grad,) if t is not None)]
-    return [*found, *(p.grad for p in layer.parameters() if p.grad is not None)]
+        tensors += [out.detach(), *(t for t in (x.grad,) if t is not None)]
+    return [*tensors, *(p.grad for p in layer.parameters() if p.grad is not None)]
 
 
 def differences(rank: int, slots: int) -> dict[tuple[str, str], float]:
     """By type and way: the largest relative difference to plain calls."""
-    found: dict[tuple[str, str], float] = {}
+    worst: dict[tuple[str, str], float] = {}
     with World(Layout(ranks=slots), backend=backend()) as world:
         for kind in TYPES:
             plain = results(world, kind, WRAPS["plain"])
             assert len(plain) == 4 + 5, "every parameter has a gradient"
             for name, wrap in WRAPS.items():
                 other = results(world, kind, wrap)
-                found[kind, name] = max(relative_error(a, b) for a, b in zip(other, plain, strict=True))
+                worst[kind, name] = max(relative_error(a, b) for a, b in zip(other, plain, strict=True))
         assert sum(counters["graph_break"].values()) and all("disable" in why for why in counters["graph_break"])
-    return found
+    return worst
 
 
 def test_compiled_and_recomputed_layers_compute_the_same() -> None:
     needs(2)
-    for found in run_ranks(differences, 2, 2):
-        assert len(found) == len(TYPES) * len(WRAPS)
-        assert all(difference < 1e-13 for difference in found.values()), found
+    for worst in run_ranks(differences, 2, 2):
+        assert len(worst) == len(TYPES) * len(WRAPS)
+        assert all(difference < 1e-13 for difference in worst.values()), worst

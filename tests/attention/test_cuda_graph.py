@@ -39,13 +39,13 @@ def _error_of_replay(shard: SequenceShard, kind: str, window: int | None) -> flo
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        held = run()
+        replayed = run()
     with torch.no_grad():
         for x, new in zip((q, k, v, dout), _tensors(shard.local_rows, seed=2), strict=True):
             x.copy_(new)
     for _ in range(2):
         graph.replay()
-    error = max(relative_error(a.float(), b.float()) for a, b in zip(held, run(), strict=True))
+    error = max(relative_error(a.float(), b.float()) for a, b in zip(replayed, run(), strict=True))
     torch.cuda.synchronize()
     graph.reset()
     return error

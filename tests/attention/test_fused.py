@@ -38,10 +38,10 @@ class Noted:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    found = Kernels()
-    monkeypatch.setattr(fused, "kernels", lambda: found)
+    fakes = Kernels()
+    monkeypatch.setattr(fused, "kernels", lambda: fakes)
     monkeypatch.setattr(fused, "_compiled", {})
-    return found
+    return fakes
 
 
 def copy(rows: int, columns: int = 64, dtype: torch.dtype = torch.float32, shift: int = 0) -> None:
@@ -89,16 +89,16 @@ def test_what_is_remembered_is_bounded(kernels: Kernels, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("apart", [False, True])
 def test_heads_of_members_as_views(members: int, slices: int, heads: int, size: int, apart: bool) -> None:
     """The same numbers as torch's own views, of tensors whose heads follow each other and of others."""
-    whole = torch.arange(7 * 2 * heads * size).view(7, 2 * heads, size)
-    x = whole[2:, ::2] if apart else whole[2:, heads:]
+    matrix = torch.arange(7 * 2 * heads * size).view(7, 2 * heads, size)
+    x = matrix[2:, ::2] if apart else matrix[2:, heads:]
     for part in range(slices):
-        wanted = x.unflatten(1, (members, slices, -1))[:, :, part].flatten(2)
-        assert torch.equal(by_heads(x, members, slices, part), wanted)
+        expected = x.unflatten(1, (members, slices, -1))[:, :, part].flatten(2)
+        assert torch.equal(by_heads(x, members, slices, part), expected)
 
 
 def test_columns_by_member_are_views_of_the_matrix() -> None:
     matrix = torch.arange(3 * 4 * 9).view(12, 9)
-    found = by_member(matrix, 3, [4, 5])
-    wanted = matrix.unflatten(0, (3, 4)).transpose(0, 1).split([4, 5], 2)
-    assert [x.tolist() for x in found] == [x.tolist() for x in wanted]
-    assert all(x.untyped_storage().data_ptr() == matrix.data_ptr() for x in found)
+    views = by_member(matrix, 3, [4, 5])
+    expected = matrix.unflatten(0, (3, 4)).transpose(0, 1).split([4, 5], 2)
+    assert [x.tolist() for x in views] == [x.tolist() for x in expected]
+    assert all(x.untyped_storage().data_ptr() == matrix.data_ptr() for x in views)

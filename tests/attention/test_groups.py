@@ -69,7 +69,7 @@ def batch_of(members: list[Members]) -> MicroBatch:
 
 def errors(rank: int, slots: int, named: dict[str, list[Members]]) -> dict[tuple[str, str], float]:
     """The worst error of out, dq, dk and dv of each micro-batch and call."""
-    found: dict[tuple[str, str], float] = {}
+    worst: dict[tuple[str, str], float] = {}
     with World(Layout(ranks=slots), backend=backend(), timeout=60) as world:
         for name, members in named.items():
             shard = bind(batch_of(members), world)
@@ -79,23 +79,23 @@ def errors(rank: int, slots: int, named: dict[str, list[Members]]) -> dict[tuple
             tensors = [torch.randn(shard.tokens, *s, generator=generator, dtype=torch.float64) for s in shapes]
             for options in OPTIONS:
                 full = [x.clone().requires_grad_() for x in tensors[:3]]
-                wanted = dense_attention(*full, shard.micro_batch.lengths, **options)
-                wanted.backward(tensors[3])
+                expected = dense_attention(*full, shard.micro_batch.lengths, **options)
+                expected.backward(tensors[3])
                 leaves = [shard.scatter(x.to(shard.device)).requires_grad_() for x in tensors[:3]]
                 out = attend(*leaves, shard, layer=1, **options)
                 out.backward(shard.scatter(tensors[3].to(shard.device)))
-                pairs = zip((out, *(x.grad for x in leaves)), (wanted, *(x.grad for x in full)), strict=True)
+                pairs = zip((out, *(x.grad for x in leaves)), (expected, *(x.grad for x in full)), strict=True)
                 errors = [relative_error(shard.gather(a.detach()).cpu(), b) for a, b in pairs]
-                found[name, str(options)] = max(errors)
-    return found
+                worst[name, str(options)] = max(errors)
+    return worst
 
 
 @pytest.mark.parametrize(("slots", "named"), [(4, FOUR), (8, EIGHT)], ids=["4 slots", "8 slots"])
 def test_a_slot_in_several_groups_of_several_types(slots: int, named: dict[str, list[Members]]) -> None:
     needs(slots)
-    for found in run_ranks(errors, slots, slots, named):
-        assert len(found) == len(named) * len(OPTIONS)
-        assert max(found.values()) <= 1e-12, found
+    for worst in run_ranks(errors, slots, slots, named):
+        assert len(worst) == len(named) * len(OPTIONS)
+        assert max(worst.values()) <= 1e-12, worst
 
 
 def calls(rank: int, slots: int) -> list[tuple[tuple[int, ...], ...]]:

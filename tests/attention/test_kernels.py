@@ -41,13 +41,13 @@ def errors(kernel, dtype, heads, lengths, degree, seed=0, device=DEVICE, **optio
         for h, d in ((n, size), (kv, size), (kv, v_size), (n, v_size))
     )
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    wanted = dense_attention(*leaves, lengths, **options)
-    wanted.backward(dout.double())
+    expected = dense_attention(*leaves, lengths, **options)
+    expected.backward(dout.double())
     numbers = {"scale": options.get("scale", size**-0.5), "softcap": options.get("softcap")}
     mask = Mask(options.get("causal", True), options.get("window"))
     call = AttentionCall(n, kv, size, v_size, dtype, device, mask, **numbers, kernel=kernel)
-    found = simulate(q, k, v, dout, lengths, degree, call)
-    return [relative_error(f, w) for f, w in zip(found, [wanted, *(x.grad for x in leaves)], strict=True)]
+    results = simulate(q, k, v, dout, lengths, degree, call)
+    return [relative_error(f, w) for f, w in zip(results, [expected, *(x.grad for x in leaves)], strict=True)]
 
 
 @pytest.mark.parametrize("options", MASKS, ids=str)
@@ -94,8 +94,8 @@ def test_half_precision_masks_and_head_shapes(dtype, limit, options):
     for kernel in usable(dtype, **{name: value for name, value in options.items() if name != "causal"}):
         for seed, (heads, shape) in enumerate(HEADS.items()):
             for lengths in ((37,), (5, 1, 40, 3)):
-                found = errors(kernel, dtype, shape, lengths, 3, seed, **options)
-                assert max(found) <= limit, (kernel.name, heads, lengths, seed, found)
+                relative = errors(kernel, dtype, shape, lengths, 3, seed, **options)
+                assert max(relative) <= limit, (kernel.name, heads, lengths, seed, relative)
 
 
 FULL_SIZES = {"gqa 32/8": (32, 8, 128, 128), "mla 192/128": (16, 16, 192, 128), "64/8 of 64": (64, 8, 64, 64)}
@@ -112,8 +112,8 @@ def test_kernels_at_the_head_sizes_of_models(name, options):
     call = AttentionCall(*shape, torch.bfloat16, cuda)
     for kernel in (kernel for kernel in KERNELS if not kernel.lacks(call)):
         for degree in (1, 2, 4):
-            found = errors(kernel, torch.bfloat16, shape, (700, 1, 323), degree, **given_device)
-            assert all(e <= 2 * b for e, b in zip(found, bound, strict=True)), (kernel.name, degree, found, bound)
+            relative = errors(kernel, torch.bfloat16, shape, (700, 1, 323), degree, **given_device)
+            assert all(e <= 2 * b for e, b in zip(relative, bound, strict=True)), (kernel.name, degree, relative, bound)
 
 
 def torch_kernel(name):
@@ -168,10 +168,10 @@ def test_cudnn_splits_a_causal_tile_with_more_keys_than_rows(monkeypatch):
             for n, h, d in ((rows, 4, 8), (keys, 2, 8), (keys, 2, 6), (rows, 4, 6))
         )
         call = scaled(0.4)
-        wanted, found = (kernel.forward(q, k, v, launch, call) for kernel in (reference, cudnn))
-        saved = Saved(q, k, v, *wanted)
+        of_reference, of_cudnn = (kernel.forward(q, k, v, launch, call) for kernel in (reference, cudnn))
+        saved = Saved(q, k, v, *of_reference)
         gradients = [kernel.backward(dout, saved, launch, call) for kernel in (reference, cudnn)]
-        for a, b in zip((*found, *gradients[1]), (*wanted, *gradients[0]), strict=True):
+        for a, b in zip((*of_cudnn, *gradients[1]), (*of_reference, *gradients[0]), strict=True):
             assert relative_error(a, b) <= 1e-12
 
 
@@ -228,11 +228,11 @@ def hidden_by_torch_flash(launch: Launch) -> bool:
     left, right = (x if x >= 0 or max(limits) < 0 else longest for x in limits)
     for tile in launch.tiles:
         first, keys = torch.arange(tile.queries)[:, None] + tile.keys - tile.queries, torch.arange(tile.keys)
-        found = torch.ones((tile.queries, tile.keys), dtype=torch.bool)
+        mask = torch.ones((tile.queries, tile.keys), dtype=torch.bool)
         if max(limits) >= 0:
-            found = (keys >= first - left) & (keys <= first + right)
-        wanted = visible(tile, CPU)
-        if not torch.equal(found, torch.ones_like(found) if wanted is None else wanted):
+            mask = (keys >= first - left) & (keys <= first + right)
+        shown = visible(tile, CPU)
+        if not torch.equal(mask, torch.ones_like(mask) if shown is None else shown):
             return True
     return False
 

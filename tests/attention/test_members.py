@@ -55,8 +55,8 @@ def test_heads_are_cut_as_often_as_they_can_be():
         (8, 8, 8): (1, 1),
         (12, 4, 2): (2, 2),
     }
-    for shape, wanted in cut.items():
-        assert (HeadSplit(*shape).slices(2), HeadSplit(*shape).slices(4)) == wanted, shape
+    for shape, slices in cut.items():
+        assert (HeadSplit(*shape).slices(2), HeadSplit(*shape).slices(4)) == slices, shape
     assert [HeadSplit(32, 8, 8).slices_per_kv_head(n) for n in (1, 2, 4)] == [1, 2, 4] and HeadSplit(
         32, 8, 4
     ).slices_per_kv_head(2) == 1
@@ -70,15 +70,15 @@ def test_exchanged_rows_land_in_document_order(inner, outer, partition):
             shares = members.part.group.shares
             first = members.member * inner
             arriving = np.concatenate([shares.rows(first + i) for i in range(inner)])
-            held = members.segments(members.member)
+            segments = members.segments(members.member)
             starts = np.cumsum((0, *lengths))
-            wanted = starts[np.repeat(held.document, held.stop - held.start)] + held.positions
+            expected = starts[np.repeat(segments.document, segments.stop - segments.start)] + segments.positions
             landed, back = arriving, arriving
             if members.orders is not None:
                 landed = arriving[members.orders[0].numpy()]
                 back = landed[members.orders[1].numpy()]
             assert (back == arriving).all()
-            assert (landed == wanted).all() and len(arriving) == members.counts[members.member]
+            assert (landed == expected).all() and len(arriving) == members.counts[members.member]
             assert inner == 1 or (np.diff(landed) > 0).all()
             assert sum(members.inside_counts) == len(arriving)
 
@@ -100,9 +100,9 @@ def test_a_halo_is_what_is_seen_in_one_band_a_run(window, partition):
     for lengths in LENGTHS:
         for inner, outer in ((1, 4), (2, 3)):
             for pad_to in (None, max(lengths) + 3):
-                found = members_of_group(lengths, inner, outer, Mask(True, window), partition=partition, pad_to=pad_to)
-                for members in found:
-                    check_window_rows(members, found, window)
+                group = members_of_group(lengths, inner, outer, Mask(True, window), partition=partition, pad_to=pad_to)
+                for members in group:
+                    check_window_rows(members, group, window)
 
 
 def check_window_rows(members, group, window):
@@ -114,8 +114,10 @@ def check_window_rows(members, group, window):
             rows = (window_rows.own_rows if mine else owner.window_rows.sends[members.member]).numpy()
             assert rows.tolist() == seen_rows(members, owner.member, window)
             assert window_rows.receives[owner.member] == (0 if mine else len(rows))
-            held = owner.segments(owner.member)
-            held_rows = zip(held.document.repeat(held.stop - held.start)[rows], held.positions[rows], strict=True)
+            segments = owner.segments(owner.member)
+            held_rows = zip(
+                segments.document.repeat(segments.stop - segments.start)[rows], segments.positions[rows], strict=True
+            )
             arriving.insert(0, [*held_rows]) if mine else arriving.append([*held_rows])
     places = np.concatenate([window_rows.own_places.numpy(), window_rows.places.numpy()])
     landed = [list(itertools.chain(*arriving))[i] for i in np.argsort(places)]
@@ -144,10 +146,10 @@ NARROW = [((4096,), 8, 512, True), ((4096,), 8, 514, False), ((4096,), 8, None, 
 
 @pytest.mark.parametrize("lengths, degree, window, narrow", NARROW)
 def test_a_window_is_narrow_where_half_of_a_ring_and_twice_the_own_rows_would_do(lengths, degree, window, narrow):
-    found = members_of_group(lengths, 1, degree, Mask(True, window))
-    assert [members.has_narrow_window for members in found] == [narrow] * degree
+    group = members_of_group(lengths, 1, degree, Mask(True, window))
+    assert [members.has_narrow_window for members in group] == [narrow] * degree
     if narrow:  # the bounds hold
-        foreign_rows = [len(members.window_rows.places) for members in found]
+        foreign_rows = [len(members.window_rows.places) for members in group]
         assert 2 * sum(foreign_rows) <= (degree - 1) * sum(lengths) and sum(foreign_rows) <= 2 * sum(lengths)
 
 
@@ -166,10 +168,10 @@ def test_dropout_drops_at_its_rate_whatever_the_head_document_or_position():
     tokens = Tokens(np.repeat([3, 1 << 40], rows // 2), np.arange(rows), np.arange(rows) + 100_000)
     launch = Launch(tiling, CPU, lambda: tokens)
     for rate in (0.1, 0.5, 0.9):
-        kept = Dropout(rate, seed=-7).factors(launch, launch.tiles[0], heads, torch.float64) > 0
+        is_kept = Dropout(rate, seed=-7).factors(launch, launch.tiles[0], heads, torch.float64) > 0
         for dim in ((1, 2), (0, 2), (0, 1)):
-            shares = 1 - kept.double().mean(dim)
-            count = kept.numel() / len(shares)
+            shares = 1 - is_kept.double().mean(dim)
+            count = is_kept.numel() / len(shares)
             assert (shares - rate).abs().max() < 5 * (rate * (1 - rate) / count) ** 0.5, (rate, dim)
     half = Dropout(0.5, seed=-7).from_head(3).factors(launch, launch.tiles[0], 2, torch.float64)
     assert torch.equal(half, Dropout(0.5, seed=-7).factors(launch, launch.tiles[0], heads, torch.float64)[3:5])

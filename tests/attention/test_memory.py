@@ -90,7 +90,7 @@ def measured(rank, slots):
         return exchange(self, sends, receives, *options)
 
     Channel.exchange = counted
-    found = {}
+    figures = {}
     with World(Layout(ranks=slots), backend=backend()) as world:
         shard = bind(micro_batch((tuple(range(slots)), (ROWS * slots,))), world)
         for name, options in WAYS.items():
@@ -110,9 +110,9 @@ def measured(rank, slots):
                 sent.clear()
                 out.sum().backward()
                 assert all(x.grad is not None for x in leaves)
-            found[name] = (sum(saved), memory.peak, forward, sum(sent))
+            figures[name] = (sum(saved), memory.peak, forward, sum(sent))
             del out
-    return found, [(blocks.peak_blocks, len(blocks.buffers)) for blocks in Recording.seen]
+    return figures, [(blocks.peak_blocks, len(blocks.buffers)) for blocks in Recording.seen]
 
 
 def peak_of_a_backward_pass(world, sinks):
@@ -133,8 +133,8 @@ def peak_of_a_backward_pass(world, sinks):
 def test_sinks_take_little_memory(monkeypatch):
     monkeypatch.setattr(call_module, "NUMBERS_AT_ONCE", 64 * HEADS * SIZE)
     with World(Layout(ranks=1), backend=backend()) as world:
-        without, found = (peak_of_a_backward_pass(world, sinks) for sinks in (False, True))
-    assert all(b <= a + 0.5 for a, b in zip(without, found, strict=True)), (without, found)
+        without, with_sinks = (peak_of_a_backward_pass(world, sinks) for sinks in (False, True))
+    assert all(b <= a + 0.5 for a, b in zip(without, with_sinks, strict=True)), (without, with_sinks)
 
 
 @pytest.mark.parametrize("dropout", [None, Dropout(0.3, seed=5)], ids=["", "dropout"])
@@ -170,8 +170,8 @@ def results(slots):
 
 @pytest.mark.parametrize("slots", [2, 4, 8])
 def test_local_rows_alone_are_kept_for_backward(slots):
-    for found, _ in results(slots):
-        for name, (saved, *_) in found.items():
+    for figures, _ in results(slots):
+        for name, (saved, *_) in figures.items():
             assert saved == 4 * BLOCK + ROWS * HEADS * 4, (name, saved)  # q, k, v, out and lse
 
 
@@ -183,7 +183,9 @@ def test_a_ring_holds_at_most_three_blocks_forward_and_backward(slots):
 
 def test_peaks_do_not_grow_with_the_degree():
     """From 2 to 4 a ring gains its third block, and (degree − 1) / degree of what is gathered comes from others."""
-    peaks = {name: [max(found[name][1] for found, _ in results(slots)) / BLOCK for slots in (2, 4, 8)] for name in WAYS}
+    peaks = {
+        name: [max(figures[name][1] for figures, _ in results(slots)) / BLOCK for slots in (2, 4, 8)] for name in WAYS
+    }
     without = peaks.pop("all_gather, no budget")
     for name, (two, four, eight) in peaks.items():
         assert four <= 1.25 * two and eight <= 1.05 * four, (name, two, four, eight)
@@ -192,17 +194,17 @@ def test_peaks_do_not_grow_with_the_degree():
 
 def test_a_window_sends_what_is_seen_and_no_more():
     for slots in (2, 4, 8):
-        forward, backward = (sum(found["window"][i] for found, _ in results(slots)) for i in (2, 3))
+        forward, backward = (sum(figures["window"][i] for figures, _ in results(slots)) for i in (2, 3))
         # All chunks but the last are seen by the next one, and the two in the middle lie on one member.
         rows = (2 * slots - 2) * (WAYS["window"]["window"] - 1)
         assert (forward, backward) == (rows * 2 * HEADS * SIZE, 2 * rows * 2 * HEADS * SIZE), slots
-        whole = sum(found["p2p"][2] for found, _ in results(slots))
-        assert whole == slots * (slots - 1) * 2 * ROWS * HEADS * SIZE
+        around_rings = sum(figures["p2p"][2] for figures, _ in results(slots))
+        assert around_rings == slots * (slots - 1) * 2 * ROWS * HEADS * SIZE
 
 
 def gone(rank):
     """Whether what arrived is gone, once it has been laid in document order, when a slice of it is attended to."""
-    arrived, found = [], []
+    arrived, are_gone = [], []
     join_columns, add_block, gradients = all_gather.join_columns, all_gather.add_block, all_gather.block_gradients
 
     def laid(tensors, order=None, dtype=None):
@@ -211,7 +213,7 @@ def gone(rank):
         return join_columns(tensors, order, dtype)
 
     def noting(compute):
-        return lambda *args: found.append(arrived[-1]() is None) or compute(*args)
+        return lambda *args: are_gone.append(arrived[-1]() is None) or compute(*args)
 
     # in this process only
     all_gather.join_columns, all_gather.add_block, all_gather.block_gradients = (
@@ -224,7 +226,7 @@ def gone(rank):
         leaves = [torch.ones(ROWS, 2, SIZE, dtype=DTYPE, device=shard.device, requires_grad=True) for _ in range(3)]
         for budget in (None, 2 * ROWS * 2 * SIZE * (2 * DTYPE.itemsize + 3 * 4)):  # in one slice, and head by head
             attend(*leaves, shard, cp_comm_type="all_gather", max_gather_bytes=budget).sum().backward()
-    return found
+    return are_gone
 
 
 def test_what_arrived_is_let_go_once_it_is_in_document_order():

@@ -111,13 +111,13 @@ def survivors(rank: int, slots: int) -> list[str]:
     all_to_all.SLICES = 4  # some of one key/value head, some of several
     with World(Layout(ranks=slots), backend=backend()) as world:
         errors = worst_errors(CASES, slots, world)
-        found = [str(case) for case, error in zip(CASES, errors, strict=True) if not error <= LIMIT["float64"]]
+        wrong = [str(case) for case, error in zip(CASES, errors, strict=True) if not error <= LIMIT["float64"]]
         for name, old, new in MUTATIONS:
             undo = mutate(name, old, new)
             if not any(not worst_errors([case], slots, world)[0] <= LIMIT["float64"] for case in CASES):
-                found.append(f"{name}: {old} -> {new}")
+                wrong.append(f"{name}: {old} -> {new}")
             restore(undo)
-    return found
+    return wrong
 
 
 def test_every_dropped_term_is_noticed():

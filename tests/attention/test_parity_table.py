@@ -17,13 +17,13 @@ SEED = int(os.environ.get("LONGSPAN_TEST_SEED", random.SystemRandom().randrange(
 
 def check(degree: int, combinations: list[Combination], *, timeout: float = 280) -> list[float]:
     needs(degree)
-    found = run_ranks(run, degree, degree, combinations, timeout=timeout)
-    assert found == [found[0]] * degree
-    wrong = [(c, e) for c, e in zip(combinations, found[0], strict=True) if not e <= 1]
+    of_ranks = run_ranks(run, degree, degree, combinations, timeout=timeout)
+    assert of_ranks == [of_ranks[0]] * degree
+    wrong = [(c, e) for c, e in zip(combinations, of_ranks[0], strict=True) if not e <= 1]
     assert not wrong, f"{len(wrong)} of {len(combinations)}, error over its limit:\n" + "\n".join(
         f"{error:.2g} {combination}" for combination, error in wrong
     )
-    return found[0]
+    return of_ranks[0]
 
 
 def test_pairs_are_all_there() -> None:
@@ -53,10 +53,10 @@ def test_combinations_drawn_at_random() -> None:
 @pytest.mark.parametrize("degree", DEGREES)
 def test_the_whole_table(degree: int) -> None:
     combinations = whole(degree)
-    found = check(degree, combinations, timeout=7000)
-    refused = sum(error == REFUSED for error in found)
+    wrong = check(degree, combinations, timeout=7000)
+    refused = sum(error == REFUSED for error in wrong)
     print(
-        f"degree {degree}: {len(found) - refused} combinations, {refused} refused, worst {max(found):.2g} of its limit"
+        f"degree {degree}: {len(wrong) - refused} combinations, {refused} refused, worst {max(wrong):.2g} of its limit"
     )
 
 

@@ -40,7 +40,7 @@ def planned(slots: int, kind: str) -> list[Plan]:
 def errors(rank: int, slots: int) -> list[tuple[str, float]]:
     """The worst error of each type: of out, dq, dk and dv over the rows of all ranks."""
     with World(Layout(ranks=slots), backend=backend()) as world:
-        found = []
+        worst = []
         for kind in TYPES:
             squares = [
                 squares_of((question, Way(None)), slots, bind(batch, world))[:8]
@@ -48,27 +48,27 @@ def errors(rank: int, slots: int) -> list[tuple[str, float]]:
                 for batch in plan.micro_batches
                 for question in QUESTIONS
             ]
-            sums = world.control.sum_over_slots([x for each in squares for x in each])
-            found.append((kind, max((e / (w or 1.0)) ** 0.5 for e, w in zip(sums[::2], sums[1::2], strict=True))))
-        return found
+            sums = world.control.sum_over_slots([x for of_batch in squares for x in of_batch])
+            worst.append((kind, max((e / (w or 1.0)) ** 0.5 for e, w in zip(sums[::2], sums[1::2], strict=True))))
+        return worst
 
 
 @pytest.mark.parametrize("slots", [2, 3, 4])
 def test_contiguous_plans_are_exact(slots):
     needs(slots)
-    for found in run_ranks(errors, slots, slots):
-        assert [kind for kind, _ in found] == list(TYPES)
-        assert max(error for _, error in found) <= LIMIT["float64"], found
+    for worst in run_ranks(errors, slots, slots):
+        assert [kind for kind, _ in worst] == list(TYPES)
+        assert max(error for _, error in worst) <= LIMIT["float64"], worst
 
 
 def reorderings(rank: int, partition: PartitionKind) -> int:
     """How often one call of a2a, forward and backward, lays rows in another order."""
     counted = []
-    whole = all_to_all.join_columns
+    join = all_to_all.join_columns
 
     def counting(tensors, index=None, dtype=None):
         counted.append(index is not None)
-        return whole(tensors, index, dtype)
+        return join(tensors, index, dtype)
 
     all_to_all.join_columns = counting  # in this process only
     with World(home := Layout(ranks=2), backend=backend()) as world:
@@ -97,5 +97,5 @@ def test_one_tensor_as_it_is_becomes_a_matrix_without_a_copy():
         (join_columns((x,), dtype=torch.float64), x.double().flatten(1)),
         (join_columns((x[:, 1:],)), x[:, 1:].flatten(1)),
     ]
-    for found, wanted in others:
-        assert found.equal(wanted) and found.data_ptr() != x.data_ptr() and found.is_contiguous()
+    for matrix, expected in others:
+        assert matrix.equal(expected) and matrix.data_ptr() != x.data_ptr() and matrix.is_contiguous()

@@ -27,14 +27,14 @@ def made(dtype: torch.dtype) -> list[torch.Tensor]:
 
 def by_degree(rank: int, slots: int, degrees: tuple[int, ...]) -> dict[tuple[str, str, int], list[float]]:
     """Relative errors of out, dq, dk, dv by dtype, type and degree, of the same rows."""
-    found: dict[tuple[str, str, int], list[float]] = {}
+    relative: dict[tuple[str, str, int], list[float]] = {}
     usual = all_to_all.SLICE_BYTES
     with World(Layout(ranks=slots), backend=backend()) as world:
         for dtype in (torch.bfloat16, torch.float32):
             *qkv, dout = made(dtype)
             full = [x.double().requires_grad_() for x in qkv]
-            wanted = dense_attention(*full, LENGTHS)
-            wanted.backward(dout.double())
+            expected = dense_attention(*full, LENGTHS)
+            expected.backward(dout.double())
             for degree in degrees:
                 shard = bind(micro_batch((tuple(range(degree)), LENGTHS)), world)
                 for kind in (*TYPES, SLICED):
@@ -42,17 +42,17 @@ def by_degree(rank: int, slots: int, degrees: tuple[int, ...]) -> dict[tuple[str
                     leaves = [shard.scatter(x.to(shard.device)).requires_grad_() for x in qkv]
                     out = attend(*leaves, shard, cp_comm_type=kind.split()[0])
                     out.backward(shard.scatter(dout.to(shard.device)))
-                    whole = [shard.gather(x.detach()).cpu() for x in (out, *(leaf.grad for leaf in leaves))]
-                    pairs = zip(whole, (wanted, *(x.grad for x in full)), strict=True)
-                    found[str(dtype), kind, degree] = [relative_error(a, b) for a, b in pairs]
-    return found
+                    gathered = [shard.gather(x.detach()).cpu() for x in (out, *(leaf.grad for leaf in leaves))]
+                    pairs = zip(gathered, (expected, *(x.grad for x in full)), strict=True)
+                    relative[str(dtype), kind, degree] = [relative_error(a, b) for a, b in pairs]
+    return relative
 
 
 def test_errors_do_not_grow_from_degree_2_to_8() -> None:
     needs(8)
-    found = run_ranks(by_degree, 8, 8, (2, 4, 8))[0]
-    for (dtype, kind, degree), many in found.items():
-        for name, error, few in zip(("out", "dq", "dk", "dv"), many, found[dtype, kind, 2], strict=True):
+    relative = run_ranks(by_degree, 8, 8, (2, 4, 8))[0]
+    for (dtype, kind, degree), many in relative.items():
+        for name, error, few in zip(("out", "dq", "dk", "dv"), many, relative[dtype, kind, 2], strict=True):
             assert error <= 1.25 * few, (dtype, kind, degree, name, error, few)
 
 
@@ -63,8 +63,8 @@ def test_errors_do_not_grow_to_degree_64(dtype: torch.dtype, growth: float) -> N
     for kernel in (k for k in KERNELS if not k.lacks(AttentionCall(4, 2, 16, 16, dtype, DEVICE))):
         two = errors(kernel, dtype, (4, 2, 16, 16), (512,), 2)
         for degree in (8, 64):
-            found = errors(kernel, dtype, (4, 2, 16, 16), (512,), degree)
-            for name, error, few in zip(("out", "dq", "dk", "dv"), found, two, strict=True):
+            relative = errors(kernel, dtype, (4, 2, 16, 16), (512,), degree)
+            for name, error, few in zip(("out", "dq", "dk", "dv"), relative, two, strict=True):
                 assert error <= growth * few + 1e-7, (kernel.name, degree, name, error, few)
 
 
@@ -72,7 +72,7 @@ def repeated(rank: int, slots: int) -> dict[tuple[str, str, str], bool]:
     """Whether out and every gradient have the same bits twice in deterministic mode, by kernel, type and call."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch wants it for products on GPUs in this mode
     torch.use_deterministic_algorithms(True)
-    found: dict[tuple[str, str, str], bool] = {}
+    equal: dict[tuple[str, str, str], bool] = {}
     calls: tuple[dict[str, Any], ...] = ({}, {"window": 9}, {"causal": False})
     with World(Layout(ranks=slots), backend=backend()) as world:
         *qkv, dout = made(torch.bfloat16)
@@ -89,12 +89,12 @@ def repeated(rank: int, slots: int) -> dict[tuple[str, str, str], bool]:
                         out.backward(shard.scatter(dout.to(shard.device)))
                         runs.append([out.detach(), *(x.grad for x in (*leaves, sinks))])
                     same = all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-                    found[kernel.name, kind, str(options)] = same
-    return found
+                    equal[kernel.name, kind, str(options)] = same
+    return equal
 
 
 @pytest.mark.parametrize("slots", [1, 4])
 def test_deterministic_mode_gives_the_same_bits(slots: int) -> None:
     needs(slots)
-    for found in run_ranks(repeated, slots, slots):
-        assert len(found) >= 2 * 12 and all(found.values()), [call for call, same in found.items() if not same]
+    for equal in run_ranks(repeated, slots, slots):
+        assert len(equal) >= 2 * 12 and all(equal.values()), [call for call, same in equal.items() if not same]

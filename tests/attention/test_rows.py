@@ -47,10 +47,10 @@ def test_rows_are_added_where_they_belong_and_nowhere_else(
     before, count = matrix.clone(), len(first[rows])
     sources = [drawn(count, *shape[1:], seed=i, dtype=dtype) for i in (2, 3)]
     add_rows([(sources[0], first), (sources[1], second)], rows)
-    wanted = split_columns(before, (shape[1:], shape[1:], shape[1:]))
-    for into, source in zip(wanted, sources, strict=False):
+    expected = split_columns(before, (shape[1:], shape[1:], shape[1:]))
+    for into, source in zip(expected, sources, strict=False):
         into[rows] += source.float()
-    assert torch.equal(first, wanted[0]) and torch.equal(second, wanted[1]) and torch.equal(left, wanted[2])
+    assert torch.equal(first, expected[0]) and torch.equal(second, expected[1]) and torch.equal(left, expected[2])
 
 
 @pytest.mark.parametrize("fresh", (False, True))
@@ -58,47 +58,47 @@ def test_rows_are_added_where_they_belong_and_nowhere_else(
 def test_addends_of_a_block(parts: str, fresh: bool) -> None:
     """A fresh sum holds what is in no memory before: NaN here."""
     shapes, count = ((3, 16), (3, 8)), 12
-    found = {
+    row_sets = {
         "all": [slice(0, count)],
         "half": [slice(6, count)],
         "two": [slice(0, 6), slice(4, count)],
         "picked": [some_rows(count, True), slice(0, count)],
     }[parts]
     total = torch.full((count, 72), torch.nan, device=DEVICE) if fresh else drawn(count, 72)
-    wanted = (torch.zeros_like(total) if fresh else total.clone()).double()
+    expected = (torch.zeros_like(total) if fresh else total.clone()).double()
     addends = []
-    for i, rows in enumerate(found):
+    for i, rows in enumerate(row_sets):
         size = len(total[rows])
         tensors = [drawn(size, *shape, seed=10 * i + j, dtype=torch.bfloat16) for j, shape in enumerate(shapes)]
         addends.append(Addend(rows, tensors))
-        for into, x in zip(split_columns(wanted, shapes), tensors, strict=True):
+        for into, x in zip(split_columns(expected, shapes), tensors, strict=True):
             into[rows] += x.double()
     add_addends(split_columns(total, shapes), addends, fresh=fresh)
-    torch.testing.assert_close(total.double(), wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_tensors_in_another_dtype_and_contiguous(dtype: torch.dtype) -> None:
     matrix = drawn(9, 40)
-    given = (*split_columns(matrix, ((2, 8), (3, 8))), drawn(9, 4, 8, dtype=dtype), drawn(9, 4, 8).transpose(1, 2))
-    found = as_dtype(given, dtype)
-    assert found[2] is given[2]
-    for x, wanted in zip(found, given, strict=True):
-        assert x.dtype == dtype and x.is_contiguous() and torch.equal(x, wanted.to(dtype))
+    tensors = (*split_columns(matrix, ((2, 8), (3, 8))), drawn(9, 4, 8, dtype=dtype), drawn(9, 4, 8).transpose(1, 2))
+    converted = as_dtype(tensors, dtype)
+    assert converted[2] is tensors[2]
+    for x, original in zip(converted, tensors, strict=True):
+        assert x.dtype == dtype and x.is_contiguous() and torch.equal(x, original.to(dtype))
 
 
 @pytest.mark.parametrize("heads", (slice(0, 4), slice(0, 2), slice(2, 4)))
 def test_a_sum_of_heads_and_rows(heads: slice) -> None:
-    total, wanted = RowSum((10, 4, 8), drawn(1, dtype=torch.bfloat16)), torch.zeros(10, 4, 8, dtype=torch.float64)
+    total, expected = RowSum((10, 4, 8), drawn(1, dtype=torch.bfloat16)), torch.zeros(10, 4, 8, dtype=torch.float64)
     for i, rows in enumerate((slice(0, 10), slice(5, 10), some_rows(10, True))):
         x = drawn(10, 4, 8, seed=i, dtype=torch.bfloat16)
         if i == 1:
             total.add_heads(heads, x[:, heads])
-            wanted[:, heads] += x[:, heads].cpu().double()
+            expected[:, heads] += x[:, heads].cpu().double()
         else:
             total.add(rows, x[: len(x[rows])])
-            wanted[rows.cpu() if isinstance(rows, Tensor) else rows] += x[: len(x[rows])].cpu().double()
-    torch.testing.assert_close(total.result().cpu().double(), wanted, rtol=1e-6, atol=1e-6)
+            expected[rows.cpu() if isinstance(rows, Tensor) else rows] += x[: len(x[rows])].cpu().double()
+    torch.testing.assert_close(total.result().cpu().double(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("picked", (False, True))
@@ -114,7 +114,7 @@ def test_copies_and_merges_are_those_of_the_host(picked: bool) -> None:
     count = len(sources[0][rows])
     total, part = (drawn(20, 4, 16), drawn(20, 4)), (drawn(count, 4, 16, seed=1), drawn(count, 4, seed=2))
     on_host = rows.cpu() if isinstance(rows, Tensor) else rows
-    wanted = of_host(lambda a, b, c, d: merge_(a, b, on_host, c, d), *total, *part)
+    expected = of_host(lambda a, b, c, d: merge_(a, b, on_host, c, d), *total, *part)
     merge_(*total, rows, *part)
-    for x, y in zip(total, wanted, strict=False):
+    for x, y in zip(total, expected, strict=False):
         torch.testing.assert_close(x.cpu(), y, rtol=1e-5, atol=1e-5)

@@ -49,5 +49,5 @@ def test_views_of_inputs_are_made_again_of_the_inputs_at_hand() -> None:
         output(lambda: (x.view(2, 3)[1], x + 1), (x,))
     again = 10 * x
     with recording.recompute():
-        view, kept = output(lambda: (again, again), (again,))
-    assert view.tolist() == [30.0, 40.0, 50.0] and kept.tolist() == (x + 1).tolist()
+        view, stored = output(lambda: (again, again), (again,))
+    assert view.tolist() == [30.0, 40.0, 50.0] and stored.tolist() == (x + 1).tolist()

@@ -39,12 +39,12 @@ def test_masks_that_are_not_offered_are_listed() -> None:
 
 SIZES = [
     (HeadSizes(), 512, 1024, True),
-    (HeadSizes(8, 128), 128, 128, True),
-    (HeadSizes(8, 128), 136, 8, False),
-    (HeadSizes(8, 128), 8, 136, False),
-    (HeadSizes(8, 128, ((192, 128),)), 192, 128, True),
-    (HeadSizes(8, 128, ((192, 128),)), 128, 192, False),
-    (HeadSizes(8, 128, ((192, 128),)), 192, 192, False),
+    (HeadSizes(128), 128, 128, True),
+    (HeadSizes(128), 136, 8, False),
+    (HeadSizes(128), 8, 136, False),
+    (HeadSizes(128, ((192, 128),)), 192, 128, True),
+    (HeadSizes(128, ((192, 128),)), 128, 192, False),
+    (HeadSizes(128, ((192, 128),)), 192, 192, False),
 ]
 
 

@@ -57,12 +57,12 @@ def test_tiles_cover_what_is_visible_once(make, causal, window):
     for lengths in LENGTHS:
         for degree in DEGREES:
             shares = make(lengths, degree)
-            held = [shares.segments(member) for member in range(degree)]
-            for q in held:
-                for k in [*held, whole(lengths)]:
+            segments = [shares.segments(member) for member in range(degree)]
+            for q in segments:
+                for k in [*segments, whole(lengths)]:
                     tilings = tiles_between(q, k, causal=causal, window=window)
-                    found = seen(tilings, q.rows, k.rows)
-                    assert (found == wanted(q, k, causal, window)).all(), (lengths, degree, q, k)
+                    covered = seen(tilings, q.rows, k.rows)
+                    assert (covered == wanted(q, k, causal, window)).all(), (lengths, degree, q, k)
                     for tiling in tilings:
                         assert_one_launch(tiling)
 
@@ -97,9 +97,9 @@ def test_launches_under_a_window_do_not_grow_with_the_documents(make, degree, wi
     most = {}
     for documents in (1, 8, 64, 512):
         shares = make(draw.integers(30, 200, documents), degree)
-        held = [shares.segments(member) for member in range(degree)]
-        found = [tiles_between(q, k, causal=True, window=window) for q in held for k in held]
-        most[documents] = max(map(len, found))
+        segments = [shares.segments(member) for member in range(degree)]
+        tilings = [tiles_between(q, k, causal=True, window=window) for q in segments for k in segments]
+        most[documents] = max(map(len, tilings))
     assert most[512] <= 6 and most[512] <= most[64] + 1, most
 
 
@@ -107,11 +107,11 @@ def test_launches_under_a_window_do_not_grow_with_the_documents(make, degree, wi
 def test_each_way_to_group_tiles_under_a_window_covers_the_same(window):
     for lengths in LENGTHS:
         for degree in DEGREES:
-            held = [Partition.zigzag(lengths, degree).segments(member) for member in range(degree)]
-            for q, k in itertools.product(held, held):
+            segments = [Partition.zigzag(lengths, degree).segments(member) for member in range(degree)]
+            for q, k in itertools.product(segments, segments):
                 banded = tiles._bands(q, k, window)
-                for found in (banded, tiles._loosened(banded), tiles._split(tiles._loosened(banded))):
-                    tilings = tiles._launches(found)
+                for arrays in (banded, tiles._loosened(banded), tiles._split(tiles._loosened(banded))):
+                    tilings = tiles._launches(arrays)
                     assert (seen(tilings, q.rows, k.rows) == wanted(q, k, True, window)).all(), (lengths, degree, q, k)
                     for tiling in tilings:
                         assert_one_launch(tiling)

@@ -161,6 +161,6 @@ def test_a_document_without_rows_is_refused_where_it_is_laid_out():
 def test_one_member_needs_no_heads_and_no_levels():
     alone = SequenceShard(MicroBatch((Group((0,), (0,), (3,)),)), 0, -1, torch.device("cpu"))
     odd = {"q": x(3, 3, 8), "k": x(3, 1, 8), "v": x(3, 1, 8), "shard": alone}
-    wanted = attend(**odd)
+    expected = attend(**odd)
     for changes in (*TALKING[:3], {"cp_comm_type": "a2a+p2p"}):
-        assert torch.equal(attend(**odd, **changes), wanted)
+        assert torch.equal(attend(**odd, **changes), expected)

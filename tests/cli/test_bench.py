@@ -65,11 +65,11 @@ def test_attention_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["bench", "attention", *words, "--out", str(out), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record == json.loads(out.read_text())
-    own = [row for row in record["rows"] if row["name"].startswith("longspan")]
-    assert [(row["name"], row["length"]) for row in own] == [
+    of_longspan = [row for row in record["rows"] if row["name"].startswith("longspan")]
+    assert [(row["name"], row["length"]) for row in of_longspan] == [
         (f"longspan {kind}", length) for kind in ("p2p", "all_gather", "a2a", "a2a+p2p") for length in (96, 130)
     ]
-    assert all(row["seconds"] > row["forward_seconds"] > 0 and row["tflops_per_device"] > 0 for row in own)
+    assert all(row["seconds"] > row["forward_seconds"] > 0 and row["tflops_per_device"] > 0 for row in of_longspan)
     checks = {row["name"]: row for row in record["checks"]}
     assert checks["longspan p2p"]["good"] and checks["longspan p2p"]["errors"].keys() == {"output", "dq", "dk", "dv"}
     peers = [row for row in record["rows"] if "missing" in row]

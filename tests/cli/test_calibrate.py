@@ -28,19 +28,19 @@ LENGTHS = (256, 1024, 4096, 16384)
 
 def _unmeasured(*, ring: bool = True) -> list[Sample]:
     """Samples such as the ranks measure, of slots in pairs, with nothing measured yet."""
-    found = [
+    samples = [
         Sample(what="step", seconds=1, steps=1, micro_batches=m, tokens=m * t, squares=m * t * 32)
         for m, t in ((1, 256), (1, 1024), (1, 4096), (2, 256), (4, 256))
     ]
-    found += [Sample(what="attention", seconds=1, squares=n * n, calls=1) for n in LENGTHS]
+    samples += [Sample(what="attention", seconds=1, squares=n * n, calls=1) for n in LENGTHS]
     if ring:
         wire = [Sample(what="wire", seconds=1, wire_steps=1, wire_bytes=n * 1536.0) for n in (1, *LENGTHS, 65536)]
         around = [
             Sample(what="ring", seconds=1, squares=n * n / 2, calls=1, ring_steps=1, ring_bytes=4608 * n / 2)
             for n in LENGTHS
         ]
-        found += [*wire, *around]
-    return found
+        samples += [*wire, *around]
+    return samples
 
 
 def _measured(truth: Calibration, noise: float = 0.0, *, ring: bool = True) -> list[Sample]:
@@ -50,29 +50,29 @@ def _measured(truth: Calibration, noise: float = 0.0, *, ring: bool = True) -> l
 
 
 def test_constants_are_found_where_nothing_disturbs() -> None:
-    found = calibrate(_measured(TRUTH), ring_bytes=4608.0, across_bytes_per_second=1e9)
+    calibration = calibrate(_measured(TRUTH), ring_bytes=4608.0, across_bytes_per_second=1e9)
     for name, value in COST.constants().items():
-        assert found.cost.constants()[name] == pytest.approx(value, rel=1e-6), name
-    assert found.step_seconds == pytest.approx(TRUTH.step_seconds, rel=1e-6)
-    assert found.call_seconds == pytest.approx(TRUTH.call_seconds, rel=1e-6)
-    assert found.wire_step_seconds == pytest.approx(TRUTH.wire_step_seconds, rel=1e-6)
-    assert max(abs(found.relative_error(sample)) for sample in _measured(TRUTH)) < 1e-6
+        assert calibration.cost.constants()[name] == pytest.approx(value, rel=1e-6), name
+    assert calibration.step_seconds == pytest.approx(TRUTH.step_seconds, rel=1e-6)
+    assert calibration.call_seconds == pytest.approx(TRUTH.call_seconds, rel=1e-6)
+    assert calibration.wire_step_seconds == pytest.approx(TRUTH.wire_step_seconds, rel=1e-6)
+    assert max(abs(calibration.relative_error(sample)) for sample in _measured(TRUTH)) < 1e-6
 
 
 def test_constants_are_found_through_noise() -> None:
     samples = _measured(TRUTH, noise=0.02)
-    found = calibrate(samples, ring_bytes=4608.0, across_bytes_per_second=1e9)
+    calibration = calibrate(samples, ring_bytes=4608.0, across_bytes_per_second=1e9)
     for name, value in COST.constants().items():
-        assert found.cost.constants()[name] == pytest.approx(value, rel=0.12), name
-    assert max(abs(found.relative_error(sample)) for sample in samples) < 0.1
+        assert calibration.cost.constants()[name] == pytest.approx(value, rel=0.12), name
+    assert max(abs(calibration.relative_error(sample)) for sample in samples) < 0.1
 
 
 @pytest.mark.parametrize("name", sorted({*COST.constants()} - {"ring_bytes", "across_bytes_per_second"}))
 def test_every_constant_is_told_from_the_others(name: str) -> None:
     truth = replace(TRUTH, cost=replace(COST, **{name: 3 * getattr(COST, name)}))
-    found = calibrate(_measured(truth), ring_bytes=4608.0, across_bytes_per_second=1e9)
+    calibration = calibrate(_measured(truth), ring_bytes=4608.0, across_bytes_per_second=1e9)
     for key, value in truth.cost.constants().items():
-        assert found.cost.constants()[key] == pytest.approx(value, rel=1e-6), key
+        assert calibration.cost.constants()[key] == pytest.approx(value, rel=1e-6), key
 
 
 def test_samples_that_only_check_decide_nothing() -> None:
@@ -81,18 +81,18 @@ def test_samples_that_only_check_decide_nothing() -> None:
 
 
 def test_where_no_ring_was_measured_its_constants_are_the_defaults() -> None:
-    found = calibrate(_measured(TRUTH, ring=False), ring_bytes=4608.0)
-    assert not found.ring_measured
-    assert found.cost.attention_seconds == pytest.approx(COST.attention_seconds, rel=1e-6)
+    calibration = calibrate(_measured(TRUTH, ring=False), ring_bytes=4608.0)
+    assert not calibration.ring_measured
+    assert calibration.cost.attention_seconds == pytest.approx(COST.attention_seconds, rel=1e-6)
     for name in ("inside_bytes_per_second", "across_bytes_per_second", "ring_step_seconds"):
-        assert getattr(found.cost, name) == getattr(Cost(), name)
+        assert getattr(calibration.cost, name) == getattr(Cost(), name)
 
 
 @pytest.mark.parametrize(("inside", "across", "expected"), [(2e9, 0.0, 2e9), (9e11, 0.0, 40e9), (9e11, 5e9, 5e9)])
 def test_links_between_hosts(inside: float, across: float, expected: float) -> None:
     truth = replace(TRUTH, cost=replace(COST, inside_bytes_per_second=inside))
-    found = calibrate(_measured(truth), ring_bytes=4608.0, across_bytes_per_second=across)
-    assert found.cost.across_bytes_per_second == pytest.approx(expected, rel=1e-6)
+    calibration = calibrate(_measured(truth), ring_bytes=4608.0, across_bytes_per_second=across)
+    assert calibration.cost.across_bytes_per_second == pytest.approx(expected, rel=1e-6)
 
 
 def test_no_constant_is_negative() -> None:
@@ -144,8 +144,8 @@ def test_two_ranks_write_a_cost_that_plans_are_priced_by(tmp_path: Path, capfd: 
 def test_one_rank_in_words() -> None:
     samples = [*_measured(TRUTH, ring=False), Sample(what="step: a document", seconds=0.5, steps=1, fitted=False)]
     settings = make_settings(CalibrateFlags(), 1, "gloo")
-    found = calibrate(samples, ring_bytes=4608.0)
-    lines = record_text(make_record(found, samples, settings, ["longspan"])).splitlines()
+    calibration = calibrate(samples, ring_bytes=4608.0)
+    lines = record_text(make_record(calibration, samples, settings, ["longspan"])).splitlines()
     assert lines[0].startswith("qwen3-tiny in float32 on 1 rank (gloo), ")
     assert lines[2].split() == ["what", "measured", "ms", "predicted", "ms", "error"]
     assert lines[3].split()[:3] == ["step", "7.78", "7.78"]

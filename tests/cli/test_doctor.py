@@ -15,7 +15,7 @@ TYPES = {1: ["p2p"], 2: FLAT, 3: [], 4: [*FLAT, "a2a+p2p (2, 2)"]}  # by degree
 
 
 @pytest.mark.parametrize(
-    ("found", "good"),
+    ("installed", "good"),
     [
         ({"torch": "2.11.0", "transformers": "5.17.0", "numpy": "2.0"}, True),
         ({"torch": "2.13.0+cpu", "transformers": "5.23.0", "numpy": "2.0"}, True),
@@ -25,13 +25,13 @@ TYPES = {1: ["p2p"], 2: FLAT, 3: [], 4: [*FLAT, "a2a+p2p (2, 2)"]}  # by degree
         ({"torch": "2.13.0", "numpy": "2.0"}, False),
     ],
 )
-def test_versions(found: dict[str, str], good: bool) -> None:
-    assert all(check.good is not False for check in version_checks(found)) == good
+def test_versions(installed: dict[str, str], good: bool) -> None:
+    assert all(check.good is not False for check in version_checks(installed)) == good
 
 
 def _parity(**changes: object) -> dict:
-    found = {"dtype": "float64", "cp": 2, "cp_comm_type": "p2p", "loss_error": 1e-16, "gradient_error": 1e-15}
-    return found | {"tolerance": 1e-12, "good": True} | changes
+    parity = {"dtype": "float64", "cp": 2, "cp_comm_type": "p2p", "loss_error": 1e-16, "gradient_error": 1e-15}
+    return parity | {"tolerance": 1e-12, "good": True} | changes
 
 
 def test_ranks() -> None:
@@ -61,13 +61,15 @@ def test_levels_and_reasons_are_said_once_whatever_the_dtype() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_it_runs_and_is_good(capsys: pytest.CaptureFixture[str], ranks: int) -> None:
     assert main(["doctor", "--world", str(ranks), "--backend", "gloo", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    names = {(check["area"], check["name"]): check["good"] for check in found["checks"]}
-    assert found["good"] and names["backend", "gloo"] and names["version", "torch"]
-    wanted = {f"{t}, cp {cp}, {w}" for t in ("float64", "float32") for cp in range(1, ranks + 1) for w in TYPES[cp]}
-    assert {name for (area, name), good in names.items() if area == "parity" and good} == wanted
-    assert [record["kind"] for record in found["ranks"]["groups"]][:2] == ["control", "parent"]
-    levels = [check["found"] for check in found["checks"] if "level one" in check["found"]]
+    result = json.loads(capsys.readouterr().out)
+    names = {(check["area"], check["name"]): check["good"] for check in result["checks"]}
+    assert result["good"] and names["backend", "gloo"] and names["version", "torch"]
+    combinations = {
+        f"{t}, cp {cp}, {w}" for t in ("float64", "float32") for cp in range(1, ranks + 1) for w in TYPES[cp]
+    }
+    assert {name for (area, name), good in names.items() if area == "parity" and good} == combinations
+    assert [record["kind"] for record in result["ranks"]["groups"]][:2] == ["control", "parent"]
+    levels = [check["found"] for check in result["checks"] if "level one" in check["found"]]
     assert levels == ["ranks of level one, a2a: (0, 1) (2, 3); level two, p2p: (0, 2) (1, 3)"] * (ranks == 4)
     assert any(name == "fa4" and good is None for (area, name), good in names.items() if area == "kernel")
 
@@ -77,10 +79,10 @@ def test_the_kernels_in_words_and_as_json(capsys: pytest.CaptureFixture[str]) ->
     text = capsys.readouterr().out
     assert "  torch_flash\n    tensors: cuda: bfloat16, float16" in text and "  a2a+p2p\n" in text
     assert main(["doctor", "--kernels", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    here = {row["kernel"]: row["here"] for row in found["kernels"]}
+    tables = json.loads(capsys.readouterr().out)
+    here = {row["kernel"]: row["here"] for row in tables["kernels"]}
     assert list(here) == [kernel.name for kernel in KERNELS] and here["cpu_flash"] == here["reference"] == "yes"
-    assert [row["type"] for row in found["types"]] == [*PATTERNS]
+    assert [row["type"] for row in tables["types"]] == [*PATTERNS]
 
 
 def test_a_failure_is_a_cross_and_exit_code_1(

@@ -17,10 +17,10 @@ PINNED = Path(__file__).with_name("flags.txt")
 
 def test_flags_are_those_that_are_pinned() -> None:
     """A flag that is new, renamed or gone is a decision: write it into flags.txt, and into the changelog."""
-    found = [
+    keys = [
         f"{verb} {flag}" for verb, kind in (("train", TrainFlags), ("eval", EvalFlags)) for flag in flag_types(kind)
     ]
-    assert found == PINNED.read_text().splitlines()
+    assert keys == PINNED.read_text().splitlines()
     assert [f"--{key}" for key in config_keys()] == [flag for flag in flag_types(TrainFlags) if "." in flag]
 
 
@@ -117,14 +117,14 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     (tmp_path / "a.toml").write_text("[train]\nsteps = 7\nlr = 1\n[parallel]\nreshard_after_forward = false\n")
     words = [str(tmp_path / "a.toml"), "--train.steps", "9", "--context.cp_comm_type", "p2p", "all_gather", "--world=4"]
     flags, config = parse_train([*words, "--train.activation-checkpointing", "true"])
-    wanted = {
+    expected = {
         "train.steps": 9,
         "train.lr": 1.0,
         "train.activation_checkpointing": "full",
         "parallel.reshard_after_forward": False,
         "context.cp_comm_type": ("p2p", "all_gather"),
     }
-    assert config == load_config(None, wanted) and flags.world == 4 and not flags.json
+    assert config == load_config(None, expected) and flags.world == 4 and not flags.json
 
 
 def test_without_file_or_flags_there_are_the_defaults() -> None:

@@ -11,7 +11,7 @@ GPUS = {"cuda": "13.0", "cudnn": 91300, "nccl": "2.28.3", "gpu_memory_bytes": 2*
 
 
 @pytest.mark.parametrize(
-    ("found", "text"),
+    ("facts", "text"),
     [
         (HOST, "64 cores of A processor, 512 GiB"),
         (
@@ -20,11 +20,11 @@ GPUS = {"cuda": "13.0", "cudnn": 91300, "nccl": "2.28.3", "gpu_memory_bytes": 2*
         ),
     ],
 )
-def test_a_machine_in_one_line(found: dict[str, Any], text: str) -> None:
-    assert machine_text(found) == text
+def test_a_machine_in_one_line(facts: dict[str, Any], text: str) -> None:
+    assert machine_text(facts) == text
 
 
 def test_this_machine_is_described() -> None:
-    found = machine()
-    assert found["cores"] >= 1 and found["memory_bytes"] > 2**20 and found["processor"]
-    assert f"{found['cores']} cores of {found['processor']}" in machine_text(found)
+    facts = machine()
+    assert facts["cores"] >= 1 and facts["memory_bytes"] > 2**20 and facts["processor"]
+    assert f"{facts['cores']} cores of {facts['processor']}" in machine_text(facts)

@@ -75,13 +75,13 @@ def test_json_alone_and_no_torch(lengths: str) -> None:
         "assert code == 0 and not {'torch', 'transformers'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)
-    assert found["slots"] == 4 and found["tokens"] == 1260 and "planned in" in done.stderr
-    assert {"lengths", "micro_batches", "targets", "predicted_seconds", "lower_bound_seconds"} <= found.keys()
+    answer = json.loads(done.stdout)
+    assert answer["slots"] == 4 and answer["tokens"] == 1260 and "planned in" in done.stderr
+    assert {"lengths", "micro_batches", "targets", "predicted_seconds", "lower_bound_seconds"} <= answer.keys()
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("words", "expected"),
     [
         ([], {"planner": "dynamic"}),
         (["--cp", "2"], {"planner": "fixed"}),
@@ -94,10 +94,10 @@ def test_json_alone_and_no_torch(lengths: str) -> None:
     ],
 )
 def test_flags_reach_the_plan(
-    words: list[str], wanted: dict[str, Any], lengths: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], expected: dict[str, Any], lengths: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan, found = planned(["--lengths", lengths, "--slots", "4", "--max-tokens-per-slot", "512", *words], capsys)
-    assert {name: found[name] for name in wanted} == wanted and plan.max_tokens_per_slot == 512
+    plan, answer = planned(["--lengths", lengths, "--slots", "4", "--max-tokens-per-slot", "512", *words], capsys)
+    assert {name: answer[name] for name in expected} == expected and plan.max_tokens_per_slot == 512
 
 
 def test_a_fixed_plan_without_a_degree_takes_the_smallest_that_fits(
@@ -168,8 +168,8 @@ def test_the_closing_of_free_mode_is_priced_by_weights_and_said_where_it_is_not(
         ),
         (["--cost", str(tmp_path / "cost.json")], 0.5),
     ):
-        plan, found = planned([*base, *words], capsys)
-        assert plan.cost.closing_seconds == found["cost"]["closing_seconds"] == closing
+        plan, answer = planned([*base, *words], capsys)
+        assert plan.cost.closing_seconds == answer["cost"]["closing_seconds"] == closing
         if "--node-size" not in words:
             assert plan.predicted_seconds == pytest.approx(plain.predicted_seconds + closing, rel=1e-12)
         assert main(["plan", *base, *words]) == 0

@@ -61,10 +61,10 @@ def test_the_case_of_8192_gpus(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_degrees_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--slots", "8", "--pp", "2", "--same", "8x64", "--which-eval-degree", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [row["cp"] for row in found["degrees"]] == [1, 2, 4, 8]
-    assert [row["filled_document_steps"] for row in found["degrees"]] == [16, 8, 8, 8]
-    assert found["best_cp"] in (1, 2, 4, 8)
+    answer = json.loads(capsys.readouterr().out)
+    assert [row["cp"] for row in answer["degrees"]] == [1, 2, 4, 8]
+    assert [row["filled_document_steps"] for row in answer["degrees"]] == [16, 8, 8, 8]
+    assert answer["best_cp"] in (1, 2, 4, 8)
 
 
 @pytest.mark.parametrize("words", [[], ["--pp", "2", "--vpp", "2"], ["--tp", "2", "--evaluation"], ["--mode", "free"]])
@@ -91,20 +91,20 @@ def test_saved_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_closing_of_free_mode_has_a_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ["simulate", "--slots", "8", "--tp", "2", "--distribution", "expo", "--longest", "30000", "--mode", "free"]
-    found = {}
+    seconds = {}
     for words in ([], ["--weights", "8e9"], ["--weights", "8e9", "--evaluation"]):
         assert main([*base, *words, "--json"]) == 0
-        found[len(words)] = json.loads(capsys.readouterr().out)["plans"][-1]
-        assert found[len(words)]["seconds"] >= found[len(words)]["lower_bound_seconds"]
+        seconds[len(words)] = json.loads(capsys.readouterr().out)["plans"][-1]
+        assert seconds[len(words)]["seconds"] >= seconds[len(words)]["lower_bound_seconds"]
     closing = (
         Cost().with_closing(4e9, Layout(8), node_size=4).closing_seconds
     )  # half the parameters on each of two ranks
-    assert [found[n]["closing_seconds"] for n in (0, 2, 3)] == pytest.approx([0, closing, closing / 3], rel=1e-12)
-    assert found[2]["seconds"] == pytest.approx(found[0]["seconds"] + closing, rel=1e-12)
-    assert found[2]["idle"] == pytest.approx(found[0]["idle"], abs=1e-12)
+    assert [seconds[n]["closing_seconds"] for n in (0, 2, 3)] == pytest.approx([0, closing, closing / 3], rel=1e-12)
+    assert seconds[2]["seconds"] == pytest.approx(seconds[0]["seconds"] + closing, rel=1e-12)
+    assert seconds[2]["idle"] == pytest.approx(seconds[0]["idle"], abs=1e-12)
     assert main([*base, "--weights", "8e9"]) == 0
     out = capsys.readouterr().out
-    assert f"{100 * closing / found[2]['seconds']:.1f}%" in out and "closing: share of a free step" in out
+    assert f"{100 * closing / seconds[2]['seconds']:.1f}%" in out and "closing: share of a free step" in out
     assert main(base) == 0
     out = capsys.readouterr().out
     assert "not priced" in out and "--weights N adds it" in out

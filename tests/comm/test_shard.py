@@ -69,14 +69,14 @@ def check_there_and_back(shard: SequenceShard) -> None:
     assert bool((local[shard.rows < 0] == 0).all())
     for value in (0, -100, float("nan")):
         filled = shard.scatter(x, fill=value)
-        wanted = torch.where(shard.rows[:, None] < 0, value, local.detach())
-        torch.testing.assert_close(filled, wanted, rtol=0, atol=0, equal_nan=True)
-    whole = shard.gather(local)
+        expected = torch.where(shard.rows[:, None] < 0, value, local.detach())
+        torch.testing.assert_close(filled, expected, rtol=0, atol=0, equal_nan=True)
+    packed = shard.gather(local)
     with mock.patch.object(comm.shard, "expand", side_effect=AssertionError("a shard lays all slots out once")):
-        assert torch.equal(shard.gather(local), whole)
-    assert torch.equal(whole, x)
+        assert torch.equal(shard.gather(local), packed)
+    assert torch.equal(packed, x)
     weight = torch.arange(shard.tokens, dtype=torch.float64, device=shard.device)[:, None] + 1
-    (whole * weight).sum().backward()
+    (packed * weight).sum().backward()
     assert local.grad is not None
     assert torch.equal(local.grad, shard.scatter(weight.expand(-1, 2))), "backward takes the own rows, once"
 

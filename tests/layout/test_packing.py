@@ -23,8 +23,8 @@ ACCEPTED = [
 
 @pytest.mark.parametrize("given_lengths", ACCEPTED, ids=repr)
 def test_integers_are_lengths(given_lengths):
-    found = check_lengths(given_lengths)
-    assert found == tuple(int(n) for n in given_lengths) and {type(n) for n in found} <= {int}
+    checked = check_lengths(given_lengths)
+    assert checked == tuple(int(n) for n in given_lengths) and {type(n) for n in checked} <= {int}
 
 
 REFUSED = [  # lengths, what the message must say

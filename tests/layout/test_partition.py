@@ -37,7 +37,7 @@ def test_small_partitions(kind, given_lengths, rows):
 
 def dealt_by_hand(given_lengths, degree):
     """The rules of the zigzag, row by row: the rows of each member, document after document."""
-    held, pointer, start = [[] for _ in range(degree)], 0, 0
+    rows_of, pointer, start = [[] for _ in range(degree)], 0, 0
     for document, length in enumerate(given_lengths):
         size = [length // degree] * degree
         for i in range(length % degree):
@@ -55,9 +55,9 @@ def dealt_by_hand(given_lengths, degree):
         for member in reversed(range(degree)):
             first[member] += [next(rows) for _ in range(chunks[member][1])]
         for member in range(degree):
-            held[member] += first[member]
+            rows_of[member] += first[member]
         start += length
-    return held
+    return rows_of
 
 
 @examples
@@ -72,9 +72,9 @@ def test_the_closed_form_deals_like_a_hand(given_lengths, degree):
 @given(given_lengths=lengths, degree=degrees)
 def test_each_row_is_held_once_and_members_differ_by_at_most_one(make, given_lengths, degree):
     shares, total = make(given_lengths, degree), sum(given_lengths)
-    held = [shares.rows(member) for member in range(degree)]
-    assert sorted(np.concatenate(held).tolist()) == list(range(total))
-    assert shares.total == total and shares.counts == tuple(map(len, held))
+    rows_of = [shares.rows(member) for member in range(degree)]
+    assert sorted(np.concatenate(rows_of).tolist()) == list(range(total))
+    assert shares.total == total and shares.counts == tuple(map(len, rows_of))
     assert max(shares.counts) - min(shares.counts) <= 1 and max(shares.counts) <= -(-total // degree)
 
 
@@ -163,7 +163,9 @@ def test_given_rows_are_kept_as_given(sides):
     rows, _ = sides
     shares = Partition.from_rows(rows)
     assert [shares.rows(member).tolist() for member in range(shares.degree)] == rows
-    assert shares.counts == tuple(map(len, rows)) and shares.total == len({row for held in rows for row in held})
+    assert shares.counts == tuple(map(len, rows)) and shares.total == len(
+        {row for member_rows in rows for row in member_rows}
+    )
 
 
 def test_rows_that_several_members_hold_assemble_once():
@@ -263,8 +265,8 @@ def test_what_does_not_fit_a_partition_is_refused(shares):
         for ask in (shares.rows, shares.runs, lambda m: shares.take(np.zeros(4), m)):
             with pytest.raises(LayoutError, match=rf"member {member} is outside a group of 2 \(members 0 to 1\)"):
                 ask(member)
-    held = int(shares.rows(1).max())
-    with pytest.raises(LayoutError, match=rf"member 1 holds row {held}; the array has 2 rows"):
+    last = int(shares.rows(1).max())
+    with pytest.raises(LayoutError, match=rf"member 1 holds row {last}; the array has 2 rows"):
         shares.take(np.zeros(2), 1)
     with pytest.raises(LayoutError, match=r"parts have \(2, 1\) rows; the members hold \(2, 2\)"):
         shares.assemble([np.zeros(2), np.zeros(1)])

@@ -27,8 +27,8 @@ TABLE = [  # partition, member, its segments: document, start, stop, offset
 
 @pytest.mark.parametrize(("shares", "member", "segments"), TABLE, ids=repr)
 def test_small_segments(shares, member, segments):
-    found = shares.segments(member)
-    assert list(found) == [Segment(*s) for s in segments] and len(found) == len(segments)
+    of_member = shares.segments(member)
+    assert list(of_member) == [Segment(*s) for s in segments] and len(of_member) == len(segments)
 
 
 @kinds
@@ -37,16 +37,16 @@ def test_small_segments(shares, member, segments):
 def test_segments_are_the_rows_of_a_member(make, given_lengths, degree):
     packing, shares = Packing(given_lengths), make(given_lengths, degree)
     for member in range(degree):
-        held, rows = shares.segments(member), shares.rows(member)
-        assert held.rows == len(rows) == shares.counts[member]
-        for document, start, stop, offset in held:
+        segments, rows = shares.segments(member), shares.rows(member)
+        assert segments.rows == len(rows) == shares.counts[member]
+        for document, start, stop, offset in segments:
             local = rows[offset : offset + stop - start]
             assert (packing.document_of_row[local] == document).all()
             assert packing.positions[local].tolist() == list(range(start, stop)) != []
-        assert held.positions.tolist() == packing.positions[rows].tolist()
+        assert segments.positions.tolist() == packing.positions[rows].tolist()
         documents = packing.document_of_row[rows]
-        assert held.documents.tolist() == sorted(set(documents.tolist()))
-        assert np.repeat(held.documents, np.diff(held.cu_seqlens)).tolist() == documents.tolist()
+        assert segments.documents.tolist() == sorted(set(documents.tolist()))
+        assert np.repeat(segments.documents, np.diff(segments.cu_seqlens)).tolist() == documents.tolist()
 
 
 @kinds
@@ -54,20 +54,25 @@ def test_segments_are_the_rows_of_a_member(make, given_lengths, degree):
 @given(given_lengths=lengths, degree=degrees)
 def test_segments_are_as_few_as_can_be(make, given_lengths, degree):
     for member in range(degree):
-        held = list(make(given_lengths, degree).segments(member))
-        for a, b in pairwise(held):
+        segments = list(make(given_lengths, degree).segments(member))
+        for a, b in pairwise(segments):
             assert a.document < b.document or (a.document == b.document and a.stop < b.start)
             assert b.offset == a.offset + a.stop - a.start
-        assert all(sum(s.document == d for s in held) <= 2 for d in range(len(given_lengths)))
+        assert all(sum(s.document == d for s in segments) <= 2 for d in range(len(given_lengths)))
 
 
 def test_segments_are_a_value():
-    held, same = Partition.zigzag([8, 3], 2).segments(0), Partition.zigzag([8, 3], 2).segments(0)
-    assert held == same and hash(held) == hash(same) and held != Partition.zigzag([8, 3], 2).segments(1) and held != 3
-    assert repr(held) == "Segments(0[0:2], 0[6:8], 1[0:1], 1[2:3]; 6 rows)"
+    segments, same = Partition.zigzag([8, 3], 2).segments(0), Partition.zigzag([8, 3], 2).segments(0)
+    assert (
+        segments == same
+        and hash(segments) == hash(same)
+        and segments != Partition.zigzag([8, 3], 2).segments(1)
+        and segments != 3
+    )
+    assert repr(segments) == "Segments(0[0:2], 0[6:8], 1[0:1], 1[2:3]; 6 rows)"
     assert repr(Partition.zigzag([8] * 9, 1).segments(0)).endswith("5[0:8], … 9 runs; 72 rows)")
-    for twin in (held, pickle.loads(pickle.dumps(held)), copy.deepcopy(held)):
-        assert twin == held
+    for twin in (segments, pickle.loads(pickle.dumps(segments)), copy.deepcopy(segments)):
+        assert twin == segments
         for name in ("document", "start", "stop", "offset", "positions", "documents", "cu_seqlens"):
             assert getattr(twin, name).dtype == np.int64
             with pytest.raises(ValueError, match="read-only"):

@@ -91,9 +91,9 @@ def answer(
     loss.backward()
     for hook in hooks:
         hook.remove()
-    found = gradients_of(model)
-    norm = torch.cat([gradient.flatten().double() for gradient in found.values()]).norm().item()
-    return Answer(mean, found, norm, [x.detach().cpu() for x in logits])
+    gradients = gradients_of(model)
+    norm = torch.cat([gradient.flatten().double() for gradient in gradients.values()]).norm().item()
+    return Answer(mean, gradients, norm, [x.detach().cpu() for x in logits])
 
 
 def weights_after(

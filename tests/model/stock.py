@@ -136,22 +136,22 @@ def stock_answer(
 
 def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """Every gradient, whole, on the CPU; all ranks call it together."""
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: (g.full_tensor() if isinstance(g, DTensor) else g).cpu() for name, g in found.items()}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: (g.full_tensor() if isinstance(g, DTensor) else g).cpu() for name, g in gradients.items()}
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """A copy of every parameter, whole, on the CPU; all ranks call it together."""
-    found = {name: p.detach() for name, p in model.named_parameters()}
-    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).to("cpu", copy=True) for n, p in found.items()}
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).to("cpu", copy=True) for n, p in weights.items()}
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
+def error(result: Tensor, exact: Tensor) -> float:
     """The largest difference relative to the largest wanted value."""
-    assert found.shape == wanted.shape and found.dtype == wanted.dtype, (found.shape, wanted.shape)
-    return ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)).item() if wanted.numel() else 0.0
+    assert result.shape == exact.shape and result.dtype == exact.dtype, (result.shape, exact.shape)
+    return ((result - exact).abs().max() / exact.abs().max().clamp(min=1e-30)).item() if exact.numel() else 0.0
 
 
-def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+def worst(results: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     """The largest error of any entry; infinite where the names differ."""
-    return max(error(found[name], wanted[name]) for name in wanted) if found.keys() == wanted.keys() else float("inf")
+    return max(error(results[name], exact[name]) for name in exact) if results.keys() == exact.keys() else float("inf")

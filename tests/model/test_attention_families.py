@@ -31,11 +31,11 @@ CALLS = [(1, "p2p"), *((cp, kind) for cp in DEGREES[1:] for kind in TYPES)]
 
 def _compare(rank: int, slots: int) -> dict[tuple[object, ...], tuple[float, float, float]]:
     """Errors of logits, loss and gradients, relative to the stock model."""
-    found = {}
+    errors = {}
     documents = texts(LENGTHS)
     with World(Layout(ranks=slots), backend=backend()) as world:
         for family in FAMILIES:
-            wanted = stock_answer(family, torch.float32, documents, world.device)
+            stock = stock_answer(family, torch.float32, documents, world.device)
             model = prepare(
                 tiny(family, attention="eager"),
                 world,
@@ -53,13 +53,13 @@ def _compare(rank: int, slots: int) -> dict[tuple[object, ...], tuple[float, flo
                 )
                 logits = _logits(model, plan, documents, world)
                 loss = run_step(model, plan, documents, world).loss
-                found[family, cp, kind] = (
-                    max(error(logits[d], wanted.logits[d]) for d in range(len(LENGTHS))),
-                    abs(loss - wanted.loss) / wanted.loss,
-                    worst(gradients_of(model), wanted.gradients),
+                errors[family, cp, kind] = (
+                    max(error(logits[d], stock.logits[d]) for d in range(len(LENGTHS))),
+                    abs(loss - stock.loss) / stock.loss,
+                    worst(gradients_of(model), stock.gradients),
                 )
                 model.zero_grad()
-    return found
+    return errors
 
 
 @cache
@@ -103,12 +103,12 @@ def _dropped(rank: int, homes: Sequence[Layout]) -> dict[object, tuple[float, fl
 def test_dropout_is_the_same_at_every_degree_under_every_type_and_home() -> None:
     homes = (Layout(ranks=4), Layout(ranks=4, tp=2), Layout(ranks=4, pp=2), Layout(ranks=4, dp_replicate=2))
     for answers in run_ranks(_dropped, 4, homes):
-        wanted = answers[homes[0], "p2p", 1, 1]
+        expected = answers[homes[0], "p2p", 1, 1]
         for (home, kind, cp, step), loss_and_norm in answers.items():
             if kind is None or step == 2:  # without dropout, and with that of the next step
-                assert abs(loss_and_norm[0] - wanted[0]) > 1e-3 * wanted[0], (home, kind, cp, step)
+                assert abs(loss_and_norm[0] - expected[0]) > 1e-3 * expected[0], (home, kind, cp, step)
             else:
-                assert loss_and_norm == pytest.approx(wanted, rel=1e-5), (home, kind, cp, step)
+                assert loss_and_norm == pytest.approx(expected, rel=1e-5), (home, kind, cp, step)
 
 
 def _seed_at_binding(rank: int) -> tuple[float, float]:
@@ -126,10 +126,10 @@ def _seed_at_binding(rank: int) -> tuple[float, float]:
         def next_step() -> None:
             world.step, world.seed = world.step + 1, world.seed + 1
 
-        wanted = gradient(shard := bind(micro_batch, world), lambda: None, False)
+        expected = gradient(shard := bind(micro_batch, world), lambda: None, False)
         same = gradient(shard.with_padding(), next_step, True)
         other = gradient(bind(micro_batch, world), next_step, True)
-        return (same - wanted).norm().item(), (other - wanted).norm().item()
+        return (same - expected).norm().item(), (other - expected).norm().item()
 
 
 def test_the_seed_is_that_of_the_step_in_which_a_shard_was_bound() -> None:

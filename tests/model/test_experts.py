@@ -65,9 +65,9 @@ def _compare(rank: int, homes: list[Layout]) -> dict[Layout, dict[tuple[Case, st
 @pytest.mark.parametrize(("home", "case"), [(home, case) for home, cases in CASES.items() for case in cases], ids=str)
 def test_equals_the_stock_model_with_experts_dealt_out(home: Layout, case: Case) -> None:
     for answer in _results(len(home.ranks)):
-        found = {plan: errors for (of, plan), errors in answer[home].items() if of == case}
-        assert found.keys() == set(_plans(home, case)) and len(found) >= 2
-        assert all(errors.within(case[1]) for errors in found.values()), found
+        of_plans = {plan: errors for (of, plan), errors in answer[home].items() if of == case}
+        assert of_plans.keys() == set(_plans(home, case)) and len(of_plans) >= 2
+        assert all(errors.within(case[1]) for errors in of_plans.values()), of_plans
 
 
 def random_plan(seed: int, slots: int) -> Plan:
@@ -83,18 +83,18 @@ def random_plan(seed: int, slots: int) -> Plan:
 
 
 def _random_plans(home: Layout) -> list[Errors]:
-    found = []
+    results = []
     with World(home, backend=backend(), timeout=60) as world:
         model = prepare(moe_model("gpt-oss", torch.float64), world, activation_checkpointing=True)
         for seed in range(SEEDS):
             plan = random_plan(seed + SEEDS * home.ep, home.slots)
             documents = texts(plan.lengths, seed)
-            wanted = moe_answer(moe_model("gpt-oss", torch.float64), documents, WEIGHTS, world.device)
-            found.append(
-                errors_of(run_step(model, plan, documents, world, router=WEIGHTS), gradients_of(model), wanted)
+            stock = moe_answer(moe_model("gpt-oss", torch.float64), documents, WEIGHTS, world.device)
+            results.append(
+                errors_of(run_step(model, plan, documents, world, router=WEIGHTS), gradients_of(model), stock)
             )
             model.zero_grad()
-    return found
+    return results
 
 
 def _trained(family: str) -> float:
@@ -170,37 +170,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> list[Found]:
+def of_ranks(folder: Path) -> list[Found]:
     return run_ranks(_look, 4, folder, timeout=240)
 
 
 @pytest.mark.parametrize("ep", [2, 4])
-def test_groups_of_any_slots_neither_wait_for_each_other_nor_differ(ep: int, found: list[Found]) -> None:
-    for each in found:
-        errors = each.random_plans[ep]
+def test_groups_of_any_slots_neither_wait_for_each_other_nor_differ(ep: int, of_ranks: list[Found]) -> None:
+    for of_rank in of_ranks:
+        errors = of_rank.random_plans[ep]
         assert len(errors) == SEEDS and all(error.within(torch.float64) for error in errors), errors
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_after_three_steps(family: str, found: list[Found]) -> None:
-    assert max(each.trained[family] for each in found) < 1e-12
+def test_weights_after_three_steps(family: str, of_ranks: list[Found]) -> None:
+    assert max(of_rank.trained[family] for of_rank in of_ranks) < 1e-12
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_saved_model_holds_all_experts(family: str, folder: Path, found: list[Found]) -> None:
-    gathered = found[0].saved[family]
+def test_a_saved_model_holds_all_experts(family: str, folder: Path, of_ranks: list[Found]) -> None:
+    gathered = of_ranks[0].saved[family]
     loaded = AutoModelForCausalLM.from_pretrained(folder / family)
     assert worst(weights_of(loaded), gathered) == worst(weights_of(moe_model(family, torch.float32)), gathered) == 0
 
 
-def test_a_checkpoint_goes_on_in_homes_with_other_ep(folder: Path, found: list[Found]) -> None:
+def test_a_checkpoint_goes_on_in_homes_with_other_ep(folder: Path, of_ranks: list[Found]) -> None:
     for home in (Layout(ranks=1), Layout(ranks=4, ep=4), Layout(ranks=2, ep=2)):
         gone_on = run_ranks(_goes_on, len(home.ranks), folder / "checkpoints", home)[0]
-        assert worst(gone_on, found[0].third_step) < 1e-12
+        assert worst(gone_on, of_ranks[0].third_step) < 1e-12
 
 
 def _refused(rank: int) -> list[str]:
-    found = []
+    results = []
     with World(Layout(ranks=3, ep=3), backend=backend()) as world:
         for model, sharded in (
             (moe_model("gpt-oss", torch.float32), True),
@@ -209,8 +209,8 @@ def _refused(rank: int) -> list[str]:
         ):
             with pytest.raises(ModelError) as caught:
                 prepare(model, world, shard_parameters=sharded)
-            found.append(str(caught.value))
-    return found
+            results.append(str(caught.value))
+    return results
 
 
 def test_homes_that_do_not_suit_the_experts() -> None:

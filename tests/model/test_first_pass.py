@@ -106,25 +106,25 @@ def _accepted(world: World, **options: Any) -> bool:
 
 
 def _run(rank: int) -> dict[str, str]:
-    told: dict[str, str] = {}
+    messages: dict[str, str] = {}
     with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
         for family in BYPASSING:
-            told[family] = _refused(_stock(family), world, shard_parameters=False)
+            messages[family] = _refused(_stock(family), world, shard_parameters=False)
         for name, train in (("recomputed", True), ("evaluated", False)):
-            told[name] = _refused(_llama(1), world, train=train, activation_checkpointing=True)
-        told["free"] = _refused(_llama(1), world, _free(world.home))
-        told["free, evaluated, copies"] = _refused(
+            messages[name] = _refused(_llama(1), world, train=train, activation_checkpointing=True)
+        messages["free"] = _refused(_llama(1), world, _free(world.home))
+        messages["free, evaluated, copies"] = _refused(
             _llama(1), world, _free(world.home), train=False, shard_parameters=False
         )
         bidirectional = _llama()
         bidirectional.get_submodule("model.layers.0.self_attn").is_causal = False
-        told["not causal"] = _refused(bidirectional, world)
-        told["accepted"] = str(_accepted(world) and _accepted(world, activation_checkpointing=True))
+        messages["not causal"] = _refused(bidirectional, world)
+        messages["accepted"] = str(_accepted(world) and _accepted(world, activation_checkpointing=True))
     with World(Layout(ranks=2, pp=2), backend=backend(), timeout=60) as world:
-        told["first stage"] = _refused(_llama(0), world)
-        told["last stage"] = _refused(_llama(1), world)
-        told["stages accepted"] = str(_accepted(world))
-    return told
+        messages["first stage"] = _refused(_llama(0), world)
+        messages["last stage"] = _refused(_llama(1), world)
+        messages["stages accepted"] = str(_accepted(world))
+    return messages
 
 
 @cache
@@ -135,23 +135,23 @@ def _told() -> list[dict[str, str]]:
 @pytest.mark.parametrize("family", BYPASSING)
 def test_attention_of_their_own_is_refused_before_the_weights_move(family: str) -> None:
     kind = BYPASSING[family][0]
-    for told in _told():
-        assert told[family].startswith("ModelError: ") and kind in told[family], told[family]
+    for messages in _told():
+        assert messages[family].startswith("ModelError: ") and kind in messages[family], messages[family]
 
 
 @pytest.mark.parametrize("case", ["recomputed", "evaluated", "free", "free, evaluated, copies", "last stage"])
 def test_one_layer_is_named_on_every_rank(case: str) -> None:
-    for told in _told():
-        assert "ModelError: LlamaForCausalLM: model.layers.1.self_attn (OwnAttention) bypasses" in told[case], told[
-            case
-        ]
+    for messages in _told():
+        assert "ModelError: LlamaForCausalLM: model.layers.1.self_attn (OwnAttention) bypasses" in messages[case], (
+            messages[case]
+        )
 
 
 def test_other_refusals_of_the_probe() -> None:
-    for told in _told():
-        assert "model.layers.0.self_attn (OwnAttention) bypasses" in told["first stage"]
-        assert "model.layers.0.self_attn is not causal" in told["not causal"]
+    for messages in _told():
+        assert "model.layers.0.self_attn (OwnAttention) bypasses" in messages["first stage"]
+        assert "model.layers.0.self_attn is not causal" in messages["not causal"]
 
 
 def test_models_that_attend_run_and_are_watched_once() -> None:
-    assert all(told["accepted"] == told["stages accepted"] == "True" for told in _told())
+    assert all(messages["accepted"] == messages["stages accepted"] == "True" for messages in _told())

@@ -39,10 +39,10 @@ def test_fused_norms_are_the_same_to_rounding(family: str) -> None:
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 0.1)):
         model = tiny(family, attention="eager")
         assert fuse_norms(model) == NORMS[family]
-        fused, own = answer(model, dtype), answer(tiny(family, attention="eager"), dtype)
-        assert worst(fused, exact) <= max(limit, 1.5 * worst(own, exact)), dtype
+        fused, unfused = answer(model, dtype), answer(tiny(family, attention="eager"), dtype)
+        assert worst(fused, exact) <= max(limit, 1.5 * worst(unfused, exact)), dtype
         if dtype == torch.bfloat16 and family != "gpt-oss":  # whose norms round once as well
-            assert any((fused[name] != own[name]).any() for name in own), "nothing was fused"
+            assert any((fused[name] != unfused[name]).any() for name in unfused), "nothing was fused"
     model = tiny(family, attention="eager")
     fuse_norms(model)
     assert worst(answer(model, widest), exact) == 0
@@ -127,7 +127,7 @@ def compared(rank: int, home: Layout) -> tuple[float, float]:
     """Errors of the loss, and of every gradient that this rank has."""
     documents = texts(LENGTHS)
     with World(home, backend=backend()) as world:
-        wanted = stock_answer("qwen3", torch.float32, documents, world.device, vocabulary=62)
+        stock = stock_answer("qwen3", torch.float32, documents, world.device, vocabulary=62)
         with pytest.raises(ModelError, match="fused_norms is True; use 'auto', 'on' or 'off'"):
             prepare(tiny("qwen3", vocabulary=62), world, fused_norms=True)  # pyright: ignore[reportArgumentType]
         model = prepare(tiny("qwen3", vocabulary=62), world, fused_norms="on", **HOMES[home])
@@ -139,10 +139,10 @@ def compared(rank: int, home: Layout) -> tuple[float, float]:
         rows = home.tp if "sequence_parallel" in HOMES[home] else 1
         plan = plan_dynamic(LENGTHS, home, max_tokens_per_slot=40, row_multiple=rows, micro_batch_multiple=home.pp)
         result = run_step(model, plan, documents, world)
-        found = gradients_of(model)
-        assert found and (home.pp > 1 or found.keys() == wanted.gradients.keys())
-        gradients = max(error(x, wanted.gradients[name]) for name, x in found.items())
-        return abs(result.loss - wanted.loss) / wanted.loss, gradients
+        local_gradients = gradients_of(model)
+        assert local_gradients and (home.pp > 1 or local_gradients.keys() == stock.gradients.keys())
+        gradients = max(error(x, stock.gradients[name]) for name, x in local_gradients.items())
+        return abs(result.loss - stock.loss) / stock.loss, gradients
 
 
 @pytest.mark.parametrize("home", HOMES, ids=str)

@@ -32,7 +32,7 @@ def _used(rank: int) -> dict[str, tuple[set[str], Any]]:
         return kernel
 
     arguments.choose = noted  # in this process only
-    found: dict[str, tuple[set[str], Any]] = {}
+    by_way: dict[str, tuple[set[str], Any]] = {}
     with World(Layout(ranks=1), backend=backend()) as world:
         batch = plan_fixed((9, 4), world.home, cp=1).micro_batches[0]
         ids = torch.arange(13, device=world.device)[None]
@@ -44,22 +44,22 @@ def _used(rank: int) -> dict[str, tuple[set[str], Any]]:
             shard = bind(batch, world)  # a choice is kept with the shard
             logits = model(input_ids=ids, position_ids=shard.position_ids[None], shard=shard).logits
             logits.sum().backward()
-            found[f"{name} {checkpointing}"] = (set(chosen), logits.detach().cpu())
+            by_way[f"{name} {checkpointing}"] = (set(chosen), logits.detach().cpu())
             chosen.clear()
             shard = bind(batch, world)
             with torch.no_grad():
                 model(input_ids=ids, position_ids=shard.position_ids[None], shard=shard, attention_kernel="reference")
             assert chosen == {"reference"}, "the argument of a call wins"
             assert "attention_kernel" not in model.config.to_dict()
-    return found
+    return by_way
 
 
 def test_the_named_kernel_is_what_every_layer_runs() -> None:
-    found = run_ranks(_used, 1)[0]
-    (first, wanted), (named, logits), (again, recomputed) = found.values()
+    by_way = run_ranks(_used, 1)[0]
+    (first, default), (named, logits), (again, recomputed) = by_way.values()
     assert named == again == {"reference"}
     assert backend() == "nccl" or first == {"cpu_flash"}
-    assert (logits - wanted).abs().max() <= 1e-4 and torch.equal(logits, recomputed)
+    assert (logits - default).abs().max() <= 1e-4 and torch.equal(logits, recomputed)
 
 
 REFUSED = [

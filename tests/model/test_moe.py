@@ -72,7 +72,7 @@ def weights_of_family(family: str) -> RouterCoefficients:
 
 def compare(rank: int, home: Layout, cases: Mapping[Case, Iterable[str]]) -> dict[tuple[Case, str], Errors]:
     """Errors of one step of every case under each of its plans."""
-    found = {}
+    errors = {}
     with World(home, backend=backend()) as world:
         for case, plans in cases.items():
             family, dtype, kind = case
@@ -86,20 +86,20 @@ def compare(rank: int, home: Layout, cases: Mapping[Case, Iterable[str]]) -> dic
             for name in plans:
                 plan = replace(PLANS[name](home), row_multiple=home.tp)
                 result = run_step(model, plan, texts(LENGTHS), world, router=weights_of_family(family))
-                found[case, name] = errors_of(result, gradients_of(model), _wanted(family, dtype, world.device))
+                errors[case, name] = errors_of(result, gradients_of(model), _wanted(family, dtype, world.device))
                 model.zero_grad()
-    return found
+    return errors
 
 
-def errors_of(result: StepResult, gradients: dict[str, torch.Tensor], wanted: MoeStock) -> Errors:
+def errors_of(result: StepResult, gradients: dict[str, torch.Tensor], stock: MoeStock) -> Errors:
     """Of one step."""
-    losses = [abs(result.loss / wanted.loss - 1)]
+    losses = [abs(result.loss / stock.loss - 1)]
     if result.router is not None:
-        losses.append(abs(result.router.balance / wanted.balance - 1))
-        losses.append(abs(result.router.z / wanted.z - 1))
-    norm = torch.cat([gradient.flatten() for gradient in wanted.gradients.values()]).norm().item()
+        losses.append(abs(result.router.balance / stock.balance - 1))
+        losses.append(abs(result.router.z / stock.z - 1))
+    norm = torch.cat([gradient.flatten() for gradient in stock.gradients.values()]).norm().item()
     assert result.grad_norm is not None
-    return Errors(max(losses), worst(gradients, wanted.gradients), abs(result.grad_norm / norm - 1))
+    return Errors(max(losses), worst(gradients, stock.gradients), abs(result.grad_norm / norm - 1))
 
 
 CASES: list[Case] = [(family, dtype, "recomputed") for family, dtype in MODELS]
@@ -115,32 +115,34 @@ def _results(family: str) -> list[dict[tuple[Case, str], Errors]]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_stock_model_with_all_experts_on_every_rank(case: Case) -> None:
     for answer in _results(case[0]):
-        found = {plan: errors for (of, plan), errors in answer.items() if of == case}
-        assert found.keys() == PLANS.keys()
-        assert all(errors.within(case[1]) for errors in found.values()), found
+        of_plans = {plan: errors for (of, plan), errors in answer.items() if of == case}
+        assert of_plans.keys() == PLANS.keys()
+        assert all(errors.within(case[1]) for errors in of_plans.values()), of_plans
 
 
 def _defaults(rank: int) -> list[RouterLosses | None]:
     """What a step reports and adds by default, with the configuration's coefficient, in evaluation, without routers."""
     documents, plan = texts(LENGTHS), plan_fixed(LENGTHS, Layout(ranks=1), cp=1)
     with World(Layout(ranks=1), backend=backend()) as world:
-        found, shard = [], bind(plan.micro_batches[0], world)
-        for asked, weight in ((False, 0.0), (True, 0.25)):
+        losses, shard = [], bind(plan.micro_batches[0], world)
+        for with_logits, weight in ((False, 0.0), (True, 0.25)):
             stock = moe_model("qwen3-moe", torch.float64)
-            stock.config.output_router_logits, stock.config.router_aux_loss_coef = asked, 0.25
-            wanted = moe_answer(moe_model("qwen3-moe", torch.float64), documents, replace(NONE, balance=weight), "cpu")
+            stock.config.output_router_logits, stock.config.router_aux_loss_coef = with_logits, 0.25
+            expected = moe_answer(
+                moe_model("qwen3-moe", torch.float64), documents, replace(NONE, balance=weight), "cpu"
+            )
             model = prepare(stock, world, shard_parameters=False)
             result = run_step(model, plan, documents, world)
-            assert errors_of(result, gradients_of(model), wanted).within(torch.float64)
-            found += [result.router, run_step(model, plan, documents, world, backward=False).router]
+            assert errors_of(result, gradients_of(model), expected).within(torch.float64)
+            losses += [result.router, run_step(model, plan, documents, world, backward=False).router]
             with pytest.raises(ModelError, match="got output_router_logits=: a loss of the local rows"):
                 ids = torch.zeros_like(shard.position_ids)
                 model(input_ids=ids, position_ids=shard.position_ids, shard=shard, output_router_logits=True)
         for other in (prepare(tiny("qwen3"), world), prepare(moe_model("deepseek-v3", torch.float32), world)):
-            found.append(run_step(other, plan, documents, world).router)
+            losses.append(run_step(other, plan, documents, world).router)
             with pytest.raises(ModelError, match="has no routers whose losses are known; set the balance and z"):
                 run_step(other, plan, documents, world, router=WEIGHTS)
-        return found
+        return losses
 
 
 def test_defaults_come_from_the_configuration() -> None:

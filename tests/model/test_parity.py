@@ -35,11 +35,11 @@ class Errors:
 
 
 def _compare(rank: int, slots: int) -> dict[tuple[object, ...], Errors]:
-    found = {}
+    errors = {}
     documents = texts(LENGTHS)
     with World(Layout(ranks=slots), backend=backend()) as world:
         for family, dtype, kind in MODELS:
-            wanted = stock_answer(family, dtype, documents, world.device)
+            stock = stock_answer(family, dtype, documents, world.device)
             model = prepare(
                 tiny(family, dtype),
                 world,
@@ -50,26 +50,26 @@ def _compare(rank: int, slots: int) -> dict[tuple[object, ...], Errors]:
                 plan = plan_fixed(LENGTHS, world.home, cp=cp, cp_comm_type=cp_comm_type)
                 logits = _logits(model, plan, documents, world)
                 result = run_step(model, plan, documents, world)
-                found[family, dtype, kind, cp, cp_comm_type] = Errors(
-                    logits=max(error(logits[d], wanted.logits[d]) for d in range(len(LENGTHS))),
-                    loss=abs(result.loss - wanted.loss) / wanted.loss,
-                    gradients=worst(gradients_of(model), wanted.gradients),
+                errors[family, dtype, kind, cp, cp_comm_type] = Errors(
+                    logits=max(error(logits[d], stock.logits[d]) for d in range(len(LENGTHS))),
+                    loss=abs(result.loss - stock.loss) / stock.loss,
+                    gradients=worst(gradients_of(model), stock.gradients),
                 )
                 model.zero_grad()
-    return found
+    return errors
 
 
 @torch.no_grad()
 def _logits(model: torch.nn.Module, plan: Plan, documents: list[np.ndarray], world: World) -> dict[int, torch.Tensor]:
     """Whole logits of every document, on the CPU."""
-    whole: dict[int, torch.Tensor] = {}
+    logits_of: dict[int, torch.Tensor] = {}
     for micro_batch in plan.micro_batches:
         shard = bind(micro_batch, world).with_padding()
         ids = torch.from_numpy(np.concatenate([documents[d] for d in micro_batch.documents])).to(world.device)
         local = model(input_ids=shard.scatter(ids)[None], position_ids=shard.position_ids[None], shard=shard).logits
         packed = shard.gather(local[0]).cpu()
-        whole |= dict(zip(micro_batch.documents, packed.split(list(micro_batch.lengths)), strict=True))
-    return whole
+        logits_of |= dict(zip(micro_batch.documents, packed.split(list(micro_batch.lengths)), strict=True))
+    return logits_of
 
 
 @cache
@@ -88,23 +88,23 @@ CASES = [
 def test_equals_the_stock_model(
     slots: int, cp: int, family: str, dtype: torch.dtype, kind: str, cp_comm_type: str
 ) -> None:
-    for found in (errors[family, dtype, kind, cp, cp_comm_type] for errors in _results(slots)):
-        assert max(found.logits, found.gradients) < TOLERANCE[dtype], found
-        assert found.loss < (1e-12 if dtype == torch.float64 else 1e-6), found
+    for of_case in (errors[family, dtype, kind, cp, cp_comm_type] for errors in _results(slots)):
+        assert max(of_case.logits, of_case.gradients) < TOLERANCE[dtype], of_case
+        assert of_case.loss < (1e-12 if dtype == torch.float64 else 1e-6), of_case
 
 
 def _other_families(rank: int) -> dict[str, float]:
-    found, documents = {}, texts(LENGTHS)
+    errors, documents = {}, texts(LENGTHS)
     with World(Layout(ranks=2), backend=backend()) as world:
         plan = plan_fixed(LENGTHS, world.home, cp=2)
         for family in ("mistral", "gemma2"):
-            wanted = stock_answer(family, torch.float32, documents, world.device)
+            stock = stock_answer(family, torch.float32, documents, world.device)
             model = prepare(tiny(family, attention="eager"), world)
             loss = run_step(model, plan, documents, world).loss
-            found[family] = max(abs(loss / wanted.loss - 1), worst(gradients_of(model), wanted.gradients))
-    return found
+            errors[family] = max(abs(loss / stock.loss - 1), worst(gradients_of(model), stock.gradients))
+    return errors
 
 
 def test_windows_and_soft_caps_of_other_families() -> None:
-    for found in run_ranks(_other_families, 2):
-        assert max(found.values()) < 1e-5, found
+    for errors in run_ranks(_other_families, 2):
+        assert max(errors.values()) < 1e-5, errors

@@ -55,11 +55,11 @@ def test_more_stages_than_layers() -> None:
 @pytest.mark.parametrize("pp", [2, 3, 4])
 @pytest.mark.parametrize(("schedule", "vpp"), [("1f1b", 1), ("1f1b", 3), ("zero_bubble", 2), ("zbv", 2)])
 def test_every_stage_is_on_one_rank(schedule: str, vpp: int, pp: int) -> None:
-    held = [PipelineSettings(schedule, pp, vpp).stages_at(place) for place in range(pp)]
-    assert sorted(stage for stages in held for stage in stages) == list(range(pp * vpp))
-    assert all(len(stages) == vpp for stages in held)
-    assert 0 in held[0] and (pp * vpp - 1 in held[0 if schedule == "zbv" else pp - 1])
-    assert pp * vpp - 1 in held[PipelineSettings(schedule, pp, vpp).loss_place]
+    stages_of = [PipelineSettings(schedule, pp, vpp).stages_at(place) for place in range(pp)]
+    assert sorted(stage for stages in stages_of for stage in stages) == list(range(pp * vpp))
+    assert all(len(stages) == vpp for stages in stages_of)
+    assert 0 in stages_of[0] and (pp * vpp - 1 in stages_of[0 if schedule == "zbv" else pp - 1])
+    assert pp * vpp - 1 in stages_of[PipelineSettings(schedule, pp, vpp).loss_place]
 
 
 SCHEDULES = [
@@ -101,21 +101,21 @@ class _Positions:
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3-moe"])
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_stages_one_after_another_are_the_model(family: str, count: int) -> None:
-    whole = deep(family, torch.float64)
+    full_model = deep(family, torch.float64)
     ids = torch.arange(9)[None]
-    wanted = whole(input_ids=ids, position_ids=_Positions.position_ids[None], use_cache=False).logits
-    names = {name for name, _ in whole.named_parameters()}
-    x, held = ids, list[str]()
+    expected = full_model(input_ids=ids, position_ids=_Positions.position_ids[None], use_cache=False).logits
+    names = {name for name, _ in full_model.named_parameters()}
+    x, stage_names = ids, list[str]()
     for index in range(count):
         (stage,) = _stages(family, count, index)
         shard: Any = _Positions()
         x = stage(
             x, stage_input=StageInput(shard, ids, lambda model, arguments: model(**_without_shard(arguments)).logits)
         )
-        held += [name.removeprefix("model.") for name, _ in stage.named_parameters()]
-    assert torch.equal(x, wanted)
+        stage_names += [name.removeprefix("model.") for name, _ in stage.named_parameters()]
+    assert torch.equal(x, expected)
     tied = family in ("qwen3", "qwen3-moe")  # whose embedding is held twice
-    assert set(held) == names and len(held) == len(names) + tied
+    assert set(stage_names) == names and len(stage_names) == len(names) + tied
 
 
 def _stages(family: str, count: int, *mine: int) -> tuple[Stage, ...]:
@@ -123,8 +123,8 @@ def _stages(family: str, count: int, *mine: int) -> tuple[Stage, ...]:
     parts = parts_of(model)
     refuse_inexact(model, parts)
     stages = cut(model, parts, layers_of_stages(4, count), mine)
-    kept = sum(parameter.numel() for stage in stages for parameter in stage.parameters())
-    assert sum(parameter.numel() for parameter in model.parameters()) <= kept  # the rest is freed
+    numbers = sum(parameter.numel() for stage in stages for parameter in stage.parameters())
+    assert sum(parameter.numel() for parameter in model.parameters()) <= numbers  # the rest is freed
     return stages
 
 
@@ -246,12 +246,12 @@ PIPELINES = [("1f1b", 1, "qwen3"), ("zero_bubble", 2, "llama"), ("zbv", 2, "qwen
 
 
 def _pipelines(rank: int, folder: str) -> dict[tuple[str, int, str], dict[str, Any]]:
-    found = {}
+    results = {}
     documents = texts(LENGTHS)
     with World(Layout(ranks=4, pp=2), backend=backend()) as world:
         for schedule, vpp, family in PIPELINES:
             stock = deep(family, torch.float64)
-            wanted = answer(stock, documents, world.device)
+            exact = answer(stock, documents, world.device)
             model = prepare(deep(family, torch.float64), world, virtual_stages=vpp, pipeline_schedule=schedule)
             assert isinstance(model, PipelineModel)
             optimizer = build_optimizer(model, "adamw", 1e-2, 0.1)
@@ -263,21 +263,21 @@ def _pipelines(rank: int, folder: str) -> dict[tuple[str, int, str], dict[str, A
                 arguments = {"position_ids": shard.position_ids[None], "shard": shard}
                 logits = model(input_ids=shard.scatter(ids)[None], **arguments).logits[0]
                 packed = shard.gather(logits).cpu().split(list(micro_batch.lengths))
-                errors = [error(x, wanted.logits[d]) for x, d in zip(packed, micro_batch.documents, strict=True)]
+                errors = [error(x, exact.logits[d]) for x, d in zip(packed, micro_batch.documents, strict=True)]
                 worst_logits = max(worst_logits, *errors)
             for _ in range(3):
                 run_step(model, plan, documents, world, optimizer, max_grad_norm=0.5)
-            own = weights_of(model)
+            weights = weights_of(model)
             where = Path(folder) / f"{schedule}-{family}"
             save_model(model, where, world)
             loaded = weights_of(AutoModelForCausalLM.from_pretrained(where, dtype=torch.float64))
-            found[schedule, vpp, family] = {
+            results[schedule, vpp, family] = {
                 "logits": worst_logits,
-                "names": (set(own), set(loaded), set(model.state_dict()), set(stock.state_dict())),
-                "saved": worst(own, {name: loaded[name] for name in own}),
+                "names": (set(weights), set(loaded), set(model.state_dict()), set(stock.state_dict())),
+                "saved": worst(weights, {name: loaded[name] for name in weights}),
                 "tied": [_local_copy(copy) for copy in (model.tied_embedding.first, model.tied_embedding.last)],
             }
-    return found
+    return results
 
 
 def _local_copy(parameter: Any) -> torch.Tensor | None:
@@ -287,28 +287,28 @@ def _local_copy(parameter: Any) -> torch.Tensor | None:
 def test_names_logits_and_saved_folders_are_those_of_the_whole_model(tmp_path: Path) -> None:
     answers = run_ranks(_pipelines, 4, str(tmp_path))
     for key in answers[0]:
-        each = [found[key] for found in answers]
-        assert all(found["logits"] < 1e-12 and found["saved"] == 0 for found in each), key
-        own = set[str]().union(*(found["names"][0] for found in each))
-        states = set[str]().union(*(found["names"][2] for found in each))
-        assert own == each[0]["names"][1] and states == each[0]["names"][3], key
-        assert key[2] == "llama" or _copies_are_equal(each, key[0])
+        results = [result[key] for result in answers]
+        assert all(result["logits"] < 1e-12 and result["saved"] == 0 for result in results), key
+        names = set[str]().union(*(result["names"][0] for result in results))
+        states = set[str]().union(*(result["names"][2] for result in results))
+        assert names == results[0]["names"][1] and states == results[0]["names"][3], key
+        assert key[2] == "llama" or _copies_are_equal(results, key[0])
 
 
-def _copies_are_equal(each: list[dict[str, Any]], schedule: str) -> bool:
+def _copies_are_equal(results: list[dict[str, Any]], schedule: str) -> bool:
     """The shards of slot 0 and of slot 1, on the first and on the last stage, bit by bit after three AdamW steps."""
     if schedule == "zbv":  # both on one rank; the second follows at the next step
-        return all(found["tied"][0] is not None for found in each[:2])
-    return all(torch.equal(each[slot]["tied"][0], each[2 + slot]["tied"][1]) for slot in (0, 1))
+        return all(result["tied"][0] is not None for result in results[:2])
+    return all(torch.equal(results[slot]["tied"][0], results[2 + slot]["tied"][1]) for slot in (0, 1))
 
 
 def _refused(rank: int) -> dict[str, str]:
-    found = {}
+    refusals = {}
 
     def note(name: str, call: Any) -> None:
         with pytest.raises(LongspanError) as caught:
             call()
-        found[name] = str(caught.value)
+        refusals[name] = str(caught.value)
 
     with World(Layout(ranks=2, pp=2), backend=backend(), timeout=60) as world:
         note("stages", lambda: prepare(deep("llama", torch.float32), world, virtual_stages=3))
@@ -319,24 +319,24 @@ def _refused(rank: int) -> dict[str, str]:
         recompute = {"activation_checkpointing": "full", "shard_parameters": False}
         note("layers", lambda: prepare(deep("llama", torch.float32, 5), world, **recompute, recompute_layers=4))
         some = prepare(deep("llama", torch.float32, 5), world, **recompute, recompute_layers=3)
-        found["recomputed"] = str(sum(getattr(m, "gradient_checkpointing", False) for m in some.modules()))
+        refusals["recomputed"] = str(sum(getattr(m, "gradient_checkpointing", False) for m in some.modules()))
         plan = plan_fixed((9,), world.home, cp=1)
         note("whole", lambda: run_step(torch.nn.Linear(2, 2), plan, texts((9,)), world))
-        found["afterwards"] = str(gradients_of(prepare(deep("llama", torch.float32), world)))
-    return found
+        refusals["afterwards"] = str(gradients_of(prepare(deep("llama", torch.float32), world)))
+    return refusals
 
 
 def test_what_is_refused_on_every_rank() -> None:
     """On some ranks alone, the others would wait: stages of two and three layers are asked for three and for four."""
-    each = run_ranks(_refused, 2)
-    assert [found["recomputed"] for found in each] == ["2", "3"]
-    for found in each:
-        assert "recompute_layers is 4, 3 decoder layers are in the largest of 2 pipeline stages" in found["layers"]
-        assert "6 pipeline stages" in found["stages"] and "for 4 layers" in found["stages"]
-        assert "'2f2b'" in found["unknown"]
-        assert "pipeline stages would train a copy each" in found["shared"]
-        assert "pp 2, but Linear is not cut into stages" in found["whole"]
-        assert found["afterwards"] == "{}"
+    of_ranks = run_ranks(_refused, 2)
+    assert [refusals["recomputed"] for refusals in of_ranks] == ["2", "3"]
+    for refusals in of_ranks:
+        assert "recompute_layers is 4, 3 decoder layers are in the largest of 2 pipeline stages" in refusals["layers"]
+        assert "6 pipeline stages" in refusals["stages"] and "for 4 layers" in refusals["stages"]
+        assert "'2f2b'" in refusals["unknown"]
+        assert "pipeline stages would train a copy each" in refusals["shared"]
+        assert "pp 2, but Linear is not cut into stages" in refusals["whole"]
+        assert refusals["afterwards"] == "{}"
 
 
 def _descending(rank: int) -> str:
@@ -349,7 +349,7 @@ def _descending(rank: int) -> str:
 
 
 def test_a_home_whose_ranks_descend_along_its_stages_is_refused() -> None:
-    assert all("(1, 0) descend along its pipeline stages" in told for told in run_ranks(_descending, 2))
+    assert all("(1, 0) descend along its pipeline stages" in refusal for refusal in run_ranks(_descending, 2))
 
 
 def test_the_model_s_error_is_found_behind_what_torch_wraps_around_it() -> None:

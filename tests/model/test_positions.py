@@ -59,7 +59,7 @@ def _plans(home: Layout) -> dict[str, tuple[tuple[int, ...], Plan]]:
 
 
 def _run(rank: int) -> dict[str, str]:
-    told: dict[str, str] = {}
+    refusals: dict[str, str] = {}
     with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
         config = transformers.GPT2Config(**(_GPT | _NO_DROPOUT), bos_token_id=None, eos_token_id=None)
         models = {"GPT-2": prepare(transformers.GPT2LMHeadModel(config), world), "Llama": prepare(tiny("llama"), world)}
@@ -67,22 +67,22 @@ def _run(rank: int) -> dict[str, str]:
             for kind, (lengths, plan) in _plans(world.home).items():
                 documents = [np.arange(length) for length in lengths]
                 try:
-                    told[f"{name}, {kind}"] = f"{run_step(model, plan, documents, world).loss:.1f}"
+                    refusals[f"{name}, {kind}"] = f"{run_step(model, plan, documents, world).loss:.1f}"
                 except LongspanError as refusal:
-                    told[f"{name}, {kind}"] = f"{type(refusal).__name__}: {refusal}"
+                    refusals[f"{name}, {kind}"] = f"{type(refusal).__name__}: {refusal}"
         shard = bind(plan_fixed(LENGTHS, world.home, cp=1).micro_batches[0], world).with_padding()
         ids = torch.zeros(1, shard.local_rows, dtype=torch.long, device=world.device)
         with pytest.raises(LongspanError) as caught:
             models["GPT-2"](input_ids=ids, position_ids=shard.position_ids[None], shard=shard)
-        told["a call"] = f"{type(caught.value).__name__}: {caught.value}"
-    return told
+        refusals["a call"] = f"{type(caught.value).__name__}: {caught.value}"
+    return refusals
 
 
 def test_documents_beyond_the_table_are_refused_on_every_rank() -> None:
     says = (
         "ModelError: document 1 takes 17 rows, GPT2LMHeadModel knows 16 positions (transformer.wpe); use documents of"
     )
-    for told in run_ranks(_run, 2):
-        assert says in told["GPT-2, too long"] and says in told["a call"]
-        assert all(float(loss) > 0 for name, loss in told.items() if "Llama" in name or "fits" in name), told
-        assert "ModelError: document 0 takes 18 rows (15 tokens, padded)" in told["GPT-2, padded"]
+    for refusals in run_ranks(_run, 2):
+        assert says in refusals["GPT-2, too long"] and says in refusals["a call"]
+        assert all(float(loss) > 0 for name, loss in refusals.items() if "Llama" in name or "fits" in name), refusals
+        assert "ModelError: document 0 takes 18 rows (15 tokens, padded)" in refusals["GPT-2, padded"]

@@ -44,36 +44,36 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def _guards(rank: int) -> dict[str, str]:
-    found = {}
+    refusals = {}
     with World(Layout(ranks=1), backend=backend()) as world:
         model = prepare(tiny("qwen3"), world)
         _, arguments = _local(world)
-        whole = model(**arguments).logits
+        logits = model(**arguments).logits
         for name, (change, _) in CALLS.items():
             try:
                 model(**(arguments | change))
             except ModelError as refusal:
-                found[name] = str(refusal)
+                refusals[name] = str(refusal)
         plain = model(arguments["input_ids"][0], position_ids=arguments["position_ids"][0], shard=arguments["shard"])
-        assert torch.equal(plain.logits, whole) and plain.past_key_values is None and model.config.use_cache is False
+        assert torch.equal(plain.logits, logits) and plain.past_key_values is None and model.config.use_cache is False
         with pytest.raises(ModelError, match="prepared already"):
             prepare(model, world)
         with pytest.raises(ModelError, match=r"Qwen3Attention got no shard, .*model\(..., shard=shard\)"):
             model.model(input_ids=arguments["input_ids"], position_ids=arguments["position_ids"])
         with pytest.raises(ModelError, match=r"Qwen3Attention got a mask of shape \(1, 1, 13, 13\)"):
             model.model(**arguments, attention_mask=torch.zeros(1, 1, 13, 13, device=world.device))
-    return found
+    return refusals
 
 
 def test_wrong_calls_are_refused() -> None:
-    (found,) = run_ranks(_guards, 1)
+    (refusals,) = run_ranks(_guards, 1)
     for name, (_, says) in CALLS.items():
         with pytest.raises(ModelError, match=says):
-            raise ModelError(found[name])
+            raise ModelError(refusals[name])
 
 
 def _refused_models(rank: int) -> list[str]:
-    found = []
+    refusals = []
     config = FalconConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY)
     with World(Layout(ranks=2), backend=backend()) as world:
         falcon, both = FalconForCausalLM(config), tiny("qwen3")
@@ -81,8 +81,8 @@ def _refused_models(rank: int) -> list[str]:
             with pytest.raises(ModelError) as caught:
                 prepare(model, world, **options)
             assert not is_prepared(model)
-            found.append(str(caught.value))
-    return found
+            refusals.append(str(caught.value))
+    return refusals
 
 
 def test_models_and_settings_that_are_refused() -> None:
@@ -102,7 +102,7 @@ def _identity(rank: int, compute_dtype: torch.dtype | None) -> tuple[bool, bool,
         )
         shard, arguments = _local(world, cp=2)
         model(**arguments).logits.float().sum().backward()
-        same = all(given is shard and given.position_ids is shard.position_ids for given, _ in seen)
+        same = all(seen_shard is shard and seen_shard.position_ids is shard.position_ids for seen_shard, _ in seen)
         run = run_step(model, plan_fixed(LENGTHS, world.home, cp=2), texts(LENGTHS), world, backward=False)
         return same, len(seen) >= 2, run.loss, {dtype for _, dtype in seen}
 
@@ -115,16 +115,18 @@ def test_the_shard_passes_through_fsdp2_unchanged(compute_dtype: torch.dtype | N
 
 
 def _shards(rank: int) -> list[str]:
-    found = []
+    unsharded = []
     with World(Layout(ranks=2), backend=backend()) as world:
         model = prepare(tiny("llama"), world)
-        found += [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
-        found += [name for name, layer in model.model.layers.named_children() if not isinstance(layer, FSDPModule)]
+        unsharded += [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+        unsharded += [name for name, layer in model.model.layers.named_children() if not isinstance(layer, FSDPModule)]
         before = weights_of(model)
         result = run_step(model, plan_fixed(LENGTHS, world.home, cp=2), texts(LENGTHS), world, backward=False)
-        found += [] if worst(weights_of(model), before) == 0 and result.loss > 0 else ["weights changed"]
-        found += [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]  # evaluation freed them
-    return found
+        unsharded += [] if worst(weights_of(model), before) == 0 and result.loss > 0 else ["weights changed"]
+        unsharded += [
+            name for name, p in model.named_parameters() if not isinstance(p, DTensor)
+        ]  # evaluation freed them
+    return unsharded
 
 
 def test_every_parameter_is_sharded_and_freed_after_evaluation() -> None:
@@ -176,16 +178,16 @@ def test_a_saved_folder_loads_in_stock_transformers(tmp_path: Path, family: str,
     assert worst(dict(stock.named_parameters()), weights) == 0.0
     tied = stock.get_output_embeddings().weight is stock.get_input_embeddings().weight
     assert tied == (family == "qwen3")
-    wanted = tiny(family).eval()
-    wanted.load_state_dict(weights, strict=False)
+    fresh = tiny(family).eval()
+    fresh.load_state_dict(weights, strict=False)
     ids = torch.from_numpy(texts(LENGTHS)[0])[None]
-    assert error(stock(ids).logits, wanted(ids).logits) == 0.0
+    assert error(stock(ids).logits, fresh(ids).logits) == 0.0
     assert worst(dict(load_model(folder).named_parameters()), weights) == 0.0
 
 
 def _others(rank: int, folder: str) -> list[str]:
     """What prepared models say when transformers is to save them, or torch to wrap them, and what is left behind."""
-    told: list[str] = []
+    refusals: list[str] = []
     for home in (Layout(ranks=2), Layout(ranks=2, pp=2)):
         with World(home, backend=backend()) as world:
             for sharded in (True, False):
@@ -199,16 +201,21 @@ def _others(rank: int, folder: str) -> list[str]:
                 for call in calls if home.pp == 1 else (calls[0], *calls[2:]):
                     with pytest.raises(ModelError) as caught:
                         call()
-                    told.append(str(caught.value))
+                    refusals.append(str(caught.value))
     assert not Path(folder).exists()
-    return told
+    return refusals
 
 
 def test_others_do_not_save_or_wrap_a_prepared_model(tmp_path: Path) -> None:
-    for told in run_ranks(_others, 2, str(tmp_path / "saved")):
-        assert len(told) == 14
-        saving, wrapping = ("Qwen3ForCausalLM." in said for said in told), [said for said in told if "was prep" in said]
-        assert sum(saving) == 10 and all("call longspan.save_model(" in said for said in told if said not in wrapping)
+    for refusals in run_ranks(_others, 2, str(tmp_path / "saved")):
+        assert len(refusals) == 14
+        saving, wrapping = (
+            ("Qwen3ForCausalLM." in said for said in refusals),
+            [said for said in refusals if "was prep" in said],
+        )
+        assert sum(saving) == 10 and all(
+            "call longspan.save_model(" in said for said in refusals if said not in wrapping
+        )
         assert len(wrapping) == 4 and all("in DistributedDataParallel, nor give it to acc" in said for said in wrapping)
 
 

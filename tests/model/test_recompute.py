@@ -61,33 +61,33 @@ class Counting:
 
 def _compare(rank: int) -> dict[object, tuple[float, float, int]]:
     """Errors of loss and gradients, and messages sent, for every way, dtype and communication type."""
-    found, documents = {}, texts(LENGTHS)
+    of_cases, documents = {}, texts(LENGTHS)
     with pytest.MonkeyPatch.context() as monkeypatch, World(Layout(ranks=2), backend=backend()) as world:
         counting = Counting(monkeypatch)
         sizes: dict[str, Any] = {"hierarchical_context_parallel_sizes": (2, 1)}
         plans = {kind: plan_fixed(LENGTHS, world.home, cp=2, cp_comm_type=kind, **sizes) for kind in TYPES}
         plans["by hand"] = by_hand()
         for family, dtype in (("qwen3", torch.float64), ("gpt-oss", torch.float32)):
-            wanted = stock_answer(family, dtype, documents, world.device)
+            stock = stock_answer(family, dtype, documents, world.device)
             for way in WAYS:
                 model = tiny(family, dtype, attention="eager")
                 prepare(model, world, probe=family != "gpt-oss", **_settings(way))
                 for name, plan in plans.items():
                     counting.calls = 0
                     loss = run_step(model, plan, documents, world).loss
-                    errors = abs(loss / wanted.loss - 1), worst(gradients_of(model), wanted.gradients)
-                    found[way, family, dtype, name] = (*errors, counting.calls)
+                    errors = abs(loss / stock.loss - 1), worst(gradients_of(model), stock.gradients)
+                    of_cases[way, family, dtype, name] = (*errors, counting.calls)
                     model.zero_grad()
-    return found
+    return of_cases
 
 
 def test_gradients_and_messages() -> None:
     """Selective sends what no recomputation sends; full sends attention's forward twice."""
-    for found in run_ranks(_compare, 2):
-        for (way, family, dtype, name), (loss, gradients, sent) in found.items():
+    for errors in run_ranks(_compare, 2):
+        for (way, family, dtype, name), (loss, gradients, sent) in errors.items():
             bounds = TOLERANCE[dtype]
             assert loss < bounds[0] and gradients < bounds[1], (way, family, name, loss, gradients)
-            without = found["none", family, dtype, name][2]
+            without = errors["none", family, dtype, name][2]
             if way.startswith("selective"):
                 assert sent == without, (way, family, name)
             elif way.startswith("full"):
@@ -139,7 +139,7 @@ def test_several_calls_in_flight(offload: bool, twice: bool, monkeypatch: pytest
     layer, x = _layer()
     with World(Layout(ranks=1), backend="gloo") as world:
         shards = [bind(MicroBatch((Group((0,), (0, 1), (n, 9 - n)),)), world) for n in (1, 4, 6)]
-        wanted = [_gradients(layer, x, layer(x, shard)) for shard in shards]
+        expected = [_gradients(layer, x, layer(x, shard)) for shard in shards]
         module = import_module("longspan.attention.attend")
         monkeypatch.setattr(module, "_forward", _noting(module._forward, computed))
         host_offload, outs = HostOffload() if offload else None, []
@@ -152,9 +152,9 @@ def test_several_calls_in_flight(offload: bool, twice: bool, monkeypatch: pytest
             else:
                 outs.append(checkpoint(layer, x, shard, use_reentrant=False, context_fn=recording.contexts))
         assert len(computed) == 9
-        found = [_gradients(layer, x, out, twice=twice) for out in outs]
+        of_outs = [_gradients(layer, x, out, twice=twice) for out in outs]
     assert len(computed) == 9, "attention ran again"
-    for gradients, exact in zip(found, wanted, strict=True):
+    for gradients, exact in zip(of_outs, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(gradients, exact, strict=True))
 
 
@@ -182,19 +182,19 @@ class Writing(Layer):
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("kept", ["nothing recomputed", "full", "selective", "selective, offloaded"])
+@pytest.mark.parametrize("saved", ["nothing recomputed", "full", "selective", "selective, offloaded"])
 @pytest.mark.parametrize("how", ["itself", "a view", "without a graph"])
-def test_a_layer_that_writes_into_attentions_output_is_an_error(how: str, kept: str, groups: int) -> None:
+def test_a_layer_that_writes_into_attentions_output_is_an_error(how: str, saved: str, groups: int) -> None:
     """torch's checkpoints do not look at version counters: gradients would be wrong, without a word."""
     _, x = _layer()
     layer = Writing(how)
-    recording = Recording(HostOffload() if "offloaded" in kept else None)
+    recording = Recording(HostOffload() if "offloaded" in saved else None)
     parts = [Group((0,), (0,), (4,)), Group((0,), (1,), (5,))] if groups == 2 else [Group((0,), (0, 1), (4, 5))]
-    contexts = noop_context_fn if kept == "full" else recording.contexts
+    contexts = noop_context_fn if saved == "full" else recording.contexts
     with World(Layout(ranks=1), backend="gloo") as world:
         shard = bind(MicroBatch(tuple(parts)), world)
         with pytest.raises(RuntimeError, match="modified inplace"):
-            if kept == "nothing recomputed":
+            if saved == "nothing recomputed":
                 out = layer(x, shard)
             else:
                 out = checkpoint(layer, x, shard, use_reentrant=False, context_fn=contexts)
@@ -203,20 +203,20 @@ def test_a_layer_that_writes_into_attentions_output_is_an_error(how: str, kept: 
 
 def _through_stages(rank: int) -> dict[str, tuple[float, float]]:
     """Errors of loss and gradient norm of micro-batches whose forward passes are in flight through two stages."""
-    documents, found = texts(LENGTHS), {}
+    documents, errors = texts(LENGTHS), {}
     with World(Layout(ranks=2, pp=2), backend=backend()) as world:
-        wanted = stock_answer("qwen3", torch.float64, documents, world.device)
-        norm = torch.cat([g.flatten() for g in wanted.gradients.values()]).norm().item()
+        stock = stock_answer("qwen3", torch.float64, documents, world.device)
+        norm = torch.cat([g.flatten() for g in stock.gradients.values()]).norm().item()
         plan = plan_fixed(LENGTHS, world.home, cp=1, max_tokens_per_slot=32)
         assert len(plan.micro_batches) > 2
         for way in WAYS:
             model = prepare(tiny("qwen3", torch.float64), world, **_settings(way))
             result = run_step(model, plan, documents, world)
             assert result.grad_norm is not None
-            found[way] = abs(result.loss / wanted.loss - 1), abs(result.grad_norm / norm - 1)
-    return found
+            errors[way] = abs(result.loss / stock.loss - 1), abs(result.grad_norm / norm - 1)
+    return errors
 
 
 def test_micro_batches_in_flight_through_stages() -> None:
-    for found in run_ranks(_through_stages, 2):
-        assert max(max(errors) for errors in found.values()) < 1e-12, found
+    for of_cases in run_ranks(_through_stages, 2):
+        assert max(max(errors) for errors in of_cases.values()) < 1e-12, of_cases

@@ -85,7 +85,7 @@ def test_gradients_are_added_and_the_graph_is_freed() -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     x = torch.randn(2, 4, requires_grad=True)
-    wanted = [2 * g for g in torch.autograd.grad(layers(x).sum(), [*layers.parameters(), x])]
+    expected = [2 * g for g in torch.autograd.grad(layers(x).sum(), [*layers.parameters(), x])]
     of_inputs = torch.zeros_like(x)
     for _ in range(2):
         hidden = layers[0](x)
@@ -99,7 +99,7 @@ def test_gradients_are_added_and_the_graph_is_freed() -> None:
         gc.collect()
         assert alive() is None
     assert all(
-        torch.allclose(p, w) for p, w in zip([*(p.grad for p in layers.parameters()), of_inputs], wanted, strict=True)
+        torch.allclose(p, w) for p, w in zip([*(p.grad for p in layers.parameters()), of_inputs], expected, strict=True)
     )
 
 

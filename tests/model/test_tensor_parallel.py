@@ -103,7 +103,7 @@ def _plans_of(case: Case) -> tuple[str, ...]:
 
 def _compare(home: Layout, cases: list[Case]) -> Found:
     """Errors of the loss, of the gradients' norm, and the worst of all gradients, by case and plan."""
-    found: Found = {}
+    results: Found = {}
     with World(home, backend=backend()) as world:
         for family, dtype, kind in cases:
             loss, gradients = _wanted(family, dtype, world.device)
@@ -114,12 +114,14 @@ def _compare(home: Layout, cases: list[Case]) -> Found:
                 plan = PLANS[name](home, home.tp if "sequence" in kind else 1)
                 result = run_step(model, plan, texts(LENGTHS), world, router=router, loss_chunk_rows=7)
                 assert result.grad_norm is not None
-                own = gradients_of(model)
-                wanted = gradients if home.pp == 1 else {key: gradients[key] for key in own}  # of the stages here
-                far = abs(result.loss / loss - 1), abs(result.grad_norm / norm - 1), worst(own, wanted)
-                found[family, dtype, kind, name] = far
+                of_stages = gradients_of(model)
+                expected = (
+                    gradients if home.pp == 1 else {key: gradients[key] for key in of_stages}
+                )  # of the stages here
+                far = abs(result.loss / loss - 1), abs(result.grad_norm / norm - 1), worst(of_stages, expected)
+                results[family, dtype, kind, name] = far
                 model.zero_grad()
-    return found
+    return results
 
 
 HOMES: dict[Layout, list[Case]] = {
@@ -143,17 +145,17 @@ def _results(ranks: int) -> list[dict[Layout, Found]]:
 
 def _check(answers: list[Found], case: Case) -> None:
     for answer in answers:
-        found = {key: errors for key, errors in answer.items() if key[:3] == case}
-        assert len(found) == len(_plans_of(case))
-        for key, (loss, norm, gradients) in found.items():
-            assert gradients < TOLERANCE[case[1]] and norm < TOLERANCE[case[1]], (key, found[key])
-            assert loss < (1e-12 if case[1] == torch.float64 else 1e-6), (key, found[key])
+        of_case = {key: errors for key, errors in answer.items() if key[:3] == case}
+        assert len(of_case) == len(_plans_of(case))
+        for key, (loss, norm, gradients) in of_case.items():
+            assert gradients < TOLERANCE[case[1]] and norm < TOLERANCE[case[1]], (key, of_case[key])
+            assert loss < (1e-12 if case[1] == torch.float64 else 1e-6), (key, of_case[key])
 
 
 @pytest.mark.parametrize(("home", "case"), [(home, case) for home, cases in HOMES.items() for case in cases], ids=str)
 def test_equals_the_stock_model(home: Layout, case: Case) -> None:
     """Heads and widths over tp, with replicas, stages and dealt experts too."""
-    _check([found[home] for found in _results(len(home.ranks))], case)
+    _check([answers[home] for answers in _results(len(home.ranks))], case)
 
 
 STEPS, RATE, NORM = 3, 0.5, 1.0
@@ -165,7 +167,7 @@ def _train(dtype: torch.dtype) -> tuple[float, float, list[str]]:
     with World(Layout(ranks=4, tp=2), backend=backend()) as world:
         stock = nn.Module.to(_model("qwen3", dtype), world.device)
         plain = torch.optim.SGD(stock.parameters(), lr=RATE)
-        wanted = 0.0
+        exact = 0.0
         for _ in range(STEPS):
             plain.zero_grad()
             rows = [torch.from_numpy(document).to(world.device) for document in documents]
@@ -174,15 +176,15 @@ def _train(dtype: torch.dtype) -> tuple[float, float, list[str]]:
             loss.backward()
             nn.utils.clip_grad_norm_(stock.parameters(), NORM)
             plain.step()
-            wanted = loss.item()
+            exact = loss.item()
         model = _prepared("qwen3", dtype, RECOMPUTED, world)
         optimizer = build_optimizer(model, "sgd", lr=RATE)
         plans = [PLANS[name](world.home, 2) for name in ("fixed", "dynamic", "idle slots")]
-        found = [run_step(model, plan, documents, world, optimizer, max_grad_norm=NORM).loss for plan in plans]
+        losses = [run_step(model, plan, documents, world, optimizer, max_grad_norm=NORM).loss for plan in plans]
         evaluated = run_step(model, PLANS["padded"](world.home, 2), documents, world, backward=False).loss
-        assert evaluated < found[-1] < found[0]
+        assert evaluated < losses[-1] < losses[0]
         split = [name for name, p in model.named_parameters() if isinstance(p, DTensor) and p.device_mesh.ndim == 2]
-        return worst(weights_of(model), weights_of(stock)), abs(found[-1] / wanted - 1), split
+        return worst(weights_of(model), weights_of(stock)), abs(losses[-1] / exact - 1), split
 
 
 def _train_both(rank: int) -> dict[torch.dtype, tuple[float, float, list[str]]]:
@@ -196,7 +198,7 @@ def _trained() -> list[dict[torch.dtype, tuple[float, float, list[str]]]]:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_parameters_after_three_steps(dtype: torch.dtype) -> None:
-    for weights, loss, split in (found[dtype] for found in _trained()):
+    for weights, loss, split in (by_dtype[dtype] for by_dtype in _trained()):
         assert weights < TOLERANCE[dtype] and loss < TOLERANCE[dtype]
         layers = [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
         names = {f"model.layers.{i}.{name}.weight" for i in range(2) for name in layers} | {"model.embed_tokens.weight"}
@@ -267,7 +269,7 @@ REFUSED: list[tuple[Layout, str, Callable[[PreTrainedModel], None], bool, str]] 
 
 
 def _refusals(rank: int) -> list[str]:
-    found: list[str] = []
+    refusals: list[str] = []
     for home, family, change, rows, _ in REFUSED:
         with World(home, backend=backend()) as world:
             model = _model(family, torch.float32)
@@ -278,7 +280,7 @@ def _refusals(rank: int) -> list[str]:
             assert len(world.process_groups.made) == before and not any(
                 isinstance(p, DTensor) for p in model.parameters()
             )
-            found.append(str(caught.value))
+            refusals.append(str(caught.value))
     with World(Layout(ranks=4, tp=2), backend=backend()) as world:
         model = _prepared("llama", torch.float32, RECOMPUTED, world)
         plan = plan_fixed((9, 5), world.home, cp=2)
@@ -290,14 +292,14 @@ def _refusals(rank: int) -> list[str]:
         ):
             with pytest.raises(LongspanError) as caught:
                 call()
-            found.append(f"{type(caught.value).__name__}: {caught.value}")
-    return found
+            refusals.append(f"{type(caught.value).__name__}: {caught.value}")
+    return refusals
 
 
 def test_what_tp_does_not_fit_is_refused_before_anything_is_split() -> None:
     plan = rf"{PlanError.__name__}: the plan has row_multiple 1, the model .* tp 2; plan with row_multiple=2"
     shard = r"ModelError: the shard holds \d rows, .* tp 2; use shard.with_padding\(multiple=2\)"
-    for found in run_ranks(_refusals, 4):
-        for told, says in zip(found, [*(case[-1] for case in REFUSED), plan, shard], strict=True):
+    for refusals in run_ranks(_refusals, 4):
+        for refusal, says in zip(refusals, [*(case[-1] for case in REFUSED), plan, shard], strict=True):
             with pytest.raises(AssertionError, match=says):
-                raise AssertionError(told)
+                raise AssertionError(refusal)

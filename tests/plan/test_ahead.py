@@ -24,9 +24,9 @@ from tests.plan import planners
 
 def _wait_for(what: Callable[[], bool], seconds: float = 20) -> bool:
     until = time.monotonic() + seconds
-    while not (found := what()) and time.monotonic() < until:
+    while not (happened := what()) and time.monotonic() < until:
         time.sleep(0.02)
-    return found
+    return happened
 
 
 def _is_gone(pid: int) -> bool:
@@ -40,17 +40,17 @@ def _is_gone(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def plans() -> Iterator[PlanAhead]:
-    with PlanAhead(planners.plan_step, ahead=2) as found:
-        yield found
+    with PlanAhead(planners.plan_step, ahead=2) as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("steps", [range(5), [7, 8, 9, 8], [5, 5, 5], [40, 3, 41, 4, 0], [10**6], [0, 2, 4, 7, 9]])
 def test_the_same_plans_as_inline_in_any_order(plans: PlanAhead, steps: Any) -> None:
     inline = PlanAhead(planners.plan_step, ahead=0)
     for step in steps:
-        found = plans.plan(step)
-        assert found == inline.plan(step) == planners.plan_step(step)
-        assert found.digest() == planners.plan_step(step).digest()
+        plan = plans.plan(step)
+        assert plan == inline.plan(step) == planners.plan_step(step)
+        assert plan.digest() == planners.plan_step(step).digest()
 
 
 def test_plans_of_past_steps_are_forgotten(plans: PlanAhead) -> None:
@@ -89,10 +89,10 @@ def test_errors_come_at_the_step_that_they_belong_to() -> None:
     with PlanAhead(planners.troubled, ahead=8) as plans:  # pyright: ignore[reportArgumentType]
         for step in (0, 2, 4, 6, 8):
             assert plans.plan(step) == planners.plan_step(step)
-        with pytest.raises(PlanError, match="document 3 does not fit") as found:
+        with pytest.raises(PlanError, match="document 3 does not fit") as caught:
             plans.plan(1)
-        assert isinstance(found.value.__cause__, PlannerError)
-        assert "planners.py" in str(found.value.__cause__) and "step 1" in str(found.value.__cause__)
+        assert isinstance(caught.value.__cause__, PlannerError)
+        assert "planners.py" in str(caught.value.__cause__) and "step 1" in str(caught.value.__cause__)
         with pytest.raises(PlanError, match=r"planner of step 3 failed with .*AwkwardError: 3 and 4"):
             plans.plan(3)
         with pytest.raises(PlanError, match="planner of step 5 failed with SystemExit: 7"):
@@ -160,10 +160,10 @@ def test_refused(step: Any, ahead: Any) -> None:
 
 
 def test_a_forked_process_gets_none_of_these_plans(plans: PlanAhead, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = os.getpid()
+    this_process = os.getpid()
     with monkeypatch.context() as changed:
-        changed.setattr(os, "getpid", lambda: own + 1)
-        with pytest.raises(PlanError, match=f"belong to process {own}, this is process {own + 1}"):
+        changed.setattr(os, "getpid", lambda: this_process + 1)
+        with pytest.raises(PlanError, match=f"belong to process {this_process}, this is process {this_process + 1}"):
             plans.plan(0)
 
 
@@ -278,16 +278,16 @@ def test_dynamic_plans_ahead_are_the_same_from_wherever_a_run_goes_on() -> None:
 
 
 def test_a_block_is_planned_cold_once() -> None:
-    asked: list[tuple[int, int | None]] = []
+    steps: list[tuple[int, int | None]] = []
 
     def plan_step(step: int, warm: Plan | None) -> Plan:
-        asked.append((step, warm and warm.lengths[0] - 100))
+        steps.append((step, warm and warm.lengths[0] - 100))
         return planners.warmed(step, warm)
 
     planner = WarmStart(plan_step, every=4)
     for step in (6, 7, 8, 9):
         planner(step)
-    assert asked == [(4, None), (6, 4), (7, 4), (8, None), (9, 8)]
+    assert steps == [(4, None), (6, 4), (7, 4), (8, None), (9, 8)]
 
 
 def test_a_first_step_that_cannot_be_planned_leaves_its_block_cold() -> None:

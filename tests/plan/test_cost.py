@@ -105,8 +105,8 @@ def test_refused(values: object, message: str) -> None:
 @pytest.mark.parametrize("module", ["cost.cost", "planners.fixed", "planners.padded", None])
 def test_docstrings_show_what_happens(module: str | None) -> None:
     subject = longspan.plan if module is None else __import__(f"longspan.plan.{module}", fromlist=["_"])
-    found = doctest.testmod(subject)
-    assert found.attempted and not found.failed
+    outcome = doctest.testmod(subject)
+    assert outcome.attempted and not outcome.failed
 
 
 def test_a_cost_says_what_it_is_of() -> None:

@@ -35,14 +35,14 @@ def test_a_file_without_a_cost_is_an_error(
         path.mkdir()
     elif text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    wanted = "; give the file that `longspan bench calibrate --out FILE.json` writes for this machine"
-    with pytest.raises(ConfigError, match=rf"context\.cost {path} {re.escape(complaint)}.*{wanted}$"):
+    advice = "; give the file that `longspan bench calibrate --out FILE.json` writes for this machine"
+    with pytest.raises(ConfigError, match=rf"context\.cost {path} {re.escape(complaint)}.*{advice}$"):
         cost_of(replace(ContextConfig(), cost=str(path)))
     for verb in (["plan"], ["simulate"], ["bench", "step", "--world", "2"]):
         slots = [] if verb[0] == "bench" else ["--slots", "2"]
         assert main([*verb, *slots, "--same", "2x8", "--cost", str(path)]) == 2
         said = capsys.readouterr().err
-        assert said.startswith(f"error: --cost {path} {complaint}") and said.endswith(f"{wanted}\n")
+        assert said.startswith(f"error: --cost {path} {complaint}") and said.endswith(f"{advice}\n")
 
 
 def test_a_file_with_a_cost_is_read(tmp_path: Path) -> None:
@@ -52,5 +52,5 @@ def test_a_file_with_a_cost_is_read(tmp_path: Path) -> None:
 
 
 def test_docstrings_show_what_happens() -> None:
-    found = doctest.testmod(cost_file)
-    assert found.attempted and not found.failed
+    outcome = doctest.testmod(cost_file)
+    assert outcome.attempted and not outcome.failed

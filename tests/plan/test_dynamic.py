@@ -33,9 +33,9 @@ def slot_seconds(batch: MicroBatch, plan: Plan) -> list[float]:
     """Seconds of each slot; None where it is in no group."""
     seconds = [0.0] * plan.slots
     for group in batch.groups:
-        each = group_seconds(group, plan.cost, plan.node_size)
+        of_group = group_seconds(group, plan.cost, plan.node_size)
         for slot in group.slots:
-            seconds[slot] += each
+            seconds[slot] += of_group
     return seconds
 
 
@@ -66,18 +66,18 @@ def rows_held(batch: MicroBatch, slots: int, row_multiple: int) -> int:
     for group in batch.groups:
         for slot in group.slots:
             rows[slot] += -(-sum(group.lengths) // len(group.slots))
-    return max(-(-held // row_multiple) * row_multiple for held in rows)
+    return max(-(-of_slot // row_multiple) * row_multiple for of_slot in rows)
 
 
 def check_sound(plan: Plan, lengths: list[int], min_cp: int, max_cp: int, multiple: int) -> None:
     """Every document once, the cap in whole rows, degrees in range, a whole number of micro-batches, honest times."""
-    held = [
+    documents = [
         (d, n)
         for batch in plan.micro_batches
         for g in batch.groups
         for d, n in zip(g.documents, g.lengths, strict=True)
     ]
-    assert sorted(held) == list(enumerate(lengths))
+    assert sorted(documents) == list(enumerate(lengths))
     assert len(plan.micro_batches) % multiple == 0
     for batch in plan.micro_batches:
         assert all(min_cp <= group.degree <= max_cp for group in batch.groups)
@@ -225,7 +225,7 @@ def power_of_two_seconds(lengths: list[int], slots: int, cap: int, spread: float
         return group_seconds(Group(tuple(range(start, start + group[0])), (), tuple(group[1:])), COST, 8)
 
     while todo:
-        groups, rest, most = [], [], None
+        groups, left, most = [], [], None
         for length in todo:
             used, options, degree = sum(g[0] for g in groups), [], 1
             while degree <= slots:
@@ -237,7 +237,7 @@ def power_of_two_seconds(lengths: list[int], slots: int, cap: int, spread: float
                         options.append((later, degree, i))
                 degree *= 2
             if not options or (most is not None and min(options)[0] > most):
-                rest.append(length)
+                left.append(length)
                 continue
             end, degree, i = min(options)
             if i < 0:
@@ -254,7 +254,7 @@ def power_of_two_seconds(lengths: list[int], slots: int, cap: int, spread: float
         start, slow = 0, 0.0
         for group in sorted(groups, reverse=True, key=lambda g: g[0]):
             slow, start = max(slow, seconds(group, start)), start + group[0]
-        total, todo = total + slow + COST.micro_batch_seconds, rest
+        total, todo = total + slow + COST.micro_batch_seconds, left
     return total
 
 

@@ -30,10 +30,10 @@ def best_micro_batch(lengths: list[int], slots: int, cap: int, node_size: int) -
         for length, members in zip(lengths, choice, strict=True):
             groups.setdefault(members, []).append(length)
         rows, seconds = [0] * slots, [0.0] * slots
-        for members, held in groups.items():
+        for members, documents in groups.items():
             for slot in members:
-                rows[slot] += -(-sum(held) // len(members))
-                seconds[slot] += group_seconds(held, members, node_size)
+                rows[slot] += -(-sum(documents) // len(members))
+                seconds[slot] += group_seconds(documents, members, node_size)
         if max(rows) <= cap:
             best = min(best, max(seconds))
     return best

@@ -8,14 +8,15 @@ from bench.strong_bound import strong_bound
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan import Cost, PlanOptions, lower_bound_seconds
+from longspan.plan import Cost, PlanOptions, lower_bound_seconds, predicted_seconds
 from longspan.plan.dynamic.degrees import Anchoring, DegreeTable
 from longspan.plan.dynamic.draft import Bins, LeastLoaded, step_seconds
 from longspan.plan.dynamic.few_documents import plan_few
 from longspan.plan.dynamic.grouping import divide
 from longspan.plan.dynamic.lockstep import make_draft
+from longspan.plan.dynamic.planner import _lockstep
 from longspan.plan.dynamic.problem import Problem
-from longspan.plan.dynamic.search import Search, Settings
+from longspan.plan.dynamic.search import Effort, Search, Settings
 from longspan.plan.dynamic.slots import FreeSlots, runs
 from longspan.plan.planners.request import Request
 from longspan.plan.simulate.distributions import sample_lengths
@@ -40,9 +41,9 @@ def problem(lengths: list[int], slots: int, cap: int | None = 8192, min_cp: int 
     ],
 )
 def test_runs_hold_a_group_and_leave_few_slots_out(slots: int, min_cp: int, max_cp: int, widths: list[int]) -> None:
-    found = runs(slots, range(min_cp, max_cp + 1))
-    assert [width for _, width in found] == widths
-    assert [start for start, _ in found] == np.cumsum([0, *widths]).tolist()[:-1]
+    pieces = runs(slots, range(min_cp, max_cp + 1))
+    assert [width for _, width in pieces] == widths
+    assert [start for start, _ in pieces] == np.cumsum([0, *widths]).tolist()[:-1]
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,20 @@ def test_runs_hold_a_group_and_leave_few_slots_out(slots: int, min_cp: int, max_
 )
 def test_blocks_are_nodes_or_hold_a_group(slots: int, min_cp: int, max_cp: int, sizes: list[int]) -> None:
     assert [size for _, size in problem([9], slots, min_cp=min_cp, max_cp=max_cp).blocks] == sizes
+
+
+@pytest.mark.parametrize(("slots", "min_cp"), [(10, 4), (18, 4), (13, 6), (16, 4), (20, 12)])
+def test_groups_of_a_block_that_spans_nodes_are_priced_as_they_lie(slots: int, min_cp: int) -> None:
+    """What the planner compares plans by is what their timelines say, also where the last block takes in two nodes."""
+    cost, drawn = Cost(across_bytes_per_second=1e9), random.Random(slots)
+    for _ in range(3):
+        lengths = [drawn.randint(500, 60000) for _ in range(drawn.randint(1, 12))]
+        options = PlanOptions(max_tokens_per_slot=65536, cost=cost)
+        of_slots = Problem.of(Request.of(lengths, Layout(slots), options), range(min_cp, slots + 1))
+        few = plan_few(of_slots)
+        assert few is not None and few[0] == pytest.approx(predicted_seconds(few[1], slots, cost))
+        seconds, make = _lockstep(of_slots, Effort(drafts=2, steps=4, sample_steps=6), None)
+        assert seconds == pytest.approx(predicted_seconds(make(), slots, cost))
 
 
 def test_free_slots_are_given_once_and_inside_a_block_where_one_has_them() -> None:

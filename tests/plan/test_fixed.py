@@ -25,8 +25,8 @@ PLANNERS = {"fixed": plan_fixed, "padded": plan_padded}
 def requests(draw: st.DrawFn) -> tuple[list[int], Layout, int, dict[str, Any]]:
     """Arguments that a planner must accept."""
     cp, groups, multiple = draw(st.sampled_from([1, 2, 3, 4, 6])), draw(st.integers(1, 5)), draw(st.integers(1, 4))
-    found = draw(lengths)
-    least = -(-max(found) // (cp * multiple)) * multiple
+    drawn = draw(lengths)
+    least = -(-max(drawn) // (cp * multiple)) * multiple
     options = {
         "max_tokens_per_slot": draw(st.sampled_from([None, least, least + 3, 2 * least, 5 * least])),
         "row_multiple": multiple,
@@ -36,33 +36,33 @@ def requests(draw: st.DrawFn) -> tuple[list[int], Layout, int, dict[str, Any]]:
         "partition": draw(st.sampled_from(["zigzag", "contiguous"])),
         "cost": draw(st.sampled_from([Cost(), Cost(linear_seconds=0.0, micro_batch_seconds=1.0)])),
     }
-    return found, Layout(cp * groups), cp, options
+    return drawn, Layout(cp * groups), cp, options
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
 @given(request=requests())
 @bounded
 def test_every_plan(planner: str, request: tuple[list[int], Layout, int, dict[str, Any]]) -> None:
-    found, home, cp, options = request
-    plan = PLANNERS[planner](found, home, cp, **options)
-    assert sorted(d for batch in plan.micro_batches for d in batch.documents) == list(range(len(found)))
+    documents, home, cp, options = request
+    plan = PLANNERS[planner](documents, home, cp, **options)
+    assert sorted(d for batch in plan.micro_batches for d in batch.documents) == list(range(len(documents)))
     groups = [group for batch in plan.micro_batches for group in batch.groups]
-    assert all(group.lengths == tuple(found[d] for d in group.documents) for group in groups)
+    assert all(group.lengths == tuple(documents[d] for d in group.documents) for group in groups)
     assert {group.partition for group in groups} == {options["partition"] if cp > 1 else "zigzag"}
     assert all(max(group.shares.counts) == group.rows_per_slot for group in groups)
     blocks = {tuple(range(s, s + cp)) for s in range(0, home.slots, cp)}
     for batch in plan.micro_batches:
         slots = [group.slots for group in batch.groups]
         assert set(slots) <= blocks and len(set(slots)) == len(slots)
-        assert all(group.pad_to == (max(found) if planner == "padded" else None) for group in batch.groups)
+        assert all(group.pad_to == (max(documents) if planner == "padded" else None) for group in batch.groups)
     rows = slot_rows(plan.micro_batches, plan.slots, options["row_multiple"])
     cap = options["max_tokens_per_slot"]
     assert (rows % options["row_multiple"] == 0).all() and (cap is None or (rows <= cap).all())
     assert len(plan.micro_batches) % options["micro_batch_multiple"] == 0
-    assert (plan.tokens, plan.targets) == (sum(found), sum(found) - len(found))
+    assert (plan.tokens, plan.targets) == (sum(documents), sum(documents) - len(documents))
     assert plan.predicted_seconds == plan.timeline().step_seconds >= plan.lower_bound_seconds > 0
     assert plan.check() is plan and plan.planner == planner
-    assert PLANNERS[planner](np.array(found), home, cp, **options) == plan
+    assert PLANNERS[planner](np.array(documents), home, cp, **options) == plan
     again = Plan.from_json(plan.to_json())
     assert again == plan and again.digest() == plan.digest()
 
@@ -72,41 +72,41 @@ def test_every_plan(planner: str, request: tuple[list[int], Layout, int, dict[st
 def test_the_order_of_documents_changes_ids_only(
     request: tuple[list[int], Layout, int, dict[str, Any]], data: st.DataObject
 ) -> None:
-    found, home, cp, options = request
-    plan = plan_fixed(found, home, cp, **options)
-    other = plan_fixed(data.draw(st.permutations(found)), home, cp, **options)
+    documents, home, cp, options = request
+    plan = plan_fixed(documents, home, cp, **options)
+    other = plan_fixed(data.draw(st.permutations(documents)), home, cp, **options)
     assert other.predicted_seconds == plan.predicted_seconds
     assert other.lower_bound_seconds == plan.lower_bound_seconds
     for one, two in zip(plan.micro_batches, other.micro_batches, strict=True):
         assert [sorted(g.lengths) for g in one.groups] == [sorted(g.lengths) for g in two.groups]
 
 
-@given(found=st.lists(st.integers(1, 9), min_size=1, max_size=30), room=st.integers(9, 25), bins=st.integers(1, 5))
+@given(documents=st.lists(st.integers(1, 9), min_size=1, max_size=30), room=st.integers(9, 25), bins=st.integers(1, 5))
 @bounded
-def test_bins(found: list[int], room: int, bins: int) -> None:
-    found = sorted(found, reverse=True)
-    held: list[int] = []
+def test_bins(documents: list[int], room: int, bins: int) -> None:
+    documents = sorted(documents, reverse=True)
+    filled: list[int] = []
     slow: list[int] = []
-    for length in found:  # first fit, by definition
-        fit = next((b for b, rows in enumerate(held) if rows + length <= room), len(held))
-        held[fit:] = [held[fit] + length, *held[fit + 1 :]] if fit < len(held) else [length]
+    for length in documents:  # first fit, by definition
+        fit = next((b for b, rows in enumerate(filled) if rows + length <= room), len(filled))
+        filled[fit:] = [filled[fit] + length, *filled[fit + 1 :]] if fit < len(filled) else [length]
         slow.append(fit)
-    assert first_fit(found, room) == slow
+    assert first_fit(documents, room) == slow
 
     loads, rows = [0.0] * bins, [0] * bins
     expected: list[int] | None = []
-    for length in found:  # the least loaded bin with room, by definition
+    for length in documents:  # the least loaded bin with room, by definition
         fit = min((b for b in range(bins) if rows[b] + length <= room), key=lambda b: (loads[b], b), default=-1)
         if fit < 0:
             expected = None
             break
         loads[fit], rows[fit] = loads[fit] + length**2, rows[fit] + length
         expected.append(fit)
-    assert spread(found, [float(n * n) for n in found], bins, room) == expected
+    assert spread(documents, [float(n * n) for n in documents], bins, room) == expected
 
 
 @pytest.mark.parametrize(
-    ("found", "cp", "cap", "micro_batches", "held"),
+    ("documents", "cp", "cap", "micro_batches", "expected"),
     [
         ([100, 7, 1, 55], 2, 90, 1, [[(0,), (1, 2, 3)]]),
         ([10] * 8, 4, 5, 2, None),  # two documents a group and micro-batch
@@ -116,17 +116,17 @@ def test_bins(found: list[int], room: int, bins: int) -> None:
         ([1], 1, 1, 1, [[(0,)]]),
     ],
 )
-def test_small_plans(found: list[int], cp: int, cap: int | None, micro_batches: int, held: Any) -> None:
-    plan = plan_fixed(found, Layout(4 if cp < 4 else 8), cp, max_tokens_per_slot=cap)
+def test_small_plans(documents: list[int], cp: int, cap: int | None, micro_batches: int, expected: Any) -> None:
+    plan = plan_fixed(documents, Layout(4 if cp < 4 else 8), cp, max_tokens_per_slot=cap)
     assert len(plan.micro_batches) == micro_batches
-    if held:
-        assert [[group.documents for group in batch.groups] for batch in plan.micro_batches] == held
+    if expected:
+        assert [[group.documents for group in batch.groups] for batch in plan.micro_batches] == expected
 
 
 def test_padded_rows_share_a_group_where_the_cap_allows() -> None:
     plan = plan_padded([9, 10, 3, 4, 5, 6, 7], Layout(4), 2, max_tokens_per_slot=10)
-    held = [[(group.documents, group.pad_to) for group in batch.groups] for batch in plan.micro_batches]
-    assert held == [[((0, 2), 10), ((1, 3), 10)], [((4, 6), 10), ((5,), 10)]]
+    groups = [[(group.documents, group.pad_to) for group in batch.groups] for batch in plan.micro_batches]
+    assert groups == [[((0, 2), 10), ((1, 3), 10)], [((4, 6), 10), ((5,), 10)]]
     assert slot_rows(plan.micro_batches, 4).tolist() == [[10, 10, 10, 10], [10, 10, 5, 5]]
     alone = plan_padded([9, 10, 3, 4, 5, 6, 7], Layout(4), 2, max_tokens_per_slot=9)
     assert [len(batch.documents) for batch in alone.micro_batches] == [2, 2, 2, 1]
@@ -144,20 +144,20 @@ def test_similar_bins_share_a_micro_batch() -> None:
 def test_assignments_are_priced_as_the_plans_that_they_become(
     request: tuple[list[int], Layout, int, dict[str, Any]],
 ) -> None:
-    found, home, cp, options = request
-    checked = Request.of(found, home, PlanOptions(**options, allow_empty=False))
+    documents, home, cp, options = request
+    checked = Request.of(documents, home, PlanOptions(**options, allow_empty=False))
     packer = Packer.of(checked, cp)
     prices = []
     for places in packer.assignments():
         plan = checked.plan(packer.micro_batches(places), "fixed")
         assert plan.predicted_seconds == pytest.approx(packer.seconds(places), rel=1e-12)
         prices.append(plan.predicted_seconds)
-    assert plan_fixed(found, home, cp, **options).predicted_seconds == pytest.approx(min(prices), rel=1e-12)
+    assert plan_fixed(documents, home, cp, **options).predicted_seconds == pytest.approx(min(prices), rel=1e-12)
 
 
 def test_free_groups_are_balanced_over_the_whole_step() -> None:
-    found = [10000, 8000, 2000, 4000, 5000]
-    plan = plan_fixed(found, Layout(2), 1, max_tokens_per_slot=12000, mode="free")
+    documents = [10000, 8000, 2000, 4000, 5000]
+    plan = plan_fixed(documents, Layout(2), 1, max_tokens_per_slot=12000, mode="free")
     ends = plan.timeline().end[-1]
     assert ends.max() == pytest.approx(1.9625, abs=1e-4)  # rounds of two bins each, dealt by work, take 1.9725
 
@@ -170,9 +170,9 @@ def test_no_worse_than_first_fit_decreasing_dealt_by_work(name: str, research: f
         if name == "lognormal"
         else rng.exponential(8192, 4096)
     )
-    found = np.clip(drawn.astype(int), 16, 131072)
-    last = int(np.searchsorted(np.cumsum(found), 64 * 32768)) + 1
-    plan = plan_fixed(found[:last], Layout(64), 16, max_tokens_per_slot=8192)
+    documents = np.clip(drawn.astype(int), 16, 131072)
+    last = int(np.searchsorted(np.cumsum(documents), 64 * 32768)) + 1
+    plan = plan_fixed(documents[:last], Layout(64), 16, max_tokens_per_slot=8192)
     assert 1 <= plan.ratio < research
 
 
@@ -271,18 +271,22 @@ BAD: list[tuple[str, list[Any], Layout, int, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-@pytest.mark.parametrize(("found", "home", "cp", "options", "message"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
-def test_refused(planner: str, found: list[Any], home: Layout, cp: int, options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("documents", "home", "cp", "options", "message"), [b[1:] for b in BAD], ids=[b[0] for b in BAD]
+)
+def test_refused(
+    planner: str, documents: list[Any], home: Layout, cp: int, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises((PlanError, LayoutError), match=message):
-        PLANNERS[planner](found, home, cp, **options)
+        PLANNERS[planner](documents, home, cp, **options)
 
 
 @pytest.mark.parametrize("mode", ["lockstep", "free"])
 def test_many_documents_are_planned_quickly(mode: Any) -> None:
     rng = np.random.default_rng(0)
-    found = np.clip(np.exp(np.log(2048) + 1.4898 * rng.standard_normal(100_000)), 16, 131072).astype(int)
+    documents = np.clip(np.exp(np.log(2048) + 1.4898 * rng.standard_normal(100_000)), 16, 131072).astype(int)
     start = time.process_time()
-    plan = plan_fixed(found, Layout(1024), 8, max_tokens_per_slot=16384, mode=mode)
+    plan = plan_fixed(documents, Layout(1024), 8, max_tokens_per_slot=16384, mode=mode)
     assert time.process_time() - start < 4.0
     assert 1 <= plan.ratio < 1.1
 

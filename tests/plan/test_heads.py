@@ -120,9 +120,9 @@ def test_without_heads_any_degree_is_planned() -> None:
     ],
 )
 def test_runs_of_slots_are_as_wide_as_degrees_allow(slots: int, degrees: tuple[int, ...], widths: list[int]) -> None:
-    found = runs(slots, degrees)
-    assert [width for _, width in found] == widths
-    assert [start for start, _ in found] == [sum(widths[:i]) for i in range(len(widths))]
+    pieces = runs(slots, degrees)
+    assert [width for _, width in pieces] == widths
+    assert [start for start, _ in pieces] == [sum(widths[:i]) for i in range(len(widths))]
 
 
 @pytest.mark.parametrize(("lengths", "slots", "sizes"), [([4000] * 3, 1, (1, 1)), ([57344] * 2, 7, (1, 7))])

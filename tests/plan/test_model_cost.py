@@ -44,9 +44,9 @@ def flops(recomputed: int) -> int:
 def test_recomputed_flops_are_those_that_torch_counts(layers: int) -> None:
     none, some = flops(0), flops(layers)
     cost = Cost.for_model(CONFIG, tflops=1.0)
-    found = with_recomputation(cost, CONFIG, "selective", layers)
-    assert found.linear_seconds / cost.linear_seconds == pytest.approx(some / none, rel=2e-3)
-    assert found == (with_recomputation(cost, CONFIG, "selective") if layers == 3 else found)
+    recomputed = with_recomputation(cost, CONFIG, "selective", layers)
+    assert recomputed.linear_seconds / cost.linear_seconds == pytest.approx(some / none, rel=2e-3)
+    assert recomputed == (with_recomputation(cost, CONFIG, "selective") if layers == 3 else recomputed)
 
 
 def test_full_recomputation_repeats_attention_and_its_ring() -> None:

@@ -37,25 +37,25 @@ _ATTENTION = (
 
 
 def test_the_default_cost_is_qwen3_8b_at_400_tflops() -> None:
-    found = Cost.for_model(QWEN3_8B, tflops=400, inside_gbps=350, across_gbps=40).to_json()
+    values = Cost.for_model(QWEN3_8B, tflops=400, inside_gbps=350, across_gbps=40).to_json()
     constants = {name: value for name, value in Cost().to_json().items() if name != "source"}
     assert len(constants) == 8
     for name, value in constants.items():
-        assert found[name] == pytest.approx(value, rel=1e-3), name
+        assert values[name] == pytest.approx(value, rel=1e-3), name
 
 
 def test_attention_at_another_rate() -> None:
     windows = {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}
-    plain, found = (Cost.for_model(SMALL | windows, tflops=100, **more) for more in ({}, {"attention_tflops": 200.0}))
-    assert found.attention_seconds == plain.attention_seconds / 2
+    plain, faster = (Cost.for_model(SMALL | windows, tflops=100, **more) for more in ({}, {"attention_tflops": 200.0}))
+    assert faster.attention_seconds == plain.attention_seconds / 2
     linear = 6 * ModelShape.of(SMALL).weights / 100e12
-    assert found.linear_seconds == pytest.approx((plain.linear_seconds + linear) / 2) != plain.linear_seconds
+    assert faster.linear_seconds == pytest.approx((plain.linear_seconds + linear) / 2) != plain.linear_seconds
     with pytest.raises(PlanError, match="attention_tflops is 0; give a number above 0"):
         Cost.for_model(SMALL, tflops=100, attention_tflops=0)
 
 
-@pytest.mark.parametrize("kept", ["object", "file", "folder", "text_config", "text_config object"])
-def test_wherever_the_configuration_is_kept(kept: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["object", "file", "folder", "text_config", "text_config object"])
+def test_wherever_the_configuration_is_kept(place: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     config: Any = {
         "object": SimpleNamespace(**QWEN3_8B),
@@ -63,7 +63,7 @@ def test_wherever_the_configuration_is_kept(kept: str, tmp_path: Path) -> None:
         "folder": str(tmp_path),
         "text_config": {"text_config": QWEN3_8B, "hidden_size": 1},
         "text_config object": SimpleNamespace(text_config=SimpleNamespace(**QWEN3_8B)),
-    }[kept]
+    }[place]
     assert Cost.for_model(config, tflops=100) == Cost.for_model(QWEN3_8B, tflops=100)
 
 
@@ -107,8 +107,8 @@ def test_wherever_the_configuration_is_kept(kept: str, tmp_path: Path) -> None:
     ],
 )
 def test_sizes(changes: dict[str, Any], weights: int, query: int, key: int) -> None:
-    found = ModelShape.of(SMALL | changes)
-    assert (found.weights, found.query_width, found.key_width, found.layers) == (weights, query, key, 2)
+    shape = ModelShape.of(SMALL | changes)
+    assert (shape.weights, shape.query_width, shape.key_width, shape.layers) == (weights, query, key, 2)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ def test_sizes(changes: dict[str, Any], weights: int, query: int, key: int) -> N
     ],
 )
 def test_a_window_costs_every_token_the_same(changes: dict[str, Any], window_layers: int) -> None:
-    plain, found = Cost.for_model(SMALL, tflops=1e-12), Cost.for_model(SMALL | changes, tflops=1e-12)
-    assert found.attention_seconds == 7 * 8 * (2 - window_layers)
-    assert found.linear_seconds - plain.linear_seconds == window_layers * 14 * 8 * 16
+    plain, changed = Cost.for_model(SMALL, tflops=1e-12), Cost.for_model(SMALL | changes, tflops=1e-12)
+    assert changed.attention_seconds == 7 * 8 * (2 - window_layers)
+    assert changed.linear_seconds - plain.linear_seconds == window_layers * 14 * 8 * 16
 
 
 def test_every_number_of_the_machine_counts() -> None:
@@ -139,9 +139,9 @@ def test_every_number_of_the_machine_counts() -> None:
         "ring_step_latency": {"ring_step_seconds": 2.0},
     }
     for name, factors in changed.items():
-        found = Cost.for_model(SMALL, **(base | {name: 2 * base[name]})).to_json()
-        wanted = plain.to_json() | {"source": found["source"]}
-        assert found == wanted | {key: wanted[key] * factor for key, factor in factors.items()}, name
+        doubled = Cost.for_model(SMALL, **(base | {name: 2 * base[name]})).to_json()
+        expected = plain.to_json() | {"source": doubled["source"]}
+        assert doubled == expected | {key: expected[key] * factor for key, factor in factors.items()}, name
 
 
 @pytest.mark.parametrize(
@@ -184,5 +184,5 @@ def test_a_machine_that_does_nothing(name: str) -> None:
 
 
 def test_docstrings() -> None:
-    found = doctest.testmod(model_shape)
-    assert found.attempted and not found.failed
+    outcome = doctest.testmod(model_shape)
+    assert outcome.attempted and not outcome.failed

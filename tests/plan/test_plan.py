@@ -108,8 +108,8 @@ def edited(**changes: Any) -> dict[str, Any]:
 
 
 def group(**changes: Any) -> dict[str, Any]:
-    found = {"slots": [0], "documents": [0]} | changes
-    return {"slots": 1, "lengths": [3], "micro_batches": [[{k: v for k, v in found.items() if v != "gone"}]]}
+    group = {"slots": [0], "documents": [0]} | changes
+    return {"slots": 1, "lengths": [3], "micro_batches": [[{k: v for k, v in group.items() if v != "gone"}]]}
 
 
 @pytest.mark.parametrize(

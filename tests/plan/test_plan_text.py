@@ -5,8 +5,8 @@ from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 
 
 def test_a_short_plan() -> None:
-    wide, own = Group((0, 1), (0, 1), (1000, 24)), Group((3,), (2,), (300,))
-    plan = Plan(4, (1000, 24, 300), (MicroBatch((wide, own)), MicroBatch()), 1321, max_tokens_per_slot=600)
+    wide, narrow = Group((0, 1), (0, 1), (1000, 24)), Group((3,), (2,), (300,))
+    plan = Plan(4, (1000, 24, 300), (MicroBatch((wide, narrow)), MicroBatch()), 1321, max_tokens_per_slot=600)
     expected = """
 given plan, lockstep: 4 slots, 2 micro-batches, at most 600 rows a slot
   documents                3   24 to 1,000 rows, median 300

@@ -85,23 +85,23 @@ def test_impossible_pipelines(arguments: tuple, message: str) -> None:
 @bounded
 @given(plans(), st.integers(1, 4), st.booleans())
 def test_one_stage_takes_the_plan_s_time_and_none_beats_the_bound(plan: Plan, pp: int, backward: bool) -> None:
-    found = simulate(plan, pp=pp, backward=backward)
+    result = simulate(plan, pp=pp, backward=backward)
     step = plan.timeline().step_seconds * (1 if backward else 1 / 3)
-    assert found.seconds >= found.lower_bound_seconds
-    assert found.seconds <= step * (1 + 1e-12)
+    assert result.seconds >= result.lower_bound_seconds
+    assert result.seconds <= step * (1 + 1e-12)
     if pp == 1:
-        assert found.seconds == pytest.approx(step) and found.bubble == pytest.approx(0, abs=1e-12)
+        assert result.seconds == pytest.approx(step) and result.bubble == pytest.approx(0, abs=1e-12)
 
 
-@pytest.mark.parametrize(("stages", "held"), [(1, 1), (2, 2), (4, 4), (8, 6)])
-def test_a_first_stage_keeps_as_many_micro_batches_as_there_are_stages(stages: int, held: int) -> None:
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (2, 2), (4, 4), (8, 6)])
+def test_a_first_stage_keeps_as_many_micro_batches_as_there_are_stages(stages: int, micro_batches: int) -> None:
     lengths = [100] * 12
     plan = plan_fixed(lengths, Layout(2), 1, max_tokens_per_slot=100)
     assert len(plan.micro_batches) == 6
-    found = simulate(plan, pp=stages, row_bytes=RowBytes(kept=10.0, between_stages=3.0))
-    assert found.peak_rows.tolist() == [100 * held / stages] * 2
-    assert found.activation_bytes.tolist() == [1000 * held / stages] * 2
-    assert found.stage_bytes == 1200 * (stages - 1) * 2 * 3.0
+    result = simulate(plan, pp=stages, row_bytes=RowBytes(kept=10.0, between_stages=3.0))
+    assert result.peak_rows.tolist() == [100 * micro_batches / stages] * 2
+    assert result.activation_bytes.tolist() == [1000 * micro_batches / stages] * 2
+    assert result.stage_bytes == 1200 * (stages - 1) * 2 * 3.0
     assert simulate(plan, pp=stages, backward=False).peak_rows.tolist() == [100 / stages] * 2
 
 
@@ -116,8 +116,8 @@ def test_ring_bytes_by_hand() -> None:
     """Each of c members sends (c - 1) / c of the rows: forward, backward and gradients."""
     groups = (Group((0, 1), (0,), (100,)), Group((2, 3, 4), (1,), (60,)), Group((5,), (2,), (9,), pad_to=12))
     plan = Plan(6, (100, 60, 9), (MicroBatch(groups),), 166, node_size=4)
-    found = simulate(plan, cost=Cost(ring_bytes=7.0))
-    assert (found.inside_bytes, found.across_bytes) == (7.0 * 100 * 1, 7.0 * 60 * 2)
+    result = simulate(plan, cost=Cost(ring_bytes=7.0))
+    assert (result.inside_bytes, result.across_bytes) == (7.0 * 100 * 1, 7.0 * 60 * 2)
     assert simulate(plan, cost=Cost(ring_bytes=7.0), backward=False).inside_bytes == pytest.approx(700 / 3)
 
 
@@ -134,8 +134,8 @@ def test_a_run_is_its_steps() -> None:
 
 
 def test_a_plan_of_dummies() -> None:
-    found = simulate(plan_fixed([], Layout(4), 2), pp=2)
-    assert found.seconds == pytest.approx(Cost().micro_batch_seconds) and not found.peak_rows.any()
+    result = simulate(plan_fixed([], Layout(4), 2), pp=2)
+    assert result.seconds == pytest.approx(Cost().micro_batch_seconds) and not result.peak_rows.any()
 
 
 def test_tensor_parallel_slots_share_the_work() -> None:
@@ -154,23 +154,23 @@ def test_the_case_of_8192_gpus() -> None:
     """1024 documents at cp 1 on 1024 pipelines of 4 stages: filling them costs 4096 document-steps; cp 4 needs 1024."""
     home = Layout(8192, tp=2, pp=4)
     how: dict[str, Any] = {"cost": shared_by(Cost(), 2), "degrees": (1, 2, 4, 8), "node_size": 4}  # 8 GPUs a host
-    found = {c.cp: c for c in which_degree([8192] * 1024, home, **how)}
-    assert [found[cp].filled_steps for cp in (1, 2, 4, 8)] == [4096, 2048, 1024, 1024]
-    assert [found[cp].wasted_steps for cp in (1, 2, 4, 8)] == [3072, 1024, 0, 0]
-    assert (found[4].passes, found[4].groups, found[8].passes) == (1, 256, 2)
-    for choice in found.values():
+    by_degree = {c.cp: c for c in which_degree([8192] * 1024, home, **how)}
+    assert [by_degree[cp].filled_steps for cp in (1, 2, 4, 8)] == [4096, 2048, 1024, 1024]
+    assert [by_degree[cp].wasted_steps for cp in (1, 2, 4, 8)] == [3072, 1024, 0, 0]
+    assert (by_degree[4].passes, by_degree[4].groups, by_degree[8].passes) == (1, 256, 2)
+    for choice in by_degree.values():
         plan = choice.planned.plan
         assert sorted(d for m in plan.micro_batches for g in m.groups for d in g.documents) == list(range(1024))
         assert choice.planned.seconds <= choice.filled_seconds * (1 + 1e-9)
-    assert len(found[4].planned.plan.micro_batches) == 4
-    assert min(found, key=lambda cp: found[cp].planned.seconds) == 4
-    assert found[1].filled_seconds / found[4].planned.seconds == pytest.approx(3.75, rel=0.02)
+    assert len(by_degree[4].planned.plan.micro_batches) == 4
+    assert min(by_degree, key=lambda cp: by_degree[cp].planned.seconds) == 4
+    assert by_degree[1].filled_seconds / by_degree[4].planned.seconds == pytest.approx(3.75, rel=0.02)
 
 
 def test_documents_that_do_not_fit_leave_degrees_out() -> None:
-    found = which_degree([4000, 10], Layout(8), max_tokens_per_slot=1024)
-    assert [choice.cp for choice in found] == [4, 8]
-    assert [choice.filled_steps for choice in found] == [2, 2]
+    choices = which_degree([4000, 10], Layout(8), max_tokens_per_slot=1024)
+    assert [choice.cp for choice in choices] == [4, 8]
+    assert [choice.filled_steps for choice in choices] == [2, 2]
     with pytest.raises(PlanError, match=r"longest document of 9000 rows at max_tokens_per_slot 1024; raise it to 1125"):
         which_degree([9000], Layout(8), max_tokens_per_slot=1024)
     with pytest.raises(LayoutError):
@@ -187,13 +187,13 @@ def test_accumulation_fills_each_pass() -> None:
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_drawn_lengths(name: str) -> None:
-    found = sample_lengths(name, 200_000, seed=3, longest=30_000)
-    assert found.dtype == np.int64 and found.min() >= 16 and found.max() <= 30_000
-    assert found.sum() >= 200_000 > found[:-1].sum()
-    np.testing.assert_array_equal(found, sample_lengths(name, 200_000, seed=3, longest=30_000))
-    assert found.tolist() != sample_lengths(name, 200_000, seed=4, longest=30_000).tolist()
+    drawn = sample_lengths(name, 200_000, seed=3, longest=30_000)
+    assert drawn.dtype == np.int64 and drawn.min() >= 16 and drawn.max() <= 30_000
+    assert drawn.sum() >= 200_000 > drawn[:-1].sum()
+    np.testing.assert_array_equal(drawn, sample_lengths(name, 200_000, seed=3, longest=30_000))
+    assert drawn.tolist() != sample_lengths(name, 200_000, seed=4, longest=30_000).tolist()
     more = sample_lengths(name, 400_000, seed=3, longest=30_000)
-    np.testing.assert_array_equal(more[: len(found)], found)
+    np.testing.assert_array_equal(more[: len(drawn)], drawn)
     assert all(len(sample_lengths(name, n)) <= len(sample_lengths(name, m)) for n, m in pairwise((1, 10**4, 10**6)))
 
 

@@ -33,9 +33,9 @@ def test_blocks() -> None:
 def test_a_slot_in_several_groups_adds_their_times() -> None:
     cost = Cost()
     both = timeline([batch(((0, 1, 2, 3), 6), ((2,), 5), ((9, 2), 1))], 10, cost)
-    wide, own = cost.group_seconds(9000, 9000**2, 4, True), cost.group_seconds(800, 800**2, 1, True)
+    wide, narrow = cost.group_seconds(9000, 9000**2, 4, True), cost.group_seconds(800, 800**2, 1, True)
     across = cost.group_seconds(682, 682**2, 2, False)  # slots 2 and 9 are on two nodes of 8
-    assert both.busy[0, 2] == pytest.approx(0.01 + wide + own + across, rel=1e-12)
+    assert both.busy[0, 2] == pytest.approx(0.01 + wide + narrow + across, rel=1e-12)
     assert both.rows[0].tolist() == [2250, 2250, 2250 + 800 + 341, 2250, 0, 0, 0, 0, 0, 341]
     assert both.busy[0, 5] == 0.01
     assert both.step_seconds == both.busy[0, 2]
@@ -44,22 +44,22 @@ def test_a_slot_in_several_groups_adds_their_times() -> None:
 def test_free_slots_wait_only_for_those_that_groups_join_them_to() -> None:
     # 0-1-2 are one component through slot 1; 3 skips, and so is early in the next micro-batch
     batches = [batch(((0, 1), 6), ((1, 2), 5)), batch(((3,), 5), ((2,), 5))]
-    found = timeline(batches, 4, Cost(), mode="free")
-    longest = found.busy[0, 1]
-    assert found.busy[0].argmax() == 1
-    assert found.end[0].tolist() == [longest, longest, longest, 0.0]
-    assert found.start[1].tolist() == [longest, longest, longest, 0.0]
-    assert found.end[1, 3] == found.busy[1, 3] > found.busy[1, 0] == 0.0
-    assert found.step_seconds == found.end[1, 2] == longest + found.busy[1, 2]
+    times = timeline(batches, 4, Cost(), mode="free")
+    longest = times.busy[0, 1]
+    assert times.busy[0].argmax() == 1
+    assert times.end[0].tolist() == [longest, longest, longest, 0.0]
+    assert times.start[1].tolist() == [longest, longest, longest, 0.0]
+    assert times.end[1, 3] == times.busy[1, 3] > times.busy[1, 0] == 0.0
+    assert times.step_seconds == times.end[1, 2] == longest + times.busy[1, 2]
 
 
 def test_lockstep_slots_wait_for_the_slowest_and_dummies_cost_a_launch() -> None:
-    found = timeline([batch(((0,), 5)), MicroBatch(), batch(((1,), 6))], 2, Cost())
-    slowest = found.busy.max(axis=1)
+    times = timeline([batch(((0,), 5)), MicroBatch(), batch(((1,), 6))], 2, Cost())
+    slowest = times.busy.max(axis=1)
     assert slowest[1] == 0.01
-    np.testing.assert_allclose(found.end, np.cumsum(slowest)[:, None].repeat(2, axis=1))
-    np.testing.assert_allclose(found.start[1:], found.end[:-1])
-    np.testing.assert_allclose(found.idle, 1 - found.busy.mean(axis=1) / slowest)
+    np.testing.assert_allclose(times.end, np.cumsum(slowest)[:, None].repeat(2, axis=1))
+    np.testing.assert_allclose(times.start[1:], times.end[:-1])
+    np.testing.assert_allclose(times.idle, 1 - times.busy.mean(axis=1) / slowest)
 
 
 def test_rows_are_whole_padded_and_rounded() -> None:
@@ -72,20 +72,20 @@ def test_rows_are_whole_padded_and_rounded() -> None:
 @bounded
 def test_against_a_simulation_slot_by_slot(data: st.DataObject) -> None:
     plan: Plan = data.draw(plans(data.draw(st.sampled_from(["lockstep", "free"]))))
-    found = plan.timeline()
+    times = plan.timeline()
     busy, end = simulate(plan)
-    np.testing.assert_allclose(found.busy, busy, rtol=1e-12)
-    np.testing.assert_allclose(found.end, end, rtol=1e-12)
-    assert found.step_seconds == pytest.approx(max(end[-1]), rel=1e-12)
-    assert (found.end - found.start - found.busy > -1e-9).all()
-    assert (found.rows <= plan.max_tokens_per_slot).all()
+    np.testing.assert_allclose(times.busy, busy, rtol=1e-12)
+    np.testing.assert_allclose(times.end, end, rtol=1e-12)
+    assert times.step_seconds == pytest.approx(max(end[-1]), rel=1e-12)
+    assert (times.end - times.start - times.busy > -1e-9).all()
+    assert (times.rows <= plan.max_tokens_per_slot).all()
 
 
 def simulate(plan: Plan) -> tuple[list[list[float]], list[list[float]]]:
     """The definition, in plain loops: own seconds, and when each slot may go on, for each micro-batch."""
     clock, busy, end = [0.0] * plan.slots, [], []
     for micro_batch in plan.micro_batches:
-        own = [sum(seconds(plan, g) for g in micro_batch.groups if s in g.slots) for s in range(plan.slots)]
+        of_slots = [sum(seconds(plan, g) for g in micro_batch.groups if s in g.slots) for s in range(plan.slots)]
         members = [set(group.slots) for group in micro_batch.groups]
         if plan.mode == "lockstep":
             members = [set(range(plan.slots))]
@@ -95,11 +95,11 @@ def simulate(plan: Plan) -> tuple[list[list[float]], list[list[float]]]:
             joined = [*apart, slots.union(*(other for other in joined if other & slots))]
         for slots in joined:
             for slot in slots:
-                own[slot] += plan.cost.micro_batch_seconds
-            done = max(clock[s] for s in slots) + max(own[s] for s in slots)
+                of_slots[slot] += plan.cost.micro_batch_seconds
+            done = max(clock[s] for s in slots) + max(of_slots[s] for s in slots)
             for slot in slots:
                 clock[slot] = done
-        busy.append(own)
+        busy.append(of_slots)
         end.append(list(clock))
     return busy, end
 
@@ -113,8 +113,8 @@ def seconds(plan: Plan, group: Group) -> float:
 def test_chained_groups_are_one_component() -> None:
     links = [((i, i + 1), 1) for i in range(199)]
     np.random.default_rng(0).shuffle(links)
-    found = timeline([batch(*links), batch(((0,), 5)), batch(((199,), 5))], 200, Cost(), mode="free")
-    assert np.unique(found.end[0]).size == 1
+    times = timeline([batch(*links), batch(((0,), 5)), batch(((199,), 5))], 200, Cost(), mode="free")
+    assert np.unique(times.end[0]).size == 1
 
 
 @pytest.mark.parametrize("mode", ["lockstep", "free"])

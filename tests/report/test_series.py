@@ -12,12 +12,12 @@ from longspan.report.series import (
     byte_ticks,
     bytes_text,
     log_ticks,
+    number_text,
+    ranges_text,
+    seconds_text,
     smooth,
     thin,
     ticks,
-    write_number,
-    write_ranges,
-    write_seconds,
 )
 from tests.plan.cases import bounded
 
@@ -63,7 +63,7 @@ def test_ticks_are_round_and_inside(low: float, width: float, count: int) -> Non
         step = found[1] - found[0]
         assert np.allclose(np.diff(found), step, rtol=1e-6)
     if width > 1e-2 * abs(low):
-        assert len({write_number(t, _digits(found)) for t in found}) == len(found)
+        assert len({number_text(t, _digits(found)) for t in found}) == len(found)
 
 
 @pytest.mark.parametrize(
@@ -75,20 +75,20 @@ def test_ticks_are_round_and_inside(low: float, width: float, count: int) -> Non
         (log_ticks(0.5, 20), [0.5, 1, 2, 5, 10, 20]),
         (log_ticks(1e-3, 1e6), [1e-2, 1, 1e2, 1e4, 1e6]),
         (byte_ticks(0, 600 * 2**20, 3), [0, 200 * 2**20, 400 * 2**20, 600 * 2**20]),
-        (write_number(1234567), "1.23M"),
-        (write_number(12345), "12.3K"),
-        (write_number(1024), "1,024"),
-        (write_number(0.25), "0.25"),
-        (write_number(1e-7), "1e-07"),
-        (write_number(float("nan")), "nan"),
+        (number_text(1234567), "1.23M"),
+        (number_text(12345), "12.3K"),
+        (number_text(1024), "1,024"),
+        (number_text(0.25), "0.25"),
+        (number_text(1e-7), "1e-07"),
+        (number_text(float("nan")), "nan"),
         (bytes_text(3 * 2**30), "3 GiB"),
         (bytes_text(10), "10 B"),
-        (write_seconds(3720), "1 h 02 min"),
-        (write_seconds(185), "3 min 05 s"),
-        (write_seconds(12.34), "12.3 s"),
-        (write_seconds(0.0451), "45.1 ms"),
-        (write_ranges((5, 0, 1, 2)), "0–2, 5"),
-        (write_ranges(range(0, 20, 2)), "0, 2, 4, 6, 8, 10, … (10 in all)"),
+        (seconds_text(3720), "1 h 02 min"),
+        (seconds_text(185), "3 min 05 s"),
+        (seconds_text(12.34), "12.3 s"),
+        (seconds_text(0.0451), "45.1 ms"),
+        (ranges_text((5, 0, 1, 2)), "0–2, 5"),
+        (ranges_text(range(0, 20, 2)), "0, 2, 4, 6, 8, 10, … (10 in all)"),
     ],
 )
 def test_written_values(found: object, wanted: object) -> None:

@@ -14,7 +14,7 @@ from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.machine import machine, machine_text
 from longspan.cli.processes import Device, processes_of, reports_here, run_on_ranks, usable_gpus
 from longspan.errors import LongspanError, counted
-from longspan.report.series import bytes_text, write_seconds
+from longspan.report.series import bytes_text, seconds_text
 from longspan.report.text_table import text_table
 from longspan.train.versions import versions
 
@@ -181,7 +181,7 @@ def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
     where = f"{counted(details['ranks'], 'rank')} on {details['device'].split(':')[0]}, {details['backend']}"
     for record in details["groups"]:
         name = f"{record['kind']} of {len(record['ranks'])}"
-        yield Check("group", name, f"made in {write_seconds(record['seconds'])} ({where})", None)
+        yield Check("group", name, f"made in {seconds_text(record['seconds'])} ({where})", None)
     for row in details["parity"]:
         sizes = f" {tuple(row['sizes'])}" if row.get("sizes") else ""
         name = f"{row['dtype']}, cp {row['cp']}, {row['cp_comm_type']}{sizes}"

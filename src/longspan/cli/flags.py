@@ -79,16 +79,16 @@ def _check_value(flag: str, value: str | None, kind: Any) -> None:
     if kind is None:  # --help
         return
     if get_origin(kind) is Literal and present_word(value, kind) not in get_args(kind):
-        wanted = f"use one of {', '.join(map(str, filter(None, get_args(kind))))}"
+        advice = f"use one of {', '.join(map(str, filter(None, get_args(kind))))}"
     elif kind in _NUMBERS and not _is_number(value or "", kind):
-        wanted = f"it must be {_NUMBERS[kind]}"
+        advice = f"it must be {_NUMBERS[kind]}"
     elif kind is bool and value not in _BOOLEANS:
-        wanted = "it must be true or false"
+        advice = "it must be true or false"
     elif value is None:
-        wanted = "write one behind it"
+        advice = "write one behind it"
     else:
         return
-    raise ConfigError(f"{flag} is {value!r}; {wanted}" if value is not None else f"{flag} has no value; {wanted}")
+    raise ConfigError(f"{flag} is {value!r}; {advice}" if value is not None else f"{flag} has no value; {advice}")
 
 
 def _is_number(word: str, kind: type[int] | type[float]) -> bool:

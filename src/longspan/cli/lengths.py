@@ -46,8 +46,8 @@ def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
     sources = [name for name in ("lengths", "data", "distribution", "same") if getattr(flags, name)]
     if len(sources) != 1:
         drawn = " and ".join(f"--{name}" for name in sources) or "none of them"
-        wanted = "--lengths FILE.json, --data PATH, --distribution NAME and --same COUNTxLENGTH"
-        raise ConfigError(f"give one of {wanted}; got {drawn}")
+        known = "--lengths FILE.json, --data PATH, --distribution NAME and --same COUNTxLENGTH"
+        raise ConfigError(f"give one of {known}; got {drawn}")
     if flags.same:
         return _same(flags.same), f"documents of one length, {flags.same}"
     if flags.lengths:

@@ -21,8 +21,8 @@ from longspan.cli.pricing import (
 )
 from longspan.errors import ConfigError, counted
 from longspan.layout import Layout
-from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
-from longspan.plan.check import check_comm_types, heads_allow
+from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan.planners.fixed import smallest_degree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,13 +111,6 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> Plan:
         return plan_dynamic(lengths, home, min_cp=flags.min_cp, max_cp=flags.max_cp or None, options=options)
     planner = plan_padded if kind == "padded" else plan_fixed
     return planner(lengths, home, flags.cp or smallest_degree(lengths, home, options), options=options)
-
-
-def smallest_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
-    """The smallest degree that slots and heads allow and that holds the longest document; all slots where none does."""
-    cap, types = options.max_tokens_per_slot, check_comm_types(options.cp_comm_type)
-    fit = (d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d))
-    return next((d for d in fit if heads_allow(d, options.heads, types, home.tp)), home.slots)
 
 
 def _write_files(flags: PlanFlags, plan: Plan, source: str) -> list[str]:

@@ -8,7 +8,7 @@ from longspan.cli.pricing import UNPRICED
 from longspan.errors import counted
 from longspan.plan.simulate.simulate import Simulation
 from longspan.plan.simulate.which_degree import DegreeChoice
-from longspan.report.series import bytes_text, write_number, write_seconds
+from longspan.report.series import bytes_text, number_text, seconds_text
 from longspan.report.text_table import text_table
 
 Row = tuple[str, Simulation | str]  # a plan's name; its simulation, or why there is none
@@ -33,7 +33,7 @@ def title_of_saved_plans(rows: Sequence[Row]) -> str:
     """How many saved plans there are, their seconds together, and what they were priced for."""
     simulations = _simulations(rows)
     total = sum(simulation.seconds for _, simulation in simulations)
-    together = f", {write_seconds(total)} together" if _timed(rows) else ""
+    together = f", {seconds_text(total)} together" if _timed(rows) else ""
     sources = ", ".join(dict.fromkeys(simulation.cost.source or NO_MACHINE for _, simulation in simulations))
     return f"{counted(len(rows), 'saved plan')}{together}, priced for {sources}"
 
@@ -75,7 +75,7 @@ def _columns(simulation: Simulation) -> tuple[str, ...]:
         f"{len(simulation.plan.micro_batches)}",
         f"{100 * simulation.bubble:.1f}%",
         f"{100 * simulation.idle:.1f}%",
-        write_number(round(float(simulation.peak_rows.max(initial=0)))),
+        number_text(round(float(simulation.peak_rows.max(initial=0)))),
         bytes_text(float(simulation.activation_bytes.max(initial=0))),
         bytes_text(simulation.inside_bytes),
         bytes_text(simulation.across_bytes),
@@ -128,8 +128,8 @@ def degrees_table(title: str, choices: Sequence[DegreeChoice], accumulation: int
             f"{c.passes:,}",
             f"{c.filled_steps:,}",
             f"{c.wasted_steps:,}",
-            write_seconds(c.filled_seconds),
-            write_seconds(c.planned.seconds),
+            seconds_text(c.filled_seconds),
+            seconds_text(c.planned.seconds),
             f"{len(c.planned.plan.micro_batches):,}",
             f"{c.planned.plan.max_tokens_per_slot:,}",
             f"{100 * c.planned.bubble:.0f}%",
@@ -156,9 +156,9 @@ def _fastest_degree(choices: Sequence[DegreeChoice], accumulation: int) -> str:
     return (
         f"cp {first.cp}, filled up to {counted(accumulation, 'micro-batch', 'es')} a pass to keep the pipeline full: "
         f"{first.filled_steps:,} document-steps for {counted(count, 'document')}, "
-        f"{write_seconds(first.filled_seconds)}.\n"
+        f"{seconds_text(first.filled_seconds)}.\n"
         f"cp {best.cp}, planned: each document once, {count:,} document-steps in "
-        f"{counted(len(best.planned.plan.micro_batches), 'micro-batch', 'es')}, {write_seconds(best.planned.seconds)} "
+        f"{counted(len(best.planned.plan.micro_batches), 'micro-batch', 'es')}, {seconds_text(best.planned.seconds)} "
         f"({faster:.1f} times faster)."
     )
 

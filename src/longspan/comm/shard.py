@@ -195,10 +195,10 @@ class SequenceShard(_Immutable):
         The padding is a document of its own (id −1, positions from 0) that no other slot sees.
         """
         real = self.local_rows - self.padding_rows
-        wanted = -(-max(real, minimum) // multiple) * multiple
-        if wanted == self.local_rows:
+        padded_rows = -(-max(real, minimum) // multiple) * multiple
+        if padded_rows == self.local_rows:
             return self
-        return SequenceShard(self.micro_batch, self.slot, self.world_key, self.device, wanted - real, self.seed)
+        return SequenceShard(self.micro_batch, self.slot, self.world_key, self.device, padded_rows - real, self.seed)
 
     def scatter(self, x: Tensor, fill: float = 0) -> Tensor:
         """(S, …) packed rows, the same on every rank, to this rank's (T, …); padding rows hold `fill`. Local.

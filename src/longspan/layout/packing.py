@@ -37,13 +37,15 @@ def check_lengths(lengths: Iterable[object], *, what: str = "length") -> tuple[i
             values[index],
             "a length is an integer number of rows: convert it with int(…) if it is whole",
         )
-    whole = tuple(map(int, cast(list[int], values)))
-    if whole and min(whole) < 1:
-        index = next(i for i, value in enumerate(whole) if value < 1)
-        _refuse(what, index, whole[index], "a document has at least 1 row: leave empty documents out")
-    if sum(whole) > _MOST_ROWS:
-        raise LayoutError(f"{len(whole)} lengths add up to {sum(whole)} rows; at most {_MOST_ROWS} can be counted")
-    return whole
+    integers = tuple(map(int, cast(list[int], values)))
+    if integers and min(integers) < 1:
+        index = next(i for i, value in enumerate(integers) if value < 1)
+        _refuse(what, index, integers[index], "a document has at least 1 row: leave empty documents out")
+    if sum(integers) > _MOST_ROWS:
+        raise LayoutError(
+            f"{len(integers)} lengths add up to {sum(integers)} rows; at most {_MOST_ROWS} can be counted"
+        )
+    return integers
 
 
 def _listed(lengths: Iterable[object], what: str) -> list[object]:

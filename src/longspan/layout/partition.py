@@ -210,7 +210,7 @@ class _Contiguous(_FromLengths):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Given(Partition):
-    given: tuple[Rows, ...]  # runs of each member
+    member_runs: tuple[Rows, ...]
     degree: int
 
     @property
@@ -223,17 +223,17 @@ class _Given(Partition):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        return tuple(int((runs[:, 1] - runs[:, 0]).sum()) for runs in self.given)
+        return tuple(int((runs[:, 1] - runs[:, 0]).sum()) for runs in self.member_runs)
 
     def runs(self, member: int) -> Rows:
         self._check_member(member)
-        return self.given[member]
+        return self.member_runs[member]
 
     def segments(self, member: int) -> Segments:
         raise LayoutError("a partition from rows knows no documents; use runs(member), or make it from lengths")
 
     def _key(self) -> tuple[bytes, ...]:
-        return tuple(runs.tobytes() for runs in self.given)
+        return tuple(runs.tobytes() for runs in self.member_runs)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Given) and self._key() == other._key()

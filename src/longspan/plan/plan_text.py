@@ -73,8 +73,8 @@ def _degrees(batch: MicroBatch, most: int = 4) -> str:
     """The groups by degree, widest first, as in '2 x cp 8, 16 x cp 1'."""
     counts = sorted(Counter(group.degree for group in batch.groups).items(), reverse=True)
     named = [f"{count} x cp {degree}" for degree, count in counts]
-    rest = sum(count for _, count in counts[most:])
-    return ", ".join(named[:most]) + (f", {rest} more" if rest else "") or "dummy"
+    others = sum(count for _, count in counts[most:])
+    return ", ".join(named[:most]) + (f", {others} more" if others else "") or "dummy"
 
 
 def _seconds(value: float) -> str:

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from longspan.report.markup import key, label, tag, text
-from longspan.report.series import byte_ticks, bytes_text, log_ticks, thin, ticks, write_number
+from longspan.report.series import byte_ticks, bytes_text, log_ticks, number_text, thin, ticks
 
 Format = Literal["number", "loss", "percent", "bytes"]
 MAX_POINTS = 900  # of one curve, in the drawing and under the crosshair
@@ -129,7 +129,7 @@ def _axes(chart: Chart, frame: _Frame) -> str:
         if value == int(value):
             x = float(frame.across(value))
             parts.append(tag("path", class_="grid short", d=f"M{x:.1f} {frame.bottom}v4"))
-            parts.append(label(write_number(value), x, frame.bottom + 17, "middle", "tick"))
+            parts.append(label(number_text(value), x, frame.bottom + 17, "middle", "tick"))
     parts.append(tag("path", class_="axis", d=f"M{frame.left} {frame.bottom}H{frame.right}"))
     parts.append(label(chart.x_label, frame.right, frame.bottom + 31, "end"))
     return "".join(parts)
@@ -138,7 +138,7 @@ def _axes(chart: Chart, frame: _Frame) -> str:
 def _tick(value: float, y_format: Format, digits: int) -> str:
     if y_format == "percent":
         return f"{100 * value:g}%"
-    return bytes_text(value) if y_format == "bytes" else write_number(value, digits)
+    return bytes_text(value) if y_format == "bytes" else number_text(value, digits)
 
 
 def _digits(marks: Sequence[float]) -> int:

@@ -12,7 +12,7 @@ from longspan.errors import counted
 from longspan.plan import Cost, Group, Plan
 from longspan.report.bars import Bar, Panel, PlanBars, Summary, Unit, group_times, plan_bars
 from longspan.report.markup import label, tag
-from longspan.report.series import ticks, write_number, write_ranges, write_seconds
+from longspan.report.series import number_text, ranges_text, seconds_text, ticks
 
 WIDTH = 1120
 _LEFT, _TOP, _BOTTOM, _RIGHT = 54, 26, 40, 12
@@ -54,7 +54,7 @@ def gantt_svg(plan: Plan, cost: Cost | None = None, *, unit: Unit = "seconds", l
 def write_times(cost: Cost, step_seconds: float) -> Callable[[float], str]:
     """How times under a cost are written: as durations, or as shares of the step where it is of no machine."""
     if cost.source:
-        return write_seconds
+        return seconds_text
     return lambda seconds: f"{100 * seconds / (step_seconds or 1.0):.0f}% of the step"
 
 
@@ -113,12 +113,12 @@ class _Canvas:
 
     def _bar_label(self, bar: Bar, x: float, y: float, width: float, tall: float) -> str:
         length = self.plan.lengths[bar.document]
-        names = (f"document {bar.document} · {length:,}", f"{bar.document} · {write_number(length)}", f"{bar.document}")
+        names = (f"document {bar.document} · {length:,}", f"{bar.document} · {number_text(length)}", f"{bar.document}")
         name = next((n for n in names if width >= 6.4 * len(n) + 6), "")
         return tag("text", name, class_="name", x=x, y=y) if name and tall >= 12 else ""
 
     def summary(self, part: Summary) -> str:
-        slots = write_ranges(range(part.slot, part.slot + part.slots))
+        slots = ranges_text(range(part.slot, part.slot + part.slots))
         info = [counted(part.documents, "short document"), counted(part.tokens, "token")]
         info.append(f"micro-batch {part.micro_batch}, slots {slots}")
         if part.slots > 1 and self.picture.unit == "seconds":
@@ -161,7 +161,7 @@ class _Canvas:
 
     def _tick(self, value: float) -> str:
         if self.picture.unit == "rows":
-            return write_number(value)
+            return number_text(value)
         return f"{value:g}" if self.timed else self.write_time(value)
 
     def _tick_values(self) -> list[tuple[float, float]]:
@@ -202,7 +202,7 @@ def _described(group: Group, micro_batch: int, seconds: str) -> list[object]:
     comm = group.cp_comm_type if isinstance(group.cp_comm_type, str) else "/".join(dict.fromkeys(group.cp_comm_type))
     padded = f", each padded to {group.pad_to:,}" if group.pad_to else ""
     rows = group.rows_per_slot
-    return [micro_batch, write_ranges(group.slots), group.degree, comm, len(group.documents), rows, seconds, padded]
+    return [micro_batch, ranges_text(group.slots), group.degree, comm, len(group.documents), rows, seconds, padded]
 
 
 def chrome_trace(plan: Plan, cost: Cost | None = None) -> str:

@@ -11,7 +11,7 @@ from longspan.report.markup import key, tag, text
 from longspan.report.priced import measured_seconds, priced_plans
 from longspan.report.run_folder import RunFolder
 from longspan.report.run_page import run_sections
-from longspan.report.series import write_number, write_seconds
+from longspan.report.series import number_text, seconds_text
 from longspan.train.disk import naming_file, os_error_text
 
 # The policy makes the browser refuse any request: what the page shows is in the page.
@@ -105,14 +105,14 @@ def _plan_facts(plan: Plan, took: float | None) -> Iterator[tuple[str, str]]:
         yield "degrees", ", ".join(map(str, degrees)) if len(degrees) <= 6 else f"{degrees[0]} to {degrees[-1]}"
     yield "packing efficiency", f"{100 * plan.efficiency:.1f}%"
     if plan.cost.source:
-        yield "predicted", write_seconds(plan.predicted_seconds)
+        yield "predicted", seconds_text(plan.predicted_seconds)
     if took is not None:
-        yield "measured", write_seconds(took)
+        yield "measured", seconds_text(took)
     yield "priced for", plan.cost.source or "no machine: times only compare"
     if plan.mode == "free" and plan.cost.closing_seconds:
-        yield "of these, closing", f"{write_seconds(plan.cost.closing_seconds)}: parameters gathered, gradients summed"
+        yield "of these, closing", f"{seconds_text(plan.cost.closing_seconds)}: parameters gathered, gradients summed"
     if plan.lower_bound_seconds:
-        yield "over the lower bound", f"× {write_number(plan.ratio, 4)}"
+        yield "over the lower bound", f"× {number_text(plan.ratio, 4)}"
 
 
 def _page(title: str, body: Sequence[str]) -> str:

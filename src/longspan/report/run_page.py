@@ -9,7 +9,7 @@ from longspan.errors import counted
 from longspan.report.chart import Chart, Series, chart_figure
 from longspan.report.markup import tag, text
 from longspan.report.run_folder import EvalRow, RunFolder
-from longspan.report.series import bytes_text, smooth, write_number, write_seconds
+from longspan.report.series import bytes_text, number_text, seconds_text, smooth
 
 _DEGREES = ("tp", "pp", "vpp", "ep", "dp_replicate")  # of [parallel]; 1 is not worth a word
 LOSS_WIDTHS = {"wide": 1120, "narrow": 480}  # the page shows the one that suits its own width
@@ -99,15 +99,15 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
         yield "evaluation loss", f"{rows[0].loss:.4f}", f"after step {rows[0].step:,}{same}"
     speed = _finite(run.train["tokens_per_second"])
     if len(speed):
-        yield "tokens per second", write_number(float(np.median(speed))), "median of all steps"
+        yield "tokens per second", number_text(float(np.median(speed))), "median of all steps"
     packing = _finite(run.train["efficiency"])
     if len(packing):
         yield "packing efficiency", f"{100 * packing.mean():.1f}%", f"mean; lowest step {100 * packing.min():.1f}%"
     seconds = _finite(run.train["seconds"])
     if len(seconds):
         tokens = _finite(run.train["tokens"]).sum()
-        detail = f"{counted(len(seconds), 'step')}, {write_number(tokens)} tokens"
-        yield "time in steps", write_seconds(float(seconds.sum())), detail
+        detail = f"{counted(len(seconds), 'step')}, {number_text(tokens)} tokens"
+        yield "time in steps", seconds_text(float(seconds.sum())), detail
     memory = _finite(run.train["memory_bytes"])
     if len(memory) and memory.max() > 0:
         yield "peak memory", bytes_text(float(memory.max())), "of a process"

@@ -64,7 +64,7 @@ def log_ticks(low: float, high: float) -> list[float]:
     return [t for t in values if low * (1 - 1e-9) <= t <= high * (1 + 1e-9)]
 
 
-def write_number(value: float, digits: int = 3) -> str:
+def number_text(value: float, digits: int = 3) -> str:
     """A number for people: 1234567 → '1.23M', 0.25 → '0.25', 1e-7 → '1e-07', 1024 → '1,024'."""
     if not math.isfinite(value):
         return str(value)
@@ -87,7 +87,7 @@ def bytes_text(value: float) -> str:
     return f"{value:.0f} B"
 
 
-def write_seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
     """A duration: '1 h 02 min', '3 min 05 s', '12.3 s', '45 ms', '80 µs'."""
     if value >= 3600:
         return f"{int(value // 3600)} h {int(value % 3600 // 60):02d} min"
@@ -99,7 +99,7 @@ def write_seconds(value: float) -> str:
     return f"{value:.2g} s"
 
 
-def write_ranges(numbers: Sequence[int]) -> str:
+def ranges_text(numbers: Sequence[int]) -> str:
     """Integers as ranges: (0, 1, 2, 5) → '0–2, 5'; long lists are cut after six ranges."""
     ranges: list[list[int]] = []
     for n in sorted(numbers):

@@ -265,8 +265,8 @@ def _split(tiles: _TileArrays) -> _TileArrays:
     some = tiles.where(cut)
     at = some.k_stop - some.left - 1  # the last row sees keys from here on
     full = some._replace(k_start=at, left=np.full_like(at, -1))
-    rest = some._replace(q_stop=some.q_stop - 1, k_stop=at, left=np.zeros_like(at))
-    parts = (tiles.where(~cut), full, rest.where(rest.q_start < rest.q_stop))
+    banded = some._replace(q_stop=some.q_stop - 1, k_stop=at, left=np.zeros_like(at))
+    parts = (tiles.where(~cut), full, banded.where(banded.q_start < banded.q_stop))
     return _TileArrays(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 

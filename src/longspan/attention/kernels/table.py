@@ -20,12 +20,11 @@ FEATURES = ("window", "softcap", "dropout")  # that some kernels lack; masks, si
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """Head sizes of queries and values that a kernel takes; smaller ones are padded with zeros to `multiple`.
+    """Head sizes of queries and values that a kernel takes, padded with zeros where it wants others.
 
     `largest` bounds both (None: no bound); `pairs` of (query, value) are taken beyond it.
     """
 
-    multiple: int = 1
     largest: int | None = None
     pairs: tuple[tuple[int, int], ...] = ()
 
@@ -108,7 +107,7 @@ KERNELS: tuple[Kernel, ...] = (
         forward=fa4.forward,
         backward=fa4.backward,
         features=frozenset({"window", "softcap"}),
-        head_sizes=HeadSizes(multiple=32, largest=128),  # 192 and 256 were not compared with dense attention
+        head_sizes=HeadSizes(largest=128),  # 192 and 256 were not compared with dense attention
         packed="one variable-length call",
         needs="the extra `fa4`; compute capability 9 to 11",
         missing=fa4.missing,
@@ -119,7 +118,7 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=_HALF,
         forward=cudnn.forward,
         backward=cudnn.backward,
-        head_sizes=HeadSizes(multiple=8, largest=128, pairs=((192, 128),)),
+        head_sizes=HeadSizes(largest=128, pairs=((192, 128),)),
         deterministic=False,
         one_document_only=True,
         packed="a call for each document, and two for a causal tile with more keys than rows",
@@ -133,7 +132,7 @@ KERNELS: tuple[Kernel, ...] = (
         forward=torch_flash.forward,
         backward=torch_flash.backward,
         features=frozenset({"window"}),
-        head_sizes=HeadSizes(multiple=8, largest=256),
+        head_sizes=HeadSizes(largest=256),
         packed="one variable-length call",
         needs="compute capability 8.0",
         missing=_flash_missing,

@@ -9,11 +9,11 @@ from longspan.bench.step.cost import cost_and_source
 from longspan.bench.step.flags import PLANNERS, StepFlags
 from longspan.bench.step.shapes import Shape, shape_named
 from longspan.cli.lengths import read_lengths
-from longspan.cli.plan import smallest_degree
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.cost.model_flops import peak_tflops
+from longspan.plan.planners.fixed import smallest_degree
 
 CPU_LENGTHS = (96, 40, 24, 16, 16)
 _LEAST = {"tp": 1, "ep": 1, "dp_replicate": 1, "node_size": 1, "cp": 0, "max_tokens_per_slot": 0, "loss_chunk_rows": 0}

@@ -54,10 +54,10 @@ def tp_gather(x: Tensor, world_key: int, dim: int, *, gradient: Gradient) -> Ten
     """
     dim = dim % x.ndim
 
-    def backward(whole: Tensor) -> Tensor:
+    def backward(gathered: Tensor) -> Tensor:
         if gradient == "identical":
-            return _slice(whole, world_key, dim)
-        return _summed_slice(whole, world_key, dim, "sum of row gradients over tp")
+            return _slice(gathered, world_key, dim)
+        return _summed_slice(gathered, world_key, dim, "sum of row gradients over tp")
 
     return _apply(x, lambda x: _gathered(x, world_key, dim, "gather over tp"), backward)
 

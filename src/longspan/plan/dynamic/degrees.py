@@ -52,9 +52,8 @@ class DegreeTable:
         longest = _longest_of_classes(lengths)
         item_class = np.where(may_anchor, np.searchsorted(longest, problem.tokens), -1)
         degrees = _degrees_considered(problem)
-        inside_node = (degrees <= problem.widest_block) & problem.blocks_in_one_node
         cost, squares = problem.request.cost, (longest * longest)[:, None]
-        seconds = cost.group_seconds(longest[:, None], squares, degrees, inside_node)
+        seconds = cost.group_seconds(longest[:, None], squares, degrees, degrees <= problem.widest_in_node)
         rows = -(-longest[:, None] // degrees)
         short = len(problem.tokens) * 3 // 4
         density = float(problem.work[short] / problem.tokens[short])

@@ -113,7 +113,7 @@ def _arranged(problem: Problem, groups: list[list[int]]) -> SideBySide | None:
     order: list[int] = np.argsort(-widths, kind="stable").tolist()
     for g in order:
         parts = free.take(int(widths[g]))
-        inside_node = problem.blocks_in_one_node and len(parts) == 1
+        inside_node = len(parts) == 1 and problem.in_one_node(*parts[0])
         slots.append(slots_of(parts))
         seconds.append(float(problem.request.cost.group_seconds(tokens[g], squares[g], int(widths[g]), inside_node)))
     return SideBySide([groups[g] for g in order], slots, seconds.index(max(seconds)), max(seconds))
@@ -141,6 +141,6 @@ def _seconds(problem: Problem, tokens: Ints, squares: Ints) -> Floats:
     its rows are over the cap.
     """
     degrees = np.array(problem.degrees, dtype=np.int64)
-    inside_node = (degrees <= problem.widest_block) & problem.blocks_in_one_node
+    inside_node = degrees <= problem.widest_in_node
     seconds = problem.request.cost.group_seconds(tokens[:, None], squares[:, None], degrees, inside_node)
     return np.where(-(-tokens[:, None] // degrees) <= problem.cap, seconds, np.inf)

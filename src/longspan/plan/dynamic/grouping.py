@@ -47,6 +47,8 @@ class _FilledBins:
         self.tokens[row, column], self.squares[row, column] = problem.tokens[flat], problem.squares[flat]
         self.work = problem.request.cost.work_seconds(self.tokens, self.squares)
         self.width = np.array(bins.width, dtype=np.int64)[self.index]
+        node, start = problem.request.node_size, np.array(bins.start, dtype=np.int64)[self.index]
+        self.in_one_node = start // node == (start + self.width - 1) // node
         self._anchors(draft)
         first = np.zeros((len(self.index), 1), dtype=np.int64)
         self.head_tokens = np.concatenate((first, np.cumsum(self.tokens, axis=1)), axis=1)
@@ -80,7 +82,7 @@ class _FilledBins:
         tokens = self.head_tokens[rows, p] + self.anchor_tokens[rows]
         squares = self.head_squares[rows, p] + self.anchor_squares[rows]
         width = self.width[rows]
-        group = problem.request.cost.group_seconds(tokens, squares, width, problem.blocks_in_one_node)
+        group = problem.request.cost.group_seconds(tokens, squares, width, self.in_one_node[rows])
         start = self.base_seconds[rows] + np.where(tokens > 0, group, 0.0)
         shared_rows = self.base_rows[rows] - (-tokens // width)
         outside = np.arange(int(self.width.max())) >= width[:, None]

@@ -59,7 +59,7 @@ class _Drafting:
     def _seconds_alone(self, items: list[int], width: Ints, in_block: bool) -> Floats:
         """Seconds of items at degrees (items, ...), within or across blocks; of the shape of `width`."""
         tokens = self.problem.tokens[items].reshape(-1, *[1] * (width.ndim - 1))
-        inside_node = in_block and self.problem.blocks_in_one_node
+        inside_node = in_block & (width <= self.problem.widest_in_node)
         return self.problem.request.cost.group_seconds(tokens, tokens * tokens, width, inside_node)
 
     def _try_anchor(self, item: int, micro_batch: int, width: int, in_block: float, across: float) -> bool:
@@ -74,7 +74,9 @@ class _Drafting:
         return True
 
     def _take(self, item: int, micro_batch: int, width: int, seconds: float) -> None:
-        parts = self.free[micro_batch].take(width)
+        parts, problem = self.free[micro_batch].take(width), self.problem
+        if len(parts) == 1 and width <= problem.widest_in_node and not problem.in_one_node(*parts[0]):
+            seconds = float(self._seconds_alone([item], np.array([width]), in_block=False)[0])
         rows = -(-int(self.problem.tokens[item]) // width)
         for piece in (piece for part in parts for piece in self.problem.divided(part)):
             self.bins.add(micro_batch, piece, len(self.anchors), seconds, self.problem.cap - rows)

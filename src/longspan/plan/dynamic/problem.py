@@ -143,10 +143,14 @@ class Problem:
         """Slots of the widest group that a block without anchors makes."""
         return max(w for _, size in self.blocks for _, w in runs(size, self.degrees))
 
+    def in_one_node(self, start: int, slots: int) -> bool:
+        """Whether these slots share a node."""
+        return start // self.request.node_size == (start + slots - 1) // self.request.node_size
+
     @cached_property
-    def blocks_in_one_node(self) -> bool:
-        """Whether every block counts as lying within one node; the last one may take in a smaller last node."""
-        return self.min_cp <= self.request.node_size
+    def widest_in_node(self) -> int:
+        """Slots of the largest block within one node; 0 where none is. The last may take in a smaller last node."""
+        return max((size for start, size in self.blocks if self.in_one_node(start, size)), default=0)
 
     @cached_property
     def least_micro_batches(self) -> int:

@@ -161,5 +161,5 @@ def _seconds_at_other_degree(problem: Problem, anchors: list[Anchor], random: Ra
     degree += int((5 + degree // 2) * random.random()) - 2 - degree // 4
     degree = problem.widest(max(degree, problem.min_cp))
     tokens = int(problem.tokens[anchor.item])
-    inside_node = problem.blocks_in_one_node and degree <= problem.widest_block
+    inside_node = degree <= problem.widest_in_node
     return float(problem.request.cost.group_seconds(tokens, tokens * tokens, degree, inside_node))

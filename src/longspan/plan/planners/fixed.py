@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.layout import Layout
+from longspan.plan.check import check_comm_types, heads_allow
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
 from longspan.plan.planners.bin_packing import first_fit, spread
@@ -64,6 +65,13 @@ def plan_fixed(
         return request.plan((), "fixed")
     best = min(packer.assignments(), key=packer.seconds)
     return request.plan(packer.micro_batches(best), "fixed")
+
+
+def smallest_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
+    """The smallest degree that slots and heads allow and that holds the longest document; all slots where none does."""
+    cap, types = options.max_tokens_per_slot, check_comm_types(options.cp_comm_type)
+    fit = (d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d))
+    return next((d for d in fit if heads_allow(d, options.heads, types, home.tp)), home.slots)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,8 +164,8 @@ class Packer:
 
     def _chains(self) -> Ints:
         """Documents spread over the groups first, then each group's own packed into few micro-batches."""
-        groups, whole = len(self.inside), sum(self.lengths)
-        chain = np.array(spread(self.lengths, self.work, groups, whole), dtype=np.int64)
+        groups, all_rows = len(self.inside), sum(self.lengths)
+        chain = np.array(spread(self.lengths, self.work, groups, all_rows), dtype=np.int64)
         assignment = np.empty_like(chain)
         for g in range(groups):
             here = np.flatnonzero(chain == g)
