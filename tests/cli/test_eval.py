@@ -9,7 +9,7 @@ from longspan.cli.main import main
 from longspan.testing import run_ranks
 from longspan.train.checkpoint.files import PARTIAL
 from longspan.train.config.sections import RunConfig
-from longspan.train.run.metrics_log import read_metrics
+from longspan.train.run.records.metrics_log import read_metrics
 from tests.train.small import small_config, train_rank
 
 

@@ -34,7 +34,7 @@ def test_plain_lines_a_report_and_the_table_last(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert "\x1b" not in done.stdout
     assert any(line.startswith("corpus: 12 files") for line in lines)
-    assert [line.split()[1] for line in lines if line.startswith("step ") and "tokens/s" in line] == ["1/4", "4/4"]
+    assert [line.split()[1] for line in lines if line.startswith("step ") and "tok/s" in line] == ["1/4", "4/4"]
     assert any(line.startswith("mean loss of the last 4 steps:") and "% of ln 300" in line for line in lines)
     table = [line.split() for line in lines[-2:]]
     assert [row[0] for row in table] == ["1", "2"] and all(float(row[2]) <= 1e-6 for row in table)

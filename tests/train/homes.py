@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longspan.testing import run_ranks
 from longspan.train.config.sections import ParallelConfig, RunConfig
-from longspan.train.run.metrics_log import read_metrics
+from longspan.train.run.records.metrics_log import read_metrics
 from tests.train.small import train_rank
 
 

@@ -79,7 +79,7 @@ def train_rank(rank: int, config: RunConfig, ranks: int) -> TrainResult:
 
 def without_times(row: Mapping[str, object]) -> dict[str, object]:
     """A row of metrics without what differs between two equal runs."""
-    return {k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second", "memory_bytes")}
+    return {k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second", "memory_bytes", "tflops")}
 
 
 def value_of(config: RunConfig, name: str) -> Any:

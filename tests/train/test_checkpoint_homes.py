@@ -22,7 +22,7 @@ from longspan.train import training as run_module
 from longspan.train.checkpoint import checkpoint as checkpoint_module
 from longspan.train.checkpoint.files import checkpoint_path
 from longspan.train.config.sections import ParallelConfig, RunConfig
-from longspan.train.run.metrics_log import read_metrics
+from longspan.train.run.records.metrics_log import read_metrics
 from tests.model.stock import SIZES, worst
 from tests.train.homes import farthest
 from tests.train.small import small_config, train_rank

@@ -12,7 +12,7 @@ from longspan.errors import RunFolderError
 from longspan.report import write_report
 from longspan.train.disk import naming_file, os_error_text, write_atomically
 from longspan.train.json_record import as_json
-from longspan.train.run.metrics_log import MetricsLog, read_metrics
+from longspan.train.run.records.metrics_log import MetricsLog, read_metrics
 
 FULL = r"No space left on device \([\d,]+ bytes are free\); make room there and start the same command again"
 

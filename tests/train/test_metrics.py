@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from longspan.train.memory.live_bytes import peak_memory_bytes
+from longspan.train.run import progress
 from longspan.train.run import stop_signal as stop_module
-from longspan.train.run.metrics_log import MetricsLog, read_metrics
 from longspan.train.run.progress import ProgressDisplay
+from longspan.train.run.records.metrics_log import MetricsLog, read_metrics
 from longspan.train.run.stop_signal import StopSignal
 
 
@@ -55,7 +56,9 @@ def test_memory_is_that_of_this_process() -> None:
     assert 2**24 < peak_memory_bytes(torch.device("cpu")) < 2**40
 
 
-ROW = {"loss": 2.5, "tokens_per_second": 9000.0, "memory_bytes": 2**29}
+ROW = {"loss": 2.5, "lr": 6e-3, "grad_norm": 1.234, "tokens_per_second": 9000.0, "memory_bytes": 2**29}
+ON_GPUS = ROW | {"mfu": 0.4127, "memory_bytes": 79.1 * 2**30, "tokens_per_second": 98400.0}
+FIGURES = ("loss 2.5000", "lr 6.0e-3", "norm 1.23", " 9000 tok/s", "512 MiB")
 
 
 def test_without_a_terminal_there_are_plain_lines_and_few() -> None:
@@ -68,8 +71,28 @@ def test_without_a_terminal_there_are_plain_lines_and_few() -> None:
     lines = out.getvalue().splitlines()
     assert lines[0] == "hello [bold]" and len(lines) == 6 and "\x1b" not in out.getvalue()
     assert [line.split()[1] for line in lines[1:5]] == ["1/30", "10/30", "20/30", "30/30"]
-    assert "loss 2.5000" in lines[1] and "9000 tokens/s" in lines[1] and "512 MiB" in lines[1]
+    assert all(figure in lines[1] for figure in FIGURES)
     assert "left" in lines[2] and "evaluation loss 2.250000 at cp 4" in lines[5]
+    assert max(map(len, lines)) <= 80, lines
+
+
+def test_on_gpus_a_line_says_how_much_of_them_the_model_uses() -> None:
+    out = io.StringIO()
+    with ProgressDisplay(300, out) as display:
+        display.show_step(ON_GPUS | {"step": 10})
+    assert out.getvalue() == "step  10/300  loss 2.5000  lr 6.0e-3  norm 1.23  98400 tok/s  MFU 41%  79.1 GiB\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "left"), [(59, "0:59 left"), (3599, "59:59 left"), (3600, "1:00 h left"), (190_000, "52:46 h left")]
+)
+def test_the_time_that_is_left(seconds: int, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, clock = io.StringIO(), iter((0.0, seconds * 0.9))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    with ProgressDisplay(20, out) as display:
+        display.show_step(ROW | {"step": 1})
+        display.show_step(ROW | {"step": 10, "loss": 2.0})
+    assert out.getvalue().splitlines()[1].endswith(f"  {left}")
 
 
 def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +106,7 @@ def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "3/3" in out.getvalue() and "loss 2.5000" in out.getvalue() and "a line [between]" in out.getvalue()
 
 
-@pytest.mark.parametrize(("width", "shown"), [(20, 0), (40, 1), (60, 3), (80, 3), (120, 3)])
+@pytest.mark.parametrize(("width", "shown"), [(20, 0), (40, 2), (60, 4), (80, 5), (120, 5)])
 def test_a_narrow_terminal_keeps_the_step(width: int, shown: int, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: True)
@@ -94,8 +117,8 @@ def test_a_narrow_terminal_keeps_the_step(width: int, shown: int, monkeypatch: p
         display.show_step(ROW | {"step": 146})
     line = [part for part in re.split(r"[\r\n]", out.getvalue()) if "step" in part][-1]
     assert "step 146/300" in line
-    assert [word in line for word in ("loss 2.5000", "9000 tokens/s", "512 MiB")] == [i < shown for i in range(3)]
-    assert ("━" in line) == (width >= 80)
+    assert [figure in line for figure in FIGURES] == [i < shown for i in range(len(FIGURES))]
+    assert ("━" in line) == (width > 80)
 
 
 def test_a_screen_without_a_stream_is_silent(capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from longspan.model.weights.random import RandomWeights
 from longspan.testing import run_ranks
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.tokenizer import train_tokenizer
-from longspan.train.run.metrics_log import read_metrics
+from longspan.train.run.records.metrics_log import read_metrics
 from tests.model.deep import deep_config
 from tests.train.small import small_config, train_rank, without_times
 

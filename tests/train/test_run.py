@@ -33,7 +33,7 @@ from longspan.train.checkpoint.files import step_of
 from longspan.train.config.file import load_config, to_toml
 from longspan.train.config.sections import RunConfig
 from longspan.train.run import lock as run_lock
-from longspan.train.run.metrics_log import read_metrics
+from longspan.train.run.records.metrics_log import read_metrics
 from longspan.train.run.result import TrainResult
 from tests.train.small import small_config, train_rank, without_times
 
@@ -71,7 +71,9 @@ def test_what_a_run_leaves(straight: tuple[RunConfig, TrainResult]) -> None:
     rows = read_metrics(folder / "metrics.jsonl")
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
-    wanted = "step loss tokens targets grad_norm lr seconds tokens_per_second memory_bytes micro_batches efficiency"
+    wanted = (
+        "step loss tokens targets grad_norm lr seconds tokens_per_second memory_bytes micro_batches efficiency tflops"
+    )
     assert all(list(row) == wanted.split() for row in steps)
     assert [(row["step"], row["cp"]) for row in rows if "eval_loss" in row] == [(2, 2), (4, 2), (6, 1), (6, 2)]
     for name in ("step-000001", "step-000006", "evaluation-cp1", "evaluation-cp2"):

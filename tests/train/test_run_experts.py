@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from longspan.testing import run_ranks
-from longspan.train.run.metrics_log import read_metrics
+from longspan.train.run.records.metrics_log import read_metrics
 from tests.train.small import small_config, train_rank
 
 PRESETS = {

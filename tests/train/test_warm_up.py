@@ -14,7 +14,7 @@ from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
 from longspan.testing import run_ranks
 from longspan.train.config.sections import RunConfig
 from longspan.train.run import warm_up_run
-from longspan.train.run.metrics_log import read_metrics
+from longspan.train.run.records.metrics_log import read_metrics
 from longspan.train.warm_up.kinds import kind_of, on_all_slots, smallest_of_each_kind
 from longspan.train.warm_up.optimizer_states import make_states
 from longspan.train.warm_up.warm_up import warm_up_plans

@@ -4,7 +4,7 @@ What a call may hold is said in `seams/attention_calls.py`, what becomes of the 
 what a model may not do in `seams/refusals.py` and `seams/probe.py`.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
+from longspan.model.execution import Execution
 from longspan.model.experts.moe import expert_modules, use_experts
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.settings import PipelineSettings
@@ -89,7 +90,7 @@ def prepare(
     _check(model, placement, pipeline_settings, fused_norms)
     if fused_norms == "on" or (fused_norms == "auto" and world.device.type == "cuda"):
         fuse_norms(model, required=fused_norms == "on")
-    _connect(model, placement, attention_kernel, probe=probe)
+    execution = _connect(model, placement, attention_kernel, probe=probe)
     rules = CallRules(
         type(model).__name__, attention_kernel, position_table(model), random_draws(model), placement.row_multiple
     )
@@ -105,7 +106,7 @@ def prepare(
             FirstPass(prepared)
     if weights is not None:
         weights.fill(models, world)
-    _keep_rules(prepared, rules)
+    _keep(prepared, rules, execution)
     return prepared
 
 
@@ -119,14 +120,16 @@ def _check(model: PreTrainedModel, placement: Placement, pipeline_settings: Pipe
     placement.check(model, pipeline_settings.stages)
 
 
-def _connect(model: PreTrainedModel, placement: Placement, kernel: str | None, *, probe: bool) -> None:
+def _connect(model: PreTrainedModel, placement: Placement, kernel: str | None, *, probe: bool) -> Execution:
     """Have the model's attention, experts and head call this package; a forward pass on the meta device shows it."""
     model.set_attn_implementation(IMPLEMENTATION)
     use_experts(model)
     calls = probe_model(model) if probe else ()
-    check_kernel(model, kernel, calls, device=placement.world.device, dtype=placement.dtype_of(model))
+    dtype = placement.dtype_of(model)
+    checked = check_kernel(model, kernel, calls, device=placement.world.device, dtype=dtype)
     model.config.use_cache = False
     add_row_loss(model, probe=probe)
+    return Execution(model.dtype, dtype, placement.reduce_dtype_of(model), checked, kernel)
 
 
 def _cut_and_place(model: PreTrainedModel, placement: Placement, pipeline_settings: PipelineSettings) -> PipelineModel:
@@ -140,9 +143,10 @@ def _cut_and_place(model: PreTrainedModel, placement: Placement, pipeline_settin
     return PipelineModel(model, placement.world, stages, pipeline_settings, dtype)
 
 
-def _keep_rules(prepared: PreTrainedModel | PipelineModel, rules: CallRules) -> None:
+def _keep(prepared: PreTrainedModel | PipelineModel, rules: CallRules, execution: Execution) -> None:
     """Have every call of a prepared model checked, and refuse what its own class would do with its weights."""
-    prepared.call_rules = rules  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    values: Any = prepared
+    values.call_rules, values.execution = rules, execution
     guard(prepared, rules.architecture)
     # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
     prepared.register_forward_pre_hook(check_call, with_kwargs=True, prepend=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from longspan.errors import ConfigError, PlanError, counted
 from longspan.plan import Plan
-from longspan.train.run.metrics_log import rows_and_damage
+from longspan.train.run.records.metrics_log import rows_and_damage
 
 TRAIN_COLUMNS = (
     "loss",

@@ -5,6 +5,7 @@ step` build on the same functions, so that neither can do what the other cannot.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from longspan.model.weights.fill import leave_to_checkpoint
 from longspan.plan import Cost, Plan
 from longspan.train.config.precision import compute_dtype
 from longspan.train.config.sections import RunConfig
+from longspan.train.figures import StepFigures, figures_of
 from longspan.train.memory.model_fits import check_model_fits
 from longspan.train.optim import build_optimizer, lr_at
 from longspan.train.plans import PlanChoice, query_heads
@@ -120,6 +122,11 @@ class Training:
         """The weights of the routers' losses in the gradient."""
         balance = self.config.train.router_balance_loss
         return RouterCoefficients(balance=None if balance < 0 else balance, z=self.config.train.router_z_loss)
+
+    @cached_property
+    def figures(self) -> StepFigures:
+        """What the seconds of a step are compared with."""
+        return figures_of(self.config, self.model, self.world, self.cost)
 
     def take_step(self, plan: Plan, documents: Any, step: int) -> StepResult:
         """One optimizer step, counted from 0, at its learning rate; `documents` are those of the plan."""

@@ -42,6 +42,10 @@ class Placement:
         """What the model computes in."""
         return self.sharding.compute_dtype or model.dtype
 
+    def reduce_dtype_of(self, model: PreTrainedModel) -> torch.dtype:
+        """What gradients are summed over the slots in."""
+        return self.sharding.precision(model).reduce_dtype or self.dtype_of(model)
+
     def place(self, model: PreTrainedModel, root: nn.Module, *, has_experts: bool) -> None:
         """Bring the layers that are here under the home; all ranks call it together.
 

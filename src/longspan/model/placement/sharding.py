@@ -52,6 +52,12 @@ class Sharding:
                 f"({_bits(dtype)}), to which it adds none; load the model in {compute}, or leave compute_dtype out"
             )
 
+    def precision(self, model: nn.Module) -> MixedPrecisionPolicy:
+        """How FSDP2 computes and sums: gradients in float32 where parameters or arithmetic are in half precision."""
+        dtypes = {parameter.dtype for parameter in model.parameters()} | {self.compute_dtype}
+        low = self.parameters and any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
+        return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32 if low else None)
+
 
 def _bits(dtype: torch.dtype) -> int:
     return 1 - round(math.log2(torch.finfo(dtype).eps))
@@ -65,7 +71,7 @@ def shard_over_slots(
     `root` is what will be called: the model itself, or the pipeline stage around it; `has_experts` says whether any
     stage has experts, whose meshes all ranks make together.
     """
-    policy, frees = _precision(model, sharding.compute_dtype), sharding.reshard_after_forward
+    policy, frees = sharding.precision(model), sharding.reshard_after_forward
     if has_experts:
         shard_experts(model, world, policy, reshard=frees)
     for layer in decoder_layers(model).values():
@@ -76,12 +82,6 @@ def shard_over_slots(
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
         _RESHARDS[module] = frees and module is not root  # as FSDP2 itself treats a root
-
-
-def _precision(model: nn.Module, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-    dtypes = {parameter.dtype for parameter in model.parameters()} | ({compute_dtype} if compute_dtype else set())
-    low = any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
-    return MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if low else None)
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

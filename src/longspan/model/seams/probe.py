@@ -8,7 +8,7 @@ configurations (`refusals.py`). Which attention kernel a model runs is checked b
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from longspan.attention import AttentionCall, Mask, choose
+from longspan.attention.dropout import Dropout
 from longspan.attention.kernels import named
 from longspan.errors import AttentionError, ModelError
 from longspan.model.layers import decoder_layers
@@ -159,22 +160,28 @@ def unknown_tensors(arguments: dict[str, object]) -> tuple[str, ...]:
 def check_kernel(
     model: nn.Module,
     name: str | None,
-    calls: Sequence[RecordedCall],
+    recorded: Sequence[RecordedCall],
     *,
     device: torch.device,
     dtype: torch.dtype,
-) -> None:
-    """Raise AttentionError where this kernel is unknown, or cannot do what a layer asks; None: where no kernel can.
+) -> tuple[AttentionCall, ...]:
+    """The different calls of a model's layers, which this kernel (None: one kernel or another) can do.
 
-    `calls` are those of the model's probe, of tensors of `dtype` on `device`.
+    `recorded` are those of the model's probe, of tensors of `dtype` on `device`; in training they have the dropout of
+    their layer. Raises AttentionError where the kernel is unknown, or cannot do what a layer asks.
     """
     if name is not None:
         named(name)
-    for recorded in calls:
-        sizes, mask = (recorded.head_size, recorded.value_size), Mask(window=recorded.window)
-        call = AttentionCall(1, 1, *sizes, dtype, device, mask, softcap=recorded.softcap)
+    calls: dict[AttentionCall, None] = {}
+    for of_layer in recorded:
+        sizes, mask = (of_layer.head_size, of_layer.value_size), Mask(window=of_layer.window)
+        call = AttentionCall(1, 1, *sizes, dtype, device, mask, softcap=of_layer.softcap)
         try:
             choose(call, name)
         except AttentionError as error:
             what = "heads of {} with values of {}".format(*sizes) + "".join(f", {f}" for f in sorted(call.features))
             raise AttentionError(f"{type(model).__name__} attends with {what}: {error}") from error
+        rate = getattr(of_layer.module, "attention_dropout", 0.0)
+        dropout = Dropout(rate, seed=0) if isinstance(rate, float) and rate > 0 else None
+        calls[replace(call, dropout=dropout)] = None
+    return tuple(calls)

@@ -13,6 +13,7 @@ H200_TFLOPS = 450.0
 # Of a group's ring in one layer, one way: what sharded attention takes beyond its kernels, 2 ms forward and backward at
 # degree 4 and 16K or 64K packed rows (bench/records/attention-time-packed-4xH200.md).
 H200_RING_STEP_SECONDS = 300e-6
+H200_SOURCE = "the model on H200s"  # `Cost.source` of what follows from these
 
 # Of a process on CPUs with gloo, as orders of magnitude: they decide how parts of a plan compare, never a time.
 CPU_TFLOPS = 0.02
@@ -31,7 +32,7 @@ def cost_on_h200(config: Any) -> Cost:
         attention_tflops=H200_ATTENTION_TFLOPS,
         ring_step_latency=H200_RING_STEP_SECONDS,
     )
-    return replace(cost, source="the model on H200s")
+    return replace(cost, source=H200_SOURCE)
 
 
 def cost_on_cpus(config: Any) -> Cost:

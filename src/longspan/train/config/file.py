@@ -109,6 +109,8 @@ def _key_hint(section: str, key: str, siblings: Iterable[str]) -> str:
 def _converted(key: str, value: object, kind: Any, source: str) -> object:
     """The value as `kind` holds it: a list becomes a tuple, an integer may stand for a float."""
     value = present_word(value, kind)
+    if value in ([], ()) and get_origin(kind) is tuple:  # of a key that may also be a single value, it says nothing
+        return ()
     for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
         fitting = _fitting(value, option)
         if fitting is not None:

@@ -211,6 +211,8 @@ class RunSection:
     """Newest good checkpoints that are kept; 0: all."""
     compile_cache: str = ""
     """Folder where kernels compiled for GPUs are kept for later runs; empty: longspan/kernels in the user's cache."""
+    loggers: tuple[str, ...] = ()
+    """Where rows of metrics go too: tensorboard, wandb (extras), or a class of your own by its dotted name."""
     timeout_seconds: PositiveFloat = 600.0
     """How long a rank waits for the others before it says which one is missing."""
     stopped_status: NonNegativeInt = 0

@@ -14,6 +14,7 @@ from longspan.plan.check import COMM_TYPES
 from longspan.train.config.file import nearest
 from longspan.train.config.precision import check_precision
 from longspan.train.config.sections import AUTO, NOT_GIVEN, Above, AtLeast, RunConfig, bounds_of_keys
+from longspan.train.loggers.logger import check_loggers
 from longspan.train.plans import PlanChoice, home_of
 
 _EXPERT_PRESETS = "qwen3-moe-tiny or gpt-oss-tiny (8 experts)"
@@ -41,6 +42,8 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
         longest = config.data.max_document_tokens or 1
         choice.check(longest, home, f"data.max_document_tokens {longest}")
     _check_preset(config)
+    if training:
+        check_loggers(config.run.loggers)
     return home
 
 

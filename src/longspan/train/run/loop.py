@@ -1,8 +1,8 @@
 """`train`: the loop of a run, from its configuration to its last evaluation, on every rank inside an open world.
 
 A step is: documents of the step, a plan of their lengths, `run_step`. What a run leaves in its folder: config.toml,
-corpus/, tokenizer.json, metrics.jsonl, groups.jsonl, plans/, checkpoints/, model/ (Hugging Face), summary.json; and
-run.lock, which keeps a second run out.
+corpus/, tokenizer.json, run.json, metrics.jsonl, groups.jsonl, plans/, checkpoints/, model/ (Hugging Face),
+summary.json; and run.lock, which keeps a second run out.
 """
 
 import math
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.comm import World, raise_first_error
-from longspan.errors import DataError, LongspanError, RunFolderError
+from longspan.errors import ConfigError, DataError, LongspanError, RunFolderError
 from longspan.model import save_model
 from longspan.plan import Plan, PlanAhead
 from longspan.train.all_ranks import is_first_rank, on_every_rank, on_first_rank, result_or_error
@@ -25,13 +25,16 @@ from longspan.train.disk import write_atomically
 from longspan.train.evaluation.evaluate import choices_at_degrees, evaluate
 from longspan.train.evaluation.result import Evaluation
 from longspan.train.json_record import as_json
+from longspan.train.loggers.run_loggers import logger_classes
 from longspan.train.memory.live_bytes import peak_memory_bytes
 from longspan.train.plans import PlanChoice, plans_of_steps
 from longspan.train.run.config_check import check_config
-from longspan.train.run.group_log import GroupLog
 from longspan.train.run.lock import run_lock
-from longspan.train.run.metrics_log import MetricsLog, read_metrics
 from longspan.train.run.progress import ProgressDisplay
+from longspan.train.run.records.facts_of import facts_of
+from longspan.train.run.records.group_log import GroupLog
+from longspan.train.run.records.metrics_log import MetricsLog, read_metrics
+from longspan.train.run.records.open_records import open_records
 from longspan.train.run.result import LAST_STEPS, TrainResult
 from longspan.train.run.saves import Saves, is_due
 from longspan.train.run.setup import TrainingRun, set_up
@@ -50,13 +53,11 @@ def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainRes
     check_config(config, len(world.home.ranks))
     with StopSignal() as stop, run_lock(Path(config.run.dir), world, display.log):
         display.log(settings_line(config))
+        names = config.run.loggers if is_first_rank(world) else ()
+        classes = on_every_rank(world, partial(logger_classes, names), ConfigError)
         run = set_up(config, world, display.log)
-        files = [run.dir / name if is_first_rank(world) else None for name in ("metrics.jsonl", "groups.jsonl")]
-        open_metrics = partial(MetricsLog, files[0], after_step=run.done)
-        with on_every_rank(world, open_metrics, RunFolderError) as metrics:
-            open_groups = partial(GroupLog, world, files[1], display.log)
-            groups = on_every_rank(world, open_groups, RunFolderError)
-            result = _Loop(run, display, metrics, groups).train(stop)
+        with open_records(run, facts_of(run), classes, display.log) as records:
+            result = _Loop(run, display, records.metrics, records.groups).train(stop)
         summary = as_json(result.summary(), indent=1)
         on_first_rank(world, lambda: write_atomically(run.dir / "summary.json", summary), RunFolderError)
         return result
@@ -184,6 +185,7 @@ def _step(run: TrainingRun, plans: PlanAhead, step: int) -> tuple[dict[str, Any]
     row |= {"grad_norm": result.grad_norm, "lr": run.optimizer.param_groups[0]["lr"], "seconds": round(seconds, 6)}
     row |= {"tokens_per_second": round(result.tokens / seconds, 3), "memory_bytes": peak_memory_bytes(run.world.device)}
     row |= {"micro_batches": result.micro_batches, "efficiency": round(plan.efficiency, 6)}
+    row |= run.figures.of(plan, seconds)
     if result.router is not None:
         row |= {"router_balance_loss": result.router.balance, "router_z_loss": result.router.z}
     return row, plan

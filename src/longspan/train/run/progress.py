@@ -48,8 +48,8 @@ class ProgressDisplay:
         if self._stream.isatty():
             self._advance(row)
         elif row["step"] % LINE_EVERY == 0 or row["step"] in (1, self._steps):
-            figures = "  ".join((*_figures(row), self._remaining(row["step"])))
-            self.log(f"step {row['step']:>6}/{self._steps}  {figures}".rstrip())
+            step = f"step {row['step']:>{len(str(self._steps))}}/{self._steps}"
+            self.log("  ".join(filter(None, (step, *_figures(row), self._remaining(row["step"])))))
 
     def show_evaluation(self, row: Mapping[str, Any]) -> None:
         """Show an evaluation, given its row of metrics."""
@@ -85,7 +85,7 @@ class ProgressDisplay:
         if step <= first or step >= self._steps:
             return ""
         seconds = round((now - began) / (step - first) * (self._steps - step))
-        return f"{seconds // 60}:{seconds % 60:02d} left"
+        return f"{_clock(seconds)} left"
 
 
 def _that_fit(row: Mapping[str, Any], steps: int, width: int) -> tuple[int, tuple[ProgressColumn, ...]]:
@@ -104,7 +104,28 @@ def _that_fit(row: Mapping[str, Any], steps: int, width: int) -> tuple[int, tupl
     return shown, tuple(columns)
 
 
-def _figures(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    """The figures of a step, the most important first."""
-    speed, memory = row["tokens_per_second"], row["memory_bytes"] / 2**20
-    return f"loss {row['loss']:.4f}", f"{speed:>7.0f} tokens/s", f"{memory:.0f} MiB"
+def _figures(row: Mapping[str, Any]) -> list[str]:
+    """The figures of a step, the most important first, in widths that hardly change from step to step."""
+    figures = [f"loss {row['loss']:.4f}", f"lr {_short(row['lr'])}", f"norm {_norm(row['grad_norm'])}"]
+    figures.append(f"{row['tokens_per_second']:>5.0f} tok/s")
+    if "mfu" in row:
+        figures.append(f"MFU {100 * row['mfu']:.0f}%")
+    return [*figures, _memory(row["memory_bytes"])]
+
+
+def _clock(seconds: int) -> str:
+    minutes = f"{seconds // 60}:{seconds % 60:02d}"
+    return minutes if seconds < 3600 else f"{seconds // 3600}:{seconds // 60 % 60:02d} h"
+
+
+def _short(value: float) -> str:
+    """A number in seven characters: 6.0e-3."""
+    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
+
+
+def _norm(value: float) -> str:
+    return f"{value:.2f}" if 0.01 <= value < 100 else _short(value)
+
+
+def _memory(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

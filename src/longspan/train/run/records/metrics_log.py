@@ -1,9 +1,9 @@
 """The metrics of a run: one JSON object a line in metrics.jsonl.
 
 Rows of training: step, loss, tokens, targets, grad_norm, lr, seconds, tokens_per_second, memory_bytes, micro_batches,
-efficiency, and router_balance_loss and router_z_loss of models with experts. Rows of evaluation: step, eval_loss,
-eval_tokens, eval_targets, cp, seconds. One rank writes. A number that is not finite, for which JSON has no word, is
-written and read as null.
+efficiency; where they are known tflops, mfu, predicted_seconds and bound_share (`figures.py`); and router_balance_loss
+and router_z_loss of models with experts. Rows of evaluation: step, eval_loss, eval_tokens, eval_targets, cp, seconds.
+One rank writes. A number that is not finite, for which JSON has no word, is written and read as null.
 """
 
 import json
@@ -14,6 +14,7 @@ from typing import Any
 
 from longspan.train.disk import naming_file, write_atomically
 from longspan.train.json_record import as_json, json_values
+from longspan.train.loggers.run_loggers import RunLoggers
 
 
 class MetricsLog:
@@ -23,10 +24,11 @@ class MetricsLog:
     ...     log.write({"step": 101, "loss": 3.2})
 
     Later rows, which the run is about to make again, and a line that an interrupted write left torn are dropped. `None`
-    for a path writes nothing: on the ranks that do not record.
+    for a path writes nothing: on the ranks that do not record. A row that is written goes to `loggers` too.
     """
 
-    def __init__(self, path: Path | None, *, after_step: int) -> None:
+    def __init__(self, path: Path | None, *, after_step: int, loggers: RunLoggers | None = None) -> None:
+        self._loggers = loggers
         rows = [row for row in read_metrics(path) if row["step"] <= after_step] if path else []
         self.evaluated: set[int] = {row["step"] for row in rows if "eval_loss" in row}
         self._file = None
@@ -50,6 +52,8 @@ class MetricsLog:
             with naming_file(Path(self._file.name)):
                 self._file.write(as_json(row) + "\n")
                 self._file.flush()
+        if self._loggers is not None:
+            self._loggers.log(row)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,69 @@
+"""What a prepared model computes with, for what a run says of itself: types of tensors, and the kernels of attention.
+
+It is decided in `placement/` and `seams/probe.py`; nothing here changes it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from longspan.attention import AttentionCall, choose
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Types of parameters, of what layers compute in and of sums of gradients, and the attention calls of the layers.
+
+    `calls` are the different ones, none for a model that was not probed; `kernel` is the one that was asked for by
+    name. `prepare` leaves it on the model.
+
+    >>> execution_of(prepare(model, world)).kernels
+    ('cpu_flash',)
+    """
+
+    parameter_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    calls: tuple[AttentionCall, ...]
+    kernel: str | None = None
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The kernels that run, in words: one for all layers, or one for each kind of layer that takes another."""
+        by_words: dict[str, list[AttentionCall]] = {}
+        for call in self.calls:
+            by_words.setdefault(self._words(call), []).append(call)
+        if len(by_words) < 2:
+            return tuple(by_words)
+        return tuple(f"{words} ({_layers(calls)})" for words, calls in by_words.items())
+
+    def why_slow(self) -> str:
+        """Why no faster kernel than `reference` runs on a GPU, where that is so; else ""."""
+        for call in self.calls:
+            if call.device.type == "cuda" and choose(call, self.kernel).name == "reference":
+                kind = f"{str(call.dtype).removeprefix('torch.')}, heads of {call.head_size}"
+                return f"the slow reference kernel is all that can do {kind}{_features(call)} here"
+        return ""
+
+    def _words(self, call: AttentionCall) -> str:
+        """The kernel of a layer, and the other one that groups of one document may take."""
+        several, one = (choose(replace(call, one_document=alone), self.kernel).name for alone in (False, True))
+        return several if several == one else f"{one} where each group has one document, else {several}"
+
+
+def execution_of(model: nn.Module) -> Execution:
+    """What a prepared model computes with."""
+    prepared: Any = model
+    return prepared.execution
+
+
+def _layers(calls: Sequence[AttentionCall]) -> str:
+    kinds = (f"window of {call.mask.window:,}" if call.mask.window else "full attention" for call in calls)
+    return "layers with " + " and ".join(dict.fromkeys(kinds))
+
+
+def _features(call: AttentionCall) -> str:
+    return "".join(f", {feature}" for feature in sorted(call.features))

@@ -1,0 +1,79 @@
+"""What the seconds of a step are compared with: the model's FLOPs, the devices' peak, and the plan's own prediction.
+
+Everything follows from the plan's integers and the host's clock: no figure makes a rank wait for its device.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from longspan.comm import World
+from longspan.errors import PlanError
+from longspan.model.execution import execution_of
+from longspan.plan import Cost, Plan
+from longspan.plan.cost.model_cost import H200_SOURCE
+from longspan.plan.cost.model_flops import model_flops, peak_tflops
+from longspan.plan.cost.model_shape import ModelShape
+from longspan.train.config.sections import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """A model's FLOPs on so many devices; `peak` in TFLOP/s of each, None where it is not known.
+
+    `shape` is None for a model whose configuration does not tell its FLOPs; `uncounted` says why. `priced_here`: the
+    cost of its plans is of these devices, so that what they predict may stand beside what was measured.
+    """
+
+    shape: ModelShape | None
+    devices: int
+    peak: float | None = None
+    priced_here: bool = False
+    uncounted: str = ""
+
+    def of(self, plan: Plan, seconds: float) -> dict[str, float]:
+        """What is known of a step that took so many seconds: `tflops` of a device, its share `mfu` of the peak,
+        `predicted_seconds` and `bound_share`, the plan's lower bound over the seconds.
+
+        >>> figures.of(plan, 2.5)  # doctest: +SKIP
+        {'tflops': 412.0, 'mfu': 0.416582, 'predicted_seconds': 2.3, 'bound_share': 0.91}
+        """
+        figures: dict[str, float] = {}
+        if self.shape is not None:
+            tflops = model_flops(self.shape, plan.lengths) / seconds / self.devices / 1e12
+            figures["tflops"] = float(f"{tflops:.6g}")
+            if self.peak is not None:
+                figures["mfu"] = round(tflops / self.peak, 6)
+        if self.priced_here:
+            figures["predicted_seconds"] = round(plan.predicted_seconds, 6)
+            figures["bound_share"] = round(plan.lower_bound_seconds / seconds, 6)
+        return figures
+
+
+def figures_of(config: RunConfig, model: nn.Module, world: World, cost: Cost) -> StepFigures:
+    """The figures of a prepared model on this world's devices; `cost` is what its plans are priced by."""
+    device, shape, uncounted = device_name(world), None, ""
+    try:
+        shape = ModelShape.of(model.config)
+    except PlanError as error:
+        uncounted = str(error)
+    return StepFigures(
+        shape=shape,
+        devices=len(world.home.ranks),
+        peak=peak_tflops(device, _multiplied_in(execution_of(model).compute_dtype)),
+        priced_here=bool(config.context.cost) or (cost.source == H200_SOURCE and "H200" in device),
+        uncounted=uncounted,
+    )
+
+
+def device_name(world: World) -> str:
+    """The name of this rank's device: "NVIDIA H200", or "CPU"."""
+    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+
+
+def _multiplied_in(dtype: torch.dtype) -> str:
+    """The type in which matrices of a dtype are multiplied: torch may be allowed a shorter one for float32."""
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return "tensorfloat32"
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,116 @@
+"""What is running: the facts of a run that are said before its first step, kept as run.json, and shown in its report.
+
+As values; `facts_of.py` finds them. Needs no torch, for the report reads them too.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from longspan.errors import counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """A run at the start of a session: model, types, devices, home, attention, plans, data and steps.
+
+    >>> for name, text in facts.lines():
+    ...     print(f"{name:<10} {text}")
+
+    `parameters_of_rank` is that of the rank that holds most; `peak_tflops` is a device's in the type that it computes
+    in, None where it is not known; `caution` is what a user of these devices would want to change, "" for nothing.
+    """
+
+    model: str
+    parameters: int
+    parameters_of_rank: int
+    experts: int
+    experts_of_token: int
+    parameter_dtype: str
+    compute_dtype: str
+    reduce_dtype: str
+    device: str
+    ranks: int
+    hosts: int
+    cores: int
+    backend: str
+    home: dict[str, int]
+    sequence_parallel: bool
+    comm_types: str
+    kernels: tuple[str, ...]
+    plans: str
+    priced_for: str
+    peak_tflops: float | None
+    uncounted: str
+    documents: int
+    held_out: int
+    tokens: int
+    longest: int
+    steps: int
+    done: int
+    tokens_per_step: int
+    optimizer: str
+    lr: float
+    report: str
+    caution: str = ""
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Name and text of each line, for the console and the report."""
+        experts = f", {self.experts_of_token} of {self.experts} experts a token" if self.experts else ""
+        held = f"{_size(self.parameters)} parameters, {_size(self.parameters_of_rank)} on a rank"
+        yield "model", f"{self.model}: {held}{experts}"
+        sums = f"gradients summed in {self.reduce_dtype}"
+        yield "precision", f"parameters {self.parameter_dtype}, compute {self.compute_dtype}, {sums}"
+        yield "devices", self._devices()
+        yield "home", ", ".join((*_degrees(self.home), *(["sequence-parallel"] if self.sequence_parallel else [])))
+        yield "attention", f"{self.comm_types}; kernel {'; '.join(self.kernels) or 'chosen in the first pass'}"
+        yield "plans", self.plans + (f"; priced for {self.priced_for}" if self.priced_for else "")
+        held_out = f", {self.held_out:,} of them held out" if self.held_out else ""
+        documents = f"{counted(self.documents, 'document')} of {counted(self.tokens, 'token')}"
+        yield "data", f"{documents}, longest {self.longest:,}{held_out}"
+        done = f", {self.done:,} are done" if self.done else ""
+        yield "steps", f"{self.steps:,} of {self.tokens_per_step:,} tokens{done}; {self.optimizer}, lr {self.lr:g}"
+        yield "report", self.report
+        if self.uncounted:
+            yield "no MFU", f"model FLOPs are not counted: {self.uncounted}"
+        if self.caution:
+            yield "caution", self.caution
+
+    def _devices(self) -> str:
+        if self.device == "CPU":
+            cores = f"{counted(self.ranks, 'process', 'es')} on {counted(self.cores, 'CPU core')}"
+            return f"{cores}{_on_hosts(self.hosts)}, {self.backend}"
+        peak = f"; MFU is of {self.peak_tflops:g} TFLOP/s each" if self.peak_tflops and not self.uncounted else ""
+        return f"{self.ranks} x {self.device}{_on_hosts(self.hosts)}, {self.backend}{peak}"
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "RunFacts | None":
+        """The facts of a run.json; None where they are of another release."""
+        try:
+            return cls(**values)
+        except TypeError:
+            return None
+
+
+def facts_text(facts: RunFacts) -> str:
+    """The facts as lines of a console, names lined up."""
+    lines = list(facts.lines())
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
+
+
+def _degrees(home: dict[str, int]) -> Iterator[str]:
+    """The home's degrees that say something: the slots always, others where they are above 1."""
+    yield counted(home["slots"], "slot")
+    yield from (f"{name} {degree}" for name, degree in home.items() if name != "slots" and degree > 1)
+
+
+def _on_hosts(hosts: int) -> str:
+    return f", {hosts} hosts" if hosts > 1 else ""
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("B", 1e9), ("M", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:,}"

@@ -1,0 +1,104 @@
+"""Finds the facts of a run that is set up, on all ranks together: what its first rank says before the first step."""
+
+import os
+from typing import Any
+
+from longspan.comm import World
+from longspan.errors import counted
+from longspan.model.execution import Execution, execution_of
+from longspan.model.local_tensors import local_tensor
+from longspan.train.figures import device_name
+from longspan.train.gradients import counted_parameters
+from longspan.train.plans import PlanChoice
+from longspan.train.run.records.facts import RunFacts
+from longspan.train.run.setup import TrainingRun
+
+
+def facts_of(run: TrainingRun) -> RunFacts:
+    """The facts of a run; entered by all ranks.
+
+    >>> display.log(facts_text(facts_of(run)))
+    """
+    config, world, execution = run.config, run.world, execution_of(run.model)
+    parameters, parameters_of_rank = _parameters(run)
+    experts, experts_of_token = _experts(run.model.config)
+    return RunFacts(
+        model=config.model.path or config.model.preset,
+        parameters=parameters,
+        parameters_of_rank=parameters_of_rank,
+        experts=experts,
+        experts_of_token=experts_of_token,
+        **_types(execution),
+        **_devices(world),
+        home=_home(world, config.parallel.vpp),
+        sequence_parallel=config.parallel.sequence_parallel,
+        comm_types="/".join(dict.fromkeys(run.choice.comm_types)),
+        kernels=execution.kernels,
+        plans=_plans(run),
+        priced_for=run.cost.source or "",
+        peak_tflops=run.figures.peak,
+        uncounted=run.figures.uncounted,
+        documents=len(run.corpus),
+        held_out=len(run.held_out),
+        tokens=int(run.corpus.lengths.sum()),
+        longest=int(run.corpus.lengths.max()),
+        steps=config.train.steps,
+        done=run.done,
+        tokens_per_step=config.train.tokens_per_step,
+        optimizer=config.train.optimizer,
+        lr=config.train.lr,
+        report=str(run.dir / "report.html"),
+        caution=execution.why_slow(),
+    )
+
+
+def _parameters(run: TrainingRun) -> tuple[int, int]:
+    """Parameters of the whole model, each once, and those on the rank that holds most."""
+    whole = sum(parameter.numel() for parameter in counted_parameters(run.model))  # of this rank's stages
+    here = sum(local_tensor(parameter).numel() for parameter in run.model.parameters())
+    of_ranks = run.world.control.gather_objects((run.world.coordinates.pp, whole, here))
+    of_stages = {pp: count for pp, count, _ in of_ranks}
+    return sum(of_stages.values()), max(count for *_, count in of_ranks)
+
+
+def _experts(model_config: Any) -> tuple[int, int]:
+    """The experts of a layer, and how many of them a token visits; 0 without experts."""
+    text = model_config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((count for name in names if (count := getattr(text, name, None))), 0)
+    return (experts, getattr(text, "num_experts_per_tok", 0)) if experts else (0, 0)
+
+
+def _types(execution: Execution) -> dict[str, str]:
+    names = ("parameter_dtype", "compute_dtype", "reduce_dtype")
+    return {name: str(getattr(execution, name)).removeprefix("torch.") for name in names}
+
+
+def _devices(world: World) -> dict[str, Any]:
+    gpu, ranks = world.device.type == "cuda", len(world.home.ranks)
+    return {
+        "device": device_name(world),
+        "ranks": ranks,
+        "hosts": -(-ranks // (world.node_size * world.home.tp)),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "backend": "nccl" if gpu else "gloo",
+    }
+
+
+def _home(world: World, virtual_stages: int) -> dict[str, int]:
+    home = world.home
+    degrees = {"tp": home.tp, "pp": home.pp, "vpp": virtual_stages, "ep": home.ep, "dp_replicate": home.dp_replicate}
+    return {"slots": home.slots, **degrees}
+
+
+def _plans(run: TrainingRun) -> str:
+    """How steps and evaluations are planned."""
+    free = ", free" if run.config.context.mode == "free" else ""
+    cap = run.choice.options.max_tokens_per_slot
+    rows = f"at most {counted(cap, 'row')} a slot" if cap else "any number of rows a slot"
+    evaluated = f"; evaluation {_degree(run.evaluation_choice)}" if run.held_out else ""
+    return f"{_degree(run.choice)}{free}, {rows}{evaluated}"
+
+
+def _degree(choice: PlanChoice) -> str:
+    return choice.planner if choice.planner == "dynamic" else f"{choice.planner} at cp {choice.degree}"
