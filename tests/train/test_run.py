@@ -33,6 +33,7 @@ from longspan.train.checkpoint.files import step_of
 from longspan.train.config.file import load_config, to_toml
 from longspan.train.config.sections import RunConfig
 from longspan.train.run import lock as run_lock
+from longspan.train.run.records.facts import RunFacts
 from longspan.train.run.records.metrics_log import read_metrics
 from longspan.train.run.result import TrainResult
 from tests.train.small import small_config, train_rank, without_times
@@ -45,7 +46,8 @@ def run(config: RunConfig, ranks: int) -> TrainResult:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, TrainResult]:
     """Six steps on two ranks without a break, a checkpoint at 3 and at 6."""
-    config = small_config(tmp_path_factory.mktemp("straight"), train__save_every=3)
+    loggers = ["tests.train.fake_loggers.FileLogger"]
+    config = small_config(tmp_path_factory.mktemp("straight"), train__save_every=3, run__loggers=loggers)
     return config, run(config, 2)
 
 
@@ -83,6 +85,24 @@ def test_what_a_run_leaves(straight: tuple[RunConfig, TrainResult]) -> None:
     assert steps[-1]["loss"] < steps[0]["loss"] < 1.2 * math.log(300)
 
 
+def test_what_is_running_is_kept_and_priced_on_no_other_machine(straight: tuple[RunConfig, TrainResult]) -> None:
+    folder = Path(straight[0].run.dir)
+    facts = RunFacts.from_json(json.loads((folder / "run.json").read_text()))
+    assert facts is not None and (facts.ranks, facts.device, facts.steps, facts.done) == (2, "CPU", 6, 0)
+    model = load_file(folder / "model" / "model.safetensors")
+    assert facts.parameters == sum(tensor.numel() for tensor in model.values())
+    assert facts.parameters / 2 <= facts.parameters_of_rank <= facts.parameters / 2 + 1000
+    assert facts.kernels == ("cpu_flash",) and facts.priced_for == ""
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert not any({"mfu", "predicted_seconds", "bound_share"} & row.keys() for row in rows)
+
+
+def test_loggers_get_every_row_once_in_a_session_from_the_first_rank(straight: tuple[RunConfig, TrainResult]) -> None:
+    folder = Path(straight[0].run.dir)
+    sessions = [json.loads(line) for line in (folder / "logged.jsonl").read_text().splitlines()]
+    assert sessions == [{"done": 0, "rows": read_metrics(folder / "metrics.jsonl"), "closed": True}]
+
+
 def test_the_last_evaluations_agree_over_degrees(straight: tuple[RunConfig, TrainResult]) -> None:
     _, outcome = straight
     one, two = outcome.final
@@ -106,6 +126,8 @@ def test_a_resumed_run_is_bit_for_bit_the_run_without_a_break(
     again = copy_cut_at(config, tmp_path, 3)
     run(again, 2)
     assert rows_of(again) == rows_of(config)
+    sessions = [json.loads(line) for line in (Path(again.run.dir) / "logged.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in sessions[1]["rows"]] == [4, 4, 5, 6, 6, 6] and sessions[1]["done"] == 3
     old, new = (load_file(Path(c.run.dir) / "model" / "model.safetensors") for c in (config, again))
     assert old.keys() == new.keys() and all(old[name].equal(new[name]) for name in old)
 

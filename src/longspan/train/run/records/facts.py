@@ -68,8 +68,9 @@ class RunFacts:
         held_out = f", {self.held_out:,} of them held out" if self.held_out else ""
         documents = f"{counted(self.documents, 'document')} of {counted(self.tokens, 'token')}"
         yield "data", f"{documents}, longest {self.longest:,}{held_out}"
-        done = f", {self.done:,} are done" if self.done else ""
-        yield "steps", f"{self.steps:,} of {self.tokens_per_step:,} tokens{done}; {self.optimizer}, lr {self.lr:g}"
+        done = f", of which {self.done:,} are done" if self.done else ""
+        yield "steps", f"{self.steps:,}{done}, each of up to {self.tokens_per_step:,} tokens"
+        yield "optimizer", f"{self.optimizer}, lr {self.lr:g} at most"
         yield "report", self.report
         if self.uncounted:
             yield "no MFU", f"model FLOPs are not counted: {self.uncounted}"
@@ -87,8 +88,8 @@ class RunFacts:
     def from_json(cls, values: dict[str, Any]) -> "RunFacts | None":
         """The facts of a run.json; None where they are of another release."""
         try:
-            return cls(**values)
-        except TypeError:
+            return cls(**{**values, "kernels": tuple(values["kernels"])})
+        except (KeyError, TypeError):
             return None
 
 
