@@ -3,7 +3,6 @@
 import json
 import struct
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from longspan.errors import ConfigError
 from longspan.testing import run_ranks
 from longspan.train.config.file import load_config, to_toml
-from longspan.train.config.sections import RunConfig
 from longspan.train.loggers import RunStart, logger, scalars
 from longspan.train.loggers.run_loggers import RunLoggers, logger_classes
 from longspan.train.run.config_check import check_config
@@ -49,17 +47,14 @@ def test_an_empty_list_of_loggers_is_read_and_written() -> None:
             load_config(None, {key: []})
 
 
-def with_loggers(*names: str) -> RunConfig:
-    config = RunConfig()
-    return replace(config, run=replace(config.run, loggers=names))
-
-
-def test_a_logger_that_is_not_installed_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_logger_that_is_not_installed_is_an_error_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logger, "find_spec", lambda name: None)
     for name in ("tensorboard", "wandb"):
         with pytest.raises(ConfigError, match=rf"{name} is not installed; pip install 'longspan\[{name}\]'"):
-            check_config(with_loggers(name), 4)
-    check_config(with_loggers("my_package.MyLogger"), 4)
+            check_config(small_config(tmp_path, run__loggers=[name]), 4)
+    check_config(small_config(tmp_path, run__loggers=["my_package.MyLogger"]), 4)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +66,9 @@ def test_a_logger_that_is_not_installed_is_an_error_with_the_command(monkeypatch
         ("nowhere.Logger", "nowhere cannot be imported: ModuleNotFoundError.*PYTHONPATH"),
     ],
 )
-def test_names_that_are_no_loggers(name: str, words: str) -> None:
+def test_names_that_are_no_loggers(name: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_config(with_loggers(name), 4)
+        check_config(small_config(tmp_path, run__loggers=[name]), 4)
         logger_classes([name])
 
 
