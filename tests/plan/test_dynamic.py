@@ -299,6 +299,8 @@ BAD = [
     ({"mode": "async"}, "mode is 'async'"),
     ({"partition": "striped"}, "partition is 'striped'; use one of zigzag, contiguous"),
     ({"effort": "heroic"}, "effort is 'heroic'"),
+    ({"lengths": [99], "max_tokens_per_slot": 12}, r"12 hold \(1 such document\); .* 13, use a home of more slots, or"),
+    ({"lengths": [99], "max_tokens_per_slot": 12, "max_cp": 4}, "to 25, raise max_cp, or cut the document"),
     ({"cp_comm_type": "smoke"}, "cp_comm_type is 'smoke'"),
 ]
 

@@ -182,6 +182,11 @@ IMPOSSIBLE = [
     (1, {}, r"context_parallel_size 2 does not divide 1 slot .*--world 2"),
     (4, {"context.max_tokens_per_slot": 512}, r"max_tokens_per_slot 512 .*max_document_tokens 2048 .*2048.*1024"),
     (4, {"context.eval_max_tokens_per_slot": 500}, r"eval_max_tokens_per_slot 500 do not suit .*2000"),
+    (
+        1,
+        {"context.planner": "dynamic", "context.eval_context_parallel_size": 1},
+        r"^context.max_tokens_per_slot 1024 does not suit data.max_document_tokens 2048 on 1 rank: .* of more slots",
+    ),
     (4, {"context.planner": "padded", "context.max_tokens_per_slot": 512}, r"max_tokens_per_slot 512"),
     (4, {"context.cp_comm_type": "ring"}, r"context.cp_comm_type is 'ring'; known: p2p"),
     (4, {"context.cp_comm_type": ("p2p", "al_gather")}, r"'al_gather'; did you mean 'all_gather'"),

@@ -175,11 +175,10 @@ class PlanChoice:
         try:
             self.plan((longest,), home)
         except LongspanError as error:
-            raise ConfigError(
-                f"{self.degree_key} {self.degree} and {self.prefix}max_tokens_per_slot "
-                f"{self.options.max_tokens_per_slot or 0} do not suit {what} "
-                f"on {counted(len(home.ranks), 'rank')}: {error}"
-            ) from error
+            rows = f"{self.prefix}max_tokens_per_slot {self.options.max_tokens_per_slot or 0}"
+            fixed = self.planner != "dynamic"
+            keys = f"{self.degree_key} {self.degree} and {rows} do not suit" if fixed else f"{rows} does not suit"
+            raise ConfigError(f"{keys} {what} on {counted(len(home.ranks), 'rank')}: {error}") from error
 
     def _cost(self, home: Layout) -> Cost:
         """The cost of a slot, whose tensor-parallel ranks share it; in free mode with the closing of a step."""

@@ -112,8 +112,9 @@ def _checked_degrees(request: Request, min_cp: int, max_cp: int | None) -> Degre
     degrees = request.degrees(least=int(min_cp), most=widest)
     if not degrees:
         check_heads(request, widest)
+    wider = "use a home of more slots" if widest == slots else "raise max_cp"
     limited = f"use a cp_comm_type other than a2a, which the heads limit to cp {degrees[-1]}"
-    request.check_longest(degrees[-1], limited if degrees[-1] < widest else "")
+    request.check_longest(degrees[-1], limited if degrees[-1] < widest else wider)
     return degrees
 
 

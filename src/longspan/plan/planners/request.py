@@ -131,7 +131,7 @@ class Request(PlanOptions):
         multiple = f" in multiples of {self.row_multiple}" if self.row_multiple > 1 else ""
         raise PlanError(
             f"document {self.lengths.index(longest)} has {longest} rows, more than the {self.rows * cp} that cp {cp} x "
-            f"max_tokens_per_slot {self.max_tokens_per_slot} hold{multiple} ({over} such documents); raise "
+            f"max_tokens_per_slot {self.max_tokens_per_slot} hold{multiple} ({counted(over, 'such document')}); raise "
             f"max_tokens_per_slot to {self._least_cap(longest, cp)}, {limit or 'raise cp'}, or cut the document"
         )
 
