@@ -19,10 +19,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+YARN = ("--model.rope_scaling", "yarn")
 BENCHES = {
     "attention": ["attention", "--no-peers", "--lengths"],
     "packed": ["attention", "--no-peers", "--documents", "8", "--types", "p2p,a2a", "--lengths"],
-    "step": ["step", "--planners", "fixed", "--recompute", "selective", "--recompute_layers", "4", "--sequences"],
+    "step": [*("step", "--planners", "fixed"), *YARN, "--train.recompute_layers", "4", "--sequences"],
 }
 LENGTHS = {"attention": "16384,65536,131072", "packed": "16384,131072", "step": "65536,16384"}
 

@@ -1,29 +1,30 @@
-"""`longspan bench step`: all planners on two CPU processes, its arithmetic, and what it refuses."""
+"""`longspan bench step`: a run's own steps under all planners on two CPU processes, and what it refuses."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from longspan.bench.step.flags import StepFlags
+from longspan.bench.step.flags import parse_step
 from longspan.bench.step.profile_parts import kind_of, merged, parts_of
 from longspan.bench.step.record import record_markdown, record_text
 from longspan.bench.step.settings import Settings, make_settings
-from longspan.bench.step.shapes import shape_named
 from longspan.cli.main import main
 from longspan.plan import Cost
+from longspan.train.config.file import to_toml
+from tests.train.small import small_config
 
 
-def settings(ranks: int = 2, **changes: Any) -> Settings:
-    return make_settings(StepFlags(**changes), ranks, "gloo", ["bench"])
+def settings(*words: str, ranks: int = 2, backend: str = "gloo") -> Settings:
+    return make_settings(*parse_step(words), ranks, backend, ["bench"])
 
 
 def test_steps_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, cost = tmp_path / "records" / "s.json", tmp_path / "cost.json"
     cost.write_text(json.dumps(Cost(linear_seconds=1e-4).to_json()))
-    words = ["--world", "2", "--lengths", "40,24,9,7", "--repeats", "1", "--warmup", "0", "--peers"]
-    words += ["--max_tokens_per_slot", "40", "--cost", str(cost), "--out", str(out), "--recompute", "full"]
+    words = ["--world", "2", "--lengths", "40,24,9,7", "--repeats", "1", "--warmup", "0", "--peers", "--out", str(out)]
+    words += ["--context.max_tokens_per_slot", "40", "--context.cost", str(cost)]
+    words += ["--train.activation_checkpointing", "full", "--train.fused_norms", "off", "--profile"]
     assert main(["bench", "step", *words, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record == json.loads(out.read_text())
@@ -33,111 +34,84 @@ def test_steps_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for row in planned:
         assert row["seconds"] > 0 and row["prediction_ratio"] == row["predicted_seconds"] / row["seconds"]
         assert row["tokens_per_second_per_device"] == pytest.approx(80 / row["seconds"] / 2)
-    assert "missing" in peer and {"machine", "versions", "command", "cost"} <= record.keys()
+        assert sum(row["parts"].values()) >= 2 * row["parts"]["step"] > 0 and row["parts"]["attention"] > 0
+    assert "missing" in peer and {"machine", "versions", "command", "cost", "configuration"} <= record.keys()
+    assert record["lengths"] == [40, 24, 9, 7] and record["shape"]["layers"] == 2
     table = out.with_suffix(".md").read_text()
     assert table == record_markdown(record) and "| longspan fixed |" in table
-    assert "not available: ValueError: its attention kernels run on CUDA only" in record_text(record)
+    assert "recomputation full, the model's own norms, float32" in table and "Longest kernels of longspan" in table
+    text = record_text(record)
+    assert "not available: ValueError: its attention kernels run on CUDA only" in text and "exposed comm" in text
 
 
-def test_experts_in_free_mode_and_without_an_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "--planners",
-        "dynamic",
-        "--mode",
-        "free",
-        "--partition",
-        "contiguous",
-        "--optimizer",
-        "",
-        "--repeats",
-        "1",
-        "--warmup",
-        "0",
-        "--profile",
-    ]
-    experts = ["--experts", "4", "--experts_per_token", "2", "--expert_ffn", "16"]
-    assert main(["bench", "step", "--world", "2", "--lengths", "40,24,9,7", *words, *experts, "--json"]) == 0
+def test_the_steps_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the run's file: its model, plans and documents, and the loss of its own first step."""
+    free = {"context__planner": "dynamic", "context__mode": "free", "train__steps": 1, "data__eval_documents": 0}
+    config = small_config(tmp_path, **free, train__optimizer="sgd", train__seed=3)
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    bench = ["bench", "step", str(tmp_path / "run.toml"), "--world", "2", "--repeats", "1", "--warmup", "0", "--json"]
+    assert main(bench) == 2 and "has no corpus yet, whose first step would be timed" in capsys.readouterr().err
+    assert main(["train", str(tmp_path / "run.toml"), "--world", "2", "--json"]) == 0
+    first, *_ = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    capsys.readouterr()
+    assert main(bench) == 0
     record = json.loads(capsys.readouterr().out)
-    assert record["cost"]["closing_seconds"] > 0
     (row,) = record["rows"]
-    assert sum(row["parts"].values()) >= 2 * row["parts"]["step"] > 0 and row["parts"]["attention"] > 0
-    assert "exposed communication" in record_text(record)
-    assert record["partition"] == "contiguous" and "auto, contiguous rows, at most" in record_text(record)
+    assert row["name"] == "longspan dynamic" and record["mode"] == "free" and record["cost"]["closing_seconds"] > 0
+    assert (record["tokens"], row["micro_batches"]) == (first["tokens"], first["micro_batches"])
+    assert record["source"] == f"step 1 of {tmp_path / 'run'}" and record["optimizer"] == "sgd"
 
 
-def test_tensor_parallel_ranks_share_the_cost_of_a_slot() -> None:
-    one, two = (settings(2 * tp, tp=tp, mode="free", planners="fixed").cost for tp in (1, 2))
-    assert (two.linear_seconds, two.ring_bytes) == (one.linear_seconds / 2, one.ring_bytes / 2)
-    weights = 2 * (64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128) + 2 * 64 * 512
-    half = settings(2, mode="free", planners="fixed", compute="bfloat16").cost
-    for tp, each, cost in ((1, 8, one), (2, 8, two), (1, 6, half)):  # half of the bytes a weight are the other slot's
-        assert cost.closing_seconds == pytest.approx(10e-3 + weights / tp * each / 2 / 350e9, rel=1e-12)
+def test_a_run_and_its_bench_have_the_same_configuration() -> None:
+    words = ["--lengths", "40,24", "--parallel.pp", "2", "--train.compiled", "--model.preset", "qwen3-moe-tiny"]
+    bench = settings(*words, "--context.mode", "lockstep", ranks=4)
+    assert bench.home.pp == 2 and bench.config.train.compiled and bench.config.train.lr == 0
+    assert bench.configuration.num_experts == bench.to_json()["shape"]["experts"] == 8
+    assert len(bench.plan("fixed").micro_batches) % 2 == 0
 
 
 def test_recomputed_layers_are_in_the_cost() -> None:
-    none, some, all_ = (settings(2, recompute=kind).cost for kind in ("none", "selective", "full"))
+    none, some, all_ = (
+        settings("--train.activation_checkpointing", kind).cost for kind in ("none", "selective", "full")
+    )
     assert none.linear_seconds < some.linear_seconds == all_.linear_seconds
     assert none.attention_seconds == some.attention_seconds < all_.attention_seconds
 
 
-def test_the_record_says_which_kernels_and_norms_there_were(tmp_path: Path) -> None:
-    out = tmp_path / "s.json"
-    words = [
-        "--lengths",
-        "9,7",
-        "--planners",
-        "fixed",
-        "--warmup",
-        "0",
-        "--repeats",
-        "1",
-        "--profile",
-        "--out",
-        str(out),
-    ]
-    assert main(["bench", "step", "--world", "1", *words, "--fused_norms", "off"]) == 0
-    text = out.with_suffix(".md").read_text()
-    assert "the model's own norms, float32" in text and "Longest kernels of longspan fixed:" in text
-    (row,) = json.loads(out.read_text())["rows"]
-    assert f"| `{row['kernels'][0]['name']}` | {row['kernels'][0]['part']} |" in text
-    assert json.loads(out.read_text())["lengths"] == [9, 7]
-
-
-def test_the_shape_that_goals_are_set_for() -> None:
-    config = shape_named("qwen3-8b").config(131072)
-    assert (config.hidden_size, config.num_hidden_layers, config.head_dim) == (4096, 36, 128)
-    experts = shape_named("qwen3-30b-a3b").changed(StepFlags(layers=4)).config(49152)
-    assert (experts.num_experts, experts.num_experts_per_tok, experts.num_hidden_layers) == (128, 8, 4)
-    assert experts.norm_topk_prob
-    given = StepFlags(experts=4, experts_per_token=2, expert_ffn=24)
-    assert shape_named("small").changed(given).config(64).moe_intermediate_size == 24
+def test_the_model_that_goals_are_set_for() -> None:
+    words = ["--lengths", "131072", "--model.rope_scaling", "yarn", "--peak_tflops", "989"]
+    bench = settings(*words, ranks=4, backend="nccl")
+    text = bench.configuration.get_text_config()
+    assert (text.hidden_size, text.num_hidden_layers, text.head_dim, bench.compute) == (4096, 36, 128, "bfloat16")
+    assert text.rope_parameters["rope_type"] == "yarn"
+    experts = settings("--model.preset", "qwen3-30b-a3b", "--layers", "4").configuration
+    assert (experts.num_experts, experts.num_hidden_layers, len(experts.layer_types)) == (128, 4, 4)
 
 
 def test_one_sequence_over_all_ranks() -> None:
-    found = settings(4, lengths="4096", planners="fixed", cp=4)
-    (batch,) = found.plan("fixed").micro_batches
-    assert [group.degree for group in batch.groups] == [4] and found.max_tokens_per_slot == 0
+    bench = settings("--lengths", "4096", "--planners", "fixed", "--context.context_parallel_size", "4", ranks=4)
+    (batch,) = bench.plan("fixed").micro_batches
+    assert [group.degree for group in batch.groups] == [4] and bench.config.context.max_tokens_per_slot == 0
 
 
 def test_sequences_are_timed_alone_each_over_all_slots() -> None:
-    found = settings(4, sequences="4096,64", planners="fixed")
-    assert found.cp == 4
-    assert [(batch.lengths, batch.sequences) for batch in found.batches()] == [((4096,), ()), ((64,), ())]
-    together = settings(4, lengths="4096,64", planners="fixed")
+    bench = settings("--sequences", "4096,64", "--planners", "fixed", ranks=4)
+    assert bench.config.context.context_parallel_size == 4
+    assert [(batch.lengths, batch.sequences) for batch in bench.batches()] == [((4096,), ()), ((64,), ())]
+    together = settings("--lengths", "4096,64", "--planners", "fixed", ranks=4)
     assert together.batches() == [together]
 
 
 @pytest.mark.parametrize(("cap", "cp"), [(1024, 4), (2048, 2), (4096, 1)])
 def test_the_fixed_degree_is_the_smallest_that_holds_the_longest(cap: int, cp: int) -> None:
-    assert settings(4, lengths="4096,10", max_tokens_per_slot=cap, planners="fixed").cp == cp
+    words = ["--lengths", "4096,10", "--planners", "fixed", "--context.max_tokens_per_slot", str(cap)]
+    assert settings(*words, ranks=4).config.context.context_parallel_size == cp
 
 
 def test_gpus_compute_in_bfloat16_unless_told() -> None:
-    flags = {"lengths": "40,24", "peak_tflops": 1.0, "planners": "fixed"}
-    found = [
-        make_settings(StepFlags(**flags, compute=c), 2, b, []).compute for b in ("gloo", "nccl") for c in ("", "x")
-    ]
-    assert found == ["", "x", "bfloat16", "x"]
+    words = ["--lengths", "40,24", "--peak_tflops", "1.0", "--planners", "fixed", "--model.preset", "qwen3-tiny"]
+    kinds = [("gloo", []), ("nccl", []), ("nccl", ["--model.compute_dtype", "float32"])]
+    assert [settings(*words, *more, backend=backend).compute for backend, more in kinds] == ["", "bfloat16", ""]
 
 
 def test_parts_add_up_and_count_once() -> None:
@@ -148,8 +122,8 @@ def test_parts_add_up_and_count_once() -> None:
         ("multi_tensor_apply_kernel", 5.0, 5.5),
         ("Memcpy HtoD (Pinned -> Device)", 0.5, 1.0),
     ]
-    found = parts_of(events, 6.0)
-    assert found == {
+    parts = parts_of(events, 6.0)
+    assert parts == {
         "attention": 2.0,
         "other layers": 1.0,
         "exposed communication": 1.0,
@@ -164,26 +138,27 @@ def test_parts_add_up_and_count_once() -> None:
     ("words", "message"),
     [
         (["--planners", "fixed,static"], "--planners 'fixed,static': this release has padded, fixed, dynamic"),
-        (["--planners", ""], "--planners is empty and there is no --peers: nothing to time; name some of padded"),
-        (["--shape", "qwen4"], "--shape 'qwen4' is unknown; use one of qwen3-8b"),
-        (["--experts", "4"], "--experts 4 needs --experts_per_token and --expert_ffn"),
-        (["--experts", "4", "--experts_per_token", "5", "--expert_ffn", "8"], "5 is more than --experts 4"),
-        (["--ffn", "-8"], "--ffn is -8; it must be at least 0"),
-        (["--tp", "0"], "--tp is 0; it must be at least 1"),
-        (["--cp", "-2"], "--cp is -2; it must be at least 0"),
-        (["--heads", "3"], "3 query heads do not divide by 2 key/value heads"),
+        (["--planners", "none"], "--planners is none and there is no --peers: nothing to time; name some of padded"),
+        (["--model.preset", "qwen4"], "unknown model preset 'qwen4'"),
+        (["--parallel.tp", "0"], "tp"),
+        (["--parallel.tp", "3"], "3"),
+        (["--layers", "-2"], "--layers is -2; it must be at least 0"),
         (["--repeats", "0"], "--repeats 0"),
         (["--out", "steps.md"], "--out steps.md: the record is JSON, its table goes beside it; give steps.json"),
         (["--out", "."], "--out . is a folder; give a file in it, such as out.json"),
-        (["--lengths", "700", "--max_tokens_per_slot", "8"], "700 rows"),
-        (["--lengths", "40", "--cp", "3"], "cp 3 does not divide 2 slots"),
+        (["--lengths", "700", "--context.max_tokens_per_slot", "8"], "700"),
+        (
+            ["--lengths", "40", "--context.context_parallel_size", "3"],
+            "parallel_size 3 does not divide 2 slots",
+        ),
         (["--lengths", "40", "--same", "2x3"], "--lengths and --same"),
-        (["--mode", "free", "--ep", "2"], "--mode free with --ep 2"),
-        (["--hierarchical", "2"], "--hierarchical '2': give two sizes"),
-        (["--hierarchical", "2,x,1"], "--hierarchical '2,x,1': give two sizes"),
-        (["--recomput", "x"], "longspan bench step has no flag --recomput: did you mean '--recompute'?"),
+        (["--lengths", "40", "--context.max_tokens_per_slot", "auto", "--context.planner", "fixed"], "give a number"),
+        (["--context.mode", "free", "--parallel.ep", "2"], 'context.mode is "free" and parallel.ep is 2'),
+        (["--lengths", "40000"], "the model knows 32768 positions"),
+        (["--train.recompute_layer", "1"], "did you mean '--train.recompute_layers'?"),
+        (["--layers", "3", "--model.path", "nowhere"], "nowhere"),
     ],
 )
-def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "step", "--world", "2", *words]) == 2
     assert message in capsys.readouterr().err

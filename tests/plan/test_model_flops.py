@@ -2,7 +2,7 @@
 
 import pytest
 
-from longspan.bench.step.shapes import SHAPES
+from longspan.model import preset_config
 from longspan.plan.cost.model_flops import model_flops, peak_tflops
 from longspan.plan.cost.model_shape import ModelShape
 
@@ -45,7 +45,7 @@ def test_experts_count_as_far_as_a_token_visits_them() -> None:
 
 
 def test_qwen3_8b_takes_six_flops_a_weight_and_token() -> None:
-    shape = ModelShape.of(SHAPES["qwen3-8b"].config(32768))
+    shape = ModelShape.of(preset_config("qwen3-8b"))
     weights = model_flops(shape, [1]) / 6
     assert weights == pytest.approx(7.57e9, rel=0.001)  # 8.19e9 without the input embedding
 

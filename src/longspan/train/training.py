@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ConfigError, counted
 from longspan.model import PRESETS, load_model, prepare, preset_config
+from longspan.model.compiled import compile_layers
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.hf_folder import read_configuration
 from longspan.model.pipeline.pipeline import PipelineModel
@@ -69,7 +70,7 @@ def prepared_model(
     _check_layers(config, model)
     kind = compute_dtype(config.model, world.device.type)
     check_model_fits(config, model, world, kind, training=training)
-    return prepare(
+    prepared = prepare(
         model,
         world,
         reshard_after_forward=config.parallel.reshard_after_forward,
@@ -83,6 +84,9 @@ def prepared_model(
         sequence_parallel=config.parallel.sequence_parallel,
         compute_dtype=None if kind == model.dtype else kind,
     )
+    if config.train.compiled:
+        compile_layers(prepared)
+    return prepared
 
 
 def optimizer_of(config: RunConfig, model: PreTrainedModel | PipelineModel) -> Optimizer:

@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoModelForCausalLM
 
+from longspan.bench.step.settings import Settings
 from longspan.comm import World
 from longspan.model.layers import decoder_layers
 from longspan.train import build_optimizer
@@ -22,9 +24,7 @@ PEER = "Hugging Face + FSDP2 + torch context_parallel (cuDNN), full recomputatio
 
 
 @contextmanager
-def peer_step(
-    settings: Any, make: Callable[..., Any], world: World
-) -> Iterator[tuple[Callable[[], None], list[float]]]:
+def peer_step(settings: Settings, world: World) -> Iterator[tuple[Callable[[], None], list[float]]]:
     """A step, and the losses of those that ran. Raises ValueError for what the stack does not offer."""
     if world.device.type != "cuda":
         raise ValueError("its attention kernels run on CUDA only")
@@ -37,8 +37,8 @@ def peer_step(
 
     set_rotate_method("allgather")
     mesh = init_device_mesh("cuda", (settings.ranks,))
-    model = _sharded(settings, make, world, mesh)
-    optimizer = build_optimizer(model, settings.flags.optimizer, lr=0.0) if settings.flags.optimizer else None
+    model = _sharded(settings, world, mesh)
+    optimizer = build_optimizer(model, settings.config.train.optimizer, lr=0.0)
     losses: list[float] = []
 
     def step() -> None:
@@ -54,33 +54,38 @@ def peer_step(
             loss = F.cross_entropy(logits[0].float(), labels[0], ignore_index=-100, reduction="sum")
             (loss / (settings.lengths[0] - 1)).backward()
             del logits
-        if optimizer is not None:
-            optimizer.step()
+        optimizer.step()
         model.zero_grad(set_to_none=True)
         losses.append(world.control.sum_over_slots([loss.item()])[0] / (settings.lengths[0] - 1))
 
     yield step, losses
 
 
-def _inputs(settings: Any, world: World) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _inputs(settings: Settings, world: World) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ids, labels and positions (1, S) of the whole sequence, on every rank."""
     length = settings.lengths[0]
     positions = torch.arange(length, device=world.device)
     mixed = (positions + 1) * 2654435761 + 40503
-    ids = (mixed ^ (mixed >> 13)) % settings.shape.vocabulary
+    ids = (mixed ^ (mixed >> 13)) % settings.configuration.vocab_size
     labels = torch.cat([ids[1:], ids.new_full((1,), -100)])
     return ids[None].clone(), labels[None].clone(), positions[None].clone()
 
 
-def _sharded(settings: Any, make: Callable[..., Any], world: World, mesh: Any) -> Any:
-    model = make(settings, world.device)
+def _sharded(settings: Settings, world: World, mesh: Any) -> Any:
+    """The model with random weights, made whole on the device, then sharded."""
+    torch.manual_seed(0)
+    with torch.device(world.device):
+        dtype = getattr(torch, settings.config.model.dtype)
+        model: Any = AutoModelForCausalLM.from_config(settings.configuration, dtype=dtype)
     model.set_attn_implementation("sdpa")
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     compute = getattr(torch, settings.compute) if settings.compute else None
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for layer in decoder_layers(model).values():
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not settings.flags.keep_gathered)
+        fully_shard(
+            layer, mesh=mesh, mp_policy=policy, reshard_after_forward=settings.config.parallel.reshard_after_forward
+        )
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -5,14 +5,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from torch.optim import Optimizer
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longspan.bench.record import missing_because, write_unfinished
 from longspan.bench.step.hf_peer import PEER, peer_step
@@ -20,28 +17,14 @@ from longspan.bench.step.profile_parts import longest_kernels, parts_of, profile
 from longspan.bench.step.settings import Settings
 from longspan.cli.machine import machine
 from longspan.comm import World
-from longspan.model import prepare
-from longspan.model.layers import decoder_layers
+from longspan.model.prepared import vocabulary_size
+from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.cost.model_shape import ModelShape
-from longspan.train import build_optimizer, run_step
+from longspan.train.data.synthetic import synthetic_documents
+from longspan.train.memory.rows_that_fit import with_rows_that_fit
+from longspan.train.training import Training, loaded_model, optimizer_of, prepared_model
 from longspan.train.versions import versions
-
-
-@dataclass(frozen=True)
-class Document:
-    """Token ids that are a function of document and position, made when they are asked for."""
-
-    number: int
-    length: int
-    vocabulary: int
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, positions: np.ndarray) -> np.ndarray:
-        mixed = (positions + 1) * 2654435761 + (self.number + 1) * 40503
-        return (mixed ^ (mixed >> 13)) % self.vocabulary
 
 
 def step_ranks(rank: int, settings: Settings) -> dict[str, Any]:
@@ -50,28 +33,26 @@ def step_ranks(rank: int, settings: Settings) -> dict[str, Any]:
     with World(settings.home, backend=backend, timeout=settings.flags.timeout_seconds) as world:
         record = _empty_record(settings, world)
         for name, measure in _cases(settings, world):
-            record["rows"].append({"name": name} | measure())
+            row = {"name": name} | measure()
+            record["cost"] = row.pop("cost", record["cost"])
+            record["rows"].append(row)
             _keep(record, settings, rank)
     return record
 
 
 def _empty_record(settings: Settings, world: World) -> dict[str, Any]:
     about = {"backend": world.backend, "machine": machine(), "versions": versions()}
-    return {"bench": "step", **settings.to_json(), **about, "rows": []}
+    return {"bench": "step", **settings.to_json(), "cost": settings.cost.to_json(), **about, "rows": []}
 
 
 def _cases(settings: Settings, world: World) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Every planner over one model, then the peer, once that model is gone."""
     if settings.planners:
-        model = _prepared(settings, world)
-        optimizer = _optimizer(settings, model)
+        training = _training(settings, world)
         for batch in settings.batches():
             for planner in settings.planners:
-                yield (
-                    f"longspan {planner}{_of(batch, settings)}",
-                    partial(_planned, batch, planner, model, optimizer, world),
-                )
-        del model, optimizer
+                yield f"longspan {planner}{_of(batch, settings)}", partial(_planned, batch, planner, training)
+        del training
         gc.collect()
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -84,58 +65,30 @@ def _of(batch: Settings, settings: Settings) -> str:
     return f", {batch.lengths[0]:,} rows" if settings.sequences else ""
 
 
-def random_model(settings: Settings, device: torch.device) -> PreTrainedModel:
-    """The shape with random weights, made on the device, the same on every rank."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        config = settings.shape.config(max(settings.lengths))
-        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings.flags.parameters))
+def _training(settings: Settings, world: World) -> Training:
+    """The model and optimizer of a run, by the functions that set up a run."""
+    config = settings.config
+    loaded = loaded_model(config, config.data.vocab_size, settings.configuration)
+    model = prepared_model(config, world, loaded)
+    refuse_randomness(model)
+    optimizer = optimizer_of(config, model)
+    config = with_rows_that_fit(config, model, optimizer, world, lambda text: None)
+    return Training(config, world, model, optimizer, settings.cost)
 
 
-def _prepared(settings: Settings, world: World) -> Any:
-    model = prepare(
-        random_model(settings, world.device),
-        world,
-        reshard_after_forward=not settings.flags.keep_gathered,
-        activation_checkpointing=settings.flags.recompute,
-        recompute_layers=settings.flags.recompute_layers,
-        fused_norms=settings.flags.fused_norms,
-        offload_activations=settings.flags.offload,
-        compute_dtype=getattr(torch, settings.compute) if settings.compute else None,
-    )
-    if settings.flags.compiled:
-        compile_layers(model)
-    return model
-
-
-def compile_layers(model: Any) -> None:
-    """Compile the norms and MLPs inside decoder layers, in place; attention, hooks and checkpoints stay as they are."""
-    for layer in decoder_layers(model).values():
-        for inner in layer.modules():
-            if type(inner).__name__.endswith(("RMSNorm", "MLP")):
-                inner.compile(dynamic=True)
-
-
-def _optimizer(settings: Settings, model: Any) -> Optimizer | None:
-    """A learning rate of 0: every planner sees the same weights, and the optimizer works as ever."""
-    return build_optimizer(model, settings.flags.optimizer, lr=0.0) if settings.flags.optimizer else None
-
-
-def _planned(settings: Settings, planner: str, model: Any, optimizer: Optimizer | None, world: World) -> dict[str, Any]:
-    started = time.perf_counter()
-    plan = settings.plan(planner)
+def _planned(settings: Settings, planner: str, training: Training) -> dict[str, Any]:
+    """Steps of a run of this planner, by the function that takes a run's steps."""
+    context = replace(training.config.context, planner=planner)
+    training, started = replace(training, config=replace(training.config, context=context)), time.perf_counter()
+    plan = training.choice.plan(settings.lengths, settings.home)
     planning = time.perf_counter() - started
-    documents = [Document(i, n, settings.shape.vocabulary) for i, n in enumerate(settings.lengths)]
+    documents = synthetic_documents(settings.lengths, vocabulary_size(training.model) or 2)
     losses: list[float] = []
 
     def step() -> None:
-        world.prepare(plan)
-        chunk = settings.flags.loss_chunk_rows
-        losses.append(run_step(model, plan, documents, world, optimizer, loss_chunk_rows=chunk).loss)
-        if optimizer is None:
-            model.zero_grad(set_to_none=True)
+        losses.append(training.take_step(plan, documents, len(losses)).loss)
 
-    timings = measured(settings, step, world)
+    timings = measured(settings, step, training.world)
     return timings | {
         "loss": losses[0],
         "predicted_seconds": plan.predicted_seconds,
@@ -145,12 +98,13 @@ def _planned(settings: Settings, planner: str, model: Any, optimizer: Optimizer 
         "micro_batches": len(plan.micro_batches),
         "widest": max(group.degree for batch in plan.micro_batches for group in batch.groups),
         "planning_seconds": planning,
+        "cost": plan.cost.to_json(),
     }
 
 
 def _peer(settings: Settings, world: World) -> dict[str, Any]:
     try:
-        with peer_step(settings, random_model, world) as (step, losses):
+        with peer_step(settings, world) as (step, losses):
             return measured(settings, step, world) | {"loss": losses[0]}
     except Exception as error:  # whatever it cannot do is for the record to say
         return missing_because(error)
@@ -167,7 +121,7 @@ def measured(settings: Settings, step: Callable[[], None], world: World) -> dict
     peak = torch.cuda.max_memory_allocated() if cuda else 0
     of_ranks = world.control.gather_objects((statistics.median(times), peak))
     seconds, tokens = max(s for s, _ in of_ranks), sum(settings.lengths)
-    flops = model_flops(ModelShape.of(settings.shape.config(max(settings.lengths))), settings.lengths)
+    flops = model_flops(ModelShape.of(settings.configuration), settings.lengths)
     row: dict[str, Any] = {
         "seconds": seconds,
         "tokens_per_second_per_device": tokens / seconds / settings.ranks,

@@ -1,75 +1,66 @@
-"""What the ranks of `longspan bench step` are told: its flags, and what follows from them and from the machine."""
+"""What the ranks of `longspan bench step` are told: a run's configuration, its documents, and what to time."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from longspan.bench.step.cost import cost_and_source
+from longspan.bench.step.documents import Documents, documents_of
 from longspan.bench.step.flags import PLANNERS, StepFlags
-from longspan.bench.step.shapes import Shape, shape_named
-from longspan.cli.lengths import read_lengths
 from longspan.errors import ConfigError
 from longspan.layout import Layout
-from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan import Cost, Plan, PlanOptions
 from longspan.plan.cost.model_flops import peak_tflops
 from longspan.plan.planners.fixed import smallest_degree
+from longspan.train.config.defaults import resolved
+from longspan.train.config.precision import compute_dtype
+from longspan.train.config.sections import AUTO, NOT_GIVEN, RunConfig
+from longspan.train.plans import PlanChoice, cost_of_run, home_of, query_heads
+from longspan.train.run.config_check import check_config
 
-CPU_LENGTHS = (96, 40, 24, 16, 16)
-_LEAST = {"tp": 1, "ep": 1, "dp_replicate": 1, "node_size": 1, "cp": 0, "max_tokens_per_slot": 0, "loss_chunk_rows": 0}
-# Of the flags: what a record says as it was given.
-RECORDED = (
-    "cp_comm_type",
-    "partition",
-    "mode",
-    "node_size",
-    "tp",
-    "ep",
-    "dp_replicate",
-    "recompute",
-    "recompute_layers",
-    "offload",
-    "parameters",
-    "fused_norms",
-    "compiled",
-    "optimizer",
-    "loss_chunk_rows",
-    "warmup",
-    "repeats",
-    "profile",
-)
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# What a record says of the configuration, by the names that records have had from the first.
+_RECORDED = {
+    "parallel": ("tp", "pp", "ep", "dp_replicate"),
+    "context": ("cp_comm_type", "partition", "mode", "node_size"),
+    "train": ("recompute_layers", "fused_norms", "compiled", "optimizer", "loss_chunk_rows"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to measure: the flags, and what stands in place of those that were left open."""
+    """What to measure: a run's configuration with learning rate 0, and all that a record says beside results."""
 
     flags: StepFlags
+    config: RunConfig
+    planners: tuple[str, ...]
     ranks: int
     backend: str
     command: str
-    shape: Shape
-    shape_name: str
+    configuration: "PreTrainedConfig"
     lengths: tuple[int, ...]
     sequences: tuple[int, ...]  # each alone, in turn, in place of the lengths together
     source: str
-    cp: int
-    max_tokens_per_slot: int  # 0: no limit
-    hierarchical: tuple[int, int] | None
-    compute: str  # "": as the parameters
     cost: Cost
-    cost_source: str
     peak_tflops: float  # of a device; 0: unknown
 
     @property
     def home(self) -> Layout:
         """The home of the model on these ranks."""
-        return home_of(self.flags, self.ranks)
+        return home_of(self.config.parallel, self.ranks)
 
     @property
-    def planners(self) -> tuple[str, ...]:
-        """The planners to compare."""
-        return planners_of(self.flags)
+    def compute(self) -> str:
+        """The dtype of the arithmetic; "" where it is that of the parameters."""
+        kind = str(compute_dtype(self.config.model, self.device)).removeprefix("torch.")
+        return "" if kind == self.config.model.dtype else kind
+
+    @property
+    def device(self) -> str:
+        """The kind of device that the ranks have."""
+        return "cpu" if self.backend == "gloo" else "cuda"
 
     @property
     def out(self) -> str:
@@ -80,35 +71,36 @@ class Settings:
         """These settings, or as many as there are sequences, each of one alone."""
         return [replace(self, lengths=(n,), sequences=()) for n in self.sequences] or [self]
 
+    def with_planner(self, planner: str) -> RunConfig:
+        """The configuration with one of the planners."""
+        return replace(self.config, context=replace(self.config.context, planner=planner))
+
     def plan(self, planner: str) -> Plan:
-        """The plan of the documents under one of the planners."""
-        options: dict[str, Any] = {
-            "max_tokens_per_slot": self.max_tokens_per_slot or None,
-            "cp_comm_type": self.flags.cp_comm_type,
-            "partition": self.flags.partition,
-            "hierarchical_context_parallel_sizes": self.hierarchical,
-            "cost": self.cost,
-            "node_size": self.flags.node_size,
-            "mode": self.flags.mode,
-            "heads": self.shape.heads,
-        }
-        if planner == "dynamic":
-            return plan_dynamic(self.lengths, self.home, **options)
-        make = plan_padded if planner == "padded" else plan_fixed
-        return make(self.lengths, self.home, self.cp, **options)
+        """The plan of the documents under one of the planners, as far as it is known without the model's weights."""
+        choice = PlanChoice.training(self.with_planner(planner), cost=self.cost, heads=query_heads(self.configuration))
+        return choice.plan(self.lengths, self.home)
 
     def to_json(self) -> dict[str, Any]:
         """What a record says of them."""
-        resolved = ("ranks", "backend", "command", "shape_name", "sequences", "source", "cp", "max_tokens_per_slot")
+        config, text = self.config, self.configuration.get_text_config()
+        experts = getattr(text, "num_experts", getattr(text, "num_local_experts", 0)) or 0
+        context, train = config.context, config.train
         return {
-            "shape": asdict(self.shape),
-            "cost": self.cost.to_json(),
-            "reshard": not self.flags.keep_gathered,
-            **{
-                name: getattr(self, name)
-                for name in (*resolved, "hierarchical", "compute", "cost_source", "peak_tflops")
-            },
-            **{name: getattr(self.flags, name) for name in RECORDED},
+            "shape": {"hidden": text.hidden_size, "layers": text.num_hidden_layers, "experts": experts},
+            "shape_name": config.model.path or config.model.config or config.model.preset_name,
+            **{name: getattr(self, name) for name in ("ranks", "backend", "command", "sequences", "source", "compute")},
+            "cost_source": self.cost.source or "a cost of no machine in particular",
+            "cp": context.context_parallel_size,
+            "max_tokens_per_slot": context.max_tokens_per_slot,
+            "hierarchical": context.hierarchical_context_parallel_sizes,
+            "recompute": train.activation_checkpointing,
+            "offload": train.offload_activations,
+            "parameters": config.model.dtype,
+            "reshard": config.parallel.reshard_after_forward,
+            **{key: getattr(getattr(config, section), key) for section, keys in _RECORDED.items() for key in keys},
+            **{name: getattr(self.flags, name) for name in ("warmup", "repeats", "profile")},
+            "peak_tflops": self.peak_tflops,
+            "configuration": asdict(config),
             "documents": len(self.lengths),
             "tokens": sum(self.lengths),
             "longest": max(self.lengths),
@@ -116,95 +108,121 @@ class Settings:
         }
 
 
-def make_settings(flags: StepFlags, ranks: int, backend: str, command: Sequence[str]) -> Settings:
+def make_settings(flags: StepFlags, config: RunConfig, ranks: int, backend: str, command: Sequence[str]) -> Settings:
     """What the ranks are told. Raises ConfigError or PlanError for what cannot be, before a process starts."""
-    gpu, name = backend == "nccl", flags.shape or ("qwen3-8b" if backend == "nccl" else "small")
-    _check(flags)
-    lengths, source, listed = _lengths(flags, ranks // flags.tp, gpu)
-    home, shape = home_of(flags, ranks), shape_named(name).changed(flags)
-    cap = flags.max_tokens_per_slot or (0 if listed else 8192 if gpu else 256)
-    cost, source_of_cost = cost_and_source(flags, shape, max(lengths), home, gpu=gpu)
-    limits = PlanOptions(max_tokens_per_slot=cap or None, heads=shape.heads, cp_comm_type=flags.cp_comm_type)
-    least = smallest_degree(lengths, home, limits)
-    compute = flags.compute or ("bfloat16" if gpu else "")
+    gpu = backend != "gloo"
+    planners, home = _planners(flags, config), home_of(config.parallel, ranks)
+    documents = documents_of(flags, config, home.slots, gpu=gpu)
+    config = config if flags.config else _with_model(config, gpu=gpu)
+    configuration = _configuration(flags, config, max(documents.lengths))
+    if not flags.config:
+        config = _with_limits(flags, config, configuration, documents, home, gpu=gpu)
+    config = _checked(resolved(config), max(documents.lengths), ranks, planners)
     settings = Settings(
         flags=flags,
+        config=config,
+        planners=planners,
         ranks=ranks,
         backend=backend,
         command=" ".join(command),
-        shape=shape,
-        shape_name=name,
-        lengths=lengths,
-        sequences=lengths if flags.sequences else (),
-        source=source,
-        cp=flags.cp or (home.slots if flags.sequences else least),
-        max_tokens_per_slot=cap,
-        hierarchical=_sizes(flags.hierarchical),
-        compute=compute,
-        cost=cost,
-        cost_source=source_of_cost,
-        peak_tflops=flags.peak_tflops or (_known_peak(compute) if gpu else 0.0),
+        configuration=configuration,
+        lengths=documents.lengths,
+        sequences=documents.lengths if flags.sequences else (),
+        source=documents.source,
+        cost=cost_of_run(config, configuration, _silent, gpu=gpu),
+        peak_tflops=flags.peak_tflops or (_known_peak(config) if gpu else 0.0),
     )
     for batch in settings.batches():
-        for planner in settings.planners:
+        for planner in planners:
             batch.plan(planner)
     return settings
 
 
-def home_of(flags: StepFlags, ranks: int) -> Layout:
-    """The home that flags ask for on so many ranks."""
-    return Layout(ranks, tp=flags.tp, ep=flags.ep, dp_replicate=flags.dp_replicate)
-
-
-def planners_of(flags: StepFlags) -> tuple[str, ...]:
-    """The planners that flags name."""
-    return tuple(planner for planner in flags.planners.split(",") if planner)
-
-
-def _check(flags: StepFlags) -> None:
-    planners, known = planners_of(flags), ", ".join(PLANNERS)
+def _planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
+    """The planners to compare. Raises ConfigError for others, and where nothing is left to time."""
+    known = ", ".join(PLANNERS)
+    default = config.context.planner if flags.config else ",".join(PLANNERS)
+    planners = tuple(planner for planner in (flags.planners or default).split(",") if planner != "none")
     if any(planner not in PLANNERS for planner in planners):
-        raise ConfigError(f"--planners {flags.planners!r}: this release has {known}")
+        raise ConfigError(f"--planners {flags.planners!r}: this release has {known}, or none")
     if not (planners or flags.peers):
-        raise ConfigError(f"--planners is empty and there is no --peers: nothing to time; name some of {known}")
+        raise ConfigError(f"--planners is none and there is no --peers: nothing to time; name some of {known}")
     flags.check_runs()
-    if flags.mode == "free" and flags.ep > 1:
-        raise ConfigError(f"--mode free with --ep {flags.ep}: experts join slots in every layer; use --mode lockstep")
-    for name, least in _LEAST.items():
-        if (value := getattr(flags, name)) < least:
-            raise ConfigError(f"--{name} is {value}; it must be at least {least}")
+    if flags.layers < 0:
+        raise ConfigError(f"--layers is {flags.layers}; it must be at least 0")
+    return planners
 
 
-def _lengths(flags: StepFlags, slots: int, gpu: bool) -> tuple[tuple[int, ...], str, bool]:
-    """Lengths, where they came from, and whether they were listed as numbers."""
-    words = (flags.sequences or flags.lengths).split(",")
-    has_source = flags.data or flags.distribution or flags.same
-    if flags.sequences and not all(word.strip().isdecimal() for word in words):
-        raise ConfigError(f"--sequences {flags.sequences!r} is not a list of lengths such as 16384,65536")
-    if flags.sequences and (has_source or flags.lengths):
-        raise ConfigError("--sequences are timed one after another; leave --lengths and other documents out")
-    if (flags.lengths or flags.sequences) and not has_source and all(word.strip().isdecimal() for word in words):
-        return tuple(int(word) for word in words), "given", True
-    if not (flags.lengths or has_source):
-        if not gpu:
-            return CPU_LENGTHS, "given", False
-        raise ConfigError(
-            "give documents: --lengths 65536, --lengths FILE.json, --distribution lognorm, --data or --same"
+def _with_model(config: RunConfig, *, gpu: bool) -> RunConfig:
+    """The configuration with a model of a published size on GPUs, where none is named."""
+    model = config.model
+    if not gpu or model.path or model.config or model.preset:
+        return config
+    return replace(config, model=replace(model, preset="qwen3-8b"))
+
+
+def _configuration(flags: StepFlags, config: RunConfig, longest: int) -> "PreTrainedConfig":
+    """The model's configuration, with as many layers as flags ask for, fit for the longest document."""
+    from longspan.train.run.long_documents import configuration_for
+    from longspan.train.training import configuration_of
+
+    configuration = configuration_of(config, config.data.vocab_size)
+    if flags.layers:
+        if config.model.path:
+            raise ConfigError(f"--layers {flags.layers} and the weights of {config.model.path}: use --model.config")
+        text = configuration.get_text_config()
+        kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+        text.num_hidden_layers = flags.layers
+        text.layer_types = [kinds[layer % len(kinds)] for layer in range(flags.layers)]
+    return configuration_for(configuration, config.model, longest, "of the bench", _silent)
+
+
+def _with_limits(
+    flags: StepFlags,
+    config: RunConfig,
+    configuration: "PreTrainedConfig",
+    documents: Documents,
+    home: Layout,
+    *,
+    gpu: bool,
+) -> RunConfig:
+    """The configuration with a cap and a degree where they are not given: any rows, and the least degree that holds."""
+    context = config.context
+    cap = context.max_tokens_per_slot
+    if cap == NOT_GIVEN:
+        cap = 0 if documents.listed else 8192 if gpu else 256
+    degree = context.context_parallel_size
+    if degree == NOT_GIVEN:
+        limits = PlanOptions(
+            max_tokens_per_slot=cap if isinstance(cap, int) and cap else None,
+            heads=query_heads(configuration),
+            cp_comm_type=context.cp_comm_type,
         )
-    lengths, source = read_lengths(flags, slots)
-    return lengths, source, False
+        degree = home.slots if flags.sequences else smallest_degree(documents.lengths, home, limits)
+    return replace(config, context=replace(context, max_tokens_per_slot=cap, context_parallel_size=degree))
 
 
-def _sizes(text: str) -> tuple[int, int] | None:
-    if not text:
-        return None
-    words = [word.strip() for word in text.split(",")]
-    if len(words) != 2 or not all(word.isdecimal() for word in words):
-        raise ConfigError(f"--hierarchical {text!r}: give two sizes, as in 2,2")
-    return int(words[0]), int(words[1])
+def _checked(config: RunConfig, longest: int, ranks: int, planners: Sequence[str]) -> RunConfig:
+    """The configuration as a run would have it, with learning rate 0. Raises ConfigError for what no run could be."""
+    data = replace(config.data, max_document_tokens=longest, eval_documents=0)
+    train = replace(config.train, lr=config.train.lr if config.train.lr != NOT_GIVEN else 1.0)
+    config = replace(config, data=data, train=train)
+    for planner in planners:
+        check_config(replace(config, context=replace(config.context, planner=planner)), ranks)
+    if config.context.max_tokens_per_slot == AUTO and not Path(config.run.dir).is_dir():
+        raise ConfigError(
+            f'context.max_tokens_per_slot is "{AUTO}", which is kept in the run\'s folder, and there is no '
+            f"{config.run.dir}; give a number of rows"
+        )
+    return replace(config, train=replace(config.train, lr=0.0))
 
 
-def _known_peak(dtype: str) -> float:
+def _known_peak(config: RunConfig) -> float:
     import torch
 
-    return peak_tflops(torch.cuda.get_device_name(0), dtype) or 0.0
+    kind = str(compute_dtype(config.model, "cuda")).removeprefix("torch.")
+    return peak_tflops(torch.cuda.get_device_name(0), kind) or 0.0
+
+
+def _silent(text: str) -> None:
+    pass

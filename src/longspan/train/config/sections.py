@@ -185,6 +185,8 @@ class TrainConfig:
     fused_norms: Literal["auto", "on", "off"] = "auto"
     """Run each RMS norm as one torch kernel forward and one backward, rounded once: auto (on GPUs, where a norm allows
     it), on, or off."""
+    compiled: bool = False
+    """Compile norms and MLPs with torch.compile: some 2 % faster on GPUs, after a longer warm-up."""
     router_balance_loss: Annotated[float, AtLeast(-1)] = -1.0
     """Weight of the load-balancing loss of experts' routers; -1: what the model's configuration says, 0: none."""
     router_z_loss: NonNegativeFloat = 0.0

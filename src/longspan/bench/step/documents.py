@@ -1,0 +1,56 @@
+"""Which documents `longspan bench step` times: lengths from flags, or those of the first step of a run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from longspan.bench.step.flags import StepFlags
+from longspan.cli.lengths import read_lengths
+from longspan.errors import ConfigError
+from longspan.train.config.defaults import resolved
+from longspan.train.config.sections import RunConfig
+
+CPU_LENGTHS = (96, 40, 24, 16, 16)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Lengths of documents, where they came from, and whether they were listed as numbers."""
+
+    lengths: tuple[int, ...]
+    source: str
+    listed: bool = False
+
+
+def documents_of(flags: StepFlags, config: RunConfig, slots: int, *, gpu: bool) -> Documents:
+    """The documents that flags name, or those of a run's first step. Raises ConfigError where there are none."""
+    words = (flags.sequences or flags.lengths).split(",")
+    has_source = flags.data or flags.distribution or flags.same
+    if flags.sequences and not all(word.strip().isdecimal() for word in words):
+        raise ConfigError(f"--sequences {flags.sequences!r} is not a list of lengths such as 16384,65536")
+    if flags.sequences and (has_source or flags.lengths):
+        raise ConfigError("--sequences are timed one after another; leave --lengths and other documents out")
+    if (flags.lengths or flags.sequences) and not has_source and all(word.strip().isdecimal() for word in words):
+        return Documents(tuple(int(word) for word in words), "given", listed=True)
+    if flags.lengths or has_source:
+        return Documents(*read_lengths(flags, slots))
+    if flags.config:
+        return _of_first_step(config)
+    if not gpu:
+        return Documents(CPU_LENGTHS, "given")
+    raise ConfigError("give documents: --lengths 65536, --lengths FILE.json, --distribution lognorm, --data or --same")
+
+
+def _of_first_step(config: RunConfig) -> Documents:
+    """The documents of a run's first step, whose lengths its corpus tells."""
+    from longspan.train.data.documents import Corpus
+    from longspan.train.run.setup import step_order_of
+
+    folder, config = Path(config.run.dir), resolved(config)
+    if not (folder / "corpus" / "corpus.json").is_file():
+        raise ConfigError(
+            f"{folder} has no corpus yet, whose first step would be timed; give documents (--lengths, --distribution, "
+            "--data or --same), or train the run first"
+        )
+    corpus = Corpus(folder / "corpus")
+    first = step_order_of(config, corpus).documents_of_step(0)
+    return Documents(corpus.select(first).lengths, f"step 1 of {folder}")
