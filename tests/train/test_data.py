@@ -15,8 +15,9 @@ from longspan import Layout, SequenceShard, plan_fixed
 from longspan.errors import DataError
 from longspan.train.config.sections import DataConfig
 from longspan.train.data.build import ensure_corpus
-from longspan.train.data.documents import Corpus
+from longspan.train.data.documents import Corpus, Manifest
 from longspan.train.data.files import find_files
+from longspan.train.data.left_out import LeftOut
 from longspan.train.data.step_order import StepOrder
 from longspan.train.data.tokenizer import load_tokenizer
 from longspan.train.local_batch import read_inputs_and_labels
@@ -53,10 +54,37 @@ def test_documents_hold_the_texts_in_order_cut_at_the_limit(tmp_path: Path) -> N
 
 
 def test_a_rest_of_one_token_is_left_out_and_nothing_else(tmp_path: Path) -> None:
-    whole = build(tmp_path / "a", write_texts(tmp_path / "texts"), max_document_tokens=0)
-    cut = build(tmp_path / "b", tmp_path / "texts", max_document_tokens=7)
+    said: list[str] = []
+    whole = build(tmp_path / "a", write_texts(tmp_path / "texts"), max_document_tokens=0, said=said)
+    assert not [line for line in said if line.startswith(("cut", "left out"))] and whole.manifest.left_out == LeftOut()
+    cut = build(tmp_path / "b", tmp_path / "texts", max_document_tokens=7, said=said)
     single = sum(1 for n in whole.lengths if n % 7 == 1)
     assert single and cut.lengths.sum() == whole.lengths.sum() - single
+    longer = whole.lengths[whole.lengths > 7]
+    line = (
+        f"cut {len(longer)} texts of {longer.sum():,} tokens into {len(cut) - len(whole) + len(longer)} documents of at"
+    )
+    ends = f"left out 0 texts of fewer than 2 tokens, and ends of cut texts: {single} token"
+    assert [text.startswith(begin) for text, begin in zip(said[-2:], (line, ends), strict=True)] == [True, True]
+    again: list[str] = []
+    build(tmp_path / "b", tmp_path / "texts", max_document_tokens=7, said=again)
+    assert again == said[-2:], "a run that goes on says it too"
+
+
+def test_files_and_texts_that_are_left_out_are_said(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts", count=2)
+    for name in ("a.html", "b.html", "LICENSE", ".hidden"):
+        (texts / name).write_text("more text")
+    (texts / "empty.txt").write_text("")
+    (texts / "latin.txt").write_bytes("\xe9t\xe9".encode("latin-1"))
+    said: list[str] = []
+    corpus = build(tmp_path, texts, max_document_tokens=0, said=said)
+    assert said[-3:] == [
+        "left out 1 text of fewer than 2 tokens, and ends of cut texts: 1 token in all",
+        "left out 3 files of kinds that are not read: .html (2), LICENSE (1)",
+        "left out 1 file, not UTF-8: latin.txt",
+    ]
+    assert corpus.manifest == Manifest.from_json(corpus.manifest.to_json())
 
 
 def test_kinds_of_files_and_folders_that_are_passed_by(tmp_path: Path) -> None:
@@ -127,13 +155,13 @@ def test_a_corpus_is_built_once_and_built_again_when_it_changed(tmp_path: Path) 
     build(tmp_path, texts, said=said)
     assert said and not said.clear()
     build(tmp_path, texts, said=said, resumed=True)
-    assert not said
+    assert [line.split()[0] for line in said] == ["cut"], "nothing is built"
     (texts / "file00.py").touch()
     build(tmp_path, texts, said=said, resumed=True)
-    assert not said  # another time, the same contents
+    assert [line.split()[0] for line in said] == ["cut"] * 2  # another time, the same contents
     (texts / "file00.py").write_text("changed text\n")
     build(tmp_path, texts, said=said)
-    assert "the corpus changed (file00.py" in said[0]
+    assert "the corpus changed (file00.py" in said[2]
 
 
 def test_what_stands_around_texts_and_special_tokens_in_them_is_said(tmp_path: Path) -> None:
@@ -164,7 +192,8 @@ def test_a_corpus_of_an_older_version_goes_on_with_its_run_and_is_built_again_fo
     for key in ("parse_special_tokens", "opening", "closing"):
         del manifest[key]
     file.write_text(json.dumps(manifest))
-    assert build(tmp_path, texts, said=said, resumed=True).manifest.opening is None and not said
+    assert build(tmp_path, texts, said=said, resumed=True).manifest.opening is None
+    assert [line.split()[0] for line in said] == ["cut"] and not said.clear()
     assert build(tmp_path, texts, said=said).manifest.opening == ()
     assert said[0] == "the corpus changed (an older version of longspan built it): building it again"
 

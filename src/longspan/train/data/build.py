@@ -13,12 +13,20 @@ import numpy as np
 from longspan.errors import DataError, counted
 from longspan.train.config.sections import DataConfig
 from longspan.train.data.documents import Corpus, Manifest
-from longspan.train.data.files import Source, changed_files, describe, find_files, read_file, read_texts
+from longspan.train.data.files import (
+    Source,
+    changed_files,
+    describe,
+    files_of_other_kinds,
+    find_files,
+    read_file,
+    read_texts,
+)
+from longspan.train.data.left_out import SHORTEST, LeftOut, documents_of, left_out_lines
 from longspan.train.data.tokenizer import TextTokenizer, train_tokenizer
 
 SAMPLE_CHARACTERS = 4_000_000  # what the byte-pair tokenizer is trained on, at most
 BATCH_CHARACTERS = 4_000_000  # what is tokenized at once
-SHORTEST = 2  # a document of one token predicts nothing
 
 LogLine = Callable[[str], None]
 
@@ -32,8 +40,25 @@ def ensure_corpus(
     that are missing, empty or unreadable, and, where the run is `resumed`, for sources or settings that changed since
     it began: its order would not hold.
     """
-    folder = run_dir / "corpus"
     files = find_files(data.path, leave_out=run_dir)
+    corpus = _corpus_of_run(data, files, run_dir, resumed=resumed, tokenizer=tokenizer, log=log)
+    manifest, other_kinds = corpus.manifest, files_of_other_kinds(data.path, leave_out=run_dir)
+    for line in left_out_lines(manifest.left_out, data.max_document_tokens, other_kinds, manifest.skipped):
+        log(line)
+    return corpus
+
+
+def _corpus_of_run(
+    data: DataConfig,
+    files: dict[str, Path],
+    run_dir: Path,
+    *,
+    tokenizer: TextTokenizer | None,
+    resumed: bool,
+    log: LogLine,
+) -> Corpus:
+    """The corpus that is there, where nothing changed, or a new one."""
+    folder = run_dir / "corpus"
     if (folder / "corpus.json").is_file():
         corpus = Corpus(folder)
         changes = _changes(corpus.manifest, data, files, tokenizer)
@@ -79,18 +104,17 @@ def build_corpus(
     partial.rename(folder)
     if special:
         log(_special(special, data))
-    if reader.skipped:
-        log(f"left out {counted(len(reader.skipped), 'file')}, not UTF-8: {', '.join(reader.skipped[:5])}")
     return Corpus(folder)
 
 
 class _Reader:
-    """Texts of files in order; remembers what was read and what was not UTF-8."""
+    """Texts of files in order; remembers what was read, what was not UTF-8, and what was cut or left out of texts."""
 
     def __init__(self, files: dict[str, Path]) -> None:
         self.files = files
         self.sources: list[Source] = []
         self.skipped: list[str] = []
+        self.left_out = Counter[str]()  # of the fields of LeftOut
 
     def texts(self) -> Iterator[tuple[int, str]]:
         """(index of the source, text), file after file."""
@@ -145,13 +169,10 @@ def _write_tokens(
     with file.open("wb") as out:
         for batch in _batches(texts):
             for origin, ids in zip((o for o, _ in batch), tokenizer.encode([t for _, t in batch]), strict=True):
-                step = longest or max(len(ids), 1)
-                for start in range(0, len(ids), step):
-                    document = ids[start : start + step]
-                    if len(document) >= SHORTEST:
-                        out.write(document.astype(dtype).tobytes())
-                        lengths.append(len(document))
-                        origins.append(origin)
+                for document in documents_of(ids, longest, reader.left_out):
+                    out.write(document.astype(dtype).tobytes())
+                    lengths.append(len(document))
+                    origins.append(origin)
             files, tokens = counted(len(reader.files), "file"), counted(sum(lengths), "token")
             log(f"tokenized {len(reader.sources)} of {files}, {tokens}")
     return lengths, origins
@@ -193,6 +214,7 @@ def _manifest(data: DataConfig, tokenizer: TextTokenizer, reader: _Reader) -> Ma
         parse_special_tokens=data.parse_special_tokens,
         opening=tokenizer.opening,
         closing=tokenizer.closing,
+        left_out=LeftOut(**reader.left_out),
     )
 
 

@@ -6,7 +6,7 @@ was cut from) and `corpus.json` (the sources, as they were). `build.py` makes it
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from longspan.errors import DataError
 from longspan.train.data.files import Source
+from longspan.train.data.left_out import LeftOut
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Manifest:
     parse_special_tokens: bool = False
     opening: tuple[str, ...] | None = None
     closing: tuple[str, ...] = ()
+    left_out: LeftOut = field(default_factory=LeftOut)
 
     def to_json(self) -> str:
         """The manifest as JSON; `from_json` gives an equal one back."""
@@ -46,7 +48,8 @@ class Manifest:
         sources = tuple(Source(**source) for source in values.pop("sources"))
         for key in {"skipped", "opening", "closing"} & values.keys():
             values[key] = None if values[key] is None else tuple(values[key])
-        return cls(**{**values, "sources": sources})
+        left_out = LeftOut(**values.pop("left_out", {}))
+        return cls(**{**values, "sources": sources, "left_out": left_out})
 
 
 class Corpus:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,10 +43,20 @@ def find_files(path: str, *, leave_out: Path | None = None) -> dict[str, Path]:
         if root.suffix not in SUFFIXES:
             raise DataError(f"data.path {path!r} ends in {root.suffix!r}; a file must be one of {_kinds()}")
         return {root.name: root}
-    files = dict(sorted(_walk(root, stdlib=path == STDLIB, leave_out=leave_out)))
+    walk = _walk(root, stdlib=path == STDLIB, leave_out=leave_out)
+    files = dict(sorted((name, file) for name, file in walk if name.endswith(SUFFIXES)))
     if not files:
         raise DataError(f"data.path {path!r} holds no file of {_kinds()}; give a folder that does")
     return files
+
+
+def files_of_other_kinds(path: str, *, leave_out: Path | None = None) -> dict[str, int]:
+    """How many files of a corpus's folder are not read, by the ending of their names, the most frequent first."""
+    root = Path(path).expanduser()
+    if path == STDLIB or not root.is_dir():
+        return {}
+    names = [file for _, file in _walk(root, stdlib=False, leave_out=leave_out) if file.suffix not in SUFFIXES]
+    return dict(Counter(file.suffix or file.name for file in names).most_common())
 
 
 def read_texts(name: str, raw: bytes) -> Iterator[str]:
@@ -99,7 +110,7 @@ def _walk(root: Path, *, stdlib: bool, leave_out: Path | None) -> Iterator[tuple
         folders[:] = [d for d in folders if d not in hidden and d[0] != "." and (here / d).resolve() != skip]
         for name in names:
             is_source = name.endswith(".py") and not name.startswith("_sysconfigdata") if stdlib else name[0] != "."
-            if is_source and name.endswith(SUFFIXES):
+            if is_source:
                 yield (here / name).relative_to(root).as_posix(), here / name
 
 

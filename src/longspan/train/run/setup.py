@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.errors import CheckpointError, DataError, ModelError, RunFolderError
+from longspan.errors import CheckpointError, DataError, ModelError, RunFolderError, counted
 from longspan.model.hf_folder import weight_files
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.randomness import refuse_randomness
@@ -76,6 +76,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     named = on_every_rank(world, lambda: configuration_of(config, config.data.vocab_size), ModelError)
     corpus = shared_corpus(config, world, named, resumed=checkpoint is not None, log=log)
     order = step_order_of(config, corpus)
+    log(documents_line(config, order))
     longest, heads = int(np.argmax(corpus.lengths)), query_heads(named)
     check_longest(config, world.home, int(corpus.lengths[longest]), corpus.origin(longest), heads)
     model = _prepared_for(corpus, config, world, log, resumed=checkpoint is not None)
@@ -131,6 +132,22 @@ def step_order_of(config: RunConfig, corpus: Corpus) -> StepOrder:
         seed=config.train.seed,
         eval_documents=config.data.eval_documents,
     )
+
+
+def documents_line(config: RunConfig, order: StepOrder) -> str:
+    """How many documents are trained on, how often the run's steps read them, and how many are held out of that."""
+    steps, held_out = config.train.steps, len(order.evaluation)
+    tokens = int(order.lengths[order.training].sum())
+    taken = config.train.tokens_per_step * steps
+    line = (
+        f"{counted(len(order.training), 'document')} to train on, of {counted(tokens, 'token')}, which "
+        f"{counted(steps, 'step')} read about {taken / tokens:.3g} times; {held_out} held out (data.eval_documents)"
+    )
+    if config.train.tokens_per_step > tokens:
+        line += (
+            f"; a step of {config.train.tokens_per_step:,} tokens (train.tokens_per_step) reads documents repeatedly"
+        )
+    return line
 
 
 def _prepared_for(
