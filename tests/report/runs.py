@@ -52,6 +52,42 @@ def mixed_plan(slots: int, *, micro_batches: int = 3, cap: int = 8192, seed: int
     return replace(plan, predicted_seconds=seconds, lower_bound_seconds=0.9 * seconds)
 
 
+FACTS = {
+    "model": "Qwen3-30B-A3B",
+    "parameters": 30_532_122_624,
+    "parameters_of_rank": 3_816_515_328,
+    "experts": 128,
+    "experts_of_token": 8,
+    "parameter_dtype": "float32",
+    "compute_dtype": "bfloat16",
+    "reduce_dtype": "float32",
+    "device": "NVIDIA H200",
+    "ranks": 16,
+    "hosts": 2,
+    "cores": 64,
+    "backend": "nccl",
+    "home": {"slots": 8, "tp": 2, "pp": 1, "vpp": 1, "ep": 4, "dp_replicate": 1},
+    "sequence_parallel": True,
+    "comm_types": "p2p",
+    "kernels": ["cudnn where each group has one document, else fa4"],
+    "plans": "dynamic, at most 32,768 rows a slot; evaluation fixed at cp 4",
+    "priced_for": "the model on H200s",
+    "peak_tflops": 989.0,
+    "uncounted": "",
+    "documents": 48_213,
+    "held_out": 32,
+    "tokens": 1_213_456_789,
+    "longest": 131_072,
+    "steps": 300,
+    "done": 100,
+    "tokens_per_step": 262_144,
+    "optimizer": "adamw",
+    "lr": 1e-5,
+    "report": "runs/moe/report.html",
+    "caution": "",
+}
+
+
 def train_row(step: int, **changes: Any) -> dict[str, Any]:
     """A row of metrics.jsonl."""
     row = {

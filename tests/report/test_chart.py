@@ -64,6 +64,11 @@ def test_every_element_has_what_it_is_drawn_by(picture: Callable[[], str]) -> No
             assert {"aria-label", "tabindex", "viewBox"} <= element.attrib.keys()
 
 
+def test_rounding_is_not_drawn_as_a_curve() -> None:
+    heights = [y for _, y in _points(_figure([0.9, 0.9 + 1e-15, 0.9 - 1e-15, 0.9, 0.9]))]
+    assert max(heights) - min(heights) < 0.2
+
+
 def test_marks_at_one_place_stand_beside_each_other() -> None:
     x, y = np.array([10.0, 20.0]), np.array([5.0, 4.0])
     series = tuple(Series(f"cp {cp}", x, y + 1e-9 * cp, cp, "marks") for cp in range(3))

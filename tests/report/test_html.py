@@ -15,7 +15,7 @@ from longspan.plan import Plan
 from longspan.report import RunFolder, plan_page, write_report
 from longspan.report.markup import tag, text
 from longspan.report.priced import priced_plans
-from tests.report.runs import VOCABULARY, mixed_plan, train_row, write_run
+from tests.report.runs import FACTS, VOCABULARY, mixed_plan, train_row, write_run
 
 VOID = {"meta"}
 
@@ -101,6 +101,32 @@ def test_versions_are_a_line_of_the_header_and_communicators_no_key_figure(tmp_p
     assert "torch 2.13.0" in head and "torch" not in cards and "communicators" not in html
     narrow, wide = (html.index(f'class="chart {name}"') for name in ("narrow", "wide"))
     assert wide < narrow and ".chart.wide { display: none; }" in html
+
+
+def test_what_is_running_and_how_near_it_comes_to_the_devices_and_the_bound(tmp_path: Path) -> None:
+    shares = {"tflops": 420.0, "mfu": 0.4247, "bound_share": 0.88, "predicted_seconds": 0.27}
+    run = write_run(tmp_path / "run", rows=[train_row(step, **shares) for step in range(1, 61)])
+    (run / "run.json").write_text(json.dumps(FACTS))
+    page = page_of(run)
+    for words in (
+        "30.5 B parameters, 3.82 B on a rank, 8 of 128 experts a token",
+        "16 x NVIDIA H200, 2 hosts, nccl; MFU is of 989 TFLOP/s each",
+        "42.5%",
+        "median; 420 TFLOP/s a device",
+        "the plan's lower bound, priced for the model on H200s, over the time",
+    ):
+        assert words in page.content, words
+    assert len(page.charts) == 10 and "processes" not in page.content
+    titles = [words for words in page.words if words in ("Model FLOPs utilisation", "Share of the plan's bound")]
+    assert len(titles) == 2
+
+
+def test_without_a_known_peak_the_flops_are_shown(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", rows=[train_row(step, tflops=0.0161) for step in range(1, 61)])
+    (run / "run.json").write_text(json.dumps({"model": "of another release"}))
+    page = page_of(run)
+    assert "16.1GFLOP/s" in page.content and len(page.charts) == 9
+    assert "What is running" not in page.content and "utilisation" not in page.content
 
 
 def test_text_is_escaped(tmp_path: Path) -> None:

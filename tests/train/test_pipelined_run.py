@@ -1,5 +1,6 @@
 """Runs with pipelines: the same losses and weights as without, and checkpoints that either may go on from."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ def test_losses_weights_and_checkpoints_do_not_depend_on_the_pipeline(
     assert worst(saved_weights(second), saved_weights(wanted)) < BOUND
     stock = AutoModelForCausalLM.from_pretrained(Path(second.run.dir) / "model", dtype=torch.float64)
     assert worst({n: p.detach() for n, p in stock.named_parameters()}, saved_weights(second)) == 0.0
+    facts = json.loads((Path(second.run.dir) / "run.json").read_text())
+    assert facts["parameters"] == sum(p.numel() for p in stock.parameters())  # a tied embedding is on two stages
 
 
 CONFLICTS = [

@@ -1,9 +1,11 @@
 """Runs of mixture-of-experts presets: expert parallelism changes no loss, and a run goes on at another degree."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from longspan.testing import run_ranks
 from longspan.train.run.records.metrics_log import read_metrics
@@ -24,6 +26,10 @@ def test_experts_dealt_out_train_as_experts_on_every_rank(preset: str, tmp_path:
         settings = {"model__preset": preset, "parallel__ep": ep, "train__steps": 2, **PRESETS[preset]}
         config = small_config(tmp_path / f"ep{ep}", **settings)
         run_ranks(train_rank, 2, config, 2, timeout=110)
+        facts = json.loads((Path(config.run.dir) / "run.json").read_text())
+        weights = load_file(Path(config.run.dir) / "model" / "model.safetensors")
+        assert facts["parameters"] == sum(tensor.numel() for tensor in weights.values())
+        assert (facts["experts"], facts["experts_of_token"]) == (8, 2) and facts["home"]["ep"] == config.parallel.ep
         if ep == 2:  # the checkpoint is of whole tensors
             more = replace(config, parallel=replace(config.parallel, ep=1), train=replace(config.train, steps=3))
             assert run_ranks(train_rank, 2, more, 2, timeout=110)[0].done == 3

@@ -17,6 +17,7 @@ from longspan.report.series import byte_ticks, bytes_text, log_ticks, number_tex
 
 Format = Literal["number", "loss", "percent", "bytes"]
 MAX_POINTS = 900  # of one curve, in the drawing and under the crosshair
+FLAT = 1e-9  # a relative difference that is rounding
 MARK_SIZE, MARK_ROOM = 5.0, 13.0
 
 
@@ -104,6 +105,8 @@ def _frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:
     x = np.concatenate([s.x for s in drawn])
     y = np.concatenate([*(s.y for s in drawn), np.array([value for value, _ in chart.references])])
     low, high = float(y.min()), float(y.max())
+    if high - low < FLAT * abs(high):
+        low = high
     if chart.log:
         low, high = low / 1.15, high * 1.15
     else:

@@ -1,7 +1,8 @@
 """What a run left in its folder, as values. Tolerant of a run that was interrupted; refuses a folder that is no run.
 
 A run writes `metrics.jsonl` (one object a step, and evaluation rows with `eval_loss`), the resolved `config.toml` or
-`config.json`, `plans/*.json` and, at its end, `summary.json`. Only the metrics are needed here.
+`config.json`, `run.json` (what is running), `plans/*.json` and, at its end, `summary.json`. Only the metrics are needed
+here.
 """
 
 import json
@@ -16,6 +17,7 @@ import numpy as np
 
 from longspan.errors import ConfigError, PlanError, counted
 from longspan.plan import Plan
+from longspan.train.run.records.facts import RunFacts
 from longspan.train.run.records.metrics_log import rows_and_damage
 
 TRAIN_COLUMNS = (
@@ -29,6 +31,10 @@ TRAIN_COLUMNS = (
     "memory_bytes",
     "micro_batches",
     "efficiency",
+    "tflops",
+    "mfu",
+    "predicted_seconds",
+    "bound_share",
     "router_balance_loss",
     "router_z_loss",
 )
@@ -58,6 +64,7 @@ class RunFolder:
     config: dict[str, Any] = field(default_factory=dict)
     plans: tuple[tuple[str, Plan], ...] = ()
     summary: dict[str, Any] = field(default_factory=dict)
+    facts: RunFacts | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -89,6 +96,7 @@ class RunFolder:
             config=config,
             plans=plans,
             summary=summary,
+            facts=RunFacts.from_json(_json_object(path / "run.json", notes)),
             notes=(*notes, *plan_notes),
         )
 

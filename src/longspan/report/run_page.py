@@ -10,6 +10,7 @@ from longspan.report.chart import Chart, Series, chart_figure
 from longspan.report.markup import tag, text
 from longspan.report.run_folder import EvalRow, RunFolder
 from longspan.report.series import bytes_text, number_text, seconds_text, smooth
+from longspan.train.run.records.facts import RunFacts
 
 _DEGREES = ("tp", "pp", "vpp", "ep", "dp_replicate")  # of [parallel]; 1 is not worth a word
 LOSS_WIDTHS = {"wide": 1120, "narrow": 480}  # the page shows the one that suits its own width
@@ -20,6 +21,8 @@ SAME = 1e-6  # relative difference up to which two degrees are called equal
 def run_sections(run: RunFolder) -> Iterator[str]:
     """The parts of the page in order; the configuration comes last."""
     yield _header(run)
+    if run.facts is not None:
+        yield _section("What is running", _facts(run.facts))
     yield _figures(run)
     wide, narrow = (chart_figure(_loss_chart(run, width), css_class=name) for name, width in LOSS_WIDTHS.items())
     yield _section("Loss", wide, narrow)
@@ -76,6 +79,11 @@ def _described(run: RunFolder) -> Iterator[str]:
         yield f"evaluated at cp {value('context', 'eval_context_parallel_size')}"
 
 
+def _facts(facts: RunFacts) -> str:
+    lines = (tag("dt", text(name)) + tag("dd", text(words)) for name, words in facts.lines() if name != "report")
+    return tag("dl", *lines, class_="said")
+
+
 def _figures(run: RunFolder) -> str:
     cards = (
         tag("div", tag("dt", text(name)), tag("dd", text(value)), tag("p", text(detail)), class_="card")
@@ -100,6 +108,7 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     speed = _finite(run.train["tokens_per_second"])
     if len(speed):
         yield "tokens per second", number_text(float(np.median(speed))), "median of all steps"
+    yield from _shares(run)
     packing = _finite(run.train["efficiency"])
     if len(packing):
         yield "packing efficiency", f"{100 * packing.mean():.1f}%", f"mean; lowest step {100 * packing.min():.1f}%"
@@ -111,9 +120,19 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     memory = _finite(run.train["memory_bytes"])
     if len(memory) and memory.max() > 0:
         yield "peak memory", bytes_text(float(memory.max())), "of a process"
-    world = run.summary.get("world")
-    if world is not None:
-        yield "world", f"{world}", "processes"
+
+
+def _shares(run: RunFolder) -> Iterator[tuple[str, str, str]]:
+    """How near the steps come to the devices' peak, and to the bound of their plans, where these are known."""
+    mfu, tflops, bound = (_finite(run.train[name]) for name in ("mfu", "tflops", "bound_share"))
+    median = float(np.median(tflops)) if len(tflops) else 0.0
+    if len(mfu):
+        yield "model FLOPs utilisation", f"{100 * np.median(mfu):.1f}%", f"median; {median:.0f} TFLOP/s a device"
+    elif len(tflops):
+        yield "model FLOPs", f"{number_text(1e12 * median)}FLOP/s", "of a device, median of all steps"
+    if len(bound) and run.facts is not None:
+        detail = f"median: the plan's lower bound, priced for {run.facts.priced_for}, over the time"
+        yield "share of the plan's bound", f"{100 * np.median(bound):.0f}%", detail
 
 
 def _finite(values: np.ndarray) -> np.ndarray:
@@ -158,6 +177,13 @@ def _small_charts(run: RunFolder) -> Iterator[Chart]:
     norm = _finite(run.train["grad_norm"])
     spiky = len(norm) > 0 and float(norm.min()) > 0 and float(norm.max()) > 30 * float(np.median(norm))
     yield Chart("Speed", curves("tokens_per_second", 0), "tokens per second", zero=True)
+    if len(_finite(run.train["mfu"])):
+        yield Chart("Model FLOPs utilisation", curves("mfu", 3), "of the device's peak", y_format="percent", zero=True)
+    elif len(_finite(run.train["tflops"])):
+        yield Chart("Model FLOPs", curves("tflops", 3), "TFLOP/s of a device", zero=True)
+    if len(_finite(run.train["bound_share"])):
+        share = curves("bound_share", 2)
+        yield Chart("Share of the plan's bound", share, "lower bound / seconds", y_format="percent", zero=True)
     yield Chart("Packing efficiency", curves("efficiency", 2), "tokens / rows laid out", y_format="percent")
     yield Chart("Time of a step", curves("seconds", 3), "seconds", zero=True)
     yield Chart("Gradient norm", curves("grad_norm", 1), "before clipping", log=spiky)
