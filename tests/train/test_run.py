@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -356,6 +357,11 @@ def test_sigterm_to_the_launcher_saves_and_leaves(straight: tuple[RunConfig, Tra
         while len(read_metrics(metrics)) < 3:
             assert time.monotonic() < deadline and process.poll() is None, process.communicate()
             time.sleep(0.1)
+        second = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=60)
+        assert second.returncode == 2 and process.poll() is None
+        assert re.search(
+            rf"error: another run is at work in \S+run: process \d+ on {gethostname()}; wait", second.stderr
+        )
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 75, err

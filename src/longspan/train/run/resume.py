@@ -36,11 +36,12 @@ def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path 
         raise CheckpointError(
             f"run.resume is 'never' and {checkpoint} is there; set run.dir to a new folder, or use 'auto'"
         )
-    _check_same_run(config, on_first_rank(world, lambda: read_state(checkpoint), CheckpointError), checkpoint)
+    state = on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
+    _check_same_run(config, state, checkpoint, log)
     return checkpoint
 
 
-def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
+def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path, log: LogLine) -> None:
     before, now = (_with_preset(values) for values in (state.get("config", {}), json.loads(json.dumps(asdict(config)))))
     if state.get("step", 0) > config.train.steps:
         raise ConfigError(
@@ -56,7 +57,7 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
                 f"set it back, or set run.dir to a new folder"
             )
     if state.get("step", 0) == config.train.steps:
-        _check_finished(before, now, path)
+        _check_finished(before, now, path, log)
 
 
 def _with_preset(config: dict[str, Any]) -> dict[str, Any]:
@@ -65,17 +66,23 @@ def _with_preset(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "model": {**config.get("model", {}), "preset": model.preset_name}}
 
 
-def _check_finished(before: dict[str, Any], now: dict[str, Any], path: Path) -> None:
-    """A finished run is shown and not trained: under other keys than it was trained with, it would be another run's."""
-    changes = [
-        f"{section}.{key} was {before[section][key]!r} and is {value!r} now"
-        for section in now.keys() & before.keys() - {"run"}
-        for key, value in now[section].items()
-        if key in before[section] and not key.startswith("eval_") and value not in (before[section][key], AUTO)
-    ]
+def _check_finished(before: dict[str, Any], now: dict[str, Any], path: Path, log: LogLine) -> None:
+    """A finished run is shown and not trained: under other keys than it was trained with, it would be another run's.
+
+    It is evaluated under the keys given now; what it has recorded stays, which is said.
+    """
+    changes = {
+        key: f"{section}.{key} was {before[section][key]!r} and is {value!r} now"
+        for section in sorted(now.keys() & before.keys() - {"run"})
+        for key, value in sorted(now[section].items())
+        if key in before[section] and value not in (before[section][key], AUTO)
+    }
+    evaluated = "; ".join(changes.pop(key) for key in list(changes) if key.startswith("eval_"))
     if changes:
         raise ConfigError(
             f"the run has come to its end at step {now['train']['steps']} ({path}), and nothing is left to train: "
-            f"{'; '.join(sorted(changes))}. Set them back to see the run, raise train.steps to train on with them, "
+            f"{'; '.join(changes.values())}. Set them back to see the run, raise train.steps to train on with them, "
             "or set run.dir to a new folder"
         )
+    shown = f", evaluated as is asked for now ({evaluated})" if evaluated else ""
+    log(f"the run has come to its end: it is shown{shown}; its config.toml and metrics.jsonl stay as they are")
