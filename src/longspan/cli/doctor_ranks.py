@@ -104,13 +104,7 @@ def ways(cp: int) -> list[Way]:
     if cp == 1:
         return [Way("p2p")]
     sizes = [(a, cp // a) for a in range(2, cp) if cp % a == 0]
-    return [
-        Way("p2p"),
-        Way("all_gather"),
-        Way("a2a"),
-        *(Way("a2a+p2p", levels) for levels in sizes),
-        Way("auto"),
-    ]
+    return [Way("p2p"), Way("all_gather"), Way("a2a"), *(Way("a2a+p2p", levels) for levels in sizes), Way("auto")]
 
 
 def _as_ranks(levels: Levels, world: World) -> Levels:

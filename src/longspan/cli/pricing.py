@@ -6,7 +6,7 @@ one, in a micro-batch that all slots enter. Its seconds depend on the model's pa
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Unpack
 
 from longspan.errors import ConfigError
@@ -68,13 +68,10 @@ def heads_of(flags: PricingFlags) -> int | None:
 def plan_options(flags: PricingFlags, **keywords: Unpack[PlanKeywords]) -> PlanOptions:
     """The planners' options that these flags say, and those of a verb."""
     sizes = flags.hierarchical_context_parallel_sizes or None
-    options = PlanOptions(**keywords)
-    return replace(
-        options,
-        cp_comm_type=flags.cp_comm_type,
-        hierarchical_context_parallel_sizes=sizes,
-        heads=heads_of(flags),
+    said = PlanKeywords(
+        cp_comm_type=flags.cp_comm_type, hierarchical_context_parallel_sizes=sizes, heads=heads_of(flags)
     )
+    return PlanOptions(**keywords | said)
 
 
 def notes_on(flags: PricingFlags) -> Sequence[str]:

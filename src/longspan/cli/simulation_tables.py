@@ -109,18 +109,8 @@ def _as_object(simulation: Simulation) -> dict[str, Any]:
 
 def degrees_table(title: str, choices: Sequence[DegreeChoice], accumulation: int) -> str:
     """The degrees of an evaluation as text, and which is fastest."""
-    names = (
-        "cp",
-        "groups",
-        "passes",
-        "document-steps",
-        "wasted",
-        "filled",
-        "planned",
-        "micro-batches",
-        "cap",
-        "bubble",
-    )
+    names = ["cp", "groups", "passes", "document-steps", "wasted", "filled", "planned"]
+    names += ["micro-batches", "cap", "bubble"]
     rows = [
         (
             f"{c.cp}",
@@ -136,17 +126,7 @@ def degrees_table(title: str, choices: Sequence[DegreeChoice], accumulation: int
         )
         for c in choices
     ]
-    return "\n".join(
-        [
-            title,
-            "",
-            text_table(names, rows),
-            "",
-            _fastest_degree(choices, accumulation),
-            "",
-            _DEGREE_NOTE,
-        ]
-    )
+    return "\n".join([title, "", text_table(names, rows), "", _fastest_degree(choices, accumulation), "", _DEGREE_NOTE])
 
 
 def _fastest_degree(choices: Sequence[DegreeChoice], accumulation: int) -> str:

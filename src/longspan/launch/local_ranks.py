@@ -119,12 +119,7 @@ class LocalRanks:
     """
 
     def __init__(
-        self,
-        n: int,
-        folder: Path,
-        threads: int,
-        payload: bytes | None = None,
-        state: Callable[[], State] | None = None,
+        self, n: int, folder: Path, threads: int, payload: bytes | None = None, state: Callable[[], State] | None = None
     ) -> None:
         self._context = start_fork_server()
         self.store = start_store_server()

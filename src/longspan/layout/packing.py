@@ -32,10 +32,7 @@ def check_lengths(lengths: Iterable[object], *, what: str = "length") -> tuple[i
     if wrong:
         index = next(i for i, value in enumerate(values) if type(value) in wrong)
         _refuse(
-            what,
-            index,
-            values[index],
-            "a length is an integer number of rows: convert it with int(…) if it is whole",
+            what, index, values[index], "a length is an integer number of rows: convert it with int(…) if it is whole"
         )
     integers = tuple(map(int, cast(list[int], values)))
     if integers and min(integers) < 1:

@@ -200,8 +200,7 @@ class _Contiguous(_FromLengths):
         self._check_member(member)
         begin, end = self._cut(member), self._cut(member + 1)
         touched = slice(
-            int(np.searchsorted(self._starts, begin, side="right")) - 1,
-            int(np.searchsorted(self._starts, end)),
+            int(np.searchsorted(self._starts, begin, side="right")) - 1, int(np.searchsorted(self._starts, end))
         )
         start, stop = self._starts[:-1][touched], self._starts[1:][touched]
         document = np.arange(len(self.lengths), dtype=np.int64)[touched]

@@ -250,10 +250,7 @@ def _loosened(tiles: _TileArrays) -> _TileArrays:
     """Without limits that hide nothing, tile by tile; all tiles at whose end row and key meet keep one mask."""
     left, right = _hides(tiles)
     ahead = tiles.right > 0
-    return tiles._replace(
-        left=np.where(ahead & ~left, -1, tiles.left),
-        right=np.where(ahead & ~right, -1, tiles.right),
-    )
+    return tiles._replace(left=np.where(ahead & ~left, -1, tiles.left), right=np.where(ahead & ~right, -1, tiles.right))
 
 
 def _split(tiles: _TileArrays) -> _TileArrays:

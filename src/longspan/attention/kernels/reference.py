@@ -15,9 +15,8 @@ from longspan.attention.geometry.tiles import Tile
 from longspan.attention.sums.rows import accumulation_dtype
 
 _BYTES_AT_ONCE = 256 << 20  # of the scores of a piece and all that is made of them
-_NUMBERS = (
-    4  # of a score in its dtype at the fullest moment, in backward: weight, its gradient, slope of softcap, factor
-)
+# Of a score in its dtype at the fullest moment, in backward: weight, its gradient, slope of softcap, factor.
+_NUMBERS = 4
 _HASH_BYTES = 2 * 8 + 1  # of a score where dropout hashes it: two words, and whether it is kept
 
 

@@ -10,16 +10,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention import AttentionCall, Mask, choose
-from longspan.bench.attention.cases import (
-    Case,
-    Run,
-    Settings,
-    lengths_of,
-    own_cases,
-    peer_cases,
-    sinks_of,
-    tensors_of,
-)
+from longspan.bench.attention.cases import Case, Run, Settings, lengths_of, own_cases, peer_cases, sinks_of, tensors_of
 from longspan.bench.record import missing_because, write_unfinished
 from longspan.cli.machine import machine
 from longspan.comm import World
@@ -49,23 +40,10 @@ def attention_ranks(rank: int, settings: Settings) -> dict[str, Any]:
 
 
 def _empty_record(settings: Settings, world: World) -> dict[str, Any]:
-    names = (
-        "documents",
-        "partition",
-        "window",
-        "sinks",
-        "heads",
-        "key_value_heads",
-        "head_size",
-        "dtype",
-        "warmup",
-        "repeats",
-        "ranks",
-        "command",
-    )
+    names = "documents partition window sinks heads key_value_heads head_size dtype warmup repeats ranks command"
     return {
         "bench": "attention",
-        **{name: getattr(settings, name) for name in names},
+        **{name: getattr(settings, name) for name in names.split()},
         "kernel": _kernel(settings, world),
         "backend": world.backend,
         "check_length": CHECK_ROWS * settings.ranks,

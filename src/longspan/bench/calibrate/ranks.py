@@ -110,10 +110,8 @@ class _Bench:
             times.append([self._timed(trial.run) for trial in trials])
             if self.world.rank == 0 and sys.stderr.isatty():
                 print(f"round {i + 1} of {rounds}", file=sys.stderr)
-        everywhere = np.array(
-            self.world.control.gather_objects(times[self.settings.warmup :])
-        )  # (ranks, rounds, trials)
-        seconds = everywhere.max(axis=0).min(axis=0)  # of the slowest rank in the fastest round
+        of_ranks = self.world.control.gather_objects(times[self.settings.warmup :])  # (ranks, rounds, trials)
+        seconds = np.array(of_ranks).max(axis=0).min(axis=0)  # of the slowest rank in the fastest round
         return [replace(t.sample, seconds=t.times * float(s)) for t, s in zip(trials, seconds, strict=True)]
 
     def _trials(self) -> Iterator[Trial]:

@@ -60,11 +60,8 @@ class PipelineModel(nn.Module):
         self.training = model.training
         # What the whole model is, whatever stages are here.
         self.config, self.generation_config, self.architecture = model.config, model.generation_config, type(model)
-        self.stages, self.pipeline_settings, self.dtype = (
-            tuple(stages),
-            pipeline_settings,
-            dtype,
-        )  # a tuple: not by these names
+        self.stages = tuple(stages)  # a tuple: not by these names
+        self.pipeline_settings, self.dtype = pipeline_settings, dtype
         self.tied_embedding = TiedEmbedding(self.stages)
         self.probed = True  # whether the attention calls of all layers have been seen and judged
         self._world_key = world.key

@@ -130,10 +130,7 @@ def _vocabulary_modules(model: PreTrainedModel) -> tuple[nn.Linear | None, nn.Em
     """(head, input embedding), each None where it is not here."""
     head: Any = model.get_output_embeddings()
     embedding: Any = model.get_input_embeddings()
-    return (
-        head if isinstance(head, nn.Linear) else None,
-        embedding if isinstance(embedding, nn.Embedding) else None,
-    )
+    return (head if isinstance(head, nn.Linear) else None, embedding if isinstance(embedding, nn.Embedding) else None)
 
 
 # ---- sequence-parallel regions

@@ -27,10 +27,7 @@ def cost_on_h200(config: Any) -> Cost:
     >>> plan = plan_dynamic(lengths, home, cost=cost_on_h200("Qwen3-8B/config.json"))  # doctest: +SKIP
     """
     cost = Cost.for_model(
-        config,
-        tflops=H200_TFLOPS,
-        attention_tflops=H200_ATTENTION_TFLOPS,
-        ring_step_latency=H200_RING_STEP_SECONDS,
+        config, tflops=H200_TFLOPS, attention_tflops=H200_ATTENTION_TFLOPS, ring_step_latency=H200_RING_STEP_SECONDS
     )
     return replace(cost, source=H200_SOURCE)
 

@@ -25,10 +25,7 @@ Candidate = tuple[float, Callable[[], list[MicroBatch]]]  # seconds, and the mic
 
 USUAL_NODE_SIZE = 8
 CLOSE = 1.02  # of the lower bound: a plan so good is not compared with other kinds of plans
-COMPARED_SLOTS, COMPARED_DOCUMENTS = (
-    1024,
-    20000,
-)  # up to which fixed degrees are tried at any ratio; above, from DISTANT
+COMPARED_SLOTS, COMPARED_DOCUMENTS = 1024, 20000  # up to which fixed degrees are tried; above, from DISTANT on
 DISTANT = 1.05
 
 
