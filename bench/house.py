@@ -92,6 +92,8 @@ def measure(root: Path) -> dict[str, Any]:
         for i, number in enumerate((1, len(path.read_text().splitlines()), _code_lines(path, tree))):
             room[i] += number
     tests = sorted((root / "tests").rglob("*.py"))
+    scripts = [*tests, *sorted((root / "bench").rglob("*.py"))]
+    of_tests = [function for path in scripts for function in _functions(ast.parse(path.read_text()))]
     folders = Counter(path.parent for path in files if path.name != "__init__.py")
     return {
         "rooms": dict(sorted(rooms.items())),
@@ -109,11 +111,16 @@ def measure(root: Path) -> dict[str, Any]:
             "lines of a function, median": lengths[len(lengths) // 2],
             "functions over 30 lines": sum(length > 30 for length in lengths),
             "functions over 6 arguments": sum(function.arguments > 6 for function in functions),
-            "functions with an elliptic local, %": round(100 * sum(f.elliptic for f in functions) / len(functions), 1),
+            "functions with an elliptic local, %": _elliptic_share(functions),
+            "the same in tests and benches, %": _elliptic_share(of_tests),
             **_entered(root),
             **{f"files that name {key}": _files_naming(key, files) for key in KEYS},
         },
     }
+
+
+def _elliptic_share(functions: list[Function]) -> float:
+    return round(100 * sum(f.elliptic for f in functions) / len(functions), 1)
 
 
 def _functions(tree: ast.Module) -> Iterator[Function]:
