@@ -234,8 +234,15 @@ def check_longest(config: RunConfig, home: Layout, longest: int, name: str, head
         except ConfigError as error:
             if not choice.options.max_tokens_per_slot:
                 raise
-            dynamic = "" if choice.planner == "dynamic" else f' or {choice.prefix}planner = "dynamic"'
-            raise ConfigError(
-                f"{error}. All {counted(home.slots, 'slot')} together would take {-(-longest // home.slots):,} rows "
-                f"each: {choice.degree_key} = {home.slots}{dynamic}; data.max_document_tokens cuts longer texts"
-            ) from error
+            raise ConfigError(f"{error}. {_room_for(longest, choice, home)}") from error
+
+
+def _room_for(longest: int, choice: PlanChoice, home: Layout) -> str:
+    """What would take a document: all slots together, by which key, and what cuts it."""
+    wider = ""
+    if choice.planner != "dynamic" and choice.degree < home.slots:
+        wider = f' ({choice.degree_key} = {home.slots} or {choice.prefix}planner = "dynamic")'
+    elif choice.planner == "dynamic" and 0 < choice.max_degree < home.slots:
+        wider = " (context.max_dynamic_context_parallel_size = 0)"
+    rows = f"{-(-longest // home.slots):,} rows of each of all {counted(home.slots, 'slot')}"
+    return f"It needs {rows}{wider}; data.max_document_tokens cuts longer texts"

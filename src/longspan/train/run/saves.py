@@ -64,7 +64,7 @@ class Saves:
     def _saved_or_not(self) -> str:
         try:
             self.save(keep_all=True)
-        except CheckpointError as error:
+        except LongspanError as error:  # a disk that is full, or a rank that died meanwhile
             return f"What was trained since step {self._saved} is lost: {error}"
         return f"The weights after {counted(self.done, 'step')} are saved in {self._run.checkpoints}"
 
