@@ -125,8 +125,8 @@ def test_without_a_known_peak_the_flops_are_shown(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", rows=[train_row(step, tflops=0.0161) for step in range(1, 61)])
     (run / "run.json").write_text(json.dumps({"model": "of another release"}))
     page = page_of(run)
-    assert "16.1GFLOP/s" in page.content and len(page.charts) == 9
-    assert "What is running" not in page.content and "utilisation" not in page.content
+    assert "16.1 GFLOP/s" in page.content and len(page.charts) == 9
+    assert "of another release" not in page.content and "utilisation" not in page.content
 
 
 def test_text_is_escaped(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from longspan.errors import ConfigError
 from longspan.testing import backend
 from longspan.train.config.sections import ParallelConfig, RunConfig
+from longspan.train.data.tokenizer import train_tokenizer
 from longspan.train.run.config_check import check_config
 from tests.model.stock import SIZES, worst
 from tests.train.homes import farthest, gone_on_from_the_first_checkpoint, losses_of_run, saved_weights
@@ -40,6 +41,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[
     torch.manual_seed(0)
     sizes: dict[str, Any] = SIZES | {"num_hidden_layers": 4, "vocab_size": 300}
     AutoModelForCausalLM.from_config(Qwen3Config(**sizes, tie_word_embeddings=True)).save_pretrained(folder / "model")
+    train_tokenizer(["some text"], 300).save_pretrained(folder / "model")
     config = small_config(folder, model__path=str(folder / "model"), **SETTINGS)
     return config, _run(config)
 

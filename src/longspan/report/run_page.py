@@ -22,7 +22,7 @@ def run_sections(run: RunFolder) -> Iterator[str]:
     """The parts of the page in order; the configuration comes last."""
     yield _header(run)
     if run.facts is not None:
-        yield _section("What is running", _facts(run.facts))
+        yield _section("The run", _facts(run.facts))
     yield _figures(run)
     wide, narrow = (chart_figure(_loss_chart(run, width), css_class=name) for name, width in LOSS_WIDTHS.items())
     yield _section("Loss", wide, narrow)
@@ -129,7 +129,7 @@ def _shares(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     if len(mfu):
         yield "model FLOPs utilisation", f"{100 * np.median(mfu):.1f}%", f"median; {median:.0f} TFLOP/s a device"
     elif len(tflops):
-        yield "model FLOPs", f"{number_text(1e12 * median)}FLOP/s", "of a device, median of all steps"
+        yield "model FLOPs", _flops_text(median), "of a device, median of all steps"
     if len(bound) and run.facts is not None:
         detail = f"median: the plan's lower bound, priced for {run.facts.priced_for}, over the time"
         yield "share of the plan's bound", f"{100 * np.median(bound):.0f}%", detail
@@ -147,6 +147,10 @@ def _last_evaluations(run: RunFolder) -> Sequence[EvalRow]:
 def _spread(rows: Sequence[EvalRow]) -> float:
     losses = [r.loss for r in rows]
     return (max(losses) - min(losses)) / abs(losses[0]) if losses[0] else 0.0
+
+
+def _flops_text(tflops: float) -> str:
+    return f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.3g} GFLOP/s"
 
 
 def _loss_chart(run: RunFolder, width: int) -> Chart:
