@@ -6,6 +6,7 @@ python bench/first_steps.py --ranks 4 --out bench/records/first-steps.json -- --
 Every step holds one document of `--longest` tokens and a long tail of `--tail` tokens; with `--tails drawn` each step's
 tail is another one. What follows `--` are flags of `longspan train`. Runs are ended after `--steps` steps, without a
 checkpoint. Steady is the median of the second half of a run's steps; the worst ratio is that of steps from the second.
+Among --runs, `bench` is `longspan bench step` on the documents of the first step, with the same flags.
 """
 
 import argparse
@@ -43,21 +44,24 @@ def main() -> None:
     parser.add_argument("--tail_longest", type=int, default=32768)
     parser.add_argument("--tails", choices=("same", "drawn"), default="same")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--runs", default="cold,warm", help="runs, one after another over one cache of kernels")
+    parser.add_argument("--runs", default="cold,warm,bench", help="runs, one after another over one cache of kernels")
     parser.add_argument("--cache", type=Path, help="the cache of kernels; without it, an empty one for these runs")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds of a run")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("flags", nargs="*", help="flags of longspan train")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # a run that is under way ends too
     steps = lengths_of_steps(options)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     about = {name: getattr(options, name) for name in ("ranks", "longest", "tail", "tail_longest", "tails", "flags")}
-    record = open_record("first steps", None, backend, Path(__file__).parent) | about | {"rows": []}
+    record = open_record("first steps", None, backend, Path(__file__).parent) | about
+    record |= {"lengths": steps[0], "rows": []}
     with tempfile.TemporaryDirectory() as folder:
         data = write_texts(Path(folder), steps)
         for number, name in enumerate(options.runs.split(",")):
-            words = command_of(options, data, Path(folder) / f"run{number}", sum(steps[0]))
-            row = {"run": name} | timed(words, options, Path(folder) / f"run{number}")
+            run = Path(folder) / f"run{number}"
+            words = command_of(options, data, run, sum(steps[0]))
+            row = {"run": name} | (bench(options, steps[0], run) if name == "bench" else timed(words, options, run))
             print(f"{name}: {json.dumps(row)}", flush=True)
             record["rows"].append(row)
             write_record(record, options.out, as_markdown(record))
@@ -98,16 +102,22 @@ def write_texts(folder: Path, steps: list[list[int]]) -> Path:
     return folder
 
 
+def plan_flags(options: argparse.Namespace) -> dict[str, object]:
+    """How steps are planned, unless the command says otherwise, in training and in the bench."""
+    return {
+        "context.max_tokens_per_slot": -(-options.longest // options.ranks),
+        "context.planner": "dynamic",
+        "context.cp_comm_type": "auto",
+    }
+
+
 def command_of(options: argparse.Namespace, data: Path, run: Path, tokens: int) -> list[str]:
-    """The command of one run, under torchrun where there are GPUs."""
-    train = ["-m", "longspan", "train"]
+    """The command of one run."""
     flags = {
         "data.path": data / "texts.jsonl",
         "data.tokenizer": data,
         "data.max_document_tokens": 0,
         "data.eval_documents": 0,
-        "context.max_tokens_per_slot": -(-options.longest // options.ranks),
-        "context.planner": "dynamic",
         "train.tokens_per_step": tokens,
         "train.steps": 100 * options.steps,  # the run is ended before
         "train.lr": 1e-5,
@@ -115,11 +125,38 @@ def command_of(options: argparse.Namespace, data: Path, run: Path, tokens: int) 
         "run.dir": run,
         "run.compile_cache": options.cache or data / "cache",
     }
-    ours = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return _longspan(options, ["train"], plan_flags(options) | flags, options.flags)
+
+
+def _longspan(options: argparse.Namespace, verb: list[str], ours: dict[str, object], theirs: list[str]) -> list[str]:
+    """A command of longspan with so many processes, under torchrun where there are GPUs."""
+    words = [word for name, value in ours.items() for word in (f"--{name}", str(value))]
+    module = ["-m", "longspan", *verb]
     if torch.cuda.is_available():
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
-        return [sys.executable, *torchrun, *train, *ours, *options.flags]
-    return [sys.executable, *train, "--world", str(options.ranks), *ours, *options.flags]
+        return [sys.executable, *torchrun, *module, *words, *theirs]
+    return [sys.executable, *module, "--world", str(options.ranks), *words, *theirs]
+
+
+def bench(options: argparse.Namespace, lengths: list[int], folder: Path) -> dict[str, Any]:
+    """`longspan bench step` on documents of these lengths, with the flags of the runs that decide a step."""
+    folder.mkdir()
+    (folder / "lengths.json").write_text(json.dumps(lengths))
+    pairs = zip(options.flags[::2], options.flags[1::2], strict=True)
+    theirs = [w for pair in pairs if not pair[0].startswith(("--data.", "--run.")) for w in pair]
+    ours = {"lengths": folder / "lengths.json", "planners": "dynamic", "out": folder / "record.json", "repeats": 5}
+    command = _longspan(options, ["bench", "step"], plan_flags(options) | ours, theirs)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=options.timeout)
+    if done.returncode:
+        raise SystemExit(
+            f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+        )
+    (row,) = json.loads((folder / "record.json").read_text())["rows"]
+    return {
+        "steady_seconds": row["seconds"],
+        "tokens_per_second": round(sum(lengths) / row["seconds"], 1),
+        "bench": row,
+    }
 
 
 def timed(words: list[str], options: argparse.Namespace, run: Path) -> dict[str, Any]:
@@ -128,7 +165,7 @@ def timed(words: list[str], options: argparse.Namespace, run: Path) -> dict[str,
     with lines.open("w") as out:
         process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            rows, first = _watched(process, run / "metrics.jsonl", options, started)
+            rows, first, last = _watched(process, run / "metrics.jsonl", options, started)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -140,6 +177,7 @@ def timed(words: list[str], options: argparse.Namespace, run: Path) -> dict[str,
     steady = statistics.median(seconds[len(seconds) // 2 :])
     return {
         "seconds": seconds,
+        "seconds_between_steps": round((last - first) / (len(rows) - 1), 3),
         "warm_up_seconds": float(warm_up[1]) if warm_up else None,
         "seconds_to_first_step": round(first - started, 1),
         "steady_seconds": steady,
@@ -152,8 +190,8 @@ def timed(words: list[str], options: argparse.Namespace, run: Path) -> dict[str,
 
 def _watched(
     process: subprocess.Popen[bytes], file: Path, options: argparse.Namespace, started: float
-) -> tuple[list[dict[str, Any]], float]:
-    """The rows of steps as they come, until there are enough or the run has ended; and when the first one came."""
+) -> tuple[list[dict[str, Any]], float, float]:
+    """The rows of steps as they come, until there are enough or the run has ended; when the first and the last came."""
     rows, first = list[dict[str, Any]](), 0.0
     while len(rows) < options.steps and time.time() - started < options.timeout:
         ended = process.poll() is not None
@@ -162,8 +200,8 @@ def _watched(
         first = first or (time.time() if rows else 0.0)
         if ended:
             break
-        time.sleep(0.2)
-    return rows[: options.steps], first
+        time.sleep(0.05)
+    return rows[: options.steps], first, time.time()
 
 
 def _whole(line: str) -> bool:
@@ -175,20 +213,20 @@ def as_markdown(record: dict[str, Any]) -> str:
     rows = [
         (
             row["run"],
-            "none" if row["warm_up_seconds"] is None else f"{row['warm_up_seconds']:.1f} s",
-            " ".join(f"{s:.2f}" for s in row["seconds"]),
+            f"{row['warm_up_seconds']:.1f} s" if row.get("warm_up_seconds") is not None else "none",
+            " ".join(f"{s:.2f}" for s in row.get("seconds", ())),
             f"{row['steady_seconds']:.3f} s",
-            f"{row['worst_ratio']:.2f}",
-            f"{row['first_ratio']:.2f}",
+            *(f"{row[name]:.2f}" if name in row else "" for name in ("worst_ratio", "first_ratio")),
             f"{row['tokens_per_second']:,.0f}",
-            f"{row['seconds_to_first_step']:.0f} s",
+            f"{row['seconds_to_first_step']:.0f} s" if "seconds_to_first_step" in row else "",
         )
         for row in record["rows"]
     ]
     return (
         f"# The first steps of `longspan train` on {record['ranks']} ranks ({record['backend']})\n\n"
         f"Each step holds one document of {record['longest']:,} tokens and a long tail of {record['tail']:,} "
-        f"({record['tails']} in each step). Ratios are of the steady step, the median of the second half.\n\n"
+        f"({record['tails']} in each step). Ratios are of the steady step, the median of the second half; `bench` is "
+        f"`longspan bench step` on the documents of the first step.\n\n"
         f"{where_it_ran(record)}\n\n{markdown_table(names, rows)}\n"
     )
 

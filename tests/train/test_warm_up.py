@@ -80,14 +80,14 @@ def test_every_slot_meets_every_kind(slots: int) -> None:
     work = warm_up_plans(plans, plans[1], in_flight=2)
     kinds = {kind_of(group) for plan in plans for batch in plan.micro_batches for group in batch.groups}
     for slot in range(slots):
-        groups = [group for batch in work.training.micro_batches for group in batch.groups]
+        groups = [group for batch in work.kinds_of_training.micro_batches for group in batch.groups]
         assert {kind_of(group) for group in groups if slot in group.slots} == kinds
-    assert work.kinds == len(kinds) and len(work.training.micro_batches) % 2 == 0
-    assert work.training.max_tokens_per_slot is None
+    assert work.kinds == len(kinds) and len(work.kinds_of_training.micro_batches) % 2 == 0
+    assert work.kinds_of_training.max_tokens_per_slot is None and work.first == plans[0]
     most = max(int(plan.timeline().rows.max()) for plan in plans)
-    rows = work.training.timeline().rows.max(1)
-    assert rows[-1] == rows[-2] == most == rows.max()
-    assert work.evaluation is not None and work.evaluation.micro_batches[-1].lengths in [
+    rows = work.kinds_of_training.timeline().rows.max(1)
+    assert rows[0] == rows[1] == most == rows.max()
+    assert work.evaluation is not None and work.evaluation.micro_batches[0].lengths in [
         batch.lengths for batch in plans[1].micro_batches
     ]
 
@@ -97,7 +97,7 @@ def test_the_smallest_group_of_a_kind_is_laid_on_all_slots() -> None:
     other = MicroBatch((Group((0, 1), (3, 4), (600, 900)),))
     plan = Plan(slots=5, lengths=(600, 1500, 9000, 600, 900), micro_batches=(batch, other), targets=12595)
     groups = smallest_of_each_kind([plan])
-    assert [group.lengths for group in groups.values()] == [(600, 900), (9000,)]
+    assert [group.lengths for group in groups.values()] == [(9000,), (600, 900)]
     assert [[g.slots for g in b.groups] for b in on_all_slots(other.groups[0], 5)] == [[(0, 1), (2, 3)], [(3, 4)]]
     (kind,) = [kind for kind, group in groups.items() if group.degree == 1]
     assert [group.degree for group in smallest_of_each_kind([plan], leave_out=[kind]).values()] == [2]

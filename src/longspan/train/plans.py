@@ -209,16 +209,22 @@ class StepPlanner:
         return self.choice.plan(self.order.lengths[documents].tolist(), self.home, warm)
 
 
+def planner_of_steps(choice: PlanChoice, order: StepOrder, home: Layout) -> Callable[[int], Plan]:
+    """What plans any training step of a run.
+
+    Dynamic plans start from what was found for the first of each WARM_STEPS steps.
+    """
+    planner = StepPlanner(choice, order, home)
+    return WarmStart(planner, every=WARM_STEPS) if choice.planner == "dynamic" else planner
+
+
 def plans_of_steps(choice: PlanChoice, order: StepOrder, home: Layout, *, ahead: int) -> PlanAhead:
     """The plans of a run's training steps; a context manager.
 
-    Dynamic plans are made `ahead` steps early in another process, and start from what was found for the first of each
-    WARM_STEPS steps; those of the other planners take a millisecond and are made when their step begins.
+    Dynamic plans are made `ahead` steps early in another process; those of the other planners take a millisecond and
+    are made when their step begins.
     """
-    planner = StepPlanner(choice, order, home)
-    if choice.planner != "dynamic":
-        return PlanAhead(planner, ahead=0)
-    return PlanAhead(WarmStart(planner, every=WARM_STEPS), ahead=ahead)
+    return PlanAhead(planner_of_steps(choice, order, home), ahead=ahead if choice.planner == "dynamic" else 0)
 
 
 def row_multiple_of(parallel: ParallelConfig) -> int:

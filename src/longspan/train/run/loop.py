@@ -76,6 +76,8 @@ class _Loop:
         """All steps that are left and, unless the run is stopped, what comes after the last."""
         run = self.run
         with _plans(run) as plans:
+            if run.done < run.config.train.steps:
+                plans.start(run.done)  # they are made while kernels are compiled
             warm_up_run(run, self.display.log)
             done, stopped = self.steps(plans, stop)
         self.display.end_bar()

@@ -3,7 +3,7 @@
 from longspan.comm import World
 from longspan.plan import Plan
 from longspan.train.all_ranks import LogLine
-from longspan.train.plans import StepPlanner
+from longspan.train.plans import planner_of_steps
 from longspan.train.run.setup import TrainingRun
 from longspan.train.warm_up.warm_up import warm_up
 
@@ -23,7 +23,7 @@ def warms_up(world: World) -> bool:
 
 def _coming_plans(run: TrainingRun) -> list[Plan]:
     count = COMING_DYNAMIC if run.config.context.planner == "dynamic" else COMING
-    planner = StepPlanner(run.choice, run.order, run.world.home)
+    planner = planner_of_steps(run.choice, run.order, run.world.home)
     return [planner(step) for step in range(run.done, min(run.done + count, run.config.train.steps))]
 
 

@@ -46,7 +46,7 @@ def kind_of(group: Group) -> Kind:
 
 
 def smallest_of_each_kind(plans: Iterable[Plan], leave_out: Iterable[Kind] = ()) -> dict[Kind, Group]:
-    """The group with the fewest rows of each kind in these plans, small ones first."""
+    """The group with the fewest rows of each kind in these plans, large ones first."""
     smallest: dict[Kind, Group] = {}
     for plan in plans:
         for group in (group for batch in plan.micro_batches for group in batch.groups):
@@ -55,7 +55,7 @@ def smallest_of_each_kind(plans: Iterable[Plan], leave_out: Iterable[Kind] = ())
                 smallest[kind] = group
     for kind in leave_out:
         smallest.pop(kind, None)
-    return dict(sorted(smallest.items(), key=lambda item: item[1].rows_per_slot))
+    return dict(sorted(smallest.items(), key=lambda item: -item[1].rows_per_slot))
 
 
 def largest_micro_batch(plans: Sequence[Plan]) -> MicroBatch:

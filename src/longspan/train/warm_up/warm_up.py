@@ -1,9 +1,10 @@
 """Kernels are compiled and memory is found before step 1, on all ranks at once, over documents that no one learns from.
 
 What takes time once: FlashAttention-4 and Triton compile for each kind of group, NCCL connects each pair of ranks, CUDA
-loads each kernel and the allocator asks the driver for memory. Each kind of group that coming plans hold runs once on
-all slots, forward and backward, then the largest micro-batch of these plans, then what evaluation adds, forward alone.
-Gradients are cleared; weights, moments, learning rate and random numbers are as before, and so is every later loss.
+loads each kernel and the allocator asks the driver for memory. The largest micro-batch of coming plans runs first, into
+whose memory all others fit; then each kind of group that these plans hold, once on all slots; then the first plan as it
+is, and what evaluation adds, forward alone. Gradients are cleared; weights, moments, learning rate and random numbers
+are as before, and so is every later loss.
 """
 
 import time
@@ -30,9 +31,10 @@ CONNECTED = 16  # slots, at most, of which every pair is connected where plans a
 
 @dataclass(frozen=True)
 class WarmUp:
-    """The plans that a warm-up runs, and how many kinds of groups they hold."""
+    """The plans that a warm-up runs, one after another, and how many kinds of groups they hold."""
 
-    training: Plan
+    kinds_of_training: Plan
+    first: Plan
     evaluation: Plan | None
     kinds: int
 
@@ -50,7 +52,8 @@ def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, 
     try:
         make_states(training.optimizer)
         _connect(training, [*plans, *([evaluation] if evaluation else [])])
-        _run(training, work.training, backward=True)
+        for plan in (work.kinds_of_training, work.first):
+            _run(training, plan, backward=True)
         if work.evaluation is not None:
             _run(training, work.evaluation, backward=False)
     except (RuntimeError, MemoryError) as error:
@@ -62,27 +65,26 @@ def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, 
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     training.world.control.barrier("end of the warm-up")
-    seconds, memory = time.perf_counter() - started, peak_memory_bytes(device) / 2**30
-    log(f"kernels compiled and memory found in {seconds:.1f} s: at most {memory:.1f} GiB on the first rank")
+    log(f"kernels compiled and memory found in {time.perf_counter() - started:.1f} s: {_memory(device)}")
 
 
 def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: int) -> WarmUp:
     """What stands for some plans, with `in_flight` of the largest micro-batch, as many as a pipeline holds at once."""
     groups = smallest_of_each_kind(plans)
-    batches = [batch for group in groups.values() for batch in on_all_slots(group, plans[0].slots)]
-    batches += [largest_micro_batch(plans)] * in_flight
-    batches = [batches[0]] * (-len(batches) % in_flight) + batches
+    batches = [largest_micro_batch(plans)] * in_flight
+    batches += [batch for group in groups.values() for batch in on_all_slots(group, plans[0].slots)]
+    batches += batches[-1:] * (-len(batches) % in_flight)
     forward = None if evaluation is None else _forward_plan(evaluation, groups, in_flight)
     both = [*plans, *([evaluation] if evaluation else [])]
-    return WarmUp(plan_of(batches, plans[0]), forward, len(smallest_of_each_kind(both)))
+    return WarmUp(plan_of(batches, plans[0]), plans[0], forward, len(smallest_of_each_kind(both)))
 
 
 def _forward_plan(evaluation: Plan, known: Iterable[Kind], in_flight: int) -> Plan:
     """What evaluation adds: its own kinds, and its largest micro-batch."""
     groups = smallest_of_each_kind([evaluation], leave_out=known)
-    batches = [batch for group in groups.values() for batch in on_all_slots(group, evaluation.slots)]
-    batches.append(largest_micro_batch([evaluation]))
-    return plan_of([batches[0]] * (-len(batches) % in_flight) + batches, evaluation)
+    batches = [largest_micro_batch([evaluation])]
+    batches += [batch for group in groups.values() for batch in on_all_slots(group, evaluation.slots)]
+    return plan_of(batches + batches[-1:] * (-len(batches) % in_flight), evaluation)
 
 
 def _connect(training: Training, plans: Sequence[Plan]) -> None:
@@ -101,9 +103,18 @@ def _run(training: Training, plan: Plan, *, backward: bool) -> None:
     run_step(model, plan, documents, training.world, backward=backward, loss_chunk_rows=chunk, router=router)
 
 
+def _memory(device: torch.device) -> str:
+    """What the first rank has held at most, and what its allocator keeps of a GPU."""
+    held = f"at most {peak_memory_bytes(device) / 2**30:.1f} GiB"
+    if device.type == "cuda":
+        held += f" of {torch.cuda.memory_reserved(device) / 2**30:.1f} GiB reserved"
+    return f"{held} on the first rank"
+
+
 def _too_large(training: Training, work: WarmUp, error: BaseException) -> ConfigError:
     """The error of a rank without memory for what stands for the coming plans."""
-    rows = int(slot_rows(work.training.micro_batches, work.training.slots, work.training.row_multiple).max())
+    plan = work.kinds_of_training
+    rows = int(slot_rows(plan.micro_batches, plan.slots, plan.row_multiple).max())
     cap = training.config.context.max_tokens_per_slot
     return ConfigError(
         f"rank {training.world.rank} ran out of memory before step 1, in a micro-batch of up to {rows:,} rows of a "
