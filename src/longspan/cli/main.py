@@ -16,6 +16,7 @@ from longspan.errors import ConfigError, LongspanError
 VERBS = {
     "train": "train a model on text; checkpoints, metrics and a report in the run's folder",
     "eval": "evaluate a checkpoint at any context-parallel degree",
+    "export": "write a checkpoint as a Hugging Face folder",
     "plan": "what a step of these documents would do: a table or JSON",
     "simulate": "what planners and degrees would cost on a cluster, without one",
     "bench": "measure communication patterns on this machine",

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from longspan.model.prepared import prepare as prepare
     from longspan.model.presets import PRESETS as PRESETS
     from longspan.model.presets import preset_config as preset_config
-    from longspan.model.save import full_state_dict as full_state_dict
     from longspan.model.save import save_model as save_model
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -3,6 +3,7 @@
 How models are saved is in `save.py`.
 """
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def _preset(preset: str | None, vocab_size: int | None) -> PreTrainedConfig:
 def _drawn(config: PreTrainedConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32)
     for parameter in model.parameters():  # drawn in float32, so that every dtype holds the same numbers, rounded
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype

@@ -4,74 +4,114 @@ Training checkpoints, which hold optimizer state and stay sharded, are not in th
 """
 
 import shutil
+from collections.abc import Iterator
 from copy import deepcopy
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
 
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
 from longspan.model.hf_folder import no_progress_bars
+from longspan.model.load import torch_dtype
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.pipeline.state import state_of_all_stages
+from longspan.model.pipeline.state import groups_of_all_stages
+from longspan.model.weights.empty import empty_model
+from longspan.model.weights.write import WeightWriter, unit_of
 
 
-def save_model(model: PreTrainedModel | PipelineModel, folder: str | Path, world: World, tokenizer: Any = None) -> None:
+def save_model(
+    model: PreTrainedModel | PipelineModel,
+    folder: str | Path,
+    world: World,
+    tokenizer: Any = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+) -> None:
     """Write the full weights to a folder that stock transformers loads; all ranks call it together.
 
-    One rank writes safetensors, configuration and tokenizer next to `folder` and renames, so an interrupted save
-    leaves what was there: rank 0, or with pipeline stages the home's first rank. Raises ModelError on every rank
-    where writing failed.
+    The home's first rank writes safetensors, configuration and tokenizer next to `folder` and renames, so an
+    interrupted save leaves what was there. It is sent a decoder layer at a time, so no rank holds the whole model.
+    `dtype` is that of the files, the parameters' own by default. Raises ModelError on every rank where writing failed.
     """
+    writes, target = world.rank == world.home.ranks[0], Path(folder)
+    kind = None if dtype is None else torch_dtype(dtype)
+
+    def told(error: Exception) -> ModelError:
+        return ModelError(f"the model could not be saved to {folder}: {type(error).__name__}: {error}")
+
+    partial = target.with_name(f"{target.name}.partial")
+    empty = result_or_first_error(world, lambda: _opened(model, partial, kind) if writes else None, told)
+    writer = None if empty is None else WeightWriter(partial, empty, cast=kind is not None)
+    for group in _groups(model, world):
+        result_or_first_error(world, lambda group=group: None if writer is None else writer.write(group), told)
+
+    def finish() -> None:
+        if writer is not None and empty is not None:
+            writer.finish()
+            write_beside_weights(empty, partial, tokenizer)
+            put_in_place(partial, target)
+
+    result_or_first_error(world, finish, told)
+
+
+def _groups(model: PreTrainedModel | PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
+    """The whole tensors of each unit in turn, on the CPU of the home's first rank; empty on others, as many of them."""
     if isinstance(model, PipelineModel):
-        writer, full = world.home.ranks[0], state_of_all_stages(model, world)
-    else:
-        writer, full = 0, full_state_dict(model)  # torch gathers on rank 0, wherever that is in the home
-    result_or_first_error(
-        world,
-        lambda: _write(model, full, Path(folder), tokenizer) if world.rank == writer else None,
-        lambda error: ModelError(f"the model could not be saved to {folder}: {type(error).__name__}: {error}"),
-    )
+        yield from groups_of_all_stages(model, world)
+        return
+    writes = world.rank == world.home.ranks[0]
+    for _, group in groupby(model.state_dict().items(), lambda entry: unit_of(entry[0])):
+        whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in group}
+        yield {name: x.detach().cpu() for name, x in whole.items()} if writes else {}
 
 
-def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """All weights, whole, on the CPU of rank 0, and nothing on the others; all ranks call it together.
+def _opened(model: PreTrainedModel | PipelineModel, partial: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    """The stock model of a prepared one, without memory, and an empty folder for it."""
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    architecture = model.architecture if isinstance(model, PipelineModel) else type(model)
+    stock = next(kind for kind in architecture.__mro__ if not issubclass(kind, FSDPModule))
+    empty = empty_model(stock_configuration(model.config), dtype or next(model.parameters()).dtype, stock)
+    empty.generation_config = model.generation_config
+    return empty
 
-    Weights may be sharded over slots, split over tensor-parallel ranks, or both.
-    """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return dict(get_model_state_dict(model, options=options))  # pyright: ignore[reportReturnType]
+
+def stock_configuration(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A prepared model's configuration as it was: who loads it wants transformers' own attention and its cache."""
+    config = deepcopy(config)
+    config._attn_implementation = "eager"
+    config.use_cache = True
+    return config
 
 
-def _write(model: PreTrainedModel | PipelineModel, full: dict[str, Tensor], folder: Path, tokenizer: Any) -> None:
-    partial, old = (folder.with_name(f"{folder.name}{ending}") for ending in (".partial", ".old"))
-    for leftover in (partial, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+def write_beside_weights(empty: PreTrainedModel, folder: Path, files: Any) -> None:
+    """Write a model's configuration, how it generates, and what `files.save_pretrained(folder)` writes."""
+    config: Any = empty.config
+    config.architectures = [type(empty).__name__]
     with no_progress_bars():
-        _stock_twin(model, full).save_pretrained(partial)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(partial)
+        config.save_pretrained(folder)
+        if empty._auto_class is not None:  # a model whose code is not transformers' own
+            custom_object_save(empty, folder, config=config)
+        if files is not None:
+            files.save_pretrained(folder)
+        generation = empty.generation_config if empty.can_generate() else None
+        if generation is not None and not (folder / "generation_config.json").is_file():
+            generation.save_pretrained(folder)
+
+
+def put_in_place(partial: Path, folder: Path) -> None:
+    """Give a finished folder its name, in place of one that is there."""
+    old = folder.with_name(f"{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     partial.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _stock_twin(model: PreTrainedModel | PipelineModel, full: dict[str, Tensor]) -> PreTrainedModel:
-    """The unprepared model class over the gathered weights, tied where the original ties."""
-    config = deepcopy(model.config)
-    config._attn_implementation = "eager"
-    config.use_cache = True  # prepare turned it off for training; who loads the folder wants transformers' default
-    architecture = model.architecture if isinstance(model, PipelineModel) else type(model)
-    stock: Any = next(kind for kind in architecture.__mro__ if not issubclass(kind, FSDPModule))
-    with torch.device("meta"):
-        twin = stock(config)
-    twin.load_state_dict(full, assign=True)
-    twin.tie_weights()
-    twin.generation_config = model.generation_config
-    return twin

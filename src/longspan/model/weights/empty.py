@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -11,10 +12,19 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 
-def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of this configuration with parameters of the meta device, and buffers with values, on the CPU."""
+def empty_model(
+    config: PreTrainedConfig, dtype: torch.dtype, architecture: type[PreTrainedModel] | None = None
+) -> PreTrainedModel:
+    """A model of this configuration with parameters of the meta device, and buffers with values, on the CPU.
+
+    Its class is `architecture`, or else the causal language model that the configuration stands for.
+    """
+    config = deepcopy(config)  # transformers writes the dtype into it
     with _parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if architecture is None:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        else:
+            model = architecture._from_config(config, dtype=dtype)
     apart = _dtypes_apart(model, dtype)
     for name, tensor in (*model.named_parameters(), *stored_buffers(model)):
         tensor.data = tensor.data.to(apart.get(name, dtype if tensor.is_floating_point() else tensor.dtype))

@@ -1,8 +1,8 @@
 """`train`: the loop of a run, from its configuration to its last evaluation, on every rank inside an open world.
 
 A step is: documents of the step, a plan of their lengths, `run_step`. What a run leaves in its folder: config.toml,
-corpus/, tokenizer.json, run.json, metrics.jsonl, groups.jsonl, plans/, checkpoints/, model/ (Hugging Face),
-summary.json; and run.lock, which keeps a second run out.
+corpus/, config.json and the tokenizer's files, run.json, metrics.jsonl, groups.jsonl, plans/, checkpoints/, model/
+(Hugging Face), summary.json; and run.lock, which keeps a second run out.
 """
 
 import math
@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from longspan.comm import World, raise_first_error
-from longspan.errors import ConfigError, DataError, LongspanError, RunFolderError
+from longspan.errors import ConfigError, LongspanError, ModelError, RunFolderError
 from longspan.model import save_model
+from longspan.model.hf_folder import read_configuration
 from longspan.plan import Plan, PlanAhead
 from longspan.train.all_ranks import is_first_rank, on_every_rank, on_first_rank, result_or_error
 from longspan.train.config.defaults import settings_line
 from longspan.train.config.sections import RunConfig
-from longspan.train.data.tokenizer import load_tokenizer
+from longspan.train.data.tokenizer_files import KeptFiles
 from longspan.train.disk import write_atomically
 from longspan.train.evaluation.evaluate import choices_at_degrees, evaluate
 from longspan.train.evaluation.result import Evaluation
@@ -134,10 +135,8 @@ class _Loop:
     def finish(self) -> tuple[Evaluation, ...]:
         """After the last step: the weights as a Hugging Face folder, and their loss at every degree, recorded once."""
         run, done = self.run, self.run.config.train.steps
-        tokenizer = on_every_rank(
-            run.world, lambda: load_tokenizer(run.dir) if is_first_rank(run.world) else None, DataError
-        )
-        save_model(run.model, run.dir / "model", run.world, tokenizer)
+        dtype = on_every_rank(run.world, lambda: read_configuration(run.dir).dtype, ModelError)
+        save_model(run.model, run.dir / "model", run.world, KeptFiles(run.dir), dtype=dtype)
         if not run.held_out:
             return ()
         choice = run.evaluation_choice

@@ -4,6 +4,7 @@ Every check that needs the data or the model is made here, on every rank, before
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from longspan.train.evaluation.result import Evaluation
 from longspan.train.memory.rows_that_fit import with_rows_of_run, with_rows_that_fit
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads
 from longspan.train.run.config_check import check_longest
+from longspan.train.run.kept_files import keep_model_files
 from longspan.train.run.long_documents import configuration_for
 from longspan.train.run.resume import checkpoint_to_resume
 from longspan.train.run.run_corpus import check_tokenizer, shared_corpus
@@ -162,6 +164,9 @@ def _prepared_for(
     named = on_every_rank(world, lambda: configuration_of(config, rows), ModelError)
     check_tokenizer(config, named, size)
     fit = configuration_for(named, config.model, int(corpus.lengths[longest]), corpus.origin(longest), log)
-    if resumed:
-        return prepared_model(config, world, unread_model(config, fit), training=training)
-    return prepared_model(config, world, on_every_rank(world, lambda: loaded_model(config, rows, fit), ModelError))
+    load = unread_model if resumed else partial(loaded_model, vocabulary=rows)
+    model = on_every_rank(world, lambda: load(config, configuration=fit), ModelError)
+    if training:
+        keep = partial(keep_model_files, Path(config.run.dir), config.model, fit, type(model).__name__, log)
+        on_first_rank(world, keep, RunFolderError)
+    return prepared_model(config, world, model, training=training)

@@ -1,0 +1,60 @@
+"""`longspan export`: a checkpoint as a Hugging Face folder that stock transformers loads, in one process on the CPU."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+from tyro.conf import Positional
+
+from longspan.cli.eval import split_target
+from longspan.cli.flags import Switch, parse_flags
+from longspan.errors import counted
+from longspan.train.json_record import as_json
+
+if TYPE_CHECKING:
+    from longspan.train.checkpoint.export import Exported
+
+
+@dataclass(frozen=True)
+class ExportFlags:
+    """Write a checkpoint to a Hugging Face folder: safetensors, configuration, tokenizer, how it generates.
+
+    Checkpoints of any number of ranks are read in this one process, a decoder layer at a time.
+    """
+
+    checkpoint: Annotated[Positional[str], tyro.conf.arg(metavar="RUN_OR_CHECKPOINT")]
+    """A run's folder (its newest good checkpoint), or the folder of one checkpoint."""
+    folder: Annotated[Positional[str], tyro.conf.arg(metavar="FOLDER")]
+    """Where to write the model; a folder that is empty or not there yet."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """Of the files: auto (that of the model or configuration that the run began with), or a name."""
+    overwrite: Switch = False
+    """Replace the model in a folder that holds one; other files in it stay."""
+    json: Switch = False
+    """Print what was written as one JSON object on standard output; progress goes to standard error."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb."""
+    flags = parse_flags(ExportFlags, argv, "longspan export")
+    run_dir, checkpoint = split_target(Path(flags.checkpoint))
+    from longspan.train.checkpoint.export import export_checkpoint
+
+    log = partial(print, file=sys.stderr if flags.json else sys.stdout, flush=True)
+    written = export_checkpoint(
+        run_dir, checkpoint, Path(flags.folder), log, dtype=flags.dtype, overwrite=flags.overwrite
+    )
+    print(as_json(written.row()) if flags.json else _text(written))
+    return 0
+
+
+def _text(written: "Exported") -> str:
+    return (
+        f"step {written.step} of {written.checkpoint} is in {written.folder}: {counted(written.tensors, 'tensor')} of "
+        f"{written.parameters / 1e6:,.1f} M weights in {written.dtype}, {written.bytes / 1e6:,.1f} MB in "
+        f"{counted(written.files, 'file')}"
+    )

@@ -1,0 +1,116 @@
+"""A model's weights, a few at a time, to a Hugging Face folder: safetensors files of a bounded size and their index.
+
+Names and shapes become those of stock folders by transformers' own conversions, a decoder layer at a time, so that the
+writer holds one file's tensors and one layer, and never the whole model.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from longspan.errors import ModelError
+
+FILE_BYTES = 5 * 10**9  # of one file at most, as on the Hugging Face hub
+
+
+class Written(NamedTuple):
+    """What a folder's weights come to."""
+
+    tensors: int
+    parameters: int
+    bytes: int
+    files: int
+
+
+class WeightWriter:
+    """Writes the weights of a model like `empty`, whose parameters have shapes and dtypes and no memory.
+
+    >>> writer = WeightWriter(folder, empty)
+    >>> for group in groups:            # by the model's own names, each decoder layer whole in one group
+    ...     writer.write(group)
+    >>> written = writer.finish()
+
+    Tensors are written in the dtypes that `empty` has for them, or in their own without `cast`. Raises ModelError for a
+    name that the model has not, another shape, and, when finished, for names that never came.
+    """
+
+    def __init__(
+        self, folder: Path, empty: PreTrainedModel, *, cast: bool = True, file_bytes: int = FILE_BYTES
+    ) -> None:
+        self._folder, self._empty, self._cast, self._limit = folder, empty, cast, file_bytes
+        self._wanted = dict(empty.state_dict())
+        self._left_out = _second_names(empty) | set(empty._keys_to_ignore_on_save or ())
+        self._to_come = self._wanted.keys() - self._left_out
+        self._file: dict[str, Tensor] = {}
+        self._files: list[dict[str, int]] = []  # for each file that is written, the elements of its tensors
+        self._bytes = 0
+
+    def write(self, group: Mapping[str, Tensor]) -> None:
+        """Write the tensors of a layer, or one outside the layers; those that were written already are passed over."""
+        kept = {name: self._checked(name, tensor) for name, tensor in group.items() if name not in self._left_out}
+        self._left_out |= kept.keys()
+        self._to_come -= kept.keys()
+        for name, tensor in revert_weight_conversion(self._empty, kept).items():
+            if self._file and sum(x.nbytes for x in self._file.values()) + tensor.nbytes > self._limit:
+                self._flush()
+            self._file[name] = tensor.contiguous()
+
+    def finish(self) -> Written:
+        """Write what is left, and the index where there is more than one file."""
+        if self._to_come:
+            raise ModelError(f"{len(self._to_come)} weights never came: {', '.join(sorted(self._to_come)[:4])}")
+        self._flush()
+        names = [f"model-{i:05}-of-{len(self._files):05}.safetensors" for i in range(1, len(self._files) + 1)]
+        names = names if len(names) > 1 else ["model.safetensors"]
+        for i, name in enumerate(names):
+            self._partial(i).rename(self._folder / name)
+        parameters = sum(sum(file.values()) for file in self._files)
+        if len(names) > 1:
+            where = {tensor: name for name, file in zip(names, self._files, strict=True) for tensor in file}
+            metadata = {"total_parameters": parameters, "total_size": self._bytes}
+            index = json.dumps({"metadata": metadata, "weight_map": where}, indent=2, sort_keys=True) + "\n"
+            (self._folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+        return Written(sum(map(len, self._files)), parameters, self._bytes, len(names))
+
+    def _checked(self, name: str, tensor: Tensor) -> Tensor:
+        wanted = self._wanted.get(name)
+        if wanted is None:
+            raise ModelError(f"{name} is no weight of {type(self._empty).__name__} by its configuration")
+        if wanted.shape != tensor.shape:
+            raise ModelError(f"{name} is {tuple(tensor.shape)}, and {tuple(wanted.shape)} by the configuration")
+        return tensor.detach().to("cpu", wanted.dtype if self._cast else tensor.dtype)
+
+    def _flush(self) -> None:
+        if not self._file:
+            return
+        save_file(self._file, self._partial(len(self._files)), metadata={"format": "pt"})
+        self._bytes += sum(tensor.nbytes for tensor in self._file.values())
+        self._files.append({name: tensor.numel() for name, tensor in self._file.items()})
+        self._file = {}
+
+    def _partial(self, file: int) -> Path:
+        return self._folder / f"part-{file:05}.safetensors"
+
+
+def unit_of(name: str) -> str:
+    """What a weight is written together with: its decoder layer, or itself outside the layers.
+
+    >>> unit_of("model.layers.3.mlp.up_proj.weight"), unit_of("model.norm.weight")
+    ('model.layers.3', 'model.norm.weight')
+    """
+    layer = re.match(r".*?\.\d+(?=\.)", name)
+    return layer.group() if layer else name
+
+
+def _second_names(model: nn.Module) -> set[str]:
+    """Names of parameters that have an earlier name too: safetensors hold each once."""
+    first = dict[int, str]()
+    named = model.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if first.setdefault(id(parameter), name) != name}

@@ -1,0 +1,173 @@
+"""A checkpoint as a Hugging Face folder, in one process on the CPU: a decoder layer at a time, never the whole model.
+
+Weights are stored by the names and shapes of the whole model, whatever home saved them. What else a folder holds is
+kept in the run's folder (`run/kept_files.py`).
+"""
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import PreTrainedModel
+
+from longspan.errors import CheckpointError, ModelError
+from longspan.model.hf_folder import read_configuration
+from longspan.model.load import torch_dtype
+from longspan.model.save import put_in_place, stock_configuration, write_beside_weights
+from longspan.model.weights.empty import empty_model
+from longspan.model.weights.write import FILE_BYTES, WeightWriter, unit_of
+from longspan.train.all_ranks import LogLine
+from longspan.train.checkpoint.files import (
+    check_contents,
+    check_sizes,
+    complete_checkpoints,
+    newest_good,
+    read_state,
+)
+from longspan.train.data.tokenizer_files import KeptFiles
+
+_SAID_EVERY = 5 * 10**9  # bytes
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: a folder of a checkpoint's weights, so many tensors, weights and bytes in so many files."""
+
+    folder: str
+    checkpoint: str
+    step: int
+    dtype: str
+    tensors: int
+    parameters: int
+    bytes: int
+    files: int
+
+    def row(self) -> dict[str, Any]:
+        """The values by name."""
+        return asdict(self)
+
+
+def export_checkpoint(
+    run_dir: Path, checkpoint: Path | None, folder: Path, log: LogLine, *, dtype: str = "auto", overwrite: bool = False
+) -> Exported:
+    """Write a checkpoint (None: the run's newest good one) to a folder that stock transformers loads.
+
+    `dtype` is that of the files: "auto", that of the run's model/ folder, or a name. Raises CheckpointError for a
+    checkpoint that is missing, damaged or of another model, and ModelError for a folder that is not empty, unless it
+    is a model's and `overwrite` says so: then its weights, configuration and tokenizer are replaced.
+    """
+    check_target(folder, overwrite=overwrite)
+    if not (run_dir / "config.json").is_file():
+        raise CheckpointError(
+            f"{run_dir} has no config.json, which says what its model is; a run of an older version gets one when it "
+            f"is opened: longspan train {run_dir}/config.toml"
+        )
+    config = stock_configuration(read_configuration(run_dir))
+    checkpoint = _checked(run_dir / "checkpoints", checkpoint, log)
+    empty = empty_model(config, torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype))
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        writer = WeightWriter(partial, empty, file_bytes=FILE_BYTES)
+        for group in _saying(_groups(checkpoint, empty), log):
+            writer.write(group)
+        written = writer.finish()
+        write_beside_weights(empty, partial, KeptFiles(run_dir))
+        _publish(partial, folder)
+    except ModelError as error:
+        raise CheckpointError(f"checkpoint {checkpoint} does not fit the run's model: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    step, kind = int(read_state(checkpoint)["step"]), str(empty.config.dtype).removeprefix("torch.")
+    return Exported(str(folder), str(checkpoint), step, kind, **written._asdict())
+
+
+def check_target(folder: Path, *, overwrite: bool) -> None:
+    """Raise ModelError for a folder that cannot be written to: no folder, or one that holds something."""
+    if folder.exists() and not folder.is_dir():
+        raise ModelError(f"{folder} is a file; name a folder to write the model to")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if not overwrite:
+        raise ModelError(f"{folder} is not empty; name another folder, or replace the model in it with --overwrite")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} is not empty and holds no model (no config.json), so nothing in it is replaced")
+
+
+def _checked(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
+    """The checkpoint, or the newest good one, every file of which is as it was written."""
+
+    def check(path: Path) -> None:
+        check_contents(path, check_sizes(path))
+
+    if checkpoint is not None:
+        check(checkpoint)
+        return checkpoint
+    newest, _ = newest_good(complete_checkpoints(root, log), check, log)
+    if newest is None:
+        raise CheckpointError(f"there is no checkpoint in {root}; train the run first")
+    return newest
+
+
+def _groups(checkpoint: Path, empty: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
+    """The weights of a checkpoint, those of a layer together, as they were stored."""
+    stored = _stored(checkpoint)
+    wanted = dict(empty.state_dict())
+    if more := sorted(stored.keys() - wanted.keys()):
+        raise ModelError(f"it has {len(more)} weights that the model has not: {', '.join(more[:4])}")
+    place = {unit: i for i, unit in enumerate(dict.fromkeys(map(unit_of, wanted)))}
+    for _, group in groupby(sorted(stored, key=lambda name: (place[unit_of(name)], name)), unit_of):
+        tensors = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in group}
+        try:
+            with warnings.catch_warnings(action="ignore"):  # that there is one process
+                dcp.load({"model": tensors}, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+        except Exception as error:  # an unreadable file raises anything
+            raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {error}") from error
+        yield tensors
+
+
+def _stored(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
+    """The weights that a checkpoint holds, by their names in the model."""
+    try:
+        stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    except Exception as error:  # an unreadable pickle raises anything
+        raise CheckpointError(f"checkpoint {checkpoint}: .metadata cannot be read: {error}") from error
+    return {
+        name.removeprefix("model."): entry
+        for name, entry in stored.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _saying(groups: Iterator[dict[str, Tensor]], log: Callable[[str], None]) -> Iterator[dict[str, Tensor]]:
+    """The groups, with a line of progress every few gigabytes."""
+    read = said = 0
+    for group in groups:
+        yield group
+        read += sum(tensor.nbytes for tensor in group.values())
+        if read - said >= _SAID_EVERY:
+            said = read
+            log(f"exported {read / 1e9:,.0f} GB of the checkpoint")
+
+
+def _publish(partial: Path, folder: Path) -> None:
+    """Give a finished folder its name; into one that holds a model, its files are put in place of that model's."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        put_in_place(partial, folder)
+        return
+    for pattern in ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "generation_config.json"):
+        for old in folder.glob(pattern):
+            old.unlink()
+    KeptFiles(partial).save_pretrained(folder)
+    for file in partial.iterdir():
+        if file.is_file():
+            file.replace(folder / file.name)

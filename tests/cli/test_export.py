@@ -1,0 +1,171 @@
+"""`longspan export`: checkpoints of any home become folders that stock transformers loads, with all that belongs."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from longspan.cli.main import main
+from longspan.model.weights import write
+from longspan.testing import run_ranks
+from longspan.train.checkpoint import export
+from longspan.train.config.sections import RunConfig
+from longspan.train.data.documents import Corpus
+from longspan.train.data.tokenizer import train_tokenizer
+from longspan.train.run.records.metrics_log import read_metrics
+from longspan.train.run.setup import step_order_of
+from tests.model.deep import deep_config
+from tests.train.small import small_config, train_rank
+
+HOMES = {"pp": {"parallel__pp": 2}, "tp": {"parallel__tp": 2}, "ep": {"parallel__ep": 2}}
+
+
+def _source(folder: Path) -> Path:
+    """A bfloat16 folder of a mixture of experts, with a tokenizer, a chat template and a generation configuration."""
+    torch.manual_seed(0)
+    config = deep_config("qwen3-moe", layers=4, vocabulary=300)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.generation_config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.95)
+    model.save_pretrained(folder)
+    train_tokenizer(["some text of a tokenizer"], 300).save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
+    path = tmp_path_factory.mktemp("export")
+    source, configs = _source(path / "source"), dict[str, RunConfig]()
+    for name, axes in HOMES.items():
+        context = {"context__context_parallel_size": 1 + (name == "ep"), "context__eval_context_parallel_size": 1}
+        keys = {"model__path": str(source), "train__steps": 2, "train__save_every": 1, **axes, **context}
+        configs[name] = small_config(path / name, train__eval_every=0, **keys)
+        run_ranks(train_rank, 2, configs[name], 2, timeout=90)
+    return configs
+
+
+def _bytes(folder: Path, *left_out: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name not in left_out}
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_run_is_exported_as_its_model_was_saved(
+    runs: dict[str, RunConfig], home: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(runs[home].run.dir)
+    assert main(["export", str(run), str(tmp_path / "out"), "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert (told["step"], told["dtype"], told["files"]) == (2, "bfloat16", 1)
+    saved, exported = run / "model", tmp_path / "out"
+    assert _bytes(saved, "model.safetensors") == _bytes(exported, "model.safetensors")
+    old, new = (load_file(folder / "model.safetensors") for folder in (saved, exported))
+    assert old.keys() == new.keys() and all(old[name].equal(new[name]) for name in old)
+    assert told["tensors"] == len(new) and told["bytes"] == sum(x.nbytes for x in new.values())
+
+
+def test_what_belongs_to_the_source_is_kept_byte_for_byte(runs: dict[str, RunConfig], tmp_path: Path) -> None:
+    source, saved = Path(runs["pp"].model.path), Path(runs["pp"].run.dir) / "model"
+    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+    for name in (*names, "generation_config.json"):
+        assert (saved / name).read_bytes() == (source / name).read_bytes(), name
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, saved))
+    assert before == after
+    assert load_file(source / "model.safetensors").keys() == load_file(saved / "model.safetensors").keys()
+    assert AutoTokenizer.from_pretrained(saved).chat_template == AutoTokenizer.from_pretrained(source).chat_template
+
+
+def _stock_loss(folder: Path, config: RunConfig) -> float:
+    """The mean cross entropy of stock transformers on a run's held-out documents, one by one."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    corpus, total, targets = Corpus(Path(config.run.dir) / "corpus"), 0.0, 0
+    for document in step_order_of(config, corpus).evaluation:
+        ids = torch.from_numpy(corpus[document][np.arange(len(corpus[document]))])
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, :-1]
+        total += F.cross_entropy(logits.double(), ids[1:], reduction="sum").item()
+        targets += len(ids) - 1
+    return total / targets
+
+
+def test_an_export_has_the_loss_of_the_runs_model(
+    runs: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, in several files; the folder that the run saved holds the same weights rounded to bfloat16."""
+    monkeypatch.setattr(export, "FILE_BYTES", 40_000)
+    run, out = Path(runs["tp"].run.dir), tmp_path / "out"
+    assert main(["export", str(run / "checkpoints" / "step-000002"), str(out), "--dtype", "float32"]) == 0
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 3
+    assert max(path.stat().st_size for path in out.glob("*.safetensors")) < 50_000
+    exported = {name: x for file in out.glob("*.safetensors") for name, x in load_file(file).items()}
+    assert exported.keys() == index["weight_map"].keys()
+    saved = load_file(run / "model" / "model.safetensors")
+    assert saved.keys() == exported.keys() and all(x.equal(exported[name].bfloat16()) for name, x in saved.items())
+    (evaluated,) = [row for row in read_metrics(run / "metrics.jsonl") if "eval_loss" in row]
+    assert _stock_loss(out, runs["tp"]) == pytest.approx(evaluated["eval_loss"], rel=1e-6)
+
+
+def test_an_earlier_checkpoint_has_other_weights(runs: dict[str, RunConfig], tmp_path: Path) -> None:
+    run = Path(runs["pp"].run.dir)
+    assert main(["export", str(run / "checkpoints" / "step-000001"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    old, new = (load_file(folder / "model.safetensors") for folder in (run / "model", tmp_path / "out"))
+    assert old.keys() == new.keys() and not any(
+        old[name].equal(new[name].bfloat16()) for name in old if "norm" not in name
+    )
+
+
+def test_folders_that_hold_something_are_left_alone(
+    runs: dict[str, RunConfig], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, out = runs["pp"].run.dir, tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    assert main(["export", run, str(out)]) == 2
+    assert (
+        f"{out} is not empty; name another folder, or replace the model in it with --overwrite"
+        in capfd.readouterr().err
+    )
+    assert main(["export", run, str(out), "--overwrite"]) == 2
+    assert "holds no model (no config.json), so nothing in it is replaced" in capfd.readouterr().err
+    shutil.copytree(runs["pp"].model.path, out, dirs_exist_ok=True)
+    (out / "model-00001-of-00002.safetensors").write_bytes(b"of an earlier model")
+    assert main(["export", run, str(out), "--overwrite"]) == 0
+    wanted = {*_bytes(Path(run) / "model"), "notes.txt"}
+    assert set(_bytes(out)) == wanted and (out / "notes.txt").read_text() == "mine"
+    assert load_file(out / "model.safetensors")["model.norm.weight"].equal(
+        load_file(Path(run) / "model" / "model.safetensors")["model.norm.weight"]
+    )
+
+
+def test_damaged_and_strange_checkpoints_are_named(
+    runs: dict[str, RunConfig], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(runs["ep"].run.dir, tmp_path / "run")
+    checkpoint = run / "checkpoints" / "step-000002"
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    assert main(["export", str(run), str(tmp_path / "out")]) == 2
+    assert "does not fit the run's model: it has" in (err := capfd.readouterr().err) and "model.layers.3." in err
+    (run / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
+    assert main(["export", str(run), str(tmp_path / "out")]) == 2
+    assert "model.layers.1.mlp.down_proj.weight is (32, 48), and (32, 40) by the config" in capfd.readouterr().err
+    file = min(checkpoint.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert main(["export", str(checkpoint), str(tmp_path / "out")]) == 2
+    assert f"{file.name} has other contents than were written" in capfd.readouterr().err
+    (run / "config.json").unlink()
+    assert main(["export", str(run), str(tmp_path / "out")]) == 2
+    assert "a run of an older version gets one when it is opened" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+
+
+def test_a_writer_holds_one_file_and_one_layer() -> None:
+    assert write.unit_of("model.layers.12.mlp.experts.gate_up_proj") == "model.layers.12"
+    assert write.unit_of("lm_head.weight") == "lm_head.weight"
