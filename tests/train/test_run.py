@@ -320,8 +320,10 @@ def test_bad_models_and_data_are_every_ranks_error(straight: tuple[RunConfig, Tr
 def test_a_vocabulary_that_does_not_fit_the_model(straight: tuple[RunConfig, TrainResult], tmp_path: Path) -> None:
     model = shutil.copytree(Path(straight[0].run.dir) / "model", tmp_path / "model")
     (model / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"has no tokenizer.json, and its weights know the ids of its own tokenizer"):
+        run(small_config(tmp_path, model__path=str(model)), 2)
     with pytest.raises(DataError, match=r"has ids up to 399, the embedding of .*model has 300 rows"):
-        run(small_config(tmp_path, model__path=str(model), data__vocab_size=400), 2)
+        run(small_config(tmp_path, model__config=str(model), data__vocab_size=400), 2)
 
 
 def test_a_list_of_types_must_be_as_long_as_the_layers(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ class TrainFlags(RunConfig):
     Without --world it runs one process. With --world N it starts N processes on this machine; under torchrun it uses
     those of torchrun. Each has a GPU where there are any. The configuration, metrics, checkpoints, plans and
     report.html are written to the run's folder. If the folder holds a run already, that run continues from its newest
-    checkpoint.
+    checkpoint. Where the text of a key names a default that depends on the model, -1 or '' stand for it below.
     """
 
     parallel: FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
