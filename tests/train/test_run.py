@@ -168,7 +168,12 @@ def run_summary_rows(config: RunConfig) -> list[dict[str, Any]]:
 
 
 PLANNERS = [
-    {"context__planner": "padded", "context__cp_comm_type": "all_gather", "context__eval_planner": "padded"},
+    {
+        "context__planner": "padded",
+        "context__cp_comm_type": "all_gather",
+        "context__eval_planner": "padded",
+        "train__save_minutes": 1e-6,
+    },
     {"context__planner": "dynamic", "context__eval_planner": "dynamic", "context__cp_comm_type": ["p2p", "all_gather"]},
     {
         "context__planner": "dynamic",
@@ -189,6 +194,8 @@ def test_other_plans_of_the_same_tokens_have_the_same_losses(
     run(config, 2)
     losses, others = ([row["loss"] for row in rows_of(c) if "loss" in row] for c in (straight[0], config))
     assert losses == pytest.approx(others, rel=1e-5) and len(losses) == 6
+    saved = {step_of(path) for path in (Path(config.run.dir) / "checkpoints").iterdir()}
+    assert saved == ({1, 2, 3, 4, 5, 6} if config.train.save_minutes < 1 else {6})
     plan = Plan.from_json((Path(config.run.dir) / "plans" / "step-000001.json").read_bytes())
     assert bool(plan.cost.closing_seconds) == (config.context.mode == "free")
     if plan.cost.closing_seconds:  # the other slot's half of 4 bytes a weight, and of 4 a gradient
