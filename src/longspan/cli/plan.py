@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Literal
 
 from longspan.cli.flags import Switch, check_least, parse_flags
-from longspan.cli.lengths import SourceFlags, read_lengths
-from longspan.cli.pricing import (
+from longspan.cli.plan_inputs import (
     UNPRICED,
     ClosingFlags,
     PricingFlags,
+    SourceFlags,
     check_weights,
     notes_on,
     plan_options,
+    read_lengths,
     read_price,
     with_weights,
 )

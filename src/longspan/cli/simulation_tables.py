@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from longspan.cli.pricing import UNPRICED
+from longspan.cli.plan_inputs import UNPRICED
 from longspan.errors import counted
 from longspan.plan.simulate.simulate import Simulation
 from longspan.plan.simulate.which_degree import DegreeChoice
