@@ -5,8 +5,10 @@
 import triton
 import triton.language as tl
 
-# Numbers that follow the rows of a micro-batch: a kernel for each way in which 16 divides them would be compiled anew.
-_OF_ROWS = ("pairs", "total_lse_row", "total_lse_head", "lse_row", "lse_head")
+# Numbers and addresses that follow the rows of a micro-batch and are read one by one: otherwise a kernel would be
+# compiled anew for each way in which 16 divides them.
+_OF_ROWS = ("total_lse", "lse", "index", "pairs", "total_lse_row", "total_lse_head", "lse_row", "lse_head")
+_INDICES = ("index", "a_index", "b_index")
 
 
 @triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
@@ -61,7 +63,7 @@ def _move(source, into, width, WIDTH: tl.constexpr):
     tl.store(into + column, x.to(into.dtype.element_ty), mask=column < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_INDICES)
 def copy_rows(
     index,
     a,
@@ -115,7 +117,7 @@ def _add(source, into, width, WIDTH: tl.constexpr):
     tl.store(into + column, total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_INDICES)
 def add_rows(
     index,
     a,
@@ -143,7 +145,7 @@ def add_rows(
         _add(b + row * b_row, b_into + at * b_into_row, b_width, B)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_INDICES)
 def sum_rows(
     total,
     total_row,

@@ -11,9 +11,10 @@ from typing import NamedTuple
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.timeline import slot_rows
 
-# FlashAttention-4 (4.0.0b36) compiles for packed documents, for more than 256 of them, and for few rows of a tile.
+# FlashAttention-4 (4.0.0b36) compiles for packed documents, for more than 256 of them, and where the longest tile has
+# no more rows than fit a block: of 64, 80 or 128 queries (128 / query heads of a key head, forward), and 128 keys.
 MANY = 256
-SHORT_BITS = 8  # chunks of a document shorter than 2^7 rows count by their power of two
+SHORT_STEP, SHORT = 8, 128  # chunks of up to SHORT rows count in steps of so many
 
 
 class Kind(NamedTuple):
@@ -24,24 +25,26 @@ class Kind(NamedTuple):
     sizes: tuple[int, int] | None
     partition: str
     documents: int  # 0 where there is one, 1 where there are several, 2 above MANY
-    chunk_bits: int
+    whole: int  # documents of which every member holds a part of each chunk: 0, 1, or 2 for several
+    short: int  # rows of the longest chunk, in steps; 0 where it is not short
 
 
 def kind_of(group: Group) -> Kind:
     """The kind of a group.
 
     >>> kind_of(Group(slots=(0, 1), documents=(0,), lengths=(4096,)))
-    Kind(degree=2, cp_comm_type='p2p', sizes=None, partition='zigzag', documents=0, chunk_bits=8)
+    Kind(degree=2, cp_comm_type='p2p', sizes=None, partition='zigzag', documents=0, whole=1, short=0)
     """
-    rows = group.laid_out
-    chunk = -(-max(rows) // (2 * group.degree))
+    rows, chunks = group.laid_out, 2 * group.degree
+    longest = -(-max(rows) // chunks)
     return Kind(
         group.degree,
         group.cp_comm_type,
         group.hierarchical_context_parallel_sizes,
         group.partition,
         (len(rows) > 1) + (len(rows) > MANY),
-        min(chunk.bit_length(), SHORT_BITS),
+        min(2, sum(n >= chunks for n in rows)),
+        -(-longest // SHORT_STEP) if longest <= SHORT else 0,
     )
 
 
