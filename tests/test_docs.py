@@ -122,7 +122,19 @@ def test_configurations_of_examples_train(path: Path, tmp_path: Path) -> None:
         "run.dir": tmp_path / "run",
     }
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "longspan", "train", str(path), "--world", "4", "--json", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "longspan",
+        "train",
+        str(path),
+        "--world",
+        "4",
+        "--device",
+        "cpu",
+        "--json",
+        *words,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     losses = [row["eval_loss"] for row in json.loads(done.stdout)["eval_at_degrees"]]

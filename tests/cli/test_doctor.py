@@ -98,7 +98,7 @@ def test_a_failure_is_a_cross_and_exit_code_1(
 
 
 def test_nccl_needs_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("longspan.cli.processes.usable_gpus", lambda: 1)
     assert main(["doctor", "--world", "2", "--backend", "nccl"]) == 1
     assert (
         "2 processes on this machine need a GPU each, and it has 1 GPU; start at most 1, or give --backend gloo"

@@ -18,7 +18,8 @@ from tests.train.small import small_config
 def longspan(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, without a terminal."""
     command = [sys.executable, "-m", "longspan.cli.main", *words]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout, env=environment)
 
 

@@ -358,7 +358,7 @@ def test_sigterm_to_the_launcher_saves_and_leaves(straight: tuple[RunConfig, Tra
     config = small_config(tmp_path, train__steps=10_000, train__eval_every=0, run__stopped_status=75)
     (tmp_path / "config.toml").write_text(to_toml(config))
     command = [sys.executable, "-m", "longspan.cli.main", "train", str(tmp_path / "config.toml"), "--world", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
