@@ -144,7 +144,8 @@ def bench(options: argparse.Namespace, lengths: list[int], folder: Path) -> dict
     (folder / "lengths.json").write_text(json.dumps(lengths))
     pairs = zip(options.flags[::2], options.flags[1::2], strict=True)
     theirs = [w for pair in pairs if not pair[0].startswith(("--data.", "--run.")) for w in pair]
-    ours = {"lengths": folder / "lengths.json", "planners": "dynamic", "out": folder / "record.json", "repeats": 5}
+    planner = dict(zip(theirs[::2], theirs[1::2], strict=True)).get("--context.planner", "dynamic")
+    ours = {"lengths": folder / "lengths.json", "planners": planner, "out": folder / "record.json"}
     command = _longspan(options, ["bench", "step"], plan_flags(options) | ours, theirs)
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=options.timeout)
     if done.returncode:
