@@ -19,18 +19,12 @@ def facts_of(run: TrainingRun) -> RunFacts:
 
     >>> display.log(facts_text(facts_of(run)))
     """
-    config, world, execution = run.config, run.world, execution_of(run.model)
-    parameters, parameters_of_rank = _parameters(run)
-    experts, experts_of_token = _experts(run.model.config)
+    config, execution = run.config, execution_of(run.model)
     return RunFacts(
-        model=config.model.path or config.model.preset,
-        parameters=parameters,
-        parameters_of_rank=parameters_of_rank,
-        experts=experts,
-        experts_of_token=experts_of_token,
+        **_model(run),
         **_types(execution),
-        **_devices(world),
-        home=_home(world, config.parallel.vpp),
+        **_devices(run.world),
+        home=_home(run.world, config.parallel.vpp),
         sequence_parallel=config.parallel.sequence_parallel,
         comm_types="/".join(dict.fromkeys(run.choice.comm_types)),
         kernels=execution.kernels,
@@ -38,18 +32,40 @@ def facts_of(run: TrainingRun) -> RunFacts:
         priced_for=run.cost.source or "",
         peak_tflops=run.figures.peak,
         uncounted=run.figures.uncounted,
-        documents=len(run.corpus),
-        held_out=len(run.held_out),
-        tokens=int(run.corpus.lengths.sum()),
-        longest=int(run.corpus.lengths.max()),
-        steps=config.train.steps,
-        done=run.done,
-        tokens_per_step=config.train.tokens_per_step,
-        optimizer=config.train.optimizer,
-        lr=config.train.lr,
+        **_data(run),
+        **_steps(run),
         report=str(run.dir / "report.html"),
         caution=execution.why_slow(),
     )
+
+
+def _model(run: TrainingRun) -> dict[str, Any]:
+    model = run.config.model
+    parameters, parameters_of_rank = _parameters(run)
+    experts, experts_of_token = _experts(run.model.config)
+    return {
+        "model": model.path or model.config or model.preset,
+        "parameters": parameters,
+        "parameters_of_rank": parameters_of_rank,
+        "experts": experts,
+        "experts_of_token": experts_of_token,
+    }
+
+
+def _data(run: TrainingRun) -> dict[str, int]:
+    lengths = run.corpus.lengths
+    return {
+        "documents": len(lengths),
+        "held_out": len(run.held_out),
+        "tokens": int(lengths.sum()),
+        "longest": int(lengths.max()),
+    }
+
+
+def _steps(run: TrainingRun) -> dict[str, Any]:
+    train = run.config.train
+    names = ("steps", "tokens_per_step", "optimizer", "lr")
+    return {"done": run.done, **{name: getattr(train, name) for name in names}}
 
 
 def _parameters(run: TrainingRun) -> tuple[int, int]:
