@@ -36,10 +36,11 @@ def test_the_tour_is_one_program(tmp_path: Path) -> None:
     assert len(losses) == 3 and max(map(float, losses)) - min(map(float, losses)) <= 2e-6
 
 
-def test_the_curves_of_convergence_are_drawn_from_their_record(tmp_path: Path) -> None:
-    words = ["--draw", str(ROOT / "bench/records/convergence.json"), "--plot", str(tmp_path / "drawn.svg")]
-    subprocess.run([sys.executable, str(ROOT / "bench/convergence.py"), *words], check=True)
-    assert (tmp_path / "drawn.svg").read_text() == (ROOT / "docs/convergence.svg").read_text()
+@pytest.mark.parametrize("bench", ["convergence", "precision"])
+def test_curves_are_drawn_from_their_record(bench: str, tmp_path: Path) -> None:
+    words = ["--draw", str(ROOT / f"bench/records/{bench}.json"), "--plot", str(tmp_path / "drawn.svg")]
+    subprocess.run([sys.executable, str(ROOT / f"bench/{bench}.py"), *words], check=True)
+    assert (tmp_path / "drawn.svg").read_text() == (ROOT / f"docs/{bench}.svg").read_text()
 
 
 def test_the_page_on_planning_is_one_program(tmp_path: Path) -> None:

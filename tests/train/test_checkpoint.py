@@ -36,7 +36,7 @@ from longspan.train.checkpoint.files import (
     read_state,
     step_of,
 )
-from longspan.train.optim import build_optimizer
+from longspan.train.optim.optimizer import build_optimizer
 
 
 def check_files(path: Path) -> None:

@@ -1,6 +1,7 @@
 """Corpora: which files, which documents, which rows a rank reads, and which documents a step takes."""
 
 import json
+import math
 import pickle
 import tracemalloc
 from hashlib import sha256
@@ -278,6 +279,17 @@ def test_a_step_takes_as_many_documents_as_fit_and_at_least_one(tokens: int) -> 
         total = LENGTHS[list(now)].sum()
         assert len(now) == 1 or total <= tokens
         assert total + LENGTHS[then[0]] > tokens  # the next one did not fit
+
+
+@pytest.mark.parametrize("epochs", [0.25, 1.0, 1.5, 3.0])
+def test_the_steps_of_epochs_are_the_first_that_take_every_document_so_often(epochs: float) -> None:
+    full = order(tokens=700)
+    steps, wanted = full.steps_of_epochs(epochs), math.ceil(epochs * len(full.training))
+    taken = [len(full.documents_of_step(step)) for step in range(steps)]
+    assert sum(taken) >= wanted > sum(taken[:-1])
+    if epochs == 3.0:
+        seen = [document for step in range(steps) for document in full.documents_of_step(step)]
+        assert min(seen.count(document) for document in full.training) == 3
 
 
 def test_order_is_a_function_of_seed_and_step_alone() -> None:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from longspan.train.gradients import grad_norm as grad_norm
     from longspan.train.local_batch import read_inputs_and_labels as read_inputs_and_labels
     from longspan.train.loss import summed_cross_entropy as summed_cross_entropy
-    from longspan.train.optim import build_optimizer as build_optimizer
-    from longspan.train.optim import lr_at as lr_at
+    from longspan.train.optim.optimizer import build_optimizer as build_optimizer
+    from longspan.train.optim.schedule import Schedule as Schedule
     from longspan.train.step import StepResult as StepResult
     from longspan.train.step import run_step as run_step
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from longspan.comm import World, on_all_ranks
 from longspan.errors import ModelError, NonFiniteError
 from longspan.layout.layout import short
+from longspan.model.local_tensors import local_tensor
 from longspan.model.pipeline.pipeline import PipelineModel
 
 
@@ -113,16 +114,12 @@ def _by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
     """The local parts of tensors, those of one dtype together."""
     alike = defaultdict[torch.dtype, list[Tensor]](list)
     for x in tensors:
-        alike[x.dtype].append(_local(x))
+        alike[x.dtype].append(local_tensor(x))
     return alike
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 # ---- what is not finite
@@ -161,8 +158,8 @@ def check_finite(model: nn.Module, world: World, *, norm: float, loss: float | N
 
 @torch.no_grad()
 def _report(model: nn.Module) -> _Report:
-    weights = {name: _local(p) for name, p in model.named_parameters()}
-    gradients = {name: _local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    weights = {name: local_tensor(p) for name, p in model.named_parameters()}
+    gradients = {name: local_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     largest = max((x.abs().max().item() for x in weights.values() if x.numel()), default=0.0)
     return _Report(_not_finite(weights), _not_finite(gradients), largest)
 

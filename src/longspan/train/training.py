@@ -25,7 +25,10 @@ from longspan.train.config.precision import compute_dtype
 from longspan.train.config.sections import RunConfig
 from longspan.train.figures import StepFigures, figures_of
 from longspan.train.memory.model_fits import check_model_fits
-from longspan.train.optim import build_optimizer, lr_at
+from longspan.train.optim.on_shards import check_on_shards
+from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, groups_of
+from longspan.train.optim.schedule import Schedule
+from longspan.train.optim.stochastic_rounding import StochasticRounding
 from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.step import StepResult, run_step
 
@@ -89,9 +92,17 @@ def prepared_model(
     return prepared
 
 
-def optimizer_of(config: RunConfig, model: PreTrainedModel | PipelineModel) -> Optimizer:
-    """The configuration's optimizer over the parameters of a prepared model."""
-    return build_optimizer(model, config.train.optimizer, config.train.lr, config.train.weight_decay)
+def optimizer_of(config: RunConfig, world: World, model: PreTrainedModel | PipelineModel) -> Optimizer:
+    """The configuration's optimizer over the parameters of a prepared model; entered by all ranks.
+
+    Raises ConfigError for a class that does not update sharded parameters as whole ones.
+    """
+    choice = OptimizerChoice.of(config.train)
+    if choice.name not in OPTIMIZERS:
+        check_on_shards(choice, model, world)
+    if config.train.stochastic_rounding:
+        return StochasticRounding(choice, model, world)
+    return choice.over(groups_of(model, choice.name, choice.weight_decay))
 
 
 @dataclass(frozen=True)
@@ -136,7 +147,7 @@ class Training:
         """One optimizer step, counted from 0, at its learning rate; `documents` are those of the plan."""
         config = self.config.train
         self.world.prepare(plan)
-        lr = lr_at(step, config.steps, config.warmup_steps, config.lr, config.min_lr_ratio)
+        lr = Schedule.of(config).lr_at(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         return run_step(

@@ -71,7 +71,7 @@ def _training(settings: Settings, world: World) -> Training:
     loaded = loaded_model(config, config.data.vocab_size, settings.configuration)
     model = prepared_model(config, world, loaded)
     refuse_randomness(model)
-    optimizer = optimizer_of(config, model)
+    optimizer = optimizer_of(config, world, model)
     config = with_rows_that_fit(config, model, optimizer, world, lambda text: None)
     return Training(config, world, model, optimizer, settings.cost)
 

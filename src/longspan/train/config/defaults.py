@@ -59,14 +59,20 @@ def resolved(config: RunConfig) -> RunConfig:
     """
     config = _with_defaults(config, _DEMO if is_demo(config.model) else _OWN_MODEL)
     if not is_demo(config.model):
-        warmup = {"train.warmup_steps": min(MOST_WARMUP, config.train.steps // 20)}
-        config = _with_defaults(config, warmup | _as_in_training(config.context))
+        config = _with_defaults(config, _as_in_training(config.context))
+        config = config if config.train.epochs else with_steps(config, config.train.steps)
     context = config.context
     if context.eval_context_parallel_size == 0:
         context = replace(context, eval_context_parallel_size=context.context_parallel_size)
     if context.eval_max_tokens_per_slot == AUTO:
         context = replace(context, eval_max_tokens_per_slot=context.max_tokens_per_slot)
     return replace(config, context=context)
+
+
+def with_steps(config: RunConfig, steps: int) -> RunConfig:
+    """The configuration with so many steps, and the warm-up that follows from them where none was given."""
+    config = replace(config, train=replace(config.train, steps=steps))
+    return _with_defaults(config, {"train.warmup_steps": min(MOST_WARMUP, steps // 20)})
 
 
 def _with_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
@@ -105,9 +111,13 @@ def _as_in_training(context: ContextConfig) -> dict[str, Any]:
 
 def settings_line(config: RunConfig) -> str:
     """The values that decide most about a run, given or not, in one line; of evaluation, what is not as in training."""
+    shown = _SHOWN
+    if config.train.epochs:  # from which steps and warm-up follow, once the corpus is known
+        rest = tuple(key for key in _SHOWN["train"] if key not in ("steps", "warmup_steps"))
+        shown = _SHOWN | {"train": ("epochs", *rest)}
     words = [
         f"[{section}] {', '.join(f'{key} = {_text(getattr(getattr(config, section), key))}' for key in keys)}"
-        for section, keys in _SHOWN.items()
+        for section, keys in shown.items()
     ]
     context = config.context
     keys = {key: f"eval_{key}" for key in _SHOWN["context"]}

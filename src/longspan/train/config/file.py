@@ -109,7 +109,7 @@ def _key_hint(section: str, key: str, siblings: Iterable[str]) -> str:
 def _converted(key: str, value: object, kind: Any, source: str) -> object:
     """The value as `kind` holds it: a list becomes a tuple, an integer may stand for a float."""
     value = present_word(value, kind)
-    if value in ([], ()) and get_origin(kind) is tuple:  # of a key that may also be a single value, it says nothing
+    if value in ([], ()) and get_origin(kind) is tuple and get_args(kind)[-1] is ...:  # in a choice of kinds it is none
         return ()
     for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
         fitting = _fitting(value, option)
@@ -137,6 +137,8 @@ def _fitting(value: object, option: Any) -> object | None:
     if get_origin(option) is tuple:
         items = value if isinstance(value, list | tuple) else ()
         inner = [_fitting(item, get_args(option)[0]) for item in items]
+        if get_args(option)[-1] is not ... and len(inner) != len(get_args(option)):
+            return None
         return tuple(inner) if inner and None not in inner else None
     if isinstance(value, bool) is not (option is bool):
         return None
@@ -153,5 +155,6 @@ def kind_text(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(repr, get_args(kind)))
     if get_origin(kind) is tuple:
-        return {int: "a list of integers", str: "a list of strings"}[get_args(kind)[0]]
+        count = "a list of" if get_args(kind)[-1] is ... else f"a list of {len(get_args(kind))}"
+        return f"{count} {({int: 'integers', str: 'strings', float: 'numbers'})[get_args(kind)[0]]}"
     return words[kind]

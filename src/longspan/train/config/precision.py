@@ -4,6 +4,7 @@ Parameters and optimizer states are of `dtype`, and so are checkpoints; FSDP2 ca
 it gathers them, and sums gradients in float32. torch is imported where it is needed: `--help` does without.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from longspan.errors import ConfigError
@@ -27,6 +28,16 @@ def check_precision(config: RunConfig) -> None:
         f'model.compute_dtype is "{compute}" and model.dtype is "{dtype}": {bits}, which only costs memory or time; '
         f"use {cure}, or model.compute_dtype = {' or '.join(map(repr, _COMPUTE[dtype]))}"
     )
+
+
+def warn_of_lost_updates(config: RunConfig, log: Callable[[str], None]) -> None:
+    """Say what a run in pure bfloat16 loses."""
+    if config.model.dtype == "bfloat16" and not config.train.stochastic_rounding:
+        log(
+            'caution: model.dtype is "bfloat16": updates below 1/512 of a weight are rounded away, and so the model '
+            'learns less (docs/precision.md); use model.dtype = "float32" with model.compute_dtype = "bfloat16", or '
+            "train.stochastic_rounding = true"
+        )
 
 
 def compute_dtype(model: ModelConfig, device: str) -> "torch.dtype":

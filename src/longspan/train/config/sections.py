@@ -154,20 +154,34 @@ class TrainConfig:
 
     steps: PositiveInt = 300
     """Optimizer steps of the whole run."""
+    epochs: NonNegativeFloat = 0.0
+    """How often every training document is trained on, in place of steps; 0: as steps says."""
     tokens_per_step: Annotated[int, AtLeast(2)] = NOT_GIVEN
     """Whole documents are taken up to this many tokens, at least one document a step. Default: 65536; tiny presets:
     4096."""
     lr: PositiveFloat = NOT_GIVEN
-    """Peak learning rate, reached after the warm-up; a cosine leads down from it. Default: none, it must be given; tiny
-    presets: 6e-3."""
+    """Peak learning rate, reached after the warm-up. Default: none, it must be given; tiny presets: 6e-3."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """From the warm-up to the last step: cosine, linear, constant, or wsd (constant, then decay_steps along a line)."""
+    decay_steps: NonNegativeInt = 0
+    """Steps of wsd's decay, the last ones; 0: a tenth of all steps."""
     min_lr_ratio: NonNegativeFloat = 0.1
     """Learning rate of the last step, as a share of lr."""
     warmup_steps: NonNegativeInt = NOT_GIVEN
     """Steps of linear warm-up. Default: a twentieth of the steps, at most 100; tiny presets: 100."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """adamw or sgd."""
+    optimizer: str = "adamw"
+    """adamw (fused), sgd, or the dotted name of a class, such as torch.optim.NAdam."""
+    optimizer_arguments: tuple[str, ...] = ()
+    """Further arguments of the optimizer's class, such as "momentum=0.9"; values as in JSON."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of adamw's two moments at each step."""
+    eps: NonNegativeFloat = 1e-8
+    """What adamw adds to the root of its second moment."""
+    stochastic_rounding: bool = False
+    """Round updates of bfloat16 parameters (model.dtype) and their moments by chance, so that they are right in the
+    mean."""
     weight_decay: NonNegativeFloat = 0.01
-    """Decoupled weight decay of matrices."""
+    """Weight decay of matrices (adamw: decoupled)."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are scaled down to this norm; 0: never."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"

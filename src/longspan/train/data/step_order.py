@@ -3,6 +3,8 @@
 World size, degrees and planner do not enter, so a run goes on with the same documents wherever it is resumed.
 """
 
+import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -64,6 +66,17 @@ class StepOrder:
             ids += self._epoch(epoch)[0][index : index + end - position].tolist()
             position = self._starts[step] + len(ids)
         return tuple(ids)
+
+    def steps_of_epochs(self, epochs: float) -> int:
+        """The steps until every training document was trained on so many times; the last may reach into the next epoch.
+
+        >>> StepOrder([4, 4, 4, 4, 4], tokens_per_step=8, seed=0, eval_documents=0).steps_of_epochs(1.0)
+        3
+        """
+        documents = math.ceil(round(epochs * len(self.training), 6))
+        while self._starts[-1] < documents:
+            self._starts.append(self._end(self._starts[-1]))
+        return bisect_left(self._starts, documents)
 
     def _end(self, start: int) -> int:
         """Where the step that begins at a stream position ends: as many documents as fit, at least one."""

@@ -36,7 +36,8 @@ _DEPENDS_ON = {
         *("cp_comm_type", "hierarchical_context_parallel_sizes", "partition", "attention_kernel"),
     ),
     "train": (
-        *("optimizer", "activation_checkpointing", "recompute_layers", "offload_activations"),
+        *("optimizer", "optimizer_arguments", "stochastic_rounding"),
+        *("activation_checkpointing", "recompute_layers", "offload_activations"),
         *("loss_chunk_rows", "fused_norms", "memory_fraction", "memory_bytes"),
     ),
 }

@@ -9,22 +9,25 @@ probes change neither. A run keeps what it found in its folder and goes on with 
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from longspan.comm import World
 from longspan.errors import ConfigError
+from longspan.model.local_tensors import local_tensor
 from longspan.train.all_ranks import LogLine, on_first_rank
 from longspan.train.config.sections import AUTO, RunConfig
 from longspan.train.disk import write_atomically
 from longspan.train.memory.row_probe import memory_keys, most_bytes, remembered, too_many_rows
+from longspan.train.optim.optimizer import OptimizerChoice
 from longspan.train.plans import row_multiple_of
 
 FILE = "max_tokens_per_slot.json"
@@ -205,12 +208,21 @@ def _budget(config: RunConfig, model: nn.Module, optimizer: Optimizer, device: t
     if device.type != "cuda":
         return float(CPU_BUDGET)
     torch.cuda.empty_cache()
-    return config.train.memory_fraction * torch.cuda.mem_get_info(device)[0] - _moments_to_come(model, optimizer)
+    free = torch.cuda.mem_get_info(device)[0]
+    states = 0 if optimizer.state else states_to_come(OptimizerChoice.of(config.train), model)
+    return config.train.memory_fraction * free - states
 
 
-def _moments_to_come(model: nn.Module, optimizer: Optimizer) -> float:
-    """Bytes that the optimizer's first step will take."""
-    if optimizer.state or type(optimizer).__name__ != "AdamW":
-        return 0.0
-    local = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters() if p.requires_grad)
-    return 2.0 * sum(p.numel() * p.element_size() for p in local)
+def states_to_come(choice: OptimizerChoice, model: nn.Module) -> int:
+    """Bytes that an optimizer's first step will take for its states, measured on one parameter of each shape here."""
+    local = [local_tensor(p.detach()) for p in model.parameters() if p.requires_grad]
+    shapes = Counter((tuple(p.shape), p.dtype, p.device) for p in local)
+    return sum(count * _bytes_of_states(choice, *shape) for shape, count in shapes.items())
+
+
+def _bytes_of_states(choice: OptimizerChoice, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
+    parameter = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = choice.over([parameter])
+    optimizer.step()
+    return sum(x.numel() * x.element_size() for x in tree_leaves(optimizer.state[parameter]) if isinstance(x, Tensor))

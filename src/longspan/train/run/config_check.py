@@ -16,6 +16,7 @@ from longspan.train.config.precision import check_precision
 from longspan.train.config.sections import AUTO, NOT_GIVEN, Above, AtLeast, RunConfig, bounds_of_keys
 from longspan.train.loggers.logger import check_loggers
 from longspan.train.plans import PlanChoice, home_of
+from longspan.train.run.optimizer_check import check_optimizer
 
 _EXPERT_PRESETS = "qwen3-moe-tiny or gpt-oss-tiny (8 experts)"
 
@@ -34,6 +35,7 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     _check_memory(config)
     _check_pipeline(config)
     _check_mode(config)
+    check_optimizer(config)
     _check_kernel(config)
     for choice in _choices(config, training=training):
         _check_types(choice)
@@ -56,6 +58,8 @@ def _check_numbers(config: RunConfig, *, training: bool) -> None:
             values[key] = 0
     if not 0 < values["train.memory_fraction"] <= 1:
         raise ConfigError(f"train.memory_fraction is {values['train.memory_fraction']}; it must be above 0, at most 1")
+    if config.train.epochs and values["train.warmup_steps"] == NOT_GIVEN:
+        values["train.warmup_steps"] = 0  # it follows from the steps, which follow from the corpus
     for key, bound in bounds_of_keys().items():
         if key == "train.lr" and not training:
             continue

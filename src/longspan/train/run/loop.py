@@ -57,6 +57,7 @@ def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainRes
         names = config.run.loggers if is_first_rank(world) else ()
         classes = on_every_rank(world, partial(logger_classes, names), ConfigError)
         run = set_up(config, world, display.log)
+        display.expect(run.config.train.steps)
         with open_records(run, facts_of(run), classes, display.log) as records:
             result = _Loop(run, display, records.metrics, records.groups).train(stop)
         summary = as_json(result.summary(), indent=1)

@@ -34,6 +34,10 @@ class ProgressDisplay:
     def __exit__(self, *_: object) -> None:
         self.end_bar()
 
+    def expect(self, steps: int) -> None:
+        """The number of steps, where it was not known before the corpus."""
+        self._steps = steps
+
     def log(self, text: str) -> None:
         """Show a line."""
         if self._progress is not None:

@@ -15,7 +15,7 @@ from longspan.train.config.sections import AUTO, ModelConfig, RunConfig
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
 _FIXED_SECTIONS = ("model", "data")
 _FREE_KEYS = ("model.compute_dtype",)  # a checkpoint holds the parameters in model.dtype
-_FIXED_KEYS = ("train.seed", "train.tokens_per_step", "train.optimizer")
+_FIXED_KEYS = ("train.seed", "train.tokens_per_step", "train.optimizer", "train.optimizer_arguments")
 
 
 def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path | None:
@@ -37,16 +37,32 @@ def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path 
             f"run.resume is 'never' and {checkpoint} is there; set run.dir to a new folder, or use 'auto'"
         )
     state = on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
-    _check_same_run(config, state, checkpoint, log)
+    _check_same_run(config, state, checkpoint)
     return checkpoint
 
 
-def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path, log: LogLine) -> None:
-    before, now = (_with_preset(values) for values in (state.get("config", {}), json.loads(json.dumps(asdict(config)))))
+def check_steps_left(config: RunConfig, world: World, checkpoint: Path, log: LogLine) -> None:
+    """Raise ConfigError for a checkpoint beyond the last step, and for a finished run under other keys.
+
+    All ranks call it together, once `train.steps` is known.
+    """
+    state = on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     if state.get("step", 0) > config.train.steps:
+        key = "train.epochs" if config.train.epochs else "train.steps"
         raise ConfigError(
-            f"{path} is at step {state['step']}, beyond train.steps {config.train.steps}; raise train.steps"
+            f"{checkpoint} is at step {state['step']}, beyond train.steps {config.train.steps}; raise {key}"
         )
+    if state.get("step", 0) == config.train.steps:
+        _check_finished(*_before_and_now(config, state), checkpoint, log)
+
+
+def _before_and_now(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configuration of a checkpoint, and one of now, as JSON keeps them."""
+    return _with_preset(state.get("config", {})), _with_preset(json.loads(json.dumps(asdict(config))))
+
+
+def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
+    before, now = _before_and_now(config, state)
     fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in now[section]] + list(_FIXED_KEYS)
     for name in (name for name in fixed if name not in _FREE_KEYS):
         section, _, key = name.partition(".")
@@ -56,8 +72,6 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path, log: L
                 f"{name} was {was!r} when {path} was saved and is {value!r} now; "
                 f"set it back, or set run.dir to a new folder"
             )
-    if state.get("step", 0) == config.train.steps:
-        _check_finished(before, now, path, log)
 
 
 def _with_preset(config: dict[str, Any]) -> dict[str, Any]:

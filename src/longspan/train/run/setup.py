@@ -18,7 +18,9 @@ from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan import Cost
 from longspan.train.all_ranks import LogLine, on_every_rank, on_first_rank
 from longspan.train.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint
+from longspan.train.config.defaults import with_steps
 from longspan.train.config.file import to_toml
+from longspan.train.config.precision import warn_of_lost_updates
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.documents import Corpus, Documents
 from longspan.train.data.step_order import StepOrder
@@ -26,11 +28,12 @@ from longspan.train.disk import write_atomically
 from longspan.train.evaluation.evaluate import evaluate
 from longspan.train.evaluation.result import Evaluation
 from longspan.train.memory.rows_that_fit import with_rows_of_run, with_rows_that_fit
+from longspan.train.optim.schedule import Schedule
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads
 from longspan.train.run.config_check import check_longest
 from longspan.train.run.kept_files import keep_model_files
 from longspan.train.run.long_documents import configuration_for
-from longspan.train.run.resume import checkpoint_to_resume
+from longspan.train.run.resume import check_steps_left, checkpoint_to_resume
 from longspan.train.run.run_corpus import check_tokenizer, shared_corpus
 from longspan.train.training import (
     Training,
@@ -79,18 +82,22 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     corpus = shared_corpus(config, world, named, resumed=checkpoint is not None, log=log)
     order = step_order_of(config, corpus)
     log(documents_line(config, order))
+    asked, config = config, with_steps_of_epochs(config, order, log)
+    if checkpoint is not None:
+        check_steps_left(config, world, checkpoint, log)
     longest, heads = int(np.argmax(corpus.lengths)), query_heads(named)
     check_longest(config, world.home, int(corpus.lengths[longest]), corpus.origin(longest), heads)
     model = _prepared_for(corpus, config, world, log, resumed=checkpoint is not None)
     refuse_randomness(model)
     world.seed = config.train.seed
-    optimizer = optimizer_of(config, model)
+    optimizer = optimizer_of(config, world, model)
     done = 0
     if checkpoint is not None:
         done = int(load_checkpoint(checkpoint, model, optimizer, world)["step"])
         log(f"going on from {checkpoint}: {done} of {config.train.steps} steps are done")
     if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
-        on_first_rank(world, lambda: write_atomically(directory / "config.toml", to_toml(config)), RunFolderError)
+        on_first_rank(world, lambda: write_atomically(directory / "config.toml", to_toml(asked)), RunFolderError)
+        warn_of_lost_updates(config, log)
     config = with_rows_that_fit(config, model, optimizer, world, log)
     check_longest(config, world.home, int(corpus.lengths[longest]), corpus.origin(longest), heads)
     return TrainingRun(config, world, model, optimizer, _cost(config, world, model, log), corpus, order, done)
@@ -124,6 +131,22 @@ def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World
 
 def _cost(config: RunConfig, world: World, model: PreTrainedModel | PipelineModel, log: LogLine) -> Cost:
     return cost_of_run(config, model.config, log, gpu=world.device.type == "cuda")
+
+
+def with_steps_of_epochs(config: RunConfig, order: StepOrder, log: LogLine) -> RunConfig:
+    """The configuration with the number of steps that `train.epochs` takes. Raises ConfigError for a schedule that does
+    not fit them."""
+    if not config.train.epochs:
+        return config
+    steps = order.steps_of_epochs(config.train.epochs)
+    documents, tokens = len(order.training), int(order.lengths[order.training].sum())
+    config = with_steps(config, steps)
+    Schedule.of(config.train)
+    log(
+        f"train.epochs {config.train.epochs:g}: {counted(steps, 'step')} over {counted(documents, 'document')} "
+        f"({counted(tokens, 'token')}), in place of train.steps; {config.train.warmup_steps} of warm-up"
+    )
+    return config
 
 
 def step_order_of(config: RunConfig, corpus: Corpus) -> StepOrder:

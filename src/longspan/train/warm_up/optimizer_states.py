@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-_STATES = {"step", "exp_avg", "exp_avg_sq"}
+_STATES = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 
 
 def make_states(optimizer: Optimizer) -> bool:
@@ -13,7 +13,7 @@ def make_states(optimizer: Optimizer) -> bool:
     A step along zero gradients, at learning rate and weight decay 0, makes them and changes no weight; its count is put
     back. Other optimizers, and one that has states, are left alone. Gradients must not be there, and are not after.
     """
-    if optimizer.state or not isinstance(optimizer, (Adam, AdamW)):
+    if optimizer.state or type(optimizer) not in (Adam, AdamW):
         return False
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     settings = [{key: group[key] for key in ("lr", "weight_decay")} for group in optimizer.param_groups]

@@ -1,29 +1,12 @@
-"""Optimizers by name, what weight decay applies to, and the learning-rate schedule."""
-
-import math
+"""Optimizers by name, their arguments, and what weight decay applies to."""
 
 import pytest
 import torch
 from torch import nn
 
 from longspan.errors import ConfigError
-from longspan.train.optim import build_optimizer, decays, lr_at
+from longspan.train.optim.optimizer import build_optimizer, decays
 from tests.model.deep import deep
-
-
-@pytest.mark.parametrize(
-    ("step", "wanted"),
-    [(0, 0.25), (1, 0.5), (3, 1.0), (4, 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 6))), (9, 0.1), (20, 0.1)],
-)
-def test_warm_up_then_cosine(step: int, wanted: float) -> None:
-    assert lr_at(step, steps=10, warmup=4, lr=1.0, min_ratio=0.1) == pytest.approx(wanted, rel=1e-12)
-
-
-def test_schedule_falls_after_the_warm_up_and_is_never_zero() -> None:
-    rates = [lr_at(step, 300, 20, 6e-3, 0.1) for step in range(300)]
-    assert rates[:20] == sorted(rates[:20]) and rates[19:] == sorted(rates[19:], reverse=True)
-    assert min(rates) > 0 and max(rates) == 6e-3
-    assert lr_at(0, 1, 0, 1.0, 0.5) == 0.5 and lr_at(0, 1, 1, 1.0) == 1.0
 
 
 def small() -> nn.Module:
@@ -52,7 +35,7 @@ def test_sgd_is_plain_and_frozen_parameters_stay_out() -> None:
 
 
 def test_unknown_optimizer() -> None:
-    with pytest.raises(ConfigError, match="unknown optimizer 'adam'; use adamw or sgd"):
+    with pytest.raises(ConfigError, match=r"train.optimizer is 'adam'; use adamw or sgd, or the dotted name"):
         build_optimizer(small(), "adam")
 
 

@@ -1,0 +1,97 @@
+"""Whether an optimizer's class updates sharded parameters as it would whole ones: tried on small ones before step 1.
+
+For every way in which parameters of the model are sharded here there is one small parameter, sharded alike, and a whole
+copy of it on every rank. Both are updated twice along the same gradients, and must stay equal.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from longspan.comm import World
+from longspan.errors import ConfigError
+from longspan.model.local_tensors import local_tensor
+from longspan.model.weights.held import block_here
+from longspan.train.optim.optimizer import OptimizerChoice
+
+STEPS, BOUND = 2, 1e-4  # of updates, relative to the largest
+
+
+def check_on_shards(choice: OptimizerChoice, model: nn.Module, world: World) -> None:
+    """Raise ConfigError, on every rank, where the optimizer cannot update sharded parameters, or updates them otherwise
+    than whole ones; all ranks call it together."""
+    pairs = list(_pairs(model, world.device))
+    refusal = reason = ""
+    try:
+        reason = _difference(choice, pairs) if pairs else ""
+    except ConfigError as error:
+        refusal = str(error)
+    except Exception as error:  # an optimizer of any package may raise anything
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"
+    answers = world.control.gather_objects((refusal, reason), "optimizer on sharded parameters")
+    for rank, (refusal, reason) in zip(world.home.ranks, answers, strict=True):
+        if refusal:
+            raise ConfigError(refusal)
+        if reason:
+            raise ConfigError(
+                f"train.optimizer {choice.name!r} does not work on sharded parameters (DTensor), as a trial on small "
+                f"ones showed on rank {rank}: {reason}; use adamw, sgd, or another class, or try "
+                'train.optimizer_arguments = ["foreach=false"] where it has that'
+            )
+
+
+def _pairs(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """A sharded and a whole parameter for each kind of the model's: mesh, placements and dims."""
+    kinds = dict[Any, nn.Parameter]()
+    for parameter in model.parameters():
+        if parameter.requires_grad and isinstance(parameter, DTensor):
+            kinds.setdefault((parameter.device_mesh, parameter.placements, parameter.ndim), parameter)
+    for parameter in kinds.values():
+        assert isinstance(parameter, DTensor)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        shape = [4] * parameter.ndim
+        for axis, placement in enumerate(placements):
+            if (dim := getattr(placement, "dim", None)) is not None:
+                shape[dim] *= mesh.size(axis)
+        whole = _drawn(shape, seed=0).to(device)
+        yield nn.Parameter(_sharded(whole, parameter)), nn.Parameter(whole)
+
+
+def _sharded(whole: Tensor, like: DTensor) -> DTensor:
+    mesh, placements = like.device_mesh, like.placements
+    local = whole[block_here(whole.shape, mesh, placements)].clone()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def _drawn(shape: Sequence[int], *, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _difference(choice: OptimizerChoice, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> str:
+    """What sharded parameters become otherwise than whole ones, or "" where nothing."""
+    before = [whole.detach().clone() for _, whole in pairs]
+    optimizers = [choice.over([{"params": [pair[i] for pair in pairs]}]) for i in (0, 1)]
+    for step in range(1, STEPS + 1):
+        for sharded, whole in pairs:
+            whole.grad = _drawn(whole.shape, seed=step).to(whole)
+            assert isinstance(sharded, DTensor)
+            sharded.grad = _sharded(whole.grad, sharded)
+        for optimizer in optimizers:
+            optimizer.step()
+    for (sharded, whole), old in zip(pairs, before, strict=True):
+        assert isinstance(sharded, DTensor)
+        update = (whole.detach() - old).abs().max().item()
+        here = whole.detach()[block_here(whole.shape, sharded.device_mesh, sharded.placements)]
+        error = (local_tensor(sharded.detach()) - here).abs().max().item() if here.numel() else 0.0
+        if not error <= BOUND * update:
+            return f"updates of {update:.3g} differ by {error:.3g} from those of whole parameters"
+        for state in tree_leaves(optimizers[0].state[sharded]):
+            if isinstance(state, Tensor) and state.ndim and not isinstance(state, DTensor):
+                return f"a state {tuple(state.shape)} is this rank's alone (no DTensor), which no checkpoint can hold"
+            if not isinstance(state, Tensor | int | float):
+                return f"a state is {state!r}, which no checkpoint can hold"
+    return ""

@@ -1,0 +1,185 @@
+"""Optimizers by name: which class, with which arguments, over which parameters of a model."""
+
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from longspan.errors import ConfigError
+from longspan.train.config.sections import TrainConfig
+
+OPTIMIZERS: Mapping[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD}
+_BY_KEY = {"lr": "train.lr", "weight_decay": "train.weight_decay"}
+_BY_KEY_OF_ADAMW = {"betas": "train.betas", "eps": "train.eps"}
+_REFUSED = {
+    "LBFGS": "it evaluates the loss several times in a step, which a run does once",
+    "SparseAdam": "it updates sparse gradients, and those of a run are dense",
+}
+_BIAS_OR_NORM = re.compile(r"bias$|(norm\d*|ln_\w+)\.[^.]+$")  # the parameter itself, or the module that it is in
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """An optimizer's class and what it is called with.
+
+    >>> choice = OptimizerChoice.of(TrainConfig(optimizer="torch.optim.NAdam"))
+    >>> optimizer = choice.over(groups_of(model, choice.weight_decay))
+    """
+
+    name: str
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    arguments: tuple[tuple[str, Any], ...] = ()  # beside lr and weight_decay
+
+    @classmethod
+    def of(cls, train: TrainConfig) -> "OptimizerChoice":
+        """What the keys of [train] say. Raises ConfigError for a class that cannot train, or for its arguments."""
+        arguments = parsed_arguments(train.optimizer, train.optimizer_arguments)
+        if train.optimizer == "adamw":
+            arguments = {"betas": train.betas, "eps": train.eps} | arguments
+        return cls(train.optimizer, train.lr, train.weight_decay, tuple(arguments.items()))
+
+    @property
+    def kind(self) -> type[Optimizer]:
+        """The optimizer's class."""
+        return optimizer_class(self.name)
+
+    def over(self, parameters: Iterable[Any]) -> Optimizer:
+        """The optimizer over parameters, or groups of them. Raises ConfigError where its class refuses these."""
+        settings: dict[str, Any] = {"lr": self.lr, **dict(self.arguments)}
+        if self.name == "adamw":
+            settings = {"fused": True} | settings
+        try:
+            return self.kind(parameters, **settings)  # pyright: ignore[reportArgumentType]
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"train.optimizer {self.name!r} refuses its parameters or arguments {settings}: {error}; correct "
+                "train.optimizer_arguments, or use adamw"
+            ) from error
+
+
+def build_optimizer(
+    model: nn.Module,
+    name: str = "adamw",
+    lr: float = 1e-3,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.95),
+    **arguments: Any,
+) -> Optimizer:
+    """An optimizer over the model's trainable parameters; call it after `prepare`, which may replace them.
+
+    "adamw" (fused), "sgd" (no momentum unless given), or the dotted name of a class, such as "torch.optim.NAdam".
+    `betas` are adamw's; `arguments` are the class's own. Weight decay applies to what multiplies (`decays`), not to
+    norms and biases. Where the model has nothing to train (a pipeline stage that is frozen, say) the optimizer has no
+    parameters. Raises ConfigError for another name, and for arguments that the class does not know.
+    """
+    if name == "adamw":
+        arguments = {"betas": betas} | arguments
+    check_arguments(name, arguments)
+    return OptimizerChoice(name, lr, weight_decay, tuple(arguments.items())).over(groups_of(model, name, weight_decay))
+
+
+def groups_of(model: nn.Module, name: str, weight_decay: float) -> list[dict[str, Any]]:
+    """The model's trainable parameters in two groups, of which the first one decays.
+
+    Raises ConfigError where weights are to decay under an optimizer that does not know weight decay.
+    """
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not _takes(optimizer_class(name), "weight_decay"):
+        if weight_decay:
+            raise ConfigError(f"train.optimizer {name!r} knows no weight decay; set train.weight_decay to 0")
+        return [{"params": [parameter for _, parameter in trainable]}]
+    groups = [
+        {"params": [p for name, p in trainable if decays(name, p)], "weight_decay": weight_decay},
+        {"params": [p for name, p in trainable if not decays(name, p)], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]] or groups[:1]
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay applies: to matrices, one for each expert too, and to kernels of convolutions.
+
+    Shapes alone do not tell: the biases of experts (E, D) and norms of single heads (N, H) have two dims as well.
+
+    >>> decays("layers.0.mlp.experts.down_proj_bias", torch.zeros(8, 64))
+    False
+    """
+    return parameter.ndim >= 2 and not _BIAS_OR_NORM.search(name.lower())
+
+
+# ---- classes and arguments
+
+
+def optimizer_class(name: str) -> type[Optimizer]:
+    """The class of "adamw", "sgd" or a dotted name. Raises ConfigError for one that is none or cannot train here."""
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        raise ConfigError(
+            f"train.optimizer is {name!r}; use {' or '.join(OPTIMIZERS)}, or the dotted name of a class, such as "
+            "torch.optim.NAdam"
+        )
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"train.optimizer {name!r} cannot be imported: {error}; install its package, or correct the name"
+        ) from error
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise ConfigError(f"train.optimizer {name!r} is {kind!r}, no class of torch.optim.Optimizer")
+    if reason := _REFUSED.get(kind.__name__) or _why_not(kind):
+        raise ConfigError(f"train.optimizer {name!r} cannot train here: {reason}; use adamw")
+    return kind
+
+
+def _why_not(kind: type[Optimizer]) -> str:
+    if not _takes(kind, "lr"):
+        return "it takes no lr, which the schedule sets at every step"
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return "its step needs a closure that evaluates the loss again"
+    return ""
+
+
+def parsed_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
+    """Arguments written as "momentum=0.9", with values as in JSON; a value that is none is a string.
+
+    >>> parsed_arguments("sgd", ("momentum=0.9", "nesterov=true"))
+    {'momentum': 0.9, 'nesterov': True}
+
+    Raises ConfigError for what is written otherwise, and for an argument that the class does not know.
+    """
+    arguments = dict[str, Any]()
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise ConfigError(f'train.optimizer_arguments has {text!r}; write name=value, as in "momentum=0.9"')
+        try:
+            arguments[key] = json.loads(value)
+        except ValueError:
+            arguments[key] = value
+    keys = _BY_KEY | (_BY_KEY_OF_ADAMW if name == "adamw" else {})
+    for key in keys.keys() & arguments.keys():
+        raise ConfigError(f"train.optimizer_arguments has {key}, which is {keys[key]}")
+    check_arguments(name, arguments)
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+
+
+def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the first argument that the optimizer's class does not know, with those that it knows."""
+    kind = optimizer_class(name)
+    if unknown := [key for key in arguments if not _takes(kind, key)]:
+        known = [key for key in inspect.signature(kind).parameters if key not in ("params", *_BY_KEY)]
+        raise ConfigError(f"train.optimizer {name!r} has no argument {unknown[0]!r}; known: {', '.join(known)}")
+
+
+def _takes(kind: type[Optimizer], argument: str) -> bool:
+    parameters = inspect.signature(kind).parameters
+    return argument in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

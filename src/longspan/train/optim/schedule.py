@@ -1,0 +1,74 @@
+"""The learning rate as a function of the step."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from longspan.errors import ConfigError
+from longspan.train.config.sections import TrainConfig
+
+Shape = Literal["cosine", "linear", "constant", "wsd"]
+WSD_DECAY = 10  # one in so many steps, where the steps of the decay are not given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The learning rates of a run: a linear warm-up to `lr`, then a curve down to `lr · min_ratio` at the last step.
+
+    >>> schedule = Schedule(steps=5, lr=1.0, warmup=2, min_ratio=0.0)
+    >>> [round(schedule.lr_at(step), 3) for step in range(5)]
+    [0.5, 1.0, 0.75, 0.25, 0.0]
+
+    Step i of the warm-up has lr · (i + 1) / warmup, so that no step has rate 0. The curve is half a cosine, a straight
+    line, none ("constant"), or that of WSD (warm-up, stable, decay): constant up to the last `decay` steps (0: a tenth
+    of the steps), which are a straight line.
+    """
+
+    steps: int
+    lr: float
+    warmup: int = 0
+    min_ratio: float = 0.1
+    shape: Shape = "cosine"
+    decay: int = 0
+
+    @classmethod
+    def of(cls, train: TrainConfig) -> "Schedule":
+        """What the keys of [train] say. Raises ConfigError for a decay that has no place in the steps."""
+        schedule = cls(
+            steps=train.steps,
+            lr=train.lr,
+            warmup=train.warmup_steps,
+            min_ratio=train.min_lr_ratio,
+            shape=train.schedule,
+            decay=train.decay_steps,
+        )
+        if train.decay_steps and train.schedule != "wsd":
+            raise ConfigError(
+                f'train.decay_steps is {train.decay_steps} and train.schedule is "{train.schedule}", which falls from '
+                'the warm-up to the end; use train.schedule = "wsd", or 0'
+            )
+        if train.schedule == "wsd" and train.warmup_steps + schedule.decay_steps > train.steps:
+            raise ConfigError(
+                f"train.warmup_steps {train.warmup_steps} and {schedule.decay_steps} steps of decay "
+                f"(train.decay_steps) are more than the {train.steps} steps of the run; shorten them, or train longer"
+            )
+        return schedule
+
+    @property
+    def decay_steps(self) -> int:
+        """The steps of WSD's decay."""
+        return self.decay or -(-self.steps // WSD_DECAY)
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of step 0, 1, …, steps − 1; later ones have the last one's."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        return self.lr * (self.min_ratio + (1.0 - self.min_ratio) * self._height(step))
+
+    def _height(self, step: int) -> float:
+        """How much of the way from the least rate to the peak is left after the warm-up: from 1 to 0."""
+        if self.shape == "constant":
+            return 1.0
+        start = self.steps - self.decay_steps if self.shape == "wsd" else self.warmup
+        progress = min(1.0, max(0.0, (step - start + 1) / max(1, self.steps - start)))
+        return 0.5 * (1.0 + math.cos(math.pi * progress)) if self.shape == "cosine" else 1.0 - progress

@@ -1,0 +1,114 @@
+"""Updates of bfloat16 parameters that are right in the mean: float32 arithmetic, then rounding up or down by chance.
+
+Rounded to the nearest, an update below 1/512 of a weight is lost altogether, at every step; by chance it is made in the
+same share of the steps. Moments are rounded alike: to the nearest, a moving average with a beta near 1 stands still.
+
+torchao's `_AdamW(bf16_stochastic_round=True)` (0.18) is not used: it is AdamW alone and marked private, rounds moments
+to the nearest, compiles a kernel for every shape, and draws from the global generator, so that replicas of a weight
+part from each other and a resumed run rounds otherwise.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from longspan.comm import World
+from longspan.model.local_tensors import local_tensor
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.weights.held import HeldPart
+from longspan.train.optim.optimizer import OptimizerChoice, groups_of
+
+
+class StochasticRounding(Optimizer):
+    """An optimizer that updates one parameter at a time in float32, and rounds it and its moments by chance.
+
+    >>> optimizer = StochasticRounding(OptimizerChoice.of(config.train), model, world)
+
+    Random bits are drawn from the world's seed and step, the parameter's name and the block of it that is here: a
+    resumed run repeats them, and ranks that hold the same block draw the same. Parameters and moments in bfloat16 stay
+    so; those of other types are updated as they are.
+    """
+
+    def __init__(self, choice: OptimizerChoice, model: nn.Module, world: World) -> None:
+        optimizer = choice.over(groups_of(model, choice.name, choice.weight_decay))
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._wide = choice.over([nn.Parameter(torch.zeros(1, 1))])  # steps on the float32 copy of one parameter
+        self._world, self._parts = world, _parts(model)
+        self._last_step, self._draws = -1, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One update of every parameter that has a gradient."""
+        assert closure is None, "a step evaluates the loss once"
+        step = self._world.step
+        self._draws = self._draws + 1 if step == self._last_step else 0  # the caller may not count steps
+        self._last_step = step
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; the next update draws as the first one of its step."""
+        super().load_state_dict(state_dict)
+        self._last_step = -1
+
+    def _update(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+        assert parameter.grad is not None
+        wide = nn.Parameter(_widened(parameter.detach().clone()))
+        wide.grad = _widened(parameter.grad)
+        self._wide.param_groups[:] = [{**group, "params": [wide]}]
+        state = {name: _widened(value) for name, value in self.state[parameter].items()}
+        self._wide.state = defaultdict(dict, {wide: state} if state else {})
+        self._wide.step()
+        bits = self._generator(parameter)
+        self.state[parameter] = {
+            name: _rounded(value, parameter.dtype, bits) for name, value in self._wide.state[wide].items()
+        }
+        parameter.copy_(_rounded(wide.detach(), parameter.dtype, bits))
+
+    def _generator(self, parameter: nn.Parameter) -> torch.Generator:
+        counted = self._world.seed, self._last_step, self._draws, self._parts[parameter]
+        seed = int.from_bytes(hashlib.blake2b(repr(counted).encode(), digest_size=7).digest(), "little")
+        return torch.Generator(local_tensor(parameter).device).manual_seed(seed)
+
+
+def stochastically_rounded(x: Tensor, bits: torch.Generator) -> Tensor:
+    """A float32 tensor in bfloat16: each number to one of its two neighbours, so that the mean is the number.
+
+    Sixteen random bits are added to those that bfloat16 lacks, and what carries over rounds away from zero.
+    """
+    noise = torch.empty(x.shape, dtype=torch.int32, device=x.device).random_(0, 1 << 16, generator=bits)
+    rounded = ((x.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
+
+
+def _rounded(value: Any, dtype: torch.dtype, bits: torch.Generator) -> Any:
+    """What a float32 copy became, in its parameter's type; counters of steps and the like as they are."""
+    if not _is_wide(value) or dtype != torch.bfloat16:
+        return value
+    rounded = value.to(dtype)
+    local_tensor(rounded).copy_(stochastically_rounded(local_tensor(value), bits))
+    return rounded
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
+
+
+def _is_wide(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.dtype == torch.float32
+
+
+def _parts(model: nn.Module) -> dict[nn.Parameter, tuple[str, Any]]:
+    """The name and the block of every parameter here; both copies of a tied embedding have one name."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    if isinstance(model, PipelineModel):
+        tied = model.tied_embedding
+        names |= {copy: "tied embedding" for copy in (tied.first, tied.last) if copy is not None}
+    return {parameter: (name, HeldPart.of(parameter).block) for parameter, name in names.items()}

@@ -1,0 +1,171 @@
+"""Stochastic rounding: right in the mean, the same on every replica of a weight, and repeated by a resumed run."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from longspan.comm import World
+from longspan.layout import Layout
+from longspan.model import load_model, prepare
+from longspan.model.local_tensors import local_tensor
+from longspan.plan import plan_fixed
+from longspan.testing import backend, run_ranks
+from longspan.train import run_step
+from longspan.train.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from longspan.train.optim.optimizer import OptimizerChoice
+from longspan.train.optim.stochastic_rounding import StochasticRounding, stochastically_rounded
+from tests.model.stock import texts
+
+DRAWS = 20_000
+
+
+def _bits(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_the_mean_of_many_draws_is_the_number() -> None:
+    exact = torch.cat([torch.randn(40, generator=_bits()) * 10.0**power for power in (-30, -3, 0, 5)])
+    drawn = stochastically_rounded(exact.expand(DRAWS, -1).contiguous(), _bits(1))
+    assert drawn.dtype == torch.bfloat16
+    below = (exact.view(torch.int32) & -(1 << 16)).view(torch.float32).double()  # toward zero
+    above = ((exact.view(torch.int32) & -(1 << 16)) + (1 << 16)).view(torch.float32).double()
+    assert ((drawn == below) | (drawn == above)).all()
+    share = (exact.double() - below) / (above - below)
+    deviation = (share * (1 - share) / DRAWS).sqrt().clamp(min=1e-9)
+    far = ((drawn == above).double().mean(0) - share).abs() / deviation
+    assert far.max() < 4.5, far.max()  # of 160 numbers; a bias of a hundredth of the spacing would be 3 more
+    assert (share - share.round()).abs().max() > 0.4
+
+
+def test_numbers_of_bfloat16_and_what_is_not_finite_stay() -> None:
+    exact = torch.tensor([0.0, -0.0, 1.0, -0.0078125, 3.0e38, math.inf, -math.inf]).bfloat16().float()
+    for seed in range(20):
+        assert torch.equal(stochastically_rounded(exact, _bits(seed)).float(), exact)
+    assert stochastically_rounded(torch.tensor([math.nan]), _bits()).isnan().all()
+
+
+def _trained(kind: str, choice: OptimizerChoice, steps: int) -> Tensor:
+    """One weight matrix around 1, after so many small steps along one gradient."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(64, 64, bias=False)
+    nn.init.normal_(model.weight, 1.0, 0.1)
+    gradient = torch.randn(64, 64)
+    model = model.to(torch.float32 if kind == "float32" else torch.bfloat16)
+    before = model.weight.detach().float().clone()
+    world: Any = SimpleNamespace(seed=3, step=0)
+    optimizer = StochasticRounding(choice, model, world) if kind == "by chance" else choice.over(model.parameters())
+    for step in range(steps):
+        world.step = step + 1
+        model.weight.grad = gradient.to(model.weight)
+        optimizer.step()
+    return model.weight.detach().float() - before
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        OptimizerChoice("adamw", 2e-5, 0.0, (("betas", (0.9, 0.999)),)),
+        OptimizerChoice("sgd", 2e-5, 0.0, (("momentum", 0.9),)),
+        OptimizerChoice("torch.optim.NAdam", 2e-5),
+    ],
+    ids=lambda choice: choice.name,
+)
+def test_small_updates_add_up(choice: OptimizerChoice) -> None:
+    exact, nearest, by_chance = (_trained(kind, choice, 60) for kind in ("float32", "nearest", "by chance"))
+    assert not nearest.any()  # each is below half the spacing of bfloat16 around 1
+    slope = (by_chance * exact).sum() / exact.square().sum()
+    assert slope == pytest.approx(1.0, abs=0.1)
+
+
+def test_bits_follow_seed_step_and_name_and_differ_between_updates_of_one_step() -> None:
+    def after(world: dict[str, int], updates: int) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(32, 32, bias=False, dtype=torch.bfloat16)
+        given: Any = SimpleNamespace(**world)
+        optimizer = StochasticRounding(OptimizerChoice("sgd", 1e-4), model, given)
+        for _ in range(updates):
+            model.weight.grad = torch.ones_like(model.weight)
+            optimizer.step()
+        return model.weight.detach()
+
+    one = after({"seed": 1, "step": 5}, 1)
+    assert torch.equal(one, after({"seed": 1, "step": 5}, 1))
+    assert not torch.equal(one, after({"seed": 1, "step": 6}, 1))
+    assert not torch.equal(one, after({"seed": 2, "step": 5}, 1))
+    start = after({"seed": 1, "step": 5}, 0)
+    moved = [after({"seed": 1, "step": 5}, updates) != start for updates in (1, 2)]
+    assert not torch.equal(*moved)  # the second update rounds others up
+
+
+# ---- over ranks
+
+
+def _opened(world: World, family: str) -> tuple[Any, StochasticRounding]:
+    model = prepare(load_model(None, family, dtype="bfloat16", vocab_size=64), world, probe=False)
+    world.seed = 7
+    return model, StochasticRounding(OptimizerChoice("adamw", 1e-4, 0.1), model, world)
+
+
+def _step(model: Any, optimizer: StochasticRounding, world: World, step: int) -> None:
+    documents = texts([12] * 8, seed=step)
+    plan = plan_fixed([12] * 8, world.home, cp=1, max_tokens_per_slot=24)
+    run_step(model, plan, documents, world, optimizer, step=step)
+
+
+def _contents(model: Any, optimizer: StochasticRounding) -> dict[str, Tensor]:
+    """Weights and moments that are here, by name."""
+    tensors = dict[str, Tensor]()
+    for name, parameter in model.named_parameters():
+        tensors[name] = local_tensor(parameter.detach()).clone()
+        tensors |= {f"{name}.{key}": local_tensor(value).clone() for key, value in optimizer.state[parameter].items()}
+    return tensors
+
+
+def _copies(model: Any, world: World) -> set[str]:
+    """The names of weights of which another rank holds the same block otherwise."""
+    tied = {"lm_head.weight": "model.embed_tokens.weight"}
+    mine = dict[tuple[str, tuple[int, ...]], list[float]]()
+    for name, parameter in model.named_parameters():
+        mesh = parameter.device_mesh.get_coordinate() if isinstance(parameter, DTensor) else []
+        kinds = parameter.placements if isinstance(parameter, DTensor) else ()
+        place = tuple(at for at, kind in zip(mesh, kinds, strict=True) if not kind.is_replicate())
+        mine[tied.get(name, name), place] = local_tensor(parameter.detach()).float().flatten().tolist()
+    seen: dict[Any, list[float]] = {}
+    different = set[str]()
+    for blocks in world.control.gather_objects(mine):
+        for key, values in blocks.items():
+            if seen.setdefault(key, values) != values:
+                different.add(key[0])
+    return different
+
+
+HOMES = {"replicas": Layout(4, dp_replicate=2), "tp": Layout(4, tp=2), "tied ends of a pipeline": Layout(4, pp=2)}
+
+
+def _over_ranks(rank: int, root: Path) -> None:
+    for name, home in HOMES.items():
+        with World(home, backend=backend(), timeout=60) as world:
+            model, optimizer = _opened(world, "qwen3-tiny")
+            for step in (1, 2):
+                _step(model, optimizer, world, step)
+            save_checkpoint(root / name, model, optimizer, world, step=2, state={}, keep=0)
+            _step(model, optimizer, world, 3)
+            assert not _copies(model, world), (name, _copies(model, world))
+            dtypes = {t.dtype for key, t in _contents(model, optimizer).items() if not key.endswith(".step")}
+            assert dtypes == {torch.bfloat16}
+            again, resumed = _opened(world, "qwen3-tiny")
+            load_checkpoint(root / name / "step-000002", again, resumed, world)
+            _step(again, resumed, world, 3)
+            straight, repeated = _contents(model, optimizer), _contents(again, resumed)
+            assert straight.keys() == repeated.keys()
+            assert all(torch.equal(straight[key], repeated[key]) for key in straight), name
+
+
+def test_replicas_stay_equal_and_a_resumed_run_repeats_its_bits(tmp_path: Path) -> None:
+    run_ranks(_over_ranks, 4, tmp_path, timeout=120)
