@@ -80,7 +80,8 @@ def load(_: int, folder: str, axes: dict[str, int], sharded: bool) -> dict[str, 
     """The rise of anonymous memory and the seconds of loading and preparing, the worst of all ranks."""
     ranks = int(os.environ["WORLD_SIZE"])
     with World(Layout(ranks=ranks, **axes)) as world:
-        prepare(load_model(preset="qwen3-tiny", vocab_size=64), world)  # libraries and communicators
+        preset = "qwen3-moe-tiny" if "ep" in axes else "qwen3-tiny"
+        prepare(load_model(preset=preset, vocab_size=64), world)  # libraries and communicators
         world.control.barrier()
         start = time.monotonic()
         with _peak() as rise:
