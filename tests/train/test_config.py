@@ -310,3 +310,8 @@ def test_dynamic_steps_have_degrees_that_the_query_heads_allow() -> None:
     with plans_of_steps(PlanChoice.training(config, cost=Cost(), heads=8), order, Layout(6), ahead=2) as plans:
         groups = [group for batch in plans.plan(0).micro_batches for group in batch.groups]
     assert {group.degree for group in groups} <= {1, 2, 4}
+
+
+def test_a_folder_wins_over_the_preset_that_older_runs_wrote_down() -> None:
+    config = load_config(None, {"model.path": "x", "model.preset": "qwen3-tiny", "train.lr": 1e-5})
+    assert check_config(config, 2).slots == 2
