@@ -52,14 +52,13 @@ class ProgressDisplay:
         if self._stream.isatty():
             self._advance(row)
         elif row["step"] % LINE_EVERY == 0 or row["step"] in (1, self._steps):
-            step = f"step {row['step']:>{len(str(self._steps))}}/{self._steps}"
-            self.log("  ".join(filter(None, (step, *_figures(row), self._remaining(row["step"])))))
+            self.log("  ".join(filter(None, (self._step(row), *_figures(row), self._remaining(row["step"])))))
 
     def show_evaluation(self, row: Mapping[str, Any]) -> None:
         """Show an evaluation, given its row of metrics."""
         tokens, seconds = row["eval_tokens"], row["seconds"]
         self.log(
-            f"step {row['step']:>6}  evaluation loss {row['eval_loss']:.6f} at cp {row['cp']} "
+            f"{self._step(row)}  evaluation loss {row['eval_loss']:.6f} at cp {row['cp']} "
             f"({counted(tokens, 'token')} in {seconds:.1f} s)"
         )
 
@@ -68,6 +67,9 @@ class ProgressDisplay:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+    def _step(self, row: Mapping[str, Any]) -> str:
+        return f"step {row['step']:>{len(str(self._steps))}}/{self._steps}"
 
     def _advance(self, row: Mapping[str, Any]) -> None:
         if self._progress is None:
@@ -114,6 +116,8 @@ def _figures(row: Mapping[str, Any]) -> list[str]:
     figures.append(f"{row['tokens_per_second']:>5.0f} tok/s")
     if "mfu" in row:
         figures.append(f"MFU {100 * row['mfu']:.0f}%")
+    if "bound_share" in row:
+        figures.append(f"bound {100 * row['bound_share']:.0f}%")
     return [*figures, _memory(row["memory_bytes"])]
 
 
