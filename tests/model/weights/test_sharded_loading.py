@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig, PreTrainedModel
 
 from longspan import Layout, World, plan_fixed, prepare, run_step
@@ -15,6 +16,8 @@ from longspan.model import load_model
 from longspan.model.local_tensors import local_tensor
 from longspan.model.weights.empty import empty_model, is_empty
 from longspan.model.weights.fill import leave_to_checkpoint
+from longspan.model.weights.folder import FolderWeights
+from longspan.model.weights.held import HeldPart
 from longspan.testing import run_ranks
 from tests.model.deep import deep_config
 from tests.model.moe_models import moe_model
@@ -173,6 +176,46 @@ def test_weights_that_a_checkpoint_must_bring_are_no_numbers_before(axes: dict[s
     assert run_ranks(_left, 2, axes) == [(True, False)] * 2
 
 
+class _LargestMade(TorchDispatchMode):
+    """The bytes of the largest tensor that an operation makes or looks at."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.size = max(self.size, made.nbytes)
+        return made
+
+
+FUSED = [  # blocks of fused parameters of 6 experts: gate_up_proj (6, 48, 32) and down_proj (6, 32, 24)
+    (slice(0, 6), slice(12, 24), slice(0, 24)),
+    (slice(0, 6), slice(0, 32), slice(20, 24)),
+    (slice(3, 6), slice(8, 16), slice(4, 8)),
+    (slice(4, 6), slice(0, 8), slice(0, 24)),
+    (slice(6, 6), slice(0, 8), slice(0, 24)),
+    (slice(0, 6), slice(8, 8), slice(0, 24)),
+]
+
+
+@pytest.mark.parametrize("block", FUSED, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_of_fused_experts_no_more_than_one_is_whole(
+    folders: Path, block: tuple[slice, ...], dtype: torch.dtype
+) -> None:
+    folder = folders / "6 experts"
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
+    names = [name for name, x in whole.items() if x.dim() == 3]
+    weights = FolderWeights(folder, sorted(folder.glob("*.safetensors")), empty_model(_config("6 experts"), dtype))
+    with _LargestMade() as largest:
+        parts = dict(weights.read({name: HeldPart(block, dtype) for name in names}, torch.device("cpu")))
+    assert len(names) == 6 and parts.keys() == set(names)
+    for name in names:
+        assert parts[name].dtype == dtype and torch.equal(parts[name], whole[name][block]), name
+    expert, local = max(4 * whole[name][0].numel() for name in names), parts[names[0]].nbytes  # files are in float32
+    assert largest.size <= max(expert, local) < min(whole[name].nbytes for name in names)
+
+
 def _edit(folder: Path, name: str, edit: Any) -> None:
     file = next(path for path in sorted(folder.glob("*.safetensors")) if name in load_file(path))
     weights = load_file(file)
@@ -204,6 +247,13 @@ DAMAGED = {
         r"model-00001.* \(0 bytes\) cannot be read, perhaps it was cut short",
     ),
 }
+
+
+def test_an_expert_of_another_shape_is_refused(folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(folders / "6 experts", tmp_path / "model")
+    _edit(tmp_path / "model", "model.layers.2.mlp.experts.4.down_proj.weight", lambda x: x[:5].clone())
+    with World(Layout(ranks=1)) as world, pytest.raises(ModelError, match=r"experts.down_proj is \(6, 5, "):
+        prepare(load_model(tmp_path / "model", sharded=True), world)
 
 
 @pytest.mark.parametrize("case", DAMAGED)

@@ -62,6 +62,7 @@ class WeightsToCome:
         for name, part in self.source.read(wanted, device):
             for copy in tensors[name]:
                 local_tensor(copy).copy_(part)
+            del part  # before the next is read
             missing.discard(name)
         if missing:
             raise ModelError(

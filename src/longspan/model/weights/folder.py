@@ -1,7 +1,8 @@
 """The weights of a Hugging Face folder, read a part at a time and converted to a model's own names and shapes.
 
 Which file tensors become which parameter, and how, is transformers' own (its weight conversions: renamed keys, fused
-experts), asked for here one parameter at a time, so that no more than one is ever whole.
+experts), asked for here one parameter at a time, so that no more than one is ever whole; of experts
+that are stacked no more than one is.
 """
 
 from collections import defaultdict
@@ -105,24 +106,31 @@ class FolderWeights:
         converter, part = deepcopy(recipe.converter), wanted.get(name)
         if part is None and len(converter.target_patterns) == 1:
             return
-        whole_experts = part is not None and recipe.stacks_experts(self._shapes[name][0])
-        experts = part.block[0] if part is not None and whole_experts else slice(None)
-        if experts.start is not None and experts.start == experts.stop:
+        if part is not None and recipe.stacks_experts(self._shapes[name][0]):
+            yield name, self._stack_experts(name, recipe, slices, part)
             return
         dtype = torch.float32 if part is None else part.dtype
         for pattern, keys in recipe.sources.items():
-            for key in keys[experts]:
+            for key in keys:
                 converter.add_tensor(name, key, pattern, _reader(slices[key], dtype))
         for made, tensor in converter.convert(name, model=None, config=self._config).items():
             tensor = tensor[0] if isinstance(tensor, list) else tensor
             if made_part := wanted.get(made):
-                block = made_part.block
-                if whole_experts:
-                    self._check_shape(made, (self._shapes[made][0], *tensor.shape[1:]))
-                    block = (slice(None), *block[1:])
-                else:
-                    self._check_shape(made, tensor.shape)
-                yield made, tensor[block].to(made_part.dtype)
+                self._check_shape(made, tensor.shape)
+                yield made, tensor[made_part.block].to(made_part.dtype)
+
+    def _stack_experts(self, name: str, recipe: _Recipe, slices: _Slices, part: HeldPart) -> Tensor:
+        """This rank's part of experts, which are read and converted one at a time, in the dtype of the files."""
+        converter, (experts, *block) = deepcopy(recipe.converter), part.block
+        stacked = torch.empty([side.stop - side.start for side in part.block], dtype=part.dtype)
+        for index in range(experts.start, experts.stop) if stacked.numel() else ():
+            for pattern, keys in recipe.sources.items():
+                converter.add_tensor(name, keys[index], pattern, _reader(slices[keys[index]]))
+            (expert,) = converter.convert(name, model=None, config=self._config).values()
+            self._check_shape(name, (self._shapes[name][0], *expert.shape[1:]))
+            stacked[index - experts.start] = expert[(0, *block)]
+            del expert  # before the next is read
+        return stacked
 
     def _check_shape(self, name: str, shape: Sequence[int]) -> None:
         if tuple(shape) != self._shapes[name]:
@@ -140,5 +148,5 @@ def _open(file: Path) -> Any:
         raise ModelError(f"{file} ({size} bytes) cannot be read, perhaps it was cut short: {error}") from error
 
 
-def _reader(tensor: Any, dtype: torch.dtype) -> Callable[[], Tensor]:
-    return lambda: tensor[...].to(dtype)
+def _reader(tensor: Any, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
+    return lambda: tensor[...].to(dtype=dtype)
