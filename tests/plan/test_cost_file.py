@@ -39,10 +39,10 @@ def test_a_file_without_a_cost_is_an_error(
     with pytest.raises(ConfigError, match=rf"context\.cost {path} {re.escape(complaint)}.*{advice}$"):
         cost_of(replace(ContextConfig(), cost=str(path)))
     for verb in (["plan"], ["simulate"], ["bench", "step", "--world", "2"]):
-        slots = [] if verb[0] == "bench" else ["--slots", "2"]
-        assert main([*verb, *slots, "--same", "2x8", "--cost", str(path)]) == 2
+        slots, key = ([], "context.cost") if verb[0] == "bench" else (["--slots", "2"], "--cost")
+        assert main([*verb, *slots, "--same", "2x8", f"--{key.removeprefix('--')}", str(path)]) == 2
         said = capsys.readouterr().err
-        assert said.startswith(f"error: --cost {path} {complaint}") and said.endswith(f"{advice}\n")
+        assert said.startswith(f"error: {key} {path} {complaint}") and said.endswith(f"{advice}\n")
 
 
 def test_a_file_with_a_cost_is_read(tmp_path: Path) -> None:

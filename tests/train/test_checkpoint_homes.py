@@ -22,6 +22,7 @@ from longspan.train import training as run_module
 from longspan.train.checkpoint import checkpoint as checkpoint_module
 from longspan.train.checkpoint.files import checkpoint_path
 from longspan.train.config.sections import ParallelConfig, RunConfig
+from longspan.train.data.tokenizer import train_tokenizer
 from longspan.train.run.records.metrics_log import read_metrics
 from tests.model.stock import SIZES, worst
 from tests.train.homes import farthest
@@ -127,6 +128,7 @@ def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(MODELS[request.param]()).save_pretrained(folder / "model")
+    train_tokenizer(["some text"], 300).save_pretrained(folder / "model")
     changes = {"model__path": str(folder / "model"), "train__steps": STEPS, "train__save_every": 1}
     config = small_config(folder, **SETTINGS, **changes)
     return CHAINS[request.param], config, _documents(config, 1)

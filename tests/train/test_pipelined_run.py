@@ -40,7 +40,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[
     folder = tmp_path_factory.mktemp("straight")
     torch.manual_seed(0)
     sizes: dict[str, Any] = SIZES | {"num_hidden_layers": 4, "vocab_size": 300}
-    AutoModelForCausalLM.from_config(Qwen3Config(**sizes, tie_word_embeddings=True)).save_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes, tie_word_embeddings=True))
+    model.double().save_pretrained(folder / "model")  # a run saves its weights in the dtype of the folder
     train_tokenizer(["some text"], 300).save_pretrained(folder / "model")
     config = small_config(folder, model__path=str(folder / "model"), **SETTINGS)
     return config, _run(config)
