@@ -115,7 +115,7 @@ def make_settings(flags: StepFlags, config: RunConfig, ranks: int, backend: str,
     documents = documents_of(flags, config, home.slots, gpu=gpu)
     if not flags.config and config.context.max_tokens_per_slot == AUTO:
         raise ConfigError(
-            f'context.max_tokens_per_slot is "{AUTO}", which is kept in a run\'s folder, and no CONFIG.toml names a run; '
+            f'context.max_tokens_per_slot is "{AUTO}", which is kept in a run\'s folder, and no CONFIG.toml names one; '
             "give a number of rows"
         )
     config = config if flags.config else _with_model(config, gpu=gpu)
