@@ -25,6 +25,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import svg_curves
+
 from longspan.cli.machine import machine, machine_text
 from longspan.train.versions import versions
 
@@ -139,64 +141,46 @@ def markdown(record: dict[str, Any]) -> str:
 def plot(record: dict[str, Any]) -> str:
     """One SVG: for each recipe its curves of loss above, and below how far apart they are, logarithmic; two a row."""
     size = f"940 {430 * math.ceil(len(record['recipes']) / 2)}"
-    parts = [f'<rect width="{size.split()[0]}" height="{size.split()[1]}" fill="#fff"/>']
+    parts = list[str]()
     for place, (name, comparison) in enumerate(record["recipes"].items()):
         parts.append(f'<g transform="translate({470 * (place % 2)} {430 * (place // 2)})">')
         parts += _losses(Recipe.parse(name).title, comparison["losses"])
         parts += _differences(comparison["difference"], record["bound"])
         parts.append("</g>")
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="system-ui, sans-serif" '
-        'font-size="12" role="img"><title>Loss of padded, fixed and dynamic plans on the same documents</title>'
-        + "".join(parts)
-        + "</svg>\n"
-    )
+    return svg_curves.document(size, "Loss of padded, fixed and dynamic plans on the same documents", parts)
 
 
 def _losses(title: str, losses: Mapping[str, Sequence[float]]) -> Iterator[str]:
     values = [value for curve in losses.values() for value in curve]
     low, high = math.floor(2 * min(values)) / 2, math.ceil(2 * max(values)) / 2
-    yield _text(title, 60, 17, "start", weight="600")
+    yield svg_curves.text(title, 60, 17, "start", weight="600")
     for i in range(round(2 * (high - low)) + 1):
         y = 240 - 200 * i / (2 * (high - low))
-        yield _line(y, "#e3e3e3") + _text(f"{low + i / 2:g}", 52, y + 4, "end")
+        yield svg_curves.line(y, "#e3e3e3") + svg_curves.text(f"{low + i / 2:g}", 52, y + 4, "end")
     for place, (planner, curve) in enumerate(losses.items()):
-        points = [(x, 240 - 200 * (y - low) / (high - low)) for x, y in zip(_across(len(curve)), curve, strict=True)]
-        yield _curve(points, COLOURS[planner], WIDTHS[planner])
-        yield _curve([(300, 62 + 18 * place), (326, 62 + 18 * place)], COLOURS[planner], WIDTHS[planner])
-        yield _text(planner, 334, 66 + 18 * place, "start")
-    yield _text("loss, nats per predicted token", 454, 35, "end", fill="#666")
+        points = [
+            (x, 240 - 200 * (y - low) / (high - low)) for x, y in zip(svg_curves.across(len(curve)), curve, strict=True)
+        ]
+        yield svg_curves.curve(points, COLOURS[planner], WIDTHS[planner])
+        yield svg_curves.curve([(300, 62 + 18 * place), (326, 62 + 18 * place)], COLOURS[planner], WIDTHS[planner])
+        yield svg_curves.text(planner, 334, 66 + 18 * place, "start")
+    yield svg_curves.text("loss, nats per predicted token", 454, 35, "end", fill="#666")
 
 
 def _differences(apart: Sequence[float], bound: float) -> Iterator[str]:
     low, high = -15, -1
     for power in range(low, high + 1, 2):
         y = 380 - 110 * (power - low) / (high - low)
-        yield _line(y, "#e3e3e3") + _text(f"1e{power}", 52, y + 4, "end")
+        yield svg_curves.line(y, "#e3e3e3") + svg_curves.text(f"1e{power}", 52, y + 4, "end")
     y = 380 - 110 * (math.log10(bound) - low) / (high - low)
-    yield _line(y, "#c1121f")
-    yield _curve([(60, 258), (86, 258)], "#c1121f", 1) + _text(f"bound {bound:g}", 94, 262, "start", fill="#c1121f")
+    yield svg_curves.line(y, "#c1121f")
+    yield svg_curves.curve([(60, 258), (86, 258)], "#c1121f", 1) + svg_curves.text(
+        f"bound {bound:g}", 94, 262, "start", fill="#c1121f"
+    )
     heights = [380 - 110 * (min(max(math.log10(max(d, 1e-99)), low), high) - low) / (high - low) for d in apart]
-    yield _curve(list(zip(_across(len(apart)), heights, strict=True)), "#333", 1.5)
-    yield _text("highest − lowest loss of the three", 454, 262, "end", fill="#666")
-    yield _text("step 1", 60, 402, "start") + _text(f"step {len(apart)}", 454, 402, "end")
-
-
-def _across(count: int) -> list[float]:
-    return [60 + 394 * i / max(1, count - 1) for i in range(count)]
-
-
-def _curve(points: Sequence[tuple[float, float]], colour: str, width: float) -> str:
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}" stroke-linejoin="round"/>'
-
-
-def _line(y: float, colour: str) -> str:
-    return f'<path d="M60 {y:.1f}H454" stroke="{colour}"/>'
-
-
-def _text(words: str, x: float, y: float, anchor: str, fill: str = "#222", weight: str = "400") -> str:
-    return f'<text x="{x}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}" font-weight="{weight}">{words}</text>'
+    yield svg_curves.curve(list(zip(svg_curves.across(len(apart)), heights, strict=True)), "#333", 1.5)
+    yield svg_curves.text("highest − lowest loss of the three", 454, 262, "end", fill="#666")
+    yield svg_curves.text("step 1", 60, 402, "start") + svg_curves.text(f"step {len(apart)}", 454, 402, "end")
 
 
 def main() -> None:

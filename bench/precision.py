@@ -23,6 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import svg_curves
 import torch
 
 from longspan.cli.machine import machine, machine_text
@@ -143,22 +144,15 @@ def markdown(record: Mapping[str, Any]) -> str:
 def plot(record: Mapping[str, Any]) -> str:
     """One SVG: the smoothed curves of the first seed, and how far all seeds' are from float32's."""
     window, losses = record["window"], record["losses"]
-    parts = ['<rect width="940" height="420" fill="#fff"/>']
     first = falls(next(iter(losses.values())), window)
-    parts += ["<g>", *_falls(first, record), "</g>", '<g transform="translate(470 0)">']
-    parts += [*_shares(record), "</g>"]
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 940 420" font-family="system-ui, sans-serif" '
-        'font-size="12" role="img"><title>Loss in float32, mixed precision and bfloat16</title>'
-        + "".join(parts)
-        + "</svg>\n"
-    )
+    parts = ["<g>", *_falls(first, record), "</g>", '<g transform="translate(470 0)">', *_shares(record), "</g>"]
+    return svg_curves.document("940 420", "Loss in float32, mixed precision and bfloat16", parts)
 
 
 def _falls(curves: Mapping[str, Sequence[float]], record: Mapping[str, Any]) -> Iterator[str]:
     values = [value for curve in curves.values() for value in curve]
     high = math.ceil(50 * max(values)) / 50
-    yield _text(
+    yield svg_curves.text(
         f"Fall of the loss on the same documents, nats (first of {len(record['losses'])} seeds)",
         60,
         22,
@@ -167,25 +161,25 @@ def _falls(curves: Mapping[str, Sequence[float]], record: Mapping[str, Any]) -> 
     )
     for i in range(5):
         y = 370 - 80 * i
-        yield _line(y, "#e3e3e3") + _text(f"{high * i / 4:.3f}", 52, y + 4, "end")
+        yield svg_curves.line(y, "#e3e3e3") + svg_curves.text(f"{high * i / 4:.3f}", 52, y + 4, "end")
     drawn = zip(WIDTHS, curves.values(), COLOURS, strict=True)
     for width, curve, colour in sorted(drawn, key=lambda one: -one[0]):
         heights = [370 - 320 * value / high for value in curve]
-        yield _curve(list(zip(_across(len(curve)), heights, strict=True)), colour, width)
+        yield svg_curves.curve(list(zip(svg_curves.across(len(curve)), heights, strict=True)), colour, width)
     for place, (name, colour, width) in enumerate(zip(curves, COLOURS, WIDTHS, strict=True)):
-        yield _curve([(76, 62 + 18 * place), (102, 62 + 18 * place)], colour, width)
-        yield _text(name, 110, 66 + 18 * place, "start")
+        yield svg_curves.curve([(76, 62 + 18 * place), (102, 62 + 18 * place)], colour, width)
+        yield svg_curves.text(name, 110, 66 + 18 * place, "start")
     yield from _steps(record["window"], record["losses"])
 
 
 def _shares(record: Mapping[str, Any]) -> Iterator[str]:
     low, high = -1, 2  # powers of ten, in percent
-    yield _text("Distance from float32's curve, % of its fall", 60, 22, "start", weight="600")
+    yield svg_curves.text("Distance from float32's curve, % of its fall", 60, 22, "start", weight="600")
     for power in range(low, high + 1):
         y = 370 - 320 * (power - low) / (high - low)
-        yield _line(y, "#e3e3e3") + _text(f"{10.0**power:g}", 52, y + 4, "end")
+        yield svg_curves.line(y, "#e3e3e3") + svg_curves.text(f"{10.0**power:g}", 52, y + 4, "end")
     y = 370 - 320 * (math.log10(100 * record["bound"]) - low) / (high - low)
-    yield _line(y, "#333") + _text(f"bound {100 * record['bound']:g} %", 454, y - 5, "end")
+    yield svg_curves.line(y, "#333") + svg_curves.text(f"bound {100 * record['bound']:g} %", 454, y - 5, "end")
     for of_seed in record["losses"].values():
         by_name = falls(of_seed, record["window"])
         reference = by_name.pop("float32")
@@ -193,31 +187,14 @@ def _shares(record: Mapping[str, Any]) -> Iterator[str]:
             apart, fall = [abs(a - b) for a, b in zip(reference, curve, strict=True)], reference[-1]
             powers = [min(max(math.log10(max(100 * d / fall, 1e-9)), low), high) for d in apart]
             heights = [370 - 320 * (power - low) / (high - low) for power in powers]
-            yield _curve(list(zip(_across(len(apart)), heights, strict=True)), colour, 1.2)
+            yield svg_curves.curve(list(zip(svg_curves.across(len(apart)), heights, strict=True)), colour, 1.2)
     yield from _steps(record["window"], record["losses"])
 
 
 def _steps(window: int, losses: Mapping[str, Any]) -> Iterator[str]:
     steps = len(next(iter(losses.values()))[START])
-    yield _text(f"steps 1 to {window}", 60, 396, "start", fill="#666")
-    yield _text(f"steps {steps - window + 1} to {steps}", 454, 396, "end", fill="#666")
-
-
-def _across(count: int) -> list[float]:
-    return [60 + 394 * i / max(1, count - 1) for i in range(count)]
-
-
-def _curve(points: Sequence[tuple[float, float]], colour: str, width: float) -> str:
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}" stroke-linejoin="round"/>'
-
-
-def _line(y: float, colour: str) -> str:
-    return f'<path d="M60 {y:.1f}H454" stroke="{colour}"/>'
-
-
-def _text(words: str, x: float, y: float, anchor: str, fill: str = "#222", weight: str = "400") -> str:
-    return f'<text x="{x}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}" font-weight="{weight}">{words}</text>'
+    yield svg_curves.text(f"steps 1 to {window}", 60, 396, "start", fill="#666")
+    yield svg_curves.text(f"steps {steps - window + 1} to {steps}", 454, 396, "end", fill="#666")
 
 
 # ---- the command
