@@ -312,6 +312,8 @@ def test_dynamic_steps_have_degrees_that_the_query_heads_allow() -> None:
     assert {group.degree for group in groups} <= {1, 2, 4}
 
 
-def test_a_folder_wins_over_the_preset_that_older_runs_wrote_down() -> None:
-    config = load_config(None, {"model.path": "x", "model.preset": "qwen3-tiny", "train.lr": 1e-5})
-    assert check_config(config, 2).slots == 2
+def test_a_folder_wins_over_the_preset_that_older_runs_wrote_down(tmp_path: Path) -> None:
+    (file := tmp_path / "config.toml").write_text('[model]\npath = "x"\npreset = "qwen3-tiny"\n[train]\nlr = 1e-5\n')
+    assert load_config(file) == load_config(None, {"model.path": "x", "train.lr": 1e-5})
+    with pytest.raises(ConfigError, match="name more than one model"):
+        check_config(load_config(file, {"model.preset": "qwen3-tiny"}), 2)

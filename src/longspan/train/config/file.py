@@ -15,6 +15,7 @@ from longspan.train.config.sections import RunConfig
 
 # Keys that were removed and may stand in the config.toml of an older run, each with the one value that is accepted.
 _REMOVED = {"data.read": ("rows", "every slot reads the rows that it computes")}
+_PRESET_BESIDE_A_FOLDER = "qwen3-tiny"  # older runs wrote it down beside a model.path, which won over it
 
 
 def load_config(path: str | Path | None = None, overrides: Mapping[str, object] | None = None) -> RunConfig:
@@ -45,6 +46,8 @@ def read_file(path: str | Path) -> RunConfig:
     config = RunConfig()
     for section, values in tables.items():
         config = _with_section(config, section, values, source=str(path))
+    if config.model.path and config.model.preset == _PRESET_BESIDE_A_FOLDER:
+        config = replace(config, model=replace(config.model, preset=""))
     return config
 
 

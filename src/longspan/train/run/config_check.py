@@ -85,8 +85,6 @@ def _check_numbers(config: RunConfig, *, training: bool) -> None:
 def _check_model(config: RunConfig, *, training: bool) -> None:
     model = config.model
     named = [key for key in ("path", "config", "preset") if getattr(model, key)]
-    if model.path and model.preset == "qwen3-tiny":  # what older runs wrote down beside a folder, which won over it
-        named.remove("preset")
     if len(named) > 1:
         raise ConfigError(
             f"{' and '.join(f'model.{key} = {getattr(model, key)!r}' for key in named)} name more than one model; keep "
