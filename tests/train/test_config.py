@@ -19,7 +19,8 @@ from longspan.train.config.sections import ModelConfig, RunConfig
 from longspan.train.data.step_order import StepOrder
 from longspan.train.memory.row_probe import probe_plan
 from longspan.train.plans import PlanChoice, degrees_to_compare, plans_of_steps
-from longspan.train.run.config_check import check_config, check_longest
+from longspan.train.run.checks.plans import check_longest
+from longspan.train.run.config_check import check_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from longspan.errors import ConfigError
+from longspan.train.config.bounds import NOT_GIVEN
 from longspan.train.config.defaults import resolved, settings_line
 from longspan.train.config.file import load_config, to_toml
-from longspan.train.config.sections import NOT_GIVEN, RunConfig
+from longspan.train.config.sections import RunConfig
 from longspan.train.run.config_check import check_config
 from tests.train.small import value_of
 

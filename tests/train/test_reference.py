@@ -1,8 +1,10 @@
 """The page of the configuration is the one that its dataclasses give."""
 
+from dataclasses import fields
 from pathlib import Path
 
 from longspan.train.config.defaults import _DEMO
+from longspan.train.config.eval_set import EvalConfig
 from longspan.train.config.file import config_keys
 from longspan.train.config.reference import reference
 
@@ -16,12 +18,14 @@ def test_the_page_is_made_from_the_sections() -> None:
 
 def test_every_key_has_a_row_with_its_default_and_its_text() -> None:
     rows = [line for line in reference().splitlines() if line.startswith("| `")]
-    assert [row.split("`")[1] for row in rows] == [key.partition(".")[2] for key in config_keys()]
+    keys = [key.partition(".")[2] for key in config_keys()] + [key.name for key in fields(EvalConfig)]
+    assert [row.split("`")[1] for row in rows] == keys
     assert (
         "| `min_lr_ratio` | a number, at least 0 | `0.1` | Learning rate of the last step, as a share of lr. |" in rows
     )
 
 
 def test_a_default_that_depends_on_the_model_is_in_its_text() -> None:
-    depends = {row.split("`")[1] for row in reference().splitlines() if "| *see text* |" in row}
+    sections, _ = reference().split("## [[eval]]")
+    depends = {row.split("`")[1] for row in sections.splitlines() if "| *see text* |" in row}
     assert depends == {name.partition(".")[2] for name in _DEMO} - {"preset"}

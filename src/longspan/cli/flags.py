@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
-from tyro.conf import FlagConversionOff, FlagCreatePairsOff, Positional
+from tyro.conf import Fixed, FlagConversionOff, FlagCreatePairsOff, Positional, Suppress
 
 from longspan.cli.processes import Device
 from longspan.errors import ConfigError
 from longspan.train.config.defaults import resolved
+from longspan.train.config.eval_set import EvalConfig
 from longspan.train.config.file import nearest, present_word, read_file
 from longspan.train.config.sections import ContextConfig, ParallelConfig, RunConfig, TrainConfig
 
@@ -47,7 +48,7 @@ def flag_types(kind: type) -> dict[str, Any]:
     for name, hint in get_type_hints(kind).items():
         if is_dataclass(hint):
             types |= {f"--{name}.{key}": t for key, t in get_type_hints(hint).items()}
-        elif not _is_positional(kind, name):
+        elif not _is_marked(kind, name, "Positional", "Fixed"):
             types[f"--{name}"] = hint
     return types
 
@@ -111,9 +112,11 @@ def _as_python(value: str, kind: Any) -> str:
     return value.capitalize() if kind is bool and value in ("true", "false") else str(present_word(value, kind))
 
 
-def _is_positional(kind: type, name: str) -> bool:
+def _is_marked(kind: type, name: str, *marks: str) -> bool:
+    """Whether a field has one of tyro's marks, such as that of a positional argument."""
     hint = get_type_hints(kind, include_extras=True)[name]
-    return get_origin(hint) is Annotated and any("Positional" in repr(mark) for mark in get_args(hint)[1:])
+    described = [repr(mark) for mark in get_args(hint)[1:]] if get_origin(hint) is Annotated else []
+    return any(mark in text for mark in marks for text in described)
 
 
 Switch = Annotated[bool, FlagCreatePairsOff]
@@ -131,6 +134,7 @@ class TrainFlags(RunConfig):
 
     parallel: FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
     train: FlagConversionOff[TrainConfig] = field(default_factory=TrainConfig)
+    eval: Suppress[Fixed[tuple[EvalConfig, ...]]] = ()
     config: Annotated[Positional[str], tyro.conf.arg(metavar="CONFIG.toml")] = ""
     """Configuration file; without one, the demo of `make train`."""
     world: int = 0

@@ -1,6 +1,7 @@
 """The two levels of hierarchical groups (`a2a+p2p`): which slots exchange heads, and which stand in a ring."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from longspan.errors import PlanError
@@ -40,6 +41,16 @@ def levels_of(group: Group) -> Levels:
         tuple(slots[first : first + inner] for first in range(0, len(slots), inner)),
         tuple(slots[i::inner] for i in range(inner)),
     )
+
+
+def levels_at(sizes: int | Sequence[int], degree: int) -> tuple[int, int]:
+    """Sizes (a2a, p2p) that make a degree: of the a2a size that is given, alone or first, what divides it.
+
+    >>> levels_at((4, 2), 6), levels_at(2, 8)
+    ((2, 3), (2, 4))
+    """
+    inner = math.gcd(sizes if isinstance(sizes, int) else sizes[0], degree)
+    return inner, degree // inner
 
 
 def hierarchical_groups(plan: Plan) -> Iterator[Group]:

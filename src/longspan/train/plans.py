@@ -5,7 +5,6 @@ Plans of coming steps may be made in another process while this one trains (`pla
 Planning itself is `longspan.plan`'s business. Nothing here needs torch or a process group.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,7 +18,10 @@ from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, WarmStart, plan_dy
 from longspan.plan.check import heads_allow
 from longspan.plan.cost.cost_file import read_cost
 from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200, with_recomputation
+from longspan.plan.hierarchy import levels_at
 from longspan.plan.simulate.simulate import shared_by
+from longspan.train.config.eval_inheritance import held_out_set
+from longspan.train.config.eval_set import EvalConfig
 from longspan.train.config.sections import ContextConfig, ParallelConfig, RunConfig
 from longspan.train.data.step_order import StepOrder
 
@@ -106,21 +108,28 @@ class PlanChoice:
         return cls(context.planner, degree, *degrees, options, "context.", weights, weight_bytes)
 
     @classmethod
-    def evaluation(cls, config: RunConfig, *, cost: Cost | None = None, heads: int | None = None) -> "PlanChoice":
-        """How evaluations are planned."""
-        context = config.context
+    def evaluation(
+        cls,
+        config: RunConfig,
+        entry: EvalConfig | None = None,
+        *,
+        cost: Cost | None = None,
+        heads: int | None = None,
+    ) -> "PlanChoice":
+        """How evaluations are planned: those of a named set, or else of the documents that are held out."""
+        context, entry = config.context, entry or held_out_set(config)
         options = PlanOptions(
-            max_tokens_per_slot=_limit(context.eval_max_tokens_per_slot),
-            cp_comm_type=context.eval_cp_comm_type,
-            hierarchical_context_parallel_sizes=context.eval_hierarchical_context_parallel_sizes,
-            partition=context.eval_partition or context.partition,
+            max_tokens_per_slot=_limit(entry.max_tokens_per_slot),
+            cp_comm_type=entry.cp_comm_type,
+            hierarchical_context_parallel_sizes=entry.hierarchical_context_parallel_sizes,
+            partition=entry.partition or context.partition,
             cost=cost or cost_of(context),
             node_size=context.node_size,
             row_multiple=row_multiple_of(config.parallel),
             heads=heads,
         )
         degrees = context.min_dynamic_context_parallel_size, context.max_dynamic_context_parallel_size
-        return cls(context.eval_planner, context.eval_context_parallel_size, *degrees, options, "context.eval_")
+        return cls(entry.planner, entry.context_parallel_size, *degrees, options, entry.prefix)
 
     @property
     def degree_key(self) -> str:
@@ -152,8 +161,7 @@ class PlanChoice:
         if cap is not None:
             cap = max(cap, -(-longest // degree))
         if sizes is not None:
-            inner = math.gcd(sizes if isinstance(sizes, int) else sizes[0], degree)
-            sizes = (inner, degree // inner)
+            sizes = levels_at(sizes, degree)
         options = replace(options, max_tokens_per_slot=cap, hierarchical_context_parallel_sizes=sizes)
         return replace(self, planner="fixed", degree=degree, options=options)
 

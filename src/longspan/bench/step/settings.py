@@ -12,9 +12,10 @@ from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions
 from longspan.plan.cost.model_flops import peak_tflops
 from longspan.plan.planners.fixed import smallest_degree
+from longspan.train.config.bounds import AUTO, NOT_GIVEN
 from longspan.train.config.defaults import resolved
 from longspan.train.config.precision import compute_dtype
-from longspan.train.config.sections import AUTO, NOT_GIVEN, RunConfig
+from longspan.train.config.sections import RunConfig
 from longspan.train.plans import PlanChoice, cost_of_run, home_of, query_heads
 from longspan.train.run.config_check import check_config
 

@@ -3,7 +3,6 @@
 Planners differ in which documents they put together where; that is not decided here.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +20,7 @@ from longspan.plan.check import (
     heads_allow,
 )
 from longspan.plan.cost.bound import Bound, lower_bound_seconds
+from longspan.plan.hierarchy import levels_at
 from longspan.plan.micro_batch import Group, MicroBatch, PartitionKind
 from longspan.plan.plan import Plan
 from longspan.plan.planners.options import PlanOptions
@@ -149,8 +149,7 @@ class Request(PlanOptions):
         sizes = self.hierarchical_context_parallel_sizes
         if "a2a+p2p" not in self.types or sizes is None:
             return None
-        inner = math.gcd(sizes if isinstance(sizes, int) else sizes[0], degree)
-        return inner, degree // inner
+        return levels_at(sizes, degree)
 
     def partition_of(self, degree: int) -> PartitionKind:
         """How a group of this degree deals out its rows; a slot alone has the same rows either way."""

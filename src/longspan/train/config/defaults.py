@@ -4,12 +4,14 @@
 does a reader of a run's config.toml. Which values are possible is `config_check.py`'s business. Imports no torch.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from longspan.train.config.sections import AUTO, NOT_GIVEN, ContextConfig, ModelConfig, RunConfig
+from longspan.plan.hierarchy import levels_at
+from longspan.train.config.bounds import AUTO, NOT_GIVEN
+from longspan.train.config.eval_inheritance import set_with_defaults
+from longspan.train.config.sections import ContextConfig, ModelConfig, RunConfig
 
 TINY = "-tiny"  # how the names of the demo's presets end
 
@@ -66,7 +68,8 @@ def resolved(config: RunConfig) -> RunConfig:
         context = replace(context, eval_context_parallel_size=context.context_parallel_size)
     if context.eval_max_tokens_per_slot == AUTO:
         context = replace(context, eval_max_tokens_per_slot=context.max_tokens_per_slot)
-    return replace(config, context=context)
+    config = replace(config, context=context)
+    return replace(config, eval=tuple(set_with_defaults(entry, config) for entry in config.eval))
 
 
 def with_steps(config: RunConfig, steps: int) -> RunConfig:
@@ -97,8 +100,7 @@ def _as_in_training(context: ContextConfig) -> dict[str, Any]:
         degree = context.eval_context_parallel_size
     levels_fit = (planner, degree) == (context.planner, context.context_parallel_size)
     if (context.eval_planner or planner) != "dynamic" and not levels_fit:
-        inner = math.gcd(sizes if isinstance(sizes, int) else sizes[0], degree)
-        sizes = (inner, degree // inner)
+        sizes = levels_at(sizes, degree)
     return {
         "context.eval_planner": planner,
         "context.eval_context_parallel_size": degree,

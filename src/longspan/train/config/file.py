@@ -3,7 +3,7 @@
 import difflib
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import UnionType
@@ -11,7 +11,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from longspan.errors import ConfigError
 from longspan.train.config.defaults import resolved
-from longspan.train.config.sections import RunConfig
+from longspan.train.config.eval_set import EvalConfig
+from longspan.train.config.sections import RunConfig, section_kinds
+
+KeyHint = Callable[[str, str, Iterable[str]], str]  # of a section, an unknown key of it, and those that it has
 
 # Keys that were removed and may stand in the config.toml of an older run, each with the one value that is accepted.
 _REMOVED = {"data.read": ("rows", "every slot reads the rows that it computes")}
@@ -53,10 +56,7 @@ def read_file(path: str | Path) -> RunConfig:
 
 def config_keys() -> tuple[str, ...]:
     """Every "section.key", in order."""
-    sections = get_type_hints(RunConfig)
-    return tuple(
-        f"{section.name}.{key.name}" for section in fields(RunConfig) for key in fields(sections[section.name])
-    )
+    return tuple(f"{section}.{key.name}" for section, kind in section_kinds().items() for key in fields(kind))
 
 
 def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
@@ -69,12 +69,15 @@ def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
 
 def to_toml(config: RunConfig) -> str:
     """The configuration as TOML; `load_config` of it gives an equal one back."""
-    sections = []
-    for name, values in asdict(config).items():
-        # JSON of strings, numbers, true and false, and lists of them is TOML too, but for DEL, which JSON leaves bare.
-        lines = (f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items())
-        sections.append("\n".join([f"[{name}]", *lines]) + "\n")
-    return "\n".join(sections).replace("\x7f", "\\u007f")
+    values = asdict(config)
+    tables = [(f"[{name}]", values[name]) for name in section_kinds()]
+    tables += [("[[eval]]", entry) for entry in values["eval"]]
+    # JSON of strings, numbers, true and false, and lists of them is TOML too, but for DEL, which JSON leaves bare.
+    texts = (
+        "\n".join([title, *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items())]) + "\n"
+        for title, keys in tables
+    )
+    return "\n".join(texts).replace("\x7f", "\\u007f")
 
 
 def _with_section(config: RunConfig, section: str, values: object, *, source: str) -> RunConfig:
@@ -83,19 +86,39 @@ def _with_section(config: RunConfig, section: str, values: object, *, source: st
         owners = [key for key in config_keys() if key.endswith(f".{section}")]
         hint = f"did you mean {owners[0]!r}?" if owners else nearest(section, names)
         raise ConfigError(f"unknown section [{section}] in {source}: {hint}")
+    if section == "eval":
+        return replace(config, eval=_eval_sets(values, source))
     if not isinstance(values, Mapping):
         raise ConfigError(f"{section} is {values!r} in {source}; it is a section: write [{section}] and its keys below")
     known = getattr(config, section)
+    return replace(config, **{section: _with_keys(known, section, values, source, _key_hint)})
+
+
+def _eval_sets(tables: object, source: str) -> tuple[EvalConfig, ...]:
+    """The evaluation sets of the tables [[eval]]."""
+    if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
+        raise ConfigError(
+            f"eval is {tables!r} in {source}; evaluation sets are tables of an array: write [[eval]], and below it "
+            "name, path and other keys of the set"
+        )
+    return tuple(
+        _with_keys(EvalConfig(), f"eval.{table.get('name') or number}", table, source, _eval_key_hint)
+        for number, table in enumerate(tables, 1)
+    )
+
+
+def _with_keys(known: Any, label: str, values: Mapping[str, object], source: str, hint: KeyHint) -> Any:
+    """A section or table with other values of keys; `label` names it in messages, `hint` answers an unknown key."""
     types = get_type_hints(type(known))
     changes: dict[str, Any] = {}
     for key, value in values.items():
-        if f"{section}.{key}" in _REMOVED:
-            _check_removed(f"{section}.{key}", value, source)
+        if f"{label}.{key}" in _REMOVED:
+            _check_removed(f"{label}.{key}", value, source)
             continue
         if key not in types:
-            raise ConfigError(f"unknown key {section}.{key} in {source}: {_key_hint(section, str(key), types)}")
-        changes[key] = _converted(f"{section}.{key}", value, types[key], source)
-    return replace(config, **{section: replace(known, **changes)})
+            raise ConfigError(f"unknown key {label}.{key} in {source}: {hint(label, str(key), types)}")
+        changes[key] = _converted(f"{label}.{key}", value, types[key], source)
+    return replace(known, **changes)
 
 
 def _check_removed(key: str, value: object, source: str) -> None:
@@ -107,6 +130,10 @@ def _check_removed(key: str, value: object, source: str) -> None:
 def _key_hint(section: str, key: str, siblings: Iterable[str]) -> str:
     elsewhere = [known for known in config_keys() if known.endswith(f".{key}")]
     return f"did you mean {elsewhere[0]!r}?" if elsewhere else nearest(key, siblings).replace("'", f"'{section}.", 1)
+
+
+def _eval_key_hint(_: str, key: str, siblings: Iterable[str]) -> str:
+    return nearest(key.removeprefix("eval_"), siblings)
 
 
 def _converted(key: str, value: object, kind: Any, source: str) -> object:

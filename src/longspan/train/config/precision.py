@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from longspan.errors import ConfigError
-from longspan.train.config.sections import AUTO, ModelConfig, RunConfig
+from longspan.train.config.bounds import AUTO
+from longspan.train.config.sections import ModelConfig, RunConfig
 
 if TYPE_CHECKING:
     import torch

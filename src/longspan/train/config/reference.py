@@ -11,15 +11,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from longspan.train.config import sections
+from longspan.train.config.bounds import AtLeast, bounds_of
+from longspan.train.config.eval_set import EvalConfig
 from longspan.train.config.file import kind_text
-from longspan.train.config.sections import AtLeast, RunConfig, bounds_of_keys
+from longspan.train.config.sections import section_kinds
 
 _HEAD = """\
 # Configuration
 
 A run of `longspan train` is configured by a TOML file, by flags, or by both; a flag wins over the file. Every key of
-this page is a key of its section in the file, and a flag:
+this page is a key of its section in the file, and, but for those of [[eval]], a flag:
 
 ```toml
 [train]
@@ -41,29 +42,29 @@ process is started ([limits.md](limits.md#training) lists what is refused).
 
 def reference() -> str:
     """The whole page, in Markdown: a table for each section."""
-    kinds = get_type_hints(RunConfig)
-    return "\n".join([_HEAD, *(_section(field.name, kinds[field.name]) for field in fields(RunConfig))])
+    sections = (_section(f"[{name}]", kind) for name, kind in section_kinds().items())
+    return "\n".join([_HEAD, *sections, _section("[[eval]]", EvalConfig)])
 
 
-def _section(name: str, kind: Any) -> str:
-    hints, texts, bounds = get_type_hints(kind), _texts_of(kind), bounds_of_keys()
+def _section(title: str, kind: Any) -> str:
+    hints, texts, bounds = get_type_hints(kind), _texts_of(kind), bounds_of(kind)
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for field in fields(kind):
-        bound = bounds.get(f"{name}.{field.name}")
+        bound = bounds.get(field.name)
         limit = "" if bound is None else f", {'at least' if isinstance(bound, AtLeast) else 'above'} {bound.value}"
         default = f"`{json.dumps(field.default, ensure_ascii=False)}`"
         if "Default: " in (text := texts[field.name]):  # it depends on the model
             default = "*see text*"
         cells = f"`{field.name}`", kind_text(hints[field.name]) + limit, default, text
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join([f"## [{name}]", "", inspect.getdoc(kind) or "", "", *rows, ""])
+    return "\n".join([f"## {title}", "", inspect.getdoc(kind) or "", "", *rows, ""])
 
 
 def _texts_of(kind: type) -> dict[str, str]:
     """The text under each key of a section, from the source."""
     (section,) = (
         node
-        for node in ast.parse(inspect.getsource(sections)).body
+        for node in ast.parse(Path(inspect.getfile(kind)).read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef) and node.name == kind.__name__
     )
     texts: dict[str, str] = {}

@@ -1,35 +1,24 @@
-"""The configuration of a run: six sections of frozen values. What keys mean that were not given is in `defaults.py`.
+"""The configuration of a run: sections of frozen values. What keys mean that were not given is in `defaults.py`.
 
 A RunConfig comes from a TOML file and flags (`file.py`, `cli/flags.py`) and is checked against the number of
 ranks before any process group exists (`config_check.py`). The text under each key is also its `--help`.
 This module decides nothing and imports no torch.
 """
 
-from dataclasses import dataclass, field
-from typing import Annotated, Literal, get_type_hints
+from dataclasses import dataclass, field, is_dataclass
+from typing import Annotated, Any, Literal, get_type_hints
 
-AUTO = "auto"  # for context.max_tokens_per_slot and model.compute_dtype
-NOT_GIVEN = -1  # of a number whose default depends on other keys; of a word it is ""
-
-
-@dataclass(frozen=True)
-class AtLeast:
-    """The smallest value that a key may have; `config_check.py` refuses smaller ones."""
-
-    value: int
-
-
-@dataclass(frozen=True)
-class Above:
-    """A number that a key must exceed."""
-
-    value: int
-
-
-PositiveInt = Annotated[int, AtLeast(1)]
-NonNegativeInt = Annotated[int, AtLeast(0)]
-PositiveFloat = Annotated[float, Above(0)]
-NonNegativeFloat = Annotated[float, AtLeast(0)]
+from longspan.train.config.bounds import (
+    NOT_GIVEN,
+    Above,
+    AtLeast,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    bounds_of,
+)
+from longspan.train.config.eval_set import EvalConfig
 
 
 @dataclass(frozen=True)
@@ -113,7 +102,7 @@ class ContextConfig:
     partition: Literal["zigzag", "contiguous"] = "zigzag"
     """How rows of a document are split: zigzag (equal causal work), contiguous (one run a slot, faster under a2a)."""
     attention_kernel: str = ""
-    """Attention kernel, in training and evaluation (longspan doctor --kernels); empty: the first that can."""
+    """Attention kernel (longspan doctor --kernels); empty: the first that can."""
     hierarchical_context_parallel_sizes: int | tuple[int, ...] = (2, 2)
     """Sizes (a2a, p2p) of a2a+p2p; read with that type only."""
     min_dynamic_context_parallel_size: PositiveInt = 1
@@ -146,6 +135,8 @@ class ContextConfig:
     eval_hierarchical_context_parallel_sizes: int | tuple[int, ...] = NOT_GIVEN
     """As hierarchical_context_parallel_sizes, in evaluation. Default: as in training, fitted to the degree; tiny
     presets: 2 2."""
+    eval_attention_kernel: str = ""
+    """Attention kernel in evaluation; empty: as in training."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +200,12 @@ class TrainConfig:
     """Of weights, document order and held-out documents."""
     eval_every: NonNegativeInt = 100
     """Steps between evaluations; 0: only after the last step."""
+    eval_seconds: NonNegativeFloat = 0.0
+    """An evaluation that takes longer is broken off, which is said, and training goes on; 0: no limit."""
+    eval_metrics: tuple[str, ...] = ()
+    """Metrics of your own beside the loss and those built in: functions by their dotted names (docs/evaluation.md)."""
+    eval_document_losses: bool = False
+    """Write the loss of each document of an evaluation to RUN/evaluations, as JSON lines."""
     save_every: NonNegativeInt = 0
     """Steps between checkpoints; 0: only those of save_minutes, after the last step and when the run ends early."""
     save_minutes: NonNegativeFloat = 30.0
@@ -250,13 +247,17 @@ class RunConfig:
     context: ContextConfig = field(default_factory=ContextConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     run: RunSection = field(default_factory=RunSection)
+    eval: tuple[EvalConfig, ...] = ()
+
+
+def section_kinds() -> dict[str, type[Any]]:
+    """The dataclass of every section; the tables [[eval]] are none."""
+    kinds: dict[str, Any] = get_type_hints(RunConfig)
+    return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and is_dataclass(kind)}
 
 
 def bounds_of_keys() -> dict[str, AtLeast | Above]:
     """The bound of every "section.key" that has one."""
     return {
-        f"{section}.{key}": bound
-        for section, kind in get_type_hints(RunConfig).items()
-        for key, hint in get_type_hints(kind, include_extras=True).items()
-        for bound in getattr(hint, "__metadata__", ())
+        f"{section}.{key}": bound for section, kind in section_kinds().items() for key, bound in bounds_of(kind).items()
     }

@@ -24,7 +24,8 @@ from longspan.comm import World
 from longspan.errors import ConfigError
 from longspan.model.local_tensors import local_tensor
 from longspan.train.all_ranks import LogLine, on_first_rank
-from longspan.train.config.sections import AUTO, RunConfig
+from longspan.train.config.bounds import AUTO
+from longspan.train.config.sections import RunConfig
 from longspan.train.disk import write_atomically
 from longspan.train.memory.row_probe import memory_keys, most_bytes, remembered, too_many_rows
 from longspan.train.optim.optimizer import OptimizerChoice

@@ -10,7 +10,8 @@ from longspan.errors import CheckpointError, ConfigError
 from longspan.train.all_ranks import LogLine, on_first_rank
 from longspan.train.checkpoint.checkpoint import find_checkpoint
 from longspan.train.checkpoint.files import read_state, remove_unfinished
-from longspan.train.config.sections import AUTO, ModelConfig, RunConfig
+from longspan.train.config.bounds import AUTO
+from longspan.train.config.sections import ModelConfig, RunConfig
 
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
 _FIXED_SECTIONS = ("model", "data")
@@ -87,16 +88,18 @@ def _check_finished(before: dict[str, Any], now: dict[str, Any], path: Path, log
     """
     changes = {
         key: f"{section}.{key} was {before[section][key]!r} and is {value!r} now"
-        for section in sorted(now.keys() & before.keys() - {"run"})
+        for section in sorted(now.keys() & before.keys() - {"run", "eval"})
         for key, value in sorted(now[section].items())
         if key in before[section] and value not in (before[section][key], AUTO)
     }
-    evaluated = "; ".join(changes.pop(key) for key in list(changes) if key.startswith("eval_"))
+    evaluated = [changes.pop(key) for key in list(changes) if key.startswith("eval_")]
+    if now["eval"] != before.get("eval", []):
+        evaluated.append(f"the evaluation sets are {', '.join(entry['name'] for entry in now['eval']) or 'none'} now")
     if changes:
         raise ConfigError(
             f"the run has come to its end at step {now['train']['steps']} ({path}), and nothing is left to train: "
             f"{'; '.join(changes.values())}. Set them back to see the run, raise train.steps to train on with them, "
             "or set run.dir to a new folder"
         )
-    shown = f", evaluated as is asked for now ({evaluated})" if evaluated else ""
+    shown = f", evaluated as is asked for now ({'; '.join(evaluated)})" if evaluated else ""
     log(f"the run has come to its end: it is shown{shown}; its config.toml and metrics.jsonl stay as they are")

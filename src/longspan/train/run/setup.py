@@ -30,7 +30,7 @@ from longspan.train.evaluation.result import Evaluation
 from longspan.train.memory.rows_that_fit import with_rows_of_run, with_rows_that_fit
 from longspan.train.optim.schedule import Schedule
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads
-from longspan.train.run.config_check import check_longest
+from longspan.train.run.checks.plans import check_longest
 from longspan.train.run.kept_files import keep_model_files
 from longspan.train.run.long_documents import configuration_for
 from longspan.train.run.resume import check_steps_left, checkpoint_to_resume
