@@ -33,7 +33,8 @@ def test_what_is_not_given_is_as_for_the_held_out_documents() -> None:
     changes |= {"train__eval_seconds": 2.5, "train__eval_metrics": ("a.b",), "context__eval_attention_kernel": "x"}
     inherited = entry({}, **changes, data__max_document_tokens=77)
     assert inherited == EvalConfig(
-        **BOOKS,
+        name="books",
+        path="books",
         max_document_tokens=77,
         every=7,
         metrics=("a.b",),
