@@ -74,6 +74,7 @@ PRESETS: dict[str, Preset] = {
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
     ),
     "qwen3-0.6b": Preset("Qwen3Config", _qwen3(1024, 28, 16, 8, 3072, tie_word_embeddings=True)),
+    "qwen3-4b": Preset("Qwen3Config", _qwen3(2560, 36, 32, 8, 9728, tie_word_embeddings=True)),
     "qwen3-8b": Preset("Qwen3Config", _qwen3(4096, 36, 32, 8, 12288)),
     "qwen3-30b-a3b": Preset("Qwen3MoeConfig", _qwen3(2048, 48, 32, 4, 6144, **_MOE)),
 }
