@@ -11,7 +11,6 @@ Among --runs, `bench` is `longspan bench step` on the documents of the first ste
 
 import argparse
 import json
-import os
 import re
 import signal
 import statistics
@@ -19,12 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from end_processes import end_with_workers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from longspan.bench.record import open_record, where_it_ran, write_record
@@ -51,7 +50,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("flags", nargs="*", help="flags of longspan train")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a run that is under way is ended too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # a run that is under way ends too
     steps = lengths_of_steps(options)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -170,7 +168,7 @@ def timed(words: list[str], options: argparse.Namespace, run: Path) -> dict[str,
         try:
             rows, first, last = _watched(process, run / "metrics.jsonl", options, started)
         finally:
-            _end(process, run)
+            end_with_workers(process, str(run))
     text = lines.read_text(errors="replace")
     if len(rows) < options.steps:
         raise SystemExit(f"the run ended after {len(rows)} steps:\n{text[-4000:]}")
@@ -187,17 +185,6 @@ def timed(words: list[str], options: argparse.Namespace, run: Path) -> dict[str,
         "tokens_per_second": round(rows[-1]["tokens"] / steady, 1),
         "memory_bytes": rows[-1]["memory_bytes"],
     }
-
-
-def _end(process: subprocess.Popen[bytes], run: Path) -> None:
-    """Kill a run. torchrun's workers are in sessions of their own, known by the run's folder in their command."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for command in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # of a process that has ended meanwhile
-            if str(run).encode() in command.read_bytes().split(b"\0"):
-                os.kill(int(command.parent.name), signal.SIGKILL)
 
 
 def _watched(

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longspan.bench.layers import with_layers
 from longspan.bench.step.documents import Documents, documents_of
 from longspan.bench.step.flags import PLANNERS, StepFlags
 from longspan.errors import ConfigError
@@ -176,10 +177,7 @@ def _configuration(flags: StepFlags, config: RunConfig, longest: int) -> "PreTra
     if flags.layers:
         if config.model.path:
             raise ConfigError(f"--layers {flags.layers} and the weights of {config.model.path}: use --model.config")
-        text = configuration.get_text_config()
-        kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-        text.num_hidden_layers = flags.layers
-        text.layer_types = [kinds[layer % len(kinds)] for layer in range(flags.layers)]
+        configuration = with_layers(configuration, flags.layers)
     return configuration_for(configuration, config.model, longest, "of the bench", _silent)
 
 

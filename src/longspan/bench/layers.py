@@ -1,0 +1,15 @@
+"""A model's configuration with another number of layers, for benches with random weights."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def with_layers(configuration: "PreTrainedConfig", count: int) -> "PreTrainedConfig":
+    """The same configuration, changed to so many layers; their kinds repeat in the model's order."""
+    text = configuration.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    text.num_hidden_layers = count
+    text.layer_types = [kinds[layer % len(kinds)] for layer in range(count)]
+    return configuration
