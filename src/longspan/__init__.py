@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from longspan.plan import plan_dynamic as plan_dynamic
     from longspan.plan import plan_fixed as plan_fixed
     from longspan.plan import plan_padded as plan_padded
+    from longspan.train import evaluate as evaluate
     from longspan.train import run_step as run_step
 
 __version__ = "0.1.0"

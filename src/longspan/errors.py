@@ -9,6 +9,8 @@ LongspanError
 ├── DataError        a corpus or tokenizer that is missing, empty or does not match
 ├── ConfigError      unknown keys and impossible values of a run's configuration
 ├── NonFiniteError   a loss or gradients that are not finite
+├── EvaluationError  a metric that gives no sum and count
+├── EvaluationStopped  an evaluation that was ended before its last document
 ├── CheckpointError  a checkpoint that is missing, damaged or of another model
 └── RunFolderError   a run's folder that another run holds, or that cannot be written
 """
@@ -64,6 +66,14 @@ class NonFiniteError(LongspanError, ArithmeticError):
     """A loss or gradients that are not finite, found before they reached a weight."""
 
     weights_are_finite: bool = True  # of all ranks
+
+
+class EvaluationError(LongspanError, ValueError):
+    """A metric that gives no sum and count."""
+
+
+class EvaluationStopped(LongspanError, RuntimeError):  # noqa: N818 (it is what was asked for)
+    """An evaluation that was ended before its last document; the model is as it was before it."""
 
 
 class CheckpointError(LongspanError, RuntimeError):

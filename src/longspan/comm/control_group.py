@@ -6,6 +6,8 @@ Tensors of the model never come here.
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -109,6 +111,20 @@ class ControlGroup:
         numbers = self._gather_numbers(values, what)
         ranks = [rank for stage in range(self.home.pp) for rank in self.home.plane(pp=stage)]
         return torch.stack([numbers[rank] for rank in ranks]).sum(0).tolist()
+
+    def sum_of_arrays(self, values: npt.NDArray[np.float64], what: str = "sum of arrays") -> npt.NDArray[np.float64]:
+        """Sums over all ranks of an array's elements, in memory of one array: the same bits on every rank."""
+        total = torch.from_numpy(values).clone()
+        with self._watch.during(what, self.home.ranks):
+            dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.group)
+        return total.numpy()
+
+    def largest(self, value: int) -> int:
+        """The largest of all ranks' values."""
+        box = torch.tensor([value], dtype=torch.int64)
+        with self._watch.during("largest of host values", self.home.ranks):
+            dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self.group)
+        return int(box.item())
 
     def _gather_numbers(self, values: Sequence[float], what: str) -> dict[int, Tensor]:
         """Every rank's numbers, as many on each, in float64, in ascending order of ranks."""

@@ -4,6 +4,7 @@ The label of position p of a document is its token p + 1; a document's last posi
 are made inside documents, before the sequence is split.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,19 +40,36 @@ def read_local_batches(model: nn.Module, plan: Plan, documents: Any, world: Worl
 
     Each slot reads the rows that it computes; its ranks of stages in the middle read none.
     """
-    reads = not isinstance(model, PipelineModel) or model.reads_tokens
-    batches, failure, vocabulary = list[LocalBatch](), None, vocabulary_size(model)
+    batches, failure = list[LocalBatch](), None
     try:
-        for micro_batch in plan.micro_batches:
-            if plan.mode == "free" and not micro_batch.groups_of(world.slot):
-                continue  # in lockstep a slot runs all of them, empty ones too
-            shard = _with_padding(micro_batch, plan, world)
-            rows = read_inputs_and_labels(documents, shard, vocabulary) if reads else None
-            batches.append(LocalBatch(shard, *rows) if rows else _padding_rows(shard))
+        batches = batches_of(model, plan, documents, world, plan.micro_batches)
     except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
-        failure = error
-    _agree(plan, world, failure)
+        failure = reading_error(error, world)
+    if world.control.agree(plan.digest(), flag=failure is not None):  # a rank has no plan if it cannot read it
+        raise_first_error(world, failure, named=True)
     return batches
+
+
+def batches_of(
+    model: nn.Module, plan: Plan, documents: Any, world: World, micro_batches: Iterable[MicroBatch]
+) -> list[LocalBatch]:
+    """Some micro-batches of a plan with this rank's rows, read without the other ranks."""
+    reads = not isinstance(model, PipelineModel) or model.reads_tokens
+    batches, vocabulary = list[LocalBatch](), vocabulary_size(model)
+    for micro_batch in micro_batches:
+        if plan.mode == "free" and not micro_batch.groups_of(world.slot):
+            continue  # in lockstep a slot runs all of them, empty ones too
+        shard = _with_padding(micro_batch, plan, world)
+        rows = read_inputs_and_labels(documents, shard, vocabulary) if reads else None
+        batches.append(LocalBatch(shard, *rows) if rows else _padding_rows(shard))
+    return batches
+
+
+def reading_error(error: Exception, world: World) -> DataError:
+    """What all ranks raise where this one cannot read its rows."""
+    named = DataError(f"rank {world.rank} could not read its rows: {type(error).__name__}: {error}")
+    named.__cause__ = error
+    return named
 
 
 def _with_padding(micro_batch: MicroBatch, plan: Plan, world: World) -> SequenceShard:
@@ -62,16 +80,6 @@ def _padding_rows(shard: SequenceShard) -> LocalBatch:
     """The batch of a rank that reads nothing: padding, or rows that come from another stage."""
     rows = shard.local_rows
     return LocalBatch(shard, np.zeros(rows, dtype=np.int64), np.full(rows, NO_TARGET, dtype=np.int64))
-
-
-def _agree(plan: Plan, world: World, failure: Exception | None) -> None:
-    """The first collective of a step: it compares the plans too, of which a rank has none if it cannot read them."""
-    if world.control.agree(plan.digest(), flag=failure is not None):
-        error = None
-        if failure is not None:
-            error = DataError(f"rank {world.rank} could not read its rows: {type(failure).__name__}: {failure}")
-            error.__cause__ = failure
-        raise_first_error(world, error, named=True)
 
 
 def read_inputs_and_labels(documents: Any, shard: SequenceShard, vocabulary: int | None = None) -> tuple[Rows, Rows]:

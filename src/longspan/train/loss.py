@@ -36,18 +36,32 @@ def cross_entropy_rows(logits: Tensor, labels: Tensor, differentiate: bool) -> t
     The softmax is in float32 (float64 for float64 logits); rows labelled −100 add nothing and get a zero gradient. One
     copy of the logits is made, in the softmax's type.
     """
-    wide = logits.detach().to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
     real = labels != NO_TARGET
     at = labels.masked_fill(~real, 0).unsqueeze(1)  # (t, 1)
-    wide -= wide.amax(-1, keepdim=True)
-    target_logits = wide.gather(1, at).squeeze(1)  # (t,)
-    total = wide.exp_().sum(-1)  # (t,)
-    loss = (total.log() - target_logits).masked_fill(~real, 0).sum(dtype=torch.float64)
+    losses, wide, total = _losses_and_exponentials(logits, at)
+    loss = losses.masked_fill(~real, 0).sum(dtype=torch.float64)
     if not differentiate:
         return loss, None
     wide *= (real / total).unsqueeze(1)
     wide.scatter_add_(1, at, -real.to(wide.dtype).unsqueeze(1))
     return loss, wide.to(logits.dtype)
+
+
+def cross_entropy_of_rows(logits: Tensor, targets: Tensor) -> Tensor:
+    """The cross entropy of each row (t,), in float64, of logits (t, V) and token ids (t,).
+
+    Their sum is that of `cross_entropy_rows`: the softmax is in float32, in float64 for float64 logits.
+    """
+    return _losses_and_exponentials(logits, targets.unsqueeze(1))[0].to(torch.float64)
+
+
+def _losses_and_exponentials(logits: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses (t,) of the columns `at` (t, 1); and exp(logits - their largest) (t, V) with its sums (t,)."""
+    wide = logits.detach().to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
+    wide -= wide.amax(-1, keepdim=True)
+    target_logits = wide.gather(1, at).squeeze(1)  # (t,)
+    total = wide.exp_().sum(-1)  # (t,)
+    return total.log() - target_logits, wide, total
 
 
 def chunked_cross_entropy(hidden: Tensor, labels: Tensor, head: OutputHead, rows: int = 0) -> Tensor:
@@ -64,7 +78,7 @@ def chunked_cross_entropy(hidden: Tensor, labels: Tensor, head: OutputHead, rows
     if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
         return _ChunkedLoss.apply(hidden, labels, head, rows, *parameters)  # pyright: ignore[reportReturnType]
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    for part in _chunks(len(hidden), rows):
+    for part in chunks_of_rows(len(hidden), rows):
         total += cross_entropy_rows(head(hidden[part]), labels[part], False)[0]
     return total
 
@@ -75,7 +89,7 @@ def rows_of_chunk(vocabulary: int, dtype: torch.dtype, device: str) -> int:
     return max(1, CHUNK_BYTES.get(device, CHUNK_BYTES_ELSEWHERE) // row_bytes)
 
 
-def _chunks(total: int, rows: int) -> Iterator[slice]:
+def chunks_of_rows(total: int, rows: int) -> Iterator[slice]:
     """Runs of at most `rows` rows, as even as can be."""
     count = max(1, -(-total // rows))
     for i in range(count):
@@ -88,7 +102,7 @@ class _ChunkedLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         gradient = torch.empty_like(hidden) if hidden.requires_grad else None
         sums: list[Tensor] = []
-        for part in _chunks(len(hidden), rows):
+        for part in chunks_of_rows(len(hidden), rows):
             with torch.enable_grad():
                 rows_in = hidden[part].detach().requires_grad_(gradient is not None)
                 logits = head(rows_in)

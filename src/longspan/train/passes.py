@@ -7,7 +7,7 @@ binds the same micro-batches; the first stage reads token ids, and the last one 
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,13 +31,17 @@ from longspan.plan import Plan
 from longspan.train.local_batch import LocalBatch, padding_batch
 from longspan.train.loss import chunked_cross_entropy, summed_cross_entropy
 
+# In an evaluation: of a batch, its last hidden states (T, D) and what makes logits of some of them, the sum of losses.
+Measure = Callable[[LocalBatch, Tensor, Any], Tensor]
+
 
 @dataclass(frozen=True)
 class Passes:
     """What all passes of one step share: model, plan and world, with or without gradients, and how to make the loss.
 
     `chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes), `routing` the
-    statistics of the routers of a model with experts.
+    statistics of the routers of a model with experts. `measure`, in an evaluation, sees the rows of every micro-batch
+    and returns the sum of their losses; `keywords` goes to every call of the model.
     """
 
     model: nn.Module
@@ -46,18 +50,24 @@ class Passes:
     backward: bool
     chunk_rows: int
     routing: RouterStatistics | None
+    measure: Measure | None = None
+    keywords: Mapping[str, Any] = field(default_factory=dict)
 
     def mean(self, loss_sum: Tensor) -> Tensor:
         """A sum over rows as its part of the step's loss: divided by the plan's targets."""
         return loss_sum / max(self.plan.targets, 1)
 
-    def row_loss(self, labels: Tensor) -> Callable[[Tensor, Any], Tensor]:
+    def row_loss(self, batch: LocalBatch) -> Callable[[Tensor, Any], Tensor]:
         """The loss that a prepared model makes of its last hidden states (T, D) and its head."""
+        if (measure := self.measure) is not None:
+            return lambda hidden, head: measure(batch, hidden, head)
+        labels = to_device(batch.labels, batch.shard.device)
         return lambda hidden, head: chunked_cross_entropy(hidden, labels, head, self.chunk_rows)
 
-    def router(self, *, counting: bool = False) -> dict[str, Any]:
-        """The keyword argument that collects routers' statistics of one more micro-batch, for a model with experts."""
-        return {} if self.routing is None else {"router": self.routing.new_sums(counting=counting)}
+    def arguments(self, *, counting: bool = False) -> dict[str, Any]:
+        """Keyword arguments of one more call of the model: with experts, what collects their routers' statistics."""
+        router = {} if self.routing is None else {"router": self.routing.new_sums(counting=counting)}
+        return {**self.keywords, **router}
 
     @property
     def counts_loads(self) -> bool:
@@ -117,20 +127,22 @@ def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 def _loss(passes: Passes, batch: LocalBatch) -> Tensor:
     """The sum of the cross entropy of the local rows; a model of the caller's own returns logits (1, T, V)."""
-    labels = to_device(batch.labels, batch.shard.device)
-    inputs = _inputs(batch) | passes.router()
+    inputs = _inputs(batch) | passes.arguments()
     if is_prepared(passes.model):
-        return passes.model(**inputs, row_loss=passes.row_loss(labels))
+        return passes.model(**inputs, row_loss=passes.row_loss(batch))
     out = passes.model(**inputs)
-    return summed_cross_entropy((out if isinstance(out, Tensor) else out.logits).squeeze(0), labels)
+    logits = (out if isinstance(out, Tensor) else out.logits).squeeze(0)  # (T, V)
+    if passes.measure is not None:
+        return passes.measure(batch, logits, lambda rows: rows)
+    return summed_cross_entropy(logits, to_device(batch.labels, batch.shard.device))
 
 
 @torch.no_grad()
 def _forward_alone(passes: Passes, batches: Sequence[LocalBatch], *, counting: bool = False) -> None:
     """Forward passes without a loss; with `counting` for the loads of experts, which backward passes need before."""
     for batch in batches:
-        router = passes.router(counting=True) if counting else {}
-        passes.model(**_inputs(batch), **router, row_loss=lambda hidden, _: hidden.new_zeros(()))
+        arguments = passes.arguments(counting=True) if counting else passes.keywords
+        passes.model(**_inputs(batch), **arguments, row_loss=lambda hidden, _: hidden.new_zeros(()))
 
 
 def _inputs(batch: LocalBatch) -> dict[str, Any]:
@@ -161,13 +173,13 @@ def _stage_input(passes: Passes, batch: LocalBatch, total: Tensor | None) -> Sta
 
     Without `total` the loads of routers are counted, and there is no loss.
     """
-    ids, labels = to_device(batch.ids, passes.world.device)[None], to_device(batch.labels, passes.world.device)
+    ids = to_device(batch.ids, passes.world.device)[None]
 
     def make_output(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
         if total is None:
             return part(**arguments, row_loss=lambda hidden, _: hidden.new_zeros((), dtype=torch.float64))
-        loss = part(**arguments, row_loss=passes.row_loss(labels))
+        loss = part(**arguments, row_loss=passes.row_loss(batch))
         total.add_(loss.detach())
         return passes.mean(loss)
 
-    return StageInput(batch.shard, ids, make_output, passes.router(counting=total is None))
+    return StageInput(batch.shard, ids, make_output, passes.arguments(counting=total is None))

@@ -8,7 +8,7 @@ Planning itself is `longspan.plan`'s business. Nothing here needs torch or a pro
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from longspan.plan.check import heads_allow
 from longspan.plan.cost.cost_file import read_cost
 from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200, with_recomputation
 from longspan.plan.hierarchy import levels_at
+from longspan.plan.planners.options import PlanKeywords
 from longspan.plan.simulate.simulate import shared_by
 from longspan.train.config.eval_inheritance import held_out_set
 from longspan.train.config.eval_set import EvalConfig
@@ -75,6 +76,23 @@ class PlanChoice:
     prefix: str  # of the keys of this half, for messages
     weights: int = 0  # parameters of a slot's rank, sharded over slots, whose gathering a free step pays for
     weight_bytes: int = 2  # of each; sums of gradients are in float32 at least
+
+    @classmethod
+    def fixed(cls, degree: int, **options: Unpack[PlanKeywords]) -> "PlanChoice":
+        """Plans of one degree; `options` are those of `plan_fixed`.
+
+        >>> PlanChoice.fixed(4, max_tokens_per_slot=2048, cp_comm_type="a2a").degree
+        4
+        """
+        return cls("fixed", degree, 1, 0, PlanOptions(**options), "")
+
+    @classmethod
+    def dynamic(cls, min_degree: int = 1, max_degree: int = 0, **options: Unpack[PlanKeywords]) -> "PlanChoice":
+        """Plans of a degree for each document, from `min_degree` to `max_degree` (0: no limit).
+
+        `options` are those of `plan_dynamic`.
+        """
+        return cls("dynamic", 1, min_degree, max_degree, PlanOptions(**options), "")
 
     @classmethod
     def training(

@@ -1,43 +1,71 @@
-"""Evaluation of the weights as they are, at any degree: the same step as training, with another plan and no backward.
+"""Evaluation of the weights as they are, at any degree: the passes of training with another plan and no backward.
 
-Each held-out document counts once, whatever the degree. Nothing is rebound: the degree is in the plan.
+Each document counts once, whatever the degree. Nothing is rebound: the degree is in the plan. The plan runs in portions
+of micro-batches, between which ranks agree whether to go on; so an evaluation can be stopped, and of a large set a rank
+reads only a portion's rows at a time.
 """
 
+import math
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
-from longspan.comm import World
+from longspan.comm import World, raise_first_error
+from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, counted
 from longspan.layout import Layout
+from longspan.model.prepared import vocabulary_size
+from longspan.model.seams.call_rules import call_rules
+from longspan.plan import MicroBatch, Plan
 from longspan.train.data.documents import Documents
+from longspan.train.evaluation.metrics import Mean, check_metrics
+from longspan.train.evaluation.options import EvaluationOptions
 from longspan.train.evaluation.result import Evaluation
+from longspan.train.evaluation.row_sums import RowSums, Totals
+from longspan.train.local_batch import LocalBatch, batches_of, reading_error
+from longspan.train.memory.live_bytes import added_peak
+from longspan.train.passes import Passes, run_passes
 from longspan.train.plans import PlanChoice, degrees_to_compare
-from longspan.train.step import run_step
+from longspan.train.step_check import check_step
+
+PORTION = 16  # micro-batches of a portion, for each pipeline stage
 
 
 def evaluate(
-    model: nn.Module, documents: Documents, choice: PlanChoice, world: World, *, step: int, loss_chunk_rows: int
+    model: nn.Module, documents: Any, choice: PlanChoice | Plan, world: World, options: EvaluationOptions | None = None
 ) -> Evaluation:
-    """The loss of these documents under a plan of `choice`; all ranks call it together.
+    """Loss and metrics of these documents under a plan of `choice`, or a given one; all ranks call it together.
 
-    >>> held_out = corpus.select(order.evaluation)
-    >>> choice = PlanChoice.evaluation(config)
-    >>> evaluate(model, held_out, choice, world, step=100, loss_chunk_rows=0).loss
+    >>> result = evaluate(model, documents, PlanChoice.fixed(4, max_tokens_per_slot=2048), world)
+    >>> result.loss, result.perplexity, result.metrics["token_accuracy"].value
+
+    `documents[d]` is document d: it has a length and is indexed by an int64 array of positions, of which a rank asks
+    for its own. Parameters, gradients, modes of modules, states of random generators and `world.step` are afterwards as
+    they were before, also where it raises.
+
+    Raises PlanError for documents that fit no plan, EvaluationError for a metric that gives no (sum, count), DataError
+    for documents that cannot be read, and EvaluationStopped where `options` say so: each on all ranks.
     """
-    started = time.perf_counter()
-    plan = choice.plan(documents.lengths, world.home)
+    started, options = time.perf_counter(), options or EvaluationOptions()
+    plan = choice if isinstance(choice, Plan) else _fitted(choice, model).plan(_lengths(documents), world.home)
+    check_step(model, plan, documents, world, backward=False)
     world.prepare(plan)
-    result = run_step(model, plan, documents, world, backward=False, step=step, loss_chunk_rows=loss_chunk_rows)
-    widest = max(group.degree for batch in plan.micro_batches for group in batch.groups)
-    return Evaluation(
-        step=step,
-        cp=choice.degree if choice.planner != "dynamic" else widest,
-        loss=result.loss,
-        documents=len(documents),
-        tokens=plan.tokens,
-        targets=plan.targets,
+    with _step_restored(world, options.step), added_peak(world.device) as memory:
+        totals = _Portions(model, plan, documents, world, options, started).run()
+    if totals.rows != plan.targets:
+        raise PlanError(
+            f"the slots counted {totals.rows} targets, the plan has {plan.targets}; is a document left out?"
+        )
+    widest = max((group.degree for batch in plan.micro_batches for group in batch.groups), default=1)
+    result = _result(plan, totals, options)
+    return replace(
+        result,
+        cp=widest if isinstance(choice, Plan) or choice.planner == "dynamic" else choice.degree,
         seconds=time.perf_counter() - started,
-        plan=plan,
+        activation_bytes=None if memory.bytes is None else world.control.largest(memory.bytes),
     )
 
 
@@ -48,3 +76,124 @@ def choices_at_degrees(choice: PlanChoice, documents: Documents, home: Layout) -
     """
     longest = max(documents.lengths)
     return [choice.at_degree(degree, longest=longest) for degree in degrees_to_compare(home, choice)]
+
+
+class _Portions:
+    """The portions of one evaluation."""
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, documents: Any, world: World, options: EvaluationOptions, started: float
+    ) -> None:
+        self.model, self.plan, self.documents, self.world = model, plan, documents, world
+        self.options, self.started = options, started
+        self.sums = RowSums(plan.lengths, options, world.device)
+        kernel = {} if options.attention_kernel is None else {"attention_kernel": options.attention_kernel}
+        self.passes = Passes(model, plan, world, False, options.loss_chunk_rows, None, self.sums.measure, kernel)
+
+    def run(self) -> Totals:
+        """All portions, then the sums over ranks."""
+        done, count = 0, len(self.plan.micro_batches)
+        for portion in _portions(self.plan.micro_batches, PORTION * self.world.home.pp):
+            batches = self._agreed_batches(portion, done)
+            run_passes(self.passes, batches)
+            self.sums.flush()
+            done += len(portion)
+            if self.options.progress is not None:
+                self.options.progress(done, count)
+        error = self._metric_error()
+        totals = self.sums.over_ranks(self.world, failed=error is not None)
+        if totals.failures:
+            raise_first_error(self.world, error, named=True)
+        return totals
+
+    def _agreed_batches(self, portion: Sequence[MicroBatch], done: int) -> list[LocalBatch]:
+        """This rank's rows of a portion, once all ranks have theirs and none wants to stop; else all raise."""
+        batches, error = list[LocalBatch](), self._reason_to_end(done)
+        try:
+            batches = batches if error else batches_of(self.model, self.plan, self.documents, self.world, portion)
+        except Exception as failure:  # a corpus may raise anything: the other ranks must learn of it
+            error = reading_error(failure, self.world)
+        ended = error is not None
+        if self.world.control.any_rank(ended) if done else self.world.control.agree(self.plan.digest(), flag=ended):
+            raise_first_error(self.world, error, named=True)
+        return batches
+
+    def _reason_to_end(self, done: int) -> LongspanError | None:
+        """Why this rank would end the evaluation before its next portion."""
+        options, seconds = self.options, time.perf_counter() - self.started
+        if not done:
+            try:
+                check_metrics(options.metrics, vocabulary_size(self.model), self.world.device)
+            except EvaluationError as error:
+                return error
+        why = options.stopped() if options.stopped is not None else ""
+        if not why and options.seconds is not None and seconds > options.seconds:
+            why = f"its time limit of {options.seconds:g} s is over"
+        if why:
+            count = counted(len(self.plan.micro_batches), "micro-batch", "es")
+            name = f" of {options.name}" if options.name else ""
+            return EvaluationStopped(
+                f"the evaluation{name} after step {options.step} was stopped after {done:,} of {count} "
+                f"({seconds:.1f} s): {why}; nothing of it is recorded, and the model is as it was"
+            )
+        return self._metric_error()
+
+    def _metric_error(self) -> LongspanError | None:
+        if (error := self.sums.error) is None or isinstance(error, LongspanError):
+            return error
+        named = EvaluationError(f"a metric failed on rank {self.world.rank}: {type(error).__name__}: {error}")
+        named.__cause__ = error
+        return named
+
+
+def _portions(micro_batches: Sequence[MicroBatch], size: int) -> Iterator[Sequence[MicroBatch]]:
+    """Runs of `size` micro-batches; at least one, of none, so that all ranks agree on an empty plan too."""
+    for start in range(0, max(len(micro_batches), 1), size):
+        yield micro_batches[start : start + size]
+
+
+def _fitted(choice: PlanChoice, model: nn.Module) -> PlanChoice:
+    """The choice with what a prepared model asks of the rows of a slot."""
+    multiple = call_rules(model).row_multiple
+    if choice.options.row_multiple % multiple == 0:
+        return choice
+    return replace(choice, options=replace(choice.options, row_multiple=multiple))
+
+
+def _lengths(documents: Any) -> tuple[int, ...]:
+    lengths = getattr(documents, "lengths", None)
+    return tuple(len(documents[d]) for d in range(len(documents))) if lengths is None else tuple(map(int, lengths))
+
+
+@contextmanager
+def _step_restored(world: World, step: int) -> Iterator[None]:
+    before, world.step = world.step, step
+    try:
+        yield
+    finally:
+        world.step = before
+
+
+def _result(plan: Plan, totals: Totals, options: EvaluationOptions) -> Evaluation:
+    loss = math.fsum(totals.documents.tolist())
+    metrics = {"token_accuracy": Mean(totals.hits, totals.rows)}
+    if options.token_bytes is not None:
+        metrics["bits_per_byte"] = Mean(loss / math.log(2), totals.bytes)
+    metrics |= {name: Mean(*pair) for name, pair in zip(options.metrics, totals.metrics.tolist(), strict=True)}
+    return Evaluation(
+        step=options.step,
+        cp=0,
+        loss=loss / max(plan.targets, 1),
+        documents=len(plan.lengths),
+        tokens=plan.tokens,
+        targets=plan.targets,
+        seconds=0.0,
+        plan=plan,
+        name=options.name,
+        metrics=metrics,
+        by_position=totals.by_position(plan.lengths),
+        by_length=totals.by_length(plan.lengths),
+        document_losses=tuple(
+            Mean(loss, rows - 1) for loss, rows in zip(totals.documents.tolist(), plan.lengths, strict=True)
+        ),
+    )

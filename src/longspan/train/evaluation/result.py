@@ -1,16 +1,26 @@
-"""The result of an evaluation, and a table that compares several."""
+"""The result of an evaluation, and a table that compares several. It needs no torch."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from longspan.errors import counted
 from longspan.plan import Plan
 
+if TYPE_CHECKING:
+    from longspan.train.evaluation.metrics import Bucket, Mean
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The loss over the held-out documents: the sum over `targets` predicted tokens, divided by their number."""
+    """The loss over the documents of an evaluation, the sum over `targets` predicted tokens divided by their number.
+
+    The same on every rank but for `seconds`. `metrics` has token_accuracy, with `token_bytes` bits_per_byte, and the
+    caller's, each a sum and a count; `by_position` and `by_length` the loss by the position of the predicting token and
+    by the length of its document, in buckets cut at powers of two; `document_losses` sum and targets of every document.
+    `activation_bytes` is the most memory that the evaluation added on any GPU; None on CPUs.
+    """
 
     step: int
     cp: int
@@ -20,17 +30,42 @@ class Evaluation:
     targets: int
     seconds: float
     plan: Plan
+    name: str = ""
+    metrics: "Mapping[str, Mean]" = field(default_factory=dict)
+    by_position: "tuple[Bucket, ...]" = ()
+    by_length: "tuple[Bucket, ...]" = ()
+    document_losses: "tuple[Mean, ...]" = ()
+    activation_bytes: int | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that is too large for a float."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
 
     def row(self) -> dict[str, Any]:
         """The evaluation as a row of metrics.jsonl."""
-        return {
-            "step": self.step,
-            "eval_loss": self.loss,
-            "eval_tokens": self.tokens,
-            "eval_targets": self.targets,
-            "cp": self.cp,
-            "seconds": round(self.seconds, 6),
-        }
+        row: dict[str, Any] = {"step": self.step} | ({"eval_name": self.name} if self.name else {})
+        row |= {"eval_loss": self.loss, "eval_perplexity": self.perplexity}
+        row |= {f"eval_{name}": mean.value for name, mean in self.metrics.items()}
+        row |= {"eval_tokens": self.tokens, "eval_targets": self.targets, "eval_documents": self.documents}
+        row |= {"cp": self.cp, "seconds": round(self.seconds, 6)}
+        if self.activation_bytes is not None:
+            row["eval_activation_bytes"] = self.activation_bytes
+        for name, buckets in (("by_position", self.by_position), ("by_length", self.by_length)):
+            row[name] = [[b.first, b.last, b.loss.value, int(b.loss.count), b.documents] for b in buckets]
+        return row
+
+    def document_rows(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """One JSON object a document: document, its name where names are given, tokens, targets, mean loss."""
+        return [
+            {"document": document}
+            | ({} if names is None else {"name": names[document]})
+            | {"tokens": tokens, "targets": int(loss.count), "loss": loss.value}
+            for document, (tokens, loss) in enumerate(zip(self.plan.lengths, self.document_losses, strict=True))
+        ]
 
 
 def comparison_table(evaluations: Sequence[Evaluation]) -> str:

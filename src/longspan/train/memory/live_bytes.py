@@ -3,6 +3,8 @@
 import resource
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,9 +49,32 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self._live.pop(key, 0)
 
 
+class AddedBytes:
+    """The most memory of a GPU that was in use inside `added_peak` beside what was in use before; None on a CPU."""
+
+    bytes: int | None = None
+
+
+_highest: dict[torch.device, int] = {}  # of each GPU, before its allocator's own mark was set back
+
+
+@contextmanager
+def added_peak(device: torch.device) -> Iterator[AddedBytes]:
+    """Measure what is added to a GPU's memory inside; `peak_memory_bytes` stays that of the whole process."""
+    added = AddedBytes()
+    if device.type != "cuda":
+        yield added
+        return
+    _highest[device] = peak_memory_bytes(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    yield added
+    added.bytes = torch.cuda.max_memory_allocated(device) - before
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """The most memory that this process has held: of its GPU, or resident on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return max(torch.cuda.max_memory_allocated(device), _highest.get(device, 0))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -24,6 +24,7 @@ from longspan.train.config.sections import RunConfig
 from longspan.train.data.tokenizer_files import KeptFiles
 from longspan.train.disk import write_atomically
 from longspan.train.evaluation.evaluate import choices_at_degrees, evaluate
+from longspan.train.evaluation.options import EvaluationOptions
 from longspan.train.evaluation.result import Evaluation
 from longspan.train.json_record import as_json
 from longspan.train.loggers.run_loggers import logger_classes
@@ -130,8 +131,8 @@ class _Loop:
 
     def evaluation(self, choice: PlanChoice, done: int) -> Evaluation:
         """The loss of the held-out documents under plans of `choice`."""
-        run, chunk = self.run, self.run.config.train.loss_chunk_rows
-        return evaluate(run.model, run.held_out, choice, run.world, step=done, loss_chunk_rows=chunk)
+        run, options = self.run, EvaluationOptions(step=done, loss_chunk_rows=self.run.config.train.loss_chunk_rows)
+        return evaluate(run.model, run.held_out, choice, run.world, options)
 
     def finish(self) -> tuple[Evaluation, ...]:
         """After the last step: the weights as a Hugging Face folder, and their loss at every degree, recorded once."""

@@ -26,6 +26,7 @@ from longspan.train.data.documents import Corpus, Documents
 from longspan.train.data.step_order import StepOrder
 from longspan.train.disk import write_atomically
 from longspan.train.evaluation.evaluate import evaluate
+from longspan.train.evaluation.options import EvaluationOptions
 from longspan.train.evaluation.result import Evaluation
 from longspan.train.memory.rows_that_fit import with_rows_of_run, with_rows_that_fit
 from longspan.train.optim.schedule import Schedule
@@ -126,7 +127,8 @@ def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World
     step = int(load_checkpoint(checkpoint, model, None, world)["step"])
     cost = _cost(config, world, model, log)
     choice = PlanChoice.evaluation(config, cost=cost, heads=query_heads(model.config))
-    return evaluate(model, held_out, choice, world, step=step, loss_chunk_rows=config.train.loss_chunk_rows)
+    options = EvaluationOptions(step=step, loss_chunk_rows=config.train.loss_chunk_rows)
+    return evaluate(model, held_out, choice, world, options)
 
 
 def _cost(config: RunConfig, world: World, model: PreTrainedModel | PipelineModel, log: LogLine) -> Cost:

@@ -1,0 +1,91 @@
+"""What an evaluation measures: sums and counts over rows that have a target, which add up over slots and micro-batches.
+
+A metric is a function of such rows to (sum, count). A mean over ranks' or micro-batches' means would depend on how
+documents are dealt out; sums and counts do not.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longspan.errors import EvaluationError
+
+
+class TargetRows(NamedTuple):
+    """Some rows of one micro-batch that have a target, n of them, on the model's device.
+
+    `documents` (n,) are numbered as in the plan; a row at `positions` (n,) predicts the token after it, whose id is in
+    `targets` (n,). `losses` (n,) are in float64, of the natural logarithm; `logits` (n, V) as the model made them.
+    """
+
+    documents: Tensor
+    positions: Tensor
+    targets: Tensor
+    losses: Tensor
+    logits: Tensor
+
+
+BUILT_IN = ("loss", "perplexity", "token_accuracy", "bits_per_byte", "tokens", "targets", "documents", "name")
+Metric = Callable[[TargetRows], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A sum and the count that it is divided by."""
+
+    sum: float
+    count: float
+
+    @property
+    def value(self) -> float | None:
+        """The mean; None where nothing was counted."""
+        return self.sum / self.count if self.count else None
+
+
+class Bucket(NamedTuple):
+    """The loss of rows at positions `first` to `last`, or of documents of `first` to `last` tokens."""
+
+    first: int
+    last: int
+    loss: Mean
+    documents: int
+
+
+def pair_of(name: str, made: Any) -> tuple[Any, Any]:
+    """The (sum, count) that a metric gave. Raises EvaluationError for anything else."""
+    if isinstance(made, tuple) and len(made) == 2 and all(map(_is_number, made)):
+        return made
+    shape = f"a tensor of shape {tuple(made.shape)}" if isinstance(made, Tensor) else f"{type(made).__name__} {made!r}"
+    raise EvaluationError(
+        f"the metric {name!r} gave {shape[:200]}; return (sum, count) over the rows, two numbers or tensors without "
+        "dimensions: a value without its count cannot be added up over micro-batches and ranks"
+    )
+
+
+def check_metrics(metrics: Mapping[str, Metric], vocabulary: int | None, device: torch.device) -> None:
+    """Try each metric on two made rows of logits. Raises EvaluationError, naming it, where it gives no (sum, count)."""
+    for name, metric in metrics.items():
+        if name in BUILT_IN:
+            raise EvaluationError(f"a metric is called {name!r}, which every evaluation has; give it another name")
+        try:
+            made = metric(_made_rows(vocabulary or 8, device))
+        except Exception as error:
+            raise EvaluationError(
+                f"the metric {name!r} failed on two made rows (logits of shape (2, {vocabulary or 8})): "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        pair_of(name, made)
+
+
+def _made_rows(vocabulary: int, device: torch.device) -> TargetRows:
+    index = torch.arange(2, device=device)
+    logits = torch.linspace(-1, 1, 2 * vocabulary, device=device).view(2, vocabulary)
+    return TargetRows(torch.zeros_like(index), index, index % vocabulary, index.double() + 1, logits)
+
+
+def _is_number(value: Any) -> bool:
+    return (isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex()) or isinstance(value, Real)

@@ -1,0 +1,175 @@
+"""Sums over the rows of an evaluation as one rank sees them, and over all ranks."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from longspan.comm import SequenceShard, World, to_device
+from longspan.train.evaluation.metrics import Bucket, Mean, TargetRows, pair_of
+from longspan.train.evaluation.options import EvaluationOptions
+from longspan.train.local_batch import LocalBatch
+from longspan.train.loss import NO_TARGET, chunks_of_rows, cross_entropy_of_rows, rows_of_chunk
+
+FIRST_EDGE = 128  # positions and lengths below it are one bucket; the others are cut at powers of two
+Rows = npt.NDArray[np.int64]
+Sums = npt.NDArray[np.float64]
+
+
+class _Measured(NamedTuple):
+    """Rows of a micro-batch that have a target: documents and positions (n,) on the host, the others on the device."""
+
+    documents: Rows
+    positions: Rows
+    losses: list[Tensor]
+    hits: list[Tensor]
+
+
+class RowSums:
+    """Adds up losses, hits and metrics of this rank's rows; `measure` is given to the passes of a step.
+
+    Nothing waits for the device before `flush`. An error of a user's metric is kept in `error`, and the passes go on,
+    so that this rank does not leave the others alone in a collective.
+    """
+
+    def __init__(self, lengths: Sequence[int], options: EvaluationOptions, device: torch.device) -> None:
+        self.error: Exception | None = None
+        self._options = options
+        self._edges = edges_to(max(lengths, default=1))
+        self._waiting: list[_Measured] = []
+        self._losses: Sums = np.zeros(len(lengths))  # of each document
+        self._positions: Sums = np.zeros((2, len(self._edges)))  # of each bucket: losses, rows
+        self._bytes = self._hits = self._rows = 0
+        self._metrics = torch.zeros(len(options.metrics), 2, dtype=torch.float64, device=device)
+
+    def measure(self, batch: LocalBatch, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """The sum of the losses of a micro-batch's rows (T, D), of which `head` makes logits."""
+        rows = np.flatnonzero(batch.labels != NO_TARGET)
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        if not len(rows):
+            head(hidden[:1])  # its parameters are gathered by all slots together
+            return total
+        documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
+        targets = batch.labels[rows]
+        measured = _Measured(documents, positions, [], [])
+        for losses, hits in self._chunks(hidden, head, (rows, documents, positions, targets)):
+            measured.losses.append(losses)
+            measured.hits.append(hits)
+            total += losses.sum()
+        self._waiting.append(measured)
+        self._rows += len(rows)
+        if (token_bytes := self._options.token_bytes) is not None:
+            self._bytes += int(token_bytes[targets].sum())
+        return total
+
+    def _chunks(
+        self, hidden: Tensor, head: Any, on_host: tuple[Rows, Rows, Rows, Rows]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Losses and hits of some rows at a time."""
+        rows, documents, positions, targets = (to_device(values, hidden.device) for values in on_host)
+        size = self._options.loss_chunk_rows or rows_of_chunk(
+            getattr(head, "vocabulary", hidden.shape[-1]), hidden.dtype, hidden.device.type
+        )
+        for part in chunks_of_rows(len(rows), size):
+            logits, ids = head(hidden.index_select(0, rows[part])), targets[part]
+            losses = cross_entropy_of_rows(logits, ids)
+            if self._options.metrics and self.error is None:
+                self._add_metrics(TargetRows(documents[part], positions[part], ids, losses, logits))
+            yield losses, logits.argmax(-1) == ids
+
+    def _add_metrics(self, rows: TargetRows) -> None:
+        try:
+            for sums, (name, metric) in zip(self._metrics, self._options.metrics.items(), strict=True):
+                for i, value in enumerate(pair_of(name, metric(rows))):
+                    sums[i] += value
+        except Exception as error:  # of the user's function
+            self.error = error
+
+    def flush(self) -> None:
+        """Bring what was measured to the host and add it up there, in one order."""
+        for measured in self._waiting:
+            losses = torch.cat(measured.losses).cpu().numpy()
+            self._hits += int(torch.cat(measured.hits).sum())
+            np.add.at(self._losses, measured.documents, losses)
+            bucket = np.searchsorted(self._edges, measured.positions, side="right") - 1
+            np.add.at(self._positions[0], bucket, losses)
+            self._positions[1] += np.bincount(bucket, minlength=len(self._edges))
+        self._waiting.clear()
+
+    def over_ranks(self, world: World, *, failed: bool = False) -> "Totals":
+        """The sums over all ranks, the same on each; `failed` tells the others that this rank has an error."""
+        once = world.coordinates.tp == 0  # tensor-parallel ranks of a slot hold the same
+        numbers = [float(self._rows), float(self._hits), float(self._bytes)]
+        parts = [self._losses, self._positions.ravel(), self._metrics.cpu().numpy().ravel(), np.array(numbers)]
+        flat = np.concatenate([*(part * once for part in parts), [float(failed)]])
+        flat = world.control.sum_of_arrays(flat, "sums of an evaluation")
+        documents, positions, metrics, numbers, failures = np.split(flat, np.cumsum([part.size for part in parts]))
+        return Totals(
+            documents=documents,
+            positions=positions.reshape(2, -1),
+            edges=self._edges,
+            metrics=metrics.reshape(-1, 2),
+            rows=int(numbers[0]),
+            hits=int(numbers[1]),
+            bytes=int(numbers[2]),
+            failures=int(failures[0]),
+        )
+
+
+class Totals(NamedTuple):
+    """Sums over all ranks: losses of documents (D,), losses and rows of buckets of positions (2, B), metrics (M, 2)."""
+
+    documents: Sums
+    positions: Sums
+    edges: Rows
+    metrics: Sums
+    rows: int
+    hits: int
+    bytes: int
+    failures: int
+
+    def by_position(self, lengths: Sequence[int]) -> tuple[Bucket, ...]:
+        """The loss of rows at positions in each bucket that has any; `documents` are those that reach it."""
+        targets = np.asarray(lengths) - 1
+        reach = [int((targets > edge).sum()) for edge in self.edges.tolist()]
+        loss, rows = self.positions
+        return _buckets(self.edges, [Mean(*pair) for pair in zip(loss.tolist(), rows.tolist(), strict=True)], reach)
+
+    def by_length(self, lengths: Sequence[int]) -> tuple[Bucket, ...]:
+        """The loss of documents whose length is in each bucket that has any."""
+        rows = np.asarray(lengths, dtype=np.int64)
+        bucket = np.searchsorted(self.edges, rows, side="right") - 1
+        size = len(self.edges)
+        losses = np.bincount(bucket, weights=self.documents, minlength=size).tolist()
+        targets = np.bincount(bucket, weights=rows - 1, minlength=size).tolist()
+        counts = np.bincount(bucket, minlength=size).tolist()
+        return _buckets(self.edges, [Mean(*pair) for pair in zip(losses, targets, strict=True)], counts)
+
+
+def edges_to(longest: int) -> Rows:
+    """Where buckets begin, for positions and lengths up to `longest`: 0, 128, 256, 512, …"""
+    doublings = max(0, math.ceil(math.log2(max(longest, 1) / FIRST_EDGE)) + 1)
+    return np.array([0, *(FIRST_EDGE << i for i in range(doublings) if FIRST_EDGE << i <= longest)], dtype=np.int64)
+
+
+def documents_and_positions(shard: SequenceShard) -> tuple[Rows, Rows]:
+    """The document and the position of each local row (T,), on the host; the document of padding is −1."""
+    documents: list[Rows] = []
+    positions: list[Rows] = []
+    for part in shard.parts:
+        segments = part.segments()
+        sizes = segments.stop - segments.start
+        documents.append(np.asarray(part.group.documents, dtype=np.int64)[np.repeat(segments.document, sizes)])
+        positions.append(np.arange(int(sizes.sum())) + np.repeat(segments.start - segments.offset, sizes))
+    return np.concatenate(documents), np.concatenate(positions)
+
+
+def _buckets(edges: Rows, losses: Sequence[Mean], documents: Sequence[int]) -> tuple[Bucket, ...]:
+    starts = edges.tolist()
+    lasts = [*(start - 1 for start in starts[1:]), 2 * max(starts[-1], FIRST_EDGE // 2) - 1]
+    made = zip(starts, lasts, losses, documents, strict=True)
+    return tuple(Bucket(*values) for values in made if values[3])
