@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -11,11 +10,6 @@ from torch.distributed.tensor import DTensor
 def local_tensor(x: Tensor) -> Tensor:
     """This rank's part of a DTensor, differentiably; another tensor as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
-
-
-def wide(x: Tensor) -> Tensor:
-    """A tensor in half precision in float32, another as it is."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def add_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:

@@ -247,6 +247,11 @@ def _runs(x: Tensor, counts: Sequence[int], order: Sequence[int]) -> Tensor:
     return torch.cat([runs[index] for index in order])
 
 
+def wide(x: Tensor) -> Tensor:
+    """A tensor in half precision in float32, in which it is summed over ranks; another as it is."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
 def summed(parts: Sequence[Tensor]) -> Tensor:
     """The sum of tensors in their order and dtype, taken in float32 (float64 for float64, integers as they are)."""
     dtype = parts[0].dtype

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from longspan.comm.groups.channel import Channel, _all_gather_single
+from longspan.comm.groups.channel import Channel, _all_gather_single, wide
 from longspan.comm.world import world_of
 
 Gradient = Literal["identical", "partial"]
@@ -36,8 +36,7 @@ def tp_copy_parameter(x: Tensor, world_key: int) -> Tensor:
     """As `tp_copy`, for a parameter: a gradient in half precision is summed in float32 and rounded once."""
 
     def backward(gradient: Tensor) -> Tensor:
-        wide = gradient.float() if gradient.dtype in (torch.bfloat16, torch.float16) else gradient
-        return _summed(wide, world_key, "sum of parameters' gradients over tp").to(gradient.dtype)
+        return _summed(wide(gradient), world_key, "sum of parameters' gradients over tp").to(gradient.dtype)
 
     return _apply(x, lambda x: x.view_as(x), backward)
 

@@ -17,10 +17,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from longspan.comm import World
+from longspan.comm.groups.channel import wide
 from longspan.errors import ModelError
 from longspan.model.experts.expert_parallel import shard_experts
 from longspan.model.layers import decoder_layers
-from longspan.model.local_tensors import local_tensor, wide, without_earlier_gradients
+from longspan.model.local_tensors import local_tensor, without_earlier_gradients
 
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
 _BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat buffers of at most this many elements
