@@ -5,6 +5,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from longspan.launch.launch import usable_cores
+
 
 def machine() -> dict[str, Any]:
     """Processor, memory and GPUs, as a JSON object."""
@@ -13,7 +15,7 @@ def machine() -> dict[str, Any]:
 
     facts: dict[str, Any] = {
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cores(),
         "memory_bytes": _memory_bytes(),
         "system": f"{platform.system()} {platform.machine()}",
     }

@@ -11,6 +11,7 @@ from typing import Any, Literal, TextIO
 from longspan.cli.gpu_environment import set_gpu_environment
 from longspan.comm import run_local
 from longspan.errors import ConfigError, counted
+from longspan.launch.launch import usable_cores
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -59,7 +60,7 @@ def _idle(ranks: int, gpus: int) -> str:
 
 
 def _crowded(ranks: int) -> str:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     if ranks <= cores:
         return ""
     return f"{ranks} processes on {counted(cores, 'core')}: they take turns, so a step takes longer than with fewer"

@@ -50,7 +50,7 @@ def run_local(
         raise CommError(f"{n} ranks were asked for; give a count of at least 1")
     payload = pickled_call(fn, args)
     with tempfile.TemporaryDirectory(prefix="longspan-ranks-") as folder:
-        ranks = LocalRanks(n, Path(folder), threads or max(1, _cpus() // n), payload)
+        ranks = LocalRanks(n, Path(folder), threads or max(1, usable_cores() // n), payload)
         try:
             with _Forwarding(ranks) as forwarding:
                 ranks.start()
@@ -101,5 +101,6 @@ def pickled_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
         ) from error
 
 
-def _cpus() -> int:
+def usable_cores() -> int:
+    """The CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
