@@ -114,6 +114,13 @@ def test_gpus_compute_in_bfloat16_unless_told() -> None:
     assert [settings(*words, *more, backend=backend).compute for backend, more in kinds] == ["", "bfloat16", ""]
 
 
+def test_a_cap_that_a_run_would_find_needs_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file := tmp_path / "run.toml").write_text(f'[run]\ndir = "{tmp_path}/run"\n')
+    words = ["--world", "2", "--lengths", "40", "--context.max_tokens_per_slot", "auto"]
+    assert main(["bench", "step", str(file), *words]) == 2
+    assert f"and there is no {tmp_path}/run; give a number of rows" in capsys.readouterr().err
+
+
 def test_parts_add_up_and_count_once() -> None:
     events = [
         ("flash_fwd_kernel", 0.0, 2.0),
@@ -152,7 +159,7 @@ def test_parts_add_up_and_count_once() -> None:
             "parallel_size 3 does not divide 2 slots",
         ),
         (["--lengths", "40", "--same", "2x3"], "--lengths and --same"),
-        (["--lengths", "40", "--context.max_tokens_per_slot", "auto", "--context.planner", "fixed"], "give a number"),
+        (["--lengths", "40", "--context.max_tokens_per_slot", "auto", "--context.planner", "fixed"], "no CONFIG.toml"),
         (["--context.mode", "free", "--parallel.ep", "2"], 'context.mode is "free" and parallel.ep is 2'),
         (["--lengths", "40000"], "the model knows 32768 positions"),
         (["--train.recompute_layer", "1"], "did you mean '--train.recompute_layers'?"),

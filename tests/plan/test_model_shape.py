@@ -11,7 +11,7 @@ import pytest
 from longspan.errors import PlanError
 from longspan.plan import Cost
 from longspan.plan.cost import model_shape
-from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.cost.model_shape import ModelShape, read_experts
 
 QWEN3_8B: dict[str, Any] = {
     "hidden_size": 4096,
@@ -181,6 +181,13 @@ def test_a_file_that_is_no_configuration(text: str, tmp_path: Path) -> None:
 def test_a_machine_that_does_nothing(name: str) -> None:
     with pytest.raises(PlanError, match=f"{name} is 0; give a number above 0"):
         Cost.for_model(SMALL, **({"tflops": 1} | {name: 0}))
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"])
+def test_experts_under_every_name(name: str) -> None:
+    counts: dict[str, Any] = {name: 8, "num_experts_per_tok": 2}
+    assert read_experts({"text_config": SimpleNamespace(**counts)}) == read_experts(counts) == (8, name, 2)
+    assert read_experts({"num_experts_per_tok": 2, name: None}) == (0, "", 0)
 
 
 def test_docstrings() -> None:

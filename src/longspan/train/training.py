@@ -38,7 +38,7 @@ def configuration_of(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
 
     Raises ModelError for a folder or config.json that is missing or damaged.
     """
-    if source := config.model.path or config.model.config:
+    if source := config.model.source:
         return read_configuration(Path(source))
     return preset_config(config.model.preset_name, vocab_size=vocabulary)
 

@@ -12,6 +12,7 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions
 from longspan.plan.cost.model_flops import peak_tflops
+from longspan.plan.cost.model_shape import read_experts
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.train.config.bounds import AUTO, NOT_GIVEN
 from longspan.train.config.defaults import resolved
@@ -85,11 +86,11 @@ class Settings:
     def to_json(self) -> dict[str, Any]:
         """What a record says of them."""
         config, text = self.config, self.configuration.get_text_config()
-        experts = getattr(text, "num_experts", getattr(text, "num_local_experts", 0)) or 0
+        experts = read_experts(text).of_layer
         context, train = config.context, config.train
         return {
             "shape": {"hidden": text.hidden_size, "layers": text.num_hidden_layers, "experts": experts},
-            "shape_name": config.model.path or config.model.config or config.model.preset_name,
+            "shape_name": config.model.source or config.model.preset_name,
             **{name: getattr(self, name) for name in ("ranks", "backend", "command", "sequences", "source", "compute")},
             "cost_source": self.cost.source or "a cost of no machine in particular",
             "cp": context.context_parallel_size,
@@ -115,16 +116,12 @@ def make_settings(flags: StepFlags, config: RunConfig, ranks: int, backend: str,
     gpu = backend != "gloo"
     planners, home = _planners(flags, config), home_of(config.parallel, ranks)
     documents = documents_of(flags, config, home.slots, gpu=gpu)
-    if not flags.config and config.context.max_tokens_per_slot == AUTO:
-        raise ConfigError(
-            f'context.max_tokens_per_slot is "{AUTO}", which is kept in a run\'s folder, and no CONFIG.toml names one; '
-            "give a number of rows"
-        )
     config = config if flags.config else _with_model(config, gpu=gpu)
     configuration = _configuration(flags, config, max(documents.lengths))
     if not flags.config:
         config = _with_limits(flags, config, configuration, documents, home, gpu=gpu)
     config = _checked(resolved(config), max(documents.lengths), ranks, planners)
+    _check_cap(flags, config)
     settings = Settings(
         flags=flags,
         config=config,
@@ -163,7 +160,7 @@ def _planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
 def _with_model(config: RunConfig, *, gpu: bool) -> RunConfig:
     """The configuration with a model of a published size on GPUs, where none is named."""
     model = config.model
-    if not gpu or model.path or model.config or model.preset:
+    if not gpu or model.source or model.preset:
         return config
     return replace(config, model=replace(model, preset="qwen3-8b"))
 
@@ -213,12 +210,17 @@ def _checked(config: RunConfig, longest: int, ranks: int, planners: Sequence[str
     config = replace(config, data=data, train=train)
     for planner in planners:
         check_config(replace(config, context=replace(config.context, planner=planner)), ranks)
-    if config.context.max_tokens_per_slot == AUTO and not Path(config.run.dir).is_dir():
-        raise ConfigError(
-            f'context.max_tokens_per_slot is "{AUTO}", which is kept in the run\'s folder, and there is no '
-            f"{config.run.dir}; give a number of rows"
-        )
     return replace(config, train=replace(config.train, lr=0.0))
+
+
+def _check_cap(flags: StepFlags, config: RunConfig) -> None:
+    """Raise ConfigError for a cap that a run would have found, where no run's folder keeps it."""
+    if config.context.max_tokens_per_slot != AUTO or (flags.config and Path(config.run.dir).is_dir()):
+        return
+    lack = f"there is no {config.run.dir}" if flags.config else "no CONFIG.toml names one"
+    raise ConfigError(
+        f'context.max_tokens_per_slot is "{AUTO}", which is kept in a run\'s folder, and {lack}; give a number of rows'
+    )
 
 
 def _known_peak(config: RunConfig) -> float:

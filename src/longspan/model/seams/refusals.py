@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.plan.cost.model_shape import read_experts
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERT_FAMILIES = ("qwen3_moe", "gpt_oss", "mixtral", "olmoe", "deepseek_v3")  # shown exact by tests/model/test_moe.py
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -100,12 +100,10 @@ def _layer_types(model: PreTrainedModel) -> Iterator[str]:
 
 def _experts(model: PreTrainedModel) -> Iterator[str]:
     """Families whose routing is tested; others may route by more than a row, or compute experts in their own code."""
-    for name in _EXPERTS:
-        if isinstance(value := getattr(model.config, name, None), int) and value > 1:
-            if model.config.model_type not in _EXPERT_FAMILIES:
-                shown = ", ".join(_EXPERT_FAMILIES)
-                yield f"it has experts ({name} {value}), which are supported for {shown}, not {model.config.model_type}"
-            break
+    experts, family = read_experts(model.config), model.config.model_type
+    if experts.of_layer > 1 and family not in _EXPERT_FAMILIES:
+        shown = ", ".join(_EXPERT_FAMILIES)
+        yield f"it has experts ({experts.name} {experts.of_layer}), which are supported for {shown}, not {family}"
     if getattr(model.config, "router_jitter_noise", 0):
         yield f"router_jitter_noise {model.config.router_jitter_noise} would differ between plans; set it to 0"
 

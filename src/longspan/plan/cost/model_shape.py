@@ -8,11 +8,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from longspan.errors import PlanError
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _UNPRICED = {  # attributes by which configurations show layers that are none of these
     "kv_lora_rank": "latent attention",
     "mamba_d_state": "state-space layers",
@@ -77,9 +78,8 @@ def _feed_forward(read: "_Reader", hidden: int, layer: int) -> int:
         return 3 * hidden * dense
     visited = read.count("num_experts_per_tok")
     one = read.count("moe_intermediate_size") or dense
-    experts = read.count("num_experts") or read.count("num_local_experts") or read.count("n_routed_experts")
     shared = read.count("shared_expert_intermediate_size") or read.count("n_shared_experts") * one
-    return 3 * hidden * (visited * one + shared) + hidden * experts
+    return 3 * hidden * (visited * one + shared) + hidden * read.experts()[1]
 
 
 def _visits_experts(read: "_Reader", layer: int) -> bool:
@@ -115,6 +115,27 @@ def read_query_heads(config: Any) -> int:
     return heads
 
 
+class ExpertCounts(NamedTuple):
+    """The experts of a layer, their attribute's name, and how many a token visits; 0, "" and 0 without experts."""
+
+    of_layer: int
+    name: str
+    of_token: int
+
+
+def read_experts(config: Any) -> ExpertCounts:
+    """The experts of a transformers configuration, an object or dict like one, a config.json or its folder.
+
+    >>> read_experts({"num_local_experts": 8, "num_experts_per_tok": 2})
+    ExpertCounts(of_layer=8, name='num_local_experts', of_token=2)
+
+    Raises PlanError for what is no count.
+    """
+    read = _Reader.of(config)
+    name, count = read.experts()
+    return ExpertCounts(count, name, read.count("num_experts_per_tok") if count else 0)
+
+
 class _Reader:
     """Attributes of a configuration, whatever it is kept in."""
 
@@ -144,6 +165,10 @@ class _Reader:
             said = repr(value)
             raise PlanError(f"{name} of {self.where} is {said[:40]}{'…' * (len(said) > 40)}; it must be a count")
         return value
+
+    def experts(self) -> tuple[str, int]:
+        """The name and the count of a layer's experts; "" and 0 without experts."""
+        return next(((name, count) for name in _EXPERTS if (count := self.count(name))), ("", 0))
 
     def counts(self, *names: str, one_of: Sequence[str]) -> tuple[int, ...]:
         """Attributes that a model cannot be without, and one of others."""

@@ -43,9 +43,14 @@ class ModelConfig:
     bfloat16 or float64; gradients are summed in float32, or float64."""
 
     @property
+    def source(self) -> str:
+        """The folder, or config.json, that names the model; empty where a preset does."""
+        return self.path or self.config
+
+    @property
     def preset_name(self) -> str:
         """The preset whose weights are drawn; empty where a folder or a configuration is named."""
-        return "" if self.path or self.config else self.preset or "qwen3-tiny"
+        return "" if self.source else self.preset or "qwen3-tiny"
 
 
 @dataclass(frozen=True)

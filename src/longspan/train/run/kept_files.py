@@ -22,14 +22,13 @@ def keep_model_files(
     directory: Path, settings: ModelConfig, configuration: PreTrainedConfig, architecture: str, log: LogLine
 ) -> None:
     """Write what saved folders of a run say of its model, which has this configuration and class."""
-    source = Path(settings.path or settings.config or ".")
+    source = Path(settings.source)
     config: Any = deepcopy(configuration)
     config.architectures = [architecture]
     config.dtype = dtype = _saved_dtype(settings, configuration)
     with no_progress_bars():
         config.save_pretrained(directory)
-    named = bool(settings.path or settings.config)
-    keep_generation((source.parent if source.is_file() else source) if named else None, directory)
+    keep_generation((source.parent if source.is_file() else source) if settings.source else None, directory)
     if dtype != torch_dtype(settings.dtype):
         log(
             f"model/ will be saved in {str(dtype).removeprefix('torch.')}, the dtype of {source}; parameters and "
@@ -39,5 +38,5 @@ def keep_model_files(
 
 def _saved_dtype(settings: ModelConfig, configuration: Any) -> torch.dtype:
     """The dtype of a run's saved folders: the source's, where a folder or configuration names one, or else its own."""
-    named = configuration.dtype if settings.path or settings.config else None
+    named = configuration.dtype if settings.source else None
     return named if isinstance(named, torch.dtype) and named.is_floating_point else torch_dtype(settings.dtype)

@@ -41,7 +41,7 @@ def shared_corpus(config: RunConfig, world: World, model: PreTrainedConfig, *, r
 
 def check_tokenizer(config: RunConfig, model: PreTrainedConfig, size: int) -> None:
     """Raise DataError where a tokenizer of `size` ids has more than the embedding of this configuration has rows."""
-    source = config.model.path or config.model.config
+    source = config.model.source
     tokenizer = (
         config.data.tokenizer or (_own_tokenizer(config) and source) or "trained on the corpus (data.vocab_size)"
     )
@@ -65,10 +65,9 @@ def _tokenizer(config: RunConfig) -> TextTokenizer | None:
 
 def _own_tokenizer(config: RunConfig) -> Path | None:
     """The folder of the model or configuration, where it has a tokenizer."""
-    source = Path(config.model.path or config.model.config or "")
+    source = Path(config.model.source)
     folder = source.parent if source.is_file() else source
-    named = bool(config.model.path or config.model.config)
-    return folder if named and (folder / "tokenizer.json").is_file() else None
+    return folder if config.model.source and (folder / "tokenizer.json").is_file() else None
 
 
 def _open_corpus(directory: Path) -> Corpus:

@@ -2,6 +2,7 @@
 
 from longspan.errors import ConfigError
 from longspan.model import PRESETS
+from longspan.plan.cost.model_shape import read_experts
 from longspan.train.config.bounds import NOT_GIVEN
 from longspan.train.config.file import nearest
 from longspan.train.config.sections import RunConfig
@@ -22,7 +23,7 @@ def check_model(config: RunConfig, *, training: bool) -> None:
         raise ConfigError(f"model.preset is {model.preset!r}; {nearest(model.preset, PRESETS)}")
     if training and config.train.lr == NOT_GIVEN:
         raise ConfigError(
-            f"train.lr is not given, and {model.path or model.config or model.preset} has no default; give --train.lr: "
+            f"train.lr is not given, and {model.source or model.preset} has no default; give --train.lr: "
             "often 1e-6 to 2e-5 to train weights on, 1e-4 to 1e-3 from random ones"
         )
     if model.rope_scaling == "dynamic":
@@ -44,7 +45,7 @@ def check_preset(config: RunConfig) -> None:
         return
     parallel, values = config.parallel, PRESETS[name].values
     layers, heads = values["num_hidden_layers"], values["num_key_value_heads"]
-    experts = values.get("num_experts", values.get("num_local_experts", 0))
+    experts = read_experts(values).of_layer
     if (stages := parallel.pp * parallel.vpp) > layers:
         raise ConfigError(
             f"parallel.pp {parallel.pp} x parallel.vpp {parallel.vpp} make {stages} pipeline stages, and "

@@ -1,12 +1,13 @@
 """Finds the facts of a run that is set up, on all ranks together: what its first rank says before the first step."""
 
-import os
 from typing import Any
 
 from longspan.comm import World
 from longspan.errors import counted
+from longspan.launch.launch import usable_cores
 from longspan.model.execution import Execution, execution_of
 from longspan.model.local_tensors import local_tensor
+from longspan.plan.cost.model_shape import read_experts
 from longspan.train.figures import device_name
 from longspan.train.gradients import counted_parameters
 from longspan.train.plans import PlanChoice
@@ -42,13 +43,13 @@ def facts_of(run: TrainingRun) -> RunFacts:
 def _model(run: TrainingRun) -> dict[str, Any]:
     model = run.config.model
     parameters, parameters_of_rank = _parameters(run)
-    experts, experts_of_token = _experts(run.model.config)
+    experts = read_experts(run.model.config)
     return {
-        "model": model.path or model.config or model.preset,
+        "model": model.source or model.preset,
         "parameters": parameters,
         "parameters_of_rank": parameters_of_rank,
-        "experts": experts,
-        "experts_of_token": experts_of_token,
+        "experts": experts.of_layer,
+        "experts_of_token": experts.of_token,
     }
 
 
@@ -77,14 +78,6 @@ def _parameters(run: TrainingRun) -> tuple[int, int]:
     return sum(of_stages.values()), max(count for *_, count in of_ranks)
 
 
-def _experts(model_config: Any) -> tuple[int, int]:
-    """The experts of a layer, and how many of them a token visits; 0 without experts."""
-    text = model_config.get_text_config()
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((count for name in names if (count := getattr(text, name, None))), 0)
-    return (experts, getattr(text, "num_experts_per_tok", 0)) if experts else (0, 0)
-
-
 def _types(execution: Execution) -> dict[str, str]:
     names = ("parameter_dtype", "compute_dtype", "reduce_dtype")
     return {name: str(getattr(execution, name)).removeprefix("torch.") for name in names}
@@ -96,7 +89,7 @@ def _devices(world: World) -> dict[str, Any]:
         "device": device_name(world),
         "ranks": ranks,
         "hosts": -(-ranks // (world.node_size * world.home.tp)),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": usable_cores(),
         "backend": "nccl" if gpu else "gloo",
     }
 
