@@ -47,7 +47,10 @@ def test_the_loss_is_that_of_the_run(
 def test_an_earlier_checkpoint_has_another_loss_in_words(run: RunConfig, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", f"{run.run.dir}/checkpoints/step-000001", "--world", "2"]) == 0
     out, err = capfd.readouterr()
-    assert out.startswith("step 1: evaluation loss ") and " at cp 2 on 2 ranks (3 documents," in out and not err
+    title, names, values = out.splitlines()[:3]
+    assert title == f"{run.run.dir}/checkpoints/step-000001, step 1 on 2 ranks"
+    assert "bits per byte" in names and values.startswith("held out  p2p    2  5.20")
+    assert err.splitlines() == ["step-000001, cp 2: 2 of 2 micro-batches"]
 
 
 def test_a_damaged_checkpoint_is_named(run: RunConfig, capfd: pytest.CaptureFixture[str]) -> None:
@@ -66,4 +69,4 @@ def test_a_degree_that_does_not_fit_is_refused_before_ranks_start(
 
 def test_a_folder_that_is_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(tmp_path)]) == 2
-    assert "is not the folder of a run: it has no config.toml" in capfd.readouterr().err
+    assert "is neither the folder of a run (it has no config.toml) nor a Hugging Face folder" in capfd.readouterr().err

@@ -2,15 +2,17 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from longspan import __version__
-from longspan.cli.flags import EvalFlags, TrainFlags, flag_types, parse_eval, parse_train
+from longspan.cli.eval_flags import EvalFlags, parse_eval
+from longspan.cli.flags import TrainFlags, flag_types, parse_train
 from longspan.cli.main import VERBS, main
 from longspan.train.config.file import config_keys, load_config
-from longspan.train.config.sections import ContextConfig
+from longspan.train.config.sections import ContextConfig, RunConfig
 
 PINNED = Path(__file__).with_name("flags.txt")
 
@@ -36,7 +38,7 @@ def test_help_names_and_explains_every_flag(verb: str, capsys: pytest.CaptureFix
     text = capsys.readouterr().out
     kind = TrainFlags if verb == "train" else EvalFlags
     assert not [flag for flag in flag_types(kind) if flag not in text]
-    assert "Slots that share a document in training" in text
+    assert "Slots that share a document in evaluation" in text
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
@@ -133,8 +135,9 @@ def test_without_file_or_flags_there_are_the_defaults() -> None:
 
 
 def test_eval_takes_the_section_of_its_run() -> None:
-    flags = parse_eval(["runs/x", "--json", "--context.eval_context_parallel_size", "1"], ContextConfig(node_size=3))
-    assert (flags.run, flags.json, flags.context) == (
+    config = replace(RunConfig(), context=ContextConfig(node_size=3))
+    flags = parse_eval(["runs/x", "--json", "--context.eval_context_parallel_size", "1"], config)
+    assert (flags.target, flags.json, flags.context) == (
         "runs/x",
         True,
         ContextConfig(node_size=3, eval_context_parallel_size=1),

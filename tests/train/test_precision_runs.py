@@ -13,11 +13,13 @@ from longspan.comm import World
 from longspan.errors import ConfigError
 from longspan.testing import backend, run_ranks
 from longspan.train.config.sections import RunConfig
+from longspan.train.evaluate_saved.evaluate_saved import evaluate_saved
+from longspan.train.evaluate_saved.request import EvalRequest, Subject
+from longspan.train.evaluate_saved.targets import saved_weights
 from longspan.train.run.config_check import check_config
 from longspan.train.run.loop import train
 from longspan.train.run.progress import ProgressDisplay
 from longspan.train.run.records.metrics_log import read_metrics
-from longspan.train.run.setup import evaluate_checkpoint
 from tests.train.small import small_config, train_rank, without_times
 
 
@@ -39,7 +41,9 @@ def _said(rank: int, config: RunConfig, ranks: int) -> tuple[list[str], int]:
 
 def _evaluated(rank: int, config: RunConfig, ranks: int) -> float:
     with World(check_config(config, ranks), backend=backend(), timeout=60) as world:
-        return evaluate_checkpoint(config, None, world, print).loss
+        request = EvalRequest(subjects=(Subject(saved_weights(config.run.dir), config),))
+        (result,) = evaluate_saved(request, world, print, lambda *_: None)
+        return result.sets[0].evaluation.loss
 
 
 def _losses(config: RunConfig) -> list[Any]:

@@ -1,72 +1,62 @@
-"""`longspan eval`: the loss of a checkpoint on its run's held-out documents, at any degree, on any number of ranks."""
+"""`longspan eval`: saved weights evaluated on documents, at any degree, on any number of ranks."""
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from longspan.cli.flags import parse_eval
+from longspan.cli.eval_files import check_writable, write_documents, write_folder
+from longspan.cli.eval_flags import EvalFlags, parse_eval, request_of
+from longspan.cli.eval_tables import tables_of
 from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say
-from longspan.errors import CheckpointError, counted
-from longspan.train.checkpoint.files import step_of
-from longspan.train.config.file import load_config
-from longspan.train.config.sections import RunConfig
+from longspan.layout import Layout
+from longspan.train.evaluate_saved.fit import checkable
+from longspan.train.evaluate_saved.record import record_of
+from longspan.train.evaluate_saved.request import EvalRequest, SubjectResult
 from longspan.train.json_record import as_json
+from longspan.train.plans import home_of
 from longspan.train.run.config_check import check_config
-
-if TYPE_CHECKING:
-    from longspan.train.evaluation.result import Evaluation
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     flags = parse_eval(argv)
-    run_dir, checkpoint = split_target(Path(flags.run))
-    config = load_config(run_dir / "config.toml")
-    flags = parse_eval(argv, config.context)
-    config = replace(config, context=flags.context, run=replace(config.run, dir=str(run_dir)))
     processes = processes_of(flags.world, flags.device)
-    ranks = processes.ranks
-    check_config(config, ranks, training=False)
-    say(processes.note, sys.stderr)
-    args = (config, checkpoint, ranks, processes.backend)
-    result: Evaluation = run_on_ranks(eval_rank, args, ranks, compile_cache=config.run.compile_cache)
+    request = request_of(argv, flags, processes.ranks)
+    check_request(request, processes.ranks)
     if reports_here():
-        print(as_json(result.row() | {"world": ranks}) if flags.json else _text(result, ranks))
+        check_writable(flags.documents, flags.out)
+    say(processes.note, sys.stderr)
+    args, cache = (request, processes.ranks, processes.backend), request.subjects[0].config.run.compile_cache
+    results: tuple[SubjectResult, ...] = run_on_ranks(eval_rank, args, processes.ranks, compile_cache=cache)
+    if reports_here():
+        _report(flags, results, processes.ranks)
     return 0
 
 
-def split_target(target: Path) -> tuple[Path, Path | None]:
-    """The run's folder, and the checkpoint in it where one was named. Raises CheckpointError where there is none."""
-    is_checkpoint = step_of(target) >= 0
-    run_dir = target.resolve().parent.parent if is_checkpoint else target
-    if not target.is_dir():
-        what = "checkpoint" if is_checkpoint else "run"
-        raise CheckpointError(f"there is no {what} {target}; give a run's folder, or RUN/checkpoints/step-NNNNNN")
-    if not (run_dir / "config.toml").is_file():
-        raise CheckpointError(f"{run_dir} is not the folder of a run: it has no config.toml")
-    return run_dir, target if is_checkpoint else None
+def _report(flags: EvalFlags, results: Sequence[SubjectResult], ranks: int) -> None:
+    """Write the files that were asked for, and print the results."""
+    record = record_of(results, ranks)
+    if flags.documents:
+        write_documents(results, Path(flags.documents))
+    if flags.out:
+        write_folder(results, record, Path(flags.out))
+    print(as_json(record) if flags.json else tables_of(results, ranks))
 
 
-def eval_rank(rank: int, config: RunConfig, checkpoint: Path | None, ranks: int, backend: str) -> "Evaluation":
+def check_request(request: EvalRequest, ranks: int) -> Layout:
+    """The home of the evaluation, if every value is possible on so many ranks. Raises ConfigError or LayoutError."""
+    home = home_of(request.subjects[0].config.parallel, ranks)
+    for subject in request.subjects:
+        check_config(checkable(subject.config, request.sets, home, request.given), ranks, training=False)
+    return home
+
+
+def eval_rank(rank: int, request: EvalRequest, ranks: int, backend: str) -> tuple[SubjectResult, ...]:
     """What one rank does."""
     from longspan.comm import World
-    from longspan.train.run.setup import evaluate_checkpoint
+    from longspan.train.evaluate_saved.display import EvalDisplay
+    from longspan.train.evaluate_saved.evaluate_saved import evaluate_saved
 
-    home = check_config(config, ranks, training=False)
-    log = partial(print, file=sys.stderr) if rank == 0 else _silent
-    with World(home, backend=backend, timeout=config.run.timeout_seconds) as world:
-        return evaluate_checkpoint(config, checkpoint, world, log)
-
-
-def _text(result: "Evaluation", ranks: int) -> str:
-    return (
-        f"step {result.step}: evaluation loss {result.loss:.9f} at cp {result.cp} on {counted(ranks, 'rank')} "
-        f"({counted(result.documents, 'document')}, {counted(result.tokens, 'token')}, {result.seconds:.1f} s)"
-    )
-
-
-def _silent(text: str) -> None:
-    pass
+    home, timeout = check_request(request, ranks), request.subjects[0].config.run.timeout_seconds
+    with World(home, backend=backend, timeout=timeout) as world, EvalDisplay(sys.stderr if rank == 0 else None) as show:
+        return evaluate_saved(request, world, show.log, show.progress)

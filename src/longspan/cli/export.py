@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from tyro.conf import Positional
 
-from longspan.cli.eval import split_target
 from longspan.cli.flags import Switch, parse_flags
 from longspan.errors import counted
+from longspan.train.evaluate_saved.targets import split_run
 from longspan.train.json_record import as_json
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class ExportFlags:
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     flags = parse_flags(ExportFlags, argv, "longspan export")
-    run_dir, checkpoint = split_target(Path(flags.checkpoint))
+    run_dir, checkpoint = split_run(Path(flags.checkpoint))
     from longspan.train.checkpoint.export import export_checkpoint
 
     log = partial(print, file=sys.stderr if flags.json else sys.stdout, flush=True)

@@ -16,7 +16,7 @@ from longspan.errors import ConfigError
 from longspan.train.config.defaults import resolved
 from longspan.train.config.eval_set import EvalConfig
 from longspan.train.config.file import nearest, present_word, read_file
-from longspan.train.config.sections import ContextConfig, ParallelConfig, RunConfig, TrainConfig
+from longspan.train.config.sections import ParallelConfig, RunConfig, TrainConfig
 
 Flags = TypeVar("Flags")
 _BOOLEANS = ("true", "false", "True", "False")
@@ -145,24 +145,6 @@ class TrainFlags(RunConfig):
     """Print the result as one JSON object on standard output; progress goes to standard error."""
 
 
-@dataclass(frozen=True)
-class EvalFlags:
-    """Evaluate a checkpoint on the run's held-out documents, at any degree that divides the slots.
-
-    The run's own configuration applies, except for the flags given here. Nothing in the run's folder changes.
-    """
-
-    run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN_OR_CHECKPOINT")]
-    """A run's folder (its newest good checkpoint), or the folder of one checkpoint."""
-    context: ContextConfig = field(default_factory=ContextConfig)
-    world: int = 0
-    """Processes to start on this machine; 0: one process, or those of torchrun."""
-    device: Device = "auto"
-    """auto: a GPU for each process where there are any; cpu: processes on CPUs; cuda: GPUs, or an error."""
-    json: Switch = False
-    """Print the result as one JSON object."""
-
-
 def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
     """The flags of `train`, and the configuration that file and flags make together."""
     flags = parse_flags(TrainFlags, argv, "longspan train", TrainFlags())
@@ -171,9 +153,3 @@ def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
         sections = {f.name: getattr(file, f.name) for f in fields(RunConfig)}
         flags = parse_flags(TrainFlags, argv, "longspan train", replace(TrainFlags(), **sections))
     return flags, resolved(RunConfig(**{f.name: getattr(flags, f.name) for f in fields(RunConfig)}))
-
-
-def parse_eval(argv: Sequence[str], context: ContextConfig | None = None) -> EvalFlags:
-    """The flags of `eval`; `context` holds the defaults of its section, those of the run."""
-    default = EvalFlags(run=tyro.MISSING, context=context or ContextConfig())
-    return parse_flags(EvalFlags, argv, "longspan eval", default)

@@ -39,14 +39,19 @@ def documents_of(ids: np.ndarray, longest: int, counts: Counter[str]) -> list[np
 
 
 def left_out_lines(
-    left_out: LeftOut, longest: int, other_kinds: Mapping[str, int], not_utf8: tuple[str, ...]
+    left_out: LeftOut,
+    longest: int,
+    other_kinds: Mapping[str, int],
+    not_utf8: tuple[str, ...],
+    *,
+    key: str = "data.max_document_tokens",
 ) -> Iterator[str]:
-    """A line for each way in which something is cut or left out, with its numbers and the key that decides it."""
+    """A line for each way in which something is cut or left out, with its numbers and the `key` that decides it."""
     if left_out.cut_texts:
         yield (
             f"cut {counted(left_out.cut_texts, 'text')} of {counted(left_out.cut_tokens, 'token')} into "
             f"{counted(left_out.cut_documents, 'document')} of at most {longest:,} tokens "
-            "(data.max_document_tokens; 0 cuts none)"
+            f"({key}; 0 cuts none)"
         )
     if left_out.short_texts or left_out.lost_tokens:
         yield (

@@ -9,11 +9,18 @@ from longspan.train.config.sections import ModelConfig
 
 
 def configuration_for(
-    configuration: PreTrainedConfig, model: ModelConfig, longest: int, origin: str, log: LogLine
+    configuration: PreTrainedConfig,
+    model: ModelConfig,
+    longest: int,
+    origin: str,
+    log: LogLine,
+    *,
+    cut_by: str = "data.max_document_tokens =",
 ) -> PreTrainedConfig:
     """The configuration under `model.rope_scaling`, fit for a longest document of so many tokens, of source `origin`.
 
-    Raises ConfigError where the document is longer than the model knows, ModelError where it cannot be scaled.
+    Raises ConfigError where the document is longer than the model knows, which `cut_by` shortens, ModelError where it
+    cannot be scaled.
     """
     known, scaled = position_limit(configuration), configuration
     factor = 1.0
@@ -33,7 +40,8 @@ def configuration_for(
         scaled = configuration
     limit = position_limit(scaled)
     if limit is not None and longest > limit:
-        raise ConfigError(_too_long(configuration, model, longest, origin, limit))
+        cut = f"cut documents with {cut_by} {limit}"
+        raise ConfigError(f"{_too_long(configuration, model, longest, origin, limit)}, or {cut}")
     return scaled
 
 
@@ -47,6 +55,5 @@ def _too_long(configuration: PreTrainedConfig, model: ModelConfig, longest: int,
     under = f" under model.rope_factor {model.rope_factor:g}" if model.rope_scaling else ""
     return (
         f"the longest document has {longest} tokens ({origin}), and the model knows {limit} positions{under} "
-        f"(max_position_embeddings of its configuration); {scaling}, or cut documents with "
-        f"data.max_document_tokens = {limit}"
+        f"(max_position_embeddings of its configuration); {scaling}"
     )

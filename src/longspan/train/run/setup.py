@@ -11,13 +11,13 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.errors import CheckpointError, DataError, ModelError, RunFolderError, counted
+from longspan.errors import ModelError, RunFolderError, counted
 from longspan.model.hf_folder import weight_files
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan import Cost
 from longspan.train.all_ranks import LogLine, on_every_rank, on_first_rank
-from longspan.train.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint
+from longspan.train.checkpoint.checkpoint import load_checkpoint
 from longspan.train.config.defaults import with_steps
 from longspan.train.config.file import to_toml
 from longspan.train.config.precision import warn_of_lost_updates
@@ -25,12 +25,9 @@ from longspan.train.config.sections import RunConfig
 from longspan.train.data.documents import Corpus, Documents
 from longspan.train.data.step_order import StepOrder
 from longspan.train.disk import write_atomically
-from longspan.train.evaluation.evaluate import evaluate
-from longspan.train.evaluation.options import EvaluationOptions
-from longspan.train.evaluation.result import Evaluation
-from longspan.train.memory.rows_that_fit import with_rows_of_run, with_rows_that_fit
+from longspan.train.memory.rows_that_fit import with_rows_that_fit
 from longspan.train.optim.schedule import Schedule
-from longspan.train.plans import PlanChoice, cost_of_run, query_heads
+from longspan.train.plans import cost_of_run, query_heads
 from longspan.train.run.checks.plans import check_longest
 from longspan.train.run.kept_files import keep_model_files
 from longspan.train.run.long_documents import configuration_for
@@ -104,33 +101,6 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     return TrainingRun(config, world, model, optimizer, _cost(config, world, model, log), corpus, order, done)
 
 
-def evaluate_checkpoint(config: RunConfig, checkpoint: Path | None, world: World, log: LogLine) -> Evaluation:
-    """The loss of a checkpoint (None: the run's newest good one) on the run's held-out documents.
-
-    All ranks call it together; the plan is that of the evaluation half of `config.context`. Nothing is written.
-    Raises CheckpointError for a missing or damaged checkpoint, DataError where the run holds out no documents.
-    """
-    directory = Path(config.run.dir)
-    if checkpoint is not None:
-        check_checkpoint(checkpoint, world)
-    checkpoint = checkpoint or find_checkpoint(directory / "checkpoints", world, log)
-    if checkpoint is None:
-        raise CheckpointError(f"{directory} has no checkpoint; train it first: longspan train {directory}/config.toml")
-    config = with_rows_of_run(config)
-    corpus = Corpus(directory / "corpus")
-    held_out = corpus.select(step_order_of(config, corpus).evaluation)
-    if not held_out:
-        raise DataError(
-            f"{directory} holds out no documents (data.eval_documents is 0), so there is nothing to evaluate"
-        )
-    model = _prepared_for(corpus, config, world, log, resumed=True, training=False)
-    step = int(load_checkpoint(checkpoint, model, None, world)["step"])
-    cost = _cost(config, world, model, log)
-    choice = PlanChoice.evaluation(config, cost=cost, heads=query_heads(model.config))
-    options = EvaluationOptions(step=step, loss_chunk_rows=config.train.loss_chunk_rows)
-    return evaluate(model, held_out, choice, world, options)
-
-
 def _cost(config: RunConfig, world: World, model: PreTrainedModel | PipelineModel, log: LogLine) -> Cost:
     return cost_of_run(config, model.config, log, gpu=world.device.type == "cuda")
 
@@ -178,7 +148,7 @@ def documents_line(config: RunConfig, order: StepOrder) -> str:
 
 
 def _prepared_for(
-    corpus: Corpus, config: RunConfig, world: World, log: LogLine, *, resumed: bool, training: bool = True
+    corpus: Corpus, config: RunConfig, world: World, log: LogLine, *, resumed: bool
 ) -> PreTrainedModel | PipelineModel:
     """The run's model, fit for the corpus's vocabulary and longest document, and prepared.
 
@@ -191,7 +161,6 @@ def _prepared_for(
     fit = configuration_for(named, config.model, int(corpus.lengths[longest]), corpus.origin(longest), log)
     load = unread_model if resumed else partial(loaded_model, vocabulary=rows)
     model = on_every_rank(world, lambda: load(config, configuration=fit), ModelError)
-    if training:
-        keep = partial(keep_model_files, Path(config.run.dir), config.model, fit, type(model).__name__, log)
-        on_first_rank(world, keep, RunFolderError)
-    return prepared_model(config, world, model, training=training)
+    keep = partial(keep_model_files, Path(config.run.dir), config.model, fit, type(model).__name__, log)
+    on_first_rank(world, keep, RunFolderError)
+    return prepared_model(config, world, model)

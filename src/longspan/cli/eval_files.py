@@ -1,0 +1,48 @@
+"""The files that `longspan eval` writes: losses of documents, and a folder with everything."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from longspan.errors import ConfigError
+from longspan.train.disk import os_error_text
+from longspan.train.evaluate_saved.record import document_rows
+from longspan.train.evaluate_saved.request import SubjectResult
+from longspan.train.json_record import as_json, json_values
+
+
+def check_writable(file: str, out: str) -> None:
+    """Raise ConfigError where results could not be written: before hours of evaluation, not after."""
+    if file and Path(file).is_dir():
+        raise ConfigError(f"--documents {file} is a folder; give a file in it, such as {Path(file, 'documents.jsonl')}")
+    if out and Path(out).exists() and not Path(out).is_dir():
+        raise ConfigError(f"--out {out} is a file; give a folder")
+    for flag, folder in (("--documents", Path(file).parent if file else None), ("--out", Path(out) if out else None)):
+        if folder is None:
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{flag}: {os_error_text(error)}") from error
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(f"{flag}: {folder} cannot be written to; give another folder")
+
+
+def write_documents(results: Sequence[SubjectResult], file: Path) -> None:
+    """The loss of every document, one JSON object a line."""
+    rows = document_rows(results)
+    _write(file, "".join(json.dumps(json_values(row), ensure_ascii=False) + "\n" for row in rows))
+
+
+def write_folder(results: Sequence[SubjectResult], record: dict[str, object], folder: Path) -> None:
+    """results.json (what --json prints) and documents.jsonl."""
+    _write(folder / "results.json", as_json(record, indent=1) + "\n")
+    write_documents(results, folder / "documents.jsonl")
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {os_error_text(error)}") from error

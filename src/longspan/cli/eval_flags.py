@@ -1,0 +1,175 @@
+"""Flags of `longspan eval`, and the request that they make."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, Literal
+
+import tyro
+from tyro.conf import FlagConversionOff, Positional, UseAppendAction
+
+from longspan.cli.flags import Switch, check_least, parse_flags
+from longspan.cli.processes import Device
+from longspan.errors import ConfigError
+from longspan.train.config.bounds import NOT_GIVEN
+from longspan.train.config.defaults import resolved
+from longspan.train.config.file import load_config
+from longspan.train.config.sections import ContextConfig, DataConfig, ModelConfig, ParallelConfig, RunConfig
+from longspan.train.evaluate_saved.fit import entry_of, fitted_home
+from longspan.train.evaluate_saved.request import EvalRequest, Subject
+from longspan.train.evaluate_saved.targets import SavedWeights, named_paths, saved_weights
+
+PROG = "longspan eval"
+Repeated = UseAppendAction[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """How the saved model is held and computed."""
+
+    dtype: Literal["", "float32", "float64", "bfloat16"] = ""
+    """Parameters: float32, float64 or bfloat16. Default: as the run has them; of a folder: float32."""
+    compute_dtype: Literal["", "auto", "float32", "bfloat16", "float64"] = ""
+    """Arithmetic: auto (bfloat16 on GPUs, as dtype on CPUs), float32, bfloat16 or float64. Default: as in the run; of a
+    folder: auto."""
+    rope_scaling: Literal["", "yarn", "linear"] = ""
+    """yarn or linear: scale rotary positions for documents beyond the model's max_position_embeddings. Default: as the
+    model has been trained."""
+    rope_factor: float = 0.0
+    """How many times as long documents may be under --model.rope_scaling; 0: what the longest needs, in quarters."""
+
+
+@dataclass(frozen=True)
+class EvalFlags:
+    """Evaluate a run, a checkpoint or a Hugging Face folder: loss and metrics of its documents at any degree.
+
+    A run's own configuration applies, except for the flags given here; on other ranks than it had, each degree becomes
+    the nearest one that fits, which is said. Nothing in the folder changes.
+    """
+
+    target: Annotated[Positional[str], tyro.conf.arg(metavar="RUN|CHECKPOINT|HF_FOLDER")]
+    """A run's folder (its newest good checkpoint), the folder of one checkpoint, or a Hugging Face folder."""
+    data: Repeated = ()
+    """NAME=PATH or PATH of texts (a file or folder of .txt .md .py .jsonl, or stdlib); again for more sets. Default:
+    the documents that the run holds out."""
+    set: Repeated = ()
+    """Name of an evaluation set [[eval]] of the run, in place of the documents that it holds out; again for more."""
+    max_documents: int = 0
+    """Documents of each set, at most, at even distances; 0: all."""
+    max_document_tokens: int = NOT_GIVEN
+    """Longer texts of --data are cut into documents of at most this many tokens; 0: none is cut. Default (-1): as in
+    the run; of a folder: 0."""
+    tokenizer: str = ""
+    """A folder with tokenizer.json; empty: that of the run, or of the model's folder."""
+    compare: str = ""
+    """Another run, checkpoint or Hugging Face folder, to be evaluated on the same documents in the same layout."""
+    degrees: str = ""
+    """Context-parallel degrees with commas between, such as 1,2,4, at each of which the documents are evaluated."""
+    metrics: Repeated = ()
+    """A metric of your own, package.module.function of TargetRows to (sum, count); again for more."""
+    seconds: float = 0.0
+    """Stop with an error where the evaluations take longer; 0: no limit."""
+    documents: str = ""
+    """Write the loss of every document to this file, one JSON object a line."""
+    out: str = ""
+    """Write results.json (what --json prints) and documents.jsonl to this folder."""
+    model: SavedModel = field(default_factory=SavedModel)
+    parallel: FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
+    world: int = 0
+    """Processes to start on this machine; 0: one process, or those of torchrun."""
+    device: Device = "auto"
+    """auto: a GPU for each process where there are any; cpu: processes on CPUs; cuda: GPUs, or an error."""
+    json: Switch = False
+    """Print the results as one JSON object."""
+
+
+def parse_eval(argv: Sequence[str], config: RunConfig | None = None) -> EvalFlags:
+    """The flags of `eval`; where they are not given, [parallel] and [context] are those of a run's configuration."""
+    sections = {} if config is None else {"parallel": config.parallel, "context": config.context}
+    return parse_flags(EvalFlags, argv, PROG, EvalFlags(target=tyro.MISSING, **sections))
+
+
+def request_of(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalRequest:
+    """What the flags ask for on so many ranks. Raises ConfigError or CheckpointError for what cannot be."""
+    check_least(flags, max_documents=0, max_document_tokens=NOT_GIVEN)
+    if flags.max_document_tokens == 1:
+        raise ConfigError("--max-document-tokens is 1; a document of one token predicts nothing: use 2 or more")
+    if flags.seconds < 0:
+        raise ConfigError(f"--seconds is {flags.seconds:g}; give a number above 0, or 0 for no limit")
+    if flags.data and flags.set:
+        raise ConfigError("--data and --set are given; evaluate texts, or sets of the run, in one call")
+    if flags.degrees and flags.compare:
+        raise ConfigError("--degrees and --compare are given; compare degrees, or weights, in one call")
+    given = given_keys(argv)
+    _check_keys(given)
+    first = _subject(argv, saved_weights(flags.target), flags)
+    config, changes = fitted_home(first.config, ranks, given)
+    first = replace(first, config=config)
+    for name in flags.set:
+        entry_of(config, name, given)
+    subjects = [first]
+    if flags.compare:
+        other = _subject(argv, saved_weights(flags.compare), flags)
+        layout = {"parallel": config.parallel, "context": config.context, "eval": config.eval}
+        subjects.append(replace(other, config=replace(other.config, **layout)))
+    return EvalRequest(
+        subjects=tuple(subjects),
+        sets=flags.set,
+        paths=tuple(named_paths(flags.data).items()),
+        max_documents=flags.max_documents,
+        max_document_tokens=flags.max_document_tokens,
+        tokenizer=flags.tokenizer,
+        degrees=_degrees(flags.degrees),
+        metrics=flags.metrics,
+        seconds=flags.seconds,
+        given=given,
+        home_changes=changes,
+    )
+
+
+def given_keys(argv: Sequence[str]) -> frozenset[str]:
+    """The keys "section.key" that words of the command line set."""
+    words = (word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--"))
+    return frozenset(word for word in words if "." in word)
+
+
+def _check_keys(given: frozenset[str]) -> None:
+    """Raise ConfigError for keys of training, which would have no effect."""
+    evaluated = {f.name for f in fields(ContextConfig) if f.name.startswith("eval_")}
+    for key in sorted(key.removeprefix("context.") for key in given if key.startswith("context.")):
+        if f"eval_{key}" in evaluated:
+            raise ConfigError(f"--context.{key} is a key of training; evaluation reads --context.eval_{key}")
+        if key in ("mode", "plan_ahead"):
+            raise ConfigError(f"--context.{key} is a key of training, and evaluation does not read it; leave it out")
+
+
+def _subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags) -> Subject:
+    """The weights, and the configuration that their run and the flags make together."""
+    if weights.run_dir is None:
+        model = ModelConfig(path=str(weights.path), **_given_values(flags.model))
+        config = RunConfig(model, DataConfig(max_document_tokens=0), flags.parallel, flags.context)
+        return Subject(weights, resolved(config))
+    config = load_config(weights.run_dir / "config.toml")
+    flags = parse_eval(argv, config)
+    config = replace(
+        config,
+        model=replace(config.model, **_given_values(flags.model)),
+        parallel=flags.parallel,
+        context=flags.context,
+        run=replace(config.run, dir=str(weights.run_dir)),
+    )
+    return Subject(weights, config)
+
+
+def _given_values(model: SavedModel) -> dict[str, Any]:
+    return {f.name: value for f in fields(SavedModel) if (value := getattr(model, f.name)) not in ("", 0.0)}
+
+
+def _degrees(text: str) -> tuple[int, ...]:
+    try:
+        degrees = tuple(int(word) for word in text.split(",") if word.strip())
+    except ValueError:
+        degrees = (0,)
+    if any(degree < 1 for degree in degrees) or len(set(degrees)) < len(degrees):
+        raise ConfigError(f"--degrees is {text!r}; give different integers of at least 1 with commas between: 1,2,4")
+    return degrees

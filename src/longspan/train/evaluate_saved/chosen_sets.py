@@ -1,0 +1,94 @@
+"""Which documents are evaluated: those of --data, or those that the run of the weights holds out.
+
+Two subjects read the same tokens where their tokenizers are the same. Where they are not, both read the same texts,
+whole, and only bits per byte can be compared.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from longspan.comm import World
+from longspan.errors import ConfigError, DataError
+from longspan.train.all_ranks import LogLine, on_every_rank
+from longspan.train.config.bounds import NOT_GIVEN
+from longspan.train.config.sections import DataConfig
+from longspan.train.data.tokenizer import TextTokenizer
+from longspan.train.evaluate_saved.request import EvalRequest, Subject
+from longspan.train.evaluate_saved.sets import EvalSet, held_out_documents, text_sets
+from longspan.train.evaluate_saved.weights import CheckedWeights
+
+Sets = tuple[EvalSet, ...]
+
+
+def chosen_sets(request: EvalRequest, checked: Sequence[CheckedWeights], world: World, log: LogLine) -> list[Sets]:
+    """The sets of each subject, in the same order and of the same documents; entered by all ranks.
+
+    Raises DataError or ConfigError, on every rank, for documents that are missing, or cannot be compared.
+    """
+    tokenizers = [weights.tokenizer for weights in checked]
+    if all(tokenizer_digest(tokenizer) == tokenizer_digest(tokenizers[0]) for tokenizer in tokenizers):
+        sets = _limited(request, _sets(request, checked[0], world, log))
+        return [sets for _ in checked]
+    if not request.paths:
+        raise ConfigError(
+            f"the tokenizers of {checked[0].subject.folder} and {checked[1].subject.folder} differ, and the documents "
+            "of a run are kept as tokens: only texts can be compared; give --data"
+        )
+    of_subjects = [_sets(request, weights, world, log) for weights in checked]
+    for first, other in zip(*of_subjects, strict=True):
+        _check_same_texts(first, other)
+    return [_limited(request, sets) for sets in of_subjects]
+
+
+def tokenizer_digest(tokenizer: TextTokenizer) -> str:
+    """What tokenizers that give equal ids have in common."""
+    return " ".join((tokenizer.digest, *tokenizer.opening, "…", *tokenizer.closing))
+
+
+def _sets(request: EvalRequest, weights: CheckedWeights, world: World, log: LogLine) -> Sets:
+    subject = weights.subject
+    if request.paths:
+        data = _settings(request)
+        return text_sets(dict(request.paths), weights.tokenizer, data, world, log)
+    return on_every_rank(world, lambda: (held_out_documents(_run_of(subject), subject.config),), DataError)
+
+
+def _run_of(subject: Subject) -> Path:
+    if subject.weights.run_dir is None:
+        raise ConfigError(
+            f"{subject.weights.path} is a Hugging Face folder, which holds out no documents; give --data PATH (a file "
+            "or folder of .txt .md .py .jsonl)"
+        )
+    return subject.weights.run_dir
+
+
+def _settings(request: EvalRequest) -> DataConfig:
+    """How texts become documents: as in the first subject's run, but for what flags say."""
+    data = request.subjects[0].config.data
+    longest = request.max_document_tokens
+    return DataConfig(
+        max_document_tokens=data.max_document_tokens if longest == NOT_GIVEN else longest,
+        parse_special_tokens=data.parse_special_tokens,
+    )
+
+
+def _limited(request: EvalRequest, sets: Sets) -> Sets:
+    return tuple(of_name.at_most(request.max_documents) for of_name in sets)
+
+
+def _check_same_texts(first: EvalSet, other: EvalSet) -> None:
+    """Raise DataError unless document d is the same whole text in both, read by two tokenizers."""
+    corpora = (first.documents.corpus, other.documents.corpus)
+    if any(corpus.manifest.left_out.cut_texts for corpus in corpora):
+        raise DataError(
+            f"texts of --data {first.name} are cut into documents, by two tokenizers at different places; give "
+            "--max-document-tokens 0, which cuts none, to compare models of different tokenizers"
+        )
+    short = [corpus.manifest.left_out.short_texts for corpus in corpora]
+    sources = [[of_name.source(d) for d in range(len(of_name.documents))] for of_name in (first, other)]
+    one_a_file = len(set(sources[0])) == len(sources[0])
+    if sources[0] != sources[1] or (any(short) and not one_a_file):
+        raise DataError(
+            f"texts of --data {first.name} have fewer than 2 tokens ({short[0]:,} by one tokenizer, {short[1]:,} by "
+            "the other), so that documents cannot be paired; leave these texts out"
+        )

@@ -1,0 +1,126 @@
+"""The documents that saved weights are evaluated on: texts of paths, or what a run holds out.
+
+Texts are tokenized into a temporary folder of each host, whose files are removed as soon as all its ranks have them
+open: nothing is left behind, and neither a run's nor a model's folder changes.
+"""
+
+import hashlib
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from longspan.comm import World
+from longspan.errors import DataError, counted
+from longspan.train.all_ranks import LogLine, on_every_rank
+from longspan.train.config.sections import DataConfig, RunConfig
+from longspan.train.data.build import build_corpus
+from longspan.train.data.documents import Corpus, Documents
+from longspan.train.data.files import files_of_other_kinds, find_files
+from longspan.train.data.left_out import left_out_lines
+from longspan.train.data.tokenizer import TextTokenizer
+from longspan.train.run.setup import step_order_of
+
+HELD_OUT = ""  # name of the set of documents that a run holds out
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """A named set of documents."""
+
+    name: str
+    documents: Documents
+
+    @property
+    def longest(self) -> int:
+        """The document of the most tokens."""
+        return int(np.argmax(self.documents.lengths))
+
+    def source(self, document: int) -> str:
+        """The file that a document was cut from."""
+        return self.documents.corpus.origin(self.documents.ids[document])
+
+    def at_most(self, count: int) -> "EvalSet":
+        """So many of its documents (0: all), at even distances, so that they come from all its files."""
+        ids = self.documents.ids
+        if not 0 < count < len(ids):
+            return self
+        spread = tuple(ids[i * len(ids) // count] for i in range(count))
+        return replace(self, documents=Documents(self.documents.corpus, spread))
+
+
+def held_out_documents(run_dir: Path, config: RunConfig) -> EvalSet:
+    """The documents that a run holds out. Raises DataError where there are none, or no corpus."""
+    corpus = Corpus(run_dir / "corpus")
+    held_out = corpus.select(step_order_of(config, corpus).evaluation)
+    if not held_out:
+        raise DataError(
+            f"{run_dir} holds out no documents (data.eval_documents is 0), so there is nothing to evaluate; give --data"
+        )
+    return EvalSet(HELD_OUT, held_out)
+
+
+def text_sets(
+    paths: Mapping[str, str], tokenizer: TextTokenizer, data: DataConfig, world: World, log: LogLine
+) -> tuple[EvalSet, ...]:
+    """The documents of the texts at these paths, as the settings in `data` say; entered by all ranks.
+
+    The first rank of each host tokenizes. Raises DataError on every rank for a path that is missing, empty or
+    unreadable, and where hosts have different files there.
+    """
+    host = socket.gethostname()
+    hosts = world.control.gather_objects(host, "names of hosts")
+    builder = hosts.index(host)
+    builds = builder == world.home.ranks.index(world.rank)
+    with tempfile.TemporaryDirectory(prefix="longspan-eval-") if builds else nullcontext("") as folder:
+
+        def build() -> None:
+            if builds:
+                for index, path in enumerate(paths.values()):
+                    _build(replace(data, path=path), tokenizer, Path(folder, str(index)), log)
+
+        on_every_rank(world, build, DataError)
+        root = world.control.gather_objects(folder, "folders of hosts")[builder]
+        corpora = on_every_rank(world, lambda: [_opened(Path(root, str(i))) for i in range(len(paths))], DataError)
+    _check_same_files(world, corpora, hosts)
+    return tuple(EvalSet(name, corpus.select(range(len(corpus)))) for name, corpus in zip(paths, corpora, strict=True))
+
+
+def _build(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLine) -> None:
+    try:
+        files = find_files(data.path)
+        folder.mkdir()
+        corpus = build_corpus(data, files, folder, tokenizer=tokenizer, log=log)
+    except DataError as error:
+        raise DataError(str(error).replace("data.path", "--data", 1)) from error
+    tokens, documents = int(corpus.lengths.sum()), counted(len(corpus), "document")
+    log(f"{data.path}: {counted(len(files), 'file')}, {documents}, {counted(tokens, 'token')}")
+    manifest, kinds = corpus.manifest, files_of_other_kinds(data.path)
+    longest = data.max_document_tokens
+    for line in left_out_lines(manifest.left_out, longest, kinds, manifest.skipped, key="--max-document-tokens"):
+        log(line)
+
+
+def _opened(folder: Path) -> Corpus:
+    try:
+        return Corpus(folder / "corpus")
+    except DataError as error:
+        raise DataError(
+            f"{folder} was made on this host ({socket.gethostname()}), and a rank cannot open it: {error}; give hosts "
+            "names of their own, or set TMPDIR to a folder that they share"
+        ) from error
+
+
+def _check_same_files(world: World, corpora: Sequence[Corpus], hosts: Sequence[str]) -> None:
+    sources = "".join(f"{source.name} {source.sha256}\n" for corpus in corpora for source in corpus.manifest.sources)
+    digests = world.control.gather_objects(hashlib.sha256(sources.encode()).hexdigest(), "digests of texts")
+    if len(set(digests)) > 1:
+        other = next(i for i, digest in enumerate(digests) if digest != digests[0])
+        raise DataError(
+            f"the files of --data differ between hosts {hosts[0]} and {hosts[other]}; give a path on storage that they "
+            "share, or copy the files again"
+        )

@@ -1,0 +1,55 @@
+"""`longspan eval` of a Hugging Face folder on texts: every document's loss is that of stock transformers in float64."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from longspan.cli.main import main
+from longspan.model import load_model
+from longspan.train.data.tokenizer import train_tokenizer
+from tests.train.small import write_texts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with model/ and texts/."""
+    root = tmp_path_factory.mktemp("eval_folder")
+    texts = [file.read_text() for file in sorted(write_texts(root / "texts").iterdir())]
+    load_model(preset="qwen3-tiny", vocab_size=300, seed=3).save_pretrained(root / "model")
+    train_tokenizer(texts, 300).save_pretrained(root / "model")
+    return root
+
+
+def reference_losses(model_folder: Path, texts: Path) -> list[tuple[float, int]]:
+    """The summed loss and targets of each text, one at a time, by stock transformers in float64."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64, attn_implementation="sdpa")
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    losses = list[tuple[float, int]]()
+    for file in sorted(texts.iterdir()):
+        ids = torch.tensor([[*tokenizer(file.read_text()).input_ids, tokenizer.eos_token_id]])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, :-1]
+        losses.append((float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")), ids.shape[1] - 1))
+    return losses
+
+
+def test_every_document_has_the_loss_of_stock_transformers(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted((file, file.stat().st_mtime_ns) for file in folder.rglob("*"))
+    words = ["eval", str(folder / "model"), "--data", f"words={folder / 'texts'}", "--json", "--world", "2"]
+    words += ["--documents", str(tmp_path / "losses.jsonl"), "--model.dtype", "float64"]
+    assert main([*words, "--context.eval_context_parallel_size", "2", "--context.eval_cp_comm_type", "a2a"]) == 0
+    record: dict[str, Any] = json.loads(capfd.readouterr().out)
+    expected = reference_losses(folder / "model", folder / "texts")
+    rows = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows] == pytest.approx([loss / targets for loss, targets in expected], rel=1e-12)
+    assert [row["name"] for row in rows] == [file.name for file in sorted((folder / "texts").iterdir())]
+    total, targets = (sum(values) for values in zip(*expected, strict=True))
+    assert (record["eval_loss"], record["eval_targets"]) == (pytest.approx(total / targets, rel=1e-12), targets)
+    assert (record["cp"], record["evaluations"][0]["cp_comm_type"], record["kind"]) == (2, ["a2a"], "folder")
+    assert sorted((file, file.stat().st_mtime_ns) for file in folder.rglob("*")) == before
