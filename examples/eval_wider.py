@@ -9,9 +9,9 @@ import os
 import numpy as np
 import torch
 
-from longspan import Layout, World, plan_fixed, prepare, run_step
-from longspan.model import load_model
+from longspan import Layout, World, evaluate, load_model, plan_fixed, prepare, run_step
 from longspan.testing import run_ranks
+from longspan.train import PlanChoice
 
 VOCABULARY = 64
 
@@ -36,10 +36,10 @@ def main(rank: int) -> None:
             if rank == 0 and step % 5 == 0:
                 print(f"step {step:2d}  cp 2  training loss {result.loss:.4f}")
         for cp in (1, 2, 4):
-            wide = plan_fixed([len(d) for d in held_out], home, cp=cp)
-            report = run_step(model, wide, held_out, world, backward=False)
+            result = evaluate(model, held_out, PlanChoice.fixed(cp), world)
             if rank == 0:
-                print(f"evaluation at cp {cp}: loss {report.loss:.7f} over {report.targets} targets")
+                accuracy = result.metrics["token_accuracy"].value
+                print(f"evaluation at cp {cp}: loss {result.loss:.7f}, token accuracy {accuracy:.4f}")
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longspan import Layout, World, bind, load_model, plan_dynamic, plan_fixed, prepare, run_step
+from longspan import Layout, World, bind, evaluate, load_model, plan_dynamic, prepare
 from longspan.testing import run_ranks
-from longspan.train import clip_grad_norm, find_checkpoint, load_checkpoint, save_checkpoint, summed_cross_entropy
+from longspan.train import PlanChoice, clip_grad_norm, find_checkpoint, load_checkpoint, save_checkpoint
+from longspan.train.loss import summed_cross_entropy
 
 VOCABULARY, PROMPT = 64, 5
 
@@ -63,8 +64,7 @@ def main(rank: int, folder: str, steps: int) -> None:
         save_checkpoint(folder, model, optimizer, world, step=steps, keep=2)
         documents, _ = batch_of(1000)
         for cp in (1, world.home.slots):  # the same weights at another degree: only the plan differs
-            plan = plan_fixed([len(ids) for ids in documents], world.home, cp=cp)
-            result = run_step(model, plan, documents, world, backward=False)
+            result = evaluate(model, documents, PlanChoice.fixed(cp), world)
             if rank == 0:
                 print(f"evaluation at degree {cp}: {result.loss:.6f}", flush=True)
 

@@ -55,6 +55,11 @@ def test_the_page_on_parallelism_is_one_program(tmp_path: Path) -> None:
     assert len(run_page("parallelism.md", tmp_path).splitlines()) == 7
 
 
+def test_the_page_on_evaluation_is_one_program(tmp_path: Path) -> None:
+    losses = re.findall(r"loss (\d+\.\d+)", run_page("evaluation.md", tmp_path))
+    assert len(losses) == 3 and max(map(float, losses)) - min(map(float, losses)) <= 2e-6
+
+
 def test_the_page_on_own_loops_shows_the_lines_of_its_program() -> None:
     program = (ROOT / "examples/own_loop.py").read_text()
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/own-loop.md").read_text(), flags=re.DOTALL)
@@ -106,8 +111,8 @@ def test_the_page_on_gpus_generates_with_stock_transformers(tmp_path: Path) -> N
 
 def test_no_page_has_a_program_that_is_not_run() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
-    with_programs = {page.name for page in pages if "```python" in page.read_text()}
-    run_here = {"attention.md", "gpu.md", "own-loop.md", "parallelism.md", "planning.md", "tour.md", "README.md"}
+    with_programs = {page.stem for page in pages if "```python" in page.read_text()}
+    run_here = {"attention", "evaluation", "gpu", "own-loop", "parallelism", "planning", "tour", "README"}
     assert with_programs == run_here
 
 
