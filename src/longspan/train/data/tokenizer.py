@@ -42,7 +42,7 @@ class TextTokenizer:
         return max(self.engine.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
-    def _around(self) -> tuple[list[int], list[int]]:
+    def around(self) -> tuple[list[int], list[int]]:
         """The ids that the tokenizer's post-processor puts before and behind a text."""
         text, whole = (self.engine.encode("a", add_special_tokens=special).ids for special in (False, True))
         start = next(i for i in range(len(whole)) if whole[i : i + len(text)] == text)
@@ -51,12 +51,12 @@ class TextTokenizer:
     @property
     def opening(self) -> tuple[str, ...]:
         """The tokens that every text begins with."""
-        return self._named(self._around[0])
+        return self._named(self.around[0])
 
     @property
     def closing(self) -> tuple[str, ...]:
         """The tokens that every text ends with."""
-        return self._named([*self._around[1], *self._end])
+        return self._named([*self.around[1], *self._end])
 
     def _named(self, ids: Sequence[int]) -> tuple[str, ...]:
         return tuple(str(self.engine.id_to_token(i)) for i in ids)
@@ -64,7 +64,7 @@ class TextTokenizer:
     @property
     def _end(self) -> list[int]:
         """The end of text, unless the tokenizer puts it there itself."""
-        return [] if self.end is None or self.end in self._around[1] else [self.end]
+        return [] if self.end is None or self.end in self.around[1] else [self.end]
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, with what stands around it."""

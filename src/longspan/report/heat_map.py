@@ -1,0 +1,77 @@
+"""Passkey retrieval as an SVG: a cell for each length and depth, with its share of keys as a colour and a number.
+
+The drawing stands alone or in a page, on light and on dark. Cells are red at 0%, yellow at half and blue at 100%, which
+are told apart with any colour vision.
+"""
+
+from longspan.errors import counted
+from longspan.report.markup import label, tag, text
+from longspan.train.evaluation.passkey.grid import PasskeyGrid
+
+RAMP = ((165, 0, 38), (254, 237, 160), (40, 80, 160))  # at 0, 1/2 and 1
+CELL, ROW = 68.0, 34.0
+LEFT, TOP, BOTTOM, LEAST_WIDTH = 62.0, 74.0, 52.0, 560.0
+STYLE = """
+.heat .sheet { fill: #ffffff; } .heat text { font: 12px system-ui, sans-serif; fill: #1d2126; }
+.heat .heading { font-size: 15px; font-weight: 600; } .heat .soft { fill: #5d6670; }
+.heat .on-dark { fill: #ffffff; } .heat .on-light { fill: #1d2126; }
+@media (prefers-color-scheme: dark) {
+  .heat .sheet { fill: #1b1f25; } .heat text { fill: #e8eaed; } .heat .soft { fill: #9aa4af; }
+  .heat .on-dark { fill: #ffffff; } .heat .on-light { fill: #1d2126; }
+}
+"""
+
+
+def passkey_svg(grid: PasskeyGrid, *, name: str = "") -> str:
+    """The picture of a grid, of the evaluation set `name`; lengths go to the right, depths down.
+
+    >>> Path("passkey.svg").write_text(passkey_svg(documents.grid(evaluation)))
+    """
+    width = max(LEAST_WIDTH, LEFT + CELL * len(grid.lengths) + 20)
+    bottom = TOP + ROW * len(grid.depths)
+    cells = (_cell(grid, i, j) for i in range(len(grid.lengths)) for j in range(len(grid.depths)))
+    return tag(
+        "svg",
+        tag("style", STYLE),
+        tag("rect", class_="sheet", width=width, height=bottom + BOTTOM),
+        label(_heading(grid, name), 16, 26, "start", "heading"),
+        label("Share of keys retrieved whole; 100% everywhere is best, red cells are lost.", 16, 46, "start", "soft"),
+        label("depth", LEFT - 10, TOP - 8, "end", "soft"),
+        *cells,
+        *(label(f"{depth:g}", LEFT - 10, TOP + ROW * (j + 0.5) + 4, "end") for j, depth in enumerate(grid.depths)),
+        *(label(f"{n:,}", LEFT + CELL * (i + 0.5), bottom + 18, "middle") for i, n in enumerate(grid.lengths)),
+        label("tokens of the document; depth 0: the key stands at its beginning, 1: at its end", LEFT, bottom + 38, "start", "soft"),
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {width:g} {bottom + BOTTOM:g}",
+        class_="heat",
+        role="img",
+        aria_label=f"{_heading(grid, name)}. {grid.table()}",
+    )
+
+
+def _heading(grid: PasskeyGrid, name: str) -> str:
+    of_set = f" ({name})" if name else ""
+    keys = f"{sum(map(sum, grid.retrieved)):,} of {counted(grid.documents, 'key')}"
+    return f"Passkey retrieval{of_set}: {keys}, after step {grid.step:,}, at cp {grid.cp}"
+
+
+def _cell(grid: PasskeyGrid, i: int, j: int) -> str:
+    """The cell of a length and a depth; a pointer over it shows its numbers."""
+    share = grid.retrieved[i][j] / grid.samples
+    color, dark = _color(share)
+    x, y = LEFT + CELL * i, TOP + ROW * j
+    tip = (
+        f"{grid.lengths[i]:,} tokens, depth {grid.depths[j]:g}: {grid.retrieved[i][j]} of "
+        f"{counted(grid.samples, 'key')}, loss of an answer's token {grid.losses[i][j]:.4f}"
+    )
+    box = tag("rect", x=x + 1, y=y + 1, width=CELL - 2, height=ROW - 2, rx=4, fill=color)
+    number = label(f"{100 * share:.0f}%", x + CELL / 2, y + ROW / 2 + 4, "middle", "on-dark" if dark else "on-light")
+    return tag("g", tag("title", text(tip)), box, number)
+
+
+def _color(share: float) -> tuple[str, bool]:
+    """The colour of a share, and whether it is dark."""
+    low, high = (RAMP[0], RAMP[1]) if share < 0.5 else (RAMP[1], RAMP[2])
+    part = 2 * share - (share >= 0.5)
+    red, green, blue = (round(a + (b - a) * part) for a, b in zip(low, high, strict=True))
+    return f"#{red:02x}{green:02x}{blue:02x}", 0.299 * red + 0.587 * green + 0.114 * blue < 150

@@ -1,0 +1,161 @@
+"""Documents of passkey retrieval, made when they are read, and what an evaluation measures of them.
+
+Whether a document's key is retrieved is whether every token of its answer is the likeliest one after the true tokens
+before it. That is what greedy decoding of the answer would show: its first token is the same choice, and while its
+tokens are those of the answer, so are the tokens that the next one follows.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longspan.errors import DataError, counted
+from longspan.train.evaluation.metrics import DocumentMetric, TargetRows
+from longspan.train.evaluation.passkey.grid import PasskeyGrid
+from longspan.train.evaluation.passkey.text import Ids, Pieces, key_of
+from longspan.train.evaluation.result import Evaluation
+
+
+@dataclass(frozen=True)
+class PasskeyDocument:
+    """A document of `length` tokens, indexed by an array of positions; its last tokens are the answer's.
+
+    `key_at` is how many tokens of filler stand before the key, `filler` how many there are.
+    """
+
+    pieces: Pieces
+    key: int
+    length: int
+    depth: float
+    filler: int
+    key_at: int
+    answer: Ids
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, positions: Any) -> Ids:
+        return self.ids()[positions]
+
+    @property
+    def answer_start(self) -> int:
+        """The position of the answer's first token."""
+        return self.length - len(self.answer)
+
+    def ids(self) -> Ids:
+        """All token ids."""
+        filler = np.resize(self.pieces.filler, self.filler)
+        key, pieces = self.pieces.key(self.key), self.pieces
+        parts = (pieces.opening, filler[: self.key_at], key, filler[self.key_at :], pieces.question, self.answer)
+        return np.concatenate(parts)
+
+
+@dataclass(frozen=True)
+class PasskeyDocuments(Sequence[PasskeyDocument]):
+    """Documents of every length, depth and sample, in this order; made by `passkey_documents`."""
+
+    documents: tuple[PasskeyDocument, ...]
+    asked_lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    samples: int
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> PasskeyDocument:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.documents[index]
+
+    def __iter__(self) -> Iterator[PasskeyDocument]:
+        return iter(self.documents)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each document."""
+        return tuple(document.length for document in self.documents)
+
+    @property
+    def metrics(self) -> Mapping[str, DocumentMetric]:
+        """What `EvaluationOptions.document_metrics` takes: wrong tokens of answers, and their losses."""
+        starts = torch.tensor([document.answer_start for document in self.documents])
+
+        def in_answer(rows: TargetRows) -> Tensor:
+            return rows.positions + 1 >= starts.to(rows.positions.device)[rows.documents]
+
+        def wrong(rows: TargetRows) -> tuple[Tensor, Tensor]:
+            return rows.logits.argmax(-1) != rows.targets, in_answer(rows)
+
+        def loss(rows: TargetRows) -> tuple[Tensor, Tensor]:
+            return rows.losses, in_answer(rows)
+
+        return {"passkey_wrong": wrong, "passkey_loss": loss}
+
+    def grid(self, evaluation: Evaluation) -> PasskeyGrid:
+        """What an evaluation of these documents, with these metrics, shows for each length and depth."""
+        shape = len(self.asked_lengths), len(self.depths), self.samples
+        wrong, losses = (evaluation.document_metrics[name] for name in ("passkey_wrong", "passkey_loss"))
+        retrieved = np.array([mean.sum == 0 for mean in wrong]).reshape(shape).sum(-1)  # (lengths, depths)
+        sums, counts = (np.array(values).reshape(shape).sum(-1) for values in zip(*losses, strict=True))
+        return PasskeyGrid(
+            lengths=self.asked_lengths,
+            depths=self.depths,
+            samples=self.samples,
+            retrieved=tuple(map(tuple, retrieved.tolist())),
+            losses=tuple(map(tuple, (sums / counts).tolist())),
+            step=evaluation.step,
+            cp=evaluation.cp,
+        )
+
+
+def passkey_documents(
+    tokenizer: Any, lengths: Sequence[int], depths: Sequence[float] = (0, 0.25, 0.5, 0.75, 1), samples: int = 4, seed: int = 0
+) -> PasskeyDocuments:
+    """Documents that hide a number at each depth (0: at the beginning, 1: at the end) of filler text, and ask for it.
+
+    >>> documents = passkey_documents(AutoTokenizer.from_pretrained(folder), lengths=(1024, 16384), depths=(0, 0.5, 1))
+    >>> options = EvaluationOptions(document_metrics=documents.metrics)
+    >>> grid = documents.grid(evaluate(model, documents, PlanChoice.fixed(4), world, options))
+    >>> print(grid.table())
+
+    Documents have exactly their length in tokens. The same arguments give the same documents, on every rank. `tokenizer`
+    is a TextTokenizer, or a fast one of transformers; what it puts before a text (the beginning of text) stands before
+    a document, and nothing behind. Raises DataError for lengths, depths or samples that cannot be, with the numbers.
+    """
+    lengths, depths = tuple(dict.fromkeys(map(int, lengths))), tuple(dict.fromkeys(map(float, depths)))
+    if not lengths or not depths or samples < 1:
+        raise DataError(
+            f"passkey retrieval of {counted(len(lengths), 'length')}, {counted(len(depths), 'depth')} and "
+            f"{counted(samples, 'sample')} has no document; give at least one of each"
+        )
+    if outside := [depth for depth in depths if not 0 <= depth <= 1]:
+        raise DataError(f"passkey depths are shares of a document, from 0 (its beginning) to 1 (its end), not {outside}")
+    pieces = Pieces.of(tokenizer)
+    documents = tuple(
+        _document(pieces, length, depth, key_of(seed, length, depth, sample))
+        for length in lengths
+        for depth in depths
+        for sample in range(samples)
+    )
+    return PasskeyDocuments(documents, lengths, depths, samples)
+
+
+def _document(pieces: Pieces, length: int, depth: float, key: int) -> PasskeyDocument:
+    answer = pieces.answer(key)
+    fixed = sum(map(len, (pieces.opening, pieces.key(key), pieces.question, answer)))
+    if length < fixed:
+        raise DataError(
+            f"a passkey document of {length} tokens has no room for its opening, its key and its question, {fixed} "
+            f"tokens of this tokenizer without any filler; use lengths above {fixed}"
+        )
+    filler = length - fixed
+    return PasskeyDocument(pieces, key, length, depth, filler, _nearest_end(pieces, depth * filler, filler), answer)
+
+
+def _nearest_end(pieces: Pieces, place: float, filler: int) -> int:
+    """The end of a sentence of the filler, or of the whole, that is nearest to a place in it."""
+    start = int(place) // len(pieces.filler) * len(pieces.filler)
+    ends = [end for end in (start, *(start + end for end in pieces.sentence_ends), filler) if end <= filler]
+    return min(ends, key=lambda end: abs(end - place))
