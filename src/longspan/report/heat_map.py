@@ -1,23 +1,28 @@
 """Passkey retrieval as an SVG: a cell for each length and depth, with its share of keys as a colour and a number.
 
-The drawing stands alone or in a page, on light and on dark. Cells are red at 0%, yellow at half and blue at 100%, which
-are told apart with any colour vision.
+The drawing stands alone or in a page, on light and on dark. Cells go from red at 0% over yellow to blue at 100%, which
+are told apart with any colour vision (ColorBrewer's RdYlBu).
 """
+
+import numpy as np
 
 from longspan.errors import counted
 from longspan.report.markup import label, tag, text
 from longspan.train.evaluation.passkey.grid import PasskeyGrid
 
-RAMP = ((165, 0, 38), (254, 237, 160), (40, 80, 160))  # at 0, 1/2 and 1
+RAMP = ((165, 0, 38), (244, 109, 67), (254, 224, 144), (116, 173, 209), (49, 54, 149))  # at 0, 1/4, 1/2, 3/4 and 1
+EVEN = 0.18  # luminance of colours on which black and white are equally clear
 CELL, ROW = 68.0, 34.0
-LEFT, TOP, BOTTOM, LEAST_WIDTH = 62.0, 74.0, 52.0, 560.0
+LEFT, TOP, BOTTOM, LEAST_WIDTH = 62.0, 74.0, 52.0, 600.0
+GOOD = "Keys whose every token is right: 100% in every cell is best."
+AXES = "tokens of the document; depth 0: the key stands at its beginning, 1: at its end"
 STYLE = """
 .heat .sheet { fill: #ffffff; } .heat text { font: 12px system-ui, sans-serif; fill: #1d2126; }
 .heat .heading { font-size: 15px; font-weight: 600; } .heat .soft { fill: #5d6670; }
-.heat .on-dark { fill: #ffffff; } .heat .on-light { fill: #1d2126; }
+.heat .on-dark { fill: #ffffff; } .heat .on-light { fill: #000000; }
 @media (prefers-color-scheme: dark) {
   .heat .sheet { fill: #1b1f25; } .heat text { fill: #e8eaed; } .heat .soft { fill: #9aa4af; }
-  .heat .on-dark { fill: #ffffff; } .heat .on-light { fill: #1d2126; }
+  .heat .on-dark { fill: #ffffff; } .heat .on-light { fill: #000000; }
 }
 """
 
@@ -35,12 +40,12 @@ def passkey_svg(grid: PasskeyGrid, *, name: str = "") -> str:
         tag("style", STYLE),
         tag("rect", class_="sheet", width=width, height=bottom + BOTTOM),
         label(_heading(grid, name), 16, 26, "start", "heading"),
-        label("Share of keys retrieved whole; 100% everywhere is best, red cells are lost.", 16, 46, "start", "soft"),
+        label(f"After step {grid.step:,}, at cp {grid.cp}. {GOOD}", 16, 46, "start", "soft"),
         label("depth", LEFT - 10, TOP - 8, "end", "soft"),
         *cells,
         *(label(f"{depth:g}", LEFT - 10, TOP + ROW * (j + 0.5) + 4, "end") for j, depth in enumerate(grid.depths)),
         *(label(f"{n:,}", LEFT + CELL * (i + 0.5), bottom + 18, "middle") for i, n in enumerate(grid.lengths)),
-        label("tokens of the document; depth 0: the key stands at its beginning, 1: at its end", LEFT, bottom + 38, "start", "soft"),
+        label(AXES, LEFT, bottom + 38, "start", "soft"),
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {width:g} {bottom + BOTTOM:g}",
         class_="heat",
@@ -51,8 +56,8 @@ def passkey_svg(grid: PasskeyGrid, *, name: str = "") -> str:
 
 def _heading(grid: PasskeyGrid, name: str) -> str:
     of_set = f" ({name})" if name else ""
-    keys = f"{sum(map(sum, grid.retrieved)):,} of {counted(grid.documents, 'key')}"
-    return f"Passkey retrieval{of_set}: {keys}, after step {grid.step:,}, at cp {grid.cp}"
+    keys = f"{sum(map(sum, grid.retrieved)):,} of {counted(grid.documents, 'key')} retrieved"
+    return f"Passkey retrieval{of_set}: {keys}"
 
 
 def _cell(grid: PasskeyGrid, i: int, j: int) -> str:
@@ -71,7 +76,6 @@ def _cell(grid: PasskeyGrid, i: int, j: int) -> str:
 
 def _color(share: float) -> tuple[str, bool]:
     """The colour of a share, and whether it is dark."""
-    low, high = (RAMP[0], RAMP[1]) if share < 0.5 else (RAMP[1], RAMP[2])
-    part = 2 * share - (share >= 0.5)
-    red, green, blue = (round(a + (b - a) * part) for a, b in zip(low, high, strict=True))
-    return f"#{red:02x}{green:02x}{blue:02x}", 0.299 * red + 0.587 * green + 0.114 * blue < 150
+    red, green, blue = (round(np.interp(share, np.linspace(0, 1, len(RAMP)), part)) for part in zip(*RAMP, strict=True))
+    light = sum(w * (part / 255) ** 2.2 for w, part in zip((0.2126, 0.7152, 0.0722), (red, green, blue), strict=True))
+    return f"#{red:02x}{green:02x}{blue:02x}", light < EVEN

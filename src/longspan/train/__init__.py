@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from longspan.train.evaluation.evaluate import evaluate as evaluate
     from longspan.train.evaluation.metrics import TargetRows as TargetRows
     from longspan.train.evaluation.options import EvaluationOptions as EvaluationOptions
+    from longspan.train.evaluation.passkey.documents import passkey_documents as passkey_documents
     from longspan.train.gradients import clip_grad_norm as clip_grad_norm
     from longspan.train.gradients import grad_norm as grad_norm
     from longspan.train.local_batch import read_inputs_and_labels as read_inputs_and_labels

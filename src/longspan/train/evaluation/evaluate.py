@@ -123,7 +123,8 @@ class _Portions:
         options, seconds = self.options, time.perf_counter() - self.started
         if not done:
             try:
-                check_metrics(options.metrics, vocabulary_size(self.model), self.world.device)
+                vocabulary, device = vocabulary_size(self.model), self.world.device
+                check_metrics(options.metrics, options.document_metrics, vocabulary, device)
             except EvaluationError as error:
                 return error
         why = options.stopped() if options.stopped is not None else ""
@@ -196,4 +197,8 @@ def _result(plan: Plan, totals: Totals, options: EvaluationOptions) -> Evaluatio
         document_losses=tuple(
             Mean(loss, rows - 1) for loss, rows in zip(totals.documents.tolist(), plan.lengths, strict=True)
         ),
+        document_metrics={
+            name: tuple(Mean(*pair) for pair in sums.T.tolist())
+            for name, sums in zip(options.document_metrics, totals.document_metrics, strict=True)
+        },
     )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.errors import EvaluationError
+from longspan.errors import EvaluationError, counted
 
 
 class TargetRows(NamedTuple):
@@ -31,6 +31,9 @@ class TargetRows(NamedTuple):
 
 BUILT_IN = ("loss", "perplexity", "token_accuracy", "bits_per_byte", "tokens", "targets", "documents", "name")
 Metric = Callable[[TargetRows], tuple[Any, Any]]
+DocumentMetric = Callable[
+    [TargetRows], tuple[Tensor, Tensor]
+]  # (n,) values and (n,) counts, which may be true or false
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,14 @@ def pair_of(name: str, made: Any) -> tuple[Any, Any]:
     )
 
 
-def check_metrics(metrics: Mapping[str, Metric], vocabulary: int | None, device: torch.device) -> None:
+def check_metrics(
+    metrics: Mapping[str, Metric],
+    document_metrics: Mapping[str, DocumentMetric],
+    vocabulary: int | None,
+    device: torch.device,
+) -> None:
     """Try each metric on two made rows of logits. Raises EvaluationError, naming it, where it gives no (sum, count)."""
-    for name, metric in metrics.items():
+    for name, metric in {**metrics, **document_metrics}.items():
         if name in BUILT_IN:
             raise EvaluationError(f"a metric is called {name!r}, which every evaluation has; give it another name")
         try:
@@ -78,7 +86,18 @@ def check_metrics(metrics: Mapping[str, Metric], vocabulary: int | None, device:
                 f"the metric {name!r} failed on two made rows (logits of shape (2, {vocabulary or 8})): "
                 f"{type(error).__name__}: {error}"
             ) from error
-        pair_of(name, made)
+        _ = columns_of(name, made, 2) if name in document_metrics else pair_of(name, made)
+
+
+def columns_of(name: str, made: Any, rows: int) -> Tensor:
+    """The values and counts that a metric of documents gave, (2, n) in float64. Raises EvaluationError for others."""
+    if isinstance(made, tuple) and len(made) == 2 and all(isinstance(x, Tensor) and x.shape == (rows,) for x in made):
+        values, counts = (column.double() for column in made)
+        return torch.stack([values.where(counts != 0, 0.0), counts])
+    raise EvaluationError(
+        f"the metric of documents {name!r} gave {str(made)[:200]} for {counted(rows, 'row')}; return (values, counts), "
+        f"two tensors of shape ({rows},); a row that does not count has the count 0"
+    )
 
 
 def _made_rows(vocabulary: int, device: torch.device) -> TargetRows:

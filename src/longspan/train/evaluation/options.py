@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from longspan.train.evaluation.metrics import Metric
+from longspan.train.evaluation.metrics import DocumentMetric, Metric
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,9 @@ class EvaluationOptions:
     """Rows whose logits are formed at a time; 0: by a budget of bytes."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Metrics beside the built-in ones, by name: functions of TargetRows to (sum, count)."""
+    document_metrics: Mapping[str, DocumentMetric] = field(default_factory=dict)
+    """Metrics of each document, by name: functions of TargetRows to the values and the counts of rows, two tensors
+    (n,), which are added up for every document; a row that does not count has the count 0."""
     token_bytes: npt.NDArray[np.int64] | None = None
     """(V,) UTF-8 bytes of each token id's text: with them, bits per byte."""
     attention_kernel: str | None = None

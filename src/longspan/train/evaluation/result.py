@@ -18,7 +18,8 @@ class Evaluation:
 
     The same on every rank but for `seconds`. `metrics` has token_accuracy, with `token_bytes` bits_per_byte, and the
     caller's, each a sum and a count; `by_position` and `by_length` the loss by the position of the predicting token and
-    by the length of its document, in buckets cut at powers of two; `document_losses` sum and targets of every document.
+    by the length of its document, in buckets cut at powers of two; `document_losses` sum and targets of every document,
+    `document_metrics` sum and count of every document for each metric of documents.
     `activation_bytes` is the most memory that the evaluation added on any GPU; None on CPUs.
     """
 
@@ -35,6 +36,7 @@ class Evaluation:
     by_position: "tuple[Bucket, ...]" = ()
     by_length: "tuple[Bucket, ...]" = ()
     document_losses: "tuple[Mean, ...]" = ()
+    document_metrics: "Mapping[str, tuple[Mean, ...]]" = field(default_factory=dict)
     activation_bytes: int | None = None
 
     @property

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longspan.comm import SequenceShard, World, to_device
-from longspan.train.evaluation.metrics import Bucket, Mean, TargetRows, pair_of
+from longspan.train.evaluation.metrics import Bucket, Mean, TargetRows, columns_of, pair_of
 from longspan.train.evaluation.options import EvaluationOptions
 from longspan.train.local_batch import LocalBatch
 from longspan.train.loss import NO_TARGET, chunks_of_rows, cross_entropy_of_rows, rows_of_chunk
@@ -27,6 +27,7 @@ class _Measured(NamedTuple):
     positions: Rows
     losses: list[Tensor]
     hits: list[Tensor]
+    columns: list[Tensor]  # (2 M, n) values and counts of metrics of documents
 
 
 class RowSums:
@@ -45,6 +46,7 @@ class RowSums:
         self._positions: Sums = np.zeros((2, len(self._edges)))  # of each bucket: losses, rows
         self._bytes = self._hits = self._rows = 0
         self._metrics = torch.zeros(len(options.metrics), 2, dtype=torch.float64, device=device)
+        self._document_metrics: Sums = np.zeros((len(options.document_metrics), 2, len(lengths)))
 
     def measure(self, batch: LocalBatch, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         """The sum of the losses of a micro-batch's rows (T, D), of which `head` makes logits."""
@@ -55,21 +57,20 @@ class RowSums:
             return total
         documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
         targets = batch.labels[rows]
-        measured = _Measured(documents, positions, [], [])
-        for losses, hits in self._chunks(hidden, head, (rows, documents, positions, targets)):
-            measured.losses.append(losses)
-            measured.hits.append(hits)
-            total += losses.sum()
+        measured = _Measured(documents, positions, [], [], [])
+        for chunk in self._chunks(hidden, head, (rows, documents, positions, targets)):
+            measured.losses.append(chunk.losses)
+            measured.hits.append(chunk.logits.argmax(-1) == chunk.targets)
+            measured.columns.append(self._add_metrics(chunk))
+            total += chunk.losses.sum()
         self._waiting.append(measured)
         self._rows += len(rows)
         if (token_bytes := self._options.token_bytes) is not None:
             self._bytes += int(token_bytes[targets].sum())
         return total
 
-    def _chunks(
-        self, hidden: Tensor, head: Any, on_host: tuple[Rows, Rows, Rows, Rows]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Losses and hits of some rows at a time."""
+    def _chunks(self, hidden: Tensor, head: Any, on_host: tuple[Rows, Rows, Rows, Rows]) -> Iterator[TargetRows]:
+        """Some rows at a time."""
         rows, documents, positions, targets = (to_device(values, hidden.device) for values in on_host)
         size = self._options.loss_chunk_rows or rows_of_chunk(
             getattr(head, "vocabulary", hidden.shape[-1]), hidden.dtype, hidden.device.type
@@ -77,17 +78,23 @@ class RowSums:
         for part in chunks_of_rows(len(rows), size):
             logits, ids = head(hidden.index_select(0, rows[part])), targets[part]
             losses = cross_entropy_of_rows(logits, ids)
-            if self._options.metrics and self.error is None:
-                self._add_metrics(TargetRows(documents[part], positions[part], ids, losses, logits))
-            yield losses, logits.argmax(-1) == ids
+            yield TargetRows(documents[part], positions[part], ids, losses, logits)
 
-    def _add_metrics(self, rows: TargetRows) -> None:
+    def _add_metrics(self, rows: TargetRows) -> Tensor:
+        """Add the metrics of some rows up; those of documents come back as columns (2 M, n), to be added up later."""
+        count, metrics = len(rows.losses), self._options.document_metrics
+        columns = rows.losses.new_zeros(len(metrics), 2, count)
+        if self.error is not None:
+            return columns.flatten(0, 1)
         try:
             for sums, (name, metric) in zip(self._metrics, self._options.metrics.items(), strict=True):
                 for i, value in enumerate(pair_of(name, metric(rows))):
                     sums[i] += value
+            for column, (name, metric) in zip(columns, metrics.items(), strict=True):
+                column.copy_(columns_of(name, metric(rows), count))
         except Exception as error:  # of the user's function
             self.error = error
+        return columns.flatten(0, 1)
 
     def flush(self) -> None:
         """Bring what was measured to the host and add it up there, in one order."""
@@ -95,6 +102,9 @@ class RowSums:
             losses = torch.cat(measured.losses).cpu().numpy()
             self._hits += int(torch.cat(measured.hits).sum())
             np.add.at(self._losses, measured.documents, losses)
+            columns = torch.cat(measured.columns, -1).cpu().numpy()
+            for sums, column in zip(self._document_metrics.reshape(-1, len(self._losses)), columns, strict=True):
+                np.add.at(sums, measured.documents, column)
             bucket = np.searchsorted(self._edges, measured.positions, side="right") - 1
             np.add.at(self._positions[0], bucket, losses)
             self._positions[1] += np.bincount(bucket, minlength=len(self._edges))
@@ -104,15 +114,19 @@ class RowSums:
         """The sums over all ranks, the same on each; `failed` tells the others that this rank has an error."""
         once = world.coordinates.tp == 0  # tensor-parallel ranks of a slot hold the same
         numbers = [float(self._rows), float(self._hits), float(self._bytes)]
-        parts = [self._losses, self._positions.ravel(), self._metrics.cpu().numpy().ravel(), np.array(numbers)]
+        metrics, of_documents = self._metrics.cpu().numpy(), self._document_metrics
+        parts = [self._losses, self._positions.ravel(), metrics.ravel(), of_documents.ravel(), np.array(numbers)]
         flat = np.concatenate([*(part * once for part in parts), [float(failed)]])
         flat = world.control.sum_of_arrays(flat, "sums of an evaluation")
-        documents, positions, metrics, numbers, failures = np.split(flat, np.cumsum([part.size for part in parts]))
+        documents, positions, metrics, of_documents, numbers, failures = np.split(
+            flat, np.cumsum([part.size for part in parts])
+        )
         return Totals(
             documents=documents,
             positions=positions.reshape(2, -1),
             edges=self._edges,
             metrics=metrics.reshape(-1, 2),
+            document_metrics=of_documents.reshape(self._document_metrics.shape),
             rows=int(numbers[0]),
             hits=int(numbers[1]),
             bytes=int(numbers[2]),
@@ -121,12 +135,14 @@ class RowSums:
 
 
 class Totals(NamedTuple):
-    """Sums over all ranks: losses of documents (D,), losses and rows of buckets of positions (2, B), metrics (M, 2)."""
+    """Sums over all ranks: losses of documents (D,), losses and rows of buckets of positions (2, B), metrics (M, 2),
+    and metrics of documents (M, 2, D)."""
 
     documents: Sums
     positions: Sums
     edges: Rows
     metrics: Sums
+    document_metrics: Sums
     rows: int
     hits: int
     bytes: int

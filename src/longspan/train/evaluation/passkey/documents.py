@@ -98,7 +98,8 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
         shape = len(self.asked_lengths), len(self.depths), self.samples
         wrong, losses = (evaluation.document_metrics[name] for name in ("passkey_wrong", "passkey_loss"))
         retrieved = np.array([mean.sum == 0 for mean in wrong]).reshape(shape).sum(-1)  # (lengths, depths)
-        sums, counts = (np.array(values).reshape(shape).sum(-1) for values in zip(*losses, strict=True))
+        sums = np.array([mean.sum for mean in losses]).reshape(shape).sum(-1)
+        counts = np.array([mean.count for mean in losses]).reshape(shape).sum(-1)
         return PasskeyGrid(
             lengths=self.asked_lengths,
             depths=self.depths,
@@ -111,7 +112,11 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
 
 
 def passkey_documents(
-    tokenizer: Any, lengths: Sequence[int], depths: Sequence[float] = (0, 0.25, 0.5, 0.75, 1), samples: int = 4, seed: int = 0
+    tokenizer: Any,
+    lengths: Sequence[int],
+    depths: Sequence[float] = (0, 0.25, 0.5, 0.75, 1),
+    samples: int = 4,
+    seed: int = 0,
 ) -> PasskeyDocuments:
     """Documents that hide a number at each depth (0: at the beginning, 1: at the end) of filler text, and ask for it.
 
@@ -120,9 +125,9 @@ def passkey_documents(
     >>> grid = documents.grid(evaluate(model, documents, PlanChoice.fixed(4), world, options))
     >>> print(grid.table())
 
-    Documents have exactly their length in tokens. The same arguments give the same documents, on every rank. `tokenizer`
-    is a TextTokenizer, or a fast one of transformers; what it puts before a text (the beginning of text) stands before
-    a document, and nothing behind. Raises DataError for lengths, depths or samples that cannot be, with the numbers.
+    A document has exactly its length in tokens, and the same arguments give the same documents, on every rank.
+    `tokenizer` is a TextTokenizer, or a fast one of transformers; what it puts before a text (the beginning of text)
+    stands before a document, and nothing behind. Raises DataError for lengths, depths or samples that cannot be.
     """
     lengths, depths = tuple(dict.fromkeys(map(int, lengths))), tuple(dict.fromkeys(map(float, depths)))
     if not lengths or not depths or samples < 1:
@@ -131,7 +136,9 @@ def passkey_documents(
             f"{counted(samples, 'sample')} has no document; give at least one of each"
         )
     if outside := [depth for depth in depths if not 0 <= depth <= 1]:
-        raise DataError(f"passkey depths are shares of a document, from 0 (its beginning) to 1 (its end), not {outside}")
+        raise DataError(
+            f"passkey depths are shares of a document, from 0 (its beginning) to 1 (its end), not {outside}"
+        )
     pieces = Pieces.of(tokenizer)
     documents = tuple(
         _document(pieces, length, depth, key_of(seed, length, depth, sample))

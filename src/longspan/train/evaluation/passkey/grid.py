@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 
-
 @dataclass(frozen=True)
 class PasskeyGrid:
     """Of the `samples` documents of each length and depth, how many were `retrieved`: every token of the answer right.
@@ -54,7 +53,9 @@ class PasskeyGrid:
         lines = [
             "  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]).rstrip() for cells in rows
         ]
-        keys = f"keys retrieved: {sum(map(sum, self.retrieved))} of {self.documents}, {self.samples} for each length and"
+        keys = (
+            f"keys retrieved: {sum(map(sum, self.retrieved))} of {self.documents}, {self.samples} for each length and"
+        )
         return "\n".join([f"{keys} depth (1: the key stands at the end)", *lines])
 
     def to_json(self) -> dict[str, Any]:

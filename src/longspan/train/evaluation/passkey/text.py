@@ -35,8 +35,8 @@ def key_of(seed: int, length: int, depth: float, sample: int) -> int:
 def passkey_text(key: int, before: int, after: int) -> str:
     """The text of a document with so many sentences of filler before and after the key.
 
-    >>> passkey_text(71432, before=0, after=1)[-111:]
-    'The pass key is 71432. Remember it. 71432 is the pass key. The grass is green. What is the pass key? The pass key is 71432'
+    >>> passkey_text(71432, before=0, after=1)[-64:]
+    'The grass is green. What is the pass key? The pass key is 71432'
     """
     filler = [SENTENCES[i % len(SENTENCES)] for i in range(before + after)]
     parts = (OPENING, *filler[:before], KEY.format(key=key), *filler[before:], QUESTION, str(key))
@@ -89,8 +89,8 @@ def _engine(tokenizer: Any) -> Tokenizer:
     engine = getattr(tokenizer, "engine", None) or getattr(tokenizer, "backend_tokenizer", None) or tokenizer
     if not isinstance(engine, Tokenizer):
         raise DataError(
-            f"{type(tokenizer).__name__} is no tokenizer whose tokens say where they stand in a text; give a fast one of "
-            "transformers, or load_tokenizer(folder)"
+            f"{type(tokenizer).__name__} is no tokenizer whose tokens say where they stand in a text; give a fast one "
+            "of transformers, or load_tokenizer(folder)"
         )
     engine = Tokenizer.from_str(engine.to_str())  # a copy: the caller's may cut or pad texts
     engine.no_truncation()
@@ -102,6 +102,9 @@ def _ids_behind(engine: Tokenizer, context: str, piece: str) -> tuple[Ids, Ids]:
     """The ids of a piece of text behind another, and where each token ends in it, in characters (1: the space)."""
     text = f"{context} {piece}" if context else piece
     encoding = engine.encode(text, add_special_tokens=False)
-    ids, stops = np.array(encoding.ids, dtype=np.int64), np.array([stop for _, stop in encoding.offsets], dtype=np.int64)
+    ids, stops = (
+        np.array(encoding.ids, dtype=np.int64),
+        np.array([stop for _, stop in encoding.offsets], dtype=np.int64),
+    )
     behind = stops > len(context)
     return ids[behind], stops[behind] - len(context)
