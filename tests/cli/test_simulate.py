@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -36,6 +37,7 @@ FLAGS = [
     "evaluation",
     "which_eval_degree",
     "accumulation",
+    "plot",
     "plans",
     "cost",
     "model",
@@ -59,12 +61,33 @@ def test_the_case_of_8192_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cp 4, planned: each document once, 1,024 document-steps in 4 micro-batches" in out
 
 
+def test_the_picture_of_degrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "degrees.svg"
+    words = ["simulate", "--slots", "8", "--pp", "2", "--same", "8x64", "--which-eval-degree", "--plot", str(file)]
+    assert main(words) == 0
+    assert f"wrote {file}" in capsys.readouterr().out
+    root = ElementTree.fromstring(file.read_text())
+    texts = ["".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"1", "2", "4", "8", "filled up, documents repeated", "planned, each once"} <= set(texts)
+    assert any(text.startswith("dynamic plan, ") for text in texts)
+    marks = [element for element in root.iter() if element.get("class", "").startswith("mark")]
+    assert len(marks) == 2 + 2 * 4
+    assert main([*words[:-1], str(tmp_path / "no" / "folder.svg")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+    assert main(["simulate", "--slots", "8", "--same", "8x64", "--plot", str(file)]) == 2
+    assert "add --which-eval-degree" in capsys.readouterr().err
+
+
 def test_degrees_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--slots", "8", "--pp", "2", "--same", "8x64", "--which-eval-degree", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert [row["cp"] for row in answer["degrees"]] == [1, 2, 4, 8]
     assert [row["filled_document_steps"] for row in answer["degrees"]] == [16, 8, 8, 8]
     assert answer["best_cp"] in (1, 2, 4, 8)
+    best = min(answer["degrees"], key=lambda row: row["planned_seconds"])
+    assert best["cp"] == answer["best_cp"] and f"evaluation at cp {best['cp']}" in answer["reason"]
+    for row in (*answer["degrees"], answer["dynamic"]):
+        assert row["planned_lower_bound_seconds"] <= row["planned_seconds"] and row["planned_document_steps"] == 8
 
 
 @pytest.mark.parametrize("words", [[], ["--pp", "2", "--vpp", "2"], ["--tp", "2", "--evaluation"], ["--mode", "free"]])
@@ -131,7 +154,7 @@ def test_a_planner_that_cannot_is_named_beside_the_others(capsys: pytest.Capture
         (["--slots", "4"], "give one of --lengths"),
         (["--slots", "4", "--same", "2x5", "--weights", "8e9"], "--mode is lockstep; add --mode free"),
         (["--plans", "nowhere"], "nowhere is neither a plan's JSON file nor a folder with plans"),
-        (["--slots", "4", "--same", "1x90", "--which-eval-degree", "--max-tokens-per-slot", "9"], "raise it to 23"),
+        (["--slots", "4", "--same", "1x90", "--which-eval-degree", "--max-tokens-per-slot", "9"], "to 23 or more"),
     ],
 )
 def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,6 +68,9 @@ def test_no_plan_beats_it(mode: Mode, data: st.DataObject) -> None:
         across_bytes_per_second=data.draw(st.sampled_from([1e6, 40e9, 9e11])),
         micro_batch_seconds=data.draw(st.sampled_from([0.0, 1e-2, 1.0])),
     )
+    if data.draw(st.booleans()):
+        cost = cost.forward_only()
+    cost = cost.under(data.draw(st.sampled_from(["p2p", "all_gather", "a2a", "a2a+p2p"])), data.draw(st.integers(1, 4)))
     widest = max(group.degree for batch in plan.micro_batches for group in batch.groups)
     for cap in (None, plan.max_tokens_per_slot):
         for max_cp in (None, widest):

@@ -39,7 +39,7 @@ _ATTENTION = (
 def test_the_default_cost_is_qwen3_8b_at_400_tflops() -> None:
     values = Cost.for_model(QWEN3_8B, tflops=400, inside_gbps=350, across_gbps=40).to_json()
     constants = {name: value for name, value in Cost().to_json().items() if name != "source"}
-    assert len(constants) == 8
+    assert len(constants) == 9
     for name, value in constants.items():
         assert values[name] == pytest.approx(value, rel=1e-3), name
 
@@ -134,7 +134,7 @@ def test_every_number_of_the_machine_counts() -> None:
         "tflops": {"linear_seconds": 0.5, "attention_seconds": 0.5},
         "inside_gbps": {"inside_bytes_per_second": 2.0},
         "across_gbps": {"across_bytes_per_second": 2.0},
-        "bytes_per_value": {"ring_bytes": 2.0},
+        "bytes_per_value": {"ring_bytes": 2.0, "exchange_bytes": 2.0},
         "micro_batch_seconds": {"micro_batch_seconds": 2.0},
         "ring_step_latency": {"ring_step_seconds": 2.0},
     }

@@ -119,12 +119,12 @@ def _write_files(flags: PlanFlags, plan: Plan, source: str) -> list[str]:
     if flags.html:
         from longspan.report import plan_page
 
-        _write(flags.html, plan_page(plan, title=f"plan of {counted(len(plan.lengths), 'document')} from {source}"))
+        write_file(flags.html, plan_page(plan, title=f"plan of {counted(len(plan.lengths), 'document')} from {source}"))
         wrote.append(flags.html)
     if flags.trace:
         from longspan.report import chrome_trace
 
-        _write(flags.trace, chrome_trace(plan))
+        write_file(flags.trace, chrome_trace(plan))
         wrote.append(flags.trace)
     if flags.png:
         from longspan.report import write_png
@@ -133,7 +133,8 @@ def _write_files(flags: PlanFlags, plan: Plan, source: str) -> list[str]:
     return wrote
 
 
-def _write(path: str, content: str) -> None:
+def write_file(path: str, content: str) -> None:
+    """Write a file that a flag names. Raises ConfigError for what the disk refuses."""
     try:
         Path(path).write_text(content, encoding="utf-8")
     except OSError as error:

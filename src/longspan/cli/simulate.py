@@ -1,11 +1,15 @@
 """`longspan simulate`: what planners and degrees would cost on a cluster, without one. Imports no torch."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from longspan.cli.degree_tables import degrees_json, degrees_picture, degrees_table
 from longspan.cli.flags import Switch, check_least, parse_flags
+from longspan.cli.plan import write_file
 from longspan.cli.plan_inputs import (
     ClosingFlags,
     PricingFlags,
@@ -18,18 +22,13 @@ from longspan.cli.plan_inputs import (
     read_price,
     with_weights,
 )
-from longspan.cli.simulation_tables import (
-    Row,
-    comparison_json,
-    comparison_table,
-    degrees_json,
-    degrees_table,
-    title_of_saved_plans,
-)
+from longspan.cli.simulation_tables import Row, comparison_json, comparison_table, title_of_saved_plans
 from longspan.errors import ConfigError, LongspanError, counted
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
+from longspan.plan.planners.options import PlanOptions
+from longspan.plan.simulate.evaluation_plan import plan_evaluation, widest_degree
 from longspan.plan.simulate.simulate import Simulation, shared_by, simulate
 from longspan.plan.simulate.which_degree import which_degree
 
@@ -60,9 +59,11 @@ class SimulateFlags(PricingFlags, ClosingFlags, SourceFlags):
     evaluation: Switch = False
     """Forward passes only."""
     which_eval_degree: Switch = False
-    """Instead: price an evaluation of the documents at each degree, filled up and planned."""
+    """Instead: price an evaluation of the documents at each degree, filled up and planned, beside a dynamic plan."""
     accumulation: int = 0
     """With --which-eval-degree: micro-batches that keep the pipeline full; 0: the stages."""
+    plot: str = ""
+    """With --which-eval-degree: draw the seconds of each degree to this SVG file."""
     plans: tuple[str, ...] = ()
     """Instead: simulate these saved plans, or those in a run's folder."""
     json: Switch = False
@@ -89,6 +90,8 @@ def main(argv: Sequence[str]) -> int:
     if flags.which_eval_degree:
         _print_degrees(flags, title, lengths, home)
         return 0
+    if flags.plot:
+        raise ConfigError(f"--plot {flags.plot} draws the degrees of an evaluation; add --which-eval-degree")
     rows = list(_compared(flags, lengths, home))
     print(comparison_json(title, rows) if flags.json else "\n".join([comparison_table(title, rows), *notes_on(flags)]))
     return 0
@@ -114,42 +117,58 @@ def _machine(flags: SimulateFlags) -> tuple[Cost, int]:
 
 
 def _print_degrees(flags: SimulateFlags, title: str, lengths: Sequence[int], home: Layout) -> None:
-    cost, node_size = _machine(flags)
-    choices = which_degree(
-        lengths,
-        home,
-        max_tokens_per_slot=flags.max_tokens_per_slot or None,
-        degrees=degrees_of(flags, home),
-        accumulation=flags.accumulation or None,
-        cost=cost,
-        node_size=node_size,
+    comparison = which_degree(
+        lengths, home, options=_options(flags, home), accumulation=flags.accumulation or None, vpp=flags.vpp
     )
     accumulation = flags.accumulation or flags.pp
-    print(degrees_json(title, choices) if flags.json else degrees_table(title, choices, accumulation))
+    print(degrees_json(title, comparison) if flags.json else degrees_table(title, comparison, accumulation))
+    if not flags.json:
+        print("\n".join(notes_on(flags)), end="\n" if notes_on(flags) else "")
+    if flags.plot:
+        write_file(flags.plot, degrees_picture(title, comparison))
+        print(f"wrote {flags.plot}", file=sys.stderr if flags.json else sys.stdout)
 
 
-def _compared(flags: SimulateFlags, lengths: Sequence[int], home: Layout) -> Iterator[Row]:
+def _options(flags: SimulateFlags, home: Layout) -> PlanOptions:
     cost, node_size = _machine(flags)
-    cap = flags.max_tokens_per_slot or None
-    options = plan_options(
+    return plan_options(
         flags,
-        max_tokens_per_slot=cap,
+        max_tokens_per_slot=flags.max_tokens_per_slot or None,
         cost=with_weights(cost, flags, slots=home.slots, node_size=node_size, tp=flags.tp),
         node_size=node_size,
         mode=flags.mode,
         micro_batch_multiple=flags.pp if flags.vpp > 1 else 1,
     )
+
+
+def _compared(flags: SimulateFlags, lengths: Sequence[int], home: Layout) -> Iterator[Row]:
+    options, cap = _options(flags, home), flags.max_tokens_per_slot
     fit = [d for d in degrees_of(flags, home) if not cap or max(lengths) <= cap * d][:5] or [home.slots]
-    yield f"padded, cp {fit[0]}", _tried(lambda: plan_padded(lengths, home, fit[0], options=options), flags)
+    padded = partial(plan_padded, lengths, home, fit[0])
+    yield f"padded, cp {fit[0]}", _tried(padded, lengths, home, options, fit[0], flags)
     for degree in fit:
-        yield f"fixed, cp {degree}", _tried(lambda d=degree: plan_fixed(lengths, home, d, options=options), flags)
-    yield "dynamic", _tried(lambda: plan_dynamic(lengths, home, options=options), flags)
+        fixed = partial(plan_fixed, lengths, home, degree)
+        yield f"fixed, cp {degree}", _tried(fixed, lengths, home, options, degree, flags)
+    widest = widest_degree(home, options)
+    yield "dynamic", _tried(partial(plan_dynamic, lengths, home), lengths, home, options, widest, flags)
 
 
-def _tried(make: Callable[[], Plan], flags: SimulateFlags) -> Simulation | str:
+def _tried(
+    planner: Callable[..., Plan],
+    lengths: Sequence[int],
+    home: Layout,
+    options: PlanOptions,
+    widest: int,
+    flags: SimulateFlags,
+) -> Simulation | str:
     """One plan's simulation, or why there is none: the other rows are worth printing all the same."""
+
+    def make(options: PlanOptions) -> Plan:
+        return planner(options=options)
+
     try:
-        return simulate(make(), pp=flags.pp, vpp=flags.vpp, backward=not flags.evaluation)
+        plan = plan_evaluation(make, lengths, home, options, widest) if flags.evaluation else make(options)
+        return simulate(plan, pp=flags.pp, vpp=flags.vpp)
     except LongspanError as error:
         return str(error)
 
@@ -166,4 +185,5 @@ def _saved(flags: SimulateFlags) -> Iterator[tuple[str, Simulation]]:
             plan = Plan.from_json(file.read_bytes())
             price = cost if flags.cost or flags.model else plan.cost
             price = with_weights(price, flags, slots=plan.slots, node_size=plan.node_size, tp=flags.tp)
-            yield file.stem, simulate(plan, cost=price, pp=flags.pp, vpp=flags.vpp, backward=not flags.evaluation)
+            backward = plan.cost.passes != "forward" and not flags.evaluation
+            yield file.stem, simulate(plan, cost=price, pp=flags.pp, vpp=flags.vpp, backward=backward)

@@ -1,4 +1,4 @@
-"""What `longspan simulate` prints: simulations beside each other, and degrees of an evaluation, as text and as JSON."""
+"""What `longspan simulate` prints: simulations beside each other, as text and as JSON."""
 
 import json
 from collections.abc import Sequence
@@ -7,7 +7,6 @@ from typing import Any
 from longspan.cli.plan_inputs import UNPRICED
 from longspan.errors import counted
 from longspan.plan.simulate.simulate import Simulation
-from longspan.plan.simulate.which_degree import DegreeChoice
 from longspan.report.series import bytes_text, number_text, seconds_text
 from longspan.report.text_table import text_table
 
@@ -24,9 +23,6 @@ UNTIMED = (
 )
 _CLOSING_NOTE = """\
 closing: share of a free step that gathers sharded parameters before it and sums their gradients after it."""
-_DEGREE_NOTE = """\
-filled: one document a group and micro-batch, documents repeated to fill the last pass. planned: each document once,
-packed up to `cap` rows a slot; micro-batches, cap and bubble are the planned evaluation's."""
 
 
 def title_of_saved_plans(rows: Sequence[Row]) -> str:
@@ -105,60 +101,3 @@ def _as_object(simulation: Simulation) -> dict[str, Any]:
         "ring_across_bytes": simulation.across_bytes,
         "stage_bytes": simulation.stage_bytes,
     }
-
-
-def degrees_table(title: str, choices: Sequence[DegreeChoice], accumulation: int) -> str:
-    """The degrees of an evaluation as text, and which is fastest."""
-    names = ["cp", "groups", "passes", "document-steps", "wasted", "filled", "planned"]
-    names += ["micro-batches", "cap", "bubble"]
-    rows = [
-        (
-            f"{c.cp}",
-            f"{c.groups:,}",
-            f"{c.passes:,}",
-            f"{c.filled_steps:,}",
-            f"{c.wasted_steps:,}",
-            seconds_text(c.filled_seconds),
-            seconds_text(c.planned.seconds),
-            f"{len(c.planned.plan.micro_batches):,}",
-            f"{c.planned.plan.max_tokens_per_slot:,}",
-            f"{100 * c.planned.bubble:.0f}%",
-        )
-        for c in choices
-    ]
-    return "\n".join([title, "", text_table(names, rows), "", _fastest_degree(choices, accumulation), "", _DEGREE_NOTE])
-
-
-def _fastest_degree(choices: Sequence[DegreeChoice], accumulation: int) -> str:
-    first, best = choices[0], min(choices, key=lambda c: c.planned.seconds)
-    count = len(first.planned.plan.lengths)
-    faster = first.filled_seconds / best.planned.seconds
-    return (
-        f"cp {first.cp}, filled up to {counted(accumulation, 'micro-batch', 'es')} a pass to keep the pipeline full: "
-        f"{first.filled_steps:,} document-steps for {counted(count, 'document')}, "
-        f"{seconds_text(first.filled_seconds)}.\n"
-        f"cp {best.cp}, planned: each document once, {count:,} document-steps in "
-        f"{counted(len(best.planned.plan.micro_batches), 'micro-batch', 'es')}, {seconds_text(best.planned.seconds)} "
-        f"({faster:.1f} times faster)."
-    )
-
-
-def degrees_json(title: str, choices: Sequence[DegreeChoice]) -> str:
-    """The same as a JSON object."""
-    rows = [
-        {
-            "cp": c.cp,
-            "groups": c.groups,
-            "passes": c.passes,
-            "filled_document_steps": c.filled_steps,
-            "wasted_document_steps": c.wasted_steps,
-            "filled_seconds": c.filled_seconds,
-            "planned_document_steps": len(c.planned.plan.lengths),
-            "planned_seconds": c.planned.seconds,
-            "planned_micro_batches": len(c.planned.plan.micro_batches),
-            "planned_max_tokens_per_slot": c.planned.plan.max_tokens_per_slot,
-        }
-        for c in choices
-    ]
-    best = min(choices, key=lambda c: c.planned.seconds)
-    return json.dumps({"title": title, "degrees": rows, "best_cp": best.cp}, indent=1)

@@ -34,7 +34,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """What to draw, in data units. `references` are horizontal lines with a label; `zero` puts 0 on the y axis."""
+    """What to draw, in data units. `references` are horizontal lines with a label; `zero` puts 0 on the y axis.
+
+    `x_names` name x 0, 1, 2 and so on, in place of numbers.
+    """
 
     title: str
     series: tuple[Series, ...]
@@ -43,6 +46,7 @@ class Chart:
     width: int = 370
     height: int = 190
     references: tuple[tuple[float, str], ...] = ()
+    x_names: tuple[str, ...] = ()
     y_format: Format = "number"
     log: bool = False
     zero: bool = False
@@ -79,13 +83,23 @@ def chart_figure(chart: Chart, *, css_class: str = "") -> str:
     return tag("figure", tag("figcaption", title), content, class_=f"chart {css_class}".strip())
 
 
+def chart_svg(chart: Chart) -> str:
+    """Axes, curves and references alone, as SVG elements in a frame of the chart's size."""
+    drawn = [series for series in (_thinned(s, chart.log) for s in chart.series) if len(series.x)]
+    return "".join(_elements(chart, drawn, _frame(chart, drawn)))
+
+
+def _elements(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> Iterator[str]:
+    yield _axes(chart, frame)
+    yield from _curves(drawn, frame)
+    yield _references(chart, frame)
+
+
 def _drawing(chart: Chart, drawn: Sequence[Series]) -> str:
     frame = _frame(chart, drawn)
     return tag(
         "svg",
-        _axes(chart, frame),
-        *_curves(drawn, frame),
-        _references(chart, frame),
+        *_elements(chart, drawn, frame),
         viewBox=f"0 0 {chart.width} {chart.height}",
         tabindex=0,
         role="img",
@@ -128,14 +142,20 @@ def _axes(chart: Chart, frame: _Frame) -> str:
         y = float(frame.up(value))
         parts.append(tag("path", class_="grid", d=f"M{frame.left} {y:.1f}H{frame.right}"))
         parts.append(label(_tick(value, chart.y_format, digits), frame.left - 7, y + 3.5, "end", "tick"))
-    for value in ticks(*frame.x, max(3, chart.width // 110)):
-        if value == int(value):
-            x = float(frame.across(value))
-            parts.append(tag("path", class_="grid short", d=f"M{x:.1f} {frame.bottom}v4"))
-            parts.append(label(number_text(value), x, frame.bottom + 17, "middle", "tick"))
+    for value, name in _x_ticks(chart, frame):
+        x = float(frame.across(value))
+        parts.append(tag("path", class_="grid short", d=f"M{x:.1f} {frame.bottom}v4"))
+        parts.append(label(name, x, frame.bottom + 17, "middle", "tick"))
     parts.append(tag("path", class_="axis", d=f"M{frame.left} {frame.bottom}H{frame.right}"))
     parts.append(label(chart.x_label, frame.right, frame.bottom + 31, "end"))
     return "".join(parts)
+
+
+def _x_ticks(chart: Chart, frame: _Frame) -> list[tuple[float, str]]:
+    if chart.x_names:
+        return list(enumerate(chart.x_names))
+    values = ticks(*frame.x, max(3, chart.width // 110))
+    return [(value, number_text(value)) for value in values if value == int(value)]
 
 
 def _tick(value: float, y_format: Format, digits: int) -> str:

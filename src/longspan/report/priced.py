@@ -1,6 +1,6 @@
 """A run's plans at the speed of its own steps, where the cost that made them is of no machine (CPUs).
 
-Evaluations are forward passes alone, a third of what a plan's cost prices.
+Evaluations are priced for forward passes alone; those that an older release saved are priced so here.
 """
 
 import re
@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from longspan.plan import Plan
-from longspan.plan.simulate.pipeline_time import FORWARD_SHARE
+from longspan.plan import Plan, lower_bound_seconds
+from longspan.plan.cost.cost import FORWARD_ALONE
 from longspan.report.run_folder import RunFolder
 
 OWN_STEPS = "this run, scaled to its median step"
@@ -36,14 +36,23 @@ def _factor(run: RunFolder) -> float | None:
 
 
 def _priced(name: str, plan: Plan, factor: float | None) -> Plan:
-    source, share = plan.cost.source or "", 1.0
-    if not source and factor is not None:
-        source, share = OWN_STEPS, factor
-    if name.startswith("evaluation"):
-        source, share = source and f"{source}; forward passes alone", share * FORWARD_SHARE
+    if name.startswith("evaluation") and plan.cost.passes != "forward":
+        plan = _forward_only(plan)
+    if plan.cost.source or factor is None:
+        return plan
+    source = f"{OWN_STEPS}; {FORWARD_ALONE}" if plan.cost.passes == "forward" else OWN_STEPS
     return replace(
         plan,
-        cost=plan.cost.scaled(share, source),
-        predicted_seconds=plan.predicted_seconds * share,
-        lower_bound_seconds=plan.lower_bound_seconds * share,
+        cost=plan.cost.scaled(factor, source),
+        predicted_seconds=plan.predicted_seconds * factor,
+        lower_bound_seconds=plan.lower_bound_seconds * factor,
     )
+
+
+def _forward_only(plan: Plan) -> Plan:
+    """The plan with the cost, time and bound of its forward passes."""
+    cost = plan.cost.forward_only()
+    cap, slots, node_size = plan.max_tokens_per_slot, plan.slots, plan.node_size
+    bound = lower_bound_seconds(plan.lengths, slots, cap, cost, plan.mode, node_size=node_size).seconds
+    seconds = plan.timeline(cost).step_seconds
+    return replace(plan, cost=cost, predicted_seconds=seconds, lower_bound_seconds=bound)

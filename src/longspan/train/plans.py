@@ -7,7 +7,7 @@ Planning itself is `longspan.plan`'s business. Nothing here needs torch or a pro
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Unpack
 
 import numpy as np
@@ -19,8 +19,11 @@ from longspan.plan.check import heads_allow
 from longspan.plan.cost.cost_file import read_cost
 from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200, with_recomputation
 from longspan.plan.hierarchy import levels_at
+from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.planners.options import PlanKeywords
+from longspan.plan.simulate.evaluation_plan import options_at_degree, plan_evaluation, widest_degree
 from longspan.plan.simulate.simulate import shared_by
+from longspan.train.config.bounds import AUTO
 from longspan.train.config.eval_inheritance import held_out_set
 from longspan.train.config.eval_set import EvalConfig
 from longspan.train.config.sections import ContextConfig, ParallelConfig, RunConfig
@@ -69,7 +72,7 @@ class PlanChoice:
     """
 
     planner: str
-    degree: int  # of fixed and padded plans
+    degree: int  # of fixed and padded plans; 0: the smallest that holds the documents
     min_degree: int  # of dynamic plans
     max_degree: int  # of dynamic plans; 0: no limit
     options: PlanOptions  # its cost is that of one device
@@ -134,20 +137,25 @@ class PlanChoice:
         cost: Cost | None = None,
         heads: int | None = None,
     ) -> "PlanChoice":
-        """How evaluations are planned: those of a named set, or else of the documents that are held out."""
+        """How evaluations are planned: those of a named set, or else of the documents that are held out.
+
+        They are priced for forward passes alone. Where a degree "auto" is not chosen yet (`auto_degree.py`), plans
+        have the smallest that holds their documents.
+        """
         context, entry = config.context, entry or held_out_set(config)
         options = PlanOptions(
             max_tokens_per_slot=_limit(entry.max_tokens_per_slot),
             cp_comm_type=entry.cp_comm_type,
             hierarchical_context_parallel_sizes=entry.hierarchical_context_parallel_sizes,
             partition=entry.partition or context.partition,
-            cost=cost or cost_of(context),
+            cost=(cost or cost_of(context)).forward_only(),
             node_size=context.node_size,
             row_multiple=row_multiple_of(config.parallel),
             heads=heads,
         )
         degrees = context.min_dynamic_context_parallel_size, context.max_dynamic_context_parallel_size
-        return cls(entry.planner, entry.context_parallel_size, *degrees, options, entry.prefix)
+        degree = 0 if isinstance(entry.context_parallel_size, str) else entry.context_parallel_size
+        return cls(entry.planner, degree, *degrees, options, entry.prefix)
 
     @property
     def degree_key(self) -> str:
@@ -186,15 +194,26 @@ class PlanChoice:
     def plan(self, lengths: Sequence[int], home: Layout, warm: Plan | None = None) -> Plan:
         """The plan of these documents; the dynamic planner may begin from `warm`.
 
-        Micro-batches are a multiple of the pipeline stages, as interleaved schedules need them. Raises PlanError where
-        the documents do not fit.
+        Micro-batches are a multiple of the pipeline stages, as interleaved schedules need them. Those of an evaluation
+        may hold fewer rows than the limit allows, so that they fill the pipeline. Raises PlanError where the documents
+        do not fit.
         """
-        options = replace(self.options, cost=self._cost(home), micro_batch_multiple=home.pp)
+        options = self.options_on(home)
         if self.planner == "dynamic":
-            max_cp = self.max_degree or None
-            return plan_dynamic(lengths, home, min_cp=self.min_degree, max_cp=max_cp, warm=warm, options=options)
-        planner = plan_padded if self.planner == "padded" else plan_fixed
-        return planner(lengths, home, self.degree, options=options)
+            max_cp, widest = self.max_degree or None, widest_degree(home, options, self.max_degree)
+            make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp, warm=warm)
+        else:
+            widest = self.degree or smallest_degree(lengths, home, options)
+            if not self.degree:
+                options = options_at_degree(options, widest)
+            make = partial(plan_padded if self.planner == "padded" else plan_fixed, lengths, home, widest)
+        if options.cost.passes != "forward":
+            return make(options=options)
+        return plan_evaluation(lambda options: make(options=options), lengths, home, options, widest)
+
+    def options_on(self, home: Layout) -> PlanOptions:
+        """The planners' options on a home: the cost of its slots, and micro-batches for its stages."""
+        return replace(self.options, cost=self._cost(home), micro_batch_multiple=home.pp)
 
     def check(self, longest: int, home: Layout, what: str) -> None:
         """Plan one document of `longest` tokens, or raise ConfigError with the keys that do not fit."""
@@ -203,7 +222,8 @@ class PlanChoice:
         except LongspanError as error:
             rows = f"{self.prefix}max_tokens_per_slot {self.options.max_tokens_per_slot or 0}"
             fixed = self.planner != "dynamic"
-            keys = f"{self.degree_key} {self.degree} and {rows} do not suit" if fixed else f"{rows} does not suit"
+            degree = f"{self.degree_key} {self.degree or AUTO}"
+            keys = f"{degree} and {rows} do not suit" if fixed else f"{rows} does not suit"
             raise ConfigError(f"{keys} {what} on {counted(len(home.ranks), 'rank')}: {error}") from error
 
     def _cost(self, home: Layout) -> Cost:

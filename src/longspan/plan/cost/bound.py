@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from longspan.errors import PlanError
 from longspan.plan.cost.cost import Cost
@@ -71,10 +72,24 @@ def _alone(length: int, widest: int, cap: int | None, cost: Cost, node_size: int
             f"a document of {length} rows needs {narrowest} slots at max_tokens_per_slot {cap}, but a group has at "
             f"most {widest}; raise max_tokens_per_slot or cut the document"
         )
-    degree = np.arange(narrowest, widest + 1, dtype=np.float64)
+    degree = np.arange(narrowest, widest + 1)
     within = max(cost.inside_bytes_per_second, cost.across_bytes_per_second)  # a group of this size may also be across
     speed = np.where(degree <= node_size, within, cost.across_bytes_per_second)
-    wire = cost.ring_bytes * length * (degree - 1) / degree / speed
-    attention = np.maximum(cost.attention_seconds * float(length) ** 2 / degree, wire)
-    steps = cost.ring_step_seconds * (degree - 1)
-    return float((cost.linear_seconds * length / degree + attention + steps).min()) + cost.micro_batch_seconds
+    compute = (cost.linear_seconds * length + cost.attention_seconds * float(length) ** 2) / degree
+    return float((compute + _waits(cost, length, degree, speed)).min()) + cost.micro_batch_seconds
+
+
+def _waits(cost: Cost, length: int, degree: NDArray[np.int64], speed: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Seconds that each member of a group of a degree communicates beyond what attention hides (degrees,)."""
+    if cost.cp_comm_type in ("a2a", "a2a+p2p"):
+        swapping = degree if cost.cp_comm_type == "a2a" else np.gcd(degree, cost.a2a_size)
+        speed_of_swap = speed if cost.cp_comm_type == "a2a" else cost.inside_bytes_per_second
+        swap = cost.exchange_bytes * length / degree * (1 - 1 / swapping) / speed_of_swap
+        swap = swap + cost.ring_step_seconds * (swapping > 1)
+    else:
+        swapping, swap = np.ones_like(degree), np.zeros(len(degree))
+    turn = cost.ring_bytes * length * (1 / swapping - 1 / degree) / speed
+    if cost.cp_comm_type == "all_gather":
+        return turn + cost.ring_step_seconds * (degree > 1)
+    hidden = cost.attention_seconds * float(length) ** 2 / degree
+    return swap + np.maximum(turn - hidden, 0.0) + cost.ring_step_seconds * (degree / swapping - 1)

@@ -1,26 +1,41 @@
 """What one machine and one model make of rows: the constants by which plans are priced.
 
 The model: a slot's share of the linear layers, plus the longer of causal attention and the ring's traffic, plus a
-latency for each ring step. Memory is not priced (planners are given a cap), nor is the wire between pipeline stages.
+latency for each ring step; under the other communication types what `group_seconds` says. Memory is not priced
+(planners are given a cap), nor is the wire between pipeline stages.
 """
 
 import dataclasses
-import math
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
+from longspan.plan.cost.cost_fields import CostFields
 from longspan.plan.cost.model_shape import ModelShape
 
-DEFAULT_SOURCE = "Qwen3-8B on GPUs of 400 TFLOP/s"
+FORWARD_ALONE = "forward passes alone"
+# What forward takes of forward and backward together: 2 of 6 FLOPs for each weight; 2 of 7 products of attention; keys
+# and values go round once, of three turns (backward sends them again, and their gradients home), in one of two passes;
+# queries, keys, values and outputs are exchanged in either pass alike; and, as one kernel has two in backward, a third
+# of the launches and of the closing. A cost that was measured forward alone does not use these.
+FORWARD_SHARES = {
+    "linear_seconds": 1 / 3,
+    "attention_seconds": 2 / 7,
+    "ring_bytes": 1 / 3,
+    "exchange_bytes": 1 / 2,
+    "ring_step_seconds": 1 / 2,
+    "micro_batch_seconds": 1 / 3,
+    "closing_seconds": 1 / 3,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
+class Cost(CostFields):
     """Seconds and bytes of one machine and model; the defaults are Qwen3-8B in bfloat16 at 400 TFLOP/s a device.
 
     >>> round(float(Cost().group_seconds(65536, 65536**2, 8, inside=True)), 3)
@@ -33,50 +48,37 @@ class Cost:
     `micro_batch_seconds` of launches for each micro-batch. `closing_seconds` are added to a step in free mode: where
     parameters are sharded over slots, they are gathered before it and gradients are summed after it (`with_closing`).
     `source` says in words what model and machine the constants are of, for tables and reports; "" is of no machine: its
-    seconds say how the parts of plans compare, and nothing else. Raises PlanError for a value that is negative or not
-    finite.
+    seconds say how the parts of plans compare, and nothing else.
+
+    `passes` "forward" is the cost of an evaluation, which `forward_only` makes: of what was measured forward alone,
+    `forward`, where that is known. `cp_comm_type` is the type that groups are priced under, "p2p" as a ring ("auto"
+    too), of which a2a+p2p exchanges heads between `a2a_size` slots; `exchange_bytes` are those of a row's queries,
+    keys, values and outputs and of their gradients, which a2a exchanges. Raises PlanError for a value that is negative
+    or not finite.
     """
 
-    linear_seconds: float = 45.4e9 / 4e14  # 6 FLOPs for each of 7.57e9 weights
-    attention_seconds: float = 36 * 7 * 4096 / 4e14  # layers x (2 forward + 5 backward) x query width
-    ring_bytes: float = 36 * 3 * 2 * 1024 * 2  # layers x (forward, backward, gradients) x k and v x width x bfloat16
-    inside_bytes_per_second: float = 350e9
-    across_bytes_per_second: float = 40e9
-    ring_step_seconds: float = 36 * 2 * 10e-6
-    micro_batch_seconds: float = 10e-3
-    closing_seconds: float = 0.0
-    source: str | None = field(default=None, compare=False)
+    def forward_only(self) -> "Cost":
+        """The cost of forward passes alone, as in an evaluation: measured, or by `FORWARD_SHARES`.
 
-    def __post_init__(self) -> None:
-        if self.source is None:
-            usual = self.constants() == {f.name: f.default for f in dataclasses.fields(self) if f.name != "source"}
-            object.__setattr__(self, "source", DEFAULT_SOURCE if usual else "constants of the caller")
-        said: object = self.source
-        if not isinstance(said, str):
-            raise PlanError(f"source is {said!r}; give words that say what model and machine the cost is of")
-        for name, value in self.constants().items():
-            positive = name.endswith("_per_second")
-            good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            if not good or value < 0 or (positive and value == 0):
-                least = "above 0" if positive else "of at least 0"
-                raise PlanError(f"{name} is {value!r}; give a finite number {least}")
-
-    def constants(self) -> dict[str, Any]:
-        """The constants by name."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "source"}
-
-    def scaled(self, factor: float, source: str) -> "Cost":
-        """The cost of a machine on which everything takes `factor` times as long.
-
-        >>> Cost().scaled(2.0, "slower GPUs").micro_batch_seconds
-        0.02
+        >>> cost = Cost().forward_only()
+        >>> cost.forward_only() is cost, round(cost.micro_batch_seconds, 4)
+        (True, 0.0033)
         """
-        taken = {
-            name: value / factor if name.endswith("_per_second") else value * factor
-            for name, value in self.constants().items()
-            if name != "ring_bytes"
-        }
-        return dataclasses.replace(self, **taken, source=source)
+        if self.passes == "forward":
+            return self
+        shares = {name: value * FORWARD_SHARES.get(name, 1.0) for name, value in self.constants().items()}
+        constants = self.forward.constants() if self.forward else shares
+        source = self.source and f"{self.source}; {FORWARD_ALONE}"
+        return dataclasses.replace(self, **constants, source=source, passes="forward", forward=None)
+
+    def under(self, cp_comm_type: str | Sequence[str], a2a_size: int = 1) -> "Cost":
+        """This cost for groups of a communication type, or of the type that most layers of a list have.
+
+        >>> Cost().under(["a2a", "p2p", "a2a"]).cp_comm_type
+        'a2a'
+        """
+        kinds = [cp_comm_type] if isinstance(cp_comm_type, str) else list(cp_comm_type)
+        return dataclasses.replace(self, cp_comm_type=max(kinds, key=kinds.count), a2a_size=a2a_size)
 
     def work_seconds(self, tokens: ArrayLike, squares: ArrayLike) -> NDArray[np.float64]:
         """Seconds of documents on one slot without communication: `tokens` is their sum, `squares` that of squares."""
@@ -88,13 +90,53 @@ class Cost:
         """Seconds that a group takes of each of its slots, without `micro_batch_seconds`; arguments broadcast.
 
         `tokens` and `squares` are the sums of its documents' rows and of their squares (padding included); `inside`
-        says that all its slots share a node.
+        says that all its slots share a node. Attention hides a ring's traffic, but neither that of all_gather nor the
+        exchanges of a2a, each of which waits like one step of a ring (4 x H200, packed rows, degree 4: a2a took 0.5 to
+        0.9 ms a layer beyond kernels and wire, bench/records/attention-time-packed-4xH200.md; a step is 0.6 ms there).
         """
         tokens, degree = _floats(tokens), _floats(degree)
         speed = np.where(inside, self.inside_bytes_per_second, self.across_bytes_per_second)
-        ring = self.ring_bytes * tokens * (degree - 1) / degree / speed
-        attention = np.maximum(self.attention_seconds * _floats(squares) / degree, ring)
-        return self.linear_seconds * tokens / degree + attention + self.ring_step_seconds * (degree - 1)
+        attention = self.attention_seconds * _floats(squares) / degree
+        around = degree / self._exchanging(degree)
+        ring = self.ring_bytes * tokens * (around - 1) / degree / speed
+        attention = attention + ring if self.cp_comm_type == "all_gather" else np.maximum(attention, ring)
+        return (
+            self.linear_seconds * tokens / degree
+            + (attention + self._exchange_seconds(tokens, degree, speed))
+            + self.latency_seconds(degree)
+        )
+
+    def latency_seconds(self, degree: ArrayLike) -> NDArray[np.float64]:
+        """Seconds that a group of this degree waits for messages however few rows they carry."""
+        degree = _floats(degree)
+        exchanging = self._exchanging(degree)
+        steps = np.minimum(degree - 1, 1) if self.cp_comm_type == "all_gather" else degree / exchanging - 1
+        return self.ring_step_seconds * (steps + (exchanging > 1))
+
+    def group_bytes(self, tokens: ArrayLike, degree: ArrayLike) -> NDArray[np.float64]:
+        """Bytes that all slots of a group put on the wire."""
+        tokens, degree = _floats(tokens), _floats(degree)
+        exchanging = self._exchanging(degree)
+        ring = self.ring_bytes * tokens * (degree / exchanging - 1)
+        return ring + self.exchange_bytes * tokens * (exchanging - 1) / exchanging
+
+    def _exchanging(self, degree: NDArray[np.float64]) -> NDArray[np.float64]:
+        """How many slots exchange heads for rows; the others of a group stand in a ring with these."""
+        if self.cp_comm_type == "a2a":
+            return degree
+        if self.cp_comm_type == "a2a+p2p":
+            return np.gcd(degree.astype(np.int64), self.a2a_size).astype(np.float64)
+        return np.ones_like(degree)
+
+    def _exchange_seconds(
+        self, tokens: NDArray[np.float64], degree: NDArray[np.float64], speed: NDArray[np.float64]
+    ) -> NDArray[np.float64] | float:
+        """Seconds of a slot's part of the exchange of heads, which nothing hides; of a2a+p2p, inside a node."""
+        if "a2a" not in self.cp_comm_type:
+            return 0.0
+        exchanging = self._exchanging(degree)
+        speed = speed if self.cp_comm_type == "a2a" else np.full_like(speed, self.inside_bytes_per_second)
+        return self.exchange_bytes * tokens / degree * (exchanging - 1) / exchanging / speed
 
     def with_closing(
         self, weights: float, home: Layout, *, node_size: int = 8, gather_bytes: float = 2, reduce_bytes: float = 4
@@ -111,10 +153,15 @@ class Cost:
         copies, width = home.dp_replicate, home.slots // home.dp_replicate
         together = home.slots <= node_size
         within = self._speed(together or node_size % width == 0)  # else some replica is on two hosts
-        gathered = weights * (gather_bytes + reduce_bytes) * (width - 1) / width
-        summed = weights / width * reduce_bytes * 2 * (copies - 1) / copies
-        wire = gathered / within + summed / self._speed(together)
-        return dataclasses.replace(self, closing_seconds=self.micro_batch_seconds + wire)
+        gathered = weights * gather_bytes * (width - 1) / width / within
+        forward = self.forward_only()
+        forward = dataclasses.replace(forward, closing_seconds=forward.micro_batch_seconds + gathered)
+        if self.passes == "forward":
+            return forward
+        reduced = weights * reduce_bytes * (width - 1) / width / within
+        summed = weights / width * reduce_bytes * 2 * (copies - 1) / copies / self._speed(together)
+        closing = self.micro_batch_seconds + gathered + reduced + summed
+        return dataclasses.replace(self, closing_seconds=closing, forward=forward)
 
     def _speed(self, inside: bool) -> float:
         return self.inside_bytes_per_second if inside else self.across_bytes_per_second
@@ -155,26 +202,13 @@ class Cost:
             linear_seconds=6 * shape.weights / (tflops * 1e12) + in_windows / (attention_tflops * 1e12),
             attention_seconds=full * 7 * shape.query_width / (attention_tflops * 1e12),
             ring_bytes=float(shape.layers * 3 * 2 * shape.key_width * bytes_per_value),
+            exchange_bytes=float(shape.layers * 2 * 2 * (shape.query_width + shape.key_width) * bytes_per_value),
             inside_bytes_per_second=inside_gbps * 1e9,
             across_bytes_per_second=across_gbps * 1e9,
             ring_step_seconds=shape.layers * 2 * ring_step_latency,
             micro_batch_seconds=micro_batch_seconds,
             source=f"the model at {tflops:g} TFLOP/s",
         )
-
-    def to_json(self) -> dict[str, float | str]:
-        """The constants and the source by name, for a JSON document; `Cost.from_json` gives an equal cost back."""
-        return self.constants() | {"source": self.source or ""}
-
-    @classmethod
-    def from_json(cls, values: Any) -> "Cost":
-        """A cost from a JSON object; constants that it leaves out keep their default. Raises PlanError for others."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        constants = cast(dict[str, Any], values) if isinstance(values, dict) else {"": values}
-        if not all(name in names for name in constants):
-            raise PlanError(f"a cost is an object with numbers for some of {', '.join(names)}; got {values!r}")
-        unnamed: dict[str, Any] = {"source": "a file that does not name its machine"}
-        return cls(**(unnamed | constants))
 
 
 DEFAULT_COST = Cost()

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from longspan.errors import ConfigError, LongspanError
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
@@ -19,12 +20,20 @@ def read_cost(file: str, key: str) -> Cost:
     if not file:
         return DEFAULT_COST
     try:
-        return replace(Cost.from_json(json.loads(Path(file).read_text(encoding="utf-8"))), source=file)
+        values = json.loads(Path(file).read_text(encoding="utf-8"))
+        return replace(_with_exchanges(Cost.from_json(values), values), source=file)
     except (OSError, ValueError, TypeError, LongspanError) as error:
         raise ConfigError(
             f"{key} {file} {_lack(error)}; give the file that `longspan bench calibrate --out FILE.json` writes for "
             "this machine"
         ) from error
+
+
+def _with_exchanges(cost: Cost, values: dict[str, Any]) -> Cost:
+    """A file without `exchange_bytes` is taken for one of four query heads to a key/value head, as in the default."""
+    if "exchange_bytes" in values or "ring_bytes" not in values:
+        return cost
+    return replace(cost, exchange_bytes=cost.ring_bytes / DEFAULT_COST.ring_bytes * DEFAULT_COST.exchange_bytes)
 
 
 def _lack(error: Exception) -> str:

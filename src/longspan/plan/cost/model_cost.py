@@ -51,11 +51,11 @@ def with_recomputation(cost: Cost, config: Any, kind: str, layers: int = 0) -> C
 
     Forward is a third of what a layer's weights take (2 FLOPs of 6), and of "full" 2 products in attention of 7, one of
     the ring's two passes and a third of its bytes. torch stops before the last product of a dense layer, from which
-    nothing is kept.
+    nothing is kept. An evaluation recomputes nothing: its `forward_only` is that of the model's cost.
     """
     if kind == "none":
         return cost
-    shape = ModelShape.of(config)
+    shape, forward = ModelShape.of(config), cost.forward_only()
     share = min(layers or shape.layers, shape.layers) / shape.layers
     full = share if kind == "full" else 0.0
     return replace(
@@ -64,4 +64,6 @@ def with_recomputation(cost: Cost, config: Any, kind: str, layers: int = 0) -> C
         attention_seconds=cost.attention_seconds * (1 + full * 2 / 7),
         ring_step_seconds=cost.ring_step_seconds * (1 + full / 2),
         ring_bytes=cost.ring_bytes * (1 + full / 3),
+        exchange_bytes=cost.exchange_bytes * (1 + full / 2),
+        forward=forward,
     )

@@ -168,7 +168,7 @@ def _fixed(problem: Problem, best: float) -> Iterator[Candidate]:
     """Plans of one degree, where they could be better than `best` seconds."""
     request = problem.request
     for cp in problem.degrees:
-        launch = request.cost.micro_batch_seconds + request.cost.ring_step_seconds * (cp - 1)
+        launch = request.cost.micro_batch_seconds + float(request.cost.latency_seconds(cp))
         least = problem.mean_seconds + problem.least_micro_batches * launch
         if request.slots % cp or max(request.lengths) > cp * problem.cap or least >= best:
             continue

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from longspan.errors import PlanError
 
 Floats = NDArray[np.float64]
-FORWARD_SHARE = 1 / 3  # of a micro-batch's seconds; the backward pass computes twice as much
 
 
 class Action(NamedTuple):
@@ -34,26 +33,28 @@ class PipelineRun:
     actions: tuple[tuple[Action, ...], ...]  # of each stage
 
 
-def run_pipeline(seconds: Sequence[float], stages: int, chunks: int = 1, *, backward: bool = True) -> PipelineRun:
-    """Run micro-batches of these seconds (forward and backward of the whole model) through `stages` stages.
+def run_pipeline(
+    forward: Sequence[float], backward: Sequence[float] | None, stages: int, chunks: int = 1
+) -> PipelineRun:
+    """Run micro-batches, whose passes take these seconds in the whole model, through `stages` stages.
 
-    >>> run_pipeline([1.0] * 8, stages=4).bubble  # 3 of 11
+    >>> run_pipeline([1.0] * 8, [2.0] * 8, stages=4).bubble  # 3 of 11
     0.2727...
 
-    `chunks` > 1 gives each stage that many model chunks (the interleaved schedule). Without `backward` only forward
-    passes run, which take a third. Raises PlanError where interleaving finds micro-batches that are no multiple of the
-    stages.
+    `chunks` > 1 gives each stage that many model chunks (the interleaved schedule). `backward` None runs forward passes
+    alone. Raises PlanError where interleaving finds micro-batches that are no multiple of the stages.
     """
     if stages < 1 or chunks < 1:
         raise PlanError(f"{stages} pipeline stages of {chunks} chunks; both are at least 1")
-    if chunks > 1 and (stages == 1 or len(seconds) % stages):
+    if chunks > 1 and (stages == 1 or len(forward) % stages):
         raise PlanError(
-            f"{len(seconds)} micro-batches do not interleave over {stages} stages of {chunks} chunks; "
+            f"{len(forward)} micro-batches do not interleave over {stages} stages of {chunks} chunks; "
             f"use at least 2 stages, and plan with micro_batch_multiple={max(2, stages)}"
         )
-    order = _order(len(seconds), stages, chunks, backward)
-    total = _play(np.asarray(seconds, np.float64), order, chunks)
-    busy = float(np.sum(seconds)) * (1.0 if backward else FORWARD_SHARE) / stages
+    order = _order(len(forward), stages, chunks, backward is not None)
+    seconds = {"forward": np.asarray(forward, np.float64), "backward": np.asarray(backward or [], np.float64)}
+    total = _play(seconds, order, chunks)
+    busy = float(seconds["forward"].sum() + seconds["backward"].sum()) / stages
     return PipelineRun(total, max(0.0, 1 - busy / total) if total else 0.0, order)
 
 
@@ -82,7 +83,7 @@ def _action(kind: Literal["forward", "backward"], k: int, stages: int, chunks: i
     return Action(kind, chunk if kind == "forward" else chunks - 1 - chunk, micro_batch)
 
 
-def _play(seconds: Floats, order: tuple[tuple[Action, ...], ...], chunks: int) -> float:
+def _play(seconds: dict[str, Floats], order: tuple[tuple[Action, ...], ...], chunks: int) -> float:
     """Start every action when its stage is free and its input is there; the end of the last one."""
     stages, ended = len(order), dict[tuple[Action, int], float]()
     clock, place = [0.0] * stages, [0] * stages
@@ -94,8 +95,8 @@ def _play(seconds: Floats, order: tuple[tuple[Action, ...], ...], chunks: int) -
                 ready = _ready(action, stage, stages, chunks, ended)
                 if ready is None:
                     break
-                share = FORWARD_SHARE if action.kind == "forward" else 1 - FORWARD_SHARE
-                clock[stage] = max(clock[stage], ready) + share * seconds[action.micro_batch] / (stages * chunks)
+                taken = float(seconds[action.kind][action.micro_batch])
+                clock[stage] = max(clock[stage], ready) + taken / (stages * chunks)
                 ended[action, stage] = clock[stage]
                 place[stage], moved = place[stage] + 1, True
         assert moved, "the schedule waits for itself"

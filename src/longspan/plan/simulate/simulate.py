@@ -14,10 +14,8 @@ from longspan.errors import PlanError
 from longspan.plan.cost.bound import lower_bound_seconds
 from longspan.plan.cost.cost import Cost
 from longspan.plan.plan import Plan
-from longspan.plan.simulate.pipeline_time import FORWARD_SHARE, PipelineRun, run_pipeline
+from longspan.plan.simulate.pipeline_time import PipelineRun, run_pipeline
 from longspan.plan.timeline import GroupTable
-
-FORWARD_RING_SHARE = 1 / 3  # keys and values go round forward, again backward, and their gradients come home
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,43 +61,42 @@ def simulate(
     cost: Cost | None = None,
     pp: int = 1,
     vpp: int = 1,
-    backward: bool = True,
+    backward: bool | None = None,
     row_bytes: RowBytes | None = None,
 ) -> Simulation:
     """Run a plan through `pp` pipeline stages of `vpp` model chunks; without `backward`, as an evaluation.
 
     >>> simulate(plan, pp=4).bubble
 
-    The cost is the plan's own unless given; `shared_by(cost, tp)` makes that of tensor-parallel slots. Raises PlanError
-    for a free plan on more than one stage: its micro-batches do not move together.
+    The cost is the plan's own unless given; `shared_by(cost, tp)` makes that of tensor-parallel slots. `backward` None
+    runs the passes that the plan's own cost is of; an evaluation is priced by `Cost.forward_only`. Raises PlanError for
+    a free plan on more than one stage, whose micro-batches do not move together, and where backward passes are asked of
+    a cost without them.
     """
     if plan.mode == "free" and pp > 1:
         raise PlanError(f"free mode has no {pp} pipeline stages: its slots do not move together; plan in lockstep")
-    cost, row_bytes = plan.cost if cost is None else cost, row_bytes or RowBytes()
-    times, share = plan.timeline(cost), 1.0 if backward else FORWARD_SHARE
+    backward = plan.cost.passes != "forward" if backward is None else backward
+    cost, row_bytes = _cost_of_passes(plan.cost if cost is None else cost, backward), row_bytes or RowBytes()
+    times = plan.timeline(cost)
     closing = cost.closing_seconds if plan.mode == "free" else 0.0
-    if plan.mode == "free":
-        run, seconds = run_pipeline([], 1), share * times.step_seconds
-    else:
-        run = run_pipeline(times.busy.max(axis=1).tolist(), pp, vpp, backward=backward)
-        seconds = run.seconds
+    run = _run(plan, cost, pp, vpp) if plan.mode == "lockstep" else run_pipeline([], [], 1)
+    seconds = run.seconds if plan.mode == "lockstep" else times.step_seconds
     peak = _peak_rows(times.rows, run, pp * vpp) if run.actions[0] else times.rows.max(axis=0, initial=0) * 1.0
-    inside, across = _ring_bytes(plan, cost)
-    ring = 1.0 if backward else FORWARD_RING_SHARE
+    inside, across = _sent_bytes(plan, cost)
     hops = (pp * vpp - 1) * (2 if backward else 1)
     return Simulation(
         plan=plan,
         cost=cost,
         seconds=seconds,
-        lower_bound_seconds=share * (_lower_bound(plan, cost, pp) + closing),
+        lower_bound_seconds=_lower_bound(plan, cost, pp) + closing,
         bubble=run.bubble,
         idle=max(0.0, 1 - float(times.busy.sum()) / max(plan.slots * (times.step_seconds - closing), 1e-300)),
         peak_rows=peak,
         activation_bytes=peak * row_bytes.kept,
-        inside_bytes=ring * inside,
-        across_bytes=ring * across,
+        inside_bytes=inside,
+        across_bytes=across,
         stage_bytes=hops * row_bytes.between_stages * float(times.rows.sum()),
-        closing_seconds=share * closing,
+        closing_seconds=closing,
     )
 
 
@@ -120,7 +117,28 @@ def shared_by(cost: Cost, tp: int) -> Cost:
         linear_seconds=cost.linear_seconds / tp,
         attention_seconds=cost.attention_seconds / tp,
         ring_bytes=cost.ring_bytes / tp,
+        exchange_bytes=cost.exchange_bytes / tp,
+        forward=cost.forward and shared_by(cost.forward, tp),
     )
+
+
+def _cost_of_passes(cost: Cost, backward: bool) -> Cost:
+    """The cost of what is run. Raises PlanError where backward passes are asked of a cost that has none."""
+    if backward and cost.passes == "forward":
+        raise PlanError(
+            f"backward passes cannot be priced by {cost.source or 'a cost'}, which is of forward passes alone; "
+            "simulate with backward=False, or give the cost of both"
+        )
+    return cost if backward else cost.forward_only()
+
+
+def _run(plan: Plan, cost: Cost, pp: int, vpp: int) -> PipelineRun:
+    """The plan's micro-batches, each of its slowest slot's seconds, through the stages."""
+    whole = plan.timeline(cost).busy.max(axis=1)
+    if cost.passes == "forward":
+        return run_pipeline(whole.tolist(), None, pp, vpp)
+    forward = np.minimum(plan.timeline(cost.forward_only()).busy.max(axis=1), whole)
+    return run_pipeline(forward.tolist(), (whole - forward).tolist(), pp, vpp)
 
 
 def _lower_bound(plan: Plan, cost: Cost, pp: int) -> float:
@@ -139,9 +157,9 @@ def _peak_rows(rows: NDArray[np.int64], run: PipelineRun, parts: int) -> NDArray
     return np.cumsum(sign[:, None] * rows_of_actions, axis=0).max(axis=0, initial=0) / parts
 
 
-def _ring_bytes(plan: Plan, cost: Cost) -> tuple[float, float]:
-    """Bytes that all rings put on links inside and between nodes, forward and backward."""
+def _sent_bytes(plan: Plan, cost: Cost) -> tuple[float, float]:
+    """Bytes that all groups put on links inside and between nodes."""
     table = GroupTable.of(plan.micro_batches)
-    sent = cost.ring_bytes * table.tokens * (table.degree - 1)  # (degree - 1) / degree of the rows, by degree members
+    sent = cost.group_bytes(table.tokens, table.degree)
     inside = table.inside(plan.node_size)
     return float(sent[inside].sum()), float(sent[~inside].sum())

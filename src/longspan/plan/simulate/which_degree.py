@@ -1,28 +1,41 @@
-"""Which context-parallel degree should evaluation run at?
+"""Which context-parallel degree, and which communication type, should an evaluation run at?
 
 Two ways are priced for each degree. *Filled*: one document a group and micro-batch, and as many micro-batches as keep
 the pipeline full, repeating documents where there are too few; what evaluation loops do today. *Planned*: `plan_fixed`,
-each document once, packed so that the pipeline is used best.
+each document once, packed so that the pipeline is used best, under the fastest communication type. Beside them stands
+`plan_dynamic`, a degree for each document. All are priced as forward passes alone (`Cost.forward_only`).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from longspan.errors import PlanError
+from longspan.errors import PlanError, counted
 from longspan.layout import Layout, check_lengths
-from longspan.plan.cost.cost import Cost
+from longspan.plan.check import check_comm_types, heads_allow
+from longspan.plan.dynamic import plan_dynamic
 from longspan.plan.micro_batch import Group, MicroBatch
+from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed
+from longspan.plan.planners.options import PlanOptions
+from longspan.plan.simulate.evaluation_plan import (
+    evaluation_options,
+    options_at_degree,
+    plan_evaluation,
+    widest_degree,
+)
 from longspan.plan.simulate.pipeline_time import run_pipeline
 from longspan.plan.simulate.simulate import Simulation, simulate
 from longspan.plan.timeline import timeline
+
+NAMED = 4  # of the degrees beside the best, in a line of reasons
 
 
 @dataclass(frozen=True)
 class DegreeChoice:
     """One degree: `groups` of `cp` slots. A document-step is one document through the model once.
 
-    `filled_steps` − documents are wasted. `planned` has each document once, at the cap that was found best.
+    `filled_steps` − documents are wasted. `planned` has each document once, under the type and at the cap that were
+    found best; `options` are those of its plan.
     """
 
     cp: int
@@ -31,55 +44,145 @@ class DegreeChoice:
     filled_steps: int
     filled_seconds: float
     planned: Simulation
+    options: PlanOptions
 
     @property
     def wasted_steps(self) -> int:
         """Document-steps whose result is thrown away."""
         return self.filled_steps - len(self.planned.plan.lengths)
 
+    @property
+    def cp_comm_type(self) -> str:
+        """The communication type, with its sizes where it has two levels."""
+        types, sizes = self.options.cp_comm_type, self.options.hierarchical_context_parallel_sizes
+        name = types if isinstance(types, str) else "/".join(dict.fromkeys(types))
+        return f"{name} {sizes}" if "a2a+p2p" in name else name
+
+
+@dataclass(frozen=True)
+class DegreeComparison:
+    """Every degree at which an evaluation is possible, the dynamic plan beside them, and what was left out and why."""
+
+    choices: tuple[DegreeChoice, ...]
+    dynamic: Simulation | None
+    left_out: tuple[str, ...]
+
+    @property
+    def best(self) -> DegreeChoice:
+        """The degree whose planned evaluation is fastest; the lowest of several."""
+        return min(self.choices, key=lambda choice: choice.planned.seconds)
+
+    def reason(self) -> str:
+        """Why the best degree is the best, in one line of numbers.
+
+        >>> print(which_degree([8192] * 1024, Layout(8192, tp=2, pp=4)).reason())  # doctest: +SKIP
+        evaluation at cp 4, p2p: 1,024 documents in 0.173 s predicted; cp 1 0.366 s, cp 2 0.234 s, cp 8 0.211 s; ...
+        """
+        best = self.best
+        by_time = sorted(self.choices, key=lambda choice: choice.planned.seconds)
+        others = [choice for choice in self.choices if choice in by_time[1 : 1 + NAMED]]
+        more = len(by_time) - 1 - len(others)
+        kind = f", {best.cp_comm_type}" if best.cp > 1 else ""
+        documents = counted(len(best.planned.plan.lengths), "document")
+        beside = ", ".join(f"cp {choice.cp} {self._time(choice.planned)}" for choice in others)
+        beside += f", {more} more slower" if more else ""
+        dynamic = [f"dynamic plan {self._time(self.dynamic)}"] if self.dynamic else []
+        head = f"evaluation at cp {best.cp}{kind}: {documents}"
+        if self.best.planned.cost.source:
+            head += f" in {self._time(best.planned)} predicted"
+        return "; ".join([head, *filter(None, [beside]), *dynamic, *self.left_out])
+
+    def _time(self, simulation: Simulation) -> str:
+        """Seconds; or how many times those of the best, under a cost that is of no machine."""
+        if simulation.cost.source:
+            return f"{simulation.seconds:.3g} s"
+        return f"{simulation.seconds / self.best.planned.seconds:.2f} x as long"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Evaluation:
+    """The documents and machine of one comparison; `options` are priced for forward passes."""
+
+    lengths: tuple[int, ...]
+    home: Layout
+    options: PlanOptions
+    accumulation: int
+    vpp: int
+
+    @property
+    def cap(self) -> int:
+        """Rows that a slot may hold; without a limit, the longest document, in whole row multiples."""
+        return self.options.max_tokens_per_slot or self.least_cap(1)
+
+    def least_cap(self, cp: int) -> int:
+        """Rows of a slot below which the longest document does not fit a group."""
+        return -(-max(self.lengths) // (cp * self.options.row_multiple)) * self.options.row_multiple
+
+    def simulated(self, plan: Plan) -> Simulation:
+        return simulate(plan, pp=self.home.pp, vpp=self.vpp, backward=False)
+
 
 def which_degree(
     lengths: Sequence[int],
     home: Layout,
     *,
-    max_tokens_per_slot: int | None = None,
-    accumulation: int | None = None,
+    options: PlanOptions | None = None,
     degrees: Sequence[int] | None = None,
-    cost: Cost | None = None,
-    node_size: int = 8,
-) -> tuple[DegreeChoice, ...]:
-    """Price an evaluation of these documents at each degree; degrees at which the longest does not fit are left out.
+    accumulation: int | None = None,
+    vpp: int = 1,
+) -> DegreeComparison:
+    """Price an evaluation of these documents at each degree, and by a dynamic plan.
 
-    >>> best = min(which_degree([8192] * 1024, Layout(8192, tp=2, pp=4)), key=lambda choice: choice.planned.seconds)
+    >>> which_degree([8192] * 1024, Layout(8192, tp=2, pp=4)).best.cp
+    4
 
-    `accumulation` micro-batches keep the pipeline full (default: the stages). `max_tokens_per_slot` None takes the
-    longest document. Raises PlanError where no degree fits.
+    `options` are those of the plans, with the cost of a slot. Their `cp_comm_type` "auto" takes at each degree the
+    fastest type: p2p, all_gather and, where the query `heads` are known, a2a and a2a+p2p with the widest first level
+    inside a node. Degrees (default: all that divide the slots) at which the longest document does not fit, or that the
+    heads do not allow, are left out. `accumulation` micro-batches keep the pipeline full (default: the stages).
+    `max_tokens_per_slot` None takes the longest document. Raises PlanError where no degree is possible.
     """
-    rows = check_lengths(lengths)
-    cap = max_tokens_per_slot or max(rows)
-    tried = [d for d in degrees or _powers(home.slots) if max(rows) <= cap * d]
-    if not tried:
-        raise PlanError(
-            f"no degree of {tuple(degrees or _powers(home.slots))} holds the longest document of {max(rows)} rows at "
-            f"max_tokens_per_slot {cap}; raise it to {-(-max(rows) // home.slots)} or more"
-        )
-    price = cost or Cost()
-    return tuple(_choice(rows, home, cp, cap, accumulation or home.pp, price, node_size) for cp in tried)
-
-
-def _choice(
-    lengths: tuple[int, ...], home: Layout, cp: int, cap: int, accumulation: int, cost: Cost, node_size: int
-) -> DegreeChoice:
-    batches = _filled(lengths, home.slots, cp, accumulation)
-    seconds = timeline(batches, home.slots, cost, node_size=node_size).busy.max(axis=1).tolist()
-    return DegreeChoice(
-        cp=cp,
-        groups=home.slots // cp,
-        passes=len(batches) // accumulation,
-        filled_steps=sum(len(batch.groups) for batch in batches),
-        filled_seconds=run_pipeline(seconds, home.pp, backward=False).seconds,
-        planned=_planned(lengths, home, cp, cap, cost, node_size),
+    options = options or PlanOptions()
+    evaluation = _Evaluation(
+        lengths=check_lengths(lengths),
+        home=home,
+        options=replace(options, cost=options.cost.forward_only()),
+        accumulation=accumulation or home.pp,
+        vpp=vpp,
     )
+    tried = list(degrees or (d for d in range(1, home.slots + 1) if home.slots % d == 0))
+    refused = {cp: reason for cp in tried if (reason := _refusal(evaluation, cp))}
+    if len(refused) == len(tried):
+        least = evaluation.least_cap(home.slots)
+        raise PlanError(
+            f"no degree of {tuple(tried)} is possible for an evaluation whose longest document has "
+            f"{max(evaluation.lengths)} rows, at max_tokens_per_slot {evaluation.cap}: {'; '.join(refused.values())}; "
+            f"raise max_tokens_per_slot to {least} or more, or use another cp_comm_type"
+        )
+    choices = tuple(_choice(evaluation, cp) for cp in tried if cp not in refused)
+    comparison = DegreeComparison(choices, None, tuple(refused.values()))
+    dynamic, why_not = _dynamic(evaluation, comparison.best.options)
+    return replace(comparison, dynamic=dynamic, left_out=(*comparison.left_out, *why_not))
+
+
+def _refusal(evaluation: _Evaluation, cp: int) -> str:
+    """Why an evaluation cannot run at a degree; "" where it can."""
+    options, longest = evaluation.options, max(evaluation.lengths)
+    if longest > cp * (evaluation.cap // options.row_multiple * options.row_multiple):
+        return f"cp {cp} holds {counted(cp * evaluation.cap, 'row')}, the longest document has {longest:,}"
+    if not heads_allow(cp, options.heads, check_comm_types(options.cp_comm_type), evaluation.home.tp):
+        return f"cp {cp} does not divide {(options.heads or 0) // evaluation.home.tp} query heads"
+    return ""
+
+
+def _choice(evaluation: _Evaluation, cp: int) -> DegreeChoice:
+    planned, options = _planned(evaluation, cp)
+    slots, accumulation = evaluation.home.slots, evaluation.accumulation
+    batches = _filled(evaluation.lengths, slots, cp, accumulation)
+    seconds = timeline(batches, slots, planned.cost, node_size=options.node_size).busy.max(axis=1).tolist()
+    filled = run_pipeline(seconds, None, evaluation.home.pp).seconds
+    steps = sum(len(batch.groups) for batch in batches)
+    return DegreeChoice(cp, slots // cp, len(batches) // accumulation, steps, filled, planned, options)
 
 
 def _filled(lengths: tuple[int, ...], slots: int, cp: int, accumulation: int) -> list[MicroBatch]:
@@ -94,18 +197,54 @@ def _filled(lengths: tuple[int, ...], slots: int, cp: int, accumulation: int) ->
     return batches
 
 
-def _planned(lengths: tuple[int, ...], home: Layout, cp: int, cap: int, cost: Cost, node_size: int) -> Simulation:
-    """The fastest of plans with smaller and smaller caps: more micro-batches fill the pipeline, fewer launch less."""
-    least = -(-max(lengths) // cp)
-    caps = sorted({min(cap, least << doubling) for doubling in range(16)})
-    plans = (
-        plan_fixed(lengths, home, cp, max_tokens_per_slot=smaller_cap, cost=cost, node_size=node_size)
-        for smaller_cap in caps
-    )
-    return min(
-        (simulate(plan, pp=home.pp, backward=False) for plan in plans), key=lambda simulation: simulation.seconds
-    )
+def _planned(evaluation: _Evaluation, cp: int) -> tuple[Simulation, PlanOptions]:
+    """The plan under the fastest type, and its options. The limit of rows that suits the pipeline suits every type."""
+    lengths, home = evaluation.lengths, evaluation.home
+    first, *others = _typed_options(evaluation, cp)
+    plan = plan_evaluation(lambda options: plan_fixed(lengths, home, cp, options=options), lengths, home, first, cp)
+    planned = [(evaluation.simulated(plan), first)]
+    for options in others:
+        limited = replace(evaluation_options(options), max_tokens_per_slot=plan.max_tokens_per_slot)
+        planned.append((evaluation.simulated(plan_fixed(lengths, home, cp, options=limited)), options))
+    return min(planned, key=lambda one: one[0].seconds)
 
 
-def _powers(slots: int) -> list[int]:
-    return [1 << i for i in range(slots.bit_length()) if slots % (1 << i) == 0]
+def _typed_options(evaluation: _Evaluation, cp: int) -> list[PlanOptions]:
+    """The options under each type that comes into question at a degree."""
+    options = evaluation.options
+    if options.cp_comm_type != "auto":
+        return [options_at_degree(options, cp)]
+    if cp == 1:
+        return [_under(options, "p2p")]
+    kinds: list[tuple[str, int]] = [("p2p", 1), ("all_gather", 1)]
+    if options.heads is not None and heads_allow(cp, options.heads, ("a2a",), evaluation.home.tp):
+        kinds = [("a2a", 1)] if options.partition == "contiguous" else [*kinds, ("a2a", 1)]
+    kinds += [("a2a+p2p", inner) for inner in _first_levels(evaluation, cp)]
+    return [_under(options, kind, (inner, cp // inner) if inner > 1 else None) for kind, inner in kinds]
+
+
+def _under(options: PlanOptions, kind: str, sizes: tuple[int, int] | None = None) -> PlanOptions:
+    return replace(options, cp_comm_type=kind, hierarchical_context_parallel_sizes=sizes)
+
+
+def _first_levels(evaluation: _Evaluation, cp: int) -> Iterator[int]:
+    """The widest first level of two, inside a node, that the heads allow; none where they are not known."""
+    options = evaluation.options
+    if options.heads is None or options.partition == "contiguous":
+        return
+    heads = options.heads // evaluation.home.tp
+    fit = [i for i in range(2, cp) if cp % i == 0 and options.node_size % i == 0 and heads % i == 0]
+    yield from fit[-1:]
+
+
+def _dynamic(evaluation: _Evaluation, options: PlanOptions) -> tuple[Simulation | None, tuple[str, ...]]:
+    """The dynamic plan under these options; or none, and why."""
+    lengths, home = evaluation.lengths, evaluation.home
+    try:
+        widest = widest_degree(home, options)
+        plan = plan_evaluation(
+            lambda options: plan_dynamic(lengths, home, options=options), lengths, home, options, widest
+        )
+    except PlanError as error:
+        return None, (f"no dynamic plan: {error}",)
+    return evaluation.simulated(plan), ()

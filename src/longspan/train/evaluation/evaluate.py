@@ -154,11 +154,10 @@ def _portions(micro_batches: Sequence[MicroBatch], size: int) -> Iterator[Sequen
 
 
 def _fitted(choice: PlanChoice, model: nn.Module) -> PlanChoice:
-    """The choice with what a prepared model asks of the rows of a slot."""
-    multiple = call_rules(model).row_multiple
-    if choice.options.row_multiple % multiple == 0:
-        return choice
-    return replace(choice, options=replace(choice.options, row_multiple=multiple))
+    """The choice priced for forward passes alone, with what a prepared model asks of the rows of a slot."""
+    multiple, options = call_rules(model).row_multiple, choice.options
+    rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple
+    return replace(choice, options=replace(options, cost=options.cost.forward_only(), row_multiple=rows))
 
 
 def _lengths(documents: Any) -> tuple[int, ...]:

@@ -1,0 +1,43 @@
+"""A chart as an SVG document of its own, for pages that are not ours: title, legend, curves and colours in one file."""
+
+from longspan.report.chart import Chart, chart_svg, mark
+from longspan.report.markup import label, tag, text
+
+HEAD = 58  # above the drawing: title, unit and legend
+# The light colours of page.css; a document shows the same on a dark page, on its own white ground.
+_STYLE = """
+text{font:12px system-ui,sans-serif;fill:#5d6670}.title{font-weight:600;fill:#1d2126}.tick{font-size:11px}
+.grid{stroke:#ecece8;fill:none}.grid.short,.axis{stroke:#9aa4af;fill:none}
+.reference{stroke:#5d6670;stroke-dasharray:4 3;fill:none}.halo{paint-order:stroke;stroke:#fff;stroke-width:4px}
+.curve{fill:none;stroke-width:1.8;stroke-linejoin:round}.curve.faint{opacity:.38}.mark{stroke:#fff;stroke-width:1.2}
+.curve.c0{stroke:#2f6fb3}.curve.c1{stroke:#d1495b}.curve.c2{stroke:#228833}.curve.c3{stroke:#aa3377}
+.mark.c0{fill:#2f6fb3}.mark.c1{fill:#d1495b}.mark.c2{fill:#228833}.mark.c3{fill:#aa3377}
+"""
+
+
+def chart_document(chart: Chart) -> str:
+    """The chart as the text of an .svg file.
+
+    >>> Path("degrees.svg").write_text(chart_document(chart))
+    """
+    width, height = chart.width, chart.height + HEAD
+    legend, x = list[str](), 52.0
+    for series in chart.series:
+        legend.append(mark(series.color, x, 44.0, 4.0) + label(series.name, x + 10, 48, "start"))
+        x += 30 + 6.6 * len(series.name)
+    return (
+        tag(
+            "svg",
+            tag("title", text(f"{chart.title}: {chart.y_label} over {chart.x_label}")),
+            tag("style", _STYLE),
+            tag("rect", width=width, height=height, fill="#fff"),
+            label(chart.title, 12, 18, "start", "title"),
+            *legend,
+            label(chart.y_label, width - 14.0, 48, "end"),
+            tag("svg", chart_svg(chart), y=HEAD, width=width, height=chart.height),
+            xmlns="http://www.w3.org/2000/svg",
+            viewBox=f"0 0 {width} {height}",
+            role="img",
+        )
+        + "\n"
+    )
