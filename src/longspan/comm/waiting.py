@@ -1,6 +1,7 @@
 """Work on the host that all ranks do at once, as on a disk: for longer than the time-out of collectives, and where one
 fails, all raise its error."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
@@ -62,15 +63,16 @@ def result_or_first_error(
     return result  # pyright: ignore[reportReturnType]
 
 
-def raise_first_error(world: World, error: LongspanError | None, *, named: bool = False) -> None:
+def raise_first_error(world: World, error: LongspanError | None) -> None:
     """Raise the error of the first rank that has one, on every rank, from this rank's own; entered by all.
 
-    An error of another rank than the home's first says which one, unless its text is `named` already.
+    An error of another rank than the home's first says which one, unless its text does.
     """
     errors = world.control.gather_objects(error, "gather of errors")
     for rank, theirs in zip(world.home.ranks, errors, strict=True):
         if theirs is not None:
-            where = "" if named or rank == world.home.ranks[0] else f" (on rank {rank})"
+            named = rank == world.home.ranks[0] or re.search(rf"\brank {rank}\b", str(theirs))
+            where = "" if named else f" (on rank {rank})"
             raise on_all_ranks(type(theirs)(f"{theirs}{where}")) from error
 
 

@@ -46,7 +46,7 @@ def read_local_batches(model: nn.Module, plan: Plan, documents: Any, world: Worl
     except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
         failure = reading_error(error, world)
     if world.control.agree(plan.digest(), flag=failure is not None):  # a rank has no plan if it cannot read it
-        raise_first_error(world, failure, named=True)
+        raise_first_error(world, failure)
     return batches
 
 

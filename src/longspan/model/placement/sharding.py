@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from transformers import PreTrainedModel
 
 from longspan.comm import World
@@ -160,8 +161,17 @@ def widen_gradients(model: nn.Module) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free parameters that FSDP2 kept gathered after a forward pass without a backward pass."""
+    """Free parameters that FSDP2 kept gathered after a forward pass without a backward pass.
+
+    Also where an error broke that pass off, of which FSDP2 would remember that it is under way: it would free nothing,
+    and a later pass would take the gathered parameters for current ones.
+    """
     for module in fsdp_modules(model):
+        state: Any = module._get_fsdp_state()
+        state._training_state, state._state_ctx.iter_forward_root = TrainingState.IDLE, None
+        for group in _reduced_together([module]):
+            group._training_state = TrainingState.IDLE
+            group.wait_for_unshard()  # does something where the error came between a gather and its end
         module.reshard()
 
 

@@ -103,7 +103,7 @@ class _Portions:
         error = self._metric_error()
         totals = self.sums.over_ranks(self.world, failed=error is not None)
         if totals.failures:
-            raise_first_error(self.world, error, named=True)
+            raise_first_error(self.world, error)
         return totals
 
     def _agreed_batches(self, portion: Sequence[MicroBatch], done: int) -> list[LocalBatch]:
@@ -115,7 +115,7 @@ class _Portions:
             error = reading_error(failure, self.world)
         ended = error is not None
         if self.world.control.any_rank(ended) if done else self.world.control.agree(self.plan.digest(), flag=ended):
-            raise_first_error(self.world, error, named=True)
+            raise_first_error(self.world, error)
         return batches
 
     def _reason_to_end(self, done: int) -> LongspanError | None:
