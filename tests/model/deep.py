@@ -25,10 +25,10 @@ from tests.model.moe_models import router_losses
 from tests.model.stock import SIZES, VOCABULARY, _norms_in_float64, gradients_of, weights_of
 
 
-def deep_config(family: str, layers: int, vocabulary: int = VOCABULARY) -> PreTrainedConfig:
+def deep_config(family: str, layers: int, vocabulary: int = VOCABULARY, **changes: Any) -> PreTrainedConfig:
     """Qwen3 with tied and Llama with untied embeddings; gpt-oss with sinks, experts and windows; tied Qwen3-MoE whose
     second layer is dense. Their pipelines have stages with and without experts."""
-    sizes: dict[str, Any] = SIZES | {"num_hidden_layers": layers, "vocab_size": vocabulary}
+    sizes: dict[str, Any] = SIZES | {"num_hidden_layers": layers, "vocab_size": vocabulary} | changes
     if family == "qwen3":
         return Qwen3Config(**sizes, tie_word_embeddings=True)
     if family == "gpt-oss":
@@ -39,15 +39,20 @@ def deep_config(family: str, layers: int, vocabulary: int = VOCABULARY) -> PreTr
     return LlamaConfig(**sizes, tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
 
 
-def deep(family: str, dtype: torch.dtype, layers: int = 4, vocabulary: int = VOCABULARY) -> PreTrainedModel:
-    """A tiny model whose weights depend on its sizes alone; eager attention for gpt-oss and for float32."""
+def deep(
+    family: str, dtype: torch.dtype, layers: int = 4, vocabulary: int = VOCABULARY, **changes: Any
+) -> PreTrainedModel:
+    """A tiny model whose weights depend on its sizes alone; eager attention for gpt-oss and for float32.
+
+    `changes` are further keys of its configuration.
+    """
     attention = "eager" if family == "gpt-oss" or dtype == torch.float32 else "sdpa"
     settings: dict[str, Any] = {"attn_implementation": attention}
     if family in ("gpt-oss", "qwen3-moe"):
         settings["experts_implementation"] = "eager"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(deep_config(family, layers, vocabulary), **settings)
+        model = AutoModelForCausalLM.from_config(deep_config(family, layers, vocabulary, **changes), **settings)
         for parameter in model.parameters():  # norms start at one and biases at zero, which would hide their gradients
             parameter.data += 0.1 * torch.randn_like(parameter)
     if dtype == torch.float64 and backend() == "nccl":
