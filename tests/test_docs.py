@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from longspan.cli.main import main
 from longspan.model import load_model
 from tests.train.small import write_texts
 
@@ -41,6 +42,14 @@ def test_curves_are_drawn_from_their_record(bench: str, tmp_path: Path) -> None:
     words = ["--draw", str(ROOT / f"bench/records/{bench}.json"), "--plot", str(tmp_path / "drawn.svg")]
     subprocess.run([sys.executable, str(ROOT / f"bench/{bench}.py"), *words], check=True)
     assert (tmp_path / "drawn.svg").read_text() == (ROOT / f"docs/{bench}.svg").read_text()
+
+
+def test_degrees_of_the_page_on_evaluation_are_drawn_by_its_command(tmp_path: Path) -> None:
+    (command,) = re.findall(
+        r"^longspan (simulate .*--plot) docs/(.*)$", (ROOT / "docs/evaluation.md").read_text(), re.M
+    )
+    assert main([*command[0].split(), str(tmp_path / "drawn.svg")]) == 0
+    assert (tmp_path / "drawn.svg").read_text() == (ROOT / "docs" / command[1]).read_text()
 
 
 def test_the_page_on_planning_is_one_program(tmp_path: Path) -> None:

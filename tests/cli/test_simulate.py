@@ -71,7 +71,8 @@ def test_the_picture_of_degrees(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert {"1", "2", "4", "8", "filled up, documents repeated", "planned, each once"} <= set(texts)
     assert any(text.startswith("dynamic plan, ") for text in texts)
     marks = [element for element in root.iter() if element.get("class", "").startswith("mark")]
-    assert len(marks) == 2 + 2 * 4
+    assert len(marks) == 1 + 4  # of the legend, and of each degree
+    assert any(text.startswith("cp 1, filled up, ") for text in texts)
     assert main([*words[:-1], str(tmp_path / "no" / "folder.svg")]) == 2
     assert "cannot write" in capsys.readouterr().err
     assert main(["simulate", "--slots", "8", "--same", "8x64", "--plot", str(file)]) == 2

@@ -104,20 +104,25 @@ def rows_of_slot(plan: Plan) -> int:
 
 
 def degrees_picture(title: str, comparison: DegreeComparison) -> str:
-    """Seconds over the degrees, filled and planned, and the dynamic plan's as a line: an SVG document."""
+    """Seconds over the degrees, filled and planned, and lines at the first one filled and at the dynamic plan.
+
+    An SVG document.
+    """
     choices, dynamic = comparison.choices, comparison.dynamic
     places = np.arange(len(choices), dtype=np.float64)
-    filled = Series("filled up, documents repeated", places, _array([c.filled_seconds for c in choices]), 0, "marks")
+    filled = Series("filled up, documents repeated", places, _array([c.filled_seconds for c in choices]), 0)
     planned = Series("planned, each once", places, _array([c.planned.seconds for c in choices]), 1, "marks")
-    words = f"dynamic plan, {seconds_text(dynamic.seconds)}" if dynamic else ""
+    first = choices[0]
+    lines = [(first.filled_seconds, f"cp {first.cp}, filled up, {seconds_text(first.filled_seconds)}")]
+    lines += [(dynamic.seconds, f"dynamic plan, {seconds_text(dynamic.seconds)}")] if dynamic else []
     chart = Chart(
-        title=title.replace("\n", "; "),
+        title=title,
         series=(filled, planned),
         y_label="predicted seconds of an evaluation",
         x_label="context-parallel degree",
-        width=640,
+        width=720,
         height=320,
-        references=((dynamic.seconds, words),) if dynamic else (),
+        references=tuple(lines),
         x_names=tuple(f"{c.cp}" for c in choices),
         log=True,
     )

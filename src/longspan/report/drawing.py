@@ -1,9 +1,10 @@
 """A chart as an SVG document of its own, for pages that are not ours: title, legend, curves and colours in one file."""
 
-from longspan.report.chart import Chart, chart_svg, mark
+from longspan.report.chart import Chart, Series, chart_svg, mark
 from longspan.report.markup import label, tag, text
 
-HEAD = 58  # above the drawing: title, unit and legend
+HEAD = 42  # above the drawing, beside the lines of the title: unit and legend
+LINE = 17
 # The light colours of page.css; a document shows the same on a dark page, on its own white ground.
 _STYLE = """
 text{font:12px system-ui,sans-serif;fill:#5d6670}.title{font-weight:600;fill:#1d2126}.tick{font-size:11px}
@@ -20,24 +21,32 @@ def chart_document(chart: Chart) -> str:
 
     >>> Path("degrees.svg").write_text(chart_document(chart))
     """
-    width, height = chart.width, chart.height + HEAD
-    legend, x = list[str](), 52.0
+    titles = chart.title.splitlines()
+    head = HEAD + LINE * len(titles)
+    width, height, x, legend = chart.width, chart.height + head, 52.0, list[str]()
     for series in chart.series:
-        legend.append(mark(series.color, x, 44.0, 4.0) + label(series.name, x + 10, 48, "start"))
-        x += 30 + 6.6 * len(series.name)
+        legend.append(_key(series, x, head - 14.0) + label(series.name, x + 14, head - 10.0, "start"))
+        x += 34 + 6.6 * len(series.name)
     return (
         tag(
             "svg",
-            tag("title", text(f"{chart.title}: {chart.y_label} over {chart.x_label}")),
+            tag("title", text(f"{'; '.join(titles)}: {chart.y_label} over {chart.x_label}")),
             tag("style", _STYLE),
             tag("rect", width=width, height=height, fill="#fff"),
-            label(chart.title, 12, 18, "start", "title"),
+            *(label(line, 12, 18 + LINE * i, "start", "" if i else "title") for i, line in enumerate(titles)),
             *legend,
-            label(chart.y_label, width - 14.0, 48, "end"),
-            tag("svg", chart_svg(chart), y=HEAD, width=width, height=chart.height),
+            label(chart.y_label, width - 14.0, head - 10.0, "end"),
+            tag("svg", chart_svg(chart), y=head, width=width, height=chart.height),
             xmlns="http://www.w3.org/2000/svg",
             viewBox=f"0 0 {width} {height}",
             role="img",
         )
         + "\n"
     )
+
+
+def _key(series: Series, x: float, y: float) -> str:
+    """What a curve is drawn by, before its name in the legend."""
+    if series.kind == "marks":
+        return mark(series.color, x + 4, y, 4.0)
+    return tag("path", class_=f"curve {series.kind} c{series.color}", d=f"M{x - 4:.1f} {y:.1f}h14")
