@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from longspan.cli.eval_files import check_writable, write_documents, write_folder
+from longspan.cli.eval_files import check_writable, write_documents, write_folder, write_picture
 from longspan.cli.eval_flags import EvalFlags, parse_eval, request_of
 from longspan.cli.eval_tables import tables_of
 from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     request = request_of(argv, flags, processes.ranks)
     check_request(request, processes.ranks)
     if reports_here():
-        check_writable(flags.documents, flags.out)
+        check_writable(flags.documents, flags.out, flags.plot)
     say(processes.note, sys.stderr)
     args, cache = (request, processes.ranks, processes.backend), request.subjects[0].config.run.compile_cache
     results: tuple[SubjectResult, ...] = run_on_ranks(eval_rank, args, processes.ranks, compile_cache=cache)
@@ -38,6 +38,8 @@ def _report(flags: EvalFlags, results: Sequence[SubjectResult], ranks: int) -> N
     record = record_of(results, ranks)
     if flags.documents:
         write_documents(results, Path(flags.documents))
+    if flags.plot:
+        write_picture(results, Path(flags.plot))
     if flags.out:
         write_folder(results, record, Path(flags.out))
     print(as_json(record) if flags.json else tables_of(results, ranks))

@@ -6,21 +6,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longspan.errors import ConfigError
+from longspan.report.heat_map import passkey_pictures
 from longspan.train.disk import os_error_text
-from longspan.train.evaluate_saved.record import document_rows
+from longspan.train.evaluate_saved.record import document_rows, grids_of
 from longspan.train.evaluate_saved.request import SubjectResult
 from longspan.train.json_record import as_json, json_values
 
+PICTURE = "passkey.svg"
 
-def check_writable(file: str, out: str) -> None:
+
+def check_writable(file: str, out: str, plot: str = "") -> None:
     """Raise ConfigError where results could not be written: before hours of evaluation, not after."""
     if file and Path(file).is_dir():
         raise ConfigError(f"--documents {file} is a folder; give a file in it, such as {Path(file, 'documents.jsonl')}")
     if out and Path(out).exists() and not Path(out).is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder")
-    for flag, folder in (("--documents", Path(file).parent if file else None), ("--out", Path(out) if out else None)):
-        if folder is None:
-            continue
+    if plot and Path(plot).is_dir():
+        raise ConfigError(f"--plot {plot} is a folder; give a file in it, such as {Path(plot, PICTURE)}")
+    parents = {flag: Path(name).parent for flag, name in (("--documents", file), ("--plot", plot)) if name}
+    for flag, folder in {**parents, **({"--out": Path(out)} if out else {})}.items():
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -36,9 +40,16 @@ def write_documents(results: Sequence[SubjectResult], file: Path) -> None:
 
 
 def write_folder(results: Sequence[SubjectResult], record: dict[str, object], folder: Path) -> None:
-    """results.json (what --json prints) and documents.jsonl."""
+    """results.json (what --json prints), documents.jsonl and, of passkey retrieval, its picture."""
     _write(folder / "results.json", as_json(record, indent=1) + "\n")
     write_documents(results, folder / "documents.jsonl")
+    if grids_of(results):
+        write_picture(results, folder / PICTURE)
+
+
+def write_picture(results: Sequence[SubjectResult], file: Path) -> None:
+    """What passkey retrieval shows, as an SVG."""
+    _write(file, passkey_pictures(grids_of(results)))
 
 
 def _write(file: Path, text: str) -> None:

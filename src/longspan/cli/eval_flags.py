@@ -17,6 +17,7 @@ from longspan.train.config.sections import ContextConfig, DataConfig, ModelConfi
 from longspan.train.evaluate_saved.fit import entry_of, fitted_home
 from longspan.train.evaluate_saved.request import EvalRequest, Subject
 from longspan.train.evaluate_saved.targets import SavedWeights, named_paths, saved_weights
+from longspan.train.evaluation.passkey.settings import PASSKEY, PasskeySettings
 
 PROG = "longspan eval"
 Repeated = UseAppendAction[tuple[str, ...]]
@@ -70,8 +71,11 @@ class EvalFlags:
     """Stop with an error where the evaluations take longer; 0: no limit."""
     documents: str = ""
     """Write the loss of every document to this file, one JSON object a line."""
+    plot: str = ""
+    """Write the picture of passkey retrieval, an SVG, to this file."""
     out: str = ""
-    """Write results.json (what --json prints) and documents.jsonl to this folder."""
+    """Write results.json (what --json prints), documents.jsonl and the picture of passkey retrieval to this folder."""
+    passkey: PasskeySettings = field(default_factory=PasskeySettings)
     model: SavedModel = field(default_factory=SavedModel)
     parallel: FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
@@ -98,6 +102,7 @@ def request_of(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalRequest
         raise ConfigError(f"--seconds is {flags.seconds:g}; give a number above 0, or 0 for no limit")
     if flags.data and flags.set:
         raise ConfigError("--data and --set are given; evaluate texts, or sets of the run, in one call")
+    _check_passkey(flags)
     if flags.degrees and flags.compare:
         raise ConfigError("--degrees and --compare are given; compare degrees, or weights, in one call")
     given = given_keys(argv)
@@ -122,9 +127,23 @@ def request_of(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalRequest
         degrees=_degrees(flags.degrees),
         metrics=flags.metrics,
         seconds=flags.seconds,
+        passkey=flags.passkey,
         given=given,
         home_changes=changes,
     )
+
+
+def _check_passkey(flags: EvalFlags) -> None:
+    """Raise ConfigError or DataError for flags of passkey retrieval that make no documents."""
+    if flags.passkey.lengths:
+        flags.passkey.check()
+    elif flags.plot or flags.passkey != PasskeySettings():
+        raise ConfigError(
+            "--plot and --passkey.* are of passkey retrieval, which needs lengths of documents in tokens; give "
+            "--passkey.lengths 1024 4096, say"
+        )
+    if flags.passkey.lengths and PASSKEY in named_paths(flags.data):
+        raise ConfigError(f"--data and --passkey.lengths both make a set {PASSKEY!r}; name the texts: --data NAME=PATH")
 
 
 def given_keys(argv: Sequence[str]) -> frozenset[str]:

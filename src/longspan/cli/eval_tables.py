@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from longspan.errors import counted
 from longspan.report.text_table import text_table
 from longspan.train.evaluate_saved.comparison import Difference, differences
-from longspan.train.evaluate_saved.record import comm_types
+from longspan.train.evaluate_saved.record import comm_types, grids_of
 from longspan.train.evaluate_saved.request import SetResult, SubjectResult
 from longspan.train.evaluation.result import comparison_table
 
@@ -24,6 +24,7 @@ def tables_of(results: Sequence[SubjectResult], ranks: int) -> str:
 def _tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]:
     for result in results:
         yield f"{_title(result)} on {counted(ranks, 'rank')}\n{_evaluations(result)}"
+        yield from (f"passkey at cp {grid.cp}, {grid.table()}" for _, grid in grids_of([result]))
     first = results[0]
     for name in dict.fromkeys(of_set.evaluation.name for of_set in first.sets):
         at_degrees = [of_set.evaluation for of_set in first.sets if of_set.evaluation.name == name]

@@ -4,6 +4,9 @@ The drawing stands alone or in a page, on light and on dark. Cells go from red a
 are told apart with any colour vision (ColorBrewer's RdYlBu).
 """
 
+import itertools
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
 from longspan.errors import counted
@@ -27,31 +30,48 @@ STYLE = """
 """
 
 
-def passkey_svg(grid: PasskeyGrid, *, name: str = "") -> str:
-    """The picture of a grid, of the evaluation set `name`; lengths go to the right, depths down.
+def passkey_picture(grid: PasskeyGrid, *, name: str = "") -> str:
+    """The picture of a grid, of the evaluation set or weights `name`; lengths go to the right, depths down.
 
-    >>> Path("passkey.svg").write_text(passkey_svg(documents.grid(evaluation)))
+    >>> Path("passkey.svg").write_text(passkey_picture(evaluate(model, documents, choice, world).passkey))
     """
-    width = max(LEAST_WIDTH, LEFT + CELL * len(grid.lengths) + 20)
-    bottom = TOP + ROW * len(grid.depths)
-    cells = (_cell(grid, i, j) for i in range(len(grid.lengths)) for j in range(len(grid.depths)))
+    return passkey_pictures([(name, grid)])
+
+
+def passkey_pictures(grids: Sequence[tuple[str, PasskeyGrid]]) -> str:
+    """One picture of several grids with their names, one below the other."""
+    heights = [TOP + ROW * len(grid.depths) + BOTTOM for _, grid in grids]
+    width = max([LEAST_WIDTH, *(LEFT + CELL * len(grid.lengths) + 20 for _, grid in grids)])
+    starts = itertools.accumulate(heights, initial=0.0)
+    drawings = (
+        tag("g", *_drawing(grid, name), transform=f"translate(0 {y:g})")
+        for (name, grid), y in zip(grids, starts, strict=False)
+    )
     return tag(
         "svg",
         tag("style", STYLE),
-        tag("rect", class_="sheet", width=width, height=bottom + BOTTOM),
-        label(_heading(grid, name), 16, 26, "start", "heading"),
-        label(f"After step {grid.step:,}, at cp {grid.cp}. {GOOD}", 16, 46, "start", "soft"),
-        label("depth", LEFT - 10, TOP - 8, "end", "soft"),
-        *cells,
-        *(label(f"{depth:g}", LEFT - 10, TOP + ROW * (j + 0.5) + 4, "end") for j, depth in enumerate(grid.depths)),
-        *(label(f"{n:,}", LEFT + CELL * (i + 0.5), bottom + 18, "middle") for i, n in enumerate(grid.lengths)),
-        label(AXES, LEFT, bottom + 38, "start", "soft"),
+        tag("rect", class_="sheet", width=width, height=sum(heights)),
+        *drawings,
         xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {width:g} {bottom + BOTTOM:g}",
+        viewBox=f"0 0 {width:g} {sum(heights):g}",
         class_="heat",
         role="img",
-        aria_label=f"{_heading(grid, name)}. {grid.table()}",
+        aria_label=". ".join(f"{_heading(grid, name)}. {grid.table()}" for name, grid in grids),
     )
+
+
+def _drawing(grid: PasskeyGrid, name: str) -> Iterator[str]:
+    """Titles, cells and axes of a grid."""
+    bottom = TOP + ROW * len(grid.depths)
+    yield label(_heading(grid, name), 16, 26, "start", "heading")
+    yield label(f"After step {grid.step:,}, at cp {grid.cp}. {GOOD}", 16, 46, "start", "soft")
+    yield label("depth", LEFT - 10, TOP - 8, "end", "soft")
+    for j, depth in enumerate(grid.depths):
+        yield label(f"{depth:g}", LEFT - 10, TOP + ROW * (j + 0.5) + 4, "end")
+    for i, length in enumerate(grid.lengths):
+        yield label(f"{length:,}", LEFT + CELL * (i + 0.5), bottom + 18, "middle")
+        yield from (_cell(grid, i, j) for j in range(len(grid.depths)))
+    yield label(AXES, LEFT, bottom + 38, "start", "soft")
 
 
 def _heading(grid: PasskeyGrid, name: str) -> str:

@@ -1,10 +1,11 @@
-"""Which documents are evaluated: those of --data, or those that the run of the weights holds out.
+"""Which documents are evaluated: those of --data, those of passkey retrieval, or those that the weights' run holds out.
 
 Two subjects read the same tokens where their tokenizers are the same. Where they are not, both read the same texts,
-whole, and only bits per byte can be compared.
+whole, and only bits per byte can be compared; of made documents the keys that are retrieved.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from longspan.comm import World
@@ -12,10 +13,13 @@ from longspan.errors import ConfigError, DataError
 from longspan.train.all_ranks import LogLine, on_every_rank
 from longspan.train.config.bounds import NOT_GIVEN
 from longspan.train.config.sections import DataConfig
+from longspan.train.data.documents import Documents
 from longspan.train.data.tokenizer import TextTokenizer
 from longspan.train.evaluate_saved.request import EvalRequest, Subject
 from longspan.train.evaluate_saved.sets import EvalSet, held_out_documents, text_sets
 from longspan.train.evaluate_saved.weights import CheckedWeights
+from longspan.train.evaluation.passkey.documents import passkey_documents
+from longspan.train.evaluation.passkey.settings import PASSKEY
 
 Sets = tuple[EvalSet, ...]
 
@@ -28,8 +32,9 @@ def chosen_sets(request: EvalRequest, checked: Sequence[CheckedWeights], world: 
     tokenizers = [weights.tokenizer for weights in checked]
     if all(tokenizer_digest(tokenizer) == tokenizer_digest(tokenizers[0]) for tokenizer in tokenizers):
         sets = _limited(request, _sets(request, checked[0], world, log))
-        return [sets for _ in checked]
-    if not request.paths:
+        made = _made(request, checked[0], world)
+        return [(*sets, *made) for _ in checked]
+    if not request.paths and not request.passkey.lengths:
         raise ConfigError(
             f"the tokenizers of {checked[0].subject.folder} and {checked[1].subject.folder} differ, and the documents "
             "of a run are kept as tokens: only texts can be compared; give --data"
@@ -37,7 +42,8 @@ def chosen_sets(request: EvalRequest, checked: Sequence[CheckedWeights], world: 
     of_subjects = [_sets(request, weights, world, log) for weights in checked]
     for first, other in zip(*of_subjects, strict=True):
         _check_same_texts(first, other)
-    return [_limited(request, sets) for sets in of_subjects]
+    pairs = zip(of_subjects, checked, strict=True)
+    return [(*_limited(request, sets), *_made(request, weights, world)) for sets, weights in pairs]
 
 
 def tokenizer_digest(tokenizer: TextTokenizer) -> str:
@@ -50,7 +56,18 @@ def _sets(request: EvalRequest, weights: CheckedWeights, world: World, log: LogL
     if request.paths:
         data = _settings(request)
         return text_sets(dict(request.paths), weights.tokenizer, data, world, log)
+    if request.passkey.lengths and not request.sets:
+        return ()
     return on_every_rank(world, lambda: (held_out_documents(_run_of(subject), subject.config),), DataError)
+
+
+def _made(request: EvalRequest, weights: CheckedWeights, world: World) -> Sets:
+    """The documents of passkey retrieval, where they are asked for."""
+    asked = request.passkey
+    if not asked.lengths:
+        return ()
+    make = partial(passkey_documents, weights.tokenizer, asked.lengths, asked.depths, asked.samples, asked.seed)
+    return (EvalSet(PASSKEY, on_every_rank(world, make, DataError)),)
 
 
 def _run_of(subject: Subject) -> Path:
@@ -78,7 +95,7 @@ def _limited(request: EvalRequest, sets: Sets) -> Sets:
 
 def _check_same_texts(first: EvalSet, other: EvalSet) -> None:
     """Raise DataError unless document d is the same whole text in both, read by two tokenizers."""
-    corpora = (first.documents.corpus, other.documents.corpus)
+    corpora = [of_name.documents.corpus for of_name in (first, other) if isinstance(of_name.documents, Documents)]
     if any(corpus.manifest.left_out.cut_texts for corpus in corpora):
         raise DataError(
             f"texts of --data {first.name} are cut into documents, by two tokenizers at different places; give "

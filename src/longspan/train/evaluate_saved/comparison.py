@@ -45,10 +45,13 @@ class Difference:
 def differences(first: SubjectResult, other: SubjectResult) -> list[Difference]:
     """The difference on every set: of losses where both read the same tokens, otherwise of bits per byte.
 
+    Made documents that two tokenizers write are not the same text: they have none.
+
     Raises ConfigError where a tokenizer does not say how many bytes its tokens stand for.
     """
     unit: Unit = "loss" if first.tokenizer == other.tokenizer else "bits_per_byte"
-    return [_difference(*pair, unit) for pair in zip(first.sets, other.sets, strict=True)]
+    pairs = zip(first.sets, other.sets, strict=True)
+    return [_difference(*pair, unit) for pair in pairs if unit == "loss" or pair[0].evaluation.passkey is None]
 
 
 def _difference(first: SetResult, other: SetResult, unit: Unit) -> Difference:

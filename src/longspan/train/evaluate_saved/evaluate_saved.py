@@ -29,6 +29,7 @@ from longspan.train.evaluate_saved.weights import CheckedWeights, check_weights,
 from longspan.train.evaluation.evaluate import evaluate
 from longspan.train.evaluation.metrics import Metric
 from longspan.train.evaluation.options import EvaluationOptions
+from longspan.train.evaluation.passkey.documents import PasskeyDocuments
 from longspan.train.memory.rows_that_fit import with_rows_of_run
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads
 from longspan.train.run.stop_signal import StopSignal
@@ -73,7 +74,9 @@ def _fit(request: EvalRequest, checked: CheckedWeights, sets: tuple[EvalSet, ...
     name, longest = max(((s, max(s.documents.lengths)) for s in sets), key=lambda pair: pair[1])
     origin = name.source(name.longest)
     scaled = bool(request.given & {"model.rope_scaling", "model.rope_factor"})
-    configuration = fit_positions(checked, longest, origin, scaled=scaled, log=log)
+    made = isinstance(name.documents, PasskeyDocuments)
+    cut_by = "--passkey.lengths of at most" if made else "--max-document-tokens"
+    configuration = fit_positions(checked, longest, origin, scaled=scaled, log=log, cut_by=cut_by)
     config, heads = checked.subject.config, query_heads(configuration)
     if checked.subject.weights.run_dir is not None:
         config = with_rows_of_run(config)

@@ -6,6 +6,7 @@ from typing import Any
 
 from longspan.train.evaluate_saved.comparison import differences
 from longspan.train.evaluate_saved.request import SetResult, SubjectResult
+from longspan.train.evaluation.passkey.grid import PasskeyGrid
 
 _HOME = ("tp", "pp", "ep", "dp_replicate")
 
@@ -47,6 +48,16 @@ def comm_types(result: SetResult) -> list[str]:
     groups = [group for batch in result.evaluation.plan.micro_batches for group in batch.groups if group.degree > 1]
     types = [kind if isinstance(kind := group.cp_comm_type, str) else tuple(kind) for group in groups]
     return sorted({one for kind in types for one in ((kind,) if isinstance(kind, str) else kind)})
+
+
+def grids_of(results: Sequence[SubjectResult]) -> list[tuple[str, PasskeyGrid]]:
+    """Every evaluation of passkey retrieval; with the weights' path, where there are several."""
+    return [
+        (str(result.weights.path) if len(results) > 1 else "", grid)
+        for result in results
+        for of_set in result.sets
+        if (grid := of_set.evaluation.passkey) is not None
+    ]
 
 
 def document_rows(results: Sequence[SubjectResult]) -> list[dict[str, Any]]:

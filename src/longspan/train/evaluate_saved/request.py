@@ -1,12 +1,13 @@
 """What `longspan eval` was asked for, and what it found: values that travel to ranks and back."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from longspan.train.config.bounds import NOT_GIVEN
 from longspan.train.config.sections import RunConfig
 from longspan.train.evaluate_saved.fit import Change
 from longspan.train.evaluate_saved.targets import SavedWeights
+from longspan.train.evaluation.passkey.settings import PasskeySettings
 from longspan.train.evaluation.result import Evaluation
 
 
@@ -40,6 +41,7 @@ class EvalRequest:
     degrees: tuple[int, ...] = ()  # to be compared; none: the configuration's
     metrics: tuple[str, ...] = ()
     seconds: float = 0.0
+    passkey: PasskeySettings = field(default_factory=PasskeySettings)
     given: frozenset[str] = frozenset()
     home_changes: tuple[Change, ...] = ()
 

@@ -23,6 +23,7 @@ from longspan.train.data.documents import Corpus, Documents
 from longspan.train.data.files import files_of_other_kinds, find_files
 from longspan.train.data.left_out import left_out_lines
 from longspan.train.data.tokenizer import TextTokenizer
+from longspan.train.evaluation.passkey.documents import PasskeyDocuments
 from longspan.train.run.setup import step_order_of
 
 HELD_OUT = ""  # name of the set of documents that a run holds out
@@ -33,7 +34,7 @@ class EvalSet:
     """A named set of documents."""
 
     name: str
-    documents: Documents
+    documents: Documents | PasskeyDocuments
 
     @property
     def longest(self) -> int:
@@ -41,11 +42,18 @@ class EvalSet:
         return int(np.argmax(self.documents.lengths))
 
     def source(self, document: int) -> str:
-        """The file that a document was cut from."""
+        """The file that a document was cut from; of one that was made, its name."""
+        if isinstance(self.documents, PasskeyDocuments):
+            return self.documents[document].name
         return self.documents.corpus.origin(self.documents.ids[document])
 
     def at_most(self, count: int) -> "EvalSet":
-        """So many of its documents (0: all), at even distances, so that they come from all its files."""
+        """So many of its documents (0: all), at even distances, so that they come from all its files.
+
+        All documents that were made stay.
+        """
+        if isinstance(self.documents, PasskeyDocuments):
+            return self
         ids = self.documents.ids
         if not 0 < count < len(ids):
             return self

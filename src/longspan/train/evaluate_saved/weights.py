@@ -21,8 +21,6 @@ from longspan.train.evaluate_saved.request import Subject
 from longspan.train.run.long_documents import configuration_for
 from longspan.train.training import configuration_of, prepared_model, unread_model
 
-_CUT = "--max-document-tokens"
-
 
 @dataclass(frozen=True)
 class CheckedWeights:
@@ -74,7 +72,7 @@ def _tokenizer(subject: Subject, named: str, configuration: PreTrainedConfig) ->
 
 
 def fit_positions(
-    checked: CheckedWeights, longest: int, origin: str, *, scaled: bool, log: LogLine
+    checked: CheckedWeights, longest: int, origin: str, *, scaled: bool, log: LogLine, cut_by: str
 ) -> PreTrainedConfig:
     """The configuration for a longest document of so many tokens, of source `origin`; with flags' scaling if `scaled`.
 
@@ -84,13 +82,13 @@ def fit_positions(
     settings, configuration = checked.subject.config.model, checked.configuration
     if scaled:
         unscaled = configuration_of(checked.subject.config, configuration.get_text_config().vocab_size)
-        return configuration_for(unscaled, settings, longest, origin, log, cut_by=_CUT)
+        return configuration_for(unscaled, settings, longest, origin, log, cut_by=cut_by)
     limit = position_limit(configuration)
     if limit is None or longest <= limit:
         return configuration
     raise ConfigError(
         f"the longest document has {longest} tokens ({origin}), and the model in {checked.subject.weights.path} knows "
-        f"{limit} positions; {_longer(checked, longest)}, or cut documents with {_CUT} {limit}"
+        f"{limit} positions; {_longer(checked, longest)}, or cut documents with {cut_by} {limit}"
     )
 
 

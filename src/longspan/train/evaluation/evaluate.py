@@ -23,6 +23,7 @@ from longspan.plan import MicroBatch, Plan
 from longspan.train.data.documents import Documents
 from longspan.train.evaluation.metrics import Mean, check_metrics
 from longspan.train.evaluation.options import EvaluationOptions
+from longspan.train.evaluation.passkey.documents import PasskeyDocuments
 from longspan.train.evaluation.result import Evaluation
 from longspan.train.evaluation.row_sums import RowSums, Totals
 from longspan.train.local_batch import LocalBatch, batches_of, reading_error
@@ -50,6 +51,8 @@ def evaluate(
     for documents that cannot be read, and EvaluationStopped where `options` say so: each on all ranks.
     """
     started, options = time.perf_counter(), options or EvaluationOptions()
+    if isinstance(documents, PasskeyDocuments):
+        options = replace(options, document_metrics={**options.document_metrics, **documents.metrics})
     plan = choice if isinstance(choice, Plan) else _fitted(choice, model).plan(_lengths(documents), world.home)
     check_step(model, plan, documents, world, backward=False)
     world.prepare(plan)
@@ -61,12 +64,13 @@ def evaluate(
         )
     widest = max((group.degree for batch in plan.micro_batches for group in batch.groups), default=1)
     result = _result(plan, totals, options)
-    return replace(
+    result = replace(
         result,
         cp=widest if isinstance(choice, Plan) or choice.planner == "dynamic" else choice.degree,
         seconds=time.perf_counter() - started,
         activation_bytes=None if memory.bytes is None else world.control.largest(memory.bytes),
     )
+    return replace(result, passkey=documents.grid(result)) if isinstance(documents, PasskeyDocuments) else result
 
 
 def choices_at_degrees(choice: PlanChoice, documents: Documents, home: Layout) -> list[PlanChoice]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.errors import counted
 from longspan.plan import Plan
+from longspan.train.evaluation.passkey.grid import PasskeyGrid
 
 if TYPE_CHECKING:
     from longspan.train.evaluation.metrics import Bucket, Mean
@@ -19,7 +20,8 @@ class Evaluation:
     The same on every rank but for `seconds`. `metrics` has token_accuracy, with `token_bytes` bits_per_byte, and the
     caller's, each a sum and a count; `by_position` and `by_length` the loss by the position of the predicting token and
     by the length of its document, in buckets cut at powers of two; `document_losses` sum and targets of every document,
-    `document_metrics` sum and count of every document for each metric of documents.
+    `document_metrics` sum and count of every document for each metric of documents, `passkey`
+    which keys were retrieved, of documents that `passkey_documents` made.
     `activation_bytes` is the most memory that the evaluation added on any GPU; None on CPUs.
     """
 
@@ -37,6 +39,7 @@ class Evaluation:
     by_length: "tuple[Bucket, ...]" = ()
     document_losses: "tuple[Mean, ...]" = ()
     document_metrics: "Mapping[str, tuple[Mean, ...]]" = field(default_factory=dict)
+    passkey: PasskeyGrid | None = None
     activation_bytes: int | None = None
 
     @property
@@ -52,6 +55,8 @@ class Evaluation:
         row: dict[str, Any] = {"step": self.step} | ({"eval_name": self.name} if self.name else {})
         row |= {"eval_loss": self.loss, "eval_perplexity": self.perplexity}
         row |= {f"eval_{name}": mean.value for name, mean in self.metrics.items()}
+        if self.passkey is not None:
+            row |= {"eval_passkey_retrieved": self.passkey.share, "passkey": self.passkey.to_json()}
         row |= {"eval_tokens": self.tokens, "eval_targets": self.targets, "eval_documents": self.documents}
         row |= {"cp": self.cp, "seconds": round(self.seconds, 6)}
         if self.activation_bytes is not None:

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.errors import DataError, counted
+from longspan.errors import DataError
 from longspan.train.evaluation.metrics import DocumentMetric, TargetRows
 from longspan.train.evaluation.passkey.grid import PasskeyGrid
+from longspan.train.evaluation.passkey.settings import DEPTHS, check_passkey
 from longspan.train.evaluation.passkey.text import Ids, Pieces, key_of
 from longspan.train.evaluation.result import Evaluation
 
@@ -40,6 +41,11 @@ class PasskeyDocument:
 
     def __getitem__(self, positions: Any) -> Ids:
         return self.ids()[positions]
+
+    @property
+    def name(self) -> str:
+        """What is hidden where."""
+        return f"passkey {self.key} at depth {self.depth:g} of {self.length} tokens"
 
     @property
     def answer_start(self) -> int:
@@ -79,7 +85,7 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
 
     @property
     def metrics(self) -> Mapping[str, DocumentMetric]:
-        """What `EvaluationOptions.document_metrics` takes: wrong tokens of answers, and their losses."""
+        """What `evaluate` measures of each document: wrong tokens of its answer, and their losses."""
         starts = torch.tensor([document.answer_start for document in self.documents])
 
         def in_answer(rows: TargetRows) -> Tensor:
@@ -114,31 +120,22 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
 def passkey_documents(
     tokenizer: Any,
     lengths: Sequence[int],
-    depths: Sequence[float] = (0, 0.25, 0.5, 0.75, 1),
+    depths: Sequence[float] = DEPTHS,
     samples: int = 4,
     seed: int = 0,
 ) -> PasskeyDocuments:
     """Documents that hide a number at each depth (0: at the beginning, 1: at the end) of filler text, and ask for it.
 
     >>> documents = passkey_documents(AutoTokenizer.from_pretrained(folder), lengths=(1024, 16384), depths=(0, 0.5, 1))
-    >>> options = EvaluationOptions(document_metrics=documents.metrics)
-    >>> grid = documents.grid(evaluate(model, documents, PlanChoice.fixed(4), world, options))
-    >>> print(grid.table())
+    >>> result = evaluate(model, documents, PlanChoice.fixed(4), world)
+    >>> print(result.passkey.table())
 
     A document has exactly its length in tokens, and the same arguments give the same documents, on every rank.
     `tokenizer` is a TextTokenizer, or a fast one of transformers; what it puts before a text (the beginning of text)
     stands before a document, and nothing behind. Raises DataError for lengths, depths or samples that cannot be.
     """
     lengths, depths = tuple(dict.fromkeys(map(int, lengths))), tuple(dict.fromkeys(map(float, depths)))
-    if not lengths or not depths or samples < 1:
-        raise DataError(
-            f"passkey retrieval of {counted(len(lengths), 'length')}, {counted(len(depths), 'depth')} and "
-            f"{counted(samples, 'sample')} has no document; give at least one of each"
-        )
-    if outside := [depth for depth in depths if not 0 <= depth <= 1]:
-        raise DataError(
-            f"passkey depths are shares of a document, from 0 (its beginning) to 1 (its end), not {outside}"
-        )
+    check_passkey(lengths, depths, samples)
     pieces = Pieces.of(tokenizer)
     documents = tuple(
         _document(pieces, length, depth, key_of(seed, length, depth, sample))
