@@ -35,6 +35,14 @@ def test_small_partitions(kind, given_lengths, rows):
     assert [shares.rows(member).tolist() for member in range(len(rows))] == [list(r) for r in rows]
 
 
+@kinds
+def test_the_segments_asked_for_last_are_kept(make):
+    shares = make([9, 4], 4)
+    first = [shares.segments(member) for member in range(4)]
+    assert shares.segments(3) is first[3] and shares.segments(2) is first[2]
+    assert shares.segments(0) is not first[0] and [shares.segments(member) for member in range(4)] == first
+
+
 def dealt_by_hand(given_lengths, degree):
     """The rules of the zigzag, row by row: the rows of each member, document after document."""
     rows_of, pointer, start = [[] for _ in range(degree)], 0, 0

@@ -21,6 +21,7 @@ from longspan.layout.segments import Rows, Segments, expand, sealed, segments_of
 
 # 2^64 / golden ratio: its multiples modulo 2^64 lie evenly, whatever the stride.
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+RECENT = 2  # members whose segments are kept: a ring asks for those of a member and of each other one in turn
 
 
 class Partition(ABC):
@@ -136,6 +137,24 @@ class _FromLengths(Partition):
         base, extra = divmod(self.total, self.degree)
         return (base + 1,) * extra + (base,) * (self.degree - extra)
 
+    @cached_property
+    def _recent(self) -> dict[int, Segments]:
+        return {}
+
+    def segments(self, member: int) -> Segments:
+        self._check_member(member)
+        segments = self._recent.pop(member, None)
+        if segments is None:
+            segments = self._segments_of(member)
+        while len(self._recent) >= RECENT:
+            del self._recent[next(iter(self._recent))]
+        self._recent[member] = segments  # the latest is last
+        return segments
+
+    @abstractmethod
+    def _segments_of(self, member: int) -> Segments:
+        """The member's runs inside their documents."""
+
     def runs(self, member: int) -> Rows:
         segments = self.segments(member)
         shift = self._starts[segments.document]
@@ -180,8 +199,7 @@ class _Zigzag(_FromLengths):
         early = (rows - odd) // 2 + (odd + turn) // 2
         return early, length - (rows - early)
 
-    def segments(self, member: int) -> Segments:
-        self._check_member(member)
+    def _segments_of(self, member: int) -> Segments:
         early_start, late_stop = self._cuts(member)
         early_stop, late_start = self._cuts(member + 1)
         document = np.repeat(np.arange(len(self.lengths), dtype=np.int64), 2)
@@ -196,8 +214,7 @@ class _Contiguous(_FromLengths):
         base, extra = divmod(self.total, self.degree)
         return member * base + min(member, extra)
 
-    def segments(self, member: int) -> Segments:
-        self._check_member(member)
+    def _segments_of(self, member: int) -> Segments:
         begin, end = self._cut(member), self._cut(member + 1)
         touched = slice(
             int(np.searchsorted(self._starts, begin, side="right")) - 1, int(np.searchsorted(self._starts, end))

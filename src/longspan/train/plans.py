@@ -87,7 +87,7 @@ class PlanChoice:
         >>> PlanChoice.fixed(4, max_tokens_per_slot=2048, cp_comm_type="a2a").degree
         4
         """
-        return cls("fixed", degree, 1, 0, PlanOptions(**options), "")
+        return cls("fixed", degree, 1, 0, _options(options), "")
 
     @classmethod
     def dynamic(cls, min_degree: int = 1, max_degree: int = 0, **options: Unpack[PlanKeywords]) -> "PlanChoice":
@@ -95,7 +95,7 @@ class PlanChoice:
 
         `options` are those of `plan_dynamic`.
         """
-        return cls("dynamic", 1, min_degree, max_degree, PlanOptions(**options), "")
+        return cls("dynamic", 1, min_degree, max_degree, _options(options), "")
 
     @classmethod
     def training(
@@ -234,6 +234,12 @@ class PlanChoice:
         gathered, reduced = self.weight_bytes, max(4, self.weight_bytes)
         node_size = self.options.node_size
         return cost.with_closing(self.weights, home, node_size=node_size, gather_bytes=gathered, reduce_bytes=reduced)
+
+
+def _options(keywords: PlanKeywords) -> PlanOptions:
+    """Options that can be hashed, as plans of an evaluation are remembered by them: lists become tuples."""
+    values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in keywords.items()}
+    return PlanOptions(**values)
 
 
 def _limit(rows: int | str) -> int | None:

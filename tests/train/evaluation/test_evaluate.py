@@ -248,3 +248,12 @@ def test_a_metric_without_a_count_is_refused_in_one_process() -> None:
         options = EvaluationOptions(metrics={"broken": lambda rows: 1 / 0})  # type: ignore
         with pytest.raises(EvaluationError, match="'broken' failed on two made rows"):
             evaluate(model, DOCUMENTS, PlanChoice.fixed(1), world, options)
+
+
+def test_a_set_is_planned_once() -> None:
+    choice = PlanChoice.dynamic(max_tokens_per_slot=300, cp_comm_type=["p2p"] * 4)
+    with World(Layout(1), backend="gloo", device="cpu") as world:
+        model = prepare(deep("qwen3", torch.float64, vocabulary=VOCABULARY), world)
+        first, again = (evaluate(model, DOCUMENTS, choice, world) for _ in range(2))
+        fewer = evaluate(model, DOCUMENTS[:3], choice, world)
+    assert again.plan is first.plan and again.loss == first.loss and fewer.plan.lengths == LENGTHS[:3]

@@ -126,6 +126,8 @@ def _slice(x: Tensor, world_key: int, dim: int) -> Tensor:
 
 
 def _apply(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    if not torch.is_grad_enabled():  # in evaluation a node of autograd, nine a layer, would only cost the host
+        return forward(x)
     return _Collective.apply(x, forward, backward)  # pyright: ignore[reportReturnType]
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -53,9 +54,8 @@ def evaluate(
     started, options = time.perf_counter(), options or EvaluationOptions()
     if isinstance(documents, PasskeyDocuments):
         options = replace(options, document_metrics={**options.document_metrics, **documents.metrics})
-    plan = choice if isinstance(choice, Plan) else _fitted(choice, model).plan(_lengths(documents), world.home)
+    plan = choice if isinstance(choice, Plan) else _planned(_fitted(choice, model), _lengths(documents), world.home)
     check_step(model, plan, documents, world, backward=False)
-    world.prepare(plan)
     with _step_restored(world, options.step), added_peak(world.device) as memory:
         totals = _Portions(model, plan, documents, world, options, started).run()
     if totals.rows != plan.targets:
@@ -120,6 +120,8 @@ class _Portions:
         ended = error is not None
         if self.world.control.any_rank(ended) if done else self.world.control.agree(self.plan.digest(), flag=ended):
             raise_first_error(self.world, error)
+        if not done:
+            self.world.channels.make_communicators(self.plan)  # the ranks have just agreed on it
         return batches
 
     def _reason_to_end(self, done: int) -> LongspanError | None:
@@ -155,6 +157,12 @@ def _portions(micro_batches: Sequence[MicroBatch], size: int) -> Iterator[Sequen
     """Runs of `size` micro-batches; at least one, of none, so that all ranks agree on an empty plan too."""
     for start in range(0, max(len(micro_batches), 1), size):
         yield micro_batches[start : start + size]
+
+
+@lru_cache(maxsize=8)
+def _planned(choice: PlanChoice, lengths: tuple[int, ...], home: Layout) -> Plan:
+    """Planned once for a set of documents: a dynamic plan takes longer than the evaluation of a few."""
+    return choice.plan(lengths, home)
 
 
 def _fitted(choice: PlanChoice, model: nn.Module) -> PlanChoice:
