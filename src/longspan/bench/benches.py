@@ -8,6 +8,7 @@ from longspan.errors import ConfigError
 BENCHES = {
     "attention": "forward and backward of attention over all ranks, each communication type, beside torch's own",
     "calibrate": "the constants of a Cost for a model on this machine, for --cost of plan and simulate",
+    "eval": "evaluation at another degree than training, live, beside published figures",
     "step": "whole training steps of a model under padded, fixed and dynamic plans, beside what they predict",
 }
 
