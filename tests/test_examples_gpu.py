@@ -1,7 +1,10 @@
-"""The configurations in examples/ fit the numbers of ranks that their commands start. Nothing is trained here."""
+"""The configurations in examples/ fit the ranks that their commands start; the program for GPUs runs on CPUs too."""
 
+import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,3 +48,16 @@ def test_every_configuration_states_its_command() -> None:
     assert all(commands(path) for path in FILES) and len(FILES) >= 8
     eight = [path for path in FILES if any(ranks == 8 for ranks, _ in commands(path))]
     assert len(eight) >= 3
+
+
+def test_the_program_evaluates_at_both_degrees(tmp_path: Path) -> None:
+    program = (ROOT / "examples/gpu/eval_live.py").read_text()
+    (command,) = re.findall(r"^`python (.*)`$", program, flags=re.MULTILINE)
+    record = tmp_path / "rows.json"
+    words = [sys.executable, *shlex.split(command), "--record", str(record)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(record.read_text())["rows"]
+    assert [row["cp"] for row in rows if row["what"] == "evaluation"] == [1, 2, 1] + [1, 2] * 3
+    assert [row["cp"] for row in rows if row["what"] == "training"] == [1, 1, 1, 2, 1, 2]
+    assert rows[5]["loss"] == rows[3]["loss"] and max(row.get("difference", 0) for row in rows) <= 1e-6
