@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from longspan.errors import counted
 from longspan.report.text_table import text_table
 from longspan.train.evaluate_saved.comparison import Difference, differences
-from longspan.train.evaluate_saved.record import comm_types, grids_of
+from longspan.train.evaluate_saved.record import HOME, comm_types, grids_of
 from longspan.train.evaluate_saved.request import SetResult, SubjectResult
 from longspan.train.evaluation.result import comparison_table
 
@@ -38,8 +38,10 @@ def _tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]:
 
 
 def _title(result: SubjectResult) -> str:
-    step = result.sets[0].evaluation.step
-    return str(result.weights.path) + (f", step {step}" if result.weights.run_dir is not None else "")
+    step, parallel = result.sets[0].evaluation.step, result.config.parallel
+    words = [str(result.weights.path)] + ([f"step {step}"] if result.weights.run_dir is not None else [])
+    words += [f"{key} {degree}" for key in HOME if (degree := getattr(parallel, key)) > 1]
+    return ", ".join(words)
 
 
 def _evaluations(result: SubjectResult) -> str:

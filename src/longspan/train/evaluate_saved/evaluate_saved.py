@@ -6,7 +6,7 @@ What can be refused is refused before the first model is made.
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -43,7 +43,7 @@ def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: P
     Raises CheckpointError, DataError, ModelError or ConfigError for what is missing or does not fit, EvaluationError
     for a metric without a count, and EvaluationStopped after a signal or beyond the time limit: on all ranks.
     """
-    deadline = time.monotonic() + request.seconds if request.seconds else math.inf
+    deadline = time.monotonic() + (request.seconds or math.inf)
     metrics = on_every_rank(world, lambda: metrics_by_name(request.metrics), ConfigError)
     checked = [check_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
     sets = chosen_sets(request, checked, world, log)
@@ -77,9 +77,9 @@ def _fit(request: EvalRequest, checked: CheckedWeights, sets: tuple[EvalSet, ...
     made = isinstance(name.documents, PasskeyDocuments)
     cut_by = "--passkey.lengths of at most" if made else "--max-document-tokens"
     configuration = fit_positions(checked, longest, origin, scaled=scaled, log=log, cut_by=cut_by)
-    config, heads = checked.subject.config, query_heads(configuration)
-    if checked.subject.weights.run_dir is not None:
-        config = with_rows_of_run(config)
+    first, heads = request.subjects[0], query_heads(configuration)
+    context = first.config.context if first.weights.run_dir is None else with_rows_of_run(first.config).context
+    config = replace(checked.subject.config, context=context)
     entries, changes = list[EvalConfig](), dict.fromkeys(request.home_changes)
     for of_name in sets:
         entry = entry_of(config, of_name.name if request.sets else "", request.given)
@@ -129,7 +129,6 @@ class _Evaluator:
             text_bytes = _text_bytes(of_name, bytes_of_ids) if is_first_rank(self.world) else ()
             sources = tuple(of_name.source(d) for d in range(len(of_name.documents)))
             for at_degree in _at_degrees(choice, self.degrees, max(of_name.documents.lengths)):
-                left = max(self.deadline - time.monotonic(), 0.0)
                 options = EvaluationOptions(
                     step=step,
                     name=of_name.name,
@@ -137,12 +136,16 @@ class _Evaluator:
                     metrics=self.metrics,
                     token_bytes=bytes_of_ids,
                     attention_kernel=entry.attention_kernel or None,
-                    seconds=left if math.isfinite(left) else None,
-                    stopped=lambda: f"{stop.received} was received" if stop.received else "",
+                    stopped=partial(self._reason_to_stop, stop),
                     progress=partial(progress, _title(self.fit, of_name, at_degree)),
                 )
                 result = evaluate(model, of_name.documents, at_degree, self.world, options)
                 yield SetResult(result, sources, text_bytes)
+
+    def _reason_to_stop(self, stop: StopSignal) -> str:
+        if stop.received:
+            return f"{stop.received} was received"
+        return "the time limit of --seconds is over" if time.monotonic() > self.deadline else ""
 
 
 def _at_degrees(choice: PlanChoice, degrees: Sequence[int], longest: int) -> list[PlanChoice]:

@@ -8,7 +8,7 @@ from longspan.train.evaluate_saved.comparison import differences
 from longspan.train.evaluate_saved.request import SetResult, SubjectResult
 from longspan.train.evaluation.passkey.grid import PasskeyGrid
 
-_HOME = ("tp", "pp", "ep", "dp_replicate")
+HOME = ("tp", "pp", "ep", "dp_replicate")
 
 
 def record_of(results: Sequence[SubjectResult], ranks: int) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def subject_record(result: SubjectResult) -> dict[str, Any]:
     return {
         "target": str(result.weights.path),
         "kind": result.weights.kind,
-        "parallel": {key: parallel[key] for key in _HOME},
+        "parallel": {key: parallel[key] for key in HOME},
         "changes": [asdict(change) for change in result.changes],
         "evaluations": [evaluation_record(of_set) for of_set in result.sets],
     }

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import World
-from longspan.errors import CheckpointError, ConfigError, ModelError
+from longspan.errors import CheckpointError, ConfigError, DataError, ModelError
 from longspan.model import load_model
 from longspan.model.hf_folder import read_configuration, weight_files
 from longspan.model.pipeline.pipeline import PipelineModel
@@ -65,6 +65,11 @@ def _configuration(subject: Subject) -> PreTrainedConfig:
 
 def _tokenizer(subject: Subject, named: str, configuration: PreTrainedConfig) -> TextTokenizer:
     folder = Path(named) if named else subject.folder
+    if not (folder / "tokenizer.json").is_file():
+        raise DataError(
+            f"no tokenizer.json in {folder}; name the folder of the model's tokenizer with --tokenizer, or put its "
+            "files there"
+        )
     tokenizer = load_tokenizer(folder).parsing(subject.config.data.parse_special_tokens)
     rows = configuration.get_text_config().vocab_size
     check_vocabulary(tokenizer.size, rows, tokenizer=str(folder), model=str(subject.weights.path))
