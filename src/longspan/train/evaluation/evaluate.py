@@ -70,7 +70,9 @@ def evaluate(
         seconds=time.perf_counter() - started,
         activation_bytes=None if memory.bytes is None else world.control.largest(memory.bytes),
     )
-    return replace(result, passkey=documents.grid(result)) if isinstance(documents, PasskeyDocuments) else result
+    if isinstance(documents, PasskeyDocuments):
+        result = replace(result, passkey=documents.grid(result.document_metrics, step=result.step, cp=result.cp))
+    return result
 
 
 def choices_at_degrees(choice: PlanChoice, documents: Documents, home: Layout) -> list[PlanChoice]:

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from longspan.errors import DataError
-from longspan.train.evaluation.metrics import DocumentMetric, TargetRows
+from longspan.train.evaluation.metrics import DocumentMetric, Mean, TargetRows
 from longspan.train.evaluation.passkey.grid import PasskeyGrid
 from longspan.train.evaluation.passkey.settings import DEPTHS, check_passkey
 from longspan.train.evaluation.passkey.text import Ids, Pieces, key_of
-from longspan.train.evaluation.result import Evaluation
 
 
 @dataclass(frozen=True)
@@ -99,10 +98,10 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
 
         return {"passkey_wrong": wrong, "passkey_loss": loss}
 
-    def grid(self, evaluation: Evaluation) -> PasskeyGrid:
-        """What an evaluation of these documents, with these metrics, shows for each length and depth."""
+    def grid(self, measured: Mapping[str, Sequence[Mean]], *, step: int, cp: int) -> PasskeyGrid:
+        """What the metrics of these documents show for each length and depth."""
         shape = len(self.asked_lengths), len(self.depths), self.samples
-        wrong, losses = (evaluation.document_metrics[name] for name in ("passkey_wrong", "passkey_loss"))
+        wrong, losses = (measured[name] for name in ("passkey_wrong", "passkey_loss"))
         retrieved = np.array([mean.sum == 0 for mean in wrong]).reshape(shape).sum(-1)  # (lengths, depths)
         sums = np.array([mean.sum for mean in losses]).reshape(shape).sum(-1)
         counts = np.array([mean.count for mean in losses]).reshape(shape).sum(-1)
@@ -112,8 +111,8 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
             samples=self.samples,
             retrieved=tuple(map(tuple, retrieved.tolist())),
             losses=tuple(map(tuple, (sums / counts).tolist())),
-            step=evaluation.step,
-            cp=evaluation.cp,
+            step=step,
+            cp=cp,
         )
 
 
