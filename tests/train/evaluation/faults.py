@@ -30,7 +30,8 @@ PLACES = (
     "progress",
     "reduction",
 )
-TOGETHER = {"reading", "reading of a later portion", "trial of the metric", "metric"}  # told to all ranks, which go on
+ENDS = ("stop", "time limit")  # not errors: an evaluation that is to end, by what one rank sees
+TOGETHER = {"reading", "reading of a later portion", "trial of the metric", "metric", *ENDS}  # told to all; they go on
 EVERY = -1
 
 
@@ -49,7 +50,7 @@ class Fault:
 
     @property
     def text(self) -> str:
-        return f"boom in {self.place}"
+        return "its time limit of 1e-09 s is over" if self.place == "time limit" else f"boom in {self.place}"
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Trap:
 
     def __call__(self, *_: Any) -> None:
         self.calls += 1
-        if self.calls > self.calls_before:
+        if self.calls > self.calls_before and self.fault.place not in ENDS:
             raise KINDS[self.fault.kind](self.fault.text)
 
     def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,6 +74,11 @@ class Trap:
             return function(*args, **keywords)
 
         return trapped
+
+    def why(self) -> str:
+        """Why to stop; nothing at the first call."""
+        self()
+        return self.fault.text if self.fault.place == "stop" and self.calls > 1 else ""
 
 
 class Documents:
@@ -122,7 +128,8 @@ def faulty(
     options = EvaluationOptions(
         step=77,
         metrics={"largest": trap.before(largest) if trap and place.endswith("metric") else largest},
-        stopped=trap.before(lambda: "") if trap and place == "question whether to stop" else lambda: "",
+        seconds=1e-9 if place == "time limit" else None,
+        stopped=trap.why if trap and place in ("question whether to stop", "stop") else lambda: "",
         progress=trap if trap and place == "progress" else None,
     )
     read = Documents(documents, trap if place.startswith("reading") else None)

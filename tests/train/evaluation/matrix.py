@@ -216,17 +216,21 @@ class Trained(NamedTuple):
     weights: dict[str, Tensor]
 
 
-def take(rank: int, runs: Sequence[Run], stock: dict[tuple[str, str, int], Stock]) -> list[Errors]:
-    """This rank's errors of each run, those of one home after each other in one world."""
+def take(rank: int, runs: Sequence[Run], stock: dict[tuple[str, str, int], Stock], twice: bool = True) -> list[Errors]:
+    """This rank's errors of each run, those of one home after each other in one world.
+
+    `twice`: each run is made without evaluations too, and compared with that.
+    """
     errors = dict[Run, Errors]()
     for home in dict.fromkeys(run.home for run in runs):
         with World(HOMES[home].layout, backend=backend(), timeout=120) as world:
             without = dict[Any, Trained]()
             for run in (run for run in runs if run.home == home):
+                trained = _train(run, world)
                 alike = (*run.key, run.placement, tuple(step.degree for step in run.steps))
                 if alike not in without:
-                    without[alike] = _train(run, world, evaluates=False)
-                errors[run] = _errors(_train(run, world), without[alike], stock[run.key])
+                    without[alike] = _train(run, world, evaluates=False) if twice else trained
+                errors[run] = _errors(trained, without[alike], stock[run.key])
     return [errors[run] for run in runs]
 
 

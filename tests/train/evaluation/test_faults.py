@@ -21,7 +21,7 @@ from longspan.train.evaluation.evaluate import evaluate
 from longspan.train.plans import PlanChoice
 from tests.model.deep import deep
 from tests.model.stock import texts
-from tests.train.evaluation.faults import EVERY, KINDS, PLACES, TOGETHER, Fault, faulty
+from tests.train.evaluation.faults import ENDS, EVERY, KINDS, PLACES, TOGETHER, Fault, faulty
 from tests.train.evaluation.state import differences, state_of
 
 RANKS, TIMEOUT = 4, 40.0
@@ -119,12 +119,9 @@ def check_stopping(layout: Layout, fault: Fault, folder: Path) -> None:
 
 
 ALL = [Fault(*values) for values in itertools.product(PLACES, KINDS, range(RANKS))]
+ALL += [Fault(place, "error", rank) for place in ENDS for rank in range(RANKS)]
 STOPPING = [fault for fault in ALL if not fault.together]
-FEW = [
-    Fault("planning", "error", 2),
-    Fault("forward pass of the last portion", "error", 3),
-    Fault("reduction", "Ctrl-C", 0),
-]
+FEW = [Fault("forward pass of the last portion", "error", 3), Fault("reduction", "Ctrl-C", 0)]
 
 
 def test_errors_that_all_ranks_learn_of_leave_the_model_as_it_was() -> None:

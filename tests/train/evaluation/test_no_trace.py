@@ -64,7 +64,7 @@ CASES = {
     "zero bubbles": Case(Layout(ranks=4, pp=2), settings={"pipeline_schedule": "zero_bubble"}),
     "PP × TP, ZBV": Case(Layout(ranks=4, pp=2, tp=2), settings={"virtual_stages": 2, "pipeline_schedule": "zbv"}),
 }
-ALWAYS = ("FSDP2, dropout", "HSDP, recomputed", "TP, sequence parallel", "VPP")
+ALWAYS = ("FSDP2, dropout", "TP, sequence parallel", "PP")
 
 
 class Trained(NamedTuple):
@@ -132,6 +132,7 @@ def test_evaluations_leave_no_trace(names: tuple[str, ...]) -> None:
         assert differ == {name: [] for name in names}, rank
 
 
+@pytest.mark.whole
 def test_a_run_that_is_evaluated_after_every_step_trains_as_without(tmp_path: Path) -> None:
     rows, weights = [], []
     for every in (0, 1):
