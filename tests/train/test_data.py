@@ -15,7 +15,7 @@ import torch
 from longspan import Layout, SequenceShard, plan_fixed
 from longspan.errors import DataError
 from longspan.train.config.sections import DataConfig
-from longspan.train.data.build import ensure_corpus
+from longspan.train.data.build import CorpusSettings, ensure_corpus
 from longspan.train.data.documents import Corpus, Manifest
 from longspan.train.data.files import find_files
 from longspan.train.data.left_out import LeftOut
@@ -31,7 +31,7 @@ def build(
     data = DataConfig(path=str(path), **{"vocab_size": 300, "max_document_tokens": 64} | keys)  # type: ignore[arg-type]
     log = (said if said is not None else []).append
     tokenizer = load_tokenizer(data.tokenizer) if data.tokenizer else None
-    return ensure_corpus(data, tmp_path / "run", tokenizer=tokenizer, resumed=resumed, log=log)
+    return ensure_corpus(CorpusSettings(data), tmp_path / "run", tokenizer=tokenizer, resumed=resumed, log=log)
 
 
 def test_stdlib_is_the_librarys_own_sources() -> None:

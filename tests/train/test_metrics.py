@@ -27,7 +27,7 @@ def test_a_resumed_log_goes_on_after_its_step(tmp_path: Path) -> None:
     with path.open("a") as torn:
         torn.write('{"step": 4, "lo')
     with MetricsLog(path, after_step=2) as log:
-        assert log.evaluated == {2}
+        assert log.evaluated == {(2, "")}
         log.write({"step": 3, "loss": 9.0})
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows == [
@@ -49,7 +49,7 @@ def test_rows_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:
 def test_no_path_writes_nothing() -> None:
     with MetricsLog(None, after_step=0) as log:
         log.write({"step": 1, "eval_loss": 2.0})
-        assert log.evaluated == {1}
+        assert log.evaluated == {(1, "")}
 
 
 def test_memory_is_that_of_this_process() -> None:

@@ -194,6 +194,8 @@ def test_other_plans_of_the_same_tokens_have_the_same_losses(
     run(config, 2)
     losses, others = ([row["loss"] for row in rows_of(c) if "loss" in row] for c in (straight[0], config))
     assert losses == pytest.approx(others, rel=1e-5) and len(losses) == 6
+    evaluated = [(row["step"], row["cp"]) for row in rows_of(config) if "eval_loss" in row]
+    assert evaluated == [(6, 1), (6, 2)], "each degree once, as asked for where that is it"
     saved = {step_of(path) for path in (Path(config.run.dir) / "checkpoints").iterdir()}
     assert saved == ({1, 2, 3, 4, 5, 6} if config.train.save_minutes < 1 else {6})
     plan = Plan.from_json((Path(config.run.dir) / "plans" / "step-000001.json").read_bytes())

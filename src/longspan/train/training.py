@@ -21,6 +21,7 @@ from longspan.model.hf_folder import read_configuration
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.weights.fill import leave_to_checkpoint
 from longspan.plan import Cost, Plan
+from longspan.train.config.eval_set import EvalConfig
 from longspan.train.config.precision import compute_dtype
 from longspan.train.config.sections import RunConfig
 from longspan.train.figures import StepFigures, figures_of
@@ -129,8 +130,12 @@ class Training:
 
     @property
     def evaluation_choice(self) -> PlanChoice:
-        """How evaluations are planned."""
+        """How evaluations of the held-out documents are planned."""
         return PlanChoice.evaluation(self.config, cost=self.cost, heads=query_heads(self.model.config))
+
+    def choice_of(self, entry: EvalConfig) -> PlanChoice:
+        """How evaluations of a set are planned."""
+        return PlanChoice.evaluation(self.config, entry, cost=self.cost, heads=query_heads(self.model.config))
 
     @property
     def router(self) -> RouterCoefficients:
@@ -165,7 +170,8 @@ class Training:
 
 def _check_layers(config: RunConfig, model: PreTrainedModel) -> None:
     layers = model.config.get_text_config().num_hidden_layers
-    for choice in (PlanChoice.training(config), PlanChoice.evaluation(config)):
+    sets = (PlanChoice.evaluation(config, entry) for entry in (None, *config.eval))
+    for choice in (PlanChoice.training(config), *sets):
         if len(choice.comm_types) not in (1, layers):
             raise ConfigError(
                 f"{choice.comm_type_key} lists {counted(len(choice.comm_types), 'type')}, "

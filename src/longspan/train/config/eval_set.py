@@ -52,6 +52,11 @@ class EvalConfig:
         """How messages begin the names of its keys."""
         return f"eval.{self.name}." if self.name else "context.eval_"
 
+    @property
+    def metrics_key(self) -> str:
+        """The key of its metrics, for messages."""
+        return f"{self.prefix}metrics" if self.name else "train.eval_metrics"
+
 
 # Keys that a set has in common with [context], where they begin with eval_: what its plans are made of.
 PLAN_KEYS = (

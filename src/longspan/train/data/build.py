@@ -6,6 +6,7 @@ Texts stream through in batches, so a corpus may be larger than memory. Reading 
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -31,25 +32,43 @@ BATCH_CHARACTERS = 4_000_000  # what is tokenized at once
 LogLine = Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class CorpusSettings:
+    """What a corpus of a run is made from: keys of [data], or those of an evaluation set.
+
+    `folder` is where it lies in the run's folder; messages begin the names of the keys `path` and
+    `max_document_tokens` with `prefix`.
+    """
+
+    data: DataConfig
+    folder: str = "corpus"
+    prefix: str = "data."
+
+    def files(self, run_dir: Path) -> dict[str, Path]:
+        """Its source files by name; those of the run are none. Raises DataError where there are none."""
+        return find_files(self.data.path, leave_out=run_dir, key=f"{self.prefix}path")
+
+
 def ensure_corpus(
-    data: DataConfig, run_dir: Path, *, tokenizer: TextTokenizer | None, resumed: bool, log: LogLine
+    settings: CorpusSettings, run_dir: Path, *, tokenizer: TextTokenizer | None, resumed: bool, log: LogLine
 ) -> Corpus:
-    """The corpus in the run's folder, which is built again where its sources or settings changed.
+    """A corpus in the run's folder, which is built again where its sources or settings changed.
 
     Without a `tokenizer` one is trained. What happens is logged, at least once a batch. Raises DataError for sources
     that are missing, empty or unreadable, and, where the run is `resumed`, for sources or settings that changed since
     it began: its order would not hold.
     """
-    files = find_files(data.path, leave_out=run_dir)
-    corpus = _corpus_of_run(data, files, run_dir, resumed=resumed, tokenizer=tokenizer, log=log)
+    data, files = settings.data, settings.files(run_dir)
+    corpus = _corpus_of_run(settings, files, run_dir, resumed=resumed, tokenizer=tokenizer, log=log)
     manifest, other_kinds = corpus.manifest, files_of_other_kinds(data.path, leave_out=run_dir)
-    for line in left_out_lines(manifest.left_out, data.max_document_tokens, other_kinds, manifest.skipped):
+    longest, key = data.max_document_tokens, f"{settings.prefix}max_document_tokens"
+    for line in left_out_lines(manifest.left_out, longest, other_kinds, manifest.skipped, key=key):
         log(line)
     return corpus
 
 
 def _corpus_of_run(
-    data: DataConfig,
+    settings: CorpusSettings,
     files: dict[str, Path],
     run_dir: Path,
     *,
@@ -58,10 +77,10 @@ def _corpus_of_run(
     log: LogLine,
 ) -> Corpus:
     """The corpus that is there, where nothing changed, or a new one."""
-    folder = run_dir / "corpus"
+    folder = run_dir / settings.folder
     if (folder / "corpus.json").is_file():
         corpus = Corpus(folder)
-        changes = _changes(corpus.manifest, data, files, tokenizer)
+        changes = _changes(corpus.manifest, settings, files, tokenizer)
         if not resumed and corpus.manifest.opening is None:  # a run that it belongs to goes on with it
             changes.append("an older version of longspan built it")
         if not changes:
@@ -71,14 +90,15 @@ def _corpus_of_run(
         log(f"the corpus changed ({changes[0]}): building it again")
     elif resumed:
         raise DataError(f"{run_dir} has checkpoints but no corpus: restore {folder}, or set run.dir to a new folder")
-    return build_corpus(data, files, run_dir, tokenizer=tokenizer, log=log)
+    return build_corpus(settings, files, run_dir, tokenizer=tokenizer, log=log)
 
 
 def build_corpus(
-    data: DataConfig, files: dict[str, Path], run_dir: Path, *, tokenizer: TextTokenizer | None, log: LogLine
+    settings: CorpusSettings, files: dict[str, Path], run_dir: Path, *, tokenizer: TextTokenizer | None, log: LogLine
 ) -> Corpus:
-    """Write `run_dir/corpus` and `run_dir/tokenizer.json`; a build that is interrupted leaves neither half-made."""
-    partial, folder = run_dir / "corpus.partial", run_dir / "corpus"
+    """Write the corpus's folder and `run_dir/tokenizer.json`; an interrupted build leaves neither half-made."""
+    data, folder = settings.data, run_dir / settings.folder
+    partial = folder.with_name(f"{folder.name}.partial")
     for old in (partial, folder):
         shutil.rmtree(old, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -94,8 +114,8 @@ def build_corpus(
     if not lengths:
         no = f"{len(reader.skipped)} {'is' if len(reader.skipped) == 1 else 'are'}"
         raise DataError(
-            f"data.path {data.path!r} is empty: of {counted(len(files), 'file')} {no} not UTF-8, and the rest holds no "
-            f"text of {SHORTEST} tokens or more; give text"
+            f"{settings.prefix}path {data.path!r} is empty: of {counted(len(files), 'file')} {no} not UTF-8, and the "
+            f"rest holds no text of {SHORTEST} tokens or more; give text"
         )
     np.save(partial / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
     np.save(partial / "origins.npy", np.array(origins, dtype=np.int32))
@@ -222,12 +242,14 @@ def _dtype(tokenizer: TextTokenizer) -> str:
     return "<u2" if tokenizer.size <= 2**16 else "<u4"
 
 
-def _changes(old: Manifest, data: DataConfig, files: dict[str, Path], tokenizer: TextTokenizer | None) -> list[str]:
+def _changes(
+    old: Manifest, settings: CorpusSettings, files: dict[str, Path], tokenizer: TextTokenizer | None
+) -> list[str]:
     """Why the corpus would come out differently today; nothing where it would not."""
-    changes = list[str]()
+    data, prefix, changes = settings.data, settings.prefix, list[str]()
     for key, before, now in (
-        ("data.path", old.path, data.path),
-        ("data.max_document_tokens", old.max_document_tokens, data.max_document_tokens),
+        (f"{prefix}path", old.path, data.path),
+        (f"{prefix}max_document_tokens", old.max_document_tokens, data.max_document_tokens),
         ("data.parse_special_tokens", old.parse_special_tokens, data.parse_special_tokens),
     ):
         if before != now:

@@ -139,3 +139,8 @@ class Documents(Sequence[Document]):
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each document."""
         return tuple(self.corpus.lengths[list(self.ids)].tolist())
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """The source file of each document."""
+        return tuple(self.corpus.origin(document) for document in self.ids)

@@ -31,22 +31,22 @@ class Source:
     sha256: str
 
 
-def find_files(path: str, *, leave_out: Path | None = None) -> dict[str, Path]:
-    """The files of a corpus by name, sorted. `leave_out` (the run's own folder) is not searched.
+def find_files(path: str, *, leave_out: Path | None = None, key: str = "data.path") -> dict[str, Path]:
+    """The files of a corpus by name, sorted. `leave_out` (the run's own folder) is not searched; messages name `key`.
 
     Raises DataError for a path that does not exist, a file of another kind, and a folder without a readable file.
     """
     root = Path(sysconfig.get_path("stdlib")) if path == STDLIB else Path(path).expanduser()
     if not root.exists():
-        raise DataError(f"data.path {path!r} does not exist; give {STDLIB!r}, or a folder or file of {_kinds()}")
+        raise DataError(f"{key} {path!r} does not exist; give {STDLIB!r}, or a folder or file of {_kinds()}")
     if root.is_file():
         if root.suffix not in SUFFIXES:
-            raise DataError(f"data.path {path!r} ends in {root.suffix!r}; a file must be one of {_kinds()}")
+            raise DataError(f"{key} {path!r} ends in {root.suffix!r}; a file must be one of {_kinds()}")
         return {root.name: root}
     walk = _walk(root, stdlib=path == STDLIB, leave_out=leave_out)
     files = dict(sorted((name, file) for name, file in walk if name.endswith(SUFFIXES)))
     if not files:
-        raise DataError(f"data.path {path!r} holds no file of {_kinds()}; give a folder that does")
+        raise DataError(f"{key} {path!r} holds no file of {_kinds()}; give a folder that does")
     return files
 
 

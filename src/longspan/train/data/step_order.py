@@ -13,7 +13,7 @@ import numpy as np
 
 from longspan.errors import DataError
 
-_HELD_OUT, _EPOCH = 0, 1  # which of the seed's streams
+_HELD_OUT, _EPOCH, _EVAL_SET = 0, 1, 2  # which of the seed's streams
 
 
 class StepOrder:
@@ -96,6 +96,15 @@ class StepOrder:
         ends = np.zeros(len(order) + 1, dtype=np.int64)
         np.cumsum(self.lengths[order], out=ends[1:])
         return order, ends
+
+
+def some_documents(count: int, most: int, seed: int) -> tuple[int, ...]:
+    """Of so many documents at most so many, chosen by the seed, in order; 0: all of them.
+
+    >>> some_documents(5, 0, seed=0), len(some_documents(5, 2, seed=0))
+    ((0, 1, 2, 3, 4), 2)
+    """
+    return tuple(sorted(_shuffled(count, seed, _EVAL_SET)[: most or count].tolist()))
 
 
 def _shuffled(count: int, *seed: int) -> np.ndarray:

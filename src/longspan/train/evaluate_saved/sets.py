@@ -18,7 +18,7 @@ from longspan.comm import World
 from longspan.errors import DataError, counted
 from longspan.train.all_ranks import LogLine, on_every_rank
 from longspan.train.config.sections import DataConfig, RunConfig
-from longspan.train.data.build import build_corpus
+from longspan.train.data.build import CorpusSettings, build_corpus
 from longspan.train.data.documents import Corpus, Documents
 from longspan.train.data.files import files_of_other_kinds, find_files
 from longspan.train.data.left_out import left_out_lines
@@ -102,7 +102,7 @@ def _build(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLin
     try:
         files = find_files(data.path)
         folder.mkdir()
-        corpus = build_corpus(data, files, folder, tokenizer=tokenizer, log=log)
+        corpus = build_corpus(CorpusSettings(data), files, folder, tokenizer=tokenizer, log=log)
     except DataError as error:
         raise DataError(str(error).replace("data.path", "--data", 1)) from error
     tokens, documents = int(corpus.lengths.sum()), counted(len(corpus), "document")

@@ -58,7 +58,7 @@ class Evaluation:
         if self.passkey is not None:
             row |= {"eval_passkey_retrieved": self.passkey.share, "passkey": self.passkey.to_json()}
         row |= {"eval_tokens": self.tokens, "eval_targets": self.targets, "eval_documents": self.documents}
-        row |= {"cp": self.cp, "seconds": round(self.seconds, 6)}
+        row |= {"cp": self.cp, "planner": self.plan.planner, "seconds": round(self.seconds, 6)}
         if self.activation_bytes is not None:
             row["eval_activation_bytes"] = self.activation_bytes
         for name, buckets in (("by_position", self.by_position), ("by_length", self.by_length)):
@@ -81,12 +81,26 @@ def comparison_table(evaluations: Sequence[Evaluation]) -> str:
     lines = [
         f"evaluation loss of the weights after step {first.step}: {counted(first.documents, 'document')}, "
         f"{counted(first.tokens, 'token')}",
-        f"{'cp':>4}  {'loss':>14}  {'relative difference':>20}  {'micro-batches':>13}  {'seconds':>8}",
+        f"{'cp':>4}  {'loss':>14}  {'relative difference':>20}  {'micro-batches':>13}  {'seconds':>8}  plan",
     ]
     for evaluation in evaluations:
         difference = abs(evaluation.loss - first.loss) / abs(first.loss) if first.loss else 0.0
         lines.append(
             f"{evaluation.cp:>4}  {evaluation.loss:>14.9f}  {difference:>20.1e}  "
-            f"{len(evaluation.plan.micro_batches):>13}  {evaluation.seconds:>8.2f}"
+            f"{len(evaluation.plan.micro_batches):>13}  {evaluation.seconds:>8.2f}  {evaluation.plan.planner}"
         )
+    return "\n".join(lines)
+
+
+def sets_table(evaluations: Sequence[Evaluation]) -> str:
+    """Loss and built-in metrics of named sets beside each other, as text; a dash where nothing was counted."""
+    width = max(len("evaluation set"), *(len(evaluation.name) for evaluation in evaluations))
+    names = f"{'loss':>12}  {'perplexity':>12}  {'accuracy':>8}  {'bits/byte':>9}  {'documents':>9}  {'cp':>4}"
+    lines = [f"{'evaluation set':<{width}}  {names}"]
+    for e in evaluations:
+        accuracy, bits = (e.metrics.get(name) for name in ("token_accuracy", "bits_per_byte"))
+        share = f"{100 * accuracy.value:.1f} %" if accuracy and accuracy.value is not None else "-"
+        per_byte = f"{bits.value:.4f}" if bits and bits.value is not None else "-"
+        numbers = f"{e.loss:>12.6f}  {e.perplexity:>12.4g}  {share:>8}  {per_byte:>9}  {e.documents:>9,}  {e.cp:>4}"
+        lines.append(f"{e.name:<{width}}  {numbers}")
     return "\n".join(lines)

@@ -12,13 +12,13 @@ Needs no torch: the names are checked before any process starts.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from longspan.errors import ConfigError
 from longspan.train.config.file import nearest
+from longspan.train.dotted_name import object_named
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,7 @@ def check_loggers(names: Sequence[str]) -> None:
 def logger_class(name: str) -> LoggerClass:
     """The class of a logger. Raises ConfigError where it cannot be imported."""
     module, _, attribute = BUILT_IN.get(name, name).rpartition(".")
-    try:
-        kind: Any = getattr(import_module(module), attribute, None)
-    except Exception as error:  # whatever the module raises when it is imported
-        raise ConfigError(
-            f"run.loggers has {name!r}, and {module} cannot be imported: {type(error).__name__}: {error}; install it, "
-            "or put its folder on PYTHONPATH"
-        ) from error
+    kind = object_named(BUILT_IN.get(name, name), f"run.loggers has {name!r}")
     if not all(callable(getattr(kind, method, None)) for method in ("log", "close")):
         lack = "has no such class" if kind is None else f"has {attribute} without log(row, step) and close()"
         raise ConfigError(f"run.loggers has {name!r}, and {module} {lack}; see longspan.train.loggers.Logger")
@@ -88,12 +82,14 @@ def logger_class(name: str) -> LoggerClass:
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row by the names that loggers show them under; an evaluation's name its degree.
+    """The numbers of a row by the names that loggers show them under; an evaluation's name its set and its degree.
 
     >>> scalars({"step": 2, "loss": 3.5, "lr": 0.1})
     {'train/loss': 3.5, 'train/lr': 0.1}
     >>> scalars({"step": 2, "eval_loss": 3.5, "cp": 4, "seconds": 1.0})
     {'eval/loss_cp4': 3.5, 'eval/seconds_cp4': 1.0}
+    >>> scalars({"step": 2, "eval_name": "books", "eval_loss": 3.5, "cp": 4})
+    {'eval/books/loss_cp4': 3.5}
     """
     numbers = {
         key: value
@@ -102,4 +98,5 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     }
     if "eval_loss" not in row:
         return {f"train/{key}": value for key, value in numbers.items()}
-    return {f"eval/{key.removeprefix('eval_')}_cp{row['cp']}": value for key, value in numbers.items()}
+    chart = f"eval/{row['eval_name']}" if "eval_name" in row else "eval"
+    return {f"{chart}/{key.removeprefix('eval_')}_cp{row['cp']}": value for key, value in numbers.items()}

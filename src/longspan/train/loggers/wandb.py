@@ -25,8 +25,9 @@ class WandbLogger:
         before = json.loads(path.read_text(encoding="utf-8")) if start.done and path.is_file() else {}
         self._done = start.done
         self._sent = max([before.get("sent", 0), *(row["step"] for row in start.rows)]) if before else 0
-        evaluated = [(row["step"], row["cp"]) for row in start.rows if "eval_loss" in row]
-        self._evaluated = {(step, cp) for step, cp in (*before.get("evaluated", ()), *evaluated) if step == self._sent}
+        evaluated = [_evaluation(row) for row in start.rows if "eval_loss" in row]
+        before_this = [(*entry, "")[:3] for entry in before.get("evaluated", ())]  # older runs had no names
+        self._evaluated = {entry for entry in (*before_this, *evaluated) if entry[0] == self._sent}
         self._run = wandb.init(
             project=wandb.setup().settings.project or PROJECT,
             name=start.dir.resolve().name,
@@ -58,4 +59,9 @@ class WandbLogger:
     def _was_sent(self, row: Mapping[str, Any], step: int) -> bool:
         if not self._done < step <= self._sent:
             return False
-        return "eval_loss" not in row or step < self._sent or (step, row["cp"]) in self._evaluated
+        return "eval_loss" not in row or step < self._sent or _evaluation(row) in self._evaluated
+
+
+def _evaluation(row: Mapping[str, Any]) -> tuple[int, int, str]:
+    """What tells an evaluation from others: its step, its degree, and the name of its set."""
+    return row["step"], row["cp"], row.get("eval_name", "")

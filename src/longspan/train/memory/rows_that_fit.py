@@ -88,10 +88,7 @@ def with_rows_that_fit(
         on_first_rank(world, lambda: write_atomically(file, text), ConfigError)
     fill = f"{fit.rows:,} rows of {fit.bytes_per_row:,.0f} bytes each fit in {fit.budget_bytes:,.0f} bytes"
     log(f"max_tokens_per_slot: {fill}")
-    context = replace(config.context, max_tokens_per_slot=fit.rows)
-    if context.eval_max_tokens_per_slot == AUTO:
-        context = replace(context, eval_max_tokens_per_slot=fit.rows)
-    return replace(config, context=context)
+    return _with_rows(replace(config, context=replace(config.context, max_tokens_per_slot=fit.rows)), fit.rows)
 
 
 def with_rows_of_run(config: RunConfig) -> RunConfig:
@@ -109,7 +106,15 @@ def with_rows_of_run(config: RunConfig) -> RunConfig:
             f'context.eval_max_tokens_per_slot is "{AUTO}", the rows that training has measured, and {file} does not '
             f"say them ({error}); give a number of rows"
         ) from error
-    return replace(config, context=replace(config.context, eval_max_tokens_per_slot=rows))
+    return _with_rows(config, rows)
+
+
+def _with_rows(config: RunConfig, rows: int) -> RunConfig:
+    """The configuration with so many rows where evaluation, of the held-out documents or of a set, takes "auto"."""
+    if config.context.eval_max_tokens_per_slot == AUTO:
+        config = replace(config, context=replace(config.context, eval_max_tokens_per_slot=rows))
+    sets = (replace(s, max_tokens_per_slot=rows) if s.max_tokens_per_slot == AUTO else s for s in config.eval)
+    return replace(config, eval=tuple(sets))
 
 
 def measure(

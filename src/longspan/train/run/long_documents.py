@@ -45,6 +45,17 @@ def configuration_for(
     return scaled
 
 
+def check_known(configuration: PreTrainedConfig, model: ModelConfig, longest: int, name: str, tokens: int) -> None:
+    """Raise ConfigError where a document of so many `tokens` of an evaluation set is longer than a run's model knows.
+
+    `longest` is the longest document of the run's corpus, which alone decides how positions are scaled.
+    """
+    limit = position_limit(configuration_for(configuration, model, longest, "", lambda _: None))
+    if limit is not None and tokens > limit:
+        text = _too_long(configuration, model, tokens, f"of set {name!r}", limit)
+        raise ConfigError(f"{text}, or cut documents with eval.{name}.max_document_tokens = {limit}")
+
+
 def _too_long(configuration: PreTrainedConfig, model: ModelConfig, longest: int, origin: str, limit: int) -> str:
     need = smallest_factor(configuration, longest)
     scaling = (

@@ -7,7 +7,6 @@ corpus/, config.json and the tokenizer's files, run.json, metrics.jsonl, groups.
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,24 +22,21 @@ from longspan.train.config.defaults import settings_line
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.tokenizer_files import KeptFiles
 from longspan.train.disk import write_atomically
-from longspan.train.evaluation.evaluate import choices_at_degrees, evaluate
-from longspan.train.evaluation.options import EvaluationOptions
-from longspan.train.evaluation.result import Evaluation
 from longspan.train.json_record import as_json
 from longspan.train.loggers.run_loggers import logger_classes
 from longspan.train.memory.live_bytes import peak_memory_bytes
-from longspan.train.plans import PlanChoice, plans_of_steps
+from longspan.train.plans import plans_of_steps
 from longspan.train.run.config_check import check_config
+from longspan.train.run.evaluations.evaluations import Evaluations, Final, save_plan
 from longspan.train.run.lock import run_lock
 from longspan.train.run.progress import ProgressDisplay
 from longspan.train.run.records.facts_of import facts_of
-from longspan.train.run.records.group_log import GroupLog
-from longspan.train.run.records.metrics_log import MetricsLog, read_metrics
-from longspan.train.run.records.open_records import open_records
+from longspan.train.run.records.metrics_log import read_metrics
+from longspan.train.run.records.open_records import Records, open_records
 from longspan.train.run.result import LAST_STEPS, TrainResult
-from longspan.train.run.saves import Saves, is_due
+from longspan.train.run.saves import Saves
 from longspan.train.run.setup import TrainingRun, set_up
-from longspan.train.run.stop_signal import StopSignal
+from longspan.train.run.stop_signal import StopSignal, received_signal
 from longspan.train.run.warm_up_run import warm_up_run
 
 
@@ -60,7 +56,7 @@ def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainRes
         run = set_up(config, world, display.log)
         display.expect(run.config.train.steps)
         with open_records(run, facts_of(run), classes, display.log) as records:
-            result = _Loop(run, display, records.metrics, records.groups).train(stop)
+            result = _Loop(run, display, records, Evaluations(run, display, records, stop)).train(stop)
         summary = as_json(result.summary(), indent=1)
         on_first_rank(world, lambda: write_atomically(run.dir / "summary.json", summary), RunFolderError)
         return result
@@ -68,12 +64,12 @@ def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainRes
 
 @dataclass(frozen=True)
 class _Loop:
-    """The steps and evaluations of a run, and where they are recorded and shown."""
+    """The steps of a run with its evaluations between them, and where they are recorded and shown."""
 
     run: TrainingRun
     display: ProgressDisplay
-    metrics: MetricsLog
-    groups: GroupLog
+    records: Records
+    evaluations: Evaluations
 
     def train(self, stop: StopSignal) -> TrainResult:
         """All steps that are left and, unless the run is stopped, what comes after the last."""
@@ -84,12 +80,14 @@ class _Loop:
             warm_up_run(run, self.display.log)
             done, stopped = self.steps(plans, stop)
         self.display.end_bar()
+        final = Final() if stopped else self.finish()
         return TrainResult(
             dir=run.dir,
             done=done,
             steps=run.config.train.steps,
-            stopped=stopped,
-            final=() if stopped else self.finish(),
+            stopped=stopped or final.stopped,
+            final=final.at_degrees,
+            named=final.named,
             last_loss=_last_loss(run.dir / "metrics.jsonl", done) if is_first_rank(run.world) else math.nan,
             vocab_size=run.corpus.manifest.tokenizer_size,
             world=len(run.world.home.ranks),
@@ -98,8 +96,8 @@ class _Loop:
     def steps(self, plans: PlanAhead, stop: StopSignal) -> tuple[int, str]:
         """The steps that are left; returns the number that is done, and the signal that stopped them ("" for none)."""
         run, settings, saves, stopped = self.run, self.run.config.train, Saves(self.run), ""
-        if is_due(run.done, settings.eval_every) and run.done < settings.steps and not self.recorded(run.done):
-            self.evaluate(run.done)
+        if run.done < settings.steps:
+            stopped = self.evaluations.after_step(run.done, unless_recorded=True)
         with saves.before_errors():
             while saves.done < settings.steps and not stopped:
                 row, plan = _step(run, plans, saves.done)
@@ -108,68 +106,24 @@ class _Loop:
                 self.display.show_step(row)
                 stopped, minutes_over = _agreed(run.world, stop, failure, saves)
                 if saves.done in (run.done + 1, settings.steps) or stopped:
-                    self.save_plan(plan, f"step-{saves.done:06d}")
-                if is_due(saves.done, settings.eval_every) and saves.done < settings.steps and not stopped:
-                    self.evaluate(saves.done, note_groups=True)
+                    save_plan(run, plan, f"step-{saves.done:06d}")
+                if saves.done < settings.steps and not stopped:
+                    stopped = self.evaluations.after_step(saves.done)
                 if stopped or saves.due(minutes_over=minutes_over):
                     saves.save()
         return saves.done, stopped
 
     def record_step(self, row: dict[str, Any], plan: Plan) -> None:
         """Write a step's metrics and the groups that its plan added. Raises OSError for what the disk refuses."""
-        self.groups.note(plan)
-        self.metrics.write(row)
+        self.records.groups.note(plan)
+        self.records.metrics.write(row)
 
-    def evaluate(self, done: int, *, note_groups: bool = False) -> None:
-        """Evaluate the weights after so many steps as the configuration says, where documents are held out."""
-        if not self.run.held_out:
-            return
-        evaluation = self.evaluation(self.run.evaluation_choice, done)
-        self.record([evaluation])
-        if note_groups:
-            on_every_rank(self.run.world, partial(self.groups.note, evaluation.plan), RunFolderError)
-
-    def evaluation(self, choice: PlanChoice, done: int) -> Evaluation:
-        """The loss of the held-out documents under plans of `choice`."""
-        run, options = self.run, EvaluationOptions(step=done, loss_chunk_rows=self.run.config.train.loss_chunk_rows)
-        return evaluate(run.model, run.held_out, choice, run.world, options)
-
-    def finish(self) -> tuple[Evaluation, ...]:
-        """After the last step: the weights as a Hugging Face folder, and their loss at every degree, recorded once."""
-        run, done = self.run, self.run.config.train.steps
+    def finish(self) -> Final:
+        """After the last step: the weights as a Hugging Face folder, and the last evaluations."""
+        run = self.run
         dtype = on_every_rank(run.world, lambda: read_configuration(run.dir).dtype, ModelError)
         save_model(run.model, run.dir / "model", run.world, KeptFiles(run.dir), dtype=dtype)
-        if not run.held_out:
-            return ()
-        choice = run.evaluation_choice
-        choices = choices_at_degrees(choice, run.held_out, run.world.home)
-        final = tuple(self.evaluation(at_degree, done) for at_degree in choices)
-        if not self.recorded(done):
-            if choice.planner != "fixed" or choice.degree not in [evaluation.cp for evaluation in final]:
-                self.evaluate(done)
-            self.record(final)
-        return final
-
-    def recorded(self, done: int) -> bool:
-        """Whether the run's metrics have an evaluation after so many steps; the same on every rank."""
-        return self.run.world.control.broadcast_object(done in self.metrics.evaluated)
-
-    def record(self, evaluations: Sequence[Evaluation]) -> None:
-        """Write and show evaluations, and keep their plans."""
-        for evaluation in evaluations:
-            on_every_rank(self.run.world, partial(self.metrics.write, evaluation.row()), RunFolderError)
-            self.display.show_evaluation(evaluation.row())
-            self.save_plan(evaluation.plan, f"evaluation-cp{evaluation.cp}")
-
-    def save_plan(self, plan: Plan, name: str) -> None:
-        """Keep a plan as plans/NAME.json, for the report."""
-        file = self.run.dir / "plans" / f"{name}.json"
-
-        def write() -> None:
-            file.parent.mkdir(exist_ok=True)
-            write_atomically(file, plan.to_json())
-
-        on_first_rank(self.run.world, write, RunFolderError)
+        return self.evaluations.after_last_step()
 
 
 def _plans(run: TrainingRun) -> PlanAhead:
@@ -204,7 +158,7 @@ def _agreed(world: World, stop: StopSignal, failure: LongspanError | None, saves
     if not stopping:
         return "", minutes_over
     raise_first_error(world, failure)
-    return next(name for name in world.control.gather_objects(stop.received) if name), minutes_over
+    return received_signal(world, stop), minutes_over
 
 
 def _last_loss(file: Path, done: int) -> float:

@@ -12,6 +12,8 @@ from longspan.errors import counted
 LINE_EVERY = 10  # steps, where there is no terminal
 BAR, LEAST_BAR, REMAINING, SLACK = 24, 8, 7, 5  # columns of a terminal; figures may become longer by some
 
+_COUNT = TextColumn("{task.fields[what]} {task.completed}/{task.total}")
+
 
 class ProgressDisplay:
     """Shows steps and evaluations of a run; silent where `stream` is None.
@@ -27,6 +29,8 @@ class ProgressDisplay:
         self._task = TaskID(0)
         self._since: tuple[float, int] | None = None
         self._figures = 0  # of a step, that the terminal has room for
+        self._evaluating: TaskID | None = None
+        self._bar_alone = False  # of an evaluation, with none of steps beside it
 
     def __enter__(self) -> "ProgressDisplay":
         return self
@@ -56,11 +60,36 @@ class ProgressDisplay:
 
     def show_evaluation(self, row: Mapping[str, Any]) -> None:
         """Show an evaluation, given its row of metrics."""
-        tokens, seconds = row["eval_tokens"], row["seconds"]
+        name, tokens, seconds = row.get("eval_name"), row["eval_tokens"], row["seconds"]
+        subject = f"evaluation of {name}: loss" if name else "evaluation loss"
         self.log(
-            f"{self._step(row)}  evaluation loss {row['eval_loss']:.6f} at cp {row['cp']} "
-            f"({counted(tokens, 'token')} in {seconds:.1f} s)"
+            f"{self._step(row)}  {subject} {row['eval_loss']:.6f} at cp {row['cp']} "
+            f"({', '.join([counted(tokens, 'token'), *_metrics(row)])}, in {seconds:.1f} s)"
         )
+
+    def show_evaluating(self, name: str, done: int, count: int) -> None:
+        """Show on a terminal how many micro-batches of an evaluation are done, and of how many, until it ends."""
+        if self._stream is None or not self._stream.isatty():
+            return
+        if self._evaluating is None:
+            self._bar_alone = self._progress is None
+            if self._progress is None:
+                self._progress = Progress(
+                    _COUNT, BarColumn(BAR), TimeRemainingColumn(), console=Console(file=self._stream)
+                )
+                self._progress.start()
+            what = f"evaluation of {name}" if name else "evaluation"
+            self._evaluating = self._progress.add_task("", total=count, what=what)
+        assert self._progress is not None
+        self._progress.update(self._evaluating, completed=done)
+
+    def end_evaluating(self) -> None:
+        """Take the bar of an evaluation away."""
+        if self._evaluating is not None and self._progress is not None:
+            self._progress.remove_task(self._evaluating)
+            self._evaluating = None
+            if self._bar_alone:
+                self.end_bar()
 
     def end_bar(self) -> None:
         """Leave the progress bar as it stands; lines after it are plain."""
@@ -76,7 +105,7 @@ class ProgressDisplay:
             console = Console(file=self._stream)
             self._figures, columns = _that_fit(row, self._steps, console.width)
             bar = Progress(*columns, console=console, refresh_per_second=4)
-            self._task = bar.add_task("", total=self._steps, completed=row["step"] - 1)
+            self._task = bar.add_task("", total=self._steps, completed=row["step"] - 1, what="step")
             bar.start()
             self._progress = bar
         figures = "  ".join(_figures(row)[: self._figures])
@@ -101,7 +130,7 @@ def _that_fit(row: Mapping[str, Any], steps: int, width: int) -> tuple[int, tupl
         if room < len(figure) + 2:
             break
         room, shown = room - len(figure) - 2, shown + 1
-    columns: list[ProgressColumn] = [TextColumn("step {task.completed}/{task.total}"), TextColumn("{task.description}")]
+    columns: list[ProgressColumn] = [_COUNT, TextColumn("{task.description}")]
     if room >= REMAINING + 1:
         room -= REMAINING + 1
         columns.append(TimeRemainingColumn())
@@ -119,6 +148,19 @@ def _figures(row: Mapping[str, Any]) -> list[str]:
     if "bound_share" in row:
         figures.append(f"bound {100 * row['bound_share']:.0f}%")
     return [*figures, _memory(row["memory_bytes"])]
+
+
+def _metrics(row: Mapping[str, Any]) -> list[str]:
+    """What an evaluation measured beside the loss, where it counted something."""
+    texts = {
+        "perplexity": "perplexity {:.4g}",
+        "token_accuracy": "accuracy {:.1%}",
+        "bits_per_byte": "{:.3f} bits/byte",
+    }
+    values = {
+        key.removeprefix("eval_"): v for key, v in row.items() if key.startswith("eval_") and isinstance(v, float)
+    }
+    return [texts.get(name, f"{name} {{:.4g}}").format(value) for name, value in values.items() if name != "loss"]
 
 
 def _clock(seconds: int) -> str:

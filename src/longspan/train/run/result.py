@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.errors import counted
-from longspan.train.evaluation.result import Evaluation, comparison_table
+from longspan.train.evaluation.result import Evaluation, comparison_table, sets_table
 from longspan.train.json_record import json_values
 from longspan.train.versions import versions
 
@@ -15,7 +15,10 @@ LAST_STEPS = 10  # whose mean loss sums up a run
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of a run on `world` ranks: its steps, why it stopped early, its last losses, its final evaluations."""
+    """The result of a run on `world` ranks: its steps, why it stopped early, its last losses.
+
+    `final` are the last evaluations of the held-out documents, at every degree, `named` those of the named sets.
+    """
 
     dir: Path
     done: int
@@ -24,6 +27,7 @@ class TrainResult:
     last_loss: float
     vocab_size: int
     final: tuple[Evaluation, ...]
+    named: tuple[Evaluation, ...] = ()
     world: int = 1
 
     def summary(self) -> dict[str, Any]:
@@ -36,6 +40,7 @@ class TrainResult:
             "loss_of_last_steps": self.last_loss,
             "share_of_ln_vocabulary": self.last_loss / math.log(self.vocab_size),
             "eval_at_degrees": [evaluation.row() for evaluation in self.final],
+            "eval_sets": [evaluation.row() for evaluation in self.named],
             "world": self.world,
             "versions": versions(),
         }
@@ -54,4 +59,5 @@ class TrainResult:
         )
         if self.stopped:
             lines.append(f"stopped by {self.stopped} after step {self.done} of {self.steps}; the same command goes on")
-        return "\n".join(lines + ([comparison_table(self.final)] if self.final else []))
+        lines += [comparison_table(self.final)] if self.final else []
+        return "\n".join(lines + ([sets_table(self.named)] if self.named else []))

@@ -9,7 +9,7 @@ from longspan.errors import DataError, counted
 from longspan.model import PRESETS
 from longspan.train.all_ranks import LogLine, on_every_rank, on_first_rank
 from longspan.train.config.sections import RunConfig
-from longspan.train.data.build import ensure_corpus
+from longspan.train.data.build import CorpusSettings, ensure_corpus
 from longspan.train.data.documents import Corpus
 from longspan.train.data.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
 from longspan.train.disk import naming_file
@@ -30,13 +30,13 @@ def shared_corpus(config: RunConfig, world: World, model: PreTrainedConfig, *, r
             check_tokenizer(config, model, config.data.vocab_size if tokenizer is None else tokenizer.size)
         directory.mkdir(parents=True, exist_ok=True)
         with naming_file(directory / "corpus"):
-            built = ensure_corpus(config.data, directory, tokenizer=tokenizer, resumed=resumed, log=log)
+            built = ensure_corpus(CorpusSettings(config.data), directory, tokenizer=tokenizer, resumed=resumed, log=log)
         tokens, files = int(built.lengths.sum()), counted(len(built.manifest.sources), "file")
         documents = counted(len(built), "document")
         log(f"corpus: {files} of {config.data.path}, {documents}, {counted(tokens, 'token')}")
 
     on_first_rank(world, build, DataError)
-    return on_every_rank(world, lambda: _open_corpus(directory), DataError)
+    return on_every_rank(world, lambda: open_corpus(directory / "corpus"), DataError)
 
 
 def check_tokenizer(config: RunConfig, model: PreTrainedConfig, size: int) -> None:
@@ -70,8 +70,9 @@ def _own_tokenizer(config: RunConfig) -> Path | None:
     return folder if config.model.source and (folder / "tokenizer.json").is_file() else None
 
 
-def _open_corpus(directory: Path) -> Corpus:
+def open_corpus(folder: Path) -> Corpus:
+    """A corpus of a run, on every rank. Raises DataError where it is missing here."""
     try:
-        return Corpus(directory / "corpus")
+        return Corpus(folder)
     except DataError as error:
         raise DataError(f"{error}; the run's folder must be on storage that all its machines share") from error

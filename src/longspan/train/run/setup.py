@@ -3,12 +3,13 @@
 Every check that needs the data or the model is made here, on every rank, before the first step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError, RunFolderError, counted
@@ -29,6 +30,8 @@ from longspan.train.memory.rows_that_fit import with_rows_that_fit
 from longspan.train.optim.schedule import Schedule
 from longspan.train.plans import cost_of_run, query_heads
 from longspan.train.run.checks.plans import check_longest
+from longspan.train.run.evaluations.open_sets import check_lengths, check_sources, open_sets, with_rows
+from longspan.train.run.evaluations.sets import EvaluationSet
 from longspan.train.run.kept_files import keep_model_files
 from longspan.train.run.long_documents import configuration_for
 from longspan.train.run.resume import check_steps_left, checkpoint_to_resume
@@ -50,6 +53,7 @@ class TrainingRun(Training):
     corpus: Corpus
     order: StepOrder
     done: int
+    sets: tuple[EvaluationSet, ...] = ()  # what is evaluated: the held-out documents first, if there are any
 
     @property
     def dir(self) -> Path:
@@ -77,14 +81,16 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     if config.model.path and checkpoint is None:
         on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
     named = on_every_rank(world, lambda: configuration_of(config, config.data.vocab_size), ModelError)
+    check_sources(config, world, named.get_text_config().vocab_size)
     corpus = shared_corpus(config, world, named, resumed=checkpoint is not None, log=log)
     order = step_order_of(config, corpus)
     log(documents_line(config, order))
+    sets = open_sets(config, corpus, corpus.select(order.evaluation), world, log)
     asked, config = config, with_steps_of_epochs(config, order, log)
     if checkpoint is not None:
         check_steps_left(config, world, checkpoint, log)
-    longest, heads = int(np.argmax(corpus.lengths)), query_heads(named)
-    check_longest(config, world.home, int(corpus.lengths[longest]), corpus.origin(longest), heads)
+    check_fit = partial(_check_fit, corpus, sets, named, world)
+    check_fit(config)
     model = _prepared_for(corpus, config, world, log, resumed=checkpoint is not None)
     refuse_randomness(model)
     world.seed = config.train.seed
@@ -97,8 +103,19 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
         on_first_rank(world, lambda: write_atomically(directory / "config.toml", to_toml(asked)), RunFolderError)
         warn_of_lost_updates(config, log)
     config = with_rows_that_fit(config, model, optimizer, world, log)
-    check_longest(config, world.home, int(corpus.lengths[longest]), corpus.origin(longest), heads)
-    return TrainingRun(config, world, model, optimizer, _cost(config, world, model, log), corpus, order, done)
+    check_fit(config)
+    sets, cost = with_rows(sets, config), _cost(config, world, model, log)
+    return TrainingRun(config, world, model, optimizer, cost, corpus, order, done, sets)
+
+
+def _check_fit(
+    corpus: Corpus, sets: Sequence[EvaluationSet], model: PreTrainedConfig, world: World, config: RunConfig
+) -> None:
+    """Raise ConfigError where the longest document of the corpus or of a set does not fit."""
+    longest, heads = int(np.argmax(corpus.lengths)), query_heads(model)
+    tokens = int(corpus.lengths[longest])
+    check_longest(config, world.home, tokens, corpus.origin(longest), heads)
+    check_lengths(with_rows(sets, config), config, world.home, model, tokens, heads)
 
 
 def _cost(config: RunConfig, world: World, model: PreTrainedModel | PipelineModel, log: LogLine) -> Cost:

@@ -5,6 +5,8 @@ import time
 from types import FrameType
 from typing import Any
 
+from longspan.comm import World
+
 _SAME_PRESS = 1.0  # seconds: a terminal and a launcher may both deliver one Ctrl-C
 
 
@@ -31,9 +33,18 @@ class StopSignal:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def reason(self) -> str:
+        """Why this rank would stop what takes long, in words; "" where it received nothing."""
+        return f"{self.received} was received" if self.received else ""
+
     def _note(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
         if self.received and now - self._at > _SAME_PRESS:
             raise KeyboardInterrupt(f"{signal.Signals(number).name} again")
         if not self.received:
             self.received, self._at = signal.Signals(number).name, now
+
+
+def received_signal(world: World, stop: StopSignal) -> str:
+    """The signal that any rank received, "" for none; all ranks ask together."""
+    return next((name for name in world.control.gather_objects(stop.received) if name), "")

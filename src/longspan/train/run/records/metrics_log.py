@@ -2,12 +2,16 @@
 
 Rows of training: step, loss, tokens, targets, grad_norm, lr, seconds, tokens_per_second, memory_bytes, micro_batches,
 efficiency; where they are known tflops, mfu, predicted_seconds and bound_share (`figures.py`); and router_balance_loss
-and router_z_loss of models with experts. Rows of evaluation: step, eval_loss, eval_tokens, eval_targets, cp, seconds.
-One rank writes. A number that is not finite, for which JSON has no word, is written and read as null.
+and router_z_loss of models with experts. Rows of evaluation: step, eval_name (of a named set), eval_loss,
+eval_perplexity, eval_token_accuracy, eval_bits_per_byte (where the tokenizer's tokens stand for bytes), eval_NAME of a
+metric of the user's (null where it counted nothing), eval_tokens, eval_targets, eval_documents, cp (the widest degree
+of a dynamic plan), planner, seconds, on GPUs eval_activation_bytes (most memory that it added on any rank), by_position
+and by_length: [first, last, mean loss, targets, documents] of each bucket of positions, or of documents' lengths. One
+rank writes. A number that is not finite, for which JSON has no word, is written and read as null.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +34,7 @@ class MetricsLog:
     def __init__(self, path: Path | None, *, after_step: int, loggers: RunLoggers | None = None) -> None:
         self._loggers = loggers
         rows = [row for row in read_metrics(path) if row["step"] <= after_step] if path else []
-        self.evaluated: set[int] = {row["step"] for row in rows if "eval_loss" in row}
+        self.evaluated = evaluated_in(rows)
         self._file = None
         if path is not None:
             write_atomically(path, "".join(as_json(row) + "\n" for row in rows))
@@ -46,14 +50,18 @@ class MetricsLog:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row. Raises OSError, with the file's name, for what the disk refuses."""
-        if "eval_loss" in row:
-            self.evaluated.add(row["step"])
+        self.evaluated |= evaluated_in([row])
         if self._file is not None:
             with naming_file(Path(self._file.name)):
                 self._file.write(as_json(row) + "\n")
                 self._file.flush()
         if self._loggers is not None:
             self._loggers.log(row)
+
+
+def evaluated_in(rows: Iterable[Mapping[str, Any]]) -> set[tuple[int, str]]:
+    """The step and the name of the set ("" of the held-out documents) of every evaluation in rows of metrics."""
+    return {(row["step"], row.get("eval_name", "")) for row in rows if "eval_loss" in row}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

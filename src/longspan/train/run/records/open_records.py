@@ -14,7 +14,7 @@ from longspan.train.loggers.logger import LoggerClass, RunStart
 from longspan.train.loggers.run_loggers import RunLoggers
 from longspan.train.run.records.facts import RunFacts, facts_text
 from longspan.train.run.records.group_log import GroupLog
-from longspan.train.run.records.metrics_log import MetricsLog, read_metrics
+from longspan.train.run.records.metrics_log import MetricsLog, evaluated_in, read_metrics
 from longspan.train.run.setup import TrainingRun
 
 
@@ -52,7 +52,7 @@ def _open_loggers(run: TrainingRun, facts: RunFacts, classes: Mapping[str, Logge
     """The loggers of this rank; none where a finished run is shown again, which has no row left to write."""
     rows = read_metrics(run.dir / "metrics.jsonl") if classes else []
     steps = run.config.train.steps
-    if run.done == steps and any(row["step"] == steps and "eval_loss" in row for row in rows):
+    if run.done == steps and {(steps, entry.name) for entry in run.sets} <= evaluated_in(rows):
         classes = {}
     start = RunStart(run.dir, asdict(run.config), dict(facts.lines()), run.done, rows)
     return RunLoggers.open(classes, start, log)

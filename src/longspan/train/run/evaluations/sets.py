@@ -1,0 +1,121 @@
+"""The evaluation sets of a run, each with its documents and metrics, opened before the first step on all ranks.
+
+Texts under a set's path are tokenized with the run's tokenizer into RUN/evaluation/NAME, once, and again where they
+changed. Sets of other kinds are made: `MADE` has a function for each path that stands for one.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from longspan.comm import World
+from longspan.errors import DataError, counted
+from longspan.train.all_ranks import LogLine, on_every_rank, on_first_rank
+from longspan.train.config.eval_set import EvalConfig
+from longspan.train.config.sections import RunConfig
+from longspan.train.data.build import CorpusSettings, ensure_corpus
+from longspan.train.data.documents import Corpus
+from longspan.train.data.step_order import some_documents
+from longspan.train.data.tokenizer import load_tokenizer
+from longspan.train.disk import naming_file
+from longspan.train.evaluation.metrics import Metric
+from longspan.train.run.run_corpus import open_corpus
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Documents that are evaluated together: those of a table [[eval]], or those that a run holds out, without a name.
+
+    `documents` has `lengths`; `origins` says where each document comes from. `metrics` are those beside the built-in
+    ones, `token_bytes` (V,) what bits per byte are counted by (None where the tokenizer does not say).
+    """
+
+    config: EvalConfig
+    documents: Any
+    origins: tuple[str, ...]
+    metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
+    token_bytes: npt.NDArray[np.int64] | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name; "" for the documents that are held out."""
+        return self.config.name
+
+    @property
+    def longest(self) -> tuple[int, str]:
+        """Tokens of its longest document, and where that comes from."""
+        lengths = self.documents.lengths
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        return int(lengths[longest]), self.origins[longest]
+
+    def line(self) -> str:
+        """How much it holds, for the console."""
+        lengths, every = self.documents.lengths, self.config.every
+        size = f"{counted(len(lengths), 'document')} of {counted(sum(lengths), 'token')}, longest {max(lengths):,}"
+        when = f"every {counted(every, 'step')} and after the last" if every else "after the last step"
+        return f"evaluation set {self.name}: {size}; evaluated {when}"
+
+
+# What makes the set of a path that stands for no files; entered by all ranks, and the same on each.
+MADE: dict[str, Callable[[EvalConfig, RunConfig], EvaluationSet]] = {}
+
+
+def check_paths(config: RunConfig, world: World) -> None:
+    """Raise DataError on every rank for a set whose path is missing or holds no text, before a corpus is built."""
+
+    def check() -> None:
+        for entry in config.eval:
+            if entry.path not in MADE:
+                _settings(config, entry).files(Path(config.run.dir))
+
+    on_first_rank(world, check, DataError)
+
+
+def open_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> EvaluationSet:
+    """The set of a table [[eval]], without its metrics; its texts are tokenized where they were not yet.
+
+    All ranks call it together, once the run has its tokenizer. Raises DataError for texts that cannot be read.
+    """
+    if (make := MADE.get(entry.path)) is not None:
+        return on_every_rank(world, lambda: make(entry, config), DataError)
+    corpus = _shared_corpus(config, entry, world, log)
+    documents = corpus.select(some_documents(len(corpus), entry.documents, config.train.seed))
+    return EvaluationSet(entry, documents, documents.origins)
+
+
+def files_in_both(training: Corpus, evaluated: EvaluationSet) -> str:
+    """How many source files of a set are trained on, in words; "" where none is."""
+    corpus = getattr(evaluated.documents, "corpus", None)
+    if not isinstance(corpus, Corpus):
+        return ""
+    trained = {source.sha256 for source in training.manifest.sources}
+    both = [source.name for source in corpus.manifest.sources if source.sha256 in trained]
+    if not both:
+        return ""
+    some = f"{len(both)} of {counted(len(corpus.manifest.sources), 'file')} ({', '.join(both[:3])})"
+    return f"evaluation set {evaluated.name}: {some} are in the training data too, so its loss is partly of texts seen"
+
+
+def _settings(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
+    data = replace(config.data, path=entry.path, max_document_tokens=entry.max_document_tokens)
+    return CorpusSettings(data, f"evaluation/{entry.name}", entry.prefix)
+
+
+def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> Corpus:
+    """The corpus of a set in the run's folder: the first rank makes sure of it, all open it."""
+    directory, settings = Path(config.run.dir), _settings(config, entry)
+
+    def build() -> None:
+        folder = directory / settings.folder
+        folder.parent.mkdir(exist_ok=True)
+        say = lambda text: log(f"evaluation set {entry.name}: {text}")  # noqa: E731
+        with naming_file(folder):
+            ensure_corpus(settings, directory, tokenizer=load_tokenizer(directory), resumed=False, log=say)
+
+    on_first_rank(world, build, DataError)
+    return on_every_rank(world, partial(open_corpus, directory / settings.folder), DataError)
