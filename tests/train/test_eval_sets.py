@@ -211,6 +211,8 @@ def test_what_does_not_fit_is_refused_before_the_first_step(
 
 def test_documents_of_a_set_are_no_longer_than_the_model_knows(tmp_path: Path) -> None:
     check = partial(check_known, preset_config("qwen3-tiny", vocab_size=300), ModelConfig(), 60)
-    with pytest.raises(ConfigError, match=r"has 1000000 tokens \(of set 'books'\), .* with eval.books.max_document_tok"):
+    with pytest.raises(
+        ConfigError, match=r"has 1000000 tokens \(of set 'books'\), .* with eval.books.max_document_tok"
+    ):
         check("books", 10**6)
     check("books", 60)

@@ -93,6 +93,7 @@ class Evaluations:
             name=entry.name,
             loss_chunk_rows=settings.loss_chunk_rows,
             metrics=entry.metrics,
+            document_metrics=entry.document_metrics,
             token_bytes=entry.token_bytes,
             attention_kernel=kernel or None,
             seconds=entry.config.max_seconds or None,
@@ -120,8 +121,9 @@ class Evaluations:
         """
         world = self.run.world
         for evaluation in sorted(evaluations, key=_degree):
-            on_every_rank(world, partial(self.records.metrics.write, evaluation.row()), RunFolderError)
-            self.display.show_evaluation(evaluation.row())
+            row = {**evaluation.row(), **entry.more(evaluation)}
+            on_every_rank(world, partial(self.records.metrics.write, row), RunFolderError)
+            self.display.show_evaluation(row)
             words = ("evaluation", entry.name, f"cp{evaluation.cp}")
             save_plan(self.run, evaluation.plan, "-".join(filter(None, words)))
         if self.run.config.train.eval_document_losses and evaluations:

@@ -28,7 +28,7 @@ def check_sources(config: RunConfig, world: World, vocabulary: int) -> None:
     def check() -> None:
         for entry in (held_out_set(config), *config.eval):
             try:
-                check_metrics(load_metrics(entry), vocabulary, world.device)
+                check_metrics(load_metrics(entry), {}, vocabulary, world.device)
             except EvaluationError as error:
                 raise ConfigError(f"{entry.metrics_key}: {error}") from error
 

@@ -23,7 +23,8 @@ from longspan.train.data.documents import Corpus
 from longspan.train.data.step_order import some_documents
 from longspan.train.data.tokenizer import load_tokenizer
 from longspan.train.disk import naming_file
-from longspan.train.evaluation.metrics import Metric
+from longspan.train.evaluation.metrics import DocumentMetric, Metric
+from longspan.train.evaluation.result import Evaluation
 from longspan.train.run.run_corpus import open_corpus
 
 
@@ -31,15 +32,18 @@ from longspan.train.run.run_corpus import open_corpus
 class EvaluationSet:
     """Documents that are evaluated together: those of a table [[eval]], or those that a run holds out, without a name.
 
-    `documents` has `lengths`; `origins` says where each document comes from. `metrics` are those beside the built-in
-    ones, `token_bytes` (V,) what bits per byte are counted by (None where the tokenizer does not say).
+    `documents` has `lengths`; `origins` says where each document comes from. `metrics` and `document_metrics` are those
+    beside the built-in ones, `token_bytes` (V,) what bits per byte are counted by (None where the tokenizer does not
+    say). `more` is what a row of metrics.jsonl has of an evaluation of this set beside what every one has.
     """
 
     config: EvalConfig
     documents: Any
     origins: tuple[str, ...]
     metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
+    document_metrics: Mapping[str, DocumentMetric] = field(default_factory=dict[str, DocumentMetric])
     token_bytes: npt.NDArray[np.int64] | None = None
+    more: Callable[[Evaluation], Mapping[str, Any]] = lambda _: {}
 
     @property
     def name(self) -> str:
