@@ -4,8 +4,10 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from longspan.errors import ConfigError
+from longspan.report.eval_page import eval_page
 from longspan.report.heat_map import passkey_pictures
 from longspan.train.disk import os_error_text
 from longspan.train.evaluate_saved.record import document_rows, grids_of
@@ -39,12 +41,13 @@ def write_documents(results: Sequence[SubjectResult], file: Path) -> None:
     _write(file, "".join(json.dumps(json_values(row), ensure_ascii=False) + "\n" for row in rows))
 
 
-def write_folder(results: Sequence[SubjectResult], record: dict[str, object], folder: Path) -> None:
-    """results.json (what --json prints), documents.jsonl and, of passkey retrieval, its picture."""
+def write_folder(results: Sequence[SubjectResult], record: dict[str, Any], folder: Path) -> None:
+    """results.json (what --json prints), documents.jsonl, report.html and, of passkey retrieval, its picture."""
     _write(folder / "results.json", as_json(record, indent=1) + "\n")
     write_documents(results, folder / "documents.jsonl")
-    if grids_of(results):
+    if grids := grids_of(results):
         write_picture(results, folder / PICTURE)
+    _write(folder / "report.html", eval_page(json_values(record), [passkey_pictures(grids)] if grids else []))
 
 
 def write_picture(results: Sequence[SubjectResult], file: Path) -> None:

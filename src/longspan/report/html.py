@@ -38,7 +38,7 @@ def write_report(run_dir: str | Path) -> Path:
     path = run.path / "report.html"
     try:
         with naming_file(path):
-            path.write_text(_page(f"{run.name} · longspan", body), encoding="utf-8")
+            path.write_text(page(f"{run.name} · longspan", body), encoding="utf-8")
     except OSError as error:
         raise RunFolderError(os_error_text(error)) from error
     return path
@@ -50,7 +50,7 @@ def plan_page(plan: Plan, cost: Cost | None = None, *, title: str = "plan") -> s
     >>> Path("plan.html").write_text(plan_page(plan))
     """
     head = tag("header", tag("p", "longspan", class_="brand"), tag("h1", text(title)))
-    return _page(f"{title} · longspan", [head, plan_section([(title, plan)], cost)])
+    return page(f"{title} · longspan", [head, plan_section([(title, plan)], cost)])
 
 
 def plan_section(
@@ -115,7 +115,8 @@ def _plan_facts(plan: Plan, took: float | None) -> Iterator[tuple[str, str]]:
         yield "over the lower bound", f"× {number_text(plan.ratio, 4)}"
 
 
-def _page(title: str, body: Sequence[str]) -> str:
+def page(title: str, body: Sequence[str]) -> str:
+    """The page of these parts, with its style and script."""
     room = files("longspan.report")
     style, script = (room.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     head = tag("title", text(title)) + tag("style", f"\n{style}")

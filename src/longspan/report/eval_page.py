@@ -1,0 +1,145 @@
+"""The page of `longspan eval --out`: its figures as a table, the loss by length and by position, and differences.
+
+It is made of results.json alone, but for pictures that come with it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from longspan.errors import counted
+from longspan.report.chart import Chart, Series, chart_figure
+from longspan.report.html import page
+from longspan.report.markup import tag, text
+from longspan.report.series import seconds_text
+
+HELD_OUT = "held out"  # how tables call the documents of a run
+_COLUMNS = ("eval_loss", "eval_perplexity")  # before metrics
+_COUNTS = ("eval_documents", "eval_tokens", "eval_targets")
+_CURVES = 6  # of a chart, at most
+_WIDTH = 560
+
+
+def eval_page(record: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
+    """The page of one call of `longspan eval`, from the record that --json prints.
+
+    >>> Path("report.html").write_text(eval_page(json.loads(Path("results.json").read_text())))
+    """
+    return page(f"{record['target']} · longspan", list(_sections(record, pictures)))
+
+
+def _sections(record: Mapping[str, Any], pictures: Sequence[str]) -> Iterator[str]:
+    models = [record, *([record["compare"]] if "compare" in record else [])]
+    yield _header(record)
+    yield _section("Evaluations", _table(*_evaluations(models)))
+    for difference in record.get("compare", {}).get("differences", ()):
+        yield _difference(difference, [str(model["target"]) for model in models])
+    charts = list(_charts(models))
+    if charts:
+        yield _section("Where the loss is", tag("div", *charts, class_="grid-2"))
+    for picture in pictures:
+        yield _section("Passkey retrieval", tag("div", picture, class_="scroll"))
+
+
+def _section(title: str, *content: str) -> str:
+    return tag("section", tag("h2", text(title)), *content)
+
+
+def _header(record: Mapping[str, Any]) -> str:
+    degrees = [f"{key} {degree}" for key, degree in record["parallel"].items() if degree > 1]
+    lines = [" · ".join([*_model(record), counted(record["world"], "rank"), *degrees])]
+    lines += [
+        f"{change['key']} {change['before']} became {change['now']} ({change['why']})" for change in record["changes"]
+    ]
+    title = tag("p", "longspan", class_="brand") + tag("h1", text(record["target"]))
+    return tag("header", title, *(tag("p", text(line), class_="sub") for line in lines))
+
+
+def _model(model: Mapping[str, Any]) -> list[str]:
+    if model["kind"] == "folder":
+        return ["Hugging Face folder"]
+    return [f"{model['kind']}, step {model['evaluations'][0]['step']}"]
+
+
+def _evaluations(models: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Names and rows of the table: one for each set and degree of each model."""
+    rows = [(model, row) for model in models for row in model["evaluations"]]
+    known = {"eval_name", "eval_activation_bytes", *_COLUMNS, *_COUNTS}
+    metrics = list(dict.fromkeys(key for _, row in rows for key in row if key.startswith("eval_") and key not in known))
+    metrics = [key for key in metrics if all(isinstance(row.get(key, 0.0), int | float | None) for _, row in rows)]
+    keys = (*_COLUMNS, *metrics, *_COUNTS)
+    names = ["weights", "set", "type", "cp", *(key.removeprefix("eval_").replace("_", " ") for key in keys), "seconds"]
+    cells = [
+        [
+            str(model["target"]),
+            _name(row),
+            ", ".join(row["cp_comm_type"]) or "-",
+            str(row["cp"]),
+            *(_number(row.get(key)) for key in keys),
+            seconds_text(row["seconds"]),
+        ]
+        for model, row in rows
+    ]
+    return names, cells
+
+
+def _difference(difference: Mapping[str, Any], names: Sequence[str]) -> str:
+    """The second model beside the first on one set, in all and by document length."""
+    unit, error = difference["unit"].replace("_", " "), difference["standard_error"]
+    first, other = names
+    words = (
+        f"{unit} of {other} minus that of {first}: {difference['difference']:+.6f}"
+        f"{'' if error is None else f' ± {error:.6f} (standard error over documents)'}; {difference['lower']:,} of "
+        f"{counted(difference['documents'], 'document')} have a lower value."
+    )
+    rows = [("all", difference["first"], difference["other"], difference["documents"])]
+    rows += [(f"{start:,} to {last:,}", a, b, documents) for start, last, a, b, documents in difference["by_length"]]
+    cells = [[name, _number(a), _number(b), f"{b - a:+.6f}", f"{documents:,}"] for name, a, b, documents in rows]
+    table = _table(["tokens of the document", first, other, "difference", "documents"], cells)
+    return _section(f"Difference, {difference['name'] or HELD_OUT}", tag("p", text(words), class_="note"), table)
+
+
+def _charts(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The loss by document length and by position, where there are several of them: a curve for each model and set."""
+    for key, title, x_label in (
+        ("by_length", "Loss by document length", "tokens of the document, from"),
+        ("by_position", "Loss by position", "position in the document, from"),
+    ):
+        curves: dict[str, list[Any]] = {}
+        for model in models:
+            for row in model["evaluations"]:
+                name = _name(row) if len(models) == 1 else f"{model['target']}, {_name(row)}"
+                curves.setdefault(name, row[key])  # degrees of one set have the same loss
+        starts = sorted({bucket[0] for buckets in curves.values() for bucket in buckets})
+        if len(starts) > 1:
+            chosen = list(curves.items())[:_CURVES]
+            series = tuple(_series(name, buckets, starts, i) for i, (name, buckets) in enumerate(chosen))
+            names = tuple(_short(start) for start in starts)
+            yield chart_figure(Chart(title, series, "nats", x_label, _WIDTH, 260, x_names=names, y_format="loss"))
+
+
+def _series(name: str, buckets: Sequence[Sequence[Any]], starts: Sequence[int], color: int) -> Series:
+    losses = {bucket[0]: bucket[2] for bucket in buckets if bucket[2] is not None}
+    x = np.array([starts.index(start) for start in losses], float)
+    return Series(name, x, np.array(list(losses.values()), float), color, "marks")
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens // 1024}K" if tokens >= 1024 else str(tokens)
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return row.get("eval_name") or HELD_OUT
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.6f}"
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = tag("thead", tag("tr", *(tag("th", text(name)) for name in names)))
+    body = (tag("tr", *(tag("td", text(cell)) for cell in row)) for row in rows)
+    return tag("div", tag("table", head, tag("tbody", *body)), class_="scroll")
