@@ -12,6 +12,7 @@ import numpy as np
 from longspan.errors import counted
 from longspan.report.markup import label, tag, text
 from longspan.train.evaluation.passkey.grid import PasskeyGrid
+from longspan.train.evaluation.passkey.settings import PASSKEY
 
 RAMP = ((165, 0, 38), (244, 109, 67), (254, 224, 144), (116, 173, 209), (49, 54, 149))  # at 0, 1/4, 1/2, 3/4 and 1
 EVEN = 0.18  # luminance of colours on which black and white are equally clear
@@ -20,6 +21,7 @@ LEFT, TOP, BOTTOM, LEAST_WIDTH = 62.0, 74.0, 52.0, 600.0
 GOOD = "Keys whose every token is right: 100% in every cell is best."
 AXES = "tokens of the document; depth 0: the key stands at its beginning, 1: at its end"
 STYLE = """
+.heat { max-width: 100%; height: auto; }
 .heat .sheet { fill: #ffffff; } .heat text { font: 12px system-ui, sans-serif; fill: #1d2126; }
 .heat .heading { font-size: 15px; font-weight: 600; } .heat .soft { fill: #5d6670; }
 .heat .on-dark { fill: #ffffff; } .heat .on-light { fill: #000000; }
@@ -54,6 +56,7 @@ def passkey_pictures(grids: Sequence[tuple[str, PasskeyGrid]]) -> str:
         *drawings,
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {width:g} {sum(heights):g}",
+        width=f"{width:g}",
         class_="heat",
         role="img",
         aria_label=". ".join(f"{_heading(grid, name)}. {grid.table()}" for name, grid in grids),
@@ -75,7 +78,7 @@ def _drawing(grid: PasskeyGrid, name: str) -> Iterator[str]:
 
 
 def _heading(grid: PasskeyGrid, name: str) -> str:
-    of_set = f" ({name})" if name else ""
+    of_set = f" ({name})" if name not in ("", PASSKEY) else ""
     keys = f"{sum(map(sum, grid.retrieved)):,} of {counted(grid.documents, 'key')} retrieved"
     return f"Passkey retrieval{of_set}: {keys}"
 

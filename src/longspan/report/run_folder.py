@@ -17,6 +17,8 @@ import numpy as np
 
 from longspan.errors import ConfigError, PlanError, counted
 from longspan.plan import Plan
+from longspan.report.passkey_section import passkey_grids
+from longspan.train.evaluation.passkey.grid import PasskeyGrid
 from longspan.train.run.records.facts import RunFacts
 from longspan.train.run.records.metrics_log import rows_and_damage
 
@@ -60,6 +62,7 @@ class RunFolder:
     train: dict[str, np.ndarray]
     evaluations: tuple[EvalRow, ...] = ()
     final: tuple[EvalRow, ...] = ()
+    passkey: tuple[tuple[str, PasskeyGrid], ...] = ()
     config_text: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     plans: tuple[tuple[str, Plan], ...] = ()
@@ -92,6 +95,7 @@ class RunFolder:
             train={name: np.array([_number(train[s].get(name)) for s in steps]) for name in TRAIN_COLUMNS},
             evaluations=tuple(evaluations[key] for key in sorted(evaluations)),
             final=tuple(_final_rows(summary, steps[-1] if steps else 0)),
+            passkey=passkey_grids(rows),
             config_text=config_text,
             config=config,
             plans=plans,

@@ -8,6 +8,7 @@ import numpy as np
 from longspan.errors import counted
 from longspan.report.chart import Chart, Series, chart_figure
 from longspan.report.markup import tag, text
+from longspan.report.passkey_section import passkey_section
 from longspan.report.run_folder import EvalRow, RunFolder
 from longspan.report.series import bytes_text, number_text, seconds_text, smooth
 from longspan.train.run.records.facts import RunFacts
@@ -29,6 +30,8 @@ def run_sections(run: RunFolder) -> Iterator[str]:
     rows = run.final or _last_evaluations(run)
     if rows:
         yield degrees_table(rows)
+    if run.passkey:
+        yield passkey_section(run.passkey)
     yield _section("Steps", tag("div", *map(chart_figure, _small_charts(run)), class_="grid-3"))
     if run.notes:
         yield _section("Left out", tag("ul", *(tag("li", text(note)) for note in run.notes), class_="notes"))
