@@ -65,7 +65,7 @@ def test_the_page_on_parallelism_is_one_program(tmp_path: Path) -> None:
 
 
 def test_the_page_on_evaluation_is_one_program(tmp_path: Path) -> None:
-    losses = re.findall(r"loss (\d+\.\d+)", run_page("evaluation.md", tmp_path))
+    losses = re.findall(r": loss (\d+\.\d+)", run_page("evaluation.md", tmp_path))
     assert len(losses) == 3 and max(map(float, losses)) - min(map(float, losses)) <= 2e-6
 
 
