@@ -105,8 +105,8 @@ def _measured_case(case: Case, settings: Settings, world: World) -> dict[str, An
         for degree in (trained, other):
             named = {"name": f"train {trained}, eval {degree}", "trained": trained, "degree": degree}
             runs.append(named | _timed(bench, plans[degree]))
-    for name, choice in _planned(bench).items():
-        runs.append({"name": name} | _timed(bench, choice))
+    dynamic: dict[str, Any] = vars(bench.options)  # with any number of rows on a slot
+    runs.append({"name": "planned"} | _timed(bench, PlanChoice.dynamic(**dynamic)))
     difference = max(abs(a["loss"] - b["loss"]) for a, b in (runs[0:2], runs[2:4]))
     kind = torch.bfloat16 if settings.gpu else torch.float32
     row: dict[str, Any] = {name: getattr(case, name) for name in ("name", "tokens", "layers", "tp", "pp", "preset")}
@@ -114,12 +114,6 @@ def _measured_case(case: Case, settings: Settings, world: World) -> dict[str, An
     if settings.flags.profile:
         row["parts"] = {str(degree): _parts(bench, plans[degree]) for degree in DEGREES}
     return row
-
-
-def _planned(bench: _Bench) -> dict[str, PlanChoice]:
-    """Choices of an evaluation's plan by longspan, at most one whole document's rows on a slot."""
-    values: dict[str, Any] = vars(bench.options) | {"max_tokens_per_slot": max(map(len, bench.documents))}
-    return {"dynamic": PlanChoice.dynamic(**values)}
 
 
 def _timed(bench: _Bench, choice: Plan | PlanChoice) -> dict[str, Any]:
