@@ -74,7 +74,7 @@ class EvalFlags:
     plot: str = ""
     """Write the picture of passkey retrieval, an SVG, to this file."""
     out: str = ""
-    """Write results.json (what --json prints), documents.jsonl, report.html and the passkeys' picture to this folder."""
+    """Write results.json (what --json prints), documents.jsonl, report.html and the passkey picture to this folder."""
     passkey: PasskeySettings = field(default_factory=PasskeySettings)
     model: SavedModel = field(default_factory=SavedModel)
     parallel: FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
