@@ -10,12 +10,14 @@ from longspan.testing import run_ranks
 from longspan.train.checkpoint.files import PARTIAL
 from longspan.train.config.sections import RunConfig
 from longspan.train.run.records.metrics_log import read_metrics
-from tests.train.small import small_config, train_rank
+from tests.train.small import small_config, train_rank, write_texts
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    config = small_config(tmp_path_factory.mktemp("eval"), train__steps=2, train__save_every=1)
+    folder = tmp_path_factory.mktemp("eval")
+    sets = [{"name": "others", "path": str(write_texts(folder / "others", 4)), "context_parallel_size": 1}]
+    config = small_config(folder, train__steps=2, train__save_every=1, eval=sets)
     run_ranks(train_rank, 2, config, 2)
     (Path(config.run.dir) / "checkpoints" / f"step-000009{PARTIAL}").mkdir()  # a save that was interrupted
     return config
@@ -37,11 +39,24 @@ def test_the_loss_is_that_of_the_run(
     assert err.count("its save was interrupted") == (not checkpoint), (
         "one rank says it, where checkpoints are looked for"
     )
-    trained = read_metrics(Path(run.run.dir) / "metrics.jsonl")[-1]
+    trained = [row for row in read_metrics(Path(run.run.dir) / "metrics.jsonl") if "eval_name" not in row][-1]
     assert (found["step"], found["cp"], found["world"]) == (2, int(degree), world)
     assert found["eval_loss"] == pytest.approx(trained["eval_loss"], rel=1e-6)
     assert found["eval_tokens"] == trained["eval_tokens"]
     assert sorted(Path(run.run.dir).rglob("*")) == before
+
+
+def test_a_set_of_the_run_and_a_comparison(run: RunConfig, capfd: pytest.CaptureFixture[str]) -> None:
+    """A set is planned by its own keys; the folder that the run saved has the losses of its last checkpoint."""
+    words = ["eval", run.run.dir, "--set", "others", "--compare", f"{run.run.dir}/model", "--json", "--world", "2"]
+    assert main(words) == 0
+    found = json.loads(capfd.readouterr().out)
+    trained = [row for row in read_metrics(Path(run.run.dir) / "metrics.jsonl") if row.get("eval_name") == "others"][-1]
+    assert (found["eval_name"], found["cp"], found["eval_targets"]) == ("others", 1, trained["eval_targets"])
+    assert found["eval_loss"] == pytest.approx(trained["eval_loss"], rel=1e-6)
+    (difference,) = found["compare"]["differences"]
+    assert abs(difference["difference"]) < 1e-6 and found["compare"]["kind"] == "folder"
+    assert [row[:2] for row in found["by_length"]] == [row[:2] for row in trained["by_length"]]
 
 
 def test_an_earlier_checkpoint_has_another_loss_in_words(run: RunConfig, capfd: pytest.CaptureFixture[str]) -> None:

@@ -116,6 +116,7 @@ def request_of(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalRequest
     if flags.compare:
         other = _subject(argv, saved_weights(flags.compare), flags)
         layout = {"parallel": config.parallel, "context": config.context, "eval": config.eval}
+        layout["train"] = replace(other.config.train, eval_metrics=config.train.eval_metrics)
         subjects.append(replace(other, config=replace(other.config, **layout)))
     return EvalRequest(
         subjects=tuple(subjects),

@@ -12,11 +12,11 @@ from longspan.comm import World
 from longspan.errors import ConfigError, DataError
 from longspan.train.all_ranks import LogLine, on_every_rank
 from longspan.train.config.bounds import NOT_GIVEN
-from longspan.train.config.sections import DataConfig
+from longspan.train.config.sections import DataConfig, RunConfig
 from longspan.train.data.documents import Documents
 from longspan.train.data.tokenizer import TextTokenizer
 from longspan.train.evaluate_saved.request import EvalRequest, Subject
-from longspan.train.evaluate_saved.sets import EvalSet, held_out_documents, text_sets
+from longspan.train.evaluate_saved.sets import EvalSet, held_out_documents, set_of_run, text_sets
 from longspan.train.evaluate_saved.weights import CheckedWeights
 from longspan.train.evaluation.passkey.documents import passkey_documents
 from longspan.train.evaluation.passkey.settings import PASSKEY
@@ -58,7 +58,14 @@ def _sets(request: EvalRequest, weights: CheckedWeights, world: World, log: LogL
         return text_sets(dict(request.paths), weights.tokenizer, data, world, log)
     if request.passkey.lengths and not request.sets:
         return ()
-    return on_every_rank(world, lambda: (held_out_documents(_run_of(subject), subject.config),), DataError)
+    return on_every_rank(world, lambda: _of_run(_run_of(subject), subject.config, request.sets), DataError)
+
+
+def _of_run(run_dir: Path, config: RunConfig, names: Sequence[str]) -> Sets:
+    """The sets of a run by their names, or without names the documents that it holds out."""
+    if not names:
+        return (held_out_documents(run_dir, config),)
+    return tuple(set_of_run(run_dir, config, name) for name in names)
 
 
 def _made(request: EvalRequest, weights: CheckedWeights, world: World) -> Sets:

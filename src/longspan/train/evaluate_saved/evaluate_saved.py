@@ -22,7 +22,7 @@ from longspan.train.config.sections import RunConfig
 from longspan.train.data.token_bytes import token_bytes
 from longspan.train.evaluate_saved.chosen_sets import chosen_sets, tokenizer_digest
 from longspan.train.evaluate_saved.fit import Change, changes_line, entry_of, fitted_set
-from longspan.train.evaluate_saved.metrics import metrics_by_name
+from longspan.train.evaluate_saved.metrics import metrics_of
 from longspan.train.evaluate_saved.request import EvalRequest, SetResult, SubjectResult
 from longspan.train.evaluate_saved.sets import EvalSet
 from longspan.train.evaluate_saved.weights import CheckedWeights, check_weights, fit_positions, model_of
@@ -44,7 +44,7 @@ def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: P
     for a metric without a count, and EvaluationStopped after a signal or beyond the time limit: on all ranks.
     """
     deadline = time.monotonic() + (request.seconds or math.inf)
-    metrics = on_every_rank(world, lambda: metrics_by_name(request.metrics), ConfigError)
+    metrics = on_every_rank(world, partial(_metrics, request), ConfigError)
     checked = [check_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
     sets = chosen_sets(request, checked, world, log)
     pairs = zip(checked, sets, strict=True)
@@ -55,6 +55,12 @@ def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: P
     for fit in fits:  # one model at a time
         results.append(_Evaluator(fit, request.degrees, world, metrics, deadline).run(log, progress))
     return tuple(results)
+
+
+def _metrics(request: EvalRequest) -> dict[str, dict[str, Metric]]:
+    """The user's metrics of each set of the run; "" are those of all other documents."""
+    entries = (entry_of(request.subjects[0].config, name, request.given) for name in ("", *request.sets))
+    return {entry.name: metrics_of(request.metrics, entry) for entry in entries}
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ def _fit(request: EvalRequest, checked: CheckedWeights, sets: tuple[EvalSet, ...
     config = replace(checked.subject.config, context=context)
     entries, changes = list[EvalConfig](), dict.fromkeys(request.home_changes)
     for of_name in sets:
-        entry = entry_of(config, of_name.name if request.sets else "", request.given)
+        entry = entry_of(config, of_name.name if of_name.name in request.sets else "", request.given)
         of_set = longest if request.paths else max(of_name.documents.lengths)
         entry, of_entry = fitted_set(config, entry, world.home, heads, of_set, request.given)
         choice = PlanChoice.evaluation(config, entry, heads=heads)
@@ -101,7 +107,7 @@ class _Evaluator:
     fit: _Fit
     degrees: tuple[int, ...]
     world: World
-    metrics: dict[str, Metric]
+    metrics: dict[str, dict[str, Metric]]  # by the name of a set of the run
     deadline: float  # of time.monotonic
 
     def run(self, log: LogLine, progress: Progress) -> SubjectResult:
@@ -133,7 +139,7 @@ class _Evaluator:
                     step=step,
                     name=of_name.name,
                     loss_chunk_rows=self.fit.config.train.loss_chunk_rows,
-                    metrics=self.metrics,
+                    metrics=self.metrics[entry.name],
                     token_bytes=bytes_of_ids,
                     attention_kernel=entry.attention_kernel or None,
                     stopped=partial(self._reason_to_stop, stop),

@@ -1,32 +1,30 @@
-"""A user's own metrics, by their dotted names."""
+"""A user's own metrics, by their dotted names: those of --metrics, otherwise those of the run."""
 
 from collections.abc import Sequence
-from importlib import import_module
 from typing import cast
 
 from longspan.errors import ConfigError
+from longspan.train.config.eval_set import EvalConfig
+from longspan.train.dotted_name import object_named
 from longspan.train.evaluation.metrics import Metric
+from longspan.train.run.evaluations.user_metrics import load_metrics
 
 
-def metrics_by_name(names: Sequence[str]) -> dict[str, Metric]:
-    """Functions of TargetRows to (sum, count), by the last part of their dotted names. Raises ConfigError.
+def metrics_of(names: Sequence[str], entry: EvalConfig) -> dict[str, Metric]:
+    """Functions of TargetRows to (sum, count), by the last part of their names: those named, or those of the set.
 
-    >>> metrics_by_name(["my_package.metrics.top_five"])  # doctest: +SKIP
+    Raises ConfigError for a module that cannot be imported, one without such a function, and two of one name.
     """
+    if not names:
+        return load_metrics(entry)
     metrics = dict[str, Metric]()
     for name in names:
         module, _, attribute = name.rpartition(".")
         if not module:
             raise ConfigError(f"--metrics is {name!r}; give a function with its module, as in package.module.function")
-        try:
-            function = getattr(import_module(module), attribute, None)
-        except Exception as error:  # whatever the module raises when it is imported
-            raise ConfigError(
-                f"--metrics {name!r}: {module} cannot be imported: {type(error).__name__}: {error}; install it, or put "
-                "its folder on PYTHONPATH"
-            ) from error
+        function = object_named(name, f"--metrics is {name!r}")
         if not callable(function):
-            raise ConfigError(f"--metrics {name!r}: {module} has no function {attribute!r}")
+            raise ConfigError(f"--metrics is {name!r}, and {module} has no function {attribute!r}")
         if attribute in metrics:
             raise ConfigError(f"--metrics names two functions {attribute!r}; give them different names")
         metrics[attribute] = cast(Metric, function)

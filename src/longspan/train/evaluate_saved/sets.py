@@ -22,8 +22,10 @@ from longspan.train.data.build import CorpusSettings, build_corpus
 from longspan.train.data.documents import Corpus, Documents
 from longspan.train.data.files import files_of_other_kinds, find_files
 from longspan.train.data.left_out import left_out_lines
+from longspan.train.data.step_order import some_documents
 from longspan.train.data.tokenizer import TextTokenizer
 from longspan.train.evaluation.passkey.documents import PasskeyDocuments
+from longspan.train.run.evaluations.sets import MADE
 from longspan.train.run.setup import step_order_of
 
 HELD_OUT = ""  # name of the set of documents that a run holds out
@@ -72,6 +74,22 @@ def held_out_documents(run_dir: Path, config: RunConfig) -> EvalSet:
     return EvalSet(HELD_OUT, held_out)
 
 
+def set_of_run(run_dir: Path, config: RunConfig, name: str) -> EvalSet:
+    """The documents of a set [[eval]] of a run, as its training evaluates them. Raises DataError where there are none."""
+    entry = next(entry for entry in config.eval if entry.name == name)
+    if (make := MADE.get(entry.path)) is not None:
+        return EvalSet(name, make(entry, config).documents)
+    folder = run_dir / "evaluation" / name
+    try:
+        corpus = Corpus(folder)
+    except DataError as error:
+        raise DataError(
+            f"the evaluation set {name!r} is not in {folder}, where training keeps its documents ({error.__cause__}); "
+            f"give its texts: --data {name}={entry.path}"
+        ) from error
+    return EvalSet(name, corpus.select(some_documents(len(corpus), entry.documents, config.train.seed)))
+
+
 def text_sets(
     paths: Mapping[str, str], tokenizer: TextTokenizer, data: DataConfig, world: World, log: LogLine
 ) -> tuple[EvalSet, ...]:
@@ -100,7 +118,7 @@ def text_sets(
 
 def _build(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLine) -> None:
     try:
-        files = find_files(data.path)
+        files = find_files(data.path, key="--data")
         folder.mkdir()
         corpus = build_corpus(CorpusSettings(data), files, folder, tokenizer=tokenizer, log=log)
     except DataError as error:
