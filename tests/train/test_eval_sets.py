@@ -17,9 +17,13 @@ from torch.nn import functional as F
 from longspan import World
 from longspan.errors import ConfigError, DataError, LongspanError
 from longspan.model.presets import preset_config
+from longspan.report import write_report
 from longspan.testing import backend, run_ranks
 from longspan.train.config.sections import ModelConfig, RunConfig
 from longspan.train.data.documents import Corpus
+from longspan.train.data.tokenizer import load_tokenizer
+from longspan.train.evaluation.passkey.documents import passkey_documents
+from longspan.train.evaluation.passkey.grid import PasskeyGrid
 from longspan.train.loggers import scalars
 from longspan.train.run.config_check import check_config
 from longspan.train.run.long_documents import check_known
@@ -61,6 +65,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, str, 
         {"name": "books", "every": 3, "metrics": [f"{HERE}.top_five"], "max_document_tokens": 0}
         | {"planner": "dynamic", "max_tokens_per_slot": 128},
         {"name": "some", "documents": 3, "context_parallel_size": 1, "attention_kernel": "cpu_flash"},
+        {"name": "keys", "path": "passkey", "passkey_lengths": [400, 420], "passkey_depths": [0, 1]}
+        | {"passkey_samples": 1, "max_tokens_per_slot": 256},
         train__eval_document_losses=True,
         run__loggers=["tests.train.fake_loggers.FileLogger"],
     )
@@ -98,7 +104,7 @@ def test_each_document_of_a_set_counts_once_as_in_the_stock_model(straight: tupl
     assert row["eval_perplexity"] == pytest.approx(math.exp(row["eval_loss"]), rel=1e-12)
     assert row["eval_top_five"] == sum(hits for *_, hits in stock) / targets
     assert row["eval_token_accuracy"] <= row["eval_top_five"] and 0 < row["eval_bits_per_byte"] < 8
-    assert [e.name for e in result.named] == ["books", "some"] and "books  " in result.text()
+    assert [e.name for e in result.named] == ["books", "some", "keys"] and "books  " in result.text()
     some = [json.loads(line) for line in (folder / "evaluations" / "some-step-000006.jsonl").read_text().splitlines()]
     assert len(some) == 3 and {line["name"] for line in some} <= {line["name"] for line in lines}
 
@@ -215,4 +221,21 @@ def test_documents_of_a_set_are_no_longer_than_the_model_knows(tmp_path: Path) -
         ConfigError, match=r"has 1000000 tokens \(of set 'books'\), .* with eval.books.max_document_tok"
     ):
         check("books", 10**6)
+    with pytest.raises(ConfigError, match=r'set model.rope_scaling = "yarn" and model.rope_factor = 30.75, or leave '):
+        check("keys", 10**6, made=True)
     check("books", 60)
+
+
+def test_keys_that_were_retrieved_are_in_rows_lines_and_the_report(
+    straight: tuple[RunConfig, str, TrainResult],
+) -> None:
+    config, text, result = straight
+    rows = rows_of(config, "keys")
+    assert [row["step"] for row in rows] == [2, 4, 6]
+    documents = passkey_documents(load_tokenizer(config.run.dir), (400, 420), (0, 1), samples=1, seed=config.train.seed)
+    lines = (Path(config.run.dir) / "evaluations" / "keys-step-000006.jsonl").read_text().splitlines()
+    assert [json.loads(line)["name"] for line in lines] == [document.name for document in documents]
+    grid = PasskeyGrid.from_json(rows[-1]["passkey"])
+    assert (grid.lengths, grid.depths, grid.samples, grid.step, grid.cp) == ((400, 420), (0.0, 1.0), 1, 6, 2)
+    assert grid == result.named[-1].passkey and grid.table() in text
+    assert "Passkey retrieval (keys): " in write_report(config.run.dir).read_text()

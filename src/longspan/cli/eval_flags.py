@@ -13,11 +13,11 @@ from longspan.errors import ConfigError
 from longspan.train.config.bounds import NOT_GIVEN
 from longspan.train.config.defaults import resolved
 from longspan.train.config.file import load_config
+from longspan.train.config.passkey_settings import PASSKEY, PasskeySettings
 from longspan.train.config.sections import ContextConfig, DataConfig, ModelConfig, ParallelConfig, RunConfig
 from longspan.train.evaluate_saved.fit import entry_of, fitted_home
 from longspan.train.evaluate_saved.request import EvalRequest, Subject
 from longspan.train.evaluate_saved.targets import SavedWeights, named_paths, saved_weights
-from longspan.train.evaluation.passkey.settings import PASSKEY, PasskeySettings
 
 PROG = "longspan eval"
 Repeated = UseAppendAction[tuple[str, ...]]

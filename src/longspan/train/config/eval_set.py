@@ -7,7 +7,8 @@ and context.eval_* say. Imports no torch.
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from longspan.train.config.bounds import NOT_GIVEN, AtLeast, NonNegativeFloat, NonNegativeInt
+from longspan.train.config.bounds import NOT_GIVEN, AtLeast, NonNegativeFloat, NonNegativeInt, PositiveInt
+from longspan.train.config.passkey_settings import DEPTHS, PasskeySettings
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,14 @@ class EvalConfig:
     name: str = ""
     """Letters, digits, - and _ and dots: in lines, in metrics.jsonl, and the folder RUN/evaluation/NAME."""
     path: str = ""
-    """A folder or file of .txt .md .py .jsonl, or stdlib, as data.path; tokenized with the run's tokenizer."""
+    """A folder or file of .txt .md .py .jsonl, or stdlib, as data.path; tokenized with the run's tokenizer. Or passkey:
+    made documents, which hide a number and ask for it (docs/evaluation.md)."""
+    passkey_lengths: tuple[int, ...] = ()
+    """With path = "passkey": tokens of the documents in which a number is hidden, such as [1024, 4096, 16384]."""
+    passkey_depths: tuple[float, ...] = DEPTHS
+    """Where in a document it stands, from 0 (its beginning) to 1 (its end)."""
+    passkey_samples: PositiveInt = 4
+    """Documents of each length and depth."""
     documents: NonNegativeInt = 0
     """At most this many of its documents, chosen by train.seed; 0: all."""
     max_document_tokens: NonNegativeInt = NOT_GIVEN
@@ -46,6 +54,10 @@ class EvalConfig:
     """As context.eval_hierarchical_context_parallel_sizes. Default: the same, fitted to the degree."""
     attention_kernel: str = ""
     """As context.eval_attention_kernel. Default: the same."""
+
+    def passkey(self, seed: int) -> PasskeySettings:
+        """What its documents are made of, where its path is passkey."""
+        return PasskeySettings(self.passkey_lengths, self.passkey_depths, self.passkey_samples, seed)
 
     @property
     def prefix(self) -> str:

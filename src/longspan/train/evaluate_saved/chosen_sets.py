@@ -12,6 +12,7 @@ from longspan.comm import World
 from longspan.errors import ConfigError, DataError
 from longspan.train.all_ranks import LogLine, on_every_rank
 from longspan.train.config.bounds import NOT_GIVEN
+from longspan.train.config.passkey_settings import PASSKEY
 from longspan.train.config.sections import DataConfig, RunConfig
 from longspan.train.data.documents import Documents
 from longspan.train.data.tokenizer import TextTokenizer
@@ -19,7 +20,6 @@ from longspan.train.evaluate_saved.request import EvalRequest, Subject
 from longspan.train.evaluate_saved.sets import EvalSet, held_out_documents, set_of_run, text_sets
 from longspan.train.evaluate_saved.weights import CheckedWeights
 from longspan.train.evaluation.passkey.documents import passkey_documents
-from longspan.train.evaluation.passkey.settings import PASSKEY
 
 Sets = tuple[EvalSet, ...]
 

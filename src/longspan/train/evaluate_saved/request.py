@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from longspan.train.config.bounds import NOT_GIVEN
+from longspan.train.config.passkey_settings import PasskeySettings
 from longspan.train.config.sections import RunConfig
 from longspan.train.evaluate_saved.fit import Change
 from longspan.train.evaluate_saved.targets import SavedWeights
-from longspan.train.evaluation.passkey.settings import PasskeySettings
 from longspan.train.evaluation.result import Evaluation
 
 

@@ -45,15 +45,24 @@ def configuration_for(
     return scaled
 
 
-def check_known(configuration: PreTrainedConfig, model: ModelConfig, longest: int, name: str, tokens: int) -> None:
+def check_known(
+    configuration: PreTrainedConfig, model: ModelConfig, longest: int, name: str, tokens: int, *, made: bool = False
+) -> None:
     """Raise ConfigError where a document of so many `tokens` of an evaluation set is longer than a run's model knows.
 
-    `longest` is the longest document of the run's corpus, which alone decides how positions are scaled.
+    `longest` is the longest document of the run's corpus, which alone decides how positions are scaled; `made` are
+    documents of passkey retrieval.
     """
     limit = position_limit(configuration_for(configuration, model, longest, "", lambda _: None))
     if limit is not None and tokens > limit:
-        text = _too_long(configuration, model, tokens, f"of set {name!r}", limit)
-        raise ConfigError(f"{text}, or cut documents with eval.{name}.max_document_tokens = {limit}")
+        factor = f"model.rope_factor = {smallest_factor(configuration, tokens):g}"
+        longer = factor if model.rope_scaling else f'model.rope_scaling = "yarn" and {factor}'
+        cut = f"cut documents with eval.{name}.max_document_tokens = {limit}"
+        shorter = f"leave out of eval.{name}.passkey_lengths what is above {limit}" if made else cut
+        raise ConfigError(
+            f"the longest document has {tokens} tokens (of set {name!r}), and the model knows {limit} positions "
+            f"(max_position_embeddings of its configuration, and model.rope_scaling); set {longer}, or {shorter}"
+        )
 
 
 def _too_long(configuration: PreTrainedConfig, model: ModelConfig, longest: int, origin: str, limit: int) -> str:

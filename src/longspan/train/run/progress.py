@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
 
 from longspan.errors import counted
+from longspan.train.evaluation.passkey.grid import PasskeyGrid
 
 LINE_EVERY = 10  # steps, where there is no terminal
 BAR, LEAST_BAR, REMAINING, SLACK = 24, 8, 7, 5  # columns of a terminal; figures may become longer by some
@@ -66,6 +67,8 @@ class ProgressDisplay:
             f"{self._step(row)}  {subject} {row['eval_loss']:.6f} at cp {row['cp']} "
             f"({', '.join([counted(tokens, 'token'), *_metrics(row)])}, in {seconds:.1f} s)"
         )
+        if "passkey" in row:
+            self.log(PasskeyGrid.from_json(row["passkey"]).table())
 
     def show_evaluating(self, name: str, done: int, count: int) -> None:
         """Show on a terminal how many micro-batches of an evaluation are done, and of how many, until it ends."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from longspan.errors import DataError
+from longspan.train.config.passkey_settings import DEPTHS, check_passkey
 from longspan.train.evaluation.metrics import DocumentMetric, Mean, TargetRows
 from longspan.train.evaluation.passkey.grid import PasskeyGrid
-from longspan.train.evaluation.passkey.settings import DEPTHS, check_passkey
 from longspan.train.evaluation.passkey.text import Ids, Pieces, key_of
 
 

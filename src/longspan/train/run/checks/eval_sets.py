@@ -3,7 +3,9 @@
 import re
 from collections.abc import Iterable
 
-from longspan.errors import ConfigError
+from longspan.errors import ConfigError, DataError
+from longspan.train.config.eval_set import EvalConfig
+from longspan.train.config.passkey_settings import PASSKEY
 from longspan.train.config.sections import RunConfig
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -19,6 +21,7 @@ def check_eval_sets(config: RunConfig) -> None:
             )
         if not entry.path:
             raise ConfigError(f"{entry.prefix}path is empty; name a folder or file of texts")
+        _check_passkey(entry)
         _check_metrics(f"{entry.prefix}metrics", entry.metrics)
     names = [entry.name for entry in config.eval]
     for name in names:
@@ -27,6 +30,20 @@ def check_eval_sets(config: RunConfig) -> None:
                 f"{names.count(name)} of {len(names)} tables [[eval]] have name = {name!r}; give each a name of its own"
             )
     _check_metrics("train.eval_metrics", config.train.eval_metrics)
+
+
+def _check_passkey(entry: EvalConfig) -> None:
+    if entry.path != PASSKEY:
+        if entry.passkey_lengths:
+            raise ConfigError(
+                f"{entry.prefix}passkey_lengths is {list(entry.passkey_lengths)} and {entry.prefix}path is "
+                f'{entry.path!r}; passkey retrieval has path = "{PASSKEY}", and texts have no passkey_lengths'
+            )
+        return
+    try:
+        entry.passkey(0).check()
+    except DataError as error:
+        raise ConfigError(f"{entry.prefix}passkey_lengths, passkey_depths, passkey_samples: {error}") from error
 
 
 def _check_metrics(key: str, names: Iterable[str]) -> None:

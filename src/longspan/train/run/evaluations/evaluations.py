@@ -93,7 +93,6 @@ class Evaluations:
             name=entry.name,
             loss_chunk_rows=settings.loss_chunk_rows,
             metrics=entry.metrics,
-            document_metrics=entry.document_metrics,
             token_bytes=entry.token_bytes,
             attention_kernel=kernel or None,
             seconds=entry.config.max_seconds or None,
@@ -121,7 +120,7 @@ class Evaluations:
         """
         world = self.run.world
         for evaluation in sorted(evaluations, key=_degree):
-            row = {**evaluation.row(), **entry.more(evaluation)}
+            row = evaluation.row()
             on_every_rank(world, partial(self.records.metrics.write, row), RunFolderError)
             self.display.show_evaluation(row)
             words = ("evaluation", entry.name, f"cp{evaluation.cp}")

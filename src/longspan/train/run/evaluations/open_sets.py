@@ -17,7 +17,7 @@ from longspan.train.data.token_bytes import token_bytes
 from longspan.train.data.tokenizer import load_tokenizer
 from longspan.train.evaluation.metrics import check_metrics
 from longspan.train.run.checks.plans import check_longest_of_set
-from longspan.train.run.evaluations.sets import EvaluationSet, check_paths, files_in_both, open_set
+from longspan.train.run.evaluations.sets import MADE, EvaluationSet, check_paths, files_in_both, open_set
 from longspan.train.run.evaluations.user_metrics import load_metrics
 from longspan.train.run.long_documents import check_known
 
@@ -68,7 +68,8 @@ def check_lengths(
     for entry in (s for s in sets if s.name):
         tokens, origin = entry.longest
         check_longest_of_set(config, entry.config, home, tokens, origin, heads)
-        check_known(model, config.model, longest, entry.name, tokens)
+        made = entry.config.path in MADE
+        check_known(model, config.model, longest, entry.name, tokens, made=made)
 
 
 def with_rows(sets: Sequence[EvaluationSet], config: RunConfig) -> tuple[EvaluationSet, ...]:

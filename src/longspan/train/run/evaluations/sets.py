@@ -17,14 +17,15 @@ from longspan.comm import World
 from longspan.errors import DataError, counted
 from longspan.train.all_ranks import LogLine, on_every_rank, on_first_rank
 from longspan.train.config.eval_set import EvalConfig
+from longspan.train.config.passkey_settings import PASSKEY
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.build import CorpusSettings, ensure_corpus
 from longspan.train.data.documents import Corpus
 from longspan.train.data.step_order import some_documents
 from longspan.train.data.tokenizer import load_tokenizer
 from longspan.train.disk import naming_file
-from longspan.train.evaluation.metrics import DocumentMetric, Metric
-from longspan.train.evaluation.result import Evaluation
+from longspan.train.evaluation.metrics import Metric
+from longspan.train.evaluation.passkey.documents import passkey_documents
 from longspan.train.run.run_corpus import open_corpus
 
 
@@ -32,18 +33,15 @@ from longspan.train.run.run_corpus import open_corpus
 class EvaluationSet:
     """Documents that are evaluated together: those of a table [[eval]], or those that a run holds out, without a name.
 
-    `documents` has `lengths`; `origins` says where each document comes from. `metrics` and `document_metrics` are those
-    beside the built-in ones, `token_bytes` (V,) what bits per byte are counted by (None where the tokenizer does not
-    say). `more` is what a row of metrics.jsonl has of an evaluation of this set beside what every one has.
+    `documents` has `lengths`; `origins` says where each document comes from. `metrics` are those beside
+    the built-in ones, `token_bytes` (V,) what bits per byte are counted by (None where the tokenizer does not say).
     """
 
     config: EvalConfig
     documents: Any
     origins: tuple[str, ...]
     metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
-    document_metrics: Mapping[str, DocumentMetric] = field(default_factory=dict[str, DocumentMetric])
     token_bytes: npt.NDArray[np.int64] | None = None
-    more: Callable[[Evaluation], Mapping[str, Any]] = lambda _: {}
 
     @property
     def name(self) -> str:
@@ -65,8 +63,15 @@ class EvaluationSet:
         return f"evaluation set {self.name}: {size}; evaluated {when}"
 
 
+def _passkey_set(entry: EvalConfig, config: RunConfig) -> EvaluationSet:
+    asked = entry.passkey(config.train.seed)
+    tokenizer = load_tokenizer(Path(config.run.dir))
+    documents = passkey_documents(tokenizer, asked.lengths, asked.depths, asked.samples, asked.seed)
+    return EvaluationSet(entry, documents, tuple(document.name for document in documents))
+
+
 # What makes the set of a path that stands for no files; entered by all ranks, and the same on each.
-MADE: dict[str, Callable[[EvalConfig, RunConfig], EvaluationSet]] = {}
+MADE: dict[str, Callable[[EvalConfig, RunConfig], EvaluationSet]] = {PASSKEY: _passkey_set}
 
 
 def check_paths(config: RunConfig, world: World) -> None:
