@@ -75,7 +75,7 @@ def held_out_documents(run_dir: Path, config: RunConfig) -> EvalSet:
 
 
 def set_of_run(run_dir: Path, config: RunConfig, name: str) -> EvalSet:
-    """The documents of a set [[eval]] of a run, as its training evaluates them. Raises DataError where there are none."""
+    """The documents of a set [[eval]] of a run, as training evaluates them. Raises DataError where there are none."""
     entry = next(entry for entry in config.eval if entry.name == name)
     if (make := MADE.get(entry.path)) is not None:
         return EvalSet(name, make(entry, config).documents)
