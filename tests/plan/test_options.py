@@ -56,3 +56,10 @@ def test_targets_are_those_of_documents_or_of_the_caller(planner: Callable[..., 
 def test_a_keyword_that_no_planner_has_is_refused_with_the_nearest(planner: Callable[..., Plan]) -> None:
     with pytest.raises(TypeError, match=rf"{planner.__name__}\(\) .* 'node_sizes': did you mean 'node_size'\?"):
         planner([9], Layout(1), **({} if planner is plan_dynamic else {"cp": 1}), node_sizes=4)
+
+
+def test_lists_are_kept_as_tuples() -> None:
+    """So that options, and what holds them, may be keys of a cache."""
+    options = PlanOptions(cp_comm_type=["p2p", "a2a"], hierarchical_context_parallel_sizes=[2, 2])
+    same = PlanOptions(cp_comm_type=("p2p", "a2a"), hierarchical_context_parallel_sizes=(2, 2))
+    assert options == same and hash(options) == hash(same)

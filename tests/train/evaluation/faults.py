@@ -8,10 +8,9 @@ from unittest import mock
 
 import numpy as np
 from torch import Tensor
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from longspan.comm import World
 from longspan.comm.control_group import ControlGroup
+from longspan.model.seams import attention_calls
 from longspan.train.evaluation import evaluate as evaluation_module
 from longspan.train.evaluation.options import EvaluationOptions
 from longspan.train.plans import PlanChoice
@@ -115,14 +114,14 @@ def faulty(
 ) -> Iterator[tuple[Documents, EvaluationOptions]]:
     """Documents and options of an evaluation in portions of two micro-batches, which goes wrong on the fault's rank."""
     place = fault.place if fault is not None and fault.rank in (rank, EVERY) else ""
-    later = {"reading of a later portion": 5, "forward pass of the last portion": 6, "question whether to stop": 1}
+    later = {"reading of a later portion": 5, "forward pass of the last portion": 5, "question whether to stop": 1}
     later["metric"] = 1
     trap = Trap(fault, later.get(place, 0)) if fault is not None and place else None
     patches: dict[str, tuple[Any, str]] = {
         "planning": (PlanChoice, "plan"),
-        "agreement on the plan": (World, "prepare"),
-        "forward pass": (Qwen3MLP, "forward"),
-        "forward pass of the last portion": (Qwen3MLP, "forward"),
+        "agreement on the plan": (ControlGroup, "agree"),
+        "forward pass": (attention_calls, "attend"),
+        "forward pass of the last portion": (attention_calls, "attend"),
         "reduction": (ControlGroup, "sum_of_arrays"),
     }
     options = EvaluationOptions(

@@ -50,6 +50,12 @@ class PlanOptions:
     allow_empty: bool = True
     """No documents give a step of dummy micro-batches; False: they are an error."""
 
+    def __post_init__(self) -> None:
+        """Keep lists as tuples, so that equal options have equal hashes."""
+        for name in ("cp_comm_type", "hierarchical_context_parallel_sizes"):
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))  # pyright: ignore[reportUnknownArgumentType]
+
 
 class PlanKeywords(TypedDict, total=False):
     """The fields of `PlanOptions` as keyword arguments, for type checkers."""
