@@ -59,6 +59,16 @@ def test_a_set_of_the_run_and_a_comparison(run: RunConfig, capfd: pytest.Capture
     assert [row[:2] for row in found["by_length"]] == [row[:2] for row in trained["by_length"]]
 
 
+def test_a_degree_is_chosen_and_said(run: RunConfig, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["--json", "--context.eval_context_parallel_size", "auto"]
+    assert main(["eval", run.run.dir, "--world", "2", *flags]) == 0
+    out, err = capfd.readouterr()
+    rows = [row for row in read_metrics(Path(run.run.dir) / "metrics.jsonl") if "eval_loss" in row]
+    answer, trained = json.loads(out), [row for row in rows if "eval_name" not in row][-1]
+    assert answer["eval_loss"] == pytest.approx(trained["eval_loss"], rel=1e-6)
+    assert err.count(f"at cp {answer['cp']}") == 1 and "3 documents; cp " in err
+
+
 def test_an_earlier_checkpoint_has_another_loss_in_words(run: RunConfig, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", f"{run.run.dir}/checkpoints/step-000001", "--world", "2"]) == 0
     out, err = capfd.readouterr()

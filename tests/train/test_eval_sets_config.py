@@ -58,6 +58,7 @@ def test_what_is_not_given_is_as_for_the_held_out_documents() -> None:
         ({"planner": "dynamic"}, {}, ("dynamic", 4, (2, 2), 2048)),
         ({"max_tokens_per_slot": "auto"}, {}, ("fixed", 4, (2, 2), 1024)),
         ({"hierarchical_context_parallel_sizes": [4, 2]}, {}, ("fixed", 4, (4, 2), 2048)),
+        ({"context_parallel_size": "auto"}, {"context__eval_planner": "dynamic"}, ("fixed", "auto", (2, 2), 2048)),
     ],
 )
 def test_a_degree_alone_changes_the_degree(table: Any, keys: dict[str, Any], values: tuple[object, ...]) -> None:

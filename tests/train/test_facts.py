@@ -52,6 +52,8 @@ def test_the_lines_of_a_run_on_gpus() -> None:
         "optimizer": "adamw, lr 1e-05 at most",
         "report": "runs/moe/report.html",
     }
+    chosen = facts(evaluated="evaluation at cp 4, a2a: 32 documents in 0.2 s predicted; cp 1 0.5 s")
+    assert ("evaluation", "at cp 4, a2a: 32 documents in 0.2 s predicted; cp 1 0.5 s") in chosen.lines()
     text = facts_text(facts()).splitlines()
     assert len({line.index(words) for line, words in zip(text, lines.values(), strict=True)}) == 1
 

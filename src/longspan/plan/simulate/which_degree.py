@@ -72,8 +72,8 @@ class DegreeComparison:
         """The degree whose planned evaluation is fastest; the lowest of several."""
         return min(self.choices, key=lambda choice: choice.planned.seconds)
 
-    def reason(self) -> str:
-        """Why the best degree is the best, in one line of numbers.
+    def reason(self, name: str = "") -> str:
+        """Why the best degree is the best, of the evaluation set of this name, in one line of numbers.
 
         >>> print(which_degree([8192] * 1024, Layout(8192, tp=2, pp=4)).reason())  # doctest: +SKIP
         evaluation at cp 4, p2p: 1,024 documents in 0.173 s predicted; cp 1 0.366 s, cp 2 0.234 s, cp 8 0.211 s; ...
@@ -87,7 +87,7 @@ class DegreeComparison:
         beside = ", ".join(f"cp {choice.cp} {self._time(choice.planned)}" for choice in others)
         beside += f", {more} more slower" if more else ""
         dynamic = [f"dynamic plan {self._time(self.dynamic)}"] if self.dynamic else []
-        head = f"evaluation at cp {best.cp}{kind}: {documents}"
+        head = f"evaluation{f' of {name}' if name else ''} at cp {best.cp}{kind}: {documents}"
         if self.best.planned.cost.source:
             head += f" in {self._time(best.planned)} predicted"
         return "; ".join([head, *filter(None, [beside]), *dynamic, *self.left_out])

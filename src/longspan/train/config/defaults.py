@@ -59,6 +59,8 @@ def resolved(config: RunConfig) -> RunConfig:
     >>> resolved(resolved(config)) == resolved(config)
     True
     """
+    if config.context.eval_context_parallel_size == AUTO:
+        config = _with_defaults(config, {"context.eval_cp_comm_type": AUTO})
     config = _with_defaults(config, _DEMO if is_demo(config.model) else _OWN_MODEL)
     if not is_demo(config.model):
         config = _with_defaults(config, _as_in_training(config.context))
@@ -91,13 +93,15 @@ def _with_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
 def _as_in_training(context: ContextConfig) -> dict[str, Any]:
     """What makes evaluation plan as training does, of every key of it.
 
-    A degree that was given alone makes plans of that degree, also where training plans are dynamic. Levels of plans at
-    another degree keep what divides it.
+    A degree that was given alone, or "auto", makes plans of one degree, also where training plans are dynamic. Levels
+    of plans at another degree keep what divides it.
     """
     planner, degree, sizes = context.planner, context.context_parallel_size, context.hierarchical_context_parallel_sizes
-    if context.eval_context_parallel_size > 0:
-        planner = "padded" if planner == "padded" else "fixed"
-        degree = context.eval_context_parallel_size
+    asked = context.eval_context_parallel_size
+    if isinstance(asked, str):
+        planner = "fixed"
+    elif asked > 0:
+        planner, degree = "padded" if planner == "padded" else "fixed", asked
     levels_fit = (planner, degree) == (context.planner, context.context_parallel_size)
     if (context.eval_planner or planner) != "dynamic" and not levels_fit:
         sizes = levels_at(sizes, degree)

@@ -18,8 +18,10 @@ def set_with_defaults(entry: EvalConfig, config: RunConfig) -> EvalConfig:
     degree, cap = entry.context_parallel_size, entry.max_tokens_per_slot
     if degree == 0:
         entry = replace(entry, context_parallel_size=context.context_parallel_size)
-    if degree > 0 and inherited["planner"] == "dynamic":
+    if (isinstance(degree, str) or degree > 0) and inherited["planner"] == "dynamic":
         inherited["planner"] = "fixed"
+    if degree == AUTO:
+        inherited["cp_comm_type"] = AUTO
     if cap == AUTO:
         entry = replace(entry, max_tokens_per_slot=context.max_tokens_per_slot)
     inherited |= {"max_document_tokens": data.max_document_tokens, "every": train.eval_every}
@@ -29,8 +31,9 @@ def set_with_defaults(entry: EvalConfig, config: RunConfig) -> EvalConfig:
         entry, **{key: value for key, value in inherited.items() if getattr(entry, key) in (NOT_GIVEN, "", ())}
     )
     same = (entry.planner, entry.context_parallel_size) == (context.eval_planner, context.eval_context_parallel_size)
-    if sizes == NOT_GIVEN and entry.planner != "dynamic" and not same:
-        levels = levels_at(entry.hierarchical_context_parallel_sizes, entry.context_parallel_size)
+    degree = entry.context_parallel_size
+    if sizes == NOT_GIVEN and entry.planner != "dynamic" and not same and not isinstance(degree, str):
+        levels = levels_at(entry.hierarchical_context_parallel_sizes, degree)
         entry = replace(entry, hierarchical_context_parallel_sizes=levels)
     return entry
 

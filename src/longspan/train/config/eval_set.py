@@ -42,10 +42,10 @@ class EvalConfig:
     """As train.eval_seconds, of this set; 0: no limit. Default: the same."""
     planner: Literal["", "fixed", "padded", "dynamic"] = ""
     """As context.eval_planner. Default: the same, or fixed where context_parallel_size is given."""
-    context_parallel_size: NonNegativeInt = NOT_GIVEN
+    context_parallel_size: Annotated[int | str, AtLeast(0)] = NOT_GIVEN
     """As context.eval_context_parallel_size. Default: the same."""
     cp_comm_type: str | tuple[str, ...] = ""
-    """As context.eval_cp_comm_type. Default: the same."""
+    """As context.eval_cp_comm_type. Default: the same, or auto where context_parallel_size is."""
     partition: Literal["", "zigzag", "contiguous"] = ""
     """As context.eval_partition. Default: the same."""
     max_tokens_per_slot: Annotated[int | str, AtLeast(0)] = NOT_GIVEN

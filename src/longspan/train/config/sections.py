@@ -128,11 +128,12 @@ class ContextConfig:
     eval_planner: Literal["", "fixed", "padded", "dynamic"] = ""
     """Planner of evaluation. Default: as in training, or fixed where eval_context_parallel_size is given; tiny presets:
     fixed."""
-    eval_context_parallel_size: NonNegativeInt = NOT_GIVEN
-    """Slots that share a document in evaluation; this key alone changes the degree. 0: as in training. Default: 0;
-    tiny presets: 4."""
+    eval_context_parallel_size: Annotated[int | str, AtLeast(0)] = NOT_GIVEN
+    """Slots that share a document in evaluation; this key alone changes the degree. 0: as in training; auto: the degree
+    at which the cost says that evaluation is fastest. Default: 0; tiny presets: 4."""
     eval_cp_comm_type: str | tuple[str, ...] = ""
-    """As cp_comm_type, in evaluation. Default: as in training; tiny presets: p2p."""
+    """As cp_comm_type, in evaluation. Default: as in training; the fastest, where eval_context_parallel_size is auto;
+    tiny presets: p2p."""
     eval_partition: Literal["", "zigzag", "contiguous"] = ""
     """As partition, in evaluation. Default: as in training; tiny presets: zigzag."""
     eval_max_tokens_per_slot: Annotated[int | str, AtLeast(0)] = NOT_GIVEN

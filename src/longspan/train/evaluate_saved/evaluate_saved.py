@@ -26,6 +26,7 @@ from longspan.train.evaluate_saved.metrics import metrics_of
 from longspan.train.evaluate_saved.request import EvalRequest, SetResult, SubjectResult
 from longspan.train.evaluate_saved.sets import EvalSet
 from longspan.train.evaluate_saved.weights import CheckedWeights, check_weights, fit_positions, model_of
+from longspan.train.evaluation.auto_degree import chosen_on_ranks
 from longspan.train.evaluation.evaluate import evaluate
 from longspan.train.evaluation.metrics import Metric
 from longspan.train.evaluation.options import EvaluationOptions
@@ -117,7 +118,7 @@ class _Evaluator:
         model.eval()
         cost = cost_of_run(fit.config, model.config, log, gpu=self.world.device.type == "cuda")
         with StopSignal() as stop:
-            sets = tuple(self._evaluated(model, step, cost, stop, progress))
+            sets = tuple(self._evaluated(model, step, cost, stop, log, progress))
         digest = tokenizer_digest(fit.checked.tokenizer)
         return SubjectResult(fit.checked.subject.weights, fit.config, digest, sets, fit.changes)
 
@@ -127,11 +128,15 @@ class _Evaluator:
         step: int,
         cost: Cost,
         stop: StopSignal,
+        log: LogLine,
         progress: Progress,
     ) -> Iterator[SetResult]:
         bytes_of_ids = token_bytes(self.fit.checked.tokenizer.engine, model.config.get_text_config().vocab_size)
         for of_name, entry in zip(self.fit.sets, self.fit.entries, strict=True):
             choice = PlanChoice.evaluation(self.fit.config, entry, cost=cost, heads=query_heads(model.config))
+            if not self.degrees:
+                lengths, vpp = of_name.documents.lengths, self.fit.config.parallel.vpp
+                choice, _ = chosen_on_ranks(choice, lengths, self.world, log, name=of_name.name, vpp=vpp)
             text_bytes = _text_bytes(of_name, bytes_of_ids) if is_first_rank(self.world) else ()
             sources = tuple(of_name.source(d) for d in range(len(of_name.documents)))
             for at_degree in _at_degrees(choice, self.degrees, max(of_name.documents.lengths)):

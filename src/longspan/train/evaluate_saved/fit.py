@@ -38,12 +38,12 @@ class _Changing:
     """A section with values that change; those that are `given` stay. `prefix` begins the names of its keys."""
 
     def __init__(self, section: Any, prefix: str, given: Collection[str]) -> None:
-        self.section, self._prefix, self._given = section, prefix, given
+        self.section, self.given, self._prefix = section, given, prefix
         self.changes: list[Change] = []
 
     def change(self, key: str, now: Any, why: str) -> None:
         before = getattr(self.section, key)
-        if now != before and key not in self._given:
+        if now != before and key not in self.given:
             self.section = replace(self.section, **{key: now})
             self.changes.append(Change(self._prefix + key, before, now, why))
 
@@ -99,7 +99,9 @@ def with_flags(entry: EvalConfig, context: ContextConfig, given: Collection[str]
     keys = _keys_of("context.eval_", given) & set(PLAN_KEYS)
     if "context_parallel_size" in keys and "planner" not in keys and entry.planner == "dynamic":
         entry = replace(entry, planner="fixed")
-    return replace(entry, **{key: getattr(context, f"eval_{key}") for key in keys})
+    entry = replace(entry, **{key: getattr(context, f"eval_{key}") for key in keys})
+    chosen = "context_parallel_size" in keys and entry.context_parallel_size == AUTO and "cp_comm_type" not in keys
+    return replace(entry, cp_comm_type=AUTO) if chosen else entry
 
 
 def fitted_set(
@@ -112,12 +114,15 @@ def fitted_set(
     """
     fit = _Changing(entry, entry.prefix, _keys_of("context.eval_", given))
     types, slots = PlanChoice.evaluation(config, entry).comm_types, counted(home.slots, "slot")
+    degrees = [fits for fits in _divisors(home.slots) if heads_allow(fits, heads, types, home.tp)]
     degree = min(config.context.max_dynamic_context_parallel_size or home.slots, home.slots)
-    if entry.planner != "dynamic":
-        degrees = [fits for fits in _divisors(home.slots) if heads_allow(fits, heads, types, home.tp)]
-        why = "" if home.slots % entry.context_parallel_size else f", {heads} query heads under a2a"
-        fit.change("context_parallel_size", _nearest(entry.context_parallel_size, degrees), f"{slots}{why}")
-        degree, sizes = fit.section.context_parallel_size, entry.hierarchical_context_parallel_sizes
+    if isinstance(entry.context_parallel_size, str):  # "auto", chosen once the cost is known
+        degree = degrees[-1]
+    elif entry.planner != "dynamic":
+        asked, sizes = entry.context_parallel_size, entry.hierarchical_context_parallel_sizes
+        why = "" if home.slots % asked else f", {heads} query heads under a2a"
+        degree = asked if "context_parallel_size" in fit.given else _nearest(asked, degrees)
+        fit.change("context_parallel_size", degree, f"{slots}{why}")
         if "a2a+p2p" in types and not isinstance(sizes, int) and math.prod(sizes) != degree:
             fit.change("hierarchical_context_parallel_sizes", levels_at(sizes, degree), f"cp {degree}")
     multiple = row_multiple_of(config.parallel)

@@ -26,6 +26,7 @@ from longspan.train.config.sections import RunConfig
 from longspan.train.data.documents import Corpus, Documents
 from longspan.train.data.step_order import StepOrder
 from longspan.train.disk import write_atomically
+from longspan.train.evaluation.auto_degree import with_degrees
 from longspan.train.memory.rows_that_fit import with_rows_that_fit
 from longspan.train.optim.schedule import Schedule
 from longspan.train.plans import cost_of_run, query_heads
@@ -54,6 +55,7 @@ class TrainingRun(Training):
     order: StepOrder
     done: int
     sets: tuple[EvaluationSet, ...] = ()  # what is evaluated: the held-out documents first, if there are any
+    why_degrees: tuple[str, ...] = ()  # of evaluations whose degree was chosen by its cost
 
     @property
     def dir(self) -> Path:
@@ -104,8 +106,9 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
         warn_of_lost_updates(config, log)
     config = with_rows_that_fit(config, model, optimizer, world, log)
     check_fit(config)
-    sets, cost = with_rows(sets, config), _cost(config, world, model, log)
-    return TrainingRun(config, world, model, optimizer, cost, corpus, order, done, sets)
+    cost, lengths = _cost(config, world, model, log), {s.name: s.documents.lengths for s in sets}
+    config, why = with_degrees(config, lengths, world, log, cost=cost, heads=query_heads(named))
+    return TrainingRun(config, world, model, optimizer, cost, corpus, order, done, with_rows(sets, config), why)
 
 
 def _check_fit(

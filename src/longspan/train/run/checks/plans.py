@@ -8,6 +8,7 @@ from longspan.errors import ConfigError, counted
 from longspan.layout import Layout
 from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
+from longspan.train.config.bounds import AUTO
 from longspan.train.config.eval_set import EvalConfig
 from longspan.train.config.file import nearest
 from longspan.train.config.sections import RunConfig
@@ -22,6 +23,12 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
         for kind in choice.comm_types:
             if kind not in COMM_TYPES:
                 raise ConfigError(f"{choice.comm_type_key} is {kind!r}; {nearest(kind, COMM_TYPES)}")
+        if not choice.degree and choice.planner != "fixed":
+            raise ConfigError(
+                f'{choice.degree_key} is "{AUTO}", which chooses one degree for plans of packed documents, and '
+                f'{choice.prefix}planner is "{choice.planner}"; use {choice.prefix}planner = "fixed", or leave '
+                f"{choice.degree_key} out"
+            )
         if choice.planner != "dynamic":
             _check_degree(choice, home)
         choice.check(longest.value or 1, home, f"{longest.key} {longest.value or 1}")
@@ -85,7 +92,7 @@ def _check_kernel(key: str, name: str) -> None:
 
 
 def _check_degree(choice: PlanChoice, home: Layout) -> None:
-    if home.slots % choice.degree == 0:
+    if not choice.degree or home.slots % choice.degree == 0:
         return
     fit = [d for d in range(1, home.slots + 1) if home.slots % d == 0]
     ranks = choice.degree * home.tp * home.pp
@@ -108,7 +115,7 @@ def _check_fits(choice: PlanChoice, cut_by: str, home: Layout, longest: int, wha
 def _room_for(longest: int, choice: PlanChoice, home: Layout) -> str:
     """What would take a document: all slots together, by which key."""
     wider = ""
-    if choice.planner != "dynamic" and choice.degree < home.slots:
+    if choice.planner != "dynamic" and 0 < choice.degree < home.slots:
         wider = f' ({choice.degree_key} = {home.slots} or {choice.prefix}planner = "dynamic")'
     elif choice.planner == "dynamic" and 0 < choice.max_degree < home.slots:
         wider = " (context.max_dynamic_context_parallel_size = 0)"

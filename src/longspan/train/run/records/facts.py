@@ -18,7 +18,8 @@ class RunFacts:
     ...     print(f"{name:<10} {text}")
 
     `parameters_of_rank` is that of the rank that holds most; `peak_tflops` is a device's in the type that it computes
-    in, None where it is not known; `caution` is what a user of these devices would want to change, "" for nothing.
+    in, None where it is not known; `evaluated` is why evaluations have their degree, where their cost chose it;
+    `caution` is what a user of these devices would want to change, "" for nothing.
     """
 
     model: str
@@ -52,6 +53,7 @@ class RunFacts:
     optimizer: str
     lr: float
     report: str
+    evaluated: str = ""
     caution: str = ""
 
     def lines(self) -> Iterator[tuple[str, str]]:
@@ -65,6 +67,8 @@ class RunFacts:
         yield "home", ", ".join((*_degrees(self.home), *(["sequence-parallel"] if self.sequence_parallel else [])))
         yield "attention", f"{self.comm_types}; kernel {'; '.join(self.kernels) or 'chosen in the first pass'}"
         yield "plans", self.plans + (f"; priced for {self.priced_for}" if self.priced_for else "")
+        for reason in self.evaluated.splitlines():
+            yield "evaluation", reason.removeprefix("evaluation ")
         held_out = f", {self.held_out:,} of them held out" if self.held_out else ""
         documents = f"{counted(self.documents, 'document')} of {counted(self.tokens, 'token')}"
         yield "data", f"{documents}, longest {self.longest:,}{held_out}"

@@ -36,6 +36,7 @@ def facts_of(run: TrainingRun) -> RunFacts:
         **_data(run),
         **_steps(run),
         report=str(run.dir / "report.html"),
+        evaluated="\n".join(run.why_degrees),
         caution=execution.why_slow(),
     )
 
