@@ -183,6 +183,9 @@ def test_degrees_that_the_query_heads_do_not_allow_are_not_compared(capsys: pyte
     assert names == ["padded, cp 1", "fixed, cp 1", "fixed, cp 2", "fixed, cp 4", "dynamic"]
     assert main([*base, "--which-eval-degree"]) == 0
     assert [row["cp"] for row in json.loads(capsys.readouterr().out)["degrees"]] == [1, 2, 4]
+    assert main([word if word != "a2a" else "auto" for word in base] + ["--which-eval-degree"]) == 0
+    rows = json.loads(capsys.readouterr().out)["degrees"]
+    assert [row["cp"] for row in rows] == [1, 2, 4, 8, 16] and "a2a" not in {row["cp_comm_type"] for row in rows[3:]}
 
 
 def test_saved_plans_say_what_they_are_priced_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,8 +156,9 @@ class PricingFlags:
     limit the degrees of a2a."""
     heads: int = 0
     """Query heads of the model, where there is no --model; 0: the 32 of Qwen3-8B, and not known with --cost."""
-    cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
-    """How the slots of a group share attention."""
+    cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p", "auto"] = "p2p"
+    """How the slots of a group share attention; auto: chosen for each group, and by simulate --which-eval-degree for
+    each degree."""
     hierarchical_context_parallel_sizes: tuple[int, ...] = ()
     """With a2a+p2p: the a2a and the p2p size."""
 
