@@ -102,7 +102,9 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
         """What the metrics of these documents show for each length and depth."""
         shape = len(self.asked_lengths), len(self.depths), self.samples
         wrong, losses = (measured[name] for name in ("passkey_wrong", "passkey_loss"))
-        retrieved = np.array([mean.sum == 0 for mean in wrong]).reshape(shape).sum(-1)  # (lengths, depths)
+        pairs = zip(wrong, self.documents, strict=True)
+        right = [mean.sum == 0 and mean.count == len(document.answer) for mean, document in pairs]
+        retrieved = np.array(right).reshape(shape).sum(-1)  # (lengths, depths)
         sums = np.array([mean.sum for mean in losses]).reshape(shape).sum(-1)
         counts = np.array([mean.count for mean in losses]).reshape(shape).sum(-1)
         return PasskeyGrid(
