@@ -53,3 +53,33 @@ def test_every_document_has_the_loss_of_stock_transformers(
     assert (record["eval_loss"], record["eval_targets"]) == (pytest.approx(total / targets, rel=1e-12), targets)
     assert (record["cp"], record["evaluations"][0]["cp_comm_type"], record["kind"]) == (2, ["a2a"], "folder")
     assert sorted((file, file.stat().st_mtime_ns) for file in folder.rglob("*")) == before
+
+
+REFUSED = [
+    (["--data", "x", "--set", "y"], "--data and --set are given"),
+    (["--degrees", "1,x"], "--degrees is '1,x'"),
+    (["--degrees", "1,2", "--compare", "{model}"], "--degrees and --compare are given"),
+    (["--compare", "nowhere"], "there is no run nowhere"),
+    (["--set", "y"], "--set is 'y', and the run's evaluation sets [[eval]] are: none"),
+    (["--data", "a=x", "--data", "a=y"], "--data x and y are both named 'a'"),
+    (
+        ["--context.cp_comm_type", "a2a"],
+        "--context.cp_comm_type is a key of training; evaluation reads --context.eval_",
+    ),
+    (["--context.mode", "free"], "--context.mode is a key of training, and evaluation does not read it"),
+    (["--parallel.tp", "3", "--world", "2"], "2 ranks are not divisible by tp 3 x pp 1 = 3"),
+    (["--context.eval_context_parallel_size", "2"], "context.eval_context_parallel_size 2 does not divide 1 slot"),
+    (["--documents", "{model}"], "--documents {model} is a folder; give a file in it"),
+    (["--out", "{model}/config.json"], "--out {model}/config.json is a file; give a folder"),
+    (["--max-document-tokens", "1"], "--max-document-tokens is 1; a document of one token predicts nothing"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED, ids=[" ".join(words) for words, _ in REFUSED])
+def test_what_cannot_be_is_refused_before_ranks_start(
+    folder: Path, capfd: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    model = str(folder / "model")
+    assert main(["eval", model, *(word.replace("{model}", model) for word in words)]) == 2
+    out, err = capfd.readouterr()
+    assert not out and err.startswith(f"error: {message.replace('{model}', model)}") and len(err.splitlines()) == 1
