@@ -227,7 +227,7 @@ def _legend(series: Sequence[Series]) -> str:
 def _hover_data(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> dict[str, object]:
     curves = [{"name": s.name, "color": s.color, "x": _short(s.x), "y": _short(s.y)} for s in drawn]
     axes = {"box": [frame.left, frame.right, frame.top, frame.bottom], "x": frame.x, "y": frame.y, "log": frame.log}
-    return axes | {"xLabel": chart.x_label, "format": chart.y_format, "series": curves}
+    return axes | {"xLabel": chart.x_label, "xNames": chart.x_names, "format": chart.y_format, "series": curves}
 
 
 def _short(values: np.ndarray) -> list[float]:

@@ -6,19 +6,16 @@ It is made of results.json alone, but for pictures that come with it.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from longspan.errors import counted
-from longspan.report.chart import Chart, Series, chart_figure
+from longspan.report.chart import chart_figure
+from longspan.report.evaluations.buckets import bucket_charts
 from longspan.report.html import page
-from longspan.report.markup import tag, text
+from longspan.report.markup import section, tag, text
 from longspan.report.series import seconds_text
 
 HELD_OUT = "held out"  # how tables call the documents of a run
 _COLUMNS = ("eval_loss", "eval_perplexity")  # before metrics
 _COUNTS = ("eval_documents", "eval_tokens", "eval_targets")
-_CURVES = 6  # of a chart, at most
-_WIDTH = 560
 
 
 def eval_page(record: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
@@ -32,18 +29,14 @@ def eval_page(record: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
 def _sections(record: Mapping[str, Any], pictures: Sequence[str]) -> Iterator[str]:
     models = [record, *([record["compare"]] if "compare" in record else [])]
     yield _header(record)
-    yield _section("Evaluations", _table(*_evaluations(models)))
+    yield section("Evaluations", _table(*_evaluations(models)))
     for difference in record.get("compare", {}).get("differences", ()):
         yield _difference(difference, [str(model["target"]) for model in models])
     charts = list(_charts(models))
     if charts:
-        yield _section("Where the loss is", tag("div", *charts, class_="grid-2"))
+        yield section("Where the loss is", tag("div", *charts, class_="grid-2"))
     for picture in pictures:
-        yield _section("Passkey retrieval", tag("div", picture, class_="scroll"))
-
-
-def _section(title: str, *content: str) -> str:
-    return tag("section", tag("h2", text(title)), *content)
+        yield section("Passkey retrieval", tag("div", picture, class_="scroll"))
 
 
 def _header(record: Mapping[str, Any]) -> str:
@@ -97,36 +90,18 @@ def _difference(difference: Mapping[str, Any], names: Sequence[str]) -> str:
     rows += [(f"{start:,} to {last:,}", a, b, documents) for start, last, a, b, documents in difference["by_length"]]
     cells = [[name, _number(a), _number(b), f"{b - a:+.6f}", f"{documents:,}"] for name, a, b, documents in rows]
     table = _table(["tokens of the document", first, other, "difference", "documents"], cells)
-    return _section(f"Difference, {difference['name'] or HELD_OUT}", tag("p", text(words), class_="note"), table)
+    return section(f"Difference, {difference['name'] or HELD_OUT}", tag("p", text(words), class_="note"), table)
 
 
 def _charts(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The loss by document length and by position, where there are several of them: a curve for each model and set."""
-    for key, title, x_label in (
-        ("by_length", "Loss by document length", "tokens of the document, from"),
-        ("by_position", "Loss by position", "position in the document, from"),
-    ):
-        curves: dict[str, list[Any]] = {}
-        for model in models:
-            for row in model["evaluations"]:
-                name = _name(row) if len(models) == 1 else f"{model['target']}, {_name(row)}"
-                curves.setdefault(name, row[key])  # degrees of one set have the same loss
-        starts = sorted({bucket[0] for buckets in curves.values() for bucket in buckets})
-        if len(starts) > 1:
-            chosen = list(curves.items())[:_CURVES]
-            series = tuple(_series(name, buckets, starts, i) for i, (name, buckets) in enumerate(chosen))
-            names = tuple(_short(start) for start in starts)
-            yield chart_figure(Chart(title, series, "nats", x_label, _WIDTH, 260, x_names=names, y_format="loss"))
-
-
-def _series(name: str, buckets: Sequence[Sequence[Any]], starts: Sequence[int], color: int) -> Series:
-    losses = {bucket[0]: bucket[2] for bucket in buckets if bucket[2] is not None}
-    x = np.array([starts.index(start) for start in losses], float)
-    return Series(name, x, np.array(list(losses.values()), float), color, "marks")
-
-
-def _short(tokens: int) -> str:
-    return f"{tokens // 1024}K" if tokens >= 1024 else str(tokens)
+    """The loss by position and by document length, where there are several of them: a curve for each model and set."""
+    by_position, by_length = dict[str, Any](), dict[str, Any]()
+    for model in models:
+        for row in model["evaluations"]:
+            name = _name(row) if len(models) == 1 else f"{model['target']}, {_name(row)}"
+            by_position.setdefault(name, row["by_position"])  # degrees of one set have the same loss
+            by_length.setdefault(name, row["by_length"])
+    yield from map(chart_figure, bucket_charts(by_position, by_length))
 
 
 def _name(row: Mapping[str, Any]) -> str:

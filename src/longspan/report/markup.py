@@ -29,6 +29,11 @@ def text(value: object) -> str:
     return escape(str(value))
 
 
+def section(title: str, *content: str) -> str:
+    """A part of a page under its title."""
+    return tag("section", tag("h2", text(title)), *content)
+
+
 def key(*shapes: str) -> str:
     """The small drawing of a legend's entry, 22 by 12."""
     return tag("svg", *shapes, class_="key", viewBox="0 0 22 12", aria_hidden="true")

@@ -97,8 +97,8 @@ class Crosshair {
   }
 
   select(x, clientX, clientY) {
-    for (const other of crosshairs) other.mark(x);
-    const rows = [line(`${this.data.xLabel} ${x.toLocaleString("en")}`)];
+    for (const other of crosshairs) if (other.data.xLabel === this.data.xLabel) other.mark(x);
+    const rows = [line(`${this.data.xLabel} ${this.data.xNames[x] ?? x.toLocaleString("en")}`)];
     this.data.series.forEach((s) => {
       const i = latest(s.x, x);
       if (i < 0) return;

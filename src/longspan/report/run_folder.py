@@ -6,7 +6,6 @@ here.
 """
 
 import json
-import math
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import numpy as np
 
 from longspan.errors import ConfigError, PlanError, counted
 from longspan.plan import Plan
+from longspan.report.evaluations.rows import EvalRow, number
 from longspan.report.passkey_section import passkey_grids
 from longspan.train.evaluation.passkey.grid import PasskeyGrid
 from longspan.train.run.records.facts import RunFacts
@@ -44,18 +44,11 @@ MAX_PLANS = 8  # in the report; the first and last saved and some between
 
 
 @dataclass(frozen=True)
-class EvalRow:
-    """One evaluation: of the weights after `step`, at one context-parallel degree."""
-
-    step: int
-    cp: int
-    loss: float
-    tokens: int
-
-
-@dataclass(frozen=True)
 class RunFolder:
-    """A run's record: `train` holds a column per metric, one value a step, NaN where a step lacks it."""
+    """A run's record: `train` holds a column per metric, one value a step, NaN where a step lacks it.
+
+    `evaluations` are those of every set, `final` the last ones of the held-out documents, at every degree.
+    """
 
     path: Path
     step: np.ndarray
@@ -84,7 +77,7 @@ class RunFolder:
         path = Path(path)
         rows, notes = _metric_rows(path)
         train = {int(row["step"]): row for row in rows if "loss" in row}  # a resumed run repeats steps: the last counts
-        evaluations = {(r.step, r.cp): r for r in map(_eval_row, rows) if r}
+        evaluations = {(r.step, r.name, r.cp): r for r in map(EvalRow.from_row, rows) if r}
         plans, plan_notes = _plans(path / "plans")
         summary = _json_object(path / "summary.json", notes)
         config_text, config = _config(path, notes)
@@ -92,7 +85,7 @@ class RunFolder:
         return cls(
             path=path,
             step=np.array(steps, np.int64),
-            train={name: np.array([_number(train[s].get(name)) for s in steps]) for name in TRAIN_COLUMNS},
+            train={name: np.array([number(train[s].get(name)) for s in steps]) for name in TRAIN_COLUMNS},
             evaluations=tuple(evaluations[key] for key in sorted(evaluations)),
             final=tuple(_final_rows(summary, steps[-1] if steps else 0)),
             passkey=passkey_grids(rows),
@@ -103,6 +96,11 @@ class RunFolder:
             facts=RunFacts.from_json(_json_object(path / "run.json", notes)),
             notes=(*notes, *plan_notes),
         )
+
+    @property
+    def held_out(self) -> tuple[EvalRow, ...]:
+        """The evaluations of the documents that are held out."""
+        return tuple(row for row in self.evaluations if not row.name)
 
     def vocab_size(self) -> int | None:
         """The number of entries of the vocabulary, where the run recorded it."""
@@ -137,22 +135,10 @@ def _json_object(path: Path, notes: list[str]) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-
-
-def _eval_row(row: dict[str, Any]) -> EvalRow | None:
-    loss, cp = _number(row.get("eval_loss")), row.get("cp")
-    if math.isnan(loss) or not isinstance(cp, int):
-        return None
-    tokens = _number(row.get("eval_tokens"))
-    return EvalRow(int(row.get("step", 0)), cp, loss, 0 if math.isnan(tokens) else int(tokens))
-
-
 def _final_rows(summary: dict[str, Any], last_step: int) -> Iterator[EvalRow]:
     table = summary.get("eval_at_degrees")
     for row in table if isinstance(table, list) else []:
-        evaluation = _eval_row({"step": last_step} | row) if isinstance(row, dict) else None
+        evaluation = EvalRow.from_row({"step": last_step} | row) if isinstance(row, dict) else None
         if evaluation:
             yield evaluation
 

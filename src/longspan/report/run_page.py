@@ -1,46 +1,40 @@
 """The sections of a run's report: key figures, curves, the table of degrees, the configuration."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
 from longspan.errors import counted
 from longspan.report.chart import Chart, Series, chart_figure
-from longspan.report.markup import tag, text
+from longspan.report.evaluations.rows import last_rows
+from longspan.report.evaluations.sections import both_widths, evaluation_sections, relative_spread
+from longspan.report.markup import section, tag, text
 from longspan.report.passkey_section import passkey_section
-from longspan.report.run_folder import EvalRow, RunFolder
+from longspan.report.run_folder import RunFolder
 from longspan.report.series import bytes_text, number_text, seconds_text, smooth
 from longspan.train.run.records.facts import RunFacts
 
 _DEGREES = ("tp", "pp", "vpp", "ep", "dp_replicate")  # of [parallel]; 1 is not worth a word
-LOSS_WIDTHS = {"wide": 1120, "narrow": 480}  # the page shows the one that suits its own width
 LAST = 10  # steps in "final loss"
-SAME = 1e-6  # relative difference up to which two degrees are called equal
 
 
 def run_sections(run: RunFolder) -> Iterator[str]:
     """The parts of the page in order; the configuration comes last."""
     yield _header(run)
     if run.facts is not None:
-        yield _section("The run", _facts(run.facts))
+        yield section("The run", _facts(run.facts))
     yield _figures(run)
-    wide, narrow = (chart_figure(_loss_chart(run, width), css_class=name) for name, width in LOSS_WIDTHS.items())
-    yield _section("Loss", wide, narrow)
-    rows = run.final or _last_evaluations(run)
-    if rows:
-        yield degrees_table(rows)
+    yield section("Loss", *both_widths(partial(_loss_chart, run)))
+    yield from evaluation_sections(run)
     if run.passkey:
         yield passkey_section(run.passkey)
-    yield _section("Steps", tag("div", *map(chart_figure, _small_charts(run)), class_="grid-3"))
+    yield section("Steps", tag("div", *map(chart_figure, _small_charts(run)), class_="grid-3"))
     if run.notes:
-        yield _section("Left out", tag("ul", *(tag("li", text(note)) for note in run.notes), class_="notes"))
+        yield section("Left out", tag("ul", *(tag("li", text(note)) for note in run.notes), class_="notes"))
     if run.config_text:
         yield tag("section", tag("details", tag("summary", "Configuration"), tag("pre", text(run.config_text))))
-
-
-def _section(title: str, *content: str) -> str:
-    return tag("section", tag("h2", text(title)), *content)
 
 
 def _header(run: RunFolder) -> str:
@@ -102,10 +96,10 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
         share = f"{100 * mean / math.log(vocab):.0f}% of ln V = {math.log(vocab):.3f}" if vocab else ""
         detail = "; ".join(filter(None, [f"mean of the last {min(LAST, len(loss))}", share]))
         yield "training loss", f"{mean:.4f}", detail
-    rows = list(run.final or _last_evaluations(run))
+    rows = list(run.final or last_rows(run.held_out))
     if rows:
         degrees = ", ".join(str(r.cp) for r in rows)
-        spread = _spread(rows)
+        spread = relative_spread([r.loss for r in rows])
         same = f"; degrees {degrees} differ by {spread:.1e}" if len(rows) > 1 else f"; degree {degrees}"
         yield "evaluation loss", f"{rows[0].loss:.4f}", f"after step {rows[0].step:,}{same}"
     speed = _finite(run.train["tokens_per_second"])
@@ -142,16 +136,6 @@ def _finite(values: np.ndarray) -> np.ndarray:
     return values[np.isfinite(values)]
 
 
-def _last_evaluations(run: RunFolder) -> Sequence[EvalRow]:
-    last = max((r.step for r in run.evaluations), default=0)
-    return tuple(r for r in run.evaluations if r.step == last)
-
-
-def _spread(rows: Sequence[EvalRow]) -> float:
-    losses = [r.loss for r in rows]
-    return (max(losses) - min(losses)) / abs(losses[0]) if losses[0] else 0.0
-
-
 def _flops_text(tflops: float) -> str:
     return f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.3g} GFLOP/s"
 
@@ -162,8 +146,8 @@ def _loss_chart(run: RunFolder, width: int) -> Chart:
     series = [Series("training", run.step, loss, 0, "faint" if window > 1 else "line")]
     if window > 1:
         series.append(Series(f"training, averaged over {window} steps", run.step, smooth(loss, window), 0))
-    for place, cp in enumerate(sorted({r.cp for r in run.evaluations})):
-        rows = [r for r in run.evaluations if r.cp == cp]
+    for place, cp in enumerate(sorted({r.cp for r in run.held_out})):
+        rows = [r for r in run.held_out if r.cp == cp]
         x, y = np.array([r.step for r in rows]), np.array([r.loss for r in rows])
         series.append(Series(f"evaluation, cp {cp}", x, y, 1 + place, "marks"))
     uniform = ((math.log(vocab), f"ln V = {math.log(vocab):.3f}, a uniform guess"),) if vocab else ()
@@ -199,26 +183,3 @@ def _small_charts(run: RunFolder) -> Iterator[Chart]:
     for title, name in (("Router balance loss", "router_balance_loss"), ("Router z-loss", "router_z_loss")):
         if len(_finite(run.train[name])):
             yield Chart(title, curves(name, 1), "before its weight")
-
-
-def degrees_table(rows: Sequence[EvalRow]) -> str:
-    """The same weights on the same documents at several degrees, beside each other."""
-    base = rows[0]
-    names = ("cp", "loss", "perplexity", "tokens", "relative difference", "")
-    head = tag("thead", tag("tr", *(tag("th", name) for name in names)))
-    table = tag("table", head, tag("tbody", *(_degree_row(row, base) for row in rows)))
-    note = (
-        f"The weights after step {base.step:,}, the same documents. "
-        f"Equal means within {SAME:g} of the first row, relative."
-    )
-    return _section("Evaluation at each degree", tag("p", note, class_="note"), tag("div", table, class_="scroll"))
-
-
-def _degree_row(row: EvalRow, base: EvalRow) -> str:
-    relative = (row.loss - base.loss) / abs(base.loss) if base.loss else 0.0
-    good = abs(relative) <= SAME and row.tokens == base.tokens
-    verdict = ("reference", None) if row is base else ("✓ equal", "good") if good else ("✗ differs", "bad")
-    perplexity = f"{math.exp(row.loss):,.3f}" if row.loss < 50 else "over 1e21"
-    difference = "" if row is base else f"{relative:+.1e}"
-    cells = (str(row.cp), f"{row.loss:.9f}", perplexity, f"{row.tokens:,}", difference)
-    return tag("tr", *(tag("td", cell) for cell in cells), tag("td", verdict[0], class_=verdict[1]))

@@ -102,4 +102,4 @@ def _check_finished(before: dict[str, Any], now: dict[str, Any], path: Path, log
             "or set run.dir to a new folder"
         )
     shown = f", evaluated as is asked for now ({'; '.join(evaluated)})" if evaluated else ""
-    log(f"the run has come to its end: it is shown{shown}; its config.toml and metrics.jsonl stay as they are")
+    log(f"the run has come to its end: it is shown{shown}; its config.toml and what is in metrics.jsonl stay")

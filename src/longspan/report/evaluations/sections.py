@@ -1,0 +1,124 @@
+"""The parts of a run's report about its evaluations: each degree, each set, and loss by position and by length."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from longspan.report.chart import Chart, Series, chart_figure
+from longspan.report.evaluations.buckets import COLORS, bucket_charts
+from longspan.report.evaluations.rows import EvalRow, last_rows
+from longspan.report.markup import section, tag, text
+from longspan.report.run_folder import RunFolder
+from longspan.report.series import bytes_text, number_text
+
+WIDTHS = {"wide": 1120, "narrow": 480}  # of a chart; the page shows the one that suits its own width
+SAME = 1e-6  # relative difference up to which two degrees are called equal
+HELD_OUT = "held out"
+_LABELS = {"token_accuracy": "accuracy", "bits_per_byte": "bits per byte"}
+
+
+def evaluation_sections(run: RunFolder) -> Iterator[str]:
+    """The sections in order; none of a run without evaluations."""
+    degrees = run.final or last_rows(run.held_out)
+    if degrees:
+        yield degrees_table(degrees)
+    sets = rows_of_sets(run)
+    if any(sets):
+        yield section("Evaluation sets", *both_widths(lambda width: _sets_chart(sets, width)), _sets_table(sets))
+    charts = list(_bucket_charts(sets))
+    if charts:
+        note = (
+            "Mean loss of the tokens predicted at these positions, and of whole documents of these lengths, from each "
+            "mark to the next. A model that fails on long documents shows a loss that rises to the right."
+        )
+        figures = tag("div", *map(chart_figure, charts), class_="grid-2")
+        yield section("Loss by position and by length", tag("p", note, class_="note"), figures)
+
+
+def rows_of_sets(run: RunFolder) -> dict[str, list[EvalRow]]:
+    """The evaluations of every set by its name, one for each step: of several degrees that recorded last."""
+    sets = dict[str, dict[int, EvalRow]]()
+    for row in sorted(run.evaluations, key=lambda row: (bool(row.name), row.step)):
+        sets.setdefault(row.name, {})[row.step] = row
+    return {name: list(rows.values()) for name, rows in sets.items()}
+
+
+def relative_spread(losses: Sequence[float]) -> float:
+    """The difference of the largest and smallest loss, relative to the first."""
+    return (max(losses) - min(losses)) / abs(losses[0]) if losses[0] else 0.0
+
+
+def both_widths(chart: Callable[[int], Chart]) -> Iterator[str]:
+    """The figures of a chart for wide and for narrow pages."""
+    return (chart_figure(chart(width), css_class=name) for name, width in WIDTHS.items())
+
+
+def _sets_chart(sets: dict[str, list[EvalRow]], width: int) -> Chart:
+    series = [
+        Series(
+            name or HELD_OUT, np.array([r.step for r in rows]), np.array([r.loss for r in rows]), i % COLORS, "marks"
+        )
+        for i, (name, rows) in enumerate(sets.items())
+    ]
+    return Chart(
+        "Loss of each set", tuple(series), "nats per predicted token", width=width, height=300, y_format="loss"
+    )
+
+
+def _sets_table(sets: dict[str, list[EvalRow]]) -> str:
+    """The last evaluation of every set, one below the other."""
+    rows = [of_set[-1] for of_set in sets.values()]
+    metrics = list(dict.fromkeys(name for row in rows for name, _ in row.metrics))
+    names = ["set", "step", "loss", "perplexity", *(_LABELS.get(name, name) for name in metrics)]
+    names += ["documents", "tokens", "cp"]
+    body = list[str]()
+    for row in rows:
+        values = dict(row.metrics)
+        cells = [row.name or HELD_OUT, f"{row.step:,}", f"{row.loss:.6f}", row.perplexity]
+        cells += [_metric_text(name, values[name]) if name in values else "–" for name in metrics]
+        cells += [f"{row.documents:,}" if row.documents else "–", f"{row.tokens:,}", _degree_text(row)]
+        body.append(tag("tr", *(tag("td", text(cell)) for cell in cells)))
+    head = tag("thead", tag("tr", *(tag("th", text(name)) for name in names)))
+    return tag("div", tag("table", head, tag("tbody", *body)), class_="scroll")
+
+
+def _metric_text(name: str, value: float) -> str:
+    return f"{100 * value:.2f}%" if name == "token_accuracy" else number_text(value, 5)
+
+
+def _degree_text(row: EvalRow) -> str:
+    return f"{row.cp}, {row.planner}" if row.planner == "dynamic" else str(row.cp)
+
+
+def _bucket_charts(sets: dict[str, list[EvalRow]]) -> Iterator[Chart]:
+    """Loss by position and by length of the last evaluation of every set; of a single set its first one too."""
+    rows = {name or HELD_OUT: of_set[-1] for name, of_set in sets.items()}
+    if len(sets) == 1 and (of_set := next(iter(sets.values())))[0].step < of_set[-1].step:
+        rows = {f"after step {row.step:,}": row for row in (of_set[-1], of_set[0])}
+    by_position, by_length = (
+        {name: getattr(row, of) for name, row in rows.items()} for of in ("by_position", "by_length")
+    )
+    yield from bucket_charts(by_position, by_length)
+
+
+def degrees_table(rows: Sequence[EvalRow]) -> str:
+    """The same weights on the same documents at several degrees, beside each other."""
+    base, memory = rows[0], any(row.activation_bytes for row in rows)
+    names = ("cp", "loss", "perplexity", "tokens", *(["added memory of a GPU"] * memory), "relative difference", "")
+    head = tag("thead", tag("tr", *(tag("th", name) for name in names)))
+    table = tag("table", head, tag("tbody", *(_degree_row(row, base, memory=memory) for row in rows)))
+    note = (
+        f"The weights after step {base.step:,}, the same documents. "
+        f"Equal means within {SAME:g} of the first row, relative."
+    )
+    return section("Evaluation at each degree", tag("p", note, class_="note"), tag("div", table, class_="scroll"))
+
+
+def _degree_row(row: EvalRow, base: EvalRow, *, memory: bool) -> str:
+    relative = (row.loss - base.loss) / abs(base.loss) if base.loss else 0.0
+    good = abs(relative) <= SAME and row.tokens == base.tokens
+    verdict = ("reference", None) if row is base else ("✓ equal", "good") if good else ("✗ differs", "bad")
+    difference = "" if row is base else f"{relative:+.1e}"
+    added = [bytes_text(row.activation_bytes)] * memory
+    cells = (_degree_text(row), f"{row.loss:.9f}", row.perplexity, f"{row.tokens:,}", *added, difference)
+    return tag("tr", *(tag("td", cell) for cell in cells), tag("td", verdict[0], class_=verdict[1]))
