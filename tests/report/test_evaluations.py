@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from longspan.report import RunFolder, write_report
+from longspan.report.evaluation_sections import rows_of_sets
 from longspan.report.evaluations.rows import BucketRow, EvalRow, last_rows
-from longspan.report.evaluations.sections import rows_of_sets
 from tests.report.runs import write_run
 from tests.report.test_html import Page, page_of
 

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from longspan.report.heat_map import passkey_picture
+from longspan.report.evaluations.heat_map import passkey_picture
 from longspan.train.evaluation.passkey.grid import PasskeyGrid
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from longspan.errors import ConfigError
 from longspan.report.eval_page import eval_page
-from longspan.report.heat_map import passkey_pictures
+from longspan.report.evaluations.heat_map import passkey_pictures
 from longspan.train.disk import os_error_text
 from longspan.train.evaluate_saved.record import document_rows, grids_of
 from longspan.train.evaluate_saved.request import SubjectResult

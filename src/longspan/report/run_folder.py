@@ -16,8 +16,8 @@ import numpy as np
 
 from longspan.errors import ConfigError, PlanError, counted
 from longspan.plan import Plan
+from longspan.report.evaluations.passkey_section import passkey_grids
 from longspan.report.evaluations.rows import EvalRow, number
-from longspan.report.passkey_section import passkey_grids
 from longspan.train.evaluation.passkey.grid import PasskeyGrid
 from longspan.train.run.records.facts import RunFacts
 from longspan.train.run.records.metrics_log import rows_and_damage

@@ -8,10 +8,10 @@ import numpy as np
 
 from longspan.errors import counted
 from longspan.report.chart import Chart, Series, chart_figure
+from longspan.report.evaluation_sections import both_widths, evaluation_sections, relative_spread
+from longspan.report.evaluations.passkey_section import passkey_section
 from longspan.report.evaluations.rows import last_rows
-from longspan.report.evaluations.sections import both_widths, evaluation_sections, relative_spread
 from longspan.report.markup import section, tag, text
-from longspan.report.passkey_section import passkey_section
 from longspan.report.run_folder import RunFolder
 from longspan.report.series import bytes_text, number_text, seconds_text, smooth
 from longspan.train.run.records.facts import RunFacts

@@ -27,7 +27,7 @@ from longspan.train.loggers.run_loggers import logger_classes
 from longspan.train.memory.live_bytes import peak_memory_bytes
 from longspan.train.plans import plans_of_steps
 from longspan.train.run.config_check import check_config
-from longspan.train.run.evaluations.evaluations import Evaluations, Final, save_plan
+from longspan.train.run.due_evaluations import Evaluations, Final, save_plan
 from longspan.train.run.lock import run_lock
 from longspan.train.run.progress import ProgressDisplay
 from longspan.train.run.records.facts_of import facts_of

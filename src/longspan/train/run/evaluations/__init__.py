@@ -1,1 +1,1 @@
-"""The evaluations of a run: its sets of documents, when they are evaluated, and what is written of them."""
+"""The evaluation sets of a run: opened and checked before its first step; with metrics of a user's own."""
