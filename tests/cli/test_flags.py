@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from longspan import __version__
-from longspan.cli.eval_flags import EvalFlags, parse_eval
+from longspan.cli.evaluation.flags import EvalFlags, parse_eval
 from longspan.cli.flags import TrainFlags, flag_types, parse_train
 from longspan.cli.main import VERBS, main
 from longspan.train.config.file import config_keys, load_config

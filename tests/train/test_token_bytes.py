@@ -1,7 +1,7 @@
 """Bytes of tokens add up to those of their text, whatever the kind of vocabulary."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -27,6 +27,7 @@ def _sentencepiece() -> Tokenizer:
 SENTENCEPIECE = _sentencepiece()
 
 
+@settings(deadline=None, derandomize=True)
 @pytest.mark.parametrize("engine", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte-level", "sentencepiece"])
 @given(text=st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\u2581<>"), max_size=40))
 def test_bytes_of_tokens_add_up_to_those_of_the_text(engine: Tokenizer, text: str) -> None:

@@ -4,9 +4,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from longspan.cli.eval_files import check_writable, write_documents, write_folder, write_picture
-from longspan.cli.eval_flags import EvalFlags, parse_eval, request_of
-from longspan.cli.eval_tables import tables_of
+from longspan.cli.evaluation.files import check_writable, write_documents, write_folder, write_picture
+from longspan.cli.evaluation.flags import EvalFlags, parse_eval, request_of
+from longspan.cli.evaluation.tables import tables_of
 from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say
 from longspan.layout import Layout
 from longspan.train.evaluate_saved.fit import checkable

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from longspan.cli.degree_tables import degrees_json, degrees_picture, degrees_table
 from longspan.cli.flags import Switch, check_least, parse_flags
 from longspan.cli.plan import write_file
 from longspan.cli.plan_inputs import (
@@ -22,7 +21,8 @@ from longspan.cli.plan_inputs import (
     read_price,
     with_weights,
 )
-from longspan.cli.simulation_tables import Row, comparison_json, comparison_table, title_of_saved_plans
+from longspan.cli.simulation.comparison import Row, comparison_json, comparison_table, title_of_saved_plans
+from longspan.cli.simulation.degrees import degrees_json, degrees_picture, degrees_table
 from longspan.errors import ConfigError, LongspanError, counted
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded

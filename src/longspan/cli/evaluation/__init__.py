@@ -1,0 +1,1 @@
+"""Flags, tables and files of `longspan eval`."""

@@ -1,0 +1,1 @@
+"""Tables of `longspan simulate`: plans beside each other, and evaluation degrees."""
