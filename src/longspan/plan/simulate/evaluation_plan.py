@@ -15,7 +15,7 @@ from longspan.plan.plan import Plan
 from longspan.plan.planners.options import PlanOptions
 from longspan.plan.simulate.simulate import simulate
 
-MOST_ROUNDS = 4  # micro-batches for each stage, beyond which a fuller pipeline gains less than a tenth
+MOST_ROUNDS = 8  # micro-batches for each stage, beyond which a fuller pipeline gains less than a ninth
 
 
 def plan_evaluation(
