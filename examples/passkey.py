@@ -6,6 +6,7 @@ longspan eval runs/passkey --world 4 --passkey.lengths 96 128 192 256 384 512 --
 """
 
 import json
+import math
 import random
 import sys
 from pathlib import Path
@@ -14,16 +15,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from longspan.train.evaluation.passkey.text import OPENING, passkey_text
 
-TEXTS, SHORT, MOST_SENTENCES = 30_000, 0.7, 30
+TEXTS, MOST_SENTENCES = 30_000, 20
 
 
 def text(draw: random.Random) -> str:
-    """A text with a key of its own; most are short, without the opening, so that most tokens teach something."""
-    short = draw.random() < SHORT
-    sentences = draw.randint(0, 3 if short else MOST_SENTENCES)
+    """A text with a key of its own; most are short, half begin without the opening: most tokens teach something."""
+    sentences = round(math.exp(draw.uniform(0, math.log(MOST_SENTENCES + 1)))) - 1
     before = draw.randint(0, sentences)
     whole = passkey_text(draw.randint(10_000, 99_999), before, sentences - before)
-    return whole.removeprefix(f"{OPENING} ") if short else whole
+    return whole.removeprefix(f"{OPENING} ") if draw.random() < 0.5 else whole
 
 
 def small_tokenizer(texts: list[str]) -> Tokenizer:
