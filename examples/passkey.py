@@ -1,7 +1,7 @@
 """Makes text for examples/passkey.toml: a number hidden in filler and asked for at the end, and a tokenizer for it.
 
 python examples/passkey.py runs/passkey-text
-longspan train examples/passkey.toml --world 4        # learns to find it, in some minutes on CPUs
+longspan train examples/passkey.toml --world 4        # some minutes on CPUs
 longspan eval runs/passkey --world 4 --passkey.lengths 96 128 192 256 384 512 --plot passkey.svg
 """
 
