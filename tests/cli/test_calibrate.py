@@ -67,7 +67,9 @@ def test_constants_are_found_through_noise() -> None:
     assert max(abs(calibration.relative_error(sample)) for sample in samples) < 0.1
 
 
-@pytest.mark.parametrize("name", sorted({*COST.constants()} - {"ring_bytes", "across_bytes_per_second"}))
+@pytest.mark.parametrize(
+    "name", sorted({*COST.constants()} - {"ring_bytes", "exchange_bytes", "across_bytes_per_second"})
+)
 def test_every_constant_is_told_from_the_others(name: str) -> None:
     truth = replace(TRUTH, cost=replace(COST, **{name: 3 * getattr(COST, name)}))
     calibration = calibrate(_measured(truth), ring_bytes=4608.0, across_bytes_per_second=1e9)
@@ -128,7 +130,8 @@ def test_two_ranks_write_a_cost_that_plans_are_priced_by(tmp_path: Path, capfd: 
     record = json.loads(printed.out)
     assert printed.err == f"wrote {out}\n"
     cost = read_cost(out, "--cost")
-    assert cost == Cost.from_json(record["cost"]) and cost.ring_bytes == 2 * 3 * 2 * 96 * 4 and record["ring_measured"]
+    assert cost == Cost.from_json(record["cost"]) and record["ring_measured"]
+    assert (cost.ring_bytes, cost.exchange_bytes) == (2 * 3 * 2 * 96 * 4, 2 * 2 * 2 * (192 + 96) * 4)
     samples = record["samples"]
     kinds = [sample["what"].split(":")[0] for sample in samples]
     assert [kinds.count(kind) for kind in ("step", "attention", "wire")] == [3 + 2, 2 + 2, 4]

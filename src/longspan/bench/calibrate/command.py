@@ -66,9 +66,10 @@ def main(argv: Sequence[str]) -> int:
     flags = parse_flags(CalibrateFlags, argv, "longspan bench calibrate")
     ranks, backend = _processes(flags)
     settings = make_settings(flags, ranks, backend)
-    samples, ring_bytes = run_on_ranks(calibrate_ranks, (settings,), ranks)
+    samples, ring_bytes, exchange_bytes = run_on_ranks(calibrate_ranks, (settings,), ranks)
     if reports_here():
-        calibration = calibrate(samples, ring_bytes=ring_bytes, across_bytes_per_second=1e9 * flags.across_gbps)
+        row_bytes = {"ring_bytes": ring_bytes, "exchange_bytes": exchange_bytes}
+        calibration = calibrate(samples, **row_bytes, across_bytes_per_second=1e9 * flags.across_gbps)
         write_cost(calibration, Path(flags.out))
         record = make_record(calibration, samples, settings, ["longspan", "bench", "calibrate", *argv])
         print(json.dumps(record, indent=1) if flags.json else record_text(record))

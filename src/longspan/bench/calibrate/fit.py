@@ -68,13 +68,19 @@ class Calibration:
         return self.predicted(sample) / sample.seconds - 1
 
 
-def calibrate(samples: Sequence[Sample], *, ring_bytes: float, across_bytes_per_second: float = 0.0) -> Calibration:
+def calibrate(
+    samples: Sequence[Sample],
+    *,
+    ring_bytes: float,
+    exchange_bytes: float = Cost.exchange_bytes,
+    across_bytes_per_second: float = 0.0,
+) -> Calibration:
     """The constants under which the fitted samples' relative errors are least, in squares.
 
     Compute comes first, from samples of degree 1; then the wire; then a ring step, as what attention around a ring
-    takes beyond these. `ring_bytes` is the model's own, per row. Where no ring was measured, or its blocks were too
-    small to tell the speed of the wire, Cost's defaults stay. `across_bytes_per_second`: 0 takes what was measured
-    inside, at most the default.
+    takes beyond these. `ring_bytes` and `exchange_bytes` are the model's own, per row. Where no ring was measured, or
+    its blocks were too small to tell the speed of the wire, Cost's defaults stay. `across_bytes_per_second`: 0 takes
+    what was measured inside, at most the default.
     """
     fitted = [sample for sample in samples if sample.fitted]
     step, micro_batch, token, square, call = _fit_compute(fitted)
@@ -90,6 +96,7 @@ def calibrate(samples: Sequence[Sample], *, ring_bytes: float, across_bytes_per_
         linear_seconds=token,
         attention_seconds=square,
         ring_bytes=ring_bytes,
+        exchange_bytes=exchange_bytes,
         inside_bytes_per_second=inside,
         across_bytes_per_second=across_bytes_per_second or min(inside, Cost.across_bytes_per_second),
         ring_step_seconds=Cost.ring_step_seconds if ring_step is None else ring_step,

@@ -73,6 +73,11 @@ class Shape:
         width = max(self.dtype.itemsize, torch.float32.itemsize)
         return float(self.layers * (2 * self.block_bytes + self.block_bytes // self.dtype.itemsize * width))
 
+    @property
+    def exchange_bytes(self) -> float:
+        """Of a row's queries, keys, values and outputs in all-to-alls of all layers, forward and backward."""
+        return float(self.layers * 2 * (2 * self.heads * self.head_size * self.dtype.itemsize + self.block_bytes))
+
 
 class Trial(NamedTuple):
     """What is timed: a sample without its seconds, what runs, and by how much its time counts."""
@@ -82,12 +87,12 @@ class Trial(NamedTuple):
     times: int = 1
 
 
-def calibrate_ranks(rank: int, settings: Settings) -> tuple[list[Sample], float]:
-    """Open a world and measure everything; the samples and the model's bytes per row, equal on every rank."""
+def calibrate_ranks(rank: int, settings: Settings) -> tuple[list[Sample], float, float]:
+    """Open a world and measure everything: the samples, and the model's bytes per row on a ring and in all-to-alls."""
     backend = None if settings.backend == "nccl" else "gloo"
     with World(Layout(settings.ranks), backend=backend, timeout=settings.timeout_seconds) as world:
         bench = _Bench(settings, world)
-        return bench.samples(), bench.shape.ring_bytes
+        return bench.samples(), bench.shape.ring_bytes, bench.shape.exchange_bytes
 
 
 class _Bench:
