@@ -2,7 +2,7 @@
 
 python examples/passkey.py runs/passkey-text
 longspan train examples/passkey.toml --world 4        # some minutes on CPUs
-longspan eval runs/passkey --world 4 --passkey.lengths 96 128 192 256 384 512 --plot passkey.svg
+longspan eval runs/passkey --world 4 --passkey.lengths 96 128 160 192 256 384 --plot passkey.svg
 """
 
 import json

@@ -75,7 +75,7 @@ def test_an_earlier_checkpoint_has_another_loss_in_words(run: RunConfig, capfd: 
     title, names, values = out.splitlines()[:3]
     assert title == f"{run.run.dir}/checkpoints/step-000001, step 1 on 2 ranks"
     assert "bits per byte" in names and values.startswith("held out  p2p    2  5.20")
-    assert err.splitlines() == ["step-000001, cp 2: 2 of 2 micro-batches"]
+    assert err.splitlines() == [f"step-000001, cp 2: {done} of 2 micro-batches" for done in (1, 2)]
 
 
 def test_a_damaged_checkpoint_is_named(run: RunConfig, capfd: pytest.CaptureFixture[str]) -> None:

@@ -164,7 +164,7 @@ def test_a_signal_inside_an_evaluation_ends_the_run_with_a_checkpoint(
     many = replace(books, path=str(write_texts(tmp_path / "many", count=40)), max_tokens_per_slot=256)
     stopped = replace(config, eval=(many,), run=replace(config.run, dir=str(tmp_path / "run"), loggers=()))
     text, result = run(stopped)
-    assert re.search(r"of books after step 3 was stopped after 16 of \d+ micro-batches .*: SIGTERM was received", text)
+    assert re.search(r"of books after step 3 was stopped after 1 of \d+ micro-batches .*: SIGTERM was received", text)
     assert (result.stopped, result.done) == ("SIGTERM", 3) and not rows_of(stopped, "books")
     assert (tmp_path / "run" / "checkpoints" / "step-000003").is_dir()
     text, result = run(replace(stopped, eval=config.eval[:1]))  # other sets are no other run

@@ -303,8 +303,6 @@ def _steps(home: str, degree: int, draw: random.Random) -> tuple[Step, ...]:
 # Runs of which each has a few steps in every run of the suite: every home, family, placement and dtype.
 FEW = (
     Run("qwen3", "8 slots", "sharded", "float32"),
-    Run("qwen3 with YaRN", "8 slots", "free", "float64"),
-    Run("qwen3-moe", "8 slots", "recomputed", "float32"),
     Run("gpt-oss", "8 slots", "kept gathered", "float64"),
     Run("qwen3 with YaRN", "dp_replicate 2", "sharded", "float32"),
     Run("qwen3-moe", "ep 2", "kept gathered", "float64"),

@@ -22,7 +22,6 @@ from longspan.train.config.sections import RunConfig
 from longspan.train.data.token_bytes import token_bytes
 from longspan.train.evaluate_saved.chosen_sets import chosen_sets, tokenizer_digest
 from longspan.train.evaluate_saved.fit import Change, changes_line, entry_of, fitted_set
-from longspan.train.evaluate_saved.metrics import metrics_of
 from longspan.train.evaluate_saved.request import EvalRequest, SetResult, SubjectResult
 from longspan.train.evaluate_saved.sets import EvalSet
 from longspan.train.evaluate_saved.weights import CheckedWeights, check_weights, fit_positions, model_of
@@ -33,6 +32,7 @@ from longspan.train.evaluation.options import EvaluationOptions
 from longspan.train.evaluation.passkey.documents import PasskeyDocuments
 from longspan.train.memory.rows_that_fit import with_rows_of_run
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads
+from longspan.train.run.evaluations.user_metrics import load_metrics
 from longspan.train.run.stop_signal import StopSignal
 
 Progress = Callable[[str, int, int], None]  # what is evaluated, micro-batches done, all
@@ -61,7 +61,9 @@ def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: P
 def _metrics(request: EvalRequest) -> dict[str, dict[str, Metric]]:
     """The user's metrics of each set of the run; "" are those of all other documents."""
     entries = (entry_of(request.subjects[0].config, name, request.given) for name in ("", *request.sets))
-    return {entry.name: metrics_of(request.metrics, entry) for entry in entries}
+    if request.metrics:
+        return dict.fromkeys((entry.name for entry in entries), load_metrics(request.metrics, "--metrics"))
+    return {entry.name: load_metrics(entry.metrics, entry.metrics_key) for entry in entries}
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ from longspan.train.passes import Passes, run_passes
 from longspan.train.plans import PlanChoice, degrees_to_compare
 from longspan.train.step_check import check_step
 
-PORTION = 16  # micro-batches of a portion, for each pipeline stage
+PORTION = 16  # micro-batches of a portion at most, for each pipeline stage
+SHORT_SECONDS = 1.0  # a portion that takes less is followed by larger ones
 
 
 def evaluate(
@@ -93,24 +94,38 @@ class _Portions:
         self.model, self.plan, self.documents, self.world = model, plan, documents, world
         self.options, self.started = options, started
         self.sums = RowSums(plan.lengths, options, world.device)
+        self.largest = PORTION * world.home.pp
+        self.long = self.any_long = False  # whether the last portion took long, here and on any rank
         kernel = {} if options.attention_kernel is None else {"attention_kernel": options.attention_kernel}
         self.passes = Passes(model, plan, world, False, options.loss_chunk_rows, None, self.sums.measure, kernel)
 
     def run(self) -> Totals:
         """All portions, then the sums over ranks."""
-        done, count = 0, len(self.plan.micro_batches)
-        for portion in _portions(self.plan.micro_batches, PORTION * self.world.home.pp):
+        size, done, count = self._first_size(), 0, len(self.plan.micro_batches)
+        while done < max(count, 1):  # one portion of an empty plan too, so that all ranks agree on it
+            portion = self.plan.micro_batches[done : done + size]
             batches = self._agreed_batches(portion, done)
+            started = time.perf_counter()
             run_passes(self.passes, batches)
             self.sums.flush()
-            done += len(portion)
+            self.long = time.perf_counter() - started >= SHORT_SECONDS
+            size = size if self.any_long else min(2 * size, self.largest)
+            done += max(len(portion), 1)
             if self.options.progress is not None:
-                self.options.progress(done, count)
+                self.options.progress(min(done, count), count)
         error = self._metric_error()
         totals = self.sums.over_ranks(self.world, failed=error is not None)
         if totals.failures:
             raise_first_error(self.world, error)
         return totals
+
+    def _first_size(self) -> int:
+        """One micro-batch where something may end the evaluation early, so that long ones do not delay it for long.
+
+        A pipeline, which each portion fills and empties, begins with the largest portions.
+        """
+        may_end = self.options.seconds is not None or self.options.stopped is not None
+        return 1 if may_end and self.world.home.pp == 1 else self.largest
 
     def _agreed_batches(self, portion: Sequence[MicroBatch], done: int) -> list[LocalBatch]:
         """This rank's rows of a portion, once all ranks have theirs and none wants to stop; else all raise."""
@@ -119,12 +134,18 @@ class _Portions:
             batches = batches if error else batches_of(self.model, self.plan, self.documents, self.world, portion)
         except Exception as failure:  # a corpus may raise anything: the other ranks must learn of it
             error = reading_error(failure, self.world)
-        ended = error is not None
-        if self.world.control.any_rank(ended) if done else self.world.control.agree(self.plan.digest(), flag=ended):
+        if self._agreed_end(error is not None, first=not done):
             raise_first_error(self.world, error)
         if not done:
             self.world.channels.make_communicators(self.plan)  # the ranks have just agreed on it
         return batches
+
+    def _agreed_end(self, ended: bool, *, first: bool) -> bool:
+        """Whether any rank has ended; after the first portion, ranks also say whether their last one took long."""
+        if first:
+            return self.world.control.agree(self.plan.digest(), flag=ended)
+        any_ended, self.any_long = self.world.control.any_ranks(ended, self.long)
+        return any_ended
 
     def _reason_to_end(self, done: int) -> LongspanError | None:
         """Why this rank would end the evaluation before its next portion."""
@@ -153,12 +174,6 @@ class _Portions:
         named = EvaluationError(f"a metric failed on rank {self.world.rank}: {type(error).__name__}: {error}")
         named.__cause__ = error
         return named
-
-
-def _portions(micro_batches: Sequence[MicroBatch], size: int) -> Iterator[Sequence[MicroBatch]]:
-    """Runs of `size` micro-batches; at least one, of none, so that all ranks agree on an empty plan too."""
-    for start in range(0, max(len(micro_batches), 1), size):
-        yield micro_batches[start : start + size]
 
 
 @lru_cache(maxsize=8)

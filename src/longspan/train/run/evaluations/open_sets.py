@@ -28,7 +28,7 @@ def check_sources(config: RunConfig, world: World, vocabulary: int) -> None:
     def check() -> None:
         for entry in (held_out_set(config), *config.eval):
             try:
-                check_metrics(load_metrics(entry), {}, vocabulary, world.device)
+                check_metrics(load_metrics(entry.metrics, entry.metrics_key), {}, vocabulary, world.device)
             except EvaluationError as error:
                 raise ConfigError(f"{entry.metrics_key}: {error}") from error
 
@@ -55,7 +55,10 @@ def open_sets(
         return ()
     directory = Path(config.run.dir)
     counts = on_first_rank(world, lambda: token_bytes(load_tokenizer(directory).engine), DataError)
-    return tuple(replace(s, metrics={**s.metrics, **load_metrics(s.config)}, token_bytes=counts) for s in sets)
+    named = [load_metrics(s.config.metrics, s.config.metrics_key) for s in sets]
+    return tuple(
+        replace(s, metrics={**s.metrics, **metrics}, token_bytes=counts) for s, metrics in zip(sets, named, strict=True)
+    )
 
 
 def check_lengths(

@@ -1,24 +1,26 @@
-"""Metrics of a user's own: functions by the dotted names of train.eval_metrics or of a table [[eval]]."""
+"""Metrics of a user's own: functions by dotted names, of train.eval_metrics, of a table [[eval]] or of a flag."""
 
+from collections.abc import Sequence
 from typing import cast
 
 from longspan.errors import ConfigError
-from longspan.train.config.eval_set import EvalConfig
 from longspan.train.dotted_name import object_named
 from longspan.train.evaluation.metrics import Metric
 
 
-def load_metrics(entry: EvalConfig) -> dict[str, Metric]:
-    """The metrics of an evaluation set, by the names of their functions.
+def load_metrics(names: Sequence[str], key: str) -> dict[str, Metric]:
+    """The metrics that a key of the configuration names, by the last part of their names.
 
-    >>> list(load_metrics(EvalConfig(metrics=("my_package.my_metrics.top_five",))))  # doctest: +SKIP
+    >>> list(load_metrics(("my_package.my_metrics.top_five",), "train.eval_metrics"))  # doctest: +SKIP
     ['top_five']
 
     Raises ConfigError for a module that cannot be imported, for one without such a function, and for two of one name.
     """
-    key, metrics = entry.metrics_key, dict[str, Metric]()
-    for dotted in entry.metrics:
+    metrics = dict[str, Metric]()
+    for dotted in names:
         module, _, name = dotted.rpartition(".")
+        if not module:
+            raise ConfigError(f"{key} has {dotted!r}; give a function with its module, as in package.module.function")
         function = object_named(dotted, f"{key} has {dotted!r}")
         if not callable(function):
             raise ConfigError(
@@ -26,7 +28,7 @@ def load_metrics(entry: EvalConfig) -> dict[str, Metric]:
             )
         if name in metrics:
             raise ConfigError(
-                f"{key} has two functions of the name {name!r} ({', '.join(entry.metrics)}); rows of metrics.jsonl "
+                f"{key} has two functions of the name {name!r} ({', '.join(names)}); rows of metrics.jsonl "
                 "would have two values for one key: give one of them another name"
             )
         metrics[name] = cast(Metric, function)
