@@ -100,7 +100,6 @@ def _evaluations(rank: int, case: Case) -> list[Evaluation]:
         return [evaluate(model, DOCUMENTS, choice, world, OPTIONS) for choice in case.choices]
 
 
-@pytest.mark.nccl
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}-{case.home}")
 def test_every_document_and_metric_equals_the_stock_model(case: Case) -> None:
     wanted = dense(case.family)

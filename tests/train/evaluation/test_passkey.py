@@ -175,7 +175,6 @@ def _grids(rank: int, home: dict[str, int], degrees: tuple[int, ...], documents:
     return grids
 
 
-@pytest.mark.nccl
 @pytest.mark.parametrize(
     ("home", "degrees"), [({"ranks": 4}, (1, 2, 4)), ({"ranks": 4, "pp": 2}, (1, 2)), ({"ranks": 4, "tp": 2}, (2,))]
 )
