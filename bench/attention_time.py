@@ -31,8 +31,8 @@ from longspan import Group, Layout, MicroBatch, World, attend, bind
 from longspan.attention.kernels import table
 from longspan.bench.attention.cases import Run, Settings, lengths_of, own_cases, tensors_of
 from longspan.bench.attention.ranks import forward_flops
+from longspan.bench.profile_parts import merged
 from longspan.bench.record import where_it_ran
-from longspan.bench.step.profile_parts import merged
 from longspan.cli.machine import machine
 from longspan.train.versions import versions
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from longspan.bench.profile_parts import kind_of, merged, parts_of
 from longspan.bench.step.flags import parse_step
-from longspan.bench.step.profile_parts import kind_of, merged, parts_of
 from longspan.bench.step.record import record_markdown, record_text
 from longspan.bench.step.settings import Settings, make_settings
 from longspan.cli.main import main

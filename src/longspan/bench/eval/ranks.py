@@ -3,8 +3,7 @@
 import gc
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from longspan.bench.eval.cases import DEGREES, Case
 from longspan.bench.eval.flags import Settings
 from longspan.bench.record import write_unfinished
-from longspan.bench.step.profile_parts import longest_kernels, parts_of, profiled_events
+from longspan.bench.timing import profile_of, seconds_of
 from longspan.cli.machine import machine
 from longspan.comm import World
 from longspan.model import load_model, prepare
@@ -128,7 +127,7 @@ def _timed(bench: _Bench, choice: Plan | PlanChoice) -> dict[str, Any]:
     for _ in range(settings.flags.warmup):
         run()
     for _ in range(settings.flags.repeats):
-        times.append(_seconds(run, world))
+        times.append(seconds_of(run, world))
         peak = max(peak, torch.cuda.max_memory_allocated() if settings.gpu else 0)
     of_ranks = world.control.gather_objects((times, peak))
     slowest = [max(seconds) for seconds in zip(*(times for times, _ in of_ranks), strict=True)]
@@ -146,24 +145,8 @@ def _timed(bench: _Bench, choice: Plan | PlanChoice) -> dict[str, Any]:
     }
 
 
-def _seconds(run: Callable[[], None], world: World) -> float:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()
-    world.control.barrier("start of a timed evaluation")
-    started = time.perf_counter()
-    run()
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
 def _parts(bench: _Bench, plan: Plan) -> dict[str, Any]:
-    """Seconds by part and by kernel of one more evaluation, on the first rank; the profiler itself takes some time."""
-    from torch.profiler import ProfilerActivity, profile
-
-    cuda, world = bench.settings.gpu, bench.world
-    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as recorded:
-        seconds = _seconds(lambda: evaluate(bench.model, bench.documents, plan, world) and None, world)
-    events = profiled_events(recorded, cuda=cuda)
-    parts = parts_of(events, seconds) | {"evaluation": seconds}
-    return world.control.broadcast_object({"seconds": parts, "kernels": longest_kernels(events)})
+    """Seconds by part and by kernel of one more evaluation, on the first rank."""
+    world = bench.world
+    parts, kernels, seconds = profile_of(lambda: evaluate(bench.model, bench.documents, plan, world), world)
+    return world.control.broadcast_object({"seconds": parts | {"evaluation": seconds}, "kernels": kernels})

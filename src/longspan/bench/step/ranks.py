@@ -13,8 +13,8 @@ import torch
 
 from longspan.bench.record import missing_because, write_unfinished
 from longspan.bench.step.hf_peer import PEER, peer_step
-from longspan.bench.step.profile_parts import longest_kernels, parts_of, profiled_events
 from longspan.bench.step.settings import Settings
+from longspan.bench.timing import profile_of, seconds_of
 from longspan.cli.machine import machine
 from longspan.comm import World
 from longspan.model.prepared import vocabulary_size
@@ -117,7 +117,7 @@ def measured(settings: Settings, step: Callable[[], None], world: World) -> dict
         step()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    times = [_seconds(step, world) for _ in range(settings.flags.repeats)]
+    times = [seconds_of(step, world) for _ in range(settings.flags.repeats)]
     peak = torch.cuda.max_memory_allocated() if cuda else 0
     of_ranks = world.control.gather_objects((statistics.median(times), peak))
     seconds, tokens = max(s for s, _ in of_ranks), sum(settings.lengths)
@@ -135,26 +135,10 @@ def measured(settings: Settings, step: Callable[[], None], world: World) -> dict
     return row
 
 
-def _seconds(step: Callable[[], None], world: World) -> float:
-    world.control.barrier("start of a timed step")
-    started = time.perf_counter()
-    step()
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
 def _profiled(step: Callable[[], None], world: World) -> dict[str, Any]:
-    """Seconds by part and by kernel of one more step, on the first rank; the profiler itself takes some time."""
-    from torch.profiler import ProfilerActivity, profile
-
-    cuda = world.device.type == "cuda"
-    activities = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
-    with profile(activities=activities) as recorded:
-        seconds = _seconds(step, world)
-    events = profiled_events(recorded, cuda=cuda)
-    parts = parts_of(events, seconds) | {"step": seconds}
-    return world.control.broadcast_object({"parts": parts, "kernels": longest_kernels(events)})
+    """Seconds by part and by kernel of one more step, on the first rank."""
+    parts, kernels, seconds = profile_of(step, world)
+    return world.control.broadcast_object({"parts": parts | {"step": seconds}, "kernels": kernels})
 
 
 def _keep(record: dict[str, Any], settings: Settings, rank: int) -> None:

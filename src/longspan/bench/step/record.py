@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from longspan.bench.profile_parts import ORDER
 from longspan.bench.record import where_it_ran
-from longspan.bench.step.profile_parts import ORDER
 from longspan.report.series import bytes_text
 from longspan.report.text_table import markdown_table, text_table
 
