@@ -109,7 +109,7 @@ def _check_same_texts(first: EvalSet, other: EvalSet) -> None:
             "--max-document-tokens 0, which cuts none, to compare models of different tokenizers"
         )
     short = [corpus.manifest.left_out.short_texts for corpus in corpora]
-    sources = [[of_name.source(d) for d in range(len(of_name.documents))] for of_name in (first, other)]
+    sources = [of_name.documents.origins for of_name in (first, other)]
     one_a_file = len(set(sources[0])) == len(sources[0])
     if sources[0] != sources[1] or (any(short) and not one_a_file):
         raise DataError(

@@ -81,7 +81,7 @@ class _Fit:
 def _fit(request: EvalRequest, checked: CheckedWeights, sets: tuple[EvalSet, ...], world: World, log: LogLine) -> _Fit:
     """Raises ConfigError where the longest document fits neither the model's positions nor a given layout."""
     name, longest = max(((s, max(s.documents.lengths)) for s in sets), key=lambda pair: pair[1])
-    origin = name.source(name.longest)
+    origin = name.documents.origins[name.longest]
     scaled = bool(request.given & {"model.rope_scaling", "model.rope_factor"})
     made = isinstance(name.documents, PasskeyDocuments)
     cut_by = "--passkey.lengths of at most" if made else "--max-document-tokens"
@@ -140,7 +140,7 @@ class _Evaluator:
                 lengths, vpp = of_name.documents.lengths, self.fit.config.parallel.vpp
                 choice, _ = chosen_on_ranks(choice, lengths, self.world, log, name=of_name.name, vpp=vpp)
             text_bytes = _text_bytes(of_name, bytes_of_ids) if is_first_rank(self.world) else ()
-            sources = tuple(of_name.source(d) for d in range(len(of_name.documents)))
+            sources = of_name.documents.origins
             for at_degree in _at_degrees(choice, self.degrees, max(of_name.documents.lengths)):
                 options = EvaluationOptions(
                     step=step,

@@ -43,12 +43,6 @@ class EvalSet:
         """The document of the most tokens."""
         return int(np.argmax(self.documents.lengths))
 
-    def source(self, document: int) -> str:
-        """The file that a document was cut from; of one that was made, its name."""
-        if isinstance(self.documents, PasskeyDocuments):
-            return self.documents[document].name
-        return self.documents.corpus.origin(self.documents.ids[document])
-
     def at_most(self, count: int) -> "EvalSet":
         """So many of its documents (0: all), at even distances, so that they come from all its files.
 

@@ -83,6 +83,11 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
         return tuple(document.length for document in self.documents)
 
     @property
+    def origins(self) -> tuple[str, ...]:
+        """The name of each document, which is made from no file."""
+        return tuple(document.name for document in self.documents)
+
+    @property
     def metrics(self) -> Mapping[str, DocumentMetric]:
         """What `evaluate` measures of each document: wrong tokens of its answer, and their losses."""
         starts = torch.tensor([document.answer_start for document in self.documents])

@@ -67,7 +67,7 @@ def _passkey_set(entry: EvalConfig, config: RunConfig) -> EvaluationSet:
     asked = entry.passkey(config.train.seed)
     tokenizer = load_tokenizer(Path(config.run.dir))
     documents = passkey_documents(tokenizer, asked.lengths, asked.depths, asked.samples, asked.seed)
-    return EvaluationSet(entry, documents, tuple(document.name for document in documents))
+    return EvaluationSet(entry, documents, documents.origins)
 
 
 # What makes the set of a path that stands for no files; entered by all ranks, and the same on each.
