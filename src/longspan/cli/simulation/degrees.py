@@ -16,8 +16,8 @@ from longspan.report.text_table import text_table
 
 _NOTE = """\
 filled: one document a group and micro-batch, documents repeated to fill the last pass. planned: each document once,
-under the type that is fastest; micro-batches, rows (the most that a slot holds at once) and bubble are the planned
-evaluation's. Memory of activations goes with the rows."""
+under --cp-comm-type (auto: the fastest type of each degree); micro-batches, rows (the most that a slot holds at once)
+and bubble are the planned evaluation's. Memory of activations goes with the rows."""
 
 
 def degrees_table(title: str, comparison: DegreeComparison, accumulation: int) -> str:
