@@ -24,8 +24,7 @@ from longspan.plan import MicroBatch, Plan
 from longspan.train.data.documents import Documents
 from longspan.train.evaluation.metrics import Mean, check_metrics
 from longspan.train.evaluation.options import EvaluationOptions
-from longspan.train.evaluation.passkey.documents import PasskeyDocuments
-from longspan.train.evaluation.result import Evaluation
+from longspan.train.evaluation.result import Evaluation, MeasuredDocuments
 from longspan.train.evaluation.row_sums import RowSums, Totals
 from longspan.train.local_batch import LocalBatch, batches_of, reading_error
 from longspan.train.memory.live_bytes import added_peak
@@ -46,15 +45,16 @@ def evaluate(
     >>> result.loss, result.perplexity, result.metrics["token_accuracy"].value
 
     `documents[d]` is document d: it has a length and is indexed by an int64 array of positions, of which a rank asks
-    for its own. Parameters, gradients, modes of modules, states of random generators and `world.step` are afterwards as
-    they were before, also where it raises.
+    for its own; MeasuredDocuments bring metrics as well. Parameters, gradients, modes of modules, states of random
+    generators and `world.step` are afterwards as they were before, also where it raises.
 
     Raises PlanError for documents that fit no plan, EvaluationError for a metric that gives no (sum, count), DataError
     for documents that cannot be read, and EvaluationStopped where `options` say so: each on all ranks.
     """
     started, options = time.perf_counter(), options or EvaluationOptions()
-    if isinstance(documents, PasskeyDocuments):
-        options = replace(options, document_metrics={**options.document_metrics, **documents.metrics})
+    measured = documents if isinstance(documents, MeasuredDocuments) else None
+    if measured is not None:
+        options = replace(options, document_metrics={**options.document_metrics, **measured.metrics})
     plan = choice if isinstance(choice, Plan) else _planned(_fitted(choice, model), _lengths(documents), world.home)
     check_step(model, plan, documents, world, backward=False)
     with _step_restored(world, options.step), added_peak(world.device) as memory:
@@ -71,9 +71,7 @@ def evaluate(
         seconds=time.perf_counter() - started,
         activation_bytes=None if memory.bytes is None else world.control.largest(memory.bytes),
     )
-    if isinstance(documents, PasskeyDocuments):
-        result = replace(result, passkey=documents.grid(result.document_metrics, step=result.step, cp=result.cp))
-    return result
+    return result if measured is None else measured.finished(result)
 
 
 def choices_at_degrees(choice: PlanChoice, documents: Documents, home: Layout) -> list[PlanChoice]:
