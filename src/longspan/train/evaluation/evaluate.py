@@ -22,9 +22,9 @@ from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import MicroBatch, Plan
 from longspan.train.data.documents import Documents
-from longspan.train.evaluation.metrics import Mean, check_metrics
+from longspan.train.evaluation.metrics import Mean, MeasuredDocuments, check_metrics
 from longspan.train.evaluation.options import EvaluationOptions
-from longspan.train.evaluation.result import Evaluation, MeasuredDocuments
+from longspan.train.evaluation.result import Evaluation
 from longspan.train.evaluation.row_sums import RowSums, Totals
 from longspan.train.local_batch import LocalBatch, batches_of, reading_error
 from longspan.train.memory.live_bytes import added_peak
@@ -71,7 +71,9 @@ def evaluate(
         seconds=time.perf_counter() - started,
         activation_bytes=None if memory.bytes is None else world.control.largest(memory.bytes),
     )
-    return result if measured is None else measured.finished(result)
+    if measured is not None:
+        result = replace(result, **measured.figures(result.document_metrics, step=result.step, cp=result.cp))
+    return result
 
 
 def choices_at_degrees(choice: PlanChoice, documents: Documents, home: Layout) -> list[PlanChoice]:

@@ -4,10 +4,10 @@ A metric is a function of such rows to (sum, count). A mean over ranks' or micro
 documents are dealt out; sums and counts do not.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -56,6 +56,20 @@ class Bucket(NamedTuple):
     last: int
     loss: Mean
     documents: int
+
+
+@runtime_checkable
+class MeasuredDocuments(Protocol):
+    """Documents that bring metrics, and say what an evaluation's result gets of them: passkey documents, say."""
+
+    @property
+    def metrics(self) -> Mapping[str, DocumentMetric]:
+        """Metrics of each document, beside those of `EvaluationOptions.document_metrics`."""
+        ...
+
+    def figures(self, measured: Mapping[str, Sequence[Mean]], *, step: int, cp: int) -> Mapping[str, Any]:
+        """Fields of `Evaluation` and their values, from what the metrics of documents came to for each document."""
+        ...
 
 
 def pair_of(name: str, made: Any) -> tuple[Any, Any]:

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from longspan.errors import counted
 from longspan.plan import Plan
 from longspan.train.evaluation.passkey.grid import PasskeyGrid
 
 if TYPE_CHECKING:
-    from longspan.train.evaluation.metrics import Bucket, DocumentMetric, Mean
+    from longspan.train.evaluation.metrics import Bucket, Mean
 
 
 @dataclass(frozen=True)
@@ -73,20 +73,6 @@ class Evaluation:
             | {"tokens": tokens, "targets": int(loss.count), "loss": loss.value}
             for document, (tokens, loss) in enumerate(zip(self.plan.lengths, self.document_losses, strict=True))
         ]
-
-
-@runtime_checkable
-class MeasuredDocuments(Protocol):
-    """Documents that bring metrics, and put into an evaluation's result what these show: passkey documents, say."""
-
-    @property
-    def metrics(self) -> "Mapping[str, DocumentMetric]":
-        """Metrics of each document, beside those of `EvaluationOptions.document_metrics`."""
-        ...
-
-    def finished(self, result: Evaluation) -> Evaluation:
-        """The result, with what the metrics of these documents show."""
-        ...
 
 
 def comparison_table(evaluations: Sequence[Evaluation]) -> str:

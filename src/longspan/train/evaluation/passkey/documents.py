@@ -6,7 +6,7 @@ tokens are those of the answer, so are the tokens that the next one follows.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from longspan.train.config.passkey_settings import DEPTHS, check_passkey
 from longspan.train.evaluation.metrics import DocumentMetric, Mean, TargetRows
 from longspan.train.evaluation.passkey.grid import PasskeyGrid
 from longspan.train.evaluation.passkey.text import Ids, Pieces, key_of
-from longspan.train.evaluation.result import Evaluation
 
 
 @dataclass(frozen=True)
@@ -104,9 +103,9 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
 
         return {"passkey_wrong": wrong, "passkey_loss": loss}
 
-    def finished(self, result: Evaluation) -> Evaluation:
-        """The result with the grid of retrieved keys."""
-        return replace(result, passkey=self.grid(result.document_metrics, step=result.step, cp=result.cp))
+    def figures(self, measured: Mapping[str, Sequence[Mean]], *, step: int, cp: int) -> Mapping[str, PasskeyGrid]:
+        """What an evaluation's result gets of these documents: the grid of retrieved keys, as `passkey`."""
+        return {"passkey": self.grid(measured, step=step, cp=cp)}
 
     def grid(self, measured: Mapping[str, Sequence[Mean]], *, step: int, cp: int) -> PasskeyGrid:
         """What the metrics of these documents show for each length and depth."""
