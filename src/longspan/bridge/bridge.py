@@ -40,5 +40,12 @@ class Bridge:
         """This rank's rows of `have`, in order, to its rows of `need`. Raises LayoutError for other numbers of rows."""
         return self._rows(x_local)
 
+    def back(self, gradient: Tensor) -> Tensor:
+        """The gradient of this rank's rows of `have` from that of its rows of `need`; entered by all ranks.
+
+        For a caller who runs backward passes himself, after `bridge(x_local)` under `torch.no_grad()`.
+        """
+        return self._rows.back(gradient)
+
     def __repr__(self) -> str:
         return f"Bridge({self.exchange!r}, gradient={self.gradient!r})"

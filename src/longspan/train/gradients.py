@@ -17,6 +17,7 @@ from longspan.comm import World, on_all_ranks
 from longspan.errors import ModelError, NonFiniteError
 from longspan.layout.layout import short
 from longspan.model.local_tensors import local_tensor
+from longspan.model.multimodal.multimodal_model import modules_and_worlds
 from longspan.model.pipeline.pipeline import PipelineModel
 
 
@@ -67,6 +68,12 @@ def square_sum(parameters: Iterable[Tensor], world: World) -> float:
         for dtype, alike in _by_dtype(gradient for gradient in gradients if counted(gradient)).items()
     ]
     return torch.stack(parts).sum().item() if parts else 0.0
+
+
+def square_sum_of_modules(model: nn.Module, world: World) -> float:
+    """This rank's part of the squared norm of a model's gradients, whose modules may lie in homes of their own."""
+    modules = modules_and_worlds(model, world)
+    return sum(square_sum(counted_parameters(module), home) for module, home in modules)
 
 
 def counted_parameters(model: nn.Module) -> list[nn.Parameter]:

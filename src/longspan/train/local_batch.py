@@ -17,6 +17,7 @@ from longspan.errors import DataError
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import vocabulary_size
 from longspan.plan import MicroBatch, Plan
+from longspan.plan.items import ItemTable
 from longspan.train.loss import NO_TARGET
 
 Rows = npt.NDArray[np.int64]
@@ -35,14 +36,17 @@ def padding_batch(plan: Plan, world: World) -> LocalBatch:
     return _padding_rows(_with_padding(MicroBatch(), plan, world))
 
 
-def read_local_batches(model: nn.Module, plan: Plan, documents: Any, world: World) -> list[LocalBatch]:
+def read_local_batches(
+    model: nn.Module, plan: Plan, documents: Any, world: World, items: ItemTable | None = None
+) -> list[LocalBatch]:
     """Bind every micro-batch and read this rank's rows; where any rank cannot read, every rank raises DataError.
 
-    Each slot reads the rows that it computes; its ranks of stages in the middle read none.
+    Each slot reads the rows that it computes; its ranks of stages in the middle read none. The places of `items` are
+    neither inputs nor targets.
     """
     batches, failure = list[LocalBatch](), None
     try:
-        batches = batches_of(model, plan, documents, world, plan.micro_batches)
+        batches = batches_of(model, plan, documents, world, plan.micro_batches, items)
     except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
         failure = reading_error(error, world)
     if world.control.agree(plan.digest(), flag=failure is not None):  # a rank has no plan if it cannot read it
@@ -51,7 +55,12 @@ def read_local_batches(model: nn.Module, plan: Plan, documents: Any, world: Worl
 
 
 def batches_of(
-    model: nn.Module, plan: Plan, documents: Any, world: World, micro_batches: Iterable[MicroBatch]
+    model: nn.Module,
+    plan: Plan,
+    documents: Any,
+    world: World,
+    micro_batches: Iterable[MicroBatch],
+    items: ItemTable | None = None,
 ) -> list[LocalBatch]:
     """Some micro-batches of a plan with this rank's rows, read without the other ranks."""
     reads = not isinstance(model, PipelineModel) or model.reads_tokens
@@ -60,7 +69,7 @@ def batches_of(
         if plan.mode == "free" and not micro_batch.groups_of(world.slot):
             continue  # in lockstep a slot runs all of them, empty ones too
         shard = _with_padding(micro_batch, plan, world)
-        rows = read_inputs_and_labels(documents, shard, vocabulary) if reads else None
+        rows = read_inputs_and_labels(documents, shard, vocabulary, items) if reads else None
         batches.append(LocalBatch(shard, *rows) if rows else _padding_rows(shard))
     return batches
 
@@ -82,10 +91,13 @@ def _padding_rows(shard: SequenceShard) -> LocalBatch:
     return LocalBatch(shard, np.zeros(rows, dtype=np.int64), np.full(rows, NO_TARGET, dtype=np.int64))
 
 
-def read_inputs_and_labels(documents: Any, shard: SequenceShard, vocabulary: int | None = None) -> tuple[Rows, Rows]:
+def read_inputs_and_labels(
+    documents: Any, shard: SequenceShard, vocabulary: int | None = None, items: ItemTable | None = None
+) -> tuple[Rows, Rows]:
     """Token ids (T,) and labels (T,) of a shard's local rows; padding rows hold id 0 and label −100.
 
     `documents[d]` is asked for the positions that this rank holds, and for the next one where a label needs it.
+    Whatever it holds in the places of `items`, id 0 and label −100 stand there.
     Raises DataError, naming document and position, for what is not a token id of the vocabulary.
     """
     ids = np.zeros(shard.local_rows, dtype=np.int64)
@@ -98,15 +110,24 @@ def read_inputs_and_labels(documents: Any, shard: SequenceShard, vocabulary: int
             stop = min(stop, length)  # a document laid out longer than it is ends in padding
             if stop <= start:
                 continue
-            tokens = _read_tokens(documents, part.group.documents[document], start, min(stop + 1, length), vocabulary)
+            read = part.group.documents[document], start, min(stop + 1, length)
+            hidden = None if items is None else items.covered(*read)
+            tokens = _read_tokens(documents, *read, vocabulary, hidden)
             first = part.start + offset
             ids[first : first + stop - start] = tokens[: stop - start]
-            labels[first : first + len(tokens) - 1] = tokens[1:]
+            labels[first : first + len(tokens) - 1] = (
+                tokens[1:] if hidden is None else np.where(hidden[1:], NO_TARGET, tokens[1:])
+            )
     return ids, labels
 
 
-def _read_tokens(documents: Any, document: int, start: int, stop: int, vocabulary: int | None = None) -> Rows:
-    """Positions start to stop of one document, as int64. Raises DataError for what cannot be token ids."""
+def _read_tokens(
+    documents: Any, document: int, start: int, stop: int, vocabulary: int | None = None, hidden: Any = None
+) -> Rows:
+    """Positions start to stop of one document, as int64, 0 where they are hidden (bool, one for each).
+
+    Raises DataError for what cannot be token ids.
+    """
     positions = np.arange(start, stop)
     ids = documents[document]
     ids = np.asarray(ids) if isinstance(ids, list | tuple) else ids
@@ -116,6 +137,8 @@ def _read_tokens(documents: Any, document: int, start: int, stop: int, vocabular
             f"document {document} gave {tokens.dtype} of shape {tokens.shape} for {len(positions)} positions; "
             "a document, indexed by an array of positions, gives as many integer token ids"
         )
+    if hidden is not None:
+        tokens = np.where(hidden, 0, tokens)
     outside = (tokens < 0) | (tokens >= (np.iinfo(np.int64).max if vocabulary is None else vocabulary))
     if outside.any():
         at = int(outside.argmax())

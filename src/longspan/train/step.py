@@ -11,6 +11,7 @@ learning rate is the caller's.
 import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,9 +22,11 @@ from longspan.comm import World
 from longspan.errors import PlanError
 from longspan.model.experts.moe import router_statistics
 from longspan.model.experts.router import RouterCoefficients, RouterLosses
+from longspan.model.multimodal.multimodal_model import language_model_of
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plan import Plan
-from longspan.train.gradients import check_finite, clip_gradients, counted_parameters, square_sum
+from longspan.train.encoding import items_of, read_encoding
+from longspan.train.gradients import check_finite, clip_gradients, square_sum_of_modules
 from longspan.train.local_batch import LocalBatch, read_local_batches
 from longspan.train.loss import NO_TARGET
 from longspan.train.passes import Passes, run_passes
@@ -73,6 +76,8 @@ def run_step(
     model in evaluation mode is put in training mode, all of it. Without `backward` all of it runs in evaluation mode
     and keeps no graph. Every module's mode is restored.
 
+    A MultimodalModel takes documents with items (ItemDocuments): its encoders run before and after the language model.
+
     `loss_chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes). `router` holds the
     weights of the routers' losses in the gradient (None: those of the model's configuration).
 
@@ -83,30 +88,33 @@ def run_step(
     """
     started = time.perf_counter()
     check_update(optimizer, max_grad_norm, backward=backward)
-    check_step(model, plan, documents, world, backward=backward)
+    language_model, items = language_model_of(model), items_of(model, plan, documents)
+    check_step(language_model, plan, documents, world, items, backward=backward)
     if step is not None:
         world.step = step
-    routing = router_statistics(model, world, plan.tokens, router)
-    batches = read_local_batches(model, plan, documents, world)
+    routing = router_statistics(language_model, world, plan.tokens, router)
+    batches = read_local_batches(language_model, plan, documents, world, items)
+    encoding = read_encoding(model, plan, documents, items, backward=backward)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
-    passes = Passes(model, plan, world, backward, loss_chunk_rows, routing)
-    loss_sum = run_passes(passes, batches)
+    passes = Passes(language_model, plan, world, backward, loss_chunk_rows, routing)
+    with nullcontext() if encoding is None else encoding.around(batches):
+        loss_sum = run_passes(passes, batches)
     with world.watch.naming("gradient norm and optimizer", world.home.ranks):
-        result = _summed_over_ranks(passes, batches, loss_sum)
+        squares = square_sum_of_modules(model, world) if backward else 0.0
+        result = _summed_over_ranks(passes, batches, loss_sum, squares)
         if optimizer is not None:
             _update(model, world, optimizer, max_grad_norm, result)
     return replace(result, seconds=time.perf_counter() - started)
 
 
-def _summed_over_ranks(passes: Passes, batches: Sequence[LocalBatch], loss_sum: float) -> StepResult:
+def _summed_over_ranks(passes: Passes, batches: Sequence[LocalBatch], loss_sum: float, squares: float) -> StepResult:
     """The result of the step over all ranks, without its seconds. Raises PlanError where targets are missing."""
     model, plan, world, routing = passes.model, passes.plan, passes.world, passes.routing
     makes_loss = not isinstance(model, PipelineModel) or any(stage.last for stage in model.stages)
     targets = sum((batch.labels != NO_TARGET).sum() for batch in batches) if makes_loss else 0
     of_slot = [loss_sum, float(targets), *(routing.sums() if routing else [])]
     once = of_slot if world.coordinates.tp == 0 else [0.0] * len(of_slot)  # its tensor-parallel ranks hold the same
-    squares = square_sum(counted_parameters(model), world) if passes.backward else 0.0
     squares, loss_sum, counted, *sums = world.control.sum_over_ranks([squares, *once], "loss and gradient norm")
     if counted != plan.targets:
         raise PlanError(

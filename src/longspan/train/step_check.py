@@ -12,9 +12,12 @@ from longspan.model.prepared import refuse_unprepared
 from longspan.model.seams.call_rules import call_rules, refuse_positions
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan import Plan
+from longspan.plan.items import ItemTable
 
 
-def check_step(model: nn.Module, plan: Plan, documents: Any, world: World, *, backward: bool) -> None:
+def check_step(
+    model: nn.Module, plan: Plan, documents: Any, world: World, items: ItemTable | None = None, *, backward: bool
+) -> None:
     """Raise ModelError or PlanError where model, plan, documents and home do not belong together."""
     refuse_unprepared(model)
     rules = call_rules(model)
@@ -38,11 +41,11 @@ def check_step(model: nn.Module, plan: Plan, documents: Any, world: World, *, ba
             f"the plan has row_multiple {plan.row_multiple}, the model is sequence-parallel over tp {multiple}; plan "
             f"with row_multiple={multiple}"
         )
-    _check_documents(plan, documents)
+    _check_documents(plan, documents, items)
     refuse_positions(rules.position_table, plan.micro_batches)
 
 
-def _check_documents(plan: Plan, documents: Any) -> None:
+def _check_documents(plan: Plan, documents: Any, items: ItemTable | None) -> None:
     for document, planned in enumerate(plan.lengths):
         try:
             length = len(documents[document])
@@ -53,7 +56,13 @@ def _check_documents(plan: Plan, documents: Any) -> None:
                 f"document {document} has {counted(length, 'token')}, the plan laid out {planned}; plan from the "
                 "lengths of the documents that the step is given"
             )
-    if plan.targets != (count := sum(plan.lengths) - len(plan.lengths)):
+    if items is not None and plan.targets != sum(items.targets):
+        raise PlanError(
+            f"the plan divides the loss by {plan.targets} targets, its {len(plan.lengths)} documents predict "
+            f"{sum(items.targets)} tokens that are not placeholders of {len(items)} items; plan with "
+            "targets=documents.targets"
+        )
+    if items is None and plan.targets != (count := sum(plan.lengths) - len(plan.lengths)):
         raise PlanError(
             f"the plan divides the loss by {plan.targets} targets, its {len(plan.lengths)} documents have {count} "
             "(length - 1 each); plan without targets="

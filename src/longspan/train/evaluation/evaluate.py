@@ -8,20 +8,24 @@ reads only a portion's rows at a time.
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from torch import nn
 
+from longspan.bridge.item_documents import item_table_of
 from longspan.comm import World, raise_first_error
 from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, counted
 from longspan.layout import Layout
+from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
 from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import MicroBatch, Plan
+from longspan.plan.items import ItemTable
 from longspan.train.data.documents import Documents
+from longspan.train.encoding import Encoding, items_of
 from longspan.train.evaluation.metrics import Mean, MeasuredDocuments, check_metrics
 from longspan.train.evaluation.options import EvaluationOptions
 from longspan.train.evaluation.result import Evaluation
@@ -55,8 +59,12 @@ def evaluate(
     measured = documents if isinstance(documents, MeasuredDocuments) else None
     if measured is not None:
         options = replace(options, document_metrics={**options.document_metrics, **measured.metrics})
-    plan = choice if isinstance(choice, Plan) else _planned(_fitted(choice, model), _lengths(documents), world.home)
-    check_step(model, plan, documents, world, backward=False)
+    if isinstance(choice, Plan):
+        plan = choice
+    else:
+        plan = _planned(_fitted(choice, language_model_of(model), documents), _lengths(documents), world.home)
+    items = items_of(model, plan, documents)
+    check_step(language_model_of(model), plan, documents, world, items, backward=False)
     with _step_restored(world, options.step), added_peak(world.device) as memory:
         totals = _Portions(model, plan, documents, world, options, started).run()
     if totals.rows != plan.targets:
@@ -64,7 +72,7 @@ def evaluate(
             f"the slots counted {totals.rows} targets, the plan has {plan.targets}; is a document left out?"
         )
     widest = max((group.degree for batch in plan.micro_batches for group in batch.groups), default=1)
-    result = _result(plan, totals, options)
+    result = _result(plan, totals, options, items)
     result = replace(
         result,
         cp=widest if isinstance(choice, Plan) or choice.planner == "dynamic" else choice.degree,
@@ -91,22 +99,30 @@ class _Portions:
     def __init__(
         self, model: nn.Module, plan: Plan, documents: Any, world: World, options: EvaluationOptions, started: float
     ) -> None:
-        self.model, self.plan, self.documents, self.world = model, plan, documents, world
+        self.whole, self.model, self.plan, self.documents, self.world = (
+            model,
+            language_model_of(model),
+            plan,
+            documents,
+            world,
+        )
+        self.items = items_of(model, plan, documents)
         self.options, self.started = options, started
         self.sums = RowSums(plan.lengths, options, world.device)
         self.largest = PORTION * world.home.pp
         self.long = self.any_long = False  # whether the last portion took long, here and on any rank
         kernel = {} if options.attention_kernel is None else {"attention_kernel": options.attention_kernel}
-        self.passes = Passes(model, plan, world, False, options.loss_chunk_rows, None, self.sums.measure, kernel)
+        self.passes = Passes(self.model, plan, world, False, options.loss_chunk_rows, None, self.sums.measure, kernel)
 
     def run(self) -> Totals:
         """All portions, then the sums over ranks."""
         size, done, count = self._first_size(), 0, len(self.plan.micro_batches)
         while done < max(count, 1):  # one portion of an empty plan too, so that all ranks agree on it
             portion = self.plan.micro_batches[done : done + size]
-            batches = self._agreed_batches(portion, done)
+            batches, encoding = self._agreed_batches(portion, done)
             started = time.perf_counter()
-            run_passes(self.passes, batches)
+            with nullcontext() if encoding is None else encoding.around(batches):
+                run_passes(self.passes, batches)
             self.sums.flush()
             self.long = time.perf_counter() - started >= SHORT_SECONDS
             size = size if self.any_long else min(2 * size, self.largest)
@@ -127,18 +143,27 @@ class _Portions:
         may_end = self.options.seconds is not None or self.options.stopped is not None
         return 1 if may_end and self.world.home.pp == 1 else self.largest
 
-    def _agreed_batches(self, portion: Sequence[MicroBatch], done: int) -> list[LocalBatch]:
-        """This rank's rows of a portion, once all ranks have theirs and none wants to stop; else all raise."""
-        batches, error = list[LocalBatch](), self._reason_to_end(done)
+    def _agreed_batches(self, portion: Sequence[MicroBatch], done: int) -> tuple[list[LocalBatch], Encoding | None]:
+        """This rank's rows and items of a portion, once all ranks have theirs and none stops; else all raise."""
+        batches, encoding, error = list[LocalBatch](), None, self._reason_to_end(done)
         try:
-            batches = batches if error else batches_of(self.model, self.plan, self.documents, self.world, portion)
+            if error is None:
+                batches = batches_of(self.model, self.plan, self.documents, self.world, portion, self.items)
+                encoding = self._encoding(portion)
         except Exception as failure:  # a corpus may raise anything: the other ranks must learn of it
             error = reading_error(failure, self.world)
         if self._agreed_end(error is not None, first=not done):
             raise_first_error(self.world, error)
         if not done:
             self.world.channels.make_communicators(self.plan)  # the ranks have just agreed on it
-        return batches
+        return batches, encoding
+
+    def _encoding(self, portion: Sequence[MicroBatch]) -> Encoding | None:
+        if self.items is None or not isinstance(self.whole, MultimodalModel):
+            return None
+        encoding = Encoding(self.whole, self.plan, portion, self.items, backward=False)
+        encoding.read(self.documents)
+        return encoding
 
     def _agreed_end(self, ended: bool, *, first: bool) -> bool:
         """Whether any rank has ended; after the first portion, ranks also say whether their last one took long."""
@@ -182,11 +207,18 @@ def _planned(choice: PlanChoice, lengths: tuple[int, ...], home: Layout) -> Plan
     return choice.plan(lengths, home)
 
 
-def _fitted(choice: PlanChoice, model: nn.Module) -> PlanChoice:
-    """The choice priced for forward passes alone, with what a prepared model asks of the rows of a slot."""
+def _fitted(choice: PlanChoice, model: nn.Module, documents: Any) -> PlanChoice:
+    """The choice priced for forward passes alone, with what a prepared model asks of the rows of a slot.
+
+    Documents with items say how many tokens they predict.
+    """
     multiple, options = call_rules(model).row_multiple, choice.options
     rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple
-    return replace(choice, options=replace(options, cost=options.cost.forward_only(), row_multiple=rows))
+    table = item_table_of(documents, _lengths(documents))
+    targets = options.targets if table is None else sum(table.targets)
+    return replace(
+        choice, options=replace(options, cost=options.cost.forward_only(), row_multiple=rows, targets=targets)
+    )
 
 
 def _lengths(documents: Any) -> tuple[int, ...]:
@@ -203,7 +235,8 @@ def _step_restored(world: World, step: int) -> Iterator[None]:
         world.step = before
 
 
-def _result(plan: Plan, totals: Totals, options: EvaluationOptions) -> Evaluation:
+def _result(plan: Plan, totals: Totals, options: EvaluationOptions, items: ItemTable | None) -> Evaluation:
+    targets = [length - 1 for length in plan.lengths] if items is None else items.targets
     loss = math.fsum(totals.documents.tolist())
     metrics = {"token_accuracy": Mean(totals.hits, totals.rows)}
     if options.token_bytes is not None:
@@ -223,7 +256,7 @@ def _result(plan: Plan, totals: Totals, options: EvaluationOptions) -> Evaluatio
         by_position=totals.by_position(plan.lengths),
         by_length=totals.by_length(plan.lengths),
         document_losses=tuple(
-            Mean(loss, rows - 1) for loss, rows in zip(totals.documents.tolist(), plan.lengths, strict=True)
+            Mean(loss, count) for loss, count in zip(totals.documents.tolist(), targets, strict=True)
         ),
         document_metrics={
             name: tuple(Mean(*pair) for pair in sums.T.tolist())

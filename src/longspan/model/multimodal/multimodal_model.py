@@ -1,0 +1,140 @@
+"""A language model with encoders of other modalities, each under its own home over the same ranks.
+
+    encoder = Encoder(module=prepare_encoder(tower, encoder_world), world=encoder_world)
+    model = MultimodalModel({"image": encoder}, prepare(language_model, world), world)
+    run_step(model, plan, documents, world, optimizer=optimizer)        # documents: ItemDocuments
+
+How a step goes through both is in `longspan.train.encoding`. Rows of items reach the language model by a hook on its
+input embedding, so that its own forward is untouched.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longspan.bridge.splice import splice
+from longspan.comm import SequenceShard, World
+from longspan.errors import ModelError
+from longspan.layout.layout import short
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.prepared import is_prepared
+from longspan.plan.cost.cost import DEFAULT_COST, Cost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """An encoder with its projector, its world, and how its items are dealt out.
+
+    `module(inputs)` takes a list of what the documents' `read` gives for each item, and returns their rows (n, D) end
+    to end, D being the language model's width; where several slots may share an item (`max_cp` above 1), it is called
+    with `shard=` too and returns this rank's rows. `world` is of the encoder's own Layout, without pipeline stages,
+    over the language model's ranks.
+
+    Items are dealt to the encoder's slots by `plan_dynamic`, priced by `cost`, an item being a document of its rows:
+    in waves of at most `max_rows_per_slot` rows a slot. `recompute` encodes each wave again before its backward pass
+    instead of keeping what that needs. An encoder of which no parameter requires a gradient is frozen: nothing flows
+    back to it.
+    """
+
+    module: nn.Module
+    world: World
+    max_rows_per_slot: int | None = None
+    max_cp: int = 1
+    cost: Cost = DEFAULT_COST
+    recompute: bool = False
+
+    @property
+    def frozen(self) -> bool:
+        """Whether no parameter requires a gradient."""
+        return not any(parameter.requires_grad for parameter in self.module.parameters())
+
+
+class MultimodalModel(nn.Module):
+    """A prepared language model and its encoders by modality; train and evaluate it with `run_step` and `evaluate`.
+
+    Parameters are named `encoders.MODALITY.…` and `language_model.…`. Raises ModelError where the language model is not
+    prepared, or an encoder's world is not over its ranks.
+    """
+
+    def __init__(
+        self, encoders: Mapping[str, Encoder], language_model: PreTrainedModel | PipelineModel, world: World
+    ) -> None:
+        super().__init__()
+        if not is_prepared(language_model):
+            raise ModelError(
+                f"{type(language_model).__name__} was not prepared; build MultimodalModel(encoders, "
+                "longspan.prepare(language_model, world), world)"
+            )
+        for modality, encoder in encoders.items():
+            _check_home(modality, encoder, world)
+        self.encoder_settings, self.world = dict(encoders), world
+        self.encoders = nn.ModuleDict({modality: encoder.module for modality, encoder in encoders.items()})
+        self.language_model = language_model
+        self.config: Any = language_model.config
+        self.train(language_model.training)
+        for root, embedding in _embeddings(language_model):
+            _SpliceHook(root, embedding)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises ModelError: a step goes through both modules with `run_step` or `evaluate`."""
+        raise ModelError(
+            "a MultimodalModel is run with longspan.run_step(model, plan, documents, world) or longspan.evaluate; call "
+            "model.language_model for text alone"
+        )
+
+
+def _check_home(modality: str, encoder: Encoder, world: World) -> None:
+    home, others = world.home, encoder.world.home
+    if sorted(home.ranks) != sorted(others.ranks):
+        raise ModelError(
+            f"the encoder of {modality} is over ranks {short(others.ranks)}, the language model over "
+            f"{short(home.ranks)}; give both the same ranks, in any order"
+        )
+    if others.pp > 1:
+        raise ModelError(
+            f"the home of the encoder of {modality} has pp {others.pp}; an encoder is whole on every slot: use pp 1"
+        )
+
+
+def language_model_of(model: nn.Module) -> nn.Module:
+    """The language model of a MultimodalModel; any other model itself."""
+    return model.language_model if isinstance(model, MultimodalModel) else model
+
+
+def modules_and_worlds(model: nn.Module, world: World) -> list[tuple[nn.Module, World]]:
+    """The modules of a model that lie in homes of their own, the language model first, each with its world."""
+    if not isinstance(model, MultimodalModel):
+        return [(model, world)]
+    encoders = [(encoder.module, encoder.world) for encoder in model.encoder_settings.values()]
+    return [(model.language_model, world), *encoders]
+
+
+def _embeddings(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """What is called with a shard, and the input embedding inside it; nothing where the embedding is elsewhere."""
+    if isinstance(model, PipelineModel):
+        yield from ((stage, stage.model.get_input_embeddings()) for stage in model.stages if stage.first)
+    else:
+        yield model, model.get_input_embeddings()
+
+
+class _SpliceHook:
+    """Splices rows into what an embedding returns during a call of its model with a shard."""
+
+    def __init__(self, root: nn.Module, embedding: nn.Module) -> None:
+        self._shard: SequenceShard | None = None
+        root.register_forward_pre_hook(self._enter, with_kwargs=True)
+        root.register_forward_hook(self._leave, always_call=True)
+        embedding.register_forward_hook(self._splice)
+
+    def _enter(self, root: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        shard = kwargs["stage_input"].shard if "stage_input" in kwargs else kwargs.get("shard")
+        self._shard = shard if isinstance(shard, SequenceShard) else None
+
+    def _leave(self, *_: Any) -> None:
+        self._shard = None
+
+    def _splice(self, embedding: nn.Module, args: Any, embeddings: Tensor) -> Tensor:
+        return embeddings if self._shard is None else splice(embeddings, self._shard)

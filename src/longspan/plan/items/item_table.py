@@ -1,0 +1,174 @@
+"""Which positions of documents the rows of images, clips and other items take, as integers that every rank has.
+
+A row id counts the rows of one modality: item after item as they are listed, and inside an item in the order of its
+spans. Nothing here knows what is in an item.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.errors import DataError, counted
+from longspan.layout.layout import short
+from longspan.layout.segments import Rows, Segments, expand, sealed
+
+
+class Item(NamedTuple):
+    """One image, clip, … of a document, by the positions that its encoded rows take.
+
+    `document` is one of the plan; `spans` are the half-open runs of its positions, ascending and disjoint.
+
+    >>> Item(document=3, spans=((5, 9), (10, 14))).rows
+    8
+    """
+
+    document: int
+    spans: tuple[tuple[int, int], ...]
+    modality: str = "image"
+
+    @property
+    def rows(self) -> int:
+        """How many rows of the language model's width its encoder makes."""
+        return sum(stop - start for start, stop in self.spans)
+
+
+class ItemRows(NamedTuple):
+    """Rows of items among a slot's local rows: `local` indices among these, and the ids of the `row`s that go there."""
+
+    local: Rows
+    row: Rows
+
+
+class _Spans(NamedTuple):
+    """Arrays over spans, ordered by document and position. A key is document · stride + position."""
+
+    start: Rows  # keys
+    stop: Rows
+    first: Rows  # id of the span's first row among those of its modality
+    modality: Rows
+    document: Rows
+
+
+@dataclass(frozen=True, eq=False)
+class ModalityRows:
+    """The rows of one modality. `items` are indices into the table's items; row ids of item i begin at `base[i]`."""
+
+    items: Rows
+    base: Rows  # (items + 1,)
+    stride: int
+    spans: _Spans
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many rows each item has."""
+        return tuple(np.diff(self.base).tolist())
+
+    def among(self, documents: Sequence[int], segments: Segments) -> ItemRows:
+        """The rows of items among those of a member of a group over these documents of the plan."""
+        document = np.asarray(documents, dtype=np.int64)[segments.document]
+        start, stop = document * self.stride + segments.start, document * self.stride + segments.stop
+        first = np.searchsorted(self.spans.stop, start, side="right")
+        last = np.searchsorted(self.spans.start, stop, side="left")
+        segment, span = np.repeat(np.arange(len(start)), last - first), expand(first, last)
+        begin = np.maximum(start[segment], self.spans.start[span])
+        size = np.minimum(stop[segment], self.spans.stop[span]) - begin
+        local = segments.offset[segment] + begin - start[segment]
+        row = self.spans.first[span] + begin - self.spans.start[span]
+        return ItemRows(expand(local, local + size), expand(row, row + size))
+
+
+class ItemTable:
+    """The items of the documents of a plan, checked.
+
+    >>> table = ItemTable([10, 6], [Item(0, ((2, 5),)), Item(1, ((0, 4),), "audio")])
+    >>> table.targets, table.modalities
+    ((6, 2), ('image', 'audio'))
+
+    `targets` counts what each document predicts: every position whose next token is not a placeholder. Raises
+    DataError, naming item, document and modality, for spans that overlap, lie outside their document or are empty.
+    """
+
+    def __init__(self, lengths: Iterable[int], items: Iterable[Item]) -> None:
+        self.lengths, self.items = tuple(lengths), tuple(items)
+        self.modalities = tuple(dict.fromkeys(item.modality for item in self.items))
+        self._stride = max(self.lengths, default=0) + 1
+        self._spans = self._sorted_spans()
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def covered(self, document: int, start: int, stop: int) -> NDArray[np.bool_]:
+        """Whether each position from start to stop of a document is a placeholder: (stop - start,) bool."""
+        keys = np.arange(start, stop) + document * self._stride
+        span = np.searchsorted(self._spans.start, keys, side="right") - 1
+        return (span >= 0) & (keys < np.append(self._spans.stop, -1)[span])
+
+    @cached_property
+    def targets(self) -> tuple[int, ...]:
+        """How many tokens each document predicts."""
+        spans, masked = self._spans, np.zeros(len(self.lengths), dtype=np.int64)
+        start, stop = spans.start - spans.document * self._stride, spans.stop - spans.document * self._stride
+        np.add.at(masked, spans.document, stop - np.maximum(start, 1))
+        return tuple((np.maximum(np.asarray(self.lengths, dtype=np.int64) - 1, 0) - masked).tolist())
+
+    def of(self, modality: str) -> ModalityRows:
+        """The rows of one modality."""
+        index = self.modalities.index(modality)
+        numbered = [(i, item.rows) for i, item in enumerate(self.items) if item.modality == modality]
+        items = np.array([i for i, _ in numbered], dtype=np.int64)
+        base = np.cumsum(np.array([0, *(rows for _, rows in numbered)], dtype=np.int64))
+        spans = _Spans(*(values[self._spans.modality == index] for values in self._spans))
+        return ModalityRows(sealed(items), sealed(base), self._stride, spans)
+
+    def digest(self) -> str:
+        """A digest of lengths and items, the same on every rank that was given the same."""
+        return hashlib.sha256(repr((self.lengths, self.items)).encode()).hexdigest()[:16]
+
+    def name(self, item: int) -> str:
+        """An item in the words of an error message."""
+        return f"item {item} ({self.items[item].modality} of document {self.items[item].document})"
+
+    def _sorted_spans(self) -> _Spans:
+        rows, next_row = list[tuple[int, ...]](), dict.fromkeys(self.modalities, 0)
+        numbers = {modality: number for number, modality in enumerate(self.modalities)}
+        for index, item in enumerate(self.items):
+            self._check(index, item)
+            for start, stop in item.spans:
+                key = item.document * self._stride
+                first = next_row[item.modality]
+                rows.append((key + start, key + stop, first, numbers[item.modality], item.document, index))
+                next_row[item.modality] = first + stop - start
+        table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 6)
+        self._check_overlaps(table)
+        return _Spans(*(sealed(np.ascontiguousarray(table[:, column])) for column in range(5)))
+
+    def _check(self, index: int, item: Item) -> None:
+        if not 0 <= item.document < len(self.lengths):
+            raise DataError(
+                f"item {index} ({item.modality}) is of document {item.document}; there are "
+                f"{counted(len(self.lengths), 'document')}"
+            )
+        length, end = self.lengths[item.document], 0
+        for start, stop in item.spans:
+            if not end <= start < stop <= length:
+                raise DataError(
+                    f"{self.name(index)} has the spans {short(item.spans)}; the document has positions 0 to "
+                    f"{length - 1}: spans are (start, stop), not empty, ascending and disjoint"
+                )
+            end = stop
+        if not item.spans:
+            raise DataError(f"{self.name(index)} takes no position; give its spans, or leave it out")
+
+    def _check_overlaps(self, table: Rows) -> None:
+        overlaps = np.flatnonzero(table[1:, 0] < table[:-1, 1])
+        if len(overlaps):
+            one, other = (int(table[overlaps[0] + i, 5]) for i in range(2))
+            position = int(table[overlaps[0] + 1, 0] - table[overlaps[0] + 1, 4] * self._stride)
+            raise DataError(
+                f"{self.name(one)} and {self.name(other)} both take position {position}; every position is one item's"
+            )

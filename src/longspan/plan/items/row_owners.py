@@ -1,0 +1,73 @@
+"""For every rank, which rows of items it encodes, and which it needs: two partitions of row ids.
+
+Both come from plans alone, so that every rank computes them for all ranks, and nothing is exchanged to know them. The
+homes may be any over the same ranks: slots of the encoder and of the language model need not align.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from longspan.layout import Layout
+from longspan.layout.segments import Rows, expand
+from longspan.plan.items.item_table import ItemRows, ModalityRows
+from longspan.plan.micro_batch import MicroBatch
+
+_NONE = np.zeros(0, dtype=np.int64)
+
+
+def rows_needed(
+    rows: ModalityRows, micro_batches: Sequence[MicroBatch], home: Layout, *, row_multiple: int, split_over_tp: bool
+) -> dict[int, list[ItemRows]]:
+    """For every rank, which rows it needs in each micro-batch of the language model's plan, in the order of its rows.
+
+    Ranks of the first pipeline stage need rows, each tensor-parallel rank of a slot all those of the slot, or with
+    `split_over_tp` (sequence parallelism) those among its own part of the slot's rows, by index in that part;
+    `row_multiple` is what the slots' rows are padded to a multiple of.
+    """
+    needed: dict[int, list[ItemRows]] = {rank: [] for rank in home.ranks}
+    for micro_batch in micro_batches:
+        by_slot = _rows_of_slots(rows, micro_batch, home.slots)
+        for slot, (of_slot, count) in enumerate(by_slot):
+            part = -(-max(count, 1) // row_multiple) * row_multiple // home.tp
+            for tp in range(home.tp):
+                needed[home.rank_at(slot, tp=tp)].append(_of_part(of_slot, part, tp) if split_over_tp else of_slot)
+    for rank in home.ranks:
+        needed[rank] = needed[rank] or [ItemRows(_NONE, _NONE)] * len(micro_batches)
+    return needed
+
+
+def rows_encoded(rows: ModalityRows, wave: MicroBatch, home: Layout) -> dict[int, Rows]:
+    """For every rank, which rows it has once a wave is encoded; a wave's documents are items of the modality."""
+    encoded: dict[int, Rows] = {}
+    for slot in range(home.slots):
+        parts = [_NONE]
+        for _, group in wave.groups_of(slot):
+            segments = group.shares.segments(group.slots.index(slot))
+            first = rows.base[np.asarray(group.documents, dtype=np.int64)[segments.document]]
+            parts.append(expand(first + segments.start, first + segments.stop))
+        encoded |= {home.rank_at(slot, tp=tp): np.concatenate(parts) for tp in range(home.tp)}
+    return encoded
+
+
+def _rows_of_slots(rows: ModalityRows, micro_batch: MicroBatch, slots: int) -> list[tuple[ItemRows, int]]:
+    """Of every slot: its rows of items, by local row, and how many local rows it has in all."""
+    parts: list[list[ItemRows]] = [[] for _ in range(slots)]
+    counts = [0] * slots
+    for group in micro_batch.groups:
+        for member, slot in enumerate(group.slots):
+            local, row = rows.among(group.documents, group.shares.segments(member))
+            parts[slot].append(ItemRows(local + counts[slot], row))
+            counts[slot] += group.shares.counts[member]
+    return [(_joined(parts[slot]), counts[slot]) for slot in range(slots)]
+
+
+def _joined(parts: Sequence[ItemRows]) -> ItemRows:
+    return ItemRows(
+        np.concatenate([_NONE, *(part.local for part in parts)]), np.concatenate([_NONE, *(part.row for part in parts)])
+    )
+
+
+def _of_part(of_slot: ItemRows, size: int, tp: int) -> ItemRows:
+    mine = of_slot.local // size == tp
+    return ItemRows(of_slot.local[mine] - tp * size, of_slot.row[mine])

@@ -1,0 +1,131 @@
+"""The encoders' part of a step: waves of items, encoded and brought to the owners of their rows, and back.
+
+Before the language model runs, every wave is encoded, on all ranks, and its rows go straight to the ranks that own
+their positions; each micro-batch there has one leaf, which takes the places of its placeholders. After it, each wave's
+gradients go back and the encoder runs one backward pass for the wave. All ranks enter all waves in one order: a rank
+without items of a wave encodes its smallest one, of which nothing goes anywhere, for the collectives inside an encoder.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from longspan.bridge.item_documents import item_table_of
+from longspan.comm import raise_first_error
+from longspan.errors import DataError, ModelError
+from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
+from longspan.model.seams.call_rules import call_rules
+from longspan.plan import MicroBatch, Plan
+from longspan.plan.items import EncoderPlanning, ItemTable, NeededBy, plan_items
+from longspan.train.encoding.modality_pass import ModalityPass, SomeItems
+from longspan.train.local_batch import LocalBatch, reading_error
+
+
+def items_of(model: nn.Module, plan: Plan, documents: Any) -> ItemTable | None:
+    """The items of a step's documents; None for a model without encoders.
+
+    Raises DataError for items that do not fit their documents, ModelError where the model has no encoder for items.
+    """
+    table = item_table_of(documents, plan.lengths)
+    if isinstance(model, MultimodalModel):
+        if table is None:
+            raise DataError(
+                f"the documents ({type(documents).__name__}) have no items; a MultimodalModel takes ItemDocuments, "
+                "with an empty list of items where there are none"
+            )
+        return table
+    if table is not None and len(table):
+        raise ModelError(
+            f"the documents have {len(table)} items, {type(model).__name__} has no encoder; run a "
+            "MultimodalModel(encoders, language_model, world)"
+        )
+    return None
+
+
+class Encoding:
+    """All waves of some micro-batches of a plan. Enter `around` them once `read` has succeeded on all ranks."""
+
+    def __init__(
+        self,
+        model: MultimodalModel,
+        plan: Plan,
+        micro_batches: Sequence[MicroBatch],
+        table: ItemTable,
+        *,
+        backward: bool,
+    ) -> None:
+        world = model.world
+        items = _of_micro_batches(table, micro_batches)
+        multiple = call_rules(model.language_model).row_multiple
+        needed_by = NeededBy(
+            micro_batches=tuple(micro_batches),
+            home=world.home,
+            row_multiple=plan.row_multiple,
+            split_over_tp=multiple > 1,
+        )
+        planning = {modality: _planning(encoder) for modality, encoder in model.encoder_settings.items()}
+        plans = plan_items(items.table, needed_by, planning)
+        self._world = world
+        self._parts = [
+            ModalityPass(model.encoder_settings[modality], world, part, items, backward=backward)
+            for modality, part in plans.items()
+        ]
+
+    def read(self, documents: Any) -> None:
+        """What this rank encodes, from the documents; whatever they raise."""
+        for part in self._parts:
+            part.read(documents)
+
+    @contextmanager
+    def around(self, batches: Sequence[LocalBatch]) -> Iterator[None]:
+        """Encode and deliver before the body, which runs the language model; bring gradients back after it."""
+        with ExitStack() as stack:
+            for part in self._parts:
+                stack.enter_context(part.open())
+            self._agree([part.encode() for part in self._parts])
+            for part in self._parts:
+                part.deliver(batches)
+            yield
+            for part in reversed(self._parts):
+                part.backward()
+
+    def _agree(self, errors: Sequence[ModelError | None]) -> None:
+        """Raise on every rank where any encoder made other rows than its items take."""
+        error = next((error for error in errors if error is not None), None)
+        if self._world.control.any_rank(error is not None):
+            raise_first_error(self._world, error)
+
+
+def read_encoding(
+    model: nn.Module, plan: Plan, documents: Any, table: ItemTable | None, *, backward: bool
+) -> Encoding | None:
+    """The encoding of a whole step, read by all ranks; where any cannot read its items, all raise DataError."""
+    if table is None or not isinstance(model, MultimodalModel):
+        return None
+    encoding, failure = Encoding(model, plan, plan.micro_batches, table, backward=backward), None
+    try:
+        encoding.read(documents)
+    except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
+        failure = reading_error(error, model.world)
+    if model.world.control.agree(table.digest(), flag=failure is not None):
+        raise_first_error(model.world, failure)
+    return encoding
+
+
+def _of_micro_batches(table: ItemTable, micro_batches: Sequence[MicroBatch]) -> SomeItems:
+    documents = {document for batch in micro_batches for group in batch.groups for document in group.documents}
+    index = tuple(i for i, item in enumerate(table.items) if item.document in documents)
+    if len(index) == len(table):
+        return SomeItems(table, index)
+    return SomeItems(ItemTable(table.lengths, [table.items[i] for i in index]), index)
+
+
+def _planning(encoder: Encoder) -> EncoderPlanning:
+    return EncoderPlanning(
+        home=encoder.world.home,
+        max_rows_per_slot=encoder.max_rows_per_slot,
+        max_cp=encoder.max_cp,
+        cost=encoder.cost,
+    )

@@ -1,0 +1,174 @@
+"""The waves of one modality on one rank: encode, deliver rows, bring gradients back."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longspan.bridge import Bridge
+from longspan.comm import World, bind, to_device
+from longspan.errors import ModelError
+from longspan.model.multimodal.multimodal_model import Encoder
+from longspan.model.parts import modes_restored
+from longspan.model.placement.sharding import gradients_summed_over_slots, replicas_summed_at_last, reshard
+from longspan.plan import Group, MicroBatch
+from longspan.plan.items import ItemTable, ModalityPlan, Wave
+from longspan.train.encoding.random_state import RandomState, random_state_of
+from longspan.train.local_batch import LocalBatch
+
+
+class SomeItems(NamedTuple):
+    """The items of some documents, and the number of each among all items."""
+
+    table: ItemTable
+    numbers: tuple[int, ...]
+
+
+class _LocalWave:
+    """One wave on this rank: what it encodes, its exchange, and the rows that it delivers to each micro-batch."""
+
+    def __init__(self, wave: Wave, plan: ModalityPlan, encoder: Encoder, world: World, *, gradient: Any) -> None:
+        self.bridge = Bridge(wave.have, wave.need, world, gradient=gradient)
+        slot = encoder.world.slot
+        self.works = bool(wave.micro_batch.groups_of(slot))
+        micro_batch = wave.micro_batch if self.works else _smallest_alone(wave.micro_batch, slot)
+        self.shard = bind(micro_batch, encoder.world) if encoder.max_cp > 1 else None
+        groups = [group for _, group in micro_batch.groups_of(slot)]
+        self.items = tuple(int(plan.rows.items[item]) for group in groups for item in group.documents)
+        self.rows = self.shard.local_rows if self.shard else sum(group.tokens for group in groups)
+        self.inputs: list[Any] = []
+        self.output: Tensor | None = None
+        self.random_state: RandomState | None = None
+        self.deliveries: list[tuple[Tensor, Tensor | None]] = []  # leaves, and which of their rows are of this wave
+
+
+def _smallest_alone(wave: MicroBatch, slot: int) -> MicroBatch:
+    """The wave's smallest item on this slot alone, for a slot that has none of its own."""
+    rows, item = min(
+        (rows, item) for group in wave.groups for item, rows in zip(group.documents, group.lengths, strict=True)
+    )
+    return MicroBatch((Group((slot,), (item,), (rows,), partition="contiguous"),))
+
+
+class ModalityPass:
+    """The waves of one modality on this rank."""
+
+    def __init__(self, encoder: Encoder, world: World, plan: ModalityPlan, items: SomeItems, *, backward: bool) -> None:
+        self.encoder, self.world, self.plan, self.items = encoder, world, plan, items
+        self.trains = backward and not encoder.frozen
+        self.training = backward
+        gradient = "none" if not self.trains else "partial_over_slots" if world.home.tp > 1 else "partial"
+        self.waves = [_LocalWave(wave, plan, encoder, world, gradient=gradient) for wave in plan.waves]
+
+    def read(self, documents: Any) -> None:
+        """What the encoder is given for each item of this rank's waves."""
+        for wave in self.waves:
+            wave.inputs = [documents.read(self.items.numbers[item]) for item in wave.items]
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Modes of the encoder for the step; gradients are summed over its slots, and nothing stays gathered."""
+        module = self.encoder.module
+        with modes_restored(module), ExitStack() as stack:
+            if not (self.training and module.training):
+                module.train(self.training)
+            if self.trains:
+                stack.enter_context(gradients_summed_over_slots(module, self.encoder.world))
+            try:
+                yield
+            finally:
+                if not self.trains:
+                    reshard(module)
+                for wave in self.waves:
+                    wave.output, wave.deliveries = None, []
+
+    def encode(self) -> ModelError | None:
+        """Run the encoder over all waves; the error of one that makes other rows than its items take."""
+        for wave in self.waves:
+            if self.encoder.recompute and self.trains:
+                wave.random_state = RandomState.of(self.world.device)
+            with torch.set_grad_enabled(self.trains and not self.encoder.recompute):
+                output = self._call(wave)
+            if (error := self._wrong_rows(wave, output)) is not None:
+                return error
+            wave.output = output if wave.works else output[:0]
+        return None
+
+    def _call(self, wave: _LocalWave) -> Tensor:
+        return self.encoder.module(wave.inputs, **({} if wave.shard is None else {"shard": wave.shard}))
+
+    def _wrong_rows(self, wave: _LocalWave, output: Any) -> ModelError | None:
+        names = ", ".join(map(self.items.table.name, wave.items[:3])) + (", …" if len(wave.items) > 3 else "")
+        if not isinstance(output, Tensor) or output.ndim != 2:
+            what = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            return ModelError(f"the encoder returned {what} for {names}; it returns rows (n, width)")
+        if output.shape[0] != wave.rows:
+            return ModelError(
+                f"the encoder returned {output.shape[0]} rows for {names}, whose placeholders take {wave.rows} "
+                f"positions here (rank {self.world.rank}); spans of an item and the rows of its encoder must agree"
+            )
+        return None
+
+    def deliver(self, batches: Sequence[LocalBatch]) -> None:
+        """Exchange the rows of every wave, and give each micro-batch's shard its own."""
+        arrived: list[Tensor] = []
+        for wave in self.waves:
+            assert wave.output is not None
+            with torch.no_grad():
+                arrived.append(wave.bridge(wave.output.detach()))
+        starts = [0] * len(self.waves)
+        by_micro_batch = {id(batch.shard.micro_batch): batch.shard for batch in batches}
+        for micro_batch, needed in zip(self.plan.micro_batches, self.plan.needed[self.world.rank], strict=True):
+            if not len(needed.row):
+                continue
+            shard = by_micro_batch[id(micro_batch)]
+            leaf = self._leaf(self.plan.wave_of_row[needed.row], arrived, starts).requires_grad_(self.trains)
+            shard.derived.spliced += ((to_device(needed.local, shard.device), leaf),)
+
+    def _leaf(self, wave_of_row: Any, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
+        """The rows of one micro-batch from those of all waves, each of which goes on at `starts`."""
+        waves = sorted(set(wave_of_row.tolist()))
+        if len(waves) == 1:
+            (index,) = waves
+            leaf = arrived[index][starts[index] : starts[index] + len(wave_of_row)].detach()
+            places: list[Tensor | None] = [None]
+        else:
+            leaf = arrived[0].new_empty((len(wave_of_row), *arrived[0].shape[1:]))
+            places = [to_device((wave_of_row == index).nonzero()[0], leaf.device) for index in waves]
+        for index, place in zip(waves, places, strict=True):
+            rows = len(wave_of_row) if place is None else len(place)
+            if place is not None:
+                leaf[place] = arrived[index][starts[index] : starts[index] + rows]
+            starts[index] += rows
+            self.waves[index].deliveries.append((leaf, place))
+        return leaf
+
+    def backward(self) -> None:
+        """Bring the gradients of every wave back, the last first, and run the encoder's backward pass."""
+        if not self.trains or not self.waves:
+            return
+        with replicas_summed_at_last(self.encoder.module) as sum_replicas:
+            for wave in reversed(self.waves):
+                if wave is self.waves[0]:
+                    sum_replicas()
+                output = self._encoded_again(wave) if self.encoder.recompute else wave.output
+                assert output is not None
+                torch.autograd.backward(output, wave.bridge.back(_gradient(wave, output)))
+                wave.output, wave.deliveries = None, []
+
+    def _encoded_again(self, wave: _LocalWave) -> Tensor:
+        assert wave.random_state is not None
+        with random_state_of(wave.random_state, self.world.device), torch.enable_grad():
+            output = self._call(wave)
+        return output if wave.works else output[:0]
+
+
+def _gradient(wave: _LocalWave, output: Tensor) -> Tensor:
+    """The gradient of the rows that a wave delivered here, in the order in which they arrived."""
+    parts = [output.new_zeros((0, *output.shape[1:]))]
+    for leaf, places in wave.deliveries:
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        parts.append(gradient if places is None else gradient[places])
+    return torch.cat(parts)

@@ -1,0 +1,124 @@
+"""One step and one evaluation through an encoder and a language model, against each document alone in one process."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from longspan import Layout, World, evaluate, plan_dynamic, prepare, run_step
+from longspan.bridge import Item, ItemDocuments
+from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
+from longspan.testing import backend, run_ranks
+from longspan.train import PlanChoice
+from tests.reference import relative_error
+
+WIDTH, PIXELS, VOCABULARY = 32, 6, 50
+
+
+class Tower(nn.Module):
+    """Each patch by itself, then mixed with the mean of its item: rows depend on the whole item."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.mix, self.projector = nn.Linear(PIXELS, 16), nn.Linear(16, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, inputs: list[Tensor]) -> Tensor:
+        rows = []
+        for pixels in inputs:
+            hidden = torch.tanh(self.patch(pixels.to(self.patch.weight)))
+            rows.append(self.projector(hidden + torch.tanh(self.mix(hidden.mean(0, keepdim=True)))))
+        return torch.cat(rows)
+
+
+def language_model() -> Qwen3ForCausalLM:
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=512, tie_word_embeddings=True,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).double()
+
+
+def tower() -> Tower:
+    torch.manual_seed(2)
+    return Tower().double()
+
+
+def documents() -> ItemDocuments:
+    random = np.random.default_rng(3)
+    lengths, spans = (
+        [40, 17, 9, 60, 25, 5],
+        {0: [((3, 10),), ((12, 20), (22, 25))], 1: [((0, 6),)], 3: [((50, 60),)], 4: [((1, 5),), ((5, 9),)]},
+    )
+    tokens = [random.integers(0, VOCABULARY, length) for length in lengths]
+    items = [Item(document, span) for document, of in spans.items() for span in of]
+    for item in items:
+        for start, stop in item.spans:
+            tokens[item.document][start:stop] = 10**6  # placeholders need no place in the vocabulary
+    pixels = [torch.from_numpy(random.standard_normal((item.rows, PIXELS))) for item in items]
+    return ItemDocuments(tokens, items, pixels)
+
+
+def dense(documents: ItemDocuments) -> tuple[Tensor, list[float], dict[str, Tensor]]:
+    """The mean loss, the sums of each document, and every gradient, one document at a time in one process."""
+    model, encoder = language_model(), tower()
+    total, sums = torch.zeros((), dtype=torch.float64), list[float]()
+    for document, length in enumerate(documents.lengths):
+        table = documents.item_table
+        hidden = table.covered(document, 0, length).astype(bool)
+        ids = torch.from_numpy(np.where(hidden, 0, documents[document]))
+        embeddings = model.get_input_embeddings()(ids)
+        for index, item in enumerate(documents.items):
+            if item.document == document:
+                places = torch.tensor([p for start, stop in item.spans for p in range(start, stop)])
+                embeddings = embeddings.index_copy(0, places, encoder([documents.read(index)]))
+        logits = model(inputs_embeds=embeddings[None]).logits[0, :-1]
+        labels = torch.from_numpy(np.where(hidden, -100, documents[document]))[1:]
+        loss = nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
+        sums.append(loss.item())
+        total = total + loss / documents.targets
+    total.backward()
+    named = {f"language_model.{n}": p for n, p in model.named_parameters()}
+    named |= {f"encoders.image.{n}": p for n, p in encoder.named_parameters()}
+    return total.detach(), sums, {name: p.grad for name, p in named.items() if p.grad is not None}
+
+
+def step(rank: int, home: Layout, encoder_home: Layout, settings: dict[str, Any], expected: Any) -> None:
+    loss, sums, gradients = expected
+    with (
+        World(home, backend=backend(), timeout=60) as world,
+        World(encoder_home, backend=backend(), timeout=60) as beside,
+    ):
+        docs = documents()
+        prepared = prepare(language_model(), world)
+        model = MultimodalModel({"image": Encoder(module=tower(), world=beside, **settings)}, prepared, world)
+        plan = plan_dynamic(docs.lengths, home, targets=docs.targets, max_tokens_per_slot=40)
+        result = run_step(model, plan, docs, world)
+        assert result.loss == pytest.approx(loss.item(), rel=1e-12) and result.targets == docs.targets
+        for name, parameter in model.named_parameters():
+            if (gradient := parameter.grad) is not None:
+                gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+                assert relative_error(gradient, gradients[name]) <= 1e-12, name
+        norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt().item()
+        assert result.grad_norm == pytest.approx(norm, rel=1e-12)
+        for degree in (1, home.slots):
+            evaluation = evaluate(model, docs, PlanChoice.fixed(degree, max_tokens_per_slot=90), world)
+            assert [mean.sum for mean in evaluation.document_losses] == pytest.approx(sums, rel=1e-12)
+            assert evaluation.targets == docs.targets
+
+
+@pytest.mark.parametrize(
+    ("home", "encoder_home", "settings"),
+    [
+        (Layout(4), Layout(4), {}),
+        (Layout(4), Layout(4), {"max_rows_per_slot": 12}),
+        (Layout(4), Layout(4), {"max_rows_per_slot": 11, "recompute": True}),
+        (Layout(4, pp=2), Layout(4), {}),
+    ],
+    ids=str,
+)
+def test_a_step_equals_each_document_alone(home: Layout, encoder_home: Layout, settings: dict[str, Any]) -> None:
+    run_ranks(step, 4, home, encoder_home, settings, dense(documents()))
