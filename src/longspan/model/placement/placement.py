@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.model.experts.expert_parallel import check_experts
+from longspan.model.experts.expert_parallel import check_experts, shard_experts
 from longspan.model.layers import decoder_layers
 from longspan.model.placement.recompute import Recomputation
 from longspan.model.placement.sharding import Sharding, shard_over_slots
@@ -60,7 +60,9 @@ class Placement:
             if not is_empty(root):
                 nn.Module.to(root, world.device)
         else:
-            shard_over_slots(model, world, self.sharding, root=root, has_experts=has_experts)
+            if has_experts:
+                shard_experts(model, world, self.sharding.precision(model), reshard=self.sharding.reshard_after_forward)
+            shard_over_slots(decoder_layers(model).values(), world, self.sharding, root=root)
 
     @property
     def row_multiple(self) -> int:

@@ -76,14 +76,12 @@ class Recomputation:
         for index, layer in enumerate([*decoder_layers(model).values()][: self.layers or None]):
             module: Any = layer  # the attributes that transformers' gradient_checkpointing_enable sets, in 5.17 to 5.23
             module._gradient_checkpointing_func = partial(
-                _checkpointed, selective=self.kind == "selective", offload=offload, first=index == 0
+                checkpointed, selective=self.kind == "selective", offload=offload, first=index == 0
             )
             module.gradient_checkpointing = True
 
 
-def _checkpointed(
-    run: Callable[..., Any], *args: Any, selective: bool, offload: HostOffload | None, first: bool
-) -> Any:
+def checkpointed(run: Callable[..., Any], *args: Any, selective: bool, offload: HostOffload | None, first: bool) -> Any:
     """One call of a layer under a checkpoint of its own."""
     if offload is not None and first:
         offload.begin()

@@ -5,9 +5,9 @@ here divides. Tensor and pipeline parallelism are not in this module.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,13 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.comm.groups.channel import wide
 from longspan.errors import ModelError
-from longspan.model.experts.expert_parallel import shard_experts
-from longspan.model.layers import decoder_layers
 from longspan.model.local_tensors import local_tensor, without_earlier_gradients
 
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
@@ -66,18 +63,17 @@ def _bits(dtype: torch.dtype) -> int:
 
 
 def shard_over_slots(
-    model: PreTrainedModel, world: World, sharding: Sharding, *, root: nn.Module, has_experts: bool
+    blocks: Iterable[nn.Module], world: World, sharding: Sharding, *, root: nn.Module, cast_block_inputs: bool = True
 ) -> None:
-    """Shard each decoder layer, then the rest, over all slots. All ranks call it together.
+    """Shard each block, then what remains of the root, over all slots. All ranks call it together.
 
-    `root` is what will be called: the model itself, or the pipeline stage around it; `has_experts` says whether any
-    stage has experts, whose meshes all ranks make together.
+    `root` is what will be called: a model itself, or the pipeline stage around it, with the blocks inside. Every
+    tensor that the root is called with is cast to the compute dtype, and with `cast_block_inputs` those of blocks.
     """
-    policy, frees = sharding.precision(model), sharding.reshard_after_forward
-    if has_experts:
-        shard_experts(model, world, policy, reshard=frees)
-    for layer in decoder_layers(model).values():
-        fully_shard(layer, mesh=world.meshes.fsdp, reshard_after_forward=frees, mp_policy=policy)
+    policy, frees = sharding.precision(root), sharding.reshard_after_forward
+    of_blocks = replace(policy, cast_forward_inputs=cast_block_inputs)
+    for block in blocks:
+        fully_shard(block, mesh=world.meshes.fsdp, reshard_after_forward=frees, mp_policy=of_blocks)
     fully_shard(root, mesh=world.meshes.fsdp, mp_policy=policy)
     for module in fsdp_modules(root):
         # gloo has no premultiplied sum, which is what a divide factor alone would ask for
@@ -187,8 +183,17 @@ def gradients_summed_over_slots(model: nn.Module, world: World) -> Iterator[None
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with without_earlier_gradients(parameters):
         yield
+        _add_absent_gradients(parameters, world)
         for bucket in _buckets([local_tensor(p.grad) for p in parameters if p.grad is not None]):
             _sum_over_slots(bucket, world)
+
+
+def _add_absent_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
+    """Give zeros to parameters that got a gradient on other slots and none here: all slots sum the same ones."""
+    slots = world.control.sum_over_slots([float(p.grad is not None) for p in parameters], "count of gradients")
+    for parameter, count in zip(parameters, slots, strict=True):
+        if parameter.grad is None and count > 0:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:

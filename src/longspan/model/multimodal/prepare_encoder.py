@@ -1,0 +1,136 @@
+"""An encoder under its own home: sharded by FSDP2 or copied, its blocks recomputed and split over tp.
+
+The home is that of a world of the encoder's own, over the same ranks as the language model's. Whatever the slots of
+that world encode, gradients are plain sums over them: FSDP2 sums by itself, those of copies are summed by
+`gradients_summed_over_slots(module, world)`. Who encodes what, and where the rows go, is not in this module.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial, wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from longspan.comm import World
+from longspan.errors import ModelError
+from longspan.model.multimodal.blocks import encoder_blocks
+from longspan.model.placement.recompute import Recomputation, checkpointed
+from longspan.model.placement.sharding import Sharding, shard_over_slots
+
+_PREPARED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # the key of the world of each prepared encoder
+
+
+def prepare_encoder(
+    module: nn.Module,
+    world: World,
+    *,
+    shard_parameters: bool = True,
+    reshard_after_forward: bool = True,
+    activation_checkpointing: bool | str = False,
+    compute_dtype: torch.dtype | None = None,
+    blocks: Sequence[nn.Module] | None = None,
+    tp_plan: Mapping[str, str] | None = None,
+) -> nn.Module:
+    """Bring an encoder, of any class, under the home of its own world; returns the same module.
+
+    >>> encoder_world = World(Layout(ranks=8))               # open, as is the language model's world over these ranks
+    >>> encoder = prepare_encoder(MyEncoder(), encoder_world, compute_dtype=torch.bfloat16)
+
+    All ranks call it together, with equal weights. `shard_parameters` shards them over the slots with FSDP2, otherwise
+    every rank keeps a copy on its device; `reshard_after_forward` frees a block's gathered parameters between forward
+    and backward; `activation_checkpointing` recomputes each block in backward: "full" (or True) all of it, "selective"
+    all but the output of `attend`; `compute_dtype` (bfloat16, say) is what FSDP2 computes in: of a block's arguments
+    the first tensor alone is cast to it, so that rotary tables keep their type. `blocks` are what is sharded and
+    recomputed one at a time; without it the modules of the longest list of modules. Parameters that need no gradient
+    stay so: freeze them before.
+
+    Every call must use the same parameters on every slot; a slot without items runs some other item.
+
+    Raises ModelError, before anything is changed, for a home, settings or a module that this does not fit.
+    """
+    sharding = Sharding(
+        parameters=shard_parameters, reshard_after_forward=reshard_after_forward, compute_dtype=compute_dtype
+    )
+    recomputation = Recomputation.of(activation_checkpointing)
+    _check(module, world, sharding, tp_plan)
+    units = encoder_blocks(module, blocks)
+    if not units and recomputation.kind != "none":
+        raise ModelError(
+            f"{type(module).__name__} has no list of blocks (nn.ModuleList) to recompute one at a time; name them in "
+            "blocks=, or switch activation checkpointing off"
+        )
+    for block in units.values():
+        _recompute(block, recomputation)
+    if sharding.parameters:
+        _cast_first_tensor(units.values(), compute_dtype)
+        shard_over_slots(units.values(), world, sharding, root=module, cast_block_inputs=False)
+    else:
+        nn.Module.to(module, world.device)
+    _PREPARED[module] = world.key
+    return module
+
+
+def check_prepared(module: nn.Module, world: World) -> None:
+    """Raise ModelError for an encoder that was not prepared over this world."""
+    if _PREPARED.get(module) != world.key:
+        raise ModelError(
+            f"the encoder {type(module).__name__} was not prepared over this world, whose home is {world.home}; call "
+            "prepare_encoder(module, encoder_world) with the world of its Encoder(...)"
+        )
+
+
+def _check(module: nn.Module, world: World, sharding: Sharding, tp_plan: Mapping[str, str] | None) -> None:
+    world.check_open()
+    name, home = type(module).__name__, world.home
+    if module in _PREPARED:
+        raise ModelError(f"this {name} was prepared already; prepare an encoder once")
+    for axis, degree in (("pp", home.pp), ("ep", home.ep)):
+        if degree > 1:
+            raise ModelError(
+                f"the home of the encoder {name} has {axis} {degree}, and encoders are not split so; use "
+                f"Layout({len(home.ranks)}, tp={home.tp})"
+            )
+    parameters = dict(module.named_parameters())
+    if home.tp > 1 or tp_plan is not None:
+        raise ModelError(f"encoders are not split over tp yet; use Layout({len(home.ranks)}) for {name}")
+    if empty := [n for n, parameter in parameters.items() if parameter.is_meta]:
+        raise ModelError(
+            f"{len(empty)} parameters of {name} have no values ({', '.join(empty[:3])} are on the meta device); load "
+            "or initialise the encoder before it is prepared"
+        )
+    for dtype in {parameter.dtype for parameter in parameters.values() if parameter.is_floating_point()}:
+        sharding.check(dtype)
+
+
+def _recompute(block: nn.Module, recomputation: Recomputation) -> None:
+    """Have backward run this block again, whatever its class; FSDP2's hooks stay outside."""
+    if recomputation.kind == "none":
+        return
+    inner: Any = block.forward
+
+    @wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        run = partial(inner, **kwargs)
+        if not torch.is_grad_enabled():
+            return run(*args)
+        return checkpointed(run, *args, selective=recomputation.kind == "selective", offload=None, first=False)
+
+    block.forward = forward
+
+
+def _cast_first_tensor(blocks: Any, dtype: torch.dtype | None) -> None:
+    """Have blocks cast their hidden states, and nothing else, to what they compute in."""
+
+    def cast(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for index, value in enumerate(args):
+            if isinstance(value, Tensor):
+                return (*args[:index], value.to(dtype), *args[index + 1 :]), kwargs
+        for name, value in kwargs.items():
+            if isinstance(value, Tensor):
+                return args, kwargs | {name: value.to(dtype)}
+        return args, kwargs
+
+    for block in blocks if dtype is not None else ():
+        block.register_forward_pre_hook(cast, with_kwargs=True)
