@@ -19,8 +19,11 @@ CASES: dict[str, tuple[Lists, Lists]] = {  # rows that each rank has, rows that 
     "three ranks": ([[0, 1], [2], []], [[2], [2, 0], [1]]),
     "gather": ([[0], [1, 2], []], [[0, 1, 2], [0, 1, 2], [2, 1, 0]]),
     "needed several times": ([[0, 1, 2], [], [3]], [[3, 3, 0, 3], [1, 0, 1, 0], [0]]),
+    "needed several times by slots": ([[0, 1, 2], [], [3]], [[3, 3, 0, 3], [0, 3, 3, 3], [0, 1, 0]]),
     "had by several": ([[0, 1, 2], [2, 1, 0], [1, 3]], [[3], [3, 0], [2, 1, 1, 0]]),
     "had twice by one": ([[0, 0, 1], [1]], [[1], [0, 1]]),
+    "used by two slots": ([[0, 1], [2], [], [3]], [[2, 0, 1], [2, 0, 1], [0, 2], [0, 2]]),
+    "sequence parallel": ([[0, 1], [], [0, 1], [2, 3]], [[2, 0], [1], [0], [2, 3]]),
     "four ranks, sparse ids": ([[90], [7, 1000], [], [3, 7]], [[7], [], [3, 90, 1000, 7], [90, 90]]),
 }
 
@@ -29,14 +32,21 @@ def value(row: int, width: int) -> Tensor:
     return torch.arange(width, dtype=torch.float64) + 10 * (row + 1)
 
 
-def use(rank: int, place: int, row: int, gradient: RowGradient) -> float:
+def use(rank: int, place: int, row: int, need: Lists, gradient: RowGradient) -> float:
     """The weight of one needed copy in the loss: its own, or the same for every copy of the row."""
+    if gradient == "partial_over_slots":
+        return float(1 + 7 * (rank // 2) + row + 3 * need[rank][:place].count(row))
     return float(row + 1 if gradient == "identical" else 1 + 7 * rank + place)
 
 
 def wanted_gradient(row: int, need: Lists, gradient: RowGradient) -> float:
-    uses = [use(r, p, x, gradient) for r, rows in enumerate(need) for p, x in enumerate(rows) if x == row]
-    return (uses[0] if gradient == "identical" else sum(uses)) if uses else 0.0
+    """The dense sum. Ranks 2s and 2s + 1 are slot s."""
+    uses = [[use(r, p, row, need, gradient) for p, x in enumerate(rows) if x == row] for r, rows in enumerate(need)]
+    if gradient == "identical":
+        return max(map(max, filter(None, uses)), default=0.0)
+    if gradient == "partial":
+        return sum(map(sum, uses))
+    return sum(max(map(sum, uses[r : r + 2])) for r in range(0, len(uses), 2))
 
 
 def check(rank: int, names: list[str]) -> None:
@@ -45,8 +55,16 @@ def check(rank: int, names: list[str]) -> None:
         for have, need in (CASES[name] for name in names):
             exchange = Exchange(Partition.from_rows(have), Partition.from_rows(need))
             check_values(rank, have, need, exchange, world)
-            for gradient in ("partial", "identical"):
-                move = RowExchange(exchange, world.channels.everyone, gradient=gradient)
+            slots = [range(n)[r : r + 2] for r in range(0, n, 2)]
+            for gradient in ("partial", "identical", "partial_over_slots"):
+                if gradient == "partial_over_slots" and need in (
+                    CASES["needed several times"][1],
+                    CASES["four ranks, sparse ids"][1],
+                ):
+                    with pytest.raises(LayoutError, match=r"but need row (0|90) 1 and 2 times"):
+                        RowExchange(exchange, world.channels.everyone, gradient=gradient, slots=slots)
+                    continue
+                move = RowExchange(exchange, world.channels.everyone, gradient=gradient, slots=slots)
                 for dtype in (torch.float64, torch.bfloat16):
                     check_gradient(rank, have[rank], need, move, gradient, dtype)
 
@@ -70,7 +88,7 @@ def check_gradient(
 ) -> None:
     device = move.channel.device
     x = torch.ones(len(rows), 2, device=device, dtype=dtype, requires_grad=bool(rows))
-    weights = torch.tensor([use(rank, p, row, gradient) for p, row in enumerate(need[rank])], device=device)
+    weights = torch.tensor([use(rank, p, row, need, gradient) for p, row in enumerate(need[rank])], device=device)
     (move(x) * weights.to(dtype)[:, None]).sum().backward()
     if rows:
         expected = torch.tensor([wanted_gradient(row, need, gradient) for row in rows], device=device)

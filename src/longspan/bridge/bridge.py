@@ -21,9 +21,11 @@ class Bridge:
 
     Layouts may differ in any way: rows may be split, replicated or reordered on either side, and ranks may have or need
     none. `gradient` says what the copies of a row on the need side carry: *partial*, each rank the gradient of its own
-    use, to be summed; *identical*, all the same one, of which one is taken (replicas of one computation); *none*, no
-    gradient flows back (a frozen encoder). In backward every rank that has a row gets its whole gradient, and zeros for
-    rows that nobody needs. A rank receives no row twice and none that it has.
+    use, to be summed; *identical*, all the same one, of which one is taken (replicas of one computation);
+    *partial_over_slots*, the same one on the tensor-parallel ranks of a slot of the world's home, of which one is
+    taken, and those of different slots are summed; *none*, no gradient flows back (a frozen encoder). In backward
+    every rank that has a row gets its whole gradient, and zeros for rows that nobody needs. A rank receives no row
+    twice and none that it has.
 
     Entered by all ranks, forward and backward, with zero rows where a rank has none: let `y_local.sum() * 0` into the
     loss of a rank that needs nothing. Making a bridge plans on the host and, in a home of several planes, makes the
@@ -34,7 +36,9 @@ class Bridge:
     def __init__(self, have: Partition, need: Partition, world: World, gradient: RowGradient = "partial") -> None:
         self.exchange = Exchange(have, need)
         self.gradient: RowGradient = gradient
-        self._rows = RowExchange(self.exchange, world.channels.everyone, gradient=gradient)
+        everyone = world.channels.everyone
+        slots = [[everyone.ranks.index(rank) for rank in ranks] for ranks in world.home.tp_groups()]
+        self._rows = RowExchange(self.exchange, everyone, gradient=gradient, slots=slots)
 
     def __call__(self, x_local: Tensor) -> Tensor:
         """This rank's rows of `have`, in order, to its rows of `need`. Raises LayoutError for other numbers of rows."""

@@ -6,22 +6,13 @@ out; nothing here communicates.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
 from longspan.errors import LayoutError
-from longspan.layout.partition import GOLDEN, Partition
+from longspan.layout.partition import Partition
+from longspan.layout.row_moves import Holding, Placement, RowMoves, number_rows, plan_moves
 from longspan.layout.segments import Rows, sealed
-
-_NOTHING = sealed(np.empty(0, dtype=np.int64))
-
-
-class Placement(NamedTuple):
-    """Where rows go: `y[target] = x[source]`, pair by pair; one source may go to several targets."""
-
-    source: Rows
-    target: Rows
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,7 +41,7 @@ class Exchange:
                 f"rows of {self.have.degree} members cannot be exchanged for rows of {self.need.degree}; "
                 f"describe both on the same members, with empty lists for those that hold nothing"
             )
-        _ = self._travel  # refuses a row that nobody has
+        self._check_supply()
 
     def __reduce__(self) -> tuple[object, ...]:
         return Exchange, (self.have, self.need)
@@ -63,12 +54,12 @@ class Exchange:
     def received_rows(self, rank: int) -> int:
         """How many rows arrive at this rank from others."""
         self._check(rank)
-        return int(self.counts[:, rank].sum())
+        return sum(self.moves(rank).receives)
 
     def sent_rows(self, rank: int) -> int:
         """How many rows leave this rank, a row counted once for each receiver."""
         self._check(rank)
-        return int(self.counts[rank].sum())
+        return sum(self.moves(rank).sends)
 
     def lower_bound_rows(self, rank: int) -> int:
         """How many distinct rows this rank needs and does not have: no exchange can bring it fewer."""
@@ -77,50 +68,61 @@ class Exchange:
 
     def send(self, rank: int, to: int) -> Rows:
         """Indices in `rank`'s order of `have` of the rows that go to `to`, in the order in which they travel."""
-        if rank == to:
-            return _NOTHING
-        begin, end = self._entries(rank, to)
-        return sealed(self._travel.source[begin:end])
+        self._check(to)
+        moves = self.moves(rank)
+        begin = sum(moves.sends[:to])
+        return sealed(moves.leaves[begin : begin + moves.sends[to]])
 
     def receive(self, rank: int, frm: int) -> Placement:
         """Where the rows that arrive from `frm`, in the order in which they travel, go in `rank`'s order of `need`."""
-        if rank == frm:
-            return Placement(_NOTHING, _NOTHING)
-        begin, end = self._entries(frm, rank)
-        entry, target = self._placed(begin, end)
-        return Placement(sealed(entry - begin), target)
+        self._check(frm)
+        moves = self.moves(rank)
+        return _placed(moves, sum(moves.receives[:frm]), moves.receives[frm])
 
     def keep(self, rank: int) -> Placement:
         """Rows that stay: indices in `rank`'s order of `have`, and where they go in its order of `need`."""
-        entry, target = self._placed(*self._entries(rank, rank))
-        return Placement(sealed(self._travel.source[entry]), target)
+        moves = self.moves(rank)
+        place, target = _placed(moves, sum(moves.receives), len(moves.stays))
+        return Placement(sealed(moves.stays[place]), target)
 
     @cached_property
     def counts(self) -> Rows:
         """How many rows travel: (sender, receiver), zero on the diagonal."""
-        table = np.bincount(self._travel.block, minlength=self.degree**2).reshape(self.degree, self.degree).T.copy()
-        np.fill_diagonal(table, 0)
-        return sealed(table)
+        return sealed(np.array([self.moves(rank).sends for rank in range(self.degree)]))
+
+    def moves(self, rank: int) -> RowMoves:
+        """What one rank does."""
+        self._check(rank)
+        if rank not in self._moves:
+            self._moves[rank] = plan_moves(self.holdings[0], self.holdings[1], rank)
+        return self._moves[rank]
 
     @cached_property
-    def _travel(self) -> "_Travel":
-        return _travel(self.have, self.need)
+    def holdings(self) -> tuple[Holding, ...]:
+        """`have` and `need`, with rows numbered alike."""
+        return number_rows(self.have, self.need)
+
+    @cached_property
+    def _moves(self) -> dict[int, RowMoves]:
+        return {}
 
     def reverse(self) -> "Exchange":
         """The exchange that brings the rows back. Raises LayoutError where a row of `have` was needed by nobody."""
         return Exchange(self.need, self.have)
 
-    def _entries(self, sender: int, receiver: int) -> tuple[int, int]:
-        """Where in `_travel` the rows from sender to receiver begin and end."""
-        self._check(sender)
-        self._check(receiver)
-        block = receiver * self.degree + sender
-        begin, end = np.searchsorted(self._travel.block, [block, block + 1])
-        return int(begin), int(end)
-
-    def _placed(self, begin: int, end: int) -> tuple[Rows, Rows]:
-        first, last = np.searchsorted(self._travel.place_of, [begin, end])
-        return self._travel.place_of[first:last], sealed(self._travel.target[first:last])
+    def _check_supply(self) -> None:
+        have, need = self.holdings
+        held = np.zeros(have.size, dtype=np.bool_)
+        for rows in have.rows:
+            held[rows] = True
+        for rank, rows in enumerate(need.rows):
+            if not held[rows].all():
+                row = need.id_of(int(rows[~held[rows]][0]))
+                missing = np.unique(np.concatenate([rows[~held[rows]] for rows in need.rows]))
+                raise LayoutError(
+                    f"row {row} is needed by rank {rank} and nobody has it ({len(missing)} "
+                    f"such rows in all); give it to a rank, or need it nowhere"
+                )
 
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.degree:
@@ -130,68 +132,8 @@ class Exchange:
         return f"Exchange({self.degree} ranks, {int(self.counts.sum())} rows travel)"
 
 
-class _Travel(NamedTuple):
-    """One entry per row and receiver, kept rows too, ordered by receiver, sender and first target at the receiver."""
-
-    block: Rows  # receiver * degree + sender
-    source: Rows  # of the row in the sender's order of have
-    place_of: Rows  # per needed row, in the same order: the entry that brings it
-    target: Rows  # per needed row: its place in the receiver's order of need
-
-
-class _MemberRows(NamedTuple):
-    """Rows of all members end to end."""
-
-    row: Rows
-    member: Rows
-    place: Rows  # in the member's order
-
-
-def _member_rows(partition: Partition) -> _MemberRows:
-    members = np.arange(partition.degree, dtype=np.int64)
-    counts = np.array(partition.counts, dtype=np.int64)
-    row = np.concatenate([partition.rows(member) for member in range(partition.degree)])
-    place = np.arange(len(row), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-    return _MemberRows(row, np.repeat(members, counts), place)
-
-
-def _travel(have: Partition, need: Partition) -> _Travel:
-    degree, have_rows, need_rows = have.degree, _member_rows(have), _member_rows(need)
-    ids = np.sort(have_rows.row)
-    ids = ids[np.diff(ids, prepend=-1) != 0]
-    row = np.searchsorted(ids, have_rows.row)
-    want = _find(ids, need_rows)
-    holding, first_held = np.unique(row * degree + have_rows.member, return_index=True)
-    arrival, first_wanted, entry = np.unique(need_rows.member * len(ids) + want, return_index=True, return_inverse=True)
-    receiver, row = np.divmod(arrival, max(len(ids), 1))
-    holder = _holder(holding, ids, row, receiver, degree)
-    block = receiver * degree + holding[holder] % degree
-    order = np.lexsort((first_wanted, block))
-    place_of = np.argsort(order)[entry]
-    pairs = np.argsort(place_of, kind="stable")
-    source = have_rows.place[first_held[holder[order]]]
-    return _Travel(block[order], source, place_of[pairs], need_rows.place[pairs])
-
-
-def _find(ids: Rows, need_rows: _MemberRows) -> Rows:
-    """Place of each wanted row among the row ids that somebody has."""
-    want = np.searchsorted(ids, need_rows.row)
-    missing = want == len(ids)
-    missing[~missing] = ids[want[~missing]] != need_rows.row[~missing]
-    if missing.any():
-        at = int(np.flatnonzero(missing)[0])
-        raise LayoutError(
-            f"row {need_rows.row[at]} is needed by rank {need_rows.member[at]} and nobody has it "
-            f"({len(np.unique(need_rows.row[missing]))} such rows in all); give it to a rank, or need it nowhere"
-        )
-    return want
-
-
-def _holder(holding: Rows, ids: Rows, row: Rows, receiver: Rows, degree: int) -> Rows:
-    """Which entry of `holding` (row * degree + member, sorted) serves each row and receiver."""
-    first = np.searchsorted(holding, row * degree)
-    several = np.searchsorted(holding, (row + 1) * degree) - first
-    spread = (ids[row].astype(np.uint64) * GOLDEN >> np.uint64(32)).astype(np.int64) * several >> 32
-    picked = first + (spread + receiver) % np.maximum(several, 1)
-    local = np.minimum(np.searchsorted(holding, row * degree + receiver), max(len(holding) - 1, 0))
-    return np.where(holding[local] == row * degree + receiver, local, picked) if len(holding) else picked
+def _placed(moves: RowMoves, begin: int, count: int) -> Placement:
+    """Which of `count` rows of the pool from `begin` on go where, in their order."""
+    target = np.flatnonzero((moves.places >= begin) & (moves.places < begin + count))
+    order = np.argsort(moves.places[target], kind="stable")
+    return Placement(sealed(moves.places[target][order] - begin), sealed(target[order]))

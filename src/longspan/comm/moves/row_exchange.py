@@ -7,38 +7,21 @@ them all. Where only the sender knows how many rows go to whom, as those of expe
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longspan.comm.groups.channel import Channel
+from longspan.comm.groups.channel import Channel, wide
 from longspan.comm.host_arrays import to_device
 from longspan.errors import CommError, LayoutError
-from longspan.layout import Exchange, Partition
+from longspan.layout import Exchange
+from longspan.layout.row_moves import Placement, RowMoves, plan_moves
+from longspan.layout.segments import Rows
 
-RowGradient = Literal["partial", "identical", "none"]
-Rows = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Moves:
-    """One member's side of a movement of rows, as indices on its device.
-
-    `folds`: within x first, round by round, `x[target] += x[source]`. Then `sends[m]` are the rows of x that go to
-    member m, and `takes[m]` is (source, target) for the `arriving[m]` rows that come from m; for m the member itself
-    the same without travelling. Targets within one pair are distinct.
-    """
-
-    folds: tuple[tuple[Tensor, Tensor], ...]
-    sends: tuple[Tensor, ...]
-    takes: tuple[tuple[Tensor, Tensor], ...]
-    arriving: tuple[int, ...]
-    rows: int  # of the result
-    adds: bool = False  # what arrives for one place comes from several members and is summed; else it is copied
+RowGradient = Literal["partial", "partial_over_slots", "identical", "none"]
 
 
 class RowExchange:
@@ -48,26 +31,44 @@ class RowExchange:
     >>> y = move(x)                     # (rows of have here, …) -> (rows of need here, …)
 
     The exchange's ranks are the channel's members. `gradient` says what the copies of a row on the need side carry:
-    *partial*, each the gradient of its own use, which are summed, or *identical*, all the same gradient, of which one
-    is taken; *none*: nothing flows back, as for a frozen encoder. In backward every rank that has a row gets its whole
-    gradient; rows that nobody needs get zeros. Every member enters forward, and backward too (with zero rows if need
-    be: let `y.sum()` take part in the loss). Trailing shape and dtype are the same on all members.
+    *partial*, each the gradient of its own use, which are summed; *identical*, all the same gradient, of which one is
+    taken; *partial_over_slots*, the same gradient on the members of each of `slots`, of which one is taken, and those
+    of different slots are summed; *none*: nothing flows back, as for a frozen encoder. A member that needs a row
+    several times has a partial gradient for each. In backward every rank that has a row gets its whole gradient; rows
+    that nobody needs get zeros. Sums are taken in the order of members or slots, those of half precision in float32.
+
+    Every member enters forward, and backward too, with no rows if need be; one that neither sends nor receives sends
+    no message. Trailing shape and dtype are the same on all members.
 
     Raises LayoutError where sizes do not fit, CommError for an unknown gradient.
     """
 
-    def __init__(self, exchange: Exchange, channel: Channel, *, gradient: RowGradient = "partial") -> None:
-        if gradient not in ("partial", "identical", "none"):
-            raise CommError(f"gradient {gradient!r} is not known; use 'partial', 'identical' or 'none'")
+    def __init__(
+        self,
+        exchange: Exchange,
+        channel: Channel,
+        *,
+        gradient: RowGradient = "partial",
+        slots: Sequence[Sequence[int]] = (),
+    ) -> None:
+        if gradient not in get_args(RowGradient):
+            raise CommError(f"gradient {gradient!r} is not known; use one of {', '.join(get_args(RowGradient))}")
         if exchange.have.degree != channel.degree:
             raise LayoutError(
                 f"the exchange is among {exchange.have.degree} ranks, the channel has {channel.degree}; give one list "
                 f"of rows, which may be empty, for each rank"
             )
         self.exchange, self.channel, self.gradient = exchange, channel, gradient
-        self._there = _moves_there(exchange, channel.index, channel.device)
-        plan_back = {"partial": _moves_summed_back, "identical": _moves_one_back, "none": None}[gradient]
-        self._back = None if plan_back is None else plan_back(exchange, channel.index, channel.device)
+        self._there = _on_device(exchange.moves(channel.index), channel.device)
+        self._back = None
+        if gradient != "none":
+            have, need = exchange.holdings
+            groups = {
+                "partial": [[member] for member in range(channel.degree)],
+                "partial_over_slots": slots,
+                "identical": None,
+            }
+            self._back = _on_device(plan_moves(need, have, channel.index, groups[gradient]), channel.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(rows of have here, …) to (rows of need here, …)."""
@@ -83,8 +84,6 @@ class RowExchange:
     def back(self, gradient: Tensor) -> Tensor:
         """The gradient of this member's rows of `have` from that of its rows of `need`."""
         assert self._back is not None
-        if self.gradient == "partial" and gradient.dtype.itemsize < 4:
-            return _move(gradient.float(), self._back, self.channel, "row gradients").to(gradient.dtype)
         return _move(gradient, self._back, self.channel, "row gradients")
 
 
@@ -100,97 +99,87 @@ class _ExchangeRows(torch.autograd.Function):
         return gradient, gradient.new_zeros(ctx.shape), None
 
 
-def _move(x: Tensor, moves: Moves, channel: Channel, what: str) -> Tensor:
-    """Fold, send, and add what arrives in member order, so that the result does not depend on timing."""
+@dataclass(frozen=True)
+class _Moves:
+    """RowMoves with their indices on the device."""
+
+    folds: tuple[tuple[Tensor, Tensor], ...]
+    leaves: Tensor
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+    stays: Tensor
+    places: Tensor
+    absent: Tensor  # rows of the result that nobody has
+    several: Tensor
+    first: Tensor  # places of the first addends of `several`
+    more: tuple[tuple[Tensor, Tensor], ...]
+    widened: bool
+
+
+def _move(x: Tensor, moves: _Moves, channel: Channel, what: str) -> Tensor:
+    """Carry out this member's moves: pack, send, unpack."""
+    dtype = x.dtype
+    x = _folded(x, moves)
+    packed, tail = x.index_select(0, moves.leaves), x.shape[1:]
+    arriving = sum(moves.receives)
+    pool = x.new_empty((arriving + len(moves.stays), *tail))
+    handle = channel.exchange(
+        [(member, rows) for member, rows in enumerate(packed.split(moves.sends))],
+        [(member, rows) for member, rows in enumerate(pool[:arriving].split(moves.receives))],
+        what,
+    )
+    if len(moves.stays):
+        torch.index_select(x, 0, moves.stays, out=pool[arriving:])
+    handle.wait()
+    return _unpacked(pool, moves, dtype)
+
+
+def _folded(x: Tensor, moves: _Moves) -> Tensor:
+    """x with the gradients of a row's second, third, … use here added to that of its first."""
+    if moves.widened:
+        x = wide(x)
     if moves.folds:
         x = x.clone()
         for source, target in moves.folds:
-            x.index_add_(0, target, x[source])
-    me, tail = channel.index, x.shape[1:]
-    buffers = [x.new_empty((0 if m == me else n, *tail)) for m, n in enumerate(moves.arriving)]
-    sends = [(m, x[index]) for m, index in enumerate(moves.sends) if m != me]
-    handle = channel.exchange(sends, [(m, buffer) for m, buffer in enumerate(buffers) if m != me], what)
-    buffers[me] = x[moves.sends[me]]
-    result = x.new_zeros((moves.rows, *tail))
-    handle.wait()
-    for buffer, (source, target) in zip(buffers, moves.takes, strict=True):
-        if moves.adds:
-            result.index_add_(0, target, buffer[source])
-        else:
-            result.index_copy_(0, target, buffer[source])
-    return result
+            x.index_add_(0, target, x.index_select(0, source))
+    return x
 
 
-def _moves_there(exchange: Exchange, me: int, device: torch.device) -> Moves:
-    """Forward: every needed row once from one rank that has it; own rows stay."""
-    members = range(exchange.degree)
-    local = exchange.keep(me)
-    sends = [local.source if m == me else exchange.send(me, to=m) for m in members]
-    takes = [(np.arange(len(local.source)), local.target) if m == me else exchange.receive(me, frm=m) for m in members]
-    arriving = [int(n) for n in exchange.counts[:, me]]
-    return _on_device(sends, takes, arriving, exchange.need.counts[me], device)
+def _unpacked(pool: Tensor, moves: _Moves, dtype: torch.dtype) -> Tensor:
+    """The result from rows that arrived and rows that stayed."""
+    if not len(pool):
+        return pool.new_zeros((len(moves.places), *pool.shape[1:]), dtype=dtype)
+    result = pool.index_select(0, moves.places)
+    if len(moves.absent):
+        result.index_fill_(0, moves.absent, 0)
+    if moves.more:
+        total = wide(pool.index_select(0, moves.first))
+        for source, target in moves.more:
+            total.index_add_(0, target, wide(pool.index_select(0, source)))
+        result.index_copy_(0, moves.several, total.to(result.dtype))
+    return result.to(dtype)
 
 
-def _moves_one_back(exchange: Exchange, me: int, device: torch.device) -> Moves:
-    """Backward of identical gradients: the rows that anybody needs, back to every rank that has them, one copy each."""
-    members = range(exchange.degree)
-    needed = np.unique(np.concatenate([exchange.need.rows(m) for m in members]))
-    places = [np.flatnonzero(np.isin(exchange.have.rows(m), needed)) for m in members]
-    returned = Partition.from_rows([exchange.have.rows(m)[places[m]].tolist() for m in members])
-    back = _moves_there(Exchange(exchange.need, returned), me, device)
-    mine = to_device(places[me], device)
-    takes = tuple((source, mine[target]) for source, target in back.takes)
-    return replace(back, takes=takes, rows=exchange.have.counts[me])
+def _on_device(moves: RowMoves, device: torch.device) -> _Moves:
+    def index(rows: Rows) -> Tensor:
+        return to_device(np.array(rows, dtype=np.int64), device)
 
+    def pair(placement: Placement) -> tuple[Tensor, Tensor]:
+        return index(placement.source), index(placement.target)
 
-def _moves_summed_back(exchange: Exchange, me: int, device: torch.device) -> Moves:
-    """Backward of partial gradients: every rank sums its own uses of a row and sends it to every rank that has it."""
-    members = range(exchange.degree)
-    have, need = exchange.have.rows(me), exchange.need.rows(me)
-    ids, first = np.unique(need, return_index=True)
-    sends = [first[np.isin(ids, exchange.have.rows(m))] for m in members]
-    arrive = [np.intersect1d(exchange.need.rows(m), have) for m in members]  # in the order of row ids, as they are sent
-    takes = [_places(rows, have) for rows in arrive]
-    arriving = [0 if m == me else len(rows) for m, rows in enumerate(arrive)]
-    folds = tuple(_pair(pair, device) for pair in _rounds(need, first))
-    return replace(_on_device(sends, takes, arriving, len(have), device), folds=folds, adds=True)
-
-
-def _places(arrived: Rows, have: Rows) -> tuple[Rows, Rows]:
-    """(source, target): where each of the sorted arrived rows goes among `have`, which may hold a row several times."""
-    places = np.flatnonzero(np.isin(have, arrived))
-    return np.searchsorted(arrived, have[places]), places
-
-
-def _rounds(need: Rows, first: Rows) -> list[tuple[Rows, Rows]]:
-    """Second, third, … uses of a row, each round (source, target): to be added to the row's first use."""
-    order = np.argsort(need, kind="stable")
-    starts = np.flatnonzero(np.diff(need[order], prepend=-1))
-    row = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(order))))
-    use = np.arange(len(order)) - starts[row]
-    most = int(use.max()) if len(use) else 0
-    return [(order[use == k], first[row[use == k]]) for k in range(1, most + 1)]
-
-
-def _on_device(
-    sends: Sequence[Rows], takes: Sequence[tuple[Rows, Rows]], arriving: Sequence[int], rows: int, device: torch.device
-) -> Moves:
-    return Moves(
-        folds=(),
-        sends=tuple(_index(send, device) for send in sends),
-        takes=tuple(_pair(take, device) for take in takes),
-        arriving=tuple(arriving),
-        rows=rows,
+    return _Moves(
+        folds=tuple(map(pair, moves.folds)),
+        leaves=index(moves.leaves),
+        sends=moves.sends,
+        receives=moves.receives,
+        stays=index(moves.stays),
+        places=index(np.maximum(moves.places, 0)),
+        absent=index(np.flatnonzero(moves.places < 0)),
+        several=index(moves.several),
+        first=index(moves.places[moves.several]),
+        more=tuple(map(pair, moves.more)),
+        widened=moves.widened,
     )
-
-
-def _pair(pair: tuple[Rows, Rows], device: torch.device) -> tuple[Tensor, Tensor]:
-    source, target = pair
-    return _index(source, device), _index(target, device)
-
-
-def _index(rows: Rows, device: torch.device) -> Tensor:
-    return to_device(np.array(rows, dtype=np.int64), device)
 
 
 def exchange_counts(counts: Tensor, channel: Channel) -> list[list[int]]:
