@@ -54,8 +54,9 @@ _ESTIMATED = f" that a GPU would see, with {BEHIND_FORWARD} and {BEHIND_BACKWARD
 class OneRank(World):
     """Rank 0 of a world whose other ranks answer at once, with a communicator for all of them, as on GPUs."""
 
-    def __init__(self, ranks: int, device: torch.device) -> None:
-        super().__init__(Layout(ranks))
+    def __init__(self, home: Layout, device: torch.device) -> None:
+        super().__init__(home)
+        ranks = len(home.ranks)
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
         self.device, self.rank, self.slot, self.key, self.node_size = device, 0, 0, -2, ranks
         self.seed, self.plane = 0, self.home.plane(pp=0, tp=0)
@@ -116,7 +117,7 @@ def main() -> None:
     record |= {"machine": machine(), "versions": versions(), "rows": [], "geometry": []}
     record["geometry"] = [_show(row) for row in geometries()]
     counts: Counter[str] = Counter()
-    world = OneRank(flags.ranks, device)
+    world = OneRank(Layout(flags.ranks), device)
     with _hollow(counts, device):
         record["rows"] = [_show(row) for row in _rows(flags, world, counts)]
     if flags.out:

@@ -3,28 +3,21 @@
 python bench/evaluation_two_nodes.py --out record.json                         on CPUs, a tiny model
 python bench/evaluation_two_nodes.py --preset qwen3-4b --layers 4 --tokens 8192 --out record.json        on GPUs
 
-Two torchruns of this machine are the two nodes. Where there are GPUs, each has half of them and its own NCCL_HOSTID, so
-that NCCL goes through sockets between them. The model trains at degree 1, and is evaluated after each step at the
-degree of training and at that of all slots under `a2a+p2p`, whose all-to-all is inside a node: the losses, their
-difference, and the levels that the group has.
+Two torchruns of this machine are the two nodes (`emulated_nodes.py`). The model trains at degree 1, and is evaluated
+after each step at the degree of training and at that of all slots under `a2a+p2p`, whose all-to-all is inside a node:
+the losses, their difference, and the levels that the group has.
 """
 
 import argparse
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from end_processes import end_with_workers
+from emulated_nodes import run_on_nodes
 
 from longspan import Layout, World, evaluate, load_model, plan_fixed, prepare, run_step
 from longspan.bench.layers import with_layers
@@ -51,61 +44,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rows", type=Path, help="of a node's own process: where the first rank writes results")
+    parser.add_argument("--results", type=Path, help="of a node's own process: where the first rank writes results")
     options = parser.parse_args()
-    if options.rows is not None:
+    if options.results is not None:
         run_rank(options)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # the nodes end too
-    if options.ranks % NODES or options.ranks < 2 * NODES:
-        sys.exit(f"--ranks is {options.ranks}; give a multiple of {NODES}, at least {2 * NODES}")
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     names = ("ranks", "preset", "layers", "tokens", "documents", "vocabulary")
     about = {name: getattr(options, name) for name in names}
     record = open_record("evaluation on two nodes", None, backend, Path(__file__).parent) | about
-    record |= run_nodes(options, backend)
+    record |= run_on_nodes(NODES, options.ranks, options.timeout)
     write_record(record, options.out, as_markdown(record))
     print(as_markdown(record))
     sys.exit(0 if record["good"] else f"losses differ by more than {BOUND[backend]:g}, or a level crosses nodes")
-
-
-def run_nodes(options: argparse.Namespace, backend: str) -> dict[str, Any]:
-    """Start both nodes and wait for what the first rank writes. Exits with their output where one fails."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port, rows = free.getsockname()[1], Path(folder) / "rows.json"
-        free.close()
-        logs = [Path(folder) / f"node{node}.txt" for node in range(NODES)]
-        nodes = [_start(node, options, port, rows, log, backend) for node, log in enumerate(logs)]
-        try:
-            end = time.monotonic() + options.timeout
-            while any(node.poll() is None for node in nodes) and time.monotonic() < end:
-                if any(node.poll() for node in nodes):
-                    break
-                time.sleep(0.1)
-        finally:
-            for node in nodes:
-                end_with_workers(node, str(rows))
-        if not rows.exists():
-            sys.exit("\n".join(f"{log.stem}:\n{log.read_text(errors='replace')[-4000:]}" for log in logs))
-        return json.loads(rows.read_text())
-
-
-def _start(
-    node: int, options: argparse.Namespace, port: int, rows: Path, log: Path, backend: str
-) -> subprocess.Popen[bytes]:
-    """One torchrun, with half of the ranks and of the GPUs."""
-    here = options.ranks // NODES
-    environment = os.environ | {"NCCL_HOSTID": f"node{node}", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
-    if backend == "nccl":
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(node * here + i) for i in range(here))
-    else:
-        environment["OMP_NUM_THREADS"] = "1"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(NODES), "--node-rank", str(node)]
-    torchrun += ["--nproc-per-node", str(here), "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    words = [*torchrun, __file__, *sys.argv[1:], "--rows", str(rows)]
-    with log.open("w") as out:
-        return subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=environment)
 
 
 def run_rank(options: argparse.Namespace) -> None:
@@ -123,7 +74,7 @@ def run_rank(options: argparse.Namespace) -> None:
         groups = [{"kind": group.kind, "ranks": list(group.ranks)} for group in world.process_groups.made]
         if world.rank == 0:
             backend = "nccl" if gpu else "gloo"
-            options.rows.write_text(json.dumps(judged(rows, wide, world.node_size, backend) | {"groups": groups}))
+            options.results.write_text(json.dumps(judged(rows, wide, world.node_size, backend) | {"groups": groups}))
 
 
 def narrow_and_wide(lengths: list[int], world: World) -> tuple[Plan, Plan]:

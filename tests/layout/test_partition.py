@@ -254,6 +254,8 @@ def test_lengths_and_degrees_are_checked(make, given_lengths, degree, message):
         ([[0], [1.0]], r"rows of member 1 hold float"),
         ([[True, 2]], r"rows of member 0 hold bool"),
         ([np.array([0.5])], r"rows of member 0 hold float"),
+        ([np.array([True])], r"rows of member 0 hold bool"),
+        ([np.array([3, -2])], r"rows of member 0 hold -2"),
         ([[0], None], r"rows of member 1 are None"),
         ([["a", None]], r"rows of member 0 hold NoneType, str"),
     ],

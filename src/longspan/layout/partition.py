@@ -274,11 +274,18 @@ def _runs_of(member: int, rows: Iterable[int]) -> Rows:
 def _row_ids(member: int, rows: object) -> Rows:
     if not isinstance(rows, Iterable):
         raise LayoutError(f"the rows of member {member} are {rows!r}; give a list of row ids for each member")
-    values: list[object] = rows.tolist() if isinstance(rows, np.ndarray) else list(cast(Iterable[object], rows))
-    wrong = sorted({kind.__name__ for kind in set(map(type, values)) if not is_integer(kind)})
-    if wrong:
-        raise LayoutError(f"the rows of member {member} hold {', '.join(wrong)}; row ids are integers from 0")
-    ids = np.array(values, dtype=np.int64)
+    if isinstance(rows, np.ndarray) and rows.ndim == 1 and rows.dtype.kind in "iu":
+        ids = rows.astype(np.int64)  # millions of rows come as arrays
+    else:
+        ids = np.array(_integers(member, cast(Iterable[object], rows)), dtype=np.int64)
     if len(ids) and int(ids.min()) < 0:
         raise LayoutError(f"the rows of member {member} hold {int(ids.min())}; row ids are integers from 0")
     return ids
+
+
+def _integers(member: int, rows: Iterable[object]) -> list[object]:
+    values: list[object] = rows.tolist() if isinstance(rows, np.ndarray) else list(rows)
+    wrong = sorted({kind.__name__ for kind in set(map(type, values)) if not is_integer(kind)})
+    if wrong:
+        raise LayoutError(f"the rows of member {member} hold {', '.join(wrong)}; row ids are integers from 0")
+    return values
