@@ -47,7 +47,7 @@ class Case:
     @property
     def gradient(self) -> RowGradient:
         """What the ranks that need a row carry: each slot a part of its gradient, tensor-parallel ranks the same."""
-        return "partial" if self.tp == 1 else "identical"
+        return "partial" if self.tp == 1 else "partial_over_slots"
 
     @property
     def label(self) -> str:

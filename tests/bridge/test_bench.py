@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from bench.bridge_layouts import CASES, STUDY, Case, received_rows
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +22,8 @@ def test_both_designs_give_the_same_and_every_row_is_recorded(tmp_path: Path) ->
     designs = ("bridge", "gathering", "own bytes", "uneven")
     for row in record["rows"]:
         assert set(row["seconds"]) == {f"{name} {way}" for name in designs for way in ("forward", "backward")}
-    assert page.strip() == out.with_suffix(".md").read_text().strip() and "| fan-out | 4·1 → 1·2·2 | 32 | both |" in page
+    assert page.strip() == out.with_suffix(".md").read_text().strip()
+    assert "| fan-out | 4·1 → 1·2·2 | 32 | both |" in page
 
 
 @pytest.mark.parametrize("case", [*CASES[8], *STUDY[:3]], ids=lambda case: f"{case.name} {case.label}")

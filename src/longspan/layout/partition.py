@@ -274,8 +274,9 @@ def _runs_of(member: int, rows: Iterable[int]) -> Rows:
 def _row_ids(member: int, rows: object) -> Rows:
     if not isinstance(rows, Iterable):
         raise LayoutError(f"the rows of member {member} are {rows!r}; give a list of row ids for each member")
-    if isinstance(rows, np.ndarray) and rows.ndim == 1 and rows.dtype.kind in "iu":
-        ids = rows.astype(np.int64)  # millions of rows come as arrays
+    array = cast(NDArray[Any], rows) if isinstance(rows, np.ndarray) else None
+    if array is not None and array.ndim == 1 and array.dtype.kind in "iu":
+        ids = array.astype(np.int64)  # millions of rows come as arrays
     else:
         ids = np.array(_integers(member, cast(Iterable[object], rows)), dtype=np.int64)
     if len(ids) and int(ids.min()) < 0:
