@@ -4,6 +4,10 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
+from longspan.errors import DataError, counted
+from longspan.layout import Partition
 from longspan.plan.items import Item, ItemTable
 
 
@@ -45,6 +49,34 @@ class ItemDocuments:
 
     def __getitem__(self, document: int) -> Any:
         return self.tokens[document]
+
+
+def items_at_placeholders(
+    tokens: Sequence[Any], placeholder: int, rows: Sequence[Sequence[int]], modality: str = "image"
+) -> list[Item]:
+    """The items whose rows stand, one after another, where documents have the id of a placeholder.
+
+    `rows[d]` are the rows of each item of document d, in order; a run of placeholders may hold several items, and other
+    tokens may stand between the rows of one. Raises DataError, naming document and modality, for other counts.
+
+    >>> items_at_placeholders([[7, 0, 0, 7, 0, 7]], 0, [[2, 1]])
+    [Item(document=0, spans=((1, 3),), modality='image'), Item(document=0, spans=((4, 5),), modality='image')]
+    """
+    if len(rows) != len(tokens):
+        raise DataError(f"rows of items are given for {len(rows)} documents, there are {len(tokens)}")
+    items: list[Item] = []
+    for document, counts in enumerate(rows):
+        places = np.flatnonzero(np.asarray(tokens[document]) == placeholder)
+        if len(places) != sum(counts) or any(count < 1 for count in counts):
+            raise DataError(
+                f"document {document} has {counted(len(places), 'placeholder')} of {modality} (token id "
+                f"{placeholder}), its {counted(len(counts), 'item')} have {sum(counts)} rows ({list(counts)}); the "
+                "processor that made the token ids and the encoder must agree"
+            )
+        for part in np.split(places, np.cumsum(counts)[:-1]) if len(counts) else []:
+            spans = Partition.from_rows([part.tolist()]).runs(0).tolist()
+            items.append(Item(document, tuple((start, stop) for start, stop in spans), modality))
+    return items
 
 
 def item_table_of(documents: Any, lengths: Sequence[int]) -> ItemTable | None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from longspan import Layout, World, evaluate, plan_dynamic, prepare, run_step
@@ -13,6 +14,7 @@ from longspan.bridge import Item, ItemDocuments
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.testing import backend, run_ranks
 from longspan.train import PlanChoice
+from longspan.train.encoding import plan_waves_ahead
 from tests.reference import relative_error
 
 WIDTH, PIXELS, VOCABULARY = 32, 6, 50
@@ -100,7 +102,7 @@ def step(rank: int, home: Layout, encoder_home: Layout, settings: dict[str, Any]
         assert result.loss == pytest.approx(loss.item(), rel=1e-12) and result.targets == docs.targets
         for name, parameter in model.named_parameters():
             if (gradient := parameter.grad) is not None:
-                gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+                gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
                 assert relative_error(gradient, gradients[name]) <= 1e-12, name
         norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt().item()
         assert result.grad_norm == pytest.approx(norm, rel=1e-12)
@@ -117,8 +119,31 @@ def step(rank: int, home: Layout, encoder_home: Layout, settings: dict[str, Any]
         (Layout(4), Layout(4), {"max_rows_per_slot": 12}),
         (Layout(4), Layout(4), {"max_rows_per_slot": 11, "recompute": True}),
         (Layout(4, pp=2), Layout(4), {}),
+        (Layout(4, tp=2), Layout(4), {"max_rows_per_slot": 12}),
     ],
     ids=str,
 )
 def test_a_step_equals_each_document_alone(home: Layout, encoder_home: Layout, settings: dict[str, Any]) -> None:
     run_ranks(step, 4, home, encoder_home, settings, dense(documents()))
+
+
+def ahead(rank: int) -> None:
+    with World(Layout(2), backend=backend(), timeout=60) as world, World(Layout(2), backend=backend()) as beside:
+        docs = documents()
+        other = ItemDocuments([tokens % VOCABULARY for tokens in docs.tokens], docs.items[:2], docs.read)
+        model = MultimodalModel(
+            {"image": Encoder(module=tower(), world=beside)}, prepare(language_model(), world), world
+        )
+        plans = [plan_dynamic(d.lengths, world.home, targets=d.targets, max_tokens_per_slot=90) for d in (docs, other)]
+        at_once = [run_step(model, plan, d, world).loss_sum for plan, d in zip(plans, (docs, other), strict=True)]
+        for plan, d in zip(plans, (docs, other), strict=True):
+            plan_waves_ahead(model, plan, d)
+        taken = [run_step(model, plan, d, world).loss_sum for plan, d in zip(plans, (docs, other), strict=True)]
+        assert taken == at_once
+        for _ in range(9):
+            plan_waves_ahead(model, plans[0], docs, backward=False)
+        assert run_step(model, plans[0], docs, world, backward=False).loss_sum == at_once[0]
+
+
+def test_waves_planned_ahead_are_those_of_the_step() -> None:
+    run_ranks(ahead, 2)

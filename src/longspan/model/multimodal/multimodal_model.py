@@ -75,6 +75,7 @@ class MultimodalModel(nn.Module):
         self.language_model = language_model
         self.config: Any = language_model.config
         self.train(language_model.training)
+        _ = world.channels.everyone  # makes its group, on all ranks together
         for root, embedding in _embeddings(language_model):
             _SpliceHook(root, embedding)
 

@@ -57,7 +57,6 @@ class Wave:
 class ModalityPlan:
     """The waves of one modality; `needed[rank][i]` are the rows of micro-batch i that a rank needs, of all waves."""
 
-    micro_batches: tuple[MicroBatch, ...]  # of the language model
     rows: ModalityRows
     waves: tuple[Wave, ...]
     wave_of_row: Rows
@@ -89,6 +88,7 @@ def plan_items(
     return {modality: _plan_modality(table, modality, needed_by, encoders[modality]) for modality in table.modalities}
 
 
+@lru_cache(maxsize=8)
 def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, planning: EncoderPlanning) -> ModalityPlan:
     rows, home = table.of(modality), needed_by.home
     _check_largest(table, rows, planning)
@@ -108,7 +108,7 @@ def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, plannin
         need = [ids[rank][wave_of_row[ids[rank]] == index] for rank in home.ranks]
         have = Partition.from_rows([encoded[rank] for rank in home.ranks])
         waves.append(Wave(micro_batch, have, Partition.from_rows(need)))
-    return ModalityPlan(needed_by.micro_batches, rows, tuple(waves), wave_of_row, needed)
+    return ModalityPlan(rows, tuple(waves), wave_of_row, needed)
 
 
 def _check_largest(table: ItemTable, rows: ModalityRows, planning: EncoderPlanning) -> None:

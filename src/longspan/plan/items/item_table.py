@@ -102,6 +102,12 @@ class ItemTable:
     def __len__(self) -> int:
         return len(self.items)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ItemTable) and (self.lengths, self.items) == (other.lengths, other.items)
+
+    def __hash__(self) -> int:
+        return hash((self.lengths, self.items))
+
     def covered(self, document: int, start: int, stop: int) -> NDArray[np.bool_]:
         """Whether each position from start to stop of a document is a placeholder: (stop - start,) bool."""
         keys = np.arange(start, stop) + document * self._stride

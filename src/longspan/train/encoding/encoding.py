@@ -20,7 +20,7 @@ from longspan.model.seams.call_rules import call_rules
 from longspan.plan import MicroBatch, Plan
 from longspan.plan.items import EncoderPlanning, ItemTable, NeededBy, plan_items
 from longspan.train.encoding.modality_pass import ModalityPass, SomeItems
-from longspan.train.local_batch import LocalBatch, reading_error
+from longspan.train.local_batch import LocalBatch
 
 
 def items_of(model: nn.Module, plan: Plan, documents: Any) -> ItemTable | None:
@@ -67,7 +67,7 @@ class Encoding:
         )
         planning = {modality: _planning(encoder) for modality, encoder in model.encoder_settings.items()}
         plans = plan_items(items.table, needed_by, planning)
-        self._world = world
+        self._world, self._micro_batches = world, micro_batches
         self._parts = [
             ModalityPass(model.encoder_settings[modality], world, part, items, backward=backward)
             for modality, part in plans.items()
@@ -86,7 +86,7 @@ class Encoding:
                 stack.enter_context(part.open())
             self._agree([part.encode() for part in self._parts])
             for part in self._parts:
-                part.deliver(batches)
+                part.deliver(self._micro_batches, batches)
             yield
             for part in reversed(self._parts):
                 part.backward()
@@ -96,22 +96,6 @@ class Encoding:
         error = next((error for error in errors if error is not None), None)
         if self._world.control.any_rank(error is not None):
             raise_first_error(self._world, error)
-
-
-def read_encoding(
-    model: nn.Module, plan: Plan, documents: Any, table: ItemTable | None, *, backward: bool
-) -> Encoding | None:
-    """The encoding of a whole step, read by all ranks; where any cannot read its items, all raise DataError."""
-    if table is None or not isinstance(model, MultimodalModel):
-        return None
-    encoding, failure = Encoding(model, plan, plan.micro_batches, table, backward=backward), None
-    try:
-        encoding.read(documents)
-    except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
-        failure = reading_error(error, model.world)
-    if model.world.control.agree(table.digest(), flag=failure is not None):
-        raise_first_error(model.world, failure)
-    return encoding
 
 
 def _of_micro_batches(table: ItemTable, micro_batches: Sequence[MicroBatch]) -> SomeItems:

@@ -111,8 +111,8 @@ class ModalityPass:
             )
         return None
 
-    def deliver(self, batches: Sequence[LocalBatch]) -> None:
-        """Exchange the rows of every wave, and give each micro-batch's shard its own."""
+    def deliver(self, micro_batches: Sequence[MicroBatch], batches: Sequence[LocalBatch]) -> None:
+        """Exchange the rows of every wave, and give the shard of each of these micro-batches its own."""
         arrived: list[Tensor] = []
         for wave in self.waves:
             assert wave.output is not None
@@ -120,7 +120,7 @@ class ModalityPass:
                 arrived.append(wave.bridge(wave.output.detach()))
         starts = [0] * len(self.waves)
         by_micro_batch = {id(batch.shard.micro_batch): batch.shard for batch in batches}
-        for micro_batch, needed in zip(self.plan.micro_batches, self.plan.needed[self.world.rank], strict=True):
+        for micro_batch, needed in zip(micro_batches, self.plan.needed[self.world.rank], strict=True):
             if not len(needed.row):
                 continue
             shard = by_micro_batch[id(micro_batch)]

@@ -1,0 +1,50 @@
+"""Waves of a coming step, planned in a thread while another step runs: the same as planned in the step itself."""
+
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.plan import Plan
+from longspan.plan.items import ItemTable
+from longspan.train.encoding.encoding import Encoding, items_of
+
+MOST = 4  # steps of a model whose waves are planned and not yet taken; older ones are dropped
+
+_pool = ThreadPoolExecutor(1, "longspan-waves")
+_planned = WeakKeyDictionary[nn.Module, "OrderedDict[Any, Future[Encoding]]"]()
+
+
+def plan_waves_ahead(model: MultimodalModel, plan: Plan, documents: Any, *, backward: bool = True) -> None:
+    """Begin to plan the waves of a coming step, and return at once; `run_step` takes them when it comes to the step.
+
+    >>> following = plans.plan(step + 1)
+    >>> plan_waves_ahead(model, following, documents_of(step + 1))
+    >>> run_step(model, plan, documents, world, optimizer=optimizer)
+
+    What is planned is on the host: which items a rank encodes, and which rows go where. Nothing is read. An error is
+    raised by the step. Raises what `run_step` raises for documents without items.
+    """
+    table = items_of(model, plan, documents)
+    assert table is not None  # a MultimodalModel's documents have items
+    planned = _planned.setdefault(model, OrderedDict())
+    planned[_key(plan, table, backward)] = _pool.submit(_encoding, model, plan, table, backward)
+    while len(planned) > MOST:
+        planned.popitem(last=False)
+
+
+def planned_encoding(model: MultimodalModel, plan: Plan, table: ItemTable, *, backward: bool) -> Encoding:
+    """The waves of a step: those planned ahead, waited for if need be, or planned now."""
+    ahead = _planned.get(model, OrderedDict()).pop(_key(plan, table, backward), None)
+    return _encoding(model, plan, table, backward) if ahead is None else ahead.result()
+
+
+def _encoding(model: MultimodalModel, plan: Plan, table: ItemTable, backward: bool) -> Encoding:
+    return Encoding(model, plan, plan.micro_batches, table, backward=backward)
+
+
+def _key(plan: Plan, table: ItemTable, backward: bool) -> tuple[str, str, bool]:
+    return plan.digest(), table.digest(), backward

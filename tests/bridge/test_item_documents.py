@@ -1,0 +1,36 @@
+"""Documents with items: what an encoder reads, and items found by their placeholders."""
+
+import numpy as np
+import pytest
+
+from longspan.bridge import Item, ItemDocuments, items_at_placeholders
+from longspan.bridge.item_documents import item_table_of
+from longspan.errors import DataError
+
+
+def test_items_are_found_by_their_placeholders() -> None:
+    tokens = [np.array([5, 0, 0, 9, 0, 0, 0]), [1, 2], [0]]
+    items = items_at_placeholders(tokens, 0, [[1, 3, 1], [], [1]], "audio")
+    assert items == [
+        Item(0, ((1, 2),), "audio"),
+        Item(0, ((2, 3), (4, 6)), "audio"),
+        Item(0, ((6, 7),), "audio"),
+        Item(2, ((0, 1),), "audio"),
+    ]
+    assert items_at_placeholders([[1, 2]], 0, [[]]) == []
+
+
+@pytest.mark.parametrize("rows", [[[1], []], [[2, 1], [0]], [[3], [1]], [[3, 0], []]])
+def test_other_counts_name_document_modality_and_both_counts(rows: list[list[int]]) -> None:
+    with pytest.raises(DataError, match=r"document [01] has \d placeholders? of image \(token id 0\), its .* rows"):
+        items_at_placeholders([[0, 0, 7, 0], [8]], 0, rows)
+    with pytest.raises(DataError, match="given for 1 documents, there are 2"):
+        items_at_placeholders([[0], [0]], 0, [[1]])
+
+
+def test_documents_with_items() -> None:
+    documents = ItemDocuments([[1, 2, 3, 4], [5, 6]], [Item(0, ((1, 3),)), Item(1, ((0, 1),))], ["a", "b"])
+    assert (documents.lengths, documents.targets, len(documents), documents[1]) == ((4, 2), 2, 2, [5, 6])
+    assert documents.read(1) == "b" and ItemDocuments([[1]], [], str.upper).lengths == (1,)  # pyright: ignore
+    assert item_table_of(documents, [4, 2]) is documents.item_table
+    assert item_table_of({0: [1]}, [1]) is None and item_table_of([[1]], [1]) is None
