@@ -88,7 +88,11 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--plan-rows", type=lambda text: tuple(map(int, text.split(","))), default=(131072, 1 << 20))
     parser.add_argument("--out", type=Path, help="record: FILE.json and FILE.md")
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)  # of a node: where its first rank writes
-    return parser.parse_args()
+    flags = parser.parse_args()
+    if flags.results is not None:  # it is no part of the command that a record shows
+        place = sys.argv.index("--results")
+        del sys.argv[place : place + 2]
+    return flags
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def _times(record: dict[str, Any]) -> tuple[str, str]:
         "busiest of the bridge, *uneven* one with its counts; neither copies rows. MiB are the mean over ranks. "
         "Host: until everything is launched."
     )
-    return title, f"{note}\n\n{markdown_table(names, lines)}\n\n{_aims(record)}"
+    return title, f"{note}\n\n{markdown_table(names, lines)}\n\n{_aims(record)}{_kernels(record)}"
 
 
 def _cells(row: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -83,6 +83,19 @@ def _aims(record: dict[str, Any]) -> str:
             f"{'; not ' if over else ''}{', '.join(over)}."
         )
     return "\n".join(lines)
+
+
+def _kernels(record: dict[str, Any]) -> str:
+    """What one call of the bridge runs on the first rank, where that was profiled, with the most rows."""
+    most = max((row["rows"] for row in record["rows"] if "kernels" in row), default=0)
+    lines = [
+        f"- {row['layout']}, {name.removeprefix('bridge ')}: "
+        + "; ".join(f"{k['calls']} x `{k['name'][:60]}` {1e6 * k['seconds']:,.0f} µs" for k in kernels[:6])
+        for row in record["rows"]
+        if row["rows"] == most and "kernels" in row
+        for name, kernels in row["kernels"].items()
+    ]
+    return "\n".join([f"\n\nKernels of one call with {most:,} rows, first rank:\n", *lines]) if lines else ""
 
 
 def _bytes(record: dict[str, Any]) -> tuple[str, str]:
