@@ -36,7 +36,7 @@ class Encoder:
     Items are dealt to the encoder's slots by `plan_dynamic`, priced by `cost`, an item being a document of its rows:
     in waves of at most `max_rows_per_slot` rows a slot. `recompute` encodes each wave again before its backward pass
     instead of keeping what that needs. An encoder of which no parameter requires a gradient is frozen: nothing flows
-    back to it.
+    back to it, and in training it stays in the mode that it is in.
     """
 
     module: nn.Module
@@ -74,7 +74,7 @@ class MultimodalModel(nn.Module):
         self.encoders = nn.ModuleDict({modality: encoder.module for modality, encoder in encoders.items()})
         self.language_model = language_model
         self.config: Any = language_model.config
-        self.train(language_model.training)
+        self.training = language_model.training  # encoders keep the modes of their modules
         _ = world.channels.everyone  # makes its group, on all ranks together
         for root, embedding in _embeddings(language_model):
             _SpliceHook(root, embedding)

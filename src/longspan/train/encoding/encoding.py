@@ -7,7 +7,7 @@ without items of a wave encodes its smallest one, of which nothing goes anywhere
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -84,12 +84,17 @@ class Encoding:
         with ExitStack() as stack:
             for part in self._parts:
                 stack.enter_context(part.open())
-            self._agree([part.encode() for part in self._parts])
-            for part in self._parts:
-                part.deliver(self._micro_batches, batches)
+            with self._naming("encoders, and rows to their owners"):
+                self._agree([part.encode() for part in self._parts])
+                for part in self._parts:
+                    part.deliver(self._micro_batches, batches)
             yield
-            for part in reversed(self._parts):
-                part.backward()
+            with self._naming("gradients to encoders, and their backward passes"):
+                for part in reversed(self._parts):
+                    part.backward()
+
+    def _naming(self, what: str) -> AbstractContextManager[None]:
+        return self._world.watch.naming(what, self._world.home.ranks)
 
     def _agree(self, errors: Sequence[ModelError | None]) -> None:
         """Raise on every rank where any encoder made other rows than its items take."""

@@ -72,7 +72,7 @@ class ModalityPass:
         """Modes of the encoder for the step; gradients are summed over its slots, and nothing stays gathered."""
         module = self.encoder.module
         with modes_restored(module), ExitStack() as stack:
-            if not (self.training and module.training):
+            if not self.training or (self.trains and not module.training):
                 module.train(self.training)
             if self.trains:
                 stack.enter_context(gradients_summed_over_slots(module, self.encoder.world))
