@@ -12,6 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from longspan import Layout, World, evaluate, plan_dynamic, prepare, run_step
 from longspan.bridge import Item, ItemDocuments
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
+from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.testing import backend, run_ranks
 from longspan.train import PlanChoice
 from longspan.train.encoding import plan_waves_ahead
@@ -96,7 +97,9 @@ def step(rank: int, home: Layout, encoder_home: Layout, settings: dict[str, Any]
     ):
         docs = documents()
         prepared = prepare(language_model(), world)
-        model = MultimodalModel({"image": Encoder(module=tower(), world=beside, **settings)}, prepared, world)
+        model = MultimodalModel(
+            {"image": Encoder(module=prepare_encoder(tower(), beside), world=beside, **settings)}, prepared, world
+        )
         plan = plan_dynamic(docs.lengths, home, targets=docs.targets, max_tokens_per_slot=40)
         result = run_step(model, plan, docs, world)
         assert result.loss == pytest.approx(loss.item(), rel=1e-12) and result.targets == docs.targets
@@ -132,7 +135,9 @@ def ahead(rank: int) -> None:
         docs = documents()
         other = ItemDocuments([tokens % VOCABULARY for tokens in docs.tokens], docs.items[:2], docs.read)
         model = MultimodalModel(
-            {"image": Encoder(module=tower(), world=beside)}, prepare(language_model(), world), world
+            {"image": Encoder(module=prepare_encoder(tower(), beside, shard_parameters=False), world=beside)},
+            prepare(language_model(), world),
+            world,
         )
         plans = [plan_dynamic(d.lengths, world.home, targets=d.targets, max_tokens_per_slot=90) for d in (docs, other)]
         at_once = [run_step(model, plan, d, world).loss_sum for plan, d in zip(plans, (docs, other), strict=True)]

@@ -19,6 +19,7 @@ from longspan.bridge.splice import splice
 from longspan.comm import SequenceShard, World
 from longspan.errors import ModelError
 from longspan.layout.layout import short
+from longspan.model.multimodal.prepare_encoder import check_prepared
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import is_prepared
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
@@ -55,8 +56,8 @@ class Encoder:
 class MultimodalModel(nn.Module):
     """A prepared language model and its encoders by modality; train and evaluate it with `run_step` and `evaluate`.
 
-    Parameters are named `encoders.MODALITY.…` and `language_model.…`. Raises ModelError where the language model is not
-    prepared, or an encoder's world is not over its ranks.
+    Parameters are named `encoders.MODALITY.…` and `language_model.…`. Raises ModelError where a module is not
+    prepared, or an encoder's world is not over the language model's ranks.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class MultimodalModel(nn.Module):
             )
         for modality, encoder in encoders.items():
             _check_home(modality, encoder, world)
+            check_prepared(encoder.module, encoder.world)
         self.encoder_settings, self.world = dict(encoders), world
         self.encoders = nn.ModuleDict({modality: encoder.module for modality, encoder in encoders.items()})
         self.language_model = language_model
