@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.multimodal.blocks import encoder_blocks
+from longspan.model.multimodal.split_encoder import split_encoder
+from longspan.model.multimodal.split_trial import SplitTrial
+from longspan.model.multimodal.tp_plan import parts_of
 from longspan.model.placement.recompute import Recomputation, checkpointed
 from longspan.model.placement.sharding import Sharding, shard_over_slots
 
@@ -46,6 +49,12 @@ def prepare_encoder(
     recomputed one at a time; without it the modules of the longest list of modules. Parameters that need no gradient
     stay so: freeze them before.
 
+    Where `world.home.tp` is above 1, attention and MLPs are split over the tensor-parallel ranks of a slot, which are
+    given the same items. Their linears are known by name in the usual ways of writing a ViT (`tp_plan.py`); `tp_plan`
+    says what others are: patterns of qualified names to "colwise", "rowwise", "qkv" (one linear of queries, keys and
+    values) or "replicated". The first call compares each kind of block, its output and every gradient, with the unsplit
+    one, and raises ModelError where they differ.
+
     Every call must use the same parameters on every slot; a slot without items runs some other item.
 
     Raises ModelError, before anything is changed, for a home, settings or a module that this does not fit.
@@ -54,15 +63,21 @@ def prepare_encoder(
         parameters=shard_parameters, reshard_after_forward=reshard_after_forward, compute_dtype=compute_dtype
     )
     recomputation = Recomputation.of(activation_checkpointing)
-    _check(module, world, sharding, tp_plan)
+    _check(module, world, sharding)
     units = encoder_blocks(module, blocks)
     if not units and recomputation.kind != "none":
         raise ModelError(
             f"{type(module).__name__} has no list of blocks (nn.ModuleList) to recompute one at a time; name them in "
             "blocks=, or switch activation checkpointing off"
         )
+    trials = list[SplitTrial]()
+    if world.home.tp > 1:
+        parts = parts_of(module, units, world.home.tp, tp_plan)
+        trials = split_encoder(module, units, parts, world)
     for block in units.values():
         _recompute(block, recomputation)
+    for trial in trials:
+        trial.install()
     if sharding.parameters:
         _cast_first_tensor(units.values(), compute_dtype)
         shard_over_slots(units.values(), world, sharding, root=module, cast_block_inputs=False)
@@ -81,7 +96,7 @@ def check_prepared(module: nn.Module, world: World) -> None:
         )
 
 
-def _check(module: nn.Module, world: World, sharding: Sharding, tp_plan: Mapping[str, str] | None) -> None:
+def _check(module: nn.Module, world: World, sharding: Sharding) -> None:
     world.check_open()
     name, home = type(module).__name__, world.home
     if module in _PREPARED:
@@ -93,8 +108,6 @@ def _check(module: nn.Module, world: World, sharding: Sharding, tp_plan: Mapping
                 f"Layout({len(home.ranks)}, tp={home.tp})"
             )
     parameters = dict(module.named_parameters())
-    if home.tp > 1 or tp_plan is not None:
-        raise ModelError(f"encoders are not split over tp yet; use Layout({len(home.ranks)}) for {name}")
     if empty := [n for n, parameter in parameters.items() if parameter.is_meta]:
         raise ModelError(
             f"{len(empty)} parameters of {name} have no values ({', '.join(empty[:3])} are on the meta device); load "

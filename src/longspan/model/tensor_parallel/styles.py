@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map
 
 from longspan.comm import World
 from longspan.comm.moves.tp_collectives import (
@@ -103,6 +104,22 @@ def columnwise(linear: nn.Linear, world: World) -> None:
     wrap_forward(linear, views=dict.fromkeys(names, local_tensor))
 
 
+def columnwise_of_three(linear: nn.Linear, world: World) -> None:
+    """As `columnwise`, for one linear that makes queries, keys and values, (3, heads, d) of outputs.
+
+    Each rank makes its heads of all three. The parameters stay whole, so that they are what the unsplit module's are in
+    checkpoints; of their gradients each rank has its heads' rows, and they are summed over the tensor-parallel ranks.
+    """
+    names = ["weight"] if linear.bias is None else ["weight", "bias"]
+    wrap_forward(linear, views=dict.fromkeys(names, partial(_rows_of_three, key=world.key)))
+
+
+def _rows_of_three(x: Tensor, key: int) -> Tensor:
+    """This rank's rows of a parameter (3 · heads · d, …)."""
+    index, degree = tp_place(key)
+    return tp_copy_parameter(x, key).unflatten(0, (3, degree, -1))[:, index].flatten(0, 1)
+
+
 def columnwise_gathered(linear: nn.Linear, world: World) -> None:
     """As `columnwise`, and every rank gets all outputs; the output's gradient is identical, and so is the input's."""
     columnwise(linear, world)
@@ -112,6 +129,20 @@ def columnwise_gathered(linear: nn.Linear, world: World) -> None:
         enter=partial(tp_copy, world_key=key),
         leave=partial(tp_gather, world_key=key, dim=-1, gradient="identical"),
     )
+
+
+def copy_inputs(module: nn.Module, world: World) -> None:
+    """Each rank does a part of what the module does with its inputs: their gradients, which are partial, are summed."""
+    inner, key = module.forward, world.key
+
+    def copied(x: Any) -> Any:
+        return tp_copy(x, key) if isinstance(x, Tensor) and x.requires_grad else x
+
+    @wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return inner(*tree_map(copied, args), **tree_map(copied, kwargs))
+
+    module.forward = forward
 
 
 def rowwise(linear: nn.Linear, world: World, *, sequence_parallel: bool) -> None:

@@ -1,0 +1,108 @@
+"""An encoder's attention and MLPs split over the tensor-parallel ranks of its slots.
+
+All ranks of a slot encode the same items and hold the same rows. Each attends with its own heads: column-wise and
+row-wise linears are DTensors of a whole, and one linear of queries, keys and values stays whole on every rank. What
+several ranks hold alike (norms, embeddings, a projector) gets the same gradient on each.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from longspan.comm import World
+from longspan.errors import ModelError
+from longspan.model.multimodal.split_trial import SplitTrial
+from longspan.model.multimodal.tp_plan import QKV, Part
+from longspan.model.tensor_parallel.plan import ROWWISE
+from longspan.model.tensor_parallel.styles import (
+    columnwise,
+    columnwise_of_three,
+    copy_inputs,
+    partial_gradients,
+    rowwise,
+    wrap_forward,
+)
+
+
+def split_encoder(
+    module: nn.Module, blocks: Mapping[str, nn.Module], parts: Sequence[Part], world: World
+) -> list[SplitTrial]:
+    """Split these parts over the tensor-parallel ranks of this rank's slot; all ranks call it together, before FSDP2.
+
+    Returns trials that compare the first call of each kind of block, and of parts outside blocks, with the unsplit
+    module; to be installed where blocks have the forward that they keep.
+    """
+    _ = world.meshes.tp  # made by all ranks together
+    trials = [SplitTrial(name, unit, world) for name, unit in _units(module, blocks, parts)]
+    split = {id(part.module.get_submodule(name)) for part in parts for name in part.styles}
+    for part in parts:
+        _split_linears(part, world)
+        if not part.several:
+            _sum_other_gradients(part.module, split, world.key)
+            copy_inputs(part.module, world)
+        wrap_forward(part.module, views=_local_counts(part, world.home.tp))
+    module.register_forward_pre_hook(_DrawsRefused(module), prepend=True)
+    return trials
+
+
+def _split_linears(part: Part, world: World) -> None:
+    for name, style in part.styles.items():
+        linear: Any = part.module.get_submodule(name)
+        if style == ROWWISE:
+            rowwise(linear, world, sequence_parallel=False)
+            continue
+        if style == QKV:
+            columnwise_of_three(linear, world)
+        else:
+            columnwise(linear, world)
+        if part.several:
+            copy_inputs(linear, world)
+
+
+def _sum_other_gradients(module: nn.Module, split: set[int], key: int) -> None:
+    """Parameters beside split linears, a norm of heads say, see some of the heads or features on each rank."""
+    for child in module.modules():
+        if id(child) not in split:
+            for name, _ in child.named_parameters(recurse=False):
+                partial_gradients(child, key, name)
+
+
+def _local_counts(part: Part, tp: int) -> dict[str, Any]:
+    """How a module sees the counts of heads that it holds: those of one rank."""
+    return dict.fromkeys(part.local_attributes, lambda count: count // tp)
+
+
+def _units(
+    module: nn.Module, blocks: Mapping[str, nn.Module], parts: Sequence[Part]
+) -> Iterator[tuple[str, nn.Module]]:
+    """What a trial calls: one block of each kind, and one of each kind of parts outside blocks, by name."""
+    kinds = set[Any]()
+    for part in parts:
+        name = next((block for block in blocks if f"{part.name}.".startswith(f"{block}.")), part.name)
+        unit = module.get_submodule(name)
+        shapes = tuple((n, p.shape) for n, p in unit.named_parameters())
+        if (type(unit), shapes) not in kinds:
+            kinds.add((type(unit), shapes))
+            yield name, unit
+
+
+class _DrawsRefused:
+    """A hook that refuses training which draws at random: the ranks of a slot would go on with different rows."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._draws = [
+            f"{name} ({type(child).__name__}, {attribute} {rate:g})"
+            for name, child in module.named_modules()
+            for attribute, rate in vars(child).items()
+            if ("drop" in attribute or (attribute == "p" and isinstance(child, nn.modules.dropout._DropoutNd)))
+            and isinstance(rate, float)
+            and rate > 0
+        ]
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if module.training and self._draws:
+            raise ModelError(
+                f"{', '.join(self._draws[:4])} draw at random in training, and the tensor-parallel ranks of a slot "
+                "would draw differently; build the encoder with dropout 0.0, or use tp 1"
+            )

@@ -1,0 +1,203 @@
+"""Which linears of an encoder are split over tp, and how: by the names of their parts, or by the caller's plan.
+
+transformers has no tensor-parallel plans for vision towers. Attention and MLPs are known here by the names of their
+linears; every linear inside a block must be known or named, and what stands outside blocks stays whole unless it is
+known. Whether the split is right is not decided by names: `split_trial.py` compares it with the unsplit module.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from longspan.errors import ModelError
+from longspan.model.tensor_parallel.plan import COLWISE, ROWWISE
+
+QKV, REPLICATED = "qkv", "replicated"
+STYLES = (COLWISE, ROWWISE, QKV, REPLICATED)
+
+_ATTENTION = (("q_proj", "k_proj", "v_proj"), ("to_q", "to_k", "to_v"), ("wq", "wk", "wv"), ("query", "key", "value"))
+_FUSED = (("qkv",), ("qkv_proj",), ("wqkv",), ("Wqkv",))
+_AFTER_ATTENTION = ("out_proj", "o_proj", "proj", "to_out", "wo", "out", "dense")
+_MLP = {
+    ("gate_proj", "up_proj"): "down_proj",
+    ("up_proj",): "down_proj",
+    ("linear_fc1",): "linear_fc2",
+    ("fc1",): "fc2",
+    ("fc0",): "fc1",
+    ("w1", "w3"): "w2",
+    ("w1",): "w2",
+    ("linear1",): "linear2",
+    ("lin1",): "lin2",
+    ("dense_h_to_4h",): "dense_4h_to_h",
+    ("c_fc",): "c_proj",
+}
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nheads", "heads")
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
+HEAD_SIZE = ("head_dim", "attention_head_size", "hidden_size_per_attention_head", "dim_head", "head_size")
+WIDTHS = ("embed_dim", "all_head_size", "attn_dim", "inner_dim", "dim", "hidden_size", "hidden_dim", "d_model")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module whose own linears are split: attention, an MLP, or several of them in one module.
+
+    `styles` are those of its linears by their names in it; `several` says that it does more than one thing with its
+    input, so that its linears are split one by one.
+    """
+
+    name: str
+    module: nn.Module
+    styles: Mapping[str, str]
+    several: bool
+
+    @property
+    def local_attributes(self) -> dict[str, int]:
+        """The counts and widths that the module holds and that split attention has fewer of, by name."""
+        attributes = {n: value for n, value in vars(self.module).items() if type(value) is int}
+        counts = {n: value for n, value in attributes.items() if n in (*HEADS, *KEY_HEADS)}
+        if not counts or self.several:
+            return counts
+        width = _attention_width(self)
+        return counts | {n: value for n, value in attributes.items() if n in WIDTHS and value == width}
+
+
+def parts_of(
+    module: nn.Module, blocks: Mapping[str, nn.Module], tp: int, plan: Mapping[str, str] | None = None
+) -> list[Part]:
+    """The parts of an encoder that are split over tp ranks, in its order.
+
+    Raises ModelError, naming them, for linears in blocks that are not known, and, with the numbers, where tp does not
+    divide heads or widths.
+    """
+    styles = _recognised(module, blocks) | _planned(module, plan or {})
+    _refuse_unknown(module, blocks, styles)
+    parts = dict[str, dict[str, str]]()
+    for name, style in styles.items():
+        if style != REPLICATED:
+            owner, _, child = name.rpartition(".")
+            parts.setdefault(owner, {})[child] = style
+    split = [_part(name, module.get_submodule(name), linears, blocks) for name, linears in parts.items()]
+    _check_sizes(module, split, tp)
+    return split
+
+
+def _part(name: str, module: nn.Module, styles: Mapping[str, str], blocks: Mapping[str, nn.Module]) -> Part:
+    groups = sum(style == ROWWISE for style in styles.values())
+    return Part(name, module, styles, groups > 1 or name in blocks or isinstance(module, nn.ModuleDict | nn.ModuleList))
+
+
+# ---- linears and their styles
+
+
+def _recognised(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The style of every linear that is known by its name and those beside it, by qualified name."""
+    return {
+        f"{name}.{child}".lstrip("."): style
+        for name, owner in module.named_modules()
+        for child, style in _known(_linears(owner)).items()
+    }
+
+
+def _linears(owner: nn.Module) -> dict[str, nn.Linear]:
+    return {name: child for name, child in owner.named_children() if type(child) is nn.Linear}
+
+
+def _known(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
+    """The styles of one module's linears: attention's, and one MLP's."""
+    styles = dict[str, str]()
+    after = next((name for name in _AFTER_ATTENTION if name in linears), None)
+    columns = next((names for names in (*_ATTENTION, *_FUSED) if linears.keys() >= {*names}), None)
+    if after is not None and columns is not None:
+        styles = dict.fromkeys(columns, QKV if columns in _FUSED else COLWISE) | {after: ROWWISE}
+    for names, last in _MLP.items():
+        if linears.keys() >= {*names, last} and not styles.keys() & {*names, last}:
+            return styles | dict.fromkeys(names, COLWISE) | {last: ROWWISE}
+    return styles
+
+
+def _planned(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """The caller's styles by qualified name. Raises ModelError for a style or a pattern that means nothing."""
+    styles = dict[str, str]()
+    linears = [name for name, child in module.named_modules() if isinstance(child, nn.Linear)]
+    for pattern, style in plan.items():
+        if style not in STYLES:
+            raise ModelError(f"tp_plan gives {pattern!r} the style {style!r}; use one of {', '.join(STYLES)}")
+        names = [name for name in linears if fnmatchcase(name, pattern)]
+        if not names:
+            raise ModelError(
+                f"tp_plan names {pattern!r}, which is no nn.Linear of {type(module).__name__}; it has "
+                f"{', '.join(linears[:6])}{', …' if len(linears) > 6 else ''} (* stands for any characters)"
+            )
+        styles |= dict.fromkeys(names, style)
+    return styles
+
+
+def _refuse_unknown(module: nn.Module, blocks: Mapping[str, nn.Module], styles: Mapping[str, str]) -> None:
+    unknown = [
+        f"{path}.{name} ({child.in_features} to {child.out_features})"
+        for path, block in blocks.items()
+        for name, child in block.named_modules()
+        if isinstance(child, nn.Linear) and f"{path}.{name}" not in styles
+    ]
+    if unknown or not styles:
+        what = f"linears that are not known by name: {', '.join(unknown[:4])}" if unknown else "no linear that is known"
+        raise ModelError(
+            f"{type(module).__name__} cannot be split over tp: its blocks have {what}. Say in tp_plan what they are, "
+            '{"blocks.*.mlp.w12": "colwise"} say ("colwise", "rowwise", "qkv" or "replicated"), or use tp 1'
+        )
+
+
+# ---- sizes
+
+
+def _check_sizes(module: nn.Module, parts: list[Part], tp: int) -> None:
+    """Raise ModelError, with the sizes that would fit, where tp does not divide heads or widths."""
+    sizes = dict[str, int]()
+    for part in parts:
+        sizes.update({f"{what} of {part.name}": size for what, size in _sizes(part)})
+    wrong = [f"{size} ({what})" for what, size in sizes.items() if size % tp]
+    if wrong:
+        common = math.gcd(*sizes.values())
+        fit = [str(d) for d in range(1, common + 1) if common % d == 0]
+        raise ModelError(
+            f"tp {tp} does not divide {', '.join(wrong[:3])} in {type(module).__name__}; use tp {' or '.join(fit)}"
+        )
+
+
+def _sizes(part: Part) -> Iterator[tuple[str, int]]:
+    counts = [(name, value) for name, value in part.local_attributes.items() if name in (*HEADS, *KEY_HEADS)]
+    yield from counts
+    is_attention = QKV in part.styles.values() or any({*names} <= part.styles.keys() for names in _ATTENTION)
+    if is_attention and not counts:
+        yield "heads", _heads_by_size(part)
+    for name, style in part.styles.items():
+        linear = part.module.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        if style == QKV and linear.out_features % 3:
+            raise ModelError(
+                f"{part.name}.{name} has {linear.out_features} outputs, which are not queries, keys and values of one "
+                "size; use tp 1, or separate linears for them"
+            )
+        yield name, linear.in_features if style == ROWWISE else linear.out_features // (3 if style == QKV else 1)
+
+
+def _attention_width(part: Part) -> int:
+    """The features of all queries: outputs of the part's first column-wise linear, or of a third of a fused one."""
+    for name, style in part.styles.items():
+        linear = part.module.get_submodule(name)
+        if style != ROWWISE and isinstance(linear, nn.Linear):
+            return linear.out_features // (3 if style == QKV else 1)
+    return 0
+
+
+def _heads_by_size(part: Part) -> int:
+    size = next((v for n, v in vars(part.module).items() if n in HEAD_SIZE and type(v) is int and v > 0), 0)
+    if not size:
+        raise ModelError(
+            f"{part.name} ({type(part.module).__name__}) holds no number of heads under one of the names "
+            f"{', '.join(HEADS)}, so they cannot be split over tp; keep it in self.num_heads and use that in forward"
+        )
+    return _attention_width(part) // size
