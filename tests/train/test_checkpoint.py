@@ -210,6 +210,46 @@ def test_an_optimizer_keeps_its_hyperparameters_and_takes_the_moments(tmp_path: 
     run_ranks(hyperparameters_rank, 2, 2, tmp_path, optimizer)
 
 
+def moments_rank(rank: int, ranks: int, root: Path) -> list[str]:
+    """Checkpoints of optimizers that have no moments, or not for all parameters; returns what was refused."""
+    with World(Layout(ranks), backend=backend(), timeout=60) as world:
+        model, before = opened(world)
+        save_checkpoint(root, model, before, world, step=0)  # before the first step
+        assert not before.state
+        names = [name for name, _ in model.named_parameters()]
+        for parameter in model.parameters():
+            parameter.grad = torch.sin(3 * parameter.detach())
+        model.get_parameter(names[3]).grad = None
+        before.step()
+        save_checkpoint(root, model, before, world, step=1)
+        left = build_optimizer(model, lr=1e-2)
+        for step, count in ((1, len(names) - 1), (0, 0), (1, len(names) - 1)):  # gradients are there the first time
+            load_checkpoint(root / f"step-00000{step}", model, left, world)
+            assert sum(bool(state) for state in left.state.values()) == count
+            assert all(parameter.grad is None for parameter in model.parameters())
+        assert not left.state.get(model.get_parameter(names[3]))
+        assert all(map(torch.equal, contents(model, before), contents(model, left)))
+        model.get_parameter(names[2]).requires_grad_(False)
+        save_checkpoint(root, model, build_optimizer(model, lr=1e-2), world, step=2)
+        model.get_parameter(names[2]).requires_grad_(True)
+        save_checkpoint(root, model, build_optimizer(model, "sgd"), world, step=3)
+        refused = list[str]()
+        for step in (2, 3):
+            with pytest.raises(CheckpointError) as error:
+                load_checkpoint(root / f"step-00000{step}", model, left, world)
+            refused.append(str(error.value))
+        return refused
+
+
+def test_a_parameter_without_moments_has_none_after_loading(tmp_path: Path) -> None:
+    first, second = run_ranks(moments_rank, 2, 2, tmp_path)
+    assert first == second
+    assert re.search(
+        r"no moments of 1 parameter that this optimizer updates \(model.layers.0.*\), which were frozen,", first[0]
+    )
+    assert "no moments for AdamW: it was saved with another optimizer; use that one" in first[1]
+
+
 def damaged_rank(rank: int, ranks: int, root: Path) -> tuple[list[str], list[str]]:
     """A run whose second of two checkpoints has a flipped byte goes on from the first and saves once more."""
     hashed, said, digest = list[str](), list[str](), files_module._digest

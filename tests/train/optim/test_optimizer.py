@@ -72,3 +72,30 @@ def test_a_model_with_nothing_to_train_has_an_optimizer() -> None:
     for name in ("adamw", "sgd"):
         build_optimizer(model, name).step()
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_modules_have_rates_of_their_own() -> None:
+    model = nn.ModuleDict({"encoder": small(), "head": nn.Linear(4, 2)})
+    optimizer = build_optimizer(model, "adamw", lr={"encoder": 0.1, "encoder.2": 0.2, "": 0.3}, weight_decay=0.5)
+    settings = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    for name, parameter in model.named_parameters():
+        rate = 0.3 if name.startswith("head") else 0.2 if name.startswith("encoder.2") else 0.1
+        assert settings.pop(id(parameter)) == (rate, 0.5 if parameter.ndim == 2 else 0.0), name
+    assert not settings and len(optimizer.param_groups) == 6
+
+
+REFUSED_RATES = [
+    ({"encodr": 0.1}, r"lr has a rate for 'encodr', which is no module of this ModuleDict; it has encoder, head, and"),
+    ({"encoder": 0.1}, r"lr has rates for encoder, but head.weight is in none of them; name its module too, freeze it"),
+    ({}, r"lr has rates for no module, but encoder.0.weight is in none"),
+]
+
+
+@pytest.mark.parametrize(("rates", "message"), REFUSED_RATES)
+def test_rates_that_do_not_fit_the_model(rates: dict[str, float], message: str) -> None:
+    model = nn.ModuleDict({"encoder": small(), "head": nn.Linear(4, 2)})
+    with pytest.raises(ConfigError, match=message):
+        build_optimizer(model, lr=rates)
+    model["head"].requires_grad_(False)
+    if rates == {"encoder": 0.1}:
+        assert build_optimizer(model, lr=rates).param_groups[0]["lr"] == 0.1

@@ -10,7 +10,7 @@ the run's seed and the step, so neither needs a state of its own. What stands in
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.optim import Optimizer
 
 from longspan.comm import World
@@ -39,9 +39,15 @@ from longspan.train.checkpoint.files import (
     publish,
     read_state,
 )
+from longspan.train.checkpoint.moments import (
+    BY_NAME,
+    SETTINGS,
+    StoredMoments,
+    leave_without_moments,
+    tensors_to_fill,
+    tensors_to_save,
+)
 from longspan.train.checkpoint.storage import HashingWriter, PatientReader
-
-_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # no list of parameters, which differs between stages
 
 
 def save_checkpoint(
@@ -68,7 +74,7 @@ def save_checkpoint(
     folder = path.with_name(path.name + PARTIAL)
     on_first_rank(world, lambda: create_partial(folder), CheckpointError)
     try:
-        digests = _write(folder, _tensors(model, optimizer), world)
+        digests = _write(folder, tensors_to_save(model, optimizer), world)
         on_first_rank(world, lambda: publish(folder, path, {"step": step, **(state or {})}, digests), CheckpointError)
     except CheckpointError as error:
         if is_first_rank(world):
@@ -115,25 +121,28 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | N
     {'step': 100, 'epoch': 2}
 
     All ranks call it together. The home may be another one than that which saved it: any number of ranks, in any
-    division. Moments and step counts come from the checkpoint. The optimizer keeps its own hyperparameters (lr, weight
+    division, of each module of a MultimodalModel. Moments and step counts come from the checkpoint; a parameter that
+    never had a gradient keeps none. Gradients are dropped. The optimizer keeps its own hyperparameters (lr, weight
     decay, betas, eps): a resumed run follows its own configuration, and sets the learning rate of each step. Files are
     not compared with their hashes here (`find_checkpoint` does). Raises CheckpointError where the folder is missing,
-    or belongs to another model.
+    belongs to another model, or lacks moments of parameters that were frozen.
     """
     path = Path(path)
     state, stored = on_first_rank(world, lambda: (read_state(path), _stored_names(path)), CheckpointError)
-    tensors = _tensors(model, optimizer)
+    tensors = tensors_to_fill(model, optimizer)
+    weights = {name for names in world.control.gather_objects(list(tensors["model"])) for name in names}
+    _check_names(path, _under("model.", stored), weights)
+    if optimizer is not None:
+        moments = StoredMoments.of(_under("optimizer.", stored))
+        leave_without_moments(path, moments, model, optimizer, tensors, world)
     hyperparameters = {name: tensors["optimizer"].pop(name) for name in _hyperparameters(tensors)}
-    _check_names(
-        path, stored, {name for names in world.control.gather_objects(list(tensors["model"])) for name in names}
-    )
     try:
         dcp.load(tensors, storage_reader=PatientReader(path, world), process_group=world.control.group)
     except (Exception, CheckpointException) as error:  # other shapes and unreadable files alike
         raise CheckpointError(f"checkpoint {path} does not fit this model: {_reason(error)}") from error
-    optimizers = [] if optimizer is None else [optimizer]
-    moments = tensors.get("optimizer", {}) | hyperparameters
-    set_state_dict(model, optimizers, model_state_dict=tensors["model"], optim_state_dict=moments, options=_BY_NAME)
+    optimizers = [optimizer] if optimizer is not None and optimizer.state else []
+    moments = tensors["optimizer"] | hyperparameters if optimizers else {}
+    set_state_dict(model, optimizers, model_state_dict=tensors["model"], optim_state_dict=moments, options=BY_NAME)
     return state
 
 
@@ -147,13 +156,16 @@ def _write(folder: Path, tensors: dict[str, Any], world: World) -> list[dict[str
     return world.control.gather_objects(writer.digests)
 
 
-def _stored_names(path: Path) -> set[str]:
-    """The weights that a checkpoint holds."""
+def _stored_names(path: Path) -> list[str]:
+    """All that a checkpoint holds: weights under "model.", moments and settings under "optimizer."."""
     try:
-        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        return list(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
     except Exception as error:  # an unreadable pickle raises anything
         raise CheckpointError(f"checkpoint {path}: .metadata cannot be read: {error}") from error
-    return {name.removeprefix("model.") for name in stored if name.startswith("model.")}
+
+
+def _under(prefix: str, names: Iterable[str]) -> set[str]:
+    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
 
 def _check_names(path: Path, saved: set[str], weights: set[str]) -> None:
@@ -178,12 +190,7 @@ def _reason(error: BaseException) -> str:
 
 def _hyperparameters(tensors: Mapping[str, Any]) -> list[str]:
     """Names of the optimizer's settings, such as its learning rate, beside its moments."""
-    return [name for name in tensors.get("optimizer", {}) if name.startswith("param_groups.")]
-
-
-def _tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    weights, moments = get_state_dict(model, [] if optimizer is None else [optimizer], options=_BY_NAME)
-    return {"model": weights} | ({} if optimizer is None else {"optimizer": moments})
+    return [name for name in tensors.get("optimizer", {}) if name.startswith(SETTINGS)]
 
 
 def _silent(_: str) -> None:

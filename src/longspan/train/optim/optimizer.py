@@ -4,11 +4,13 @@ import importlib
 import inspect
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from longspan.errors import ConfigError
@@ -67,39 +69,78 @@ class OptimizerChoice:
 def build_optimizer(
     model: nn.Module,
     name: str = "adamw",
-    lr: float = 1e-3,
+    lr: float | Mapping[str, float] = 1e-3,
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.95),
     **arguments: Any,
 ) -> Optimizer:
     """An optimizer over the model's trainable parameters; call it after `prepare`, which may replace them.
 
-    "adamw" (fused), "sgd" (no momentum unless given), or the dotted name of a class, such as "torch.optim.NAdam".
+    >>> optimizer = build_optimizer(model, lr={"encoders.image": 1e-4, "language_model": 1e-5})
+
+    "adamw" (fused), "sgd" (no momentum unless given), or the dotted name of a class, such as "torch.optim.NAdam". `lr`
+    is one learning rate, or those of modules by name: a parameter has that of the innermost module that is named.
     `betas` are adamw's; `arguments` are the class's own. Weight decay applies to what multiplies (`decays`), not to
     norms and biases. Where the model has nothing to train (a pipeline stage that is frozen, say) the optimizer has no
-    parameters. Raises ConfigError for another name, and for arguments that the class does not know.
+    parameters. Raises ConfigError for another name, for arguments that the class does not know, for a rate of what is
+    no module, and for parameters without one.
     """
     if name == "adamw":
         arguments = {"betas": betas} | arguments
     check_arguments(name, arguments)
-    return OptimizerChoice(name, lr, weight_decay, tuple(arguments.items())).over(groups_of(model, name, weight_decay))
+    rates = lr if isinstance(lr, Mapping) else {"": lr}
+    groups = groups_of(model, name, weight_decay, rates)
+    return OptimizerChoice(name, max(rates.values(), default=0.0), weight_decay, tuple(arguments.items())).over(groups)
 
 
-def groups_of(model: nn.Module, name: str, weight_decay: float) -> list[dict[str, Any]]:
-    """The model's trainable parameters in two groups, of which the first one decays.
+def groups_of(
+    model: nn.Module, name: str, weight_decay: float, rates: Mapping[str, float] | None = None
+) -> list[dict[str, Any]]:
+    """The model's trainable parameters in groups of one learning rate and weight decay; what decays comes first.
 
-    Raises ConfigError where weights are to decay under an optimizer that does not know weight decay.
+    DTensors and plain tensors are apart, for no kernel of an optimizer takes both at once. `rates` are learning rates
+    by the names of modules (None: the optimizer's own). Raises ConfigError where weights are to decay under an
+    optimizer that does not know weight decay, and for rates that do not fit the model.
     """
-    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if not _takes(optimizer_class(name), "weight_decay"):
-        if weight_decay:
-            raise ConfigError(f"train.optimizer {name!r} knows no weight decay; set train.weight_decay to 0")
-        return [{"params": [parameter for _, parameter in trainable]}]
-    groups = [
-        {"params": [p for name, p in trainable if decays(name, p)], "weight_decay": weight_decay},
-        {"params": [p for name, p in trainable if not decays(name, p)], "weight_decay": 0.0},
+    knows_decay = _takes(optimizer_class(name), "weight_decay")
+    if weight_decay and not knows_decay:
+        raise ConfigError(f"train.optimizer {name!r} knows no weight decay; set train.weight_decay to 0")
+    if rates is not None:
+        _check_rates(model, rates)
+    groups = defaultdict[tuple[bool, bool, float], list[nn.Parameter]](list)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            spared = knows_decay and not decays(parameter_name, parameter)
+            rate = 0.0 if rates is None else rates[_innermost(rates, parameter_name)]
+            groups[spared, not isinstance(parameter, DTensor), rate].append(parameter)
+    settings = [
+        {"params": groups[spared, plain, rate]}
+        | ({} if rates is None else {"lr": rate})
+        | ({"weight_decay": 0.0 if spared else weight_decay} if knows_decay else {})
+        for spared, plain, rate in sorted(groups)
     ]
-    return [group for group in groups if group["params"]] or groups[:1]
+    return settings or [{"params": []}]
+
+
+def _check_rates(model: nn.Module, rates: Mapping[str, float]) -> None:
+    """Raise ConfigError for a rate of what is no module."""
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    if unknown := [name for name in rates if name not in modules]:
+        raise ConfigError(
+            f"lr has a rate for {unknown[0]!r}, which is no module of this {type(model).__name__}; it has "
+            f"{', '.join(name for name, _ in model.named_children())}, and modules inside these"
+        )
+
+
+def _innermost(modules: Iterable[str], parameter_name: str) -> str:
+    """The longest of these names that the parameter is in. Raises ConfigError where it is in none."""
+    around = [name for name in modules if not name or parameter_name.startswith(f"{name}.")]
+    if not around:
+        raise ConfigError(
+            f"lr has rates for {', '.join(modules) or 'no module'}, but {parameter_name} is in none of them; name its "
+            'module too, freeze it, or give a rate for "", which stands for all other modules'
+        )
+    return max(around, key=len)
 
 
 def decays(name: str, parameter: Tensor) -> bool:
