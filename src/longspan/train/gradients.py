@@ -21,15 +21,15 @@ from longspan.model.multimodal.multimodal_model import modules_and_worlds
 from longspan.model.pipeline.pipeline import PipelineModel
 
 
-def grad_norm(parameters: Iterable[Tensor], world: World) -> float:
+def grad_norm(model: nn.Module, world: World) -> float:
     """The 2-norm of all ranks' gradients together, the same on every rank, which all enter.
 
-    >>> grad_norm(model.parameters(), world)
+    >>> grad_norm(model, world)
 
-    Sharded gradients (DTensor) may live on different meshes. Parameters without a gradient are skipped: other ranks may
-    have some. With pipeline stages give `counted_parameters(model)`.
+    Every element of a gradient is counted once, on whatever meshes the parameters lie, in stages of a pipeline and in
+    the homes of a MultimodalModel's encoders too. Parameters without a gradient are skipped: other ranks may have some.
     """
-    (squares,) = world.control.sum_over_ranks([square_sum(parameters, world)], "gradient norm")
+    (squares,) = world.control.sum_over_ranks([square_sum_of_modules(model, world)], "gradient norm")
     return math.sqrt(squares)
 
 
@@ -41,15 +41,15 @@ def clip_grad_norm(model: nn.Module, max_norm: float, world: World) -> float:
     >>> optimizer.step()
 
     It takes the place of torch's `clip_grad_norm_` for a prepared model, whose gradients may be sharded over several
-    meshes (tensor and expert parallelism) or be on other ranks altogether (pipeline stages). All ranks call it
-    together. `max_norm` inf clips nothing.
+    meshes (tensor and expert parallelism, encoders) or be on other ranks altogether (pipeline stages). All ranks call
+    it together. `max_norm` inf clips nothing.
 
     Raises ModelError for a `max_norm` that is not positive, NonFiniteError on every rank where the norm is not finite:
     no gradient has been scaled then, and the error names the parameters.
     """
     if not max_norm > 0:
         raise ModelError(f"max_norm is {max_norm}; give a positive norm, or float('inf') to measure and clip nothing")
-    norm = grad_norm(counted_parameters(model), world)
+    norm = grad_norm(model, world)
     check_finite(model, world, norm=norm)
     clip_gradients(model.parameters(), max_norm, norm)
     return norm
