@@ -65,9 +65,9 @@ def documents() -> ItemDocuments:
     return ItemDocuments(tokens, items, pixels)
 
 
-def dense(documents: ItemDocuments) -> tuple[Tensor, list[float], dict[str, Tensor]]:
+def dense(documents: ItemDocuments, encoder: nn.Module | None = None) -> tuple[Tensor, list[float], dict[str, Tensor]]:
     """The mean loss, the sums of each document, and every gradient, one document at a time in one process."""
-    model, encoder = language_model(), tower()
+    model, encoder = language_model(), encoder or tower()
     total, sums = torch.zeros((), dtype=torch.float64), list[float]()
     for document, length in enumerate(documents.lengths):
         table = documents.item_table
