@@ -38,10 +38,10 @@ class ControlGroup:
     def _watch(self) -> Watch:
         return self._groups.watch
 
-    def agree(self, digest: str, *, flag: bool = False) -> bool:
+    def agree(self, digest: str, *, flag: bool = False, what: str = "plans") -> bool:
         """Compare a hexadecimal digest over all ranks; returns whether the `flag` is set on any of them.
 
-        Raises CommError that says which ranks hold what.
+        Raises CommError that says which ranks hold `what`.
         """
         words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
         both = torch.cat([words, ~words, torch.tensor([int(flag)])])  # the largest of ~w is ~(the smallest w)
@@ -54,8 +54,8 @@ class ControlGroup:
             ranks_of.setdefault(digest_there, []).append(rank)
         who = "; ".join(f"ranks {short(ranks)} hold {digest_there[:12]}…" for digest_there, ranks in ranks_of.items())
         raise CommError(
-            f"the ranks hold {len(ranks_of)} different plans for step {self._watch.step}: {who}. A plan must be "
-            f"made from the same lengths and settings on every rank"
+            f"the ranks hold {len(ranks_of)} different {what} for step {self._watch.step}: {who}. A plan must be "
+            f"made from the same lengths{' and items' if what != 'plans' else ''} and settings on every rank"
         )
 
     def gather_objects(self, value: T, what: str = "gather of host values") -> list[T]:

@@ -8,10 +8,11 @@ How a step goes through both is in `longspan.train.encoding`. Rows of items reac
 input embedding, so that its own forward is untouched.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -79,7 +80,7 @@ class MultimodalModel(nn.Module):
         self.training = language_model.training  # encoders keep the modes of their modules
         _ = world.channels.everyone  # makes its group, on all ranks together
         for root, embedding in _embeddings(language_model):
-            _SpliceHook(root, embedding)
+            _SpliceHook(root, embedding, tuple(encoders.values()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raises ModelError: a step goes through both modules with `run_step` or `evaluate`."""
@@ -126,7 +127,8 @@ def _embeddings(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[nn.Mod
 class _SpliceHook:
     """Splices rows into what an embedding returns during a call of its model with a shard."""
 
-    def __init__(self, root: nn.Module, embedding: nn.Module) -> None:
+    def __init__(self, root: nn.Module, embedding: nn.Module, encoders: Sequence[Encoder]) -> None:
+        self._encoders = encoders
         self._shard: SequenceShard | None = None
         root.register_forward_pre_hook(self._enter, with_kwargs=True)
         root.register_forward_hook(self._leave, always_call=True)
@@ -140,4 +142,9 @@ class _SpliceHook:
         self._shard = None
 
     def _splice(self, embedding: nn.Module, args: Any, embeddings: Tensor) -> Tensor:
-        return embeddings if self._shard is None else splice(embeddings, self._shard)
+        if self._shard is None:
+            return embeddings
+        if torch.is_grad_enabled() and not embeddings.requires_grad and not all(x.frozen for x in self._encoders):
+            # Under a frozen language model all ranks enter its backward pass, also those that got no rows.
+            embeddings = embeddings.detach().requires_grad_()
+        return splice(embeddings, self._shard)

@@ -68,8 +68,9 @@ class Encoding:
         planning = {modality: _planning(encoder) for modality, encoder in model.encoder_settings.items()}
         plans = plan_items(items.table, needed_by, planning)
         self._world, self._micro_batches = world, micro_batches
+        width = model.config.get_text_config().hidden_size
         self._parts = [
-            ModalityPass(model.encoder_settings[modality], world, part, items, backward=backward)
+            ModalityPass(model.encoder_settings[modality], world, part, items, width=width, backward=backward)
             for modality, part in plans.items()
         ]
 

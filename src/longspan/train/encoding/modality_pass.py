@@ -55,8 +55,10 @@ def _smallest_alone(wave: MicroBatch, slot: int) -> MicroBatch:
 class ModalityPass:
     """The waves of one modality on this rank."""
 
-    def __init__(self, encoder: Encoder, world: World, plan: ModalityPlan, items: SomeItems, *, backward: bool) -> None:
-        self.encoder, self.world, self.plan, self.items = encoder, world, plan, items
+    def __init__(
+        self, encoder: Encoder, world: World, plan: ModalityPlan, items: SomeItems, *, width: int, backward: bool
+    ) -> None:
+        self.encoder, self.world, self.plan, self.items, self.width = encoder, world, plan, items, width
         self.trains = backward and not encoder.frozen
         self.training = backward
         gradient = "none" if not self.trains else "partial_over_slots" if world.home.tp > 1 else "partial"
@@ -86,15 +88,15 @@ class ModalityPass:
 
     def encode(self) -> ModelError | None:
         """Run the encoder over all waves; the error of one that makes other rows than its items take."""
-        for wave in self.waves:
+        error: ModelError | None = None
+        for wave in self.waves:  # all of them, whatever one made: other ranks may wait in the collectives of an encoder
             if self.encoder.recompute and self.trains:
                 wave.random_state = RandomState.of(self.world.device)
             with torch.set_grad_enabled(self.trains and not self.encoder.recompute):
                 output = self._call(wave)
-            if (error := self._wrong_rows(wave, output)) is not None:
-                return error
-            wave.output = output if wave.works else output[:0]
-        return None
+            error = error or self._wrong_rows(wave, output)
+            wave.output = None if error else output if wave.works else output[:0]
+        return error
 
     def _call(self, wave: _LocalWave) -> Tensor:
         return self.encoder.module(wave.inputs, **({} if wave.shard is None else {"shard": wave.shard}))
@@ -108,6 +110,11 @@ class ModalityPass:
             return ModelError(
                 f"the encoder returned {output.shape[0]} rows for {names}, whose placeholders take {wave.rows} "
                 f"positions here (rank {self.world.rank}); spans of an item and the rows of its encoder must agree"
+            )
+        if output.shape[1] != self.width:
+            return ModelError(
+                f"the encoder makes rows of width {output.shape[1]} for {names}, the language model embeds tokens in "
+                f"{self.width}; end the encoder with a projector to {self.width}"
             )
         return None
 

@@ -24,6 +24,6 @@ def read_encoding(
         encoding.read(documents)
     except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
         failure = reading_error(error, model.world)
-    if model.world.control.agree(table.digest(), flag=failure is not None):
+    if model.world.control.agree(table.digest(), flag=failure is not None, what="lists of items"):
         raise_first_error(model.world, failure)
     return encoding

@@ -168,6 +168,8 @@ class _Portions:
     def _agreed_end(self, ended: bool, *, first: bool) -> bool:
         """Whether any rank has ended; after the first portion, ranks also say whether their last one took long."""
         if first:
+            if self.items is not None:
+                self.world.control.agree(self.items.digest(), what="lists of items")
             return self.world.control.agree(self.plan.digest(), flag=ended)
         any_ended, self.any_long = self.world.control.any_ranks(ended, self.long)
         return any_ended

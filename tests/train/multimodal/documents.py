@@ -1,0 +1,63 @@
+"""Documents with items: ragged, interleaved, of two modalities, at either end, nothing else at all, or none."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longspan.bridge import Item, ItemDocuments
+from tests.train.multimodal.encoders import CLIP_ROWS, CLIP_SIDE, PATCH
+
+VOCABULARY = 66  # tp 2 and 3 divide it
+Spans = tuple[tuple[int, int], ...]
+
+# Length of each document, and its items: a modality and spans. Items of "video" always have CLIP_ROWS rows.
+Described = tuple[int, tuple[tuple[str, Spans], ...]]
+SETS: dict[str, tuple[Described, ...]] = {
+    "mixed": (
+        (13, (("image", ((3, 8),)),)),
+        (1, ()),
+        (30, (("video", ((2, 4), (6, 8))), ("image", ((4, 6), (8, 9))), ("image", ((15, 22),)))),  # interleaved
+        (7, (("image", ((0, 3),)),)),  # at its beginning alone
+        (18, ()),
+        (9, (("image", ((2, 3),)), ("video", ((5, 9),)))),  # up to its end
+        (3, (("image", ((0, 3),)),)),  # nothing but placeholders: it has no target
+        (
+            24,
+            (("image", ((1, 14),)), ("video", ((14, 18),)), ("image", ((19, 22),))),
+        ),  # an item is most of the document
+    ),
+    "packed": (
+        *((5 + d % 3, (("image", ((d % 2, 3 + d % 2),)),) if d % 4 else ()) for d in range(12)),
+        (16, (("image", ((0, 1),)), ("image", ((1, 5),)), ("image", ((5, 7),)), ("image", ((12, 16),)))),  # touching
+    ),
+    "few": ((21, ()), (11, (("video", ((4, 8),)),)), (6, ())),  # fewer items than ranks; none of "image"
+    "text": ((13, ()), (1, ()), (9, ())),
+}
+
+
+def documents_of(name: str, seed: int = 0) -> ItemDocuments:
+    """One of the sets with random tokens and inputs; its items are not in the order of their documents."""
+    draw = np.random.default_rng(seed)
+    tokens = [draw.integers(0, VOCABULARY, size=length) for length, _ in SETS[name]]
+    items = [Item(d, spans, kind) for d, (_, described) in enumerate(SETS[name]) for kind, spans in described]
+    items = [items[i] for i in draw.permutation(len(items))]
+    return ItemDocuments(tokens, items, [input_of(item, draw) for item in items])
+
+
+def input_of(item: Item, draw: np.random.Generator) -> Tensor:
+    """What the item's encoder is given: patches (rows, PATCH), or pixels of one image."""
+    if item.modality == "video":
+        assert item.rows == CLIP_ROWS
+        return torch.from_numpy(draw.normal(size=(3, CLIP_SIDE, CLIP_SIDE)))
+    return torch.from_numpy(draw.normal(size=(item.rows, PATCH)))
+
+
+def placeholders(length: int, items: Sequence[Item]) -> np.ndarray:
+    """Which positions of a document take rows of these items (its own)."""
+    taken = np.zeros(length, dtype=bool)
+    for item in items:
+        for start, stop in item.spans:
+            taken[start:stop] = True
+    return taken

@@ -1,0 +1,155 @@
+"""What a user of a two-module model may get wrong is an error on every rank, after which a step runs as before."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longspan import Layout, World, evaluate, run_step
+from longspan.bridge import Item, ItemDocuments
+from longspan.errors import CommError, DataError, LongspanError, ModelError, PlanError
+from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
+from longspan.testing import backend, run_ranks
+from tests.train.multimodal.cases import Case
+from tests.train.multimodal.documents import documents_of
+from tests.train.multimodal.oracle import model_of
+from tests.train.multimodal.reference import language_model_of
+
+CASE = Case("1·4→2·1·2", documents="packed", waves="several")
+DOCUMENTS = documents_of(CASE.documents)
+
+
+def documents(items: list[Item] | None = None, read: Callable[[int], Any] = DOCUMENTS.read) -> Any:
+    """The documents as any object with `items`, which are not checked before the step."""
+    other = {"items": DOCUMENTS.items if items is None else tuple(items), "read": read, "lengths": DOCUMENTS.lengths}
+
+    class AnyDocuments(SimpleNamespace):
+        def __getitem__(self, document: int) -> Any:
+            return DOCUMENTS[document]
+
+        def __len__(self) -> int:
+            return len(DOCUMENTS)
+
+    return AnyDocuments(**other)
+
+
+def _fails_on_rank_2(rank: int) -> Callable[[int], Any]:
+    def read(item: int) -> Any:
+        if rank == 2:
+            raise OSError("no such image")
+        return DOCUMENTS.read(item)
+
+    return read
+
+
+def _too_many(module: nn.Module, inputs: Any, out: Tensor) -> Tensor:
+    """A row more where any item has four rows."""
+    return torch.cat([out, out[:1]]) if any(len(item) == 4 for item in inputs[0]) else out
+
+
+def _too_wide(module: nn.Module, inputs: Any, out: Tensor) -> Tensor:
+    return torch.cat([out, out[:, :1]], 1)
+
+
+def _hooked(model: MultimodalModel, hook: Callable[..., Tensor], call: Callable[[], Any]) -> None:
+    """A call of which the encoder of images makes other rows."""
+    handle = model.encoders["image"].register_forward_hook(hook)
+    try:
+        call()
+    finally:
+        handle.remove()
+
+
+Call = Callable[[MultimodalModel, World], Any]
+
+
+def calls(rank: int) -> dict[str, Call]:
+    """Wrong calls by name."""
+    plan, items = CASE.plan(), list(DOCUMENTS.items)
+
+    def step(model: MultimodalModel, world: World, **changes: Any) -> Any:
+        return run_step(model, **({"plan": plan, "documents": DOCUMENTS, "world": world} | changes))
+
+    twice, outside = [*items, Item(12, ((4, 6),))], [*items, Item(1, ((5, 9),))]
+    home, choice = World(Layout(ranks=(0, 1))), CASE.evaluation()
+    return {
+        "overlap": lambda m, w: step(m, w, documents=documents(twice)),
+        "outside": lambda m, w: step(m, w, documents=documents(outside)),
+        "modality": lambda m, w: step(m, w, documents=documents([items[0]._replace(modality="audio"), *items[1:]])),
+        "rows": lambda m, w: _hooked(m, _too_many, lambda: step(m, w)),
+        "width": lambda m, w: _hooked(m, _too_wide, lambda: step(m, w)),
+        "home": lambda m, w: MultimodalModel(
+            {"image": Encoder(module=nn.Linear(1, 1), world=home)}, m.language_model, w
+        ),
+        "no encoder": lambda m, w: run_step(m.language_model, plan, DOCUMENTS, w),
+        "no items": lambda m, w: step(m, w, documents=list(DOCUMENTS.tokens)),
+        "read": lambda m, w: step(m, w, documents=documents(read=_fails_on_rank_2(rank))),
+        "targets": lambda m, w: step(m, w, plan=replace(plan, targets=plan.targets + 1)),
+        "other items": lambda m, w: step(m, w, documents=documents(items if rank else items[::-1])),
+        "items of an evaluation": lambda m, w: evaluate(m, documents(items if rank else items[::-1]), choice, w),
+        "unprepared": lambda m, w: MultimodalModel({}, language_model_of("qwen3", torch.float32), w),
+        "called": lambda m, w: m(input_ids=None),
+    }
+
+
+SAID: dict[str, tuple[type[LongspanError], str]] = {
+    "overlap": (
+        DataError,
+        r"item \d+ \(image of document 12\) and item 13 \(image of document 12\) both take position 4",
+    ),
+    "outside": (DataError, r"item 13 \(image of document 1\) has the spans \(\(5, 9\)\); the document has positions 0"),
+    "modality": (PlanError, r"1 of 13 items are of modality 'audio', for which .* encoders for 'image', 'video'"),
+    "rows": (
+        ModelError,
+        r"the encoder returned \d+ rows for item .*image of document 12.*, whose placeholders take \d+",
+    ),
+    "width": (ModelError, r"makes rows of width 25 for item .* embeds tokens in 24; end the encoder with a projector"),
+    "home": (ModelError, r"encoder of image is over ranks \(0, 1\), the language model over \(0, 1, 2, 3\)"),
+    "no encoder": (ModelError, r"the documents have 13 items, \w*Qwen3ForCausalLM has no encoder; run a Multimodal"),
+    "no items": (DataError, r"the documents \(list\) have no items; a MultimodalModel takes ItemDocuments"),
+    "read": (DataError, r"rank 2 could not read its rows: OSError: no such image"),
+    "targets": (
+        PlanError,
+        r"divides the loss by \d+ targets, its 13 documents predict \d+ .* targets=documents.targets",
+    ),
+    "other items": (CommError, r"hold 2 different lists of items for step \d+: ranks \(0\) hold"),
+    "items of an evaluation": (CommError, r"hold 2 different lists of items for step \d+: ranks \(0\) hold"),
+    "unprepared": (ModelError, r"Qwen3ForCausalLM was not prepared"),
+    "called": (ModelError, r"run with longspan.run_step\(model, plan, documents, world\)"),
+}
+
+
+def _say(rank: int) -> dict[str, tuple[str, str]]:
+    """The type and words of each error on this rank; a right step before and after them makes the same loss."""
+    said = dict[str, tuple[str, str]]()
+    with World(CASE.home, backend=backend(), timeout=30) as world, World(CASE.encoder_home, backend=backend()) as other:
+        model = model_of(CASE, world, other)
+        before = run_step(model, CASE.plan(), DOCUMENTS, world).loss
+        for name, call in calls(rank).items():
+            try:
+                call(model, world)
+            except LongspanError as error:
+                said[name] = (type(error).__name__, str(error))
+        assert run_step(model, CASE.plan(), DOCUMENTS, world).loss == before
+    return said
+
+
+def _is(said: tuple[str, str], kind: type[LongspanError], words: str) -> bool:
+    return said[0] == kind.__name__ and re.search(words, said[1]) is not None
+
+
+def test_every_mistake_is_an_error_on_every_rank() -> None:
+    for said in run_ranks(_say, 4):
+        assert said.keys() == SAID.keys()
+        wrong = {n: said[n] for n, (kind, words) in SAID.items() if not _is(said[n], kind, words)}
+        assert not wrong
+
+
+def test_documents_are_checked_where_they_are_made() -> None:
+    with pytest.raises(DataError, match=r"item 1 .* both take position 3"):
+        ItemDocuments([[1] * 9], [Item(0, ((1, 4),)), Item(0, ((3, 5),))], [None, None])
