@@ -21,3 +21,37 @@ def holdings(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]]]:
     known = sorted({row for rows in have for row in rows})
     need = [draw(st.lists(st.sampled_from(known), max_size=20)) if known else [] for _ in range(degree)]
     return have, need
+
+
+@st.composite
+def feedings(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Rows that ranks have, rows that they need, and slots of ranks that carry the same gradient.
+
+    Rows are had by tensor-parallel replicas, by one rank, or by some, in one or several orders; a slot needs rows of
+    its own and some that other slots need too, on all its ranks alike, or each rank its part of them.
+    """
+    degree = draw(st.integers(1, 8))
+    tp = draw(st.sampled_from([n for n in (1, 2, 3, 4, 8) if degree % n == 0]))
+    slots = [list(range(first, first + tp)) for first in range(0, degree, tp)]
+    runs = draw(st.lists(st.integers(1, 9), max_size=6))  # items: each has its rows on the same ranks
+    have: list[list[int]] = [[] for _ in range(degree)]
+    stride, row = draw(st.sampled_from([1, 1, 2**40])), 0
+    for rows in runs:
+        holders = draw(st.lists(st.integers(0, degree - 1), min_size=1, max_size=degree, unique=True))
+        for rank in holders:
+            have[rank] += [stride * i for i in range(row, row + rows)]
+        row += rows
+    need: list[list[int]] = [[] for _ in range(degree)]
+    known = st.integers(0, row - 1).map(lambda i: stride * i) if row else st.nothing()
+    for slot in slots:
+        wanted = draw(st.lists(known, max_size=12)) if row else []
+        parts = draw(st.sampled_from(["alike", "split", "first"]))
+        once = list(dict.fromkeys(wanted))
+        for index, rank in enumerate(slot):
+            if parts == "alike":
+                need[rank] = draw(st.permutations(wanted))
+            elif parts == "split":
+                need[rank] = once[index::tp]
+            elif index == 0:
+                need[rank] = wanted
+    return have, need, slots

@@ -4,11 +4,15 @@ Which rows these are is said by row ids, never by implied order. Splicing the ro
 here.
 """
 
+from functools import lru_cache
+
 from torch import Tensor
 
 from longspan.comm.moves.row_exchange import RowExchange, RowGradient
 from longspan.comm.world import World
 from longspan.layout import Exchange, Partition
+
+_exchange = lru_cache(maxsize=32)(Exchange)  # planned once for a layout that comes again
 
 
 class Bridge:
@@ -34,7 +38,7 @@ class Bridge:
     """
 
     def __init__(self, have: Partition, need: Partition, world: World, gradient: RowGradient = "partial") -> None:
-        self.exchange = Exchange(have, need)
+        self.exchange = _exchange(have, need)
         self.gradient: RowGradient = gradient
         everyone = world.channels.everyone
         slots = [[everyone.ranks.index(rank) for rank in ranks] for ranks in world.home.tp_groups()]

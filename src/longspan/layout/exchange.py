@@ -11,7 +11,8 @@ import numpy as np
 
 from longspan.errors import LayoutError
 from longspan.layout.partition import Partition
-from longspan.layout.row_moves import Holding, Placement, RowMoves, number_rows, plan_moves
+from longspan.layout.row_blocks import Blocks, cut_into_blocks
+from longspan.layout.row_moves import Placement, RowMoves, plan_moves
 from longspan.layout.segments import Rows, sealed
 
 
@@ -94,13 +95,14 @@ class Exchange:
         """What one rank does."""
         self._check(rank)
         if rank not in self._moves:
-            self._moves[rank] = plan_moves(self.holdings[0], self.holdings[1], rank)
+            have, need = self.blocks
+            self._moves[rank] = plan_moves(have, need, rank)
         return self._moves[rank]
 
     @cached_property
-    def holdings(self) -> tuple[Holding, ...]:
-        """`have` and `need`, with rows numbered alike."""
-        return number_rows(self.have, self.need)
+    def blocks(self) -> tuple[Blocks, ...]:
+        """The rows of `have` and `need` in blocks."""
+        return cut_into_blocks(self.have, self.need)
 
     @cached_property
     def _moves(self) -> dict[int, RowMoves]:
@@ -111,17 +113,17 @@ class Exchange:
         return Exchange(self.need, self.have)
 
     def _check_supply(self) -> None:
-        have, need = self.holdings
-        held = np.zeros(have.size, dtype=np.bool_)
-        for rows in have.rows:
-            held[rows] = True
-        for rank, rows in enumerate(need.rows):
-            if not held[rows].all():
-                row = need.id_of(int(rows[~held[rows]][0]))
-                missing = np.unique(np.concatenate([rows[~held[rows]] for rows in need.rows]))
+        have, need = self.blocks
+        held = np.zeros(len(have.size), dtype=np.bool_)
+        for blocks in have.members:
+            held[blocks] = True
+        for rank, blocks in enumerate(need.members):
+            if not held[blocks].all():
+                row = need.start[blocks[~held[blocks]][0]]
+                missing = np.unique(np.concatenate([blocks[~held[blocks]] for blocks in need.members]))
                 raise LayoutError(
-                    f"row {row} is needed by rank {rank} and nobody has it ({len(missing)} "
-                    f"such rows in all); give it to a rank, or need it nowhere"
+                    f"row {row} is needed by rank {rank} and nobody has it ({need.size[missing].sum()} such rows in "
+                    f"all); give it to a rank, or need it nowhere"
                 )
 
     def _check(self, rank: int) -> None:

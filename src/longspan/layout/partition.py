@@ -5,6 +5,7 @@ of a group of 1024 costs a few array operations over the documents, whatever the
 are (a plan's groups name slots) and how rows travel between two partitions (`exchange.py`).
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -248,14 +249,18 @@ class _Given(Partition):
     def segments(self, member: int) -> Segments:
         raise LayoutError("a partition from rows knows no documents; use runs(member), or make it from lengths")
 
-    def _key(self) -> tuple[bytes, ...]:
-        return tuple(runs.tobytes() for runs in self.member_runs)
+    @cached_property
+    def _digest(self) -> bytes:
+        digest = hashlib.blake2b(digest_size=16)
+        for runs in self.member_runs:
+            digest.update(len(runs).to_bytes(8, "little") + runs.tobytes())
+        return digest.digest()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Given) and self._key() == other._key()
+        return isinstance(other, _Given) and self._digest == other._digest
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash(self._digest)
 
     def __reduce__(self) -> tuple[object, ...]:
         return Partition.from_rows, ([self.rows(member) for member in range(self.degree)],)

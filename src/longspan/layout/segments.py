@@ -105,8 +105,11 @@ def segments_of(document: Rows, start: Rows, stop: Rows) -> Segments:
 def expand(start: NDArray[Any], stop: NDArray[Any]) -> Rows:
     """The integers of half-open runs, one run after another."""
     sizes = stop - start
+    total = int(sizes.sum())
+    if total == len(sizes) and (sizes == 1).all():
+        return start.astype(np.int64)
     before = np.cumsum(sizes) - sizes
-    return np.repeat(start - before, sizes) + np.arange(int(sizes.sum()), dtype=np.int64)
+    return np.repeat(start - before, sizes) + np.arange(total, dtype=np.int64)
 
 
 def sealed(array: NDArray[Any]) -> Rows:

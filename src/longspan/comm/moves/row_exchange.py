@@ -6,22 +6,25 @@ them all. Where only the sender knows how many rows go to whom, as those of expe
 (`exchange_counts`), then the rows (`all_to_all_rows`).
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.comm.groups.channel import Channel, wide
-from longspan.comm.host_arrays import to_device
+from longspan.comm.groups.channel import Channel
+from longspan.comm.moves.carry_rows import DeviceMoves, carry, moves_on_device
 from longspan.errors import CommError, LayoutError
 from longspan.layout import Exchange
-from longspan.layout.row_moves import Placement, RowMoves, plan_moves
-from longspan.layout.segments import Rows
+from longspan.layout.row_moves import Groups, plan_moves
 
 RowGradient = Literal["partial", "partial_over_slots", "identical", "none"]
+
+REMEMBERED = 32  # exchanges of a channel whose moves stay at hand, on the device
+_Moves = tuple[DeviceMoves, DeviceMoves | None]  # there and back
+_remembered: WeakKeyDictionary[Channel, OrderedDict[Any, _Moves]] = WeakKeyDictionary()
 
 
 class RowExchange:
@@ -59,16 +62,12 @@ class RowExchange:
                 f"of rows, which may be empty, for each rank"
             )
         self.exchange, self.channel, self.gradient = exchange, channel, gradient
-        self._there = _on_device(exchange.moves(channel.index), channel.device)
-        self._back = None
-        if gradient != "none":
-            have, need = exchange.holdings
-            groups = {
-                "partial": [[member] for member in range(channel.degree)],
-                "partial_over_slots": slots,
-                "identical": None,
-            }
-            self._back = _on_device(plan_moves(need, have, channel.index, groups[gradient]), channel.device)
+        groups: dict[str, Groups | None] = {
+            "partial": [[member] for member in range(channel.degree)],
+            "partial_over_slots": [tuple(members) for members in slots],
+            "identical": None,
+        }
+        self._there, self._back = _moves_of(exchange, channel, gradient != "none", groups.get(gradient))
 
     def __call__(self, x: Tensor) -> Tensor:
         """(rows of have here, …) to (rows of need here, …)."""
@@ -76,7 +75,7 @@ class RowExchange:
         if x.shape[0] != rows:
             raise LayoutError(f"{x.shape[0]} rows were given, this member has {rows}; pass them in the order of `have`")
         if self._back is None or not x.is_floating_point() or not torch.is_grad_enabled():
-            return _move(x.detach(), self._there, self.channel, "row exchange")
+            return carry(x.detach(), self._there, self.channel, "row exchange")
         # The anchor makes every member enter backward, also one whose own rows need no gradient.
         anchor = x.new_empty(0, requires_grad=True)
         return _ExchangeRows.apply(x, anchor, self)  # pyright: ignore[reportReturnType]
@@ -84,14 +83,14 @@ class RowExchange:
     def back(self, gradient: Tensor) -> Tensor:
         """The gradient of this member's rows of `have` from that of its rows of `need`."""
         assert self._back is not None
-        return _move(gradient, self._back, self.channel, "row gradients")
+        return carry(gradient, self._back, self.channel, "row gradients")
 
 
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, move: RowExchange) -> Tensor:
         ctx.move, ctx.shape = move, anchor.shape
-        return _move(x.detach(), move._there, move.channel, "row exchange")
+        return carry(x.detach(), move._there, move.channel, "row exchange")
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -99,87 +98,19 @@ class _ExchangeRows(torch.autograd.Function):
         return gradient, gradient.new_zeros(ctx.shape), None
 
 
-@dataclass(frozen=True)
-class _Moves:
-    """RowMoves with their indices on the device."""
-
-    folds: tuple[tuple[Tensor, Tensor], ...]
-    leaves: Tensor
-    sends: tuple[int, ...]
-    receives: tuple[int, ...]
-    stays: Tensor
-    places: Tensor
-    absent: Tensor  # rows of the result that nobody has
-    several: Tensor
-    first: Tensor  # places of the first addends of `several`
-    more: tuple[tuple[Tensor, Tensor], ...]
-    widened: bool
-
-
-def _move(x: Tensor, moves: _Moves, channel: Channel, what: str) -> Tensor:
-    """Carry out this member's moves: pack, send, unpack."""
-    dtype = x.dtype
-    x = _folded(x, moves)
-    packed, tail = x.index_select(0, moves.leaves), x.shape[1:]
-    arriving = sum(moves.receives)
-    pool = x.new_empty((arriving + len(moves.stays), *tail))
-    handle = channel.exchange(
-        [(member, rows) for member, rows in enumerate(packed.split(moves.sends))],
-        [(member, rows) for member, rows in enumerate(pool[:arriving].split(moves.receives))],
-        what,
-    )
-    if len(moves.stays):
-        torch.index_select(x, 0, moves.stays, out=pool[arriving:])
-    handle.wait()
-    return _unpacked(pool, moves, dtype)
-
-
-def _folded(x: Tensor, moves: _Moves) -> Tensor:
-    """x with the gradients of a row's second, third, … use here added to that of its first."""
-    if moves.widened:
-        x = wide(x)
-    if moves.folds:
-        x = x.clone()
-        for source, target in moves.folds:
-            x.index_add_(0, target, x.index_select(0, source))
-    return x
-
-
-def _unpacked(pool: Tensor, moves: _Moves, dtype: torch.dtype) -> Tensor:
-    """The result from rows that arrived and rows that stayed."""
-    if not len(pool):
-        return pool.new_zeros((len(moves.places), *pool.shape[1:]), dtype=dtype)
-    result = pool.index_select(0, moves.places)
-    if len(moves.absent):
-        result.index_fill_(0, moves.absent, 0)
-    if moves.more:
-        total = wide(pool.index_select(0, moves.first))
-        for source, target in moves.more:
-            total.index_add_(0, target, wide(pool.index_select(0, source)))
-        result.index_copy_(0, moves.several, total.to(result.dtype))
-    return result.to(dtype)
-
-
-def _on_device(moves: RowMoves, device: torch.device) -> _Moves:
-    def index(rows: Rows) -> Tensor:
-        return to_device(np.array(rows, dtype=np.int64), device)
-
-    def pair(placement: Placement) -> tuple[Tensor, Tensor]:
-        return index(placement.source), index(placement.target)
-
-    return _Moves(
-        folds=tuple(map(pair, moves.folds)),
-        leaves=index(moves.leaves),
-        sends=moves.sends,
-        receives=moves.receives,
-        stays=index(moves.stays),
-        places=index(np.maximum(moves.places, 0)),
-        absent=index(np.flatnonzero(moves.places < 0)),
-        several=index(moves.several),
-        first=index(moves.places[moves.several]),
-        more=tuple(map(pair, moves.more)),
-        widened=moves.widened,
-    )
+def _moves_of(exchange: Exchange, channel: Channel, back: bool, groups: Groups | None) -> _Moves:
+    """The moves of an exchange there and, where anything flows back, back; remembered by their layout."""
+    recent = _remembered.setdefault(channel, OrderedDict())
+    key = exchange, back, None if groups is None else tuple(map(tuple, groups))
+    moves = recent.pop(key, None)
+    if moves is None:
+        there = moves_on_device(exchange.moves(channel.index), channel.device)
+        have, need = exchange.blocks
+        moves = there, moves_on_device(plan_moves(need, have, channel.index, groups), channel.device) if back else None
+    recent[key] = moves
+    if len(recent) > REMEMBERED:
+        recent.popitem(last=False)
+    return moves
 
 
 def exchange_counts(counts: Tensor, channel: Channel) -> list[list[int]]:

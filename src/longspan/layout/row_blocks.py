@@ -1,0 +1,56 @@
+"""The rows of several partitions as numbered blocks: runs of rows that are together wherever they are.
+
+Members that hold long runs are then described by few numbers, whatever the number of rows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from longspan.layout.partition import Partition
+from longspan.layout.segments import Rows, expand
+
+PIECES = 4096  # into which all rows are cut at least, so that members can share them evenly
+SPARSE = 4  # a table over all row ids is made unless these are more than so many times the ends of runs
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """The blocks of each member's rows, in held order; block b is rows `start[b]` to `start[b] + size[b]`."""
+
+    members: tuple[Rows, ...]
+    start: Rows
+    size: Rows
+
+    def places(self, member: int) -> Rows:
+        """Where each of the member's blocks begins in its order of rows."""
+        sizes = self.size[self.members[member]]
+        return np.cumsum(sizes) - sizes
+
+
+def cut_into_blocks(*partitions: Partition) -> tuple[Blocks, ...]:
+    """The blocks of partitions, numbered alike for all of them."""
+    runs = [[partition.runs(member) for member in range(partition.degree)] for partition in partitions]
+    begin, end = np.concatenate([members for partition in runs for members in partition]).T
+    size = end - begin
+    total, long = int(size.sum()), size > 1
+    step = max(1, total // PIECES)
+    inside = expand(begin[long] // step + 1, -(-end[long] // step)) * step
+    bounds, number = _numbered(np.concatenate([begin, end, inside]))
+    start, size = bounds[:-1], np.diff(bounds)
+    return tuple(
+        Blocks(tuple(expand(number(rows[:, 0]), number(rows[:, 1])) for rows in members), start, size)
+        for members in runs
+    )
+
+
+def _numbered(ends: Rows) -> tuple[Rows, Callable[[Rows], Rows]]:
+    """The distinct ends, ascending, and the function from ends to their places among them."""
+    if int(ends.max(initial=-1)) > SPARSE * len(ends) + (1 << 16):
+        bounds = np.unique(ends)
+        return bounds, lambda x: np.searchsorted(bounds, x)
+    marks = np.zeros(int(ends.max(initial=-1)) + 1, dtype=np.bool_)
+    marks[ends] = True
+    place = np.cumsum(marks) - 1
+    return np.flatnonzero(marks), lambda x: place[x]
