@@ -8,11 +8,17 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from longspan.comm.moves.row_exchange import RowExchange, RowGradient
+from longspan.comm.moves.row_exchange import RowExchange, RowGradient, forget_moves
 from longspan.comm.world import World
 from longspan.layout import Exchange, Partition
 
 _exchange = lru_cache(maxsize=32)(Exchange)  # planned once for a layout that comes again
+
+
+def forget_plans() -> None:
+    """Plan every layout anew from now on, as a benchmark of planning does."""
+    _exchange.cache_clear()
+    forget_moves()
 
 
 class Bridge:

@@ -98,6 +98,11 @@ class _ExchangeRows(torch.autograd.Function):
         return gradient, gradient.new_zeros(ctx.shape), None
 
 
+def forget_moves() -> None:
+    """Plan every exchange anew from now on."""
+    _remembered.clear()
+
+
 def _moves_of(exchange: Exchange, channel: Channel, back: bool, groups: Groups | None) -> _Moves:
     """The moves of an exchange there and, where anything flows back, back; remembered by their layout."""
     recent = _remembered.setdefault(channel, OrderedDict())
