@@ -98,6 +98,18 @@ def test_a_pipeline_is_filled_with_micro_batches_of_fewer_rows() -> None:
     )
 
 
+def test_micro_batches_are_not_shorter_than_their_launch() -> None:
+    """By hand: with two documents at a time, one on each slot, two stages take 3 turns of half a model; with one at
+    degree 2, 5 turns of at least the launch; with all four, 2 turns."""
+    home, lengths, cost = Layout(4, pp=2), [8192] * 4, replace(Cost().forward_only(), ring_step_seconds=0.0)
+    whole = float(cost.work_seconds(8192, 8192**2)) + cost.micro_batch_seconds  # of a document in the whole model
+    for launch, micro_batches, seconds in ((0.0, 4, None), (0.9 * whole, 2, 1.5 * whole), (2 * whole, 1, 2 * whole)):
+        options = PlanOptions(cost=replace(cost, launch_seconds=launch))
+        plan = plan_evaluation(lambda o: plan_dynamic(lengths, home, options=o), lengths, home, options, 2)
+        assert len(plan.micro_batches) == micro_batches, launch
+        assert seconds is None or simulate(plan, pp=2).seconds == pytest.approx(seconds)
+
+
 def test_reasons_have_numbers_and_name_what_is_left_out() -> None:
     home = Layout(8)
     options = PlanOptions(max_tokens_per_slot=4096, heads=4, cp_comm_type="a2a")

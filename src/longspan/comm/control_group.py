@@ -43,12 +43,16 @@ class ControlGroup:
 
         Raises CommError that says which ranks hold `what`.
         """
+        return self.agree_on_flags(digest, flag)[0]
+
+    def agree_on_flags(self, digest: str, *flags: bool) -> tuple[bool, ...]:
+        """The same for several flags in one message; as many on each rank."""
         words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
-        both = torch.cat([words, ~words, torch.tensor([int(flag)])])  # the largest of ~w is ~(the smallest w)
+        both = torch.cat([words, ~words, torch.tensor(flags, dtype=torch.int64)])  # max of ~w is ~(min of w)
         with self._watch.during("comparison of plans", self.home.ranks):
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
         if torch.equal(both[:4], ~both[4:8]):
-            return bool(both[8].item())
+            return tuple(map(bool, both[8:].tolist()))
         ranks_of: dict[str, list[int]] = {}
         for rank, digest_there in zip(self.home.ranks, self.gather_objects(digest), strict=True):
             ranks_of.setdefault(digest_there, []).append(rank)

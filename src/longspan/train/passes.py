@@ -41,7 +41,8 @@ class Passes:
 
     `chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes), `routing` the
     statistics of the routers of a model with experts. `measure`, in an evaluation, sees the rows of every micro-batch
-    and returns the sum of their losses; `keywords` goes to every call of the model.
+    and returns the sum of their losses; `keywords` goes to every call of the model. `frees_parameters`: whether passes
+    without backward free at their end what FSDP2 has gathered; otherwise the caller does.
     """
 
     model: nn.Module
@@ -52,6 +53,7 @@ class Passes:
     routing: RouterStatistics | None
     measure: Measure | None = None
     keywords: Mapping[str, Any] = field(default_factory=dict)
+    frees_parameters: bool = True
 
     def mean(self, loss_sum: Tensor) -> Tensor:
         """A sum over rows as its part of the step's loss: divided by the plan's targets."""
@@ -94,7 +96,8 @@ def run_passes(passes: Passes, batches: Sequence[LocalBatch]) -> float:
         try:
             return run(passes, batches).item()
         finally:
-            reshard(model)  # parameters that stay gathered would be stale after the next update
+            if passes.frees_parameters:
+                reshard(model)  # parameters that stay gathered would be stale after the next update
 
 
 def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:

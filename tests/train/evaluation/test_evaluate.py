@@ -36,11 +36,14 @@ class Dense(NamedTuple):
 
 
 def dense(family: str = "qwen3") -> Dense:
-    model, losses, hits, logits = deep(family, torch.float64, vocabulary=VOCABULARY).eval(), [], [], []
+    """On the device of the ranks: transformers makes rotary factors in float32, whose last bit a GPU may round else."""
+    model, device = deep(family, torch.float64, vocabulary=VOCABULARY).eval(), "cuda" if backend() == "nccl" else "cpu"
+    torch.nn.Module.to(model, device)
+    losses, hits, logits = list[Tensor](), list[Tensor](), list[Tensor]()
     for document in DOCUMENTS:
         ids = torch.from_numpy(document)
         with torch.no_grad():
-            logits.append(model(input_ids=ids[None], use_cache=False).logits[0][:-1].cpu())
+            logits.append(model(input_ids=ids[None].to(device), use_cache=False).logits[0][:-1].cpu())
         losses.append(F.cross_entropy(logits[-1], ids[1:], reduction="none"))
         hits.append(logits[-1].argmax(-1) == ids[1:])
     return Dense(losses, hits, logits)
@@ -94,7 +97,7 @@ CASES = (
 
 
 def _evaluations(rank: int, case: Case) -> list[Evaluation]:
-    settings = {"sequence_parallel": True} if case.sequence_parallel else {}
+    settings: dict[str, Any] = {"sequence_parallel": True} if case.sequence_parallel else {}
     with World(Layout(**case.home), backend=backend(), timeout=60) as world:
         model = prepare(deep(case.family, torch.float64, vocabulary=VOCABULARY), world, **settings)
         return [evaluate(model, DOCUMENTS, choice, world, OPTIONS) for choice in case.choices]

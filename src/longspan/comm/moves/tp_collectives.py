@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from longspan.comm.groups.channel import Channel, _all_gather_single, wide
+from longspan.comm.groups.channel import EVENT_BYTES, Channel, _all_gather_single, wide
 from longspan.comm.world import world_of
 
 Gradient = Literal["identical", "partial"]
@@ -29,11 +29,15 @@ _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 
 def tp_copy(x: Tensor, world_key: int) -> Tensor:
     """The same tensor, for a computation of which each rank does a part; the partial gradient is summed."""
+    if not torch.is_grad_enabled():
+        return x
     return _apply(x, lambda x: x.view_as(x), lambda gradient: _summed(gradient, world_key, "sum of gradients over tp"))
 
 
 def tp_copy_parameter(x: Tensor, world_key: int) -> Tensor:
     """As `tp_copy`, for a parameter: a gradient in half precision is summed in float32 and rounded once."""
+    if not torch.is_grad_enabled():
+        return x
 
     def backward(gradient: Tensor) -> Tensor:
         return _summed(wide(gradient), world_key, "sum of parameters' gradients over tp").to(gradient.dtype)
@@ -85,15 +89,20 @@ def tp_place(world_key: int) -> tuple[int, int]:
     return world.coordinates.tp, world.home.tp
 
 
-def _run(channel: Channel, what: str, start: Callable[[ProcessGroup], Any]) -> None:
+def _run(channel: Channel, what: str, start: Callable[[ProcessGroup], Any], received: Tensor) -> None:
     with channel.watch.during(what, channel.ranks) as operation:
-        start(channel.group).wait()
-        channel.watch.mark(operation)
+        work = start(channel.group)
+        work.wait()
+        if received.nbytes < EVENT_BYTES:  # an event takes the host as long as the collective itself
+            channel.watch.queued(operation, (work,))
+        else:
+            channel.watch.mark(operation)
 
 
 def _summed(x: Tensor, world_key: int, what: str) -> Tensor:
     total = x.detach().clone(memory_format=torch.contiguous_format)
-    _run(world_of(world_key).channels.tp, what, lambda group: dist.all_reduce(total, group=group, async_op=True))
+    tp = world_of(world_key).channels.tp
+    _run(tp, what, lambda group: dist.all_reduce(total, group=group, async_op=True), total)
     return total
 
 
@@ -105,7 +114,7 @@ def _gathered(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
         (*x.shape[:dim], tp.degree * x.shape[dim], *x.shape[dim + 1 :]) if in_place else (tp.degree, *x.shape)
     )
     into, flat = gathered.view(-1), x.view(-1)
-    _run(tp, what, lambda group: _all_gather_single(into, flat, group=group, async_op=True))
+    _run(tp, what, lambda group: _all_gather_single(into, flat, group=group, async_op=True), into)
     return gathered if in_place else torch.cat(gathered.unbind(), dim)
 
 
@@ -115,7 +124,7 @@ def _summed_slice(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
     assert x.shape[:dim].numel() == 1 and x.shape[dim] % tp.degree == 0, (what, x.shape, dim, tp.degree)
     part = x.new_empty((*x.shape[:dim], x.shape[dim] // tp.degree, *x.shape[dim + 1 :]))
     flat, into = x.view(-1), part.view(-1)
-    _run(tp, what, lambda group: _reduce_scatter_single(into, flat, group=group, async_op=True))
+    _run(tp, what, lambda group: _reduce_scatter_single(into, flat, group=group, async_op=True), into)
     return part
 
 

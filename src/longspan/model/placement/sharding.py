@@ -22,6 +22,7 @@ from longspan.errors import ModelError
 from longspan.model.local_tensors import local_tensor, without_earlier_gradients
 
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
+_GATHERED_BYTES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat buffers of at most this many elements
 
 
@@ -106,6 +107,39 @@ def parameters_gathered(model: nn.Module) -> Iterator[None]:
             _keep_gathered(module, False, reshard_after_forward=_RESHARDS.get(module, False))
 
 
+@contextmanager
+def gathered_once(model: nn.Module) -> Iterator[None]:
+    """Forward passes inside, without backward passes, gather parameters once; all ranks enter it together.
+
+    A layer is gathered when it is first called, beside the layer before, and freed at the end, also after an error.
+    """
+    modules = fsdp_modules(model)
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_reshard_after_forward(_RESHARDS[module], recurse=False)
+        _free(modules)
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Bytes on this rank of all parameters that `gathered_once` holds, in the dtype that FSDP2 computes in.
+
+    0 where there are none, and of a model that is not sharded here: what it does after a pass is not known.
+    """
+    if model not in _GATHERED_BYTES:
+        modules = fsdp_modules(model)
+        groups = _reduced_together(modules) if all(module in _RESHARDS for module in modules) else ()
+        _GATHERED_BYTES[model] = sum(
+            data.numel() * group.mesh_info.shard_mesh_size * (group.mp_policy.param_dtype or data.dtype).itemsize
+            for group in groups
+            for data in (parameter._sharded_param_data for parameter in group.fsdp_params)
+        )
+    return _GATHERED_BYTES[model]
+
+
 def _keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: bool) -> None:
     module.set_requires_gradient_sync(not keep, recurse=False)
     module.set_reshard_after_backward(not keep, recurse=False)
@@ -162,7 +196,11 @@ def reshard(model: nn.Module) -> None:
     Also where an error broke that pass off, of which FSDP2 would remember that it is under way: it would free nothing,
     and a later pass would take the gathered parameters for current ones.
     """
-    for module in fsdp_modules(model):
+    _free(fsdp_modules(model))
+
+
+def _free(modules: Sequence[FSDPModule]) -> None:
+    for module in modules:
         state: Any = module._get_fsdp_state()
         state._training_state, state._state_ctx.iter_forward_root = TrainingState.IDLE, None
         for group in _reduced_together([module]):

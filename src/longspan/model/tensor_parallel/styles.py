@@ -79,7 +79,10 @@ def wrap_forward(
     def forward(*args: Any, **kwargs: Any) -> Any:
         if enter is not None:
             args, kwargs = _with_first(enter, args, kwargs)
-        with attributes_replaced(module, {name: view(getattr(module, name)) for name, view in shown.items()}):
+        if shown:
+            with attributes_replaced(module, {name: view(getattr(module, name)) for name, view in shown.items()}):
+                out = inner(*args, **kwargs)
+        else:
             out = inner(*args, **kwargs)
         if leave is None:
             return out

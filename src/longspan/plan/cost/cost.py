@@ -47,6 +47,8 @@ class Cost(CostFields):
     `across_bytes_per_second` elsewhere; `ring_step_seconds` of latency for each of the degree − 1 steps, and
     `micro_batch_seconds` of launches for each micro-batch. `closing_seconds` are added to a step in free mode: where
     parameters are sharded over slots, they are gathered before it and gradients are summed after it (`with_closing`).
+    `launch_seconds` is the least that a micro-batch takes in the whole model however few its rows, because the host
+    needs so long to launch it: what `simulate` runs through pipeline stages is never less.
     `source` says in words what model and machine the constants are of, for tables and reports; "" is of no machine: its
     seconds say how the parts of plans compare, and nothing else.
 

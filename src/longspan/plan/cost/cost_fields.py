@@ -30,6 +30,7 @@ class CostFields:
     ring_step_seconds: float = 36 * 2 * 10e-6
     micro_batch_seconds: float = 10e-3
     closing_seconds: float = 0.0
+    launch_seconds: float = 0.0
     source: str | None = field(default=None, compare=False)
     passes: Passes = "forward and backward"
     forward: "Self | None" = None

@@ -13,6 +13,10 @@ H200_TFLOPS = 450.0
 # Of a group's ring in one layer, one way: what sharded attention takes beyond its kernels, 2 ms forward and backward at
 # degree 4 and 16K or 64K packed rows (bench/records/attention-time-packed-4xH200.md).
 H200_RING_STEP_SECONDS = 300e-6
+# Of one layer's forward pass: what the host takes to launch it, at degree 2 with a message for each layer. Four
+# micro-batches of 4 layers through two stages took 85 to 89 ms (bench/records/eval-4xH200.md, 8k-pp2), of which some 15
+# are no micro-batch's, where the device was busy for 36.
+H200_LAUNCH_SECONDS = 3.5e-3
 H200_SOURCE = "the model on H200s"  # `Cost.source` of what follows from these
 
 # Of a process on CPUs with gloo, as orders of magnitude: they decide how parts of a plan compare, never a time.
@@ -24,12 +28,16 @@ CPU_RING_STEP_SECONDS = 500e-6
 def cost_on_h200(config: Any) -> Cost:
     """The cost of a model, as in `Cost.for_model`, by what H200s were measured to sustain.
 
+    Forward passes alone, which are short, are also priced by what the host takes to launch them.
+
     >>> plan = plan_dynamic(lengths, home, cost=cost_on_h200("Qwen3-8B/config.json"))  # doctest: +SKIP
     """
     cost = Cost.for_model(
         config, tflops=H200_TFLOPS, attention_tflops=H200_ATTENTION_TFLOPS, ring_step_latency=H200_RING_STEP_SECONDS
     )
-    return replace(cost, source=H200_SOURCE)
+    launch = ModelShape.of(config).layers * H200_LAUNCH_SECONDS
+    forward = replace(cost.forward_only(), launch_seconds=launch)
+    return replace(cost, source=H200_SOURCE, forward=forward)
 
 
 def cost_on_cpus(config: Any) -> Cost:

@@ -134,7 +134,7 @@ def _cost_of_passes(cost: Cost, backward: bool) -> Cost:
 
 def _run(plan: Plan, cost: Cost, pp: int, vpp: int) -> PipelineRun:
     """The plan's micro-batches, each of its slowest slot's seconds, through the stages."""
-    whole = plan.timeline(cost).busy.max(axis=1)
+    whole = np.maximum(plan.timeline(cost).busy.max(axis=1), cost.launch_seconds)
     if cost.passes == "forward":
         return run_pipeline(whole.tolist(), None, pp, vpp)
     forward = np.minimum(plan.timeline(cost.forward_only()).busy.max(axis=1), whole)

@@ -8,7 +8,7 @@ reads only a portion's rows at a time.
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -20,6 +20,7 @@ from longspan.comm import World, raise_first_error
 from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, counted
 from longspan.layout import Layout
 from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
+from longspan.model.placement.sharding import gathered_bytes, gathered_once
 from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import MicroBatch, Plan
@@ -31,13 +32,14 @@ from longspan.train.evaluation.options import EvaluationOptions
 from longspan.train.evaluation.result import Evaluation
 from longspan.train.evaluation.row_sums import RowSums, Totals
 from longspan.train.local_batch import LocalBatch, batches_of, reading_error
-from longspan.train.memory.live_bytes import added_peak
+from longspan.train.memory.live_bytes import added_peak, unused_bytes
 from longspan.train.passes import Passes, run_passes
 from longspan.train.plans import PlanChoice, degrees_to_compare
 from longspan.train.step_check import check_step
 
 PORTION = 16  # micro-batches of a portion at most, for each pipeline stage
 SHORT_SECONDS = 1.0  # a portion that takes less is followed by larger ones
+GATHERED_SHARE = 1 / 8  # of the memory that is left, which gathered parameters may take until an evaluation ends
 
 
 def evaluate(
@@ -66,7 +68,8 @@ def evaluate(
     items = items_of(model, plan, documents)
     check_step(language_model_of(model), plan, documents, world, items, backward=False)
     with _step_restored(world, options.step), added_peak(world.device) as memory:
-        totals = _Portions(model, plan, documents, world, options, started).run()
+        portions = _Portions(model, plan, documents, world, options, started)
+        totals = portions.run()
     if totals.rows != plan.targets:
         raise PlanError(
             f"the slots counted {totals.rows} targets, the plan has {plan.targets}; is a document left out?"
@@ -77,7 +80,7 @@ def evaluate(
         result,
         cp=widest if isinstance(choice, Plan) or choice.planner == "dynamic" else choice.degree,
         seconds=time.perf_counter() - started,
-        activation_bytes=None if memory.bytes is None else world.control.largest(memory.bytes),
+        activation_bytes=None if memory.bytes is None else world.control.largest(memory.bytes - portions.gathered),
     )
     if measured is not None:
         result = replace(result, **measured.figures(result.document_metrics, step=result.step, cp=result.cp))
@@ -111,24 +114,28 @@ class _Portions:
         self.sums = RowSums(plan.lengths, options, world.device)
         self.largest = PORTION * world.home.pp
         self.long = self.any_long = False  # whether the last portion took long, here and on any rank
+        self.gathered = 0  # bytes of parameters that stay gathered until the end
         kernel = {} if options.attention_kernel is None else {"attention_kernel": options.attention_kernel}
         self.passes = Passes(self.model, plan, world, False, options.loss_chunk_rows, None, self.sums.measure, kernel)
 
     def run(self) -> Totals:
         """All portions, then the sums over ranks."""
         size, done, count = self._first_size(), 0, len(self.plan.micro_batches)
-        while done < max(count, 1):  # one portion of an empty plan too, so that all ranks agree on it
-            portion = self.plan.micro_batches[done : done + size]
-            batches, encoding = self._agreed_batches(portion, done)
-            started = time.perf_counter()
-            with nullcontext() if encoding is None else encoding.around(batches):
-                run_passes(self.passes, batches)
-            self.sums.flush()
-            self.long = time.perf_counter() - started >= SHORT_SECONDS
-            size = size if self.any_long else min(2 * size, self.largest)
-            done += max(len(portion), 1)
-            if self.options.progress is not None:
-                self.options.progress(min(done, count), count)
+        with ExitStack() as stack:
+            while done < max(count, 1):  # one portion of an empty plan too, so that all ranks agree on it
+                portion = self.plan.micro_batches[done : done + size]
+                batches, encoding = self._agreed_batches(portion, done)
+                if self.gathered and not done:
+                    stack.enter_context(gathered_once(self.model))
+                started = time.perf_counter()
+                with nullcontext() if encoding is None else encoding.around(batches):
+                    run_passes(self.passes, batches)
+                self.sums.flush()
+                self.long = time.perf_counter() - started >= SHORT_SECONDS
+                size = size if self.any_long else min(2 * size, self.largest)
+                done += max(len(portion), 1)
+                if self.options.progress is not None:
+                    self.options.progress(min(done, count), count)
         error = self._metric_error()
         totals = self.sums.over_ranks(self.world, failed=error is not None)
         if totals.failures:
@@ -155,6 +162,7 @@ class _Portions:
         if self._agreed_end(error is not None, first=not done):
             raise_first_error(self.world, error)
         if not done:
+            self.passes = replace(self.passes, frees_parameters=not self.gathered)
             self.world.channels.make_communicators(self.plan)  # the ranks have just agreed on it
         return batches, encoding
 
@@ -170,9 +178,24 @@ class _Portions:
         if first:
             if self.items is not None:
                 self.world.control.agree(self.items.digest(), what="lists of items")
-            return self.world.control.agree(self.plan.digest(), flag=ended)
+            room = self._bytes_to_gather()
+            any_ended, no_room = self.world.control.agree_on_flags(self.plan.digest(), ended, not room)
+            self.gathered = 0 if no_room else room
+            return any_ended
         any_ended, self.any_long = self.world.control.any_ranks(ended, self.long)
         return any_ended
+
+    def _bytes_to_gather(self) -> int:
+        """Bytes of the parameters that FSDP2 gathers, where they may stay gathered for all micro-batches; or 0.
+
+        A pipeline keeps its stages gathered in any case, and free plans gather before their passes.
+        """
+        world, plan = self.world, self.plan
+        if len(plan.micro_batches) < 2 or world.home.pp > 1 or plan.mode == "free":
+            return 0
+        room = int(unused_bytes(world.device, len(world.home.ranks)) * GATHERED_SHARE)
+        size = gathered_bytes(self.model)
+        return size if size <= room else 0
 
     def _reason_to_end(self, done: int) -> LongspanError | None:
         """Why this rank would end the evaluation before its next portion."""

@@ -1,11 +1,12 @@
 """Bytes in use: of tensors that are alive, counted where an allocator does not tell, and the most of this process."""
 
+import os
 import resource
 import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,16 +66,32 @@ def added_peak(device: torch.device) -> Iterator[AddedBytes]:
     if device.type != "cuda":
         yield added
         return
-    _highest[device] = peak_memory_bytes(device)
-    before = torch.cuda.memory_allocated(device)
+    _highest[device], before = peak_memory_bytes(device), _figure(device, "allocated_bytes", "current")
     torch.cuda.reset_peak_memory_stats(device)
     yield added
-    added.bytes = torch.cuda.max_memory_allocated(device) - before
+    added.bytes = _figure(device, "allocated_bytes", "peak") - before
+
+
+def unused_bytes(device: torch.device, ranks: int) -> int:
+    """What a rank could still take: of its GPU, or of the host's memory, which so many ranks share; 0: not known."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + _figure(device, "reserved_bytes", "current") - _figure(device, "allocated_bytes", "current")
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
+    except (AttributeError, ValueError):  # Windows and macOS do not say
+        return 0
+
+
+def _figure(device: torch.device, name: str, which: Literal["current", "peak"]) -> int:
+    """One figure of a GPU's allocator. Functions as torch.cuda.memory_allocated sort all two hundred of them."""
+    figures = torch.cuda.memory_stats_as_nested_dict(device)
+    return figures[name]["all"][which] if figures else 0
 
 
 def peak_memory_bytes(device: torch.device) -> int:
     """The most memory that this process has held: of its GPU, or resident on a CPU."""
     if device.type == "cuda":
-        return max(torch.cuda.max_memory_allocated(device), _highest.get(device, 0))
+        return max(_figure(device, "allocated_bytes", "peak"), _highest.get(device, 0))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
