@@ -43,9 +43,9 @@ class ControlGroup:
 
         Raises CommError that says which ranks hold `what`.
         """
-        return self.agree_on_flags(digest, flag)[0]
+        return self.agree_on_flags(digest, flag, what=what)[0]
 
-    def agree_on_flags(self, digest: str, *flags: bool) -> tuple[bool, ...]:
+    def agree_on_flags(self, digest: str, *flags: bool, what: str = "plans") -> tuple[bool, ...]:
         """The same for several flags in one message; as many on each rank."""
         words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
         both = torch.cat([words, ~words, torch.tensor(flags, dtype=torch.int64)])  # max of ~w is ~(min of w)
