@@ -92,7 +92,7 @@ def _compare(home: Layout, cases: Sequence[Case]) -> dict[Case, dict[str, float]
             norm = torch.stack([g.norm() for g in answer.gradients.values()]).norm().item()
             errors[case] = gradient_errors(module, answer.gradients) | {
                 "rows": max([0.0, *((x - answer.rows[i]).norm() / answer.rows[i].norm() for i, x in rows.items())]),
-                "norm": abs(grad_norm(module.parameters(), world) - norm) / norm,
+                "norm": abs(grad_norm(module, world) - norm) / norm,
             }
     return errors
 
@@ -269,6 +269,29 @@ def test_what_cannot_be_split_is_refused_by_name_and_number() -> None:
         del block.attn.num_heads, block.attn.head_dim
     with pytest.raises(ModelError, match=r"blocks.0.attn \(Attention\) holds no number of heads"):
         parts(module, 2)
+
+
+class EachByItself(nn.Module):
+    """A loop over items around its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3)])
+
+    def forward(self, items: Sequence[Tensor]) -> Tensor:
+        return torch.cat([self.layers[0](x) for x in items])
+
+
+def test_sharded_blocks_are_not_called_for_each_item() -> None:
+    with World(Layout(1), backend=backend()) as world:
+        items = [torch.ones(2, 3, device=world.device)] * 2
+        module = prepare_encoder(EachByItself(), world)
+        for _ in range(2):
+            assert module(items[:1]).shape == (2, 3)
+        with pytest.raises(ModelError, match=r"layers.0 \(Linear\) was called twice in one forward .* blocks=\[\]\)"):
+            module(items)
+        for settings in ({"blocks": []}, {"shard_parameters": False}):
+            assert prepare_encoder(EachByItself(), world, **settings)(items).shape == (4, 3)
 
 
 def test_settings_that_do_not_fit_are_refused_before_anything_is_changed() -> None:

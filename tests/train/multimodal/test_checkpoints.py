@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM
 
 from longspan import Layout, World, plan_dynamic, prepare, run_step, save_model
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
-from longspan.model.placement.sharding import Sharding, shard_over_slots
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, clip_grad_norm, grad_norm, load_checkpoint, save_checkpoint
 from tests.model.stock import gradients_of, weights_of, worst
@@ -28,17 +26,49 @@ BOUND = 1e-12
 LR = {"encoders": 1e-2, "language_model": 3e-3}
 
 
-class Tower(nn.Module):
-    """Patches by themselves; nothing ever goes through `unused`, as through the last layer of a tower in LLaVA."""
+class Attention(nn.Module):
+    """Attention inside each image, with one linear of queries, keys and values."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(PIXELS), nn.Linear(PIXELS, 16), nn.Linear(16, WIDTH)
+        self.num_heads, self.qkv, self.proj = 2, nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, lengths: list[int]) -> Tensor:
+        qkv = self.qkv(x).view(len(x), 3, self.num_heads, -1).permute(1, 2, 0, 3)
+        out = [nn.functional.scaled_dot_product_attention(*image) for image in qkv.split(lengths, 2)]
+        return self.proj(torch.cat(out, 1).transpose(0, 1).flatten(1))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(torch.tanh(self.fc1(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn, self.mlp = nn.LayerNorm(16), Attention(), Mlp()
+
+    def forward(self, x: Tensor, lengths: list[int]) -> Tensor:
+        x = x + self.attn(self.norm(x), lengths)
+        return x + self.mlp(x)
+
+
+class Tower(nn.Module):
+    """A small ViT; nothing ever goes through `unused`, as through the last layer of a tower in LLaVA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.blocks, self.projector = nn.Linear(PIXELS, 16), nn.ModuleList([Block()]), nn.Linear(16, WIDTH)
         self.unused = nn.Linear(4, 4)
 
     def forward(self, inputs: list[Tensor]) -> Tensor:
-        pixels = torch.cat(inputs).to(self.norm.weight)
-        return self.down(torch.tanh(self.up(self.norm(pixels))))
+        x = self.patch(torch.cat(inputs).to(self.patch.weight))
+        return self.projector(self.blocks[0](x, [len(image) for image in inputs]))
 
 
 def tower() -> Tower:
@@ -77,13 +107,7 @@ def _opened(homes: Homes, stack: ExitStack) -> tuple[MultimodalModel, Optimizer,
     world, beside = (
         stack.enter_context(World(h, backend=backend(), timeout=60)) for h in (homes.language_model, homes.encoder)
     )
-    module = tower()
-    if homes.encoder.tp > 1:
-        parallelize_module(module, beside.meshes.tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        shard_over_slots([], beside, Sharding(), root=module, cast_block_inputs=False)
-    else:
-        prepare_encoder(module, beside, shard_parameters=of_encoder)
-    encoder = Encoder(module=module, world=beside)
+    encoder = Encoder(module=prepare_encoder(tower(), beside, shard_parameters=of_encoder), world=beside)
     model = MultimodalModel({"image": encoder}, prepare(language_model(), world, shard_parameters=of_model), world)
     return model, build_optimizer(model, lr=LR, weight_decay=0.1), world
 
@@ -187,7 +211,7 @@ def test_training_goes_through_homes_of_both_modules(found: list[All]) -> None:
             assert leg.numbers == pytest.approx(straight.numbers, rel=BOUND)
             assert worst(leg.tensors, straight.tensors) < BOUND
         names = of_rank.legs[-1].tensors
-        assert "encoders.image.up.bias.exp_avg_sq" in names and "encoders.image.unused.weight" in names
+        assert "encoders.image.blocks.0.mlp.fc1.bias.exp_avg_sq" in names and "encoders.image.unused.weight" in names
         assert "encoders.image.unused.weight.exp_avg" not in names
 
 

@@ -55,7 +55,9 @@ def prepare_encoder(
     values) or "replicated". The first call compares each kind of block, its output and every gradient, with the unsplit
     one, and raises ModelError where they differ.
 
-    Every call must use the same parameters on every slot; a slot without items runs some other item.
+    Every call must use the same parameters on every slot; a slot without items runs some other item. A block that is
+    sharded is called once in a forward pass, with the rows of all items: every call gathers its parameters, and slots
+    have different numbers of items. A loop over items needs `blocks=[]`, which shards the encoder as one.
 
     Raises ModelError, before anything is changed, for a home, settings or a module that this does not fit.
     """
@@ -80,6 +82,7 @@ def prepare_encoder(
         trial.install()
     if sharding.parameters:
         _cast_first_tensor(units.values(), compute_dtype)
+        _refuse_second_calls(module, units)
         shard_over_slots(units.values(), world, sharding, root=module, cast_block_inputs=False)
     else:
         nn.Module.to(module, world.device)
@@ -131,6 +134,25 @@ def _recompute(block: nn.Module, recomputation: Recomputation) -> None:
         return checkpointed(run, *args, selective=recomputation.kind == "selective", offload=None, first=False)
 
     block.forward = forward
+
+
+def _refuse_second_calls(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
+    """Raise ModelError where a sharded block is called for each item by itself: slots would wait for each other."""
+    called, encoder = set[str](), type(module).__name__
+
+    def note(name: str, *_: Any) -> None:
+        if name in called:
+            raise ModelError(
+                f"{name} was called twice in one forward pass of {encoder}, for each item by itself, it seems: its "
+                "parameters are gathered for every call, and slots that encode other numbers of items would wait for "
+                "each other. Call it once for the rows of all items, or use prepare_encoder(…, blocks=[]), which "
+                "gathers the encoder as one, or shard_parameters=False"
+            )
+        called.add(name)
+
+    module.register_forward_pre_hook(lambda *_: called.clear(), prepend=True)
+    for name, block in units.items():
+        block.register_forward_pre_hook(partial(note, f"{name} ({type(block).__name__})"), prepend=True)
 
 
 def _cast_first_tensor(blocks: Any, dtype: torch.dtype | None) -> None:
