@@ -19,7 +19,7 @@ from longspan.comm.failure.reports import FailureReports
 from longspan.comm.failure.watch import Watch
 from longspan.comm.groups.channels import Channels
 from longspan.comm.groups.meshes import Meshes
-from longspan.comm.groups.process_groups import ProcessGroups
+from longspan.comm.groups.process_groups import ByRanks, ProcessGroups
 from longspan.comm.rendezvous import (
     BOTH,
     Place,
@@ -45,6 +45,7 @@ KNOWN_WHEN_OPEN.update(MEMBERS)
 
 _keys = count()
 _worlds: dict[int, "World"] = {}  # those that are open
+_shareable: ByRanks = {}  # the communicators of the open worlds
 
 
 def world_of(key: int) -> "World":
@@ -72,6 +73,11 @@ class World:
     While it is open it has `control` (host values of all ranks), `channels` (how ranks talk on their device), `meshes`
     (for FSDP2 and DTensor: `.fsdp`, `.tp`, `.expert`, `.ep`), `process_groups` (`.made`: every communicator of this
     rank, with what it is for and the seconds that it took) and `watch` (what this rank is doing, for error messages).
+
+    Worlds of different homes over the same ranks may be open inside each other, as for an encoder and a language model;
+    they share communicators of the same ranks where their timeouts are the same:
+
+    >>> with World(Layout(ranks=8, tp=2)) as world, World(Layout(ranks=8)) as encoder_world: ...
 
     Raises CommError where the processes that were started are not the home's ranks.
     """
@@ -119,7 +125,10 @@ class World:
         if place.size > 1 and store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
             reports = FailureReports(self.rank, self.home.ranks, new_connection(store), f"{prefix}/watch")
         self.watch = Watch(self.rank, self.home.ranks, self.timeout, reports, gpu=self.device.type == "cuda")
-        self.process_groups = ProcessGroups(backend=self.backend, timeout=self.timeout, watch=self.watch)
+        self.watch.others = _watches
+        self.process_groups = ProcessGroups(
+            backend=self.backend, timeout=self.timeout, watch=self.watch, shareable=_shareable
+        )
         self.meshes = Meshes(self.home, self.coordinates.pp, self.process_groups, self.device.type)
         self.key = next(_keys)
         _worlds[self.key] = self
@@ -158,6 +167,8 @@ class World:
         self._answering.stop()
         self.meshes.forget()
         groups = self.process_groups.forget()
+        if self._made_default:
+            _shareable.clear()  # all communicators go with the default group
         del _worlds[self.key]
         for name in MEMBERS:
             vars(self).pop(name, None)
@@ -198,6 +209,11 @@ class World:
     @step.setter
     def step(self, step: int) -> None:
         self.watch.step = step
+
+
+def _watches() -> list[Watch]:
+    """What this rank is doing in each open world."""
+    return [watch for world in list(_worlds.values()) if (watch := vars(world).get("watch")) is not None]
 
 
 def _started(home: Layout) -> Place:

@@ -82,6 +82,7 @@ class Watch:
         self.step = 0
         self.current: Operation | None = None
         self.finished = "nothing yet"
+        self.others: Callable[[], Sequence[Watch]] = lambda: ()  # of every world that is open on this rank
         self.named: Operation | None = None  # around collectives that others start
         # The last collective that was waited for, and how to ask whether the device is past it.
         self.last: tuple[Operation, Callable[[], bool]] | None = None
@@ -141,7 +142,7 @@ class Watch:
 
     def activity(self) -> str:
         """What this rank is doing, for the others."""
-        operation = self.current
+        operation = self.current or next((watch.current for watch in self.others() if watch.current), None)
         if operation is None:
             return f"computing in step {self.step}, after '{self.finished}'"
         return f"in {operation} for {time.monotonic() - operation.started:.1f} s"

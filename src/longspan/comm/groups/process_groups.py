@@ -3,6 +3,9 @@
 A bounded number of communicators, made by `World.prepare`, is the fast way for groups that recur (`channel.py` has the
 general one). A parent that is not there is an error; None is never passed to torch, which would take it for the
 whole world.
+
+Worlds that are open inside each other, a language model's and an encoder's say, share communicators of the same ranks:
+on NCCL each costs 485 MiB. One world never uses a communicator for two of its own purposes.
 """
 
 import time
@@ -22,7 +25,7 @@ ParentName = Literal["plane", "everyone", "pipeline", "tp"]
 # Kinds whose messages travel beside kernels of the same layer. Their NCCL kernels go before blocks of a running kernel
 # that wait for a place on the device: behind them, a message that is sent ahead starts when the kernel is nearly done
 # (bench/attention_choices.py --choice streams).
-AHEAD = frozenset({"parent", "communicator"})
+AHEAD = frozenset({"parent", "everyone", "communicator"})
 
 
 @dataclass(frozen=True)
@@ -39,30 +42,59 @@ class GroupRecord:
     seconds: float
 
 
-class ProcessGroups:
-    """The communicators of one world, made by all its ranks in one order and looked up by rank tuple."""
+class Shareable:
+    """A communicator that open worlds of a process may share; `group` is None where this rank is no member.
 
-    def __init__(self, *, backend: str, timeout: float, watch: Watch) -> None:
+    Every rank keeps one, so that all ranks of a world know alike what there is to share.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.group, self.users = group, 0
+
+
+ByRanks = dict[tuple[object, ...], list[Shareable]]  # by ranks, what torch was told and purpose, in the order made
+
+
+class ProcessGroups:
+    """The communicators of one world, made by all its ranks in one order and looked up by rank tuple.
+
+    `shareable` are those of all open worlds of this process (None: of no other).
+    """
+
+    def __init__(self, *, backend: str, timeout: float, watch: Watch, shareable: ByRanks | None = None) -> None:
         self.watch = watch
+        self._shareable: ByRanks = {} if shareable is None else shareable
         self.made: list[GroupRecord] = []
         self._backend, self._timeout = backend, timeout
-        self._mine: list[ProcessGroup] = []
+        self._used: list[Shareable] = []
         self._by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
         self._parents: dict[ParentName, ProcessGroup] = {}
 
     def make(self, ranks: Sequence[int], kind: str, *, backend: str | None = None) -> ProcessGroup | None:
         """Make one communicator; called by every rank of the world in one order. None where this rank is no member.
 
-        Callers that are members get the group; None is never handed on to torch.
+        Callers that are members get the group; None is never handed on to torch. Where another open world has one of
+        these ranks that this world does not use yet, it is shared, and not among `made`.
         """
-        started, timeout, backend = time.monotonic(), timedelta(seconds=self._timeout), backend or self._backend
+        backend = backend or self._backend
+        purpose = "messages" if kind in AHEAD else kind if kind in ("control", "pipeline") else "meshes"
+        alike = self._shareable.setdefault((tuple(sorted(ranks)), backend, self._timeout, purpose), [])
+        shareable = next((one for one in alike if one not in self._used), None)
+        if shareable is None:
+            shareable = Shareable(self._new(ranks, kind, backend))
+            alike.append(shareable)
+        shareable.users += 1
+        self._used.append(shareable)
+        return shareable.group
+
+    def _new(self, ranks: Sequence[int], kind: str, backend: str) -> ProcessGroup | None:
+        started, timeout = time.monotonic(), timedelta(seconds=self._timeout)
         options = _on_a_stream_of_high_priority(timeout) if kind in AHEAD and "nccl" in backend else None
         with self.watch.during(f"making the {kind} group", ranks):
             group = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
         if self.watch.rank not in ranks:
             return None
         assert isinstance(group, ProcessGroup)
-        self._mine.append(group)
         self.made.append(GroupRecord(tuple(ranks), kind, time.monotonic() - started))
         return group
 
@@ -92,11 +124,16 @@ class ProcessGroups:
                 self.set_parent(name, group)
 
     def forget(self) -> list[ProcessGroup]:
-        """Drop every reference, so that the groups can be freed; returns them, to be destroyed."""
-        mine, self._mine = self._mine, []
+        """Drop every reference, so that the groups can be freed; returns those to destroy, which no world shares."""
+        for shareable in self._used:
+            shareable.users -= 1
+        unused = [one.group for one in self._used if one.users == 0 and one.group is not None]
+        for alike in self._shareable.values():
+            alike[:] = [one for one in alike if one.users]
+        self._used.clear()
         self._parents.clear()
         self._by_ranks.clear()
-        return mine
+        return unused
 
 
 def _on_a_stream_of_high_priority(timeout: timedelta) -> Any:
