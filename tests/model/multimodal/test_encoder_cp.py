@@ -1,0 +1,138 @@
+"""One item over several slots of an encoder: attention of its own that calls `attend` is exact at any degree."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longspan import attend
+from longspan.comm import SequenceShard, World, bind
+from longspan.layout import Layout
+from longspan.model.multimodal.prepare_encoder import prepare_encoder
+from longspan.model.placement.sharding import gradients_summed_over_slots
+from longspan.plan import Plan, plan_dynamic, plan_fixed
+from longspan.testing import backend, run_ranks
+from tests.model.multimodal.encoders import HEADS, HIDDEN, OUT, Mlp
+from tests.model.multimodal.test_prepare_encoder import gradient_errors
+from tests.reference import dense_attention
+
+LENGTHS = (61,)  # one huge item
+SEVERAL = (61, 5, 1, 18, 7)
+PATCH = 6
+
+
+class Attention(nn.Module):
+    """Attention of local rows to all rows of their item."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = HEADS, HIDDEN // HEADS
+        self.qkv, self.proj = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, shard: SequenceShard | tuple[int, ...]) -> Tensor:
+        q, k, v = self.qkv(x).view(len(x), 3, self.num_heads, self.head_dim).unbind(1)  # (T, N, H)
+        if isinstance(shard, SequenceShard):
+            out = attend(q, k, v, shard, causal=False)
+        else:
+            out = dense_attention(q, k, v, shard, causal=False)
+        return self.proj(out.reshape(len(x), -1))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.attn, self.mlp = Attention(), Mlp()
+
+    def forward(self, x: Tensor, shard: Any) -> Tensor:
+        x = x + self.attn(self.norm1(x), shard)
+        return x + self.mlp(self.norm2(x))
+
+
+class ShardedViT(nn.Module):
+    """`forward(patches, positions, shard)`: local patches (T, 6), where they are in their item, and the shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Linear(PATCH, HIDDEN), nn.Embedding(64, HIDDEN)
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.projector = nn.Linear(HIDDEN, OUT)
+
+    def forward(self, patches: Tensor, positions: Tensor, shard: Any) -> Tensor:
+        x = self.embed(patches) + self.places(positions)
+        for block in self.blocks:
+            x = block(x, shard)
+        return F.gelu(self.projector(x))
+
+
+def _encoder() -> nn.Module:
+    torch.manual_seed(4)
+    return ShardedViT().double()
+
+
+@cache
+def _dense(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """(patches, cotangents, rows, gradients) of one process, on the CPU."""
+    module, generator = _encoder(), torch.Generator().manual_seed(6)
+    patches = torch.randn(sum(lengths), PATCH, generator=generator, dtype=torch.float64)
+    cotangents = torch.randn(sum(lengths), OUT, generator=generator, dtype=torch.float64)
+    rows = module(patches, torch.cat([torch.arange(n) for n in lengths]), lengths)
+    rows.backward(cotangents)
+    return patches, cotangents, rows.detach(), {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+
+
+def _plan(kind: str, lengths: tuple[int, ...], home: Layout) -> Plan:
+    if kind == "dynamic":
+        return plan_dynamic(lengths, home, max_tokens_per_slot=96 // home.slots)
+    return plan_fixed(lengths, home, cp=home.slots)
+
+
+CASES = [
+    (Layout(4), LENGTHS, "fixed", True, True),
+    (Layout(4), SEVERAL, "dynamic", True, False),
+    (Layout(4), SEVERAL, "dynamic", False, "selective"),
+    (Layout(4, tp=2), LENGTHS, "fixed", True, "selective"),
+    (Layout(4, tp=2), SEVERAL, "dynamic", False, False),
+]
+
+
+def _errors(rank: int) -> list[dict[str, float]]:
+    errors = list[dict[str, float]]()
+    for home, lengths, kind, sharded, recomputed in CASES:
+        with World(home, backend=backend()) as world:
+            patches, cotangents, rows, gradients = (_on(x, world.device) for x in _dense(lengths))
+            module = prepare_encoder(_encoder(), world, shard_parameters=sharded, activation_checkpointing=recomputed)
+            plan = _plan(kind, lengths, home)
+            world.prepare(plan)
+            of_rows = 0.0
+            with gradients_summed_over_slots(module, world):
+                for micro_batch in plan.micro_batches:
+                    shard = bind(micro_batch, world).with_padding()
+                    local = _packed_rows(shard, lengths).to(world.device)
+                    real = (local >= 0)[:, None]
+                    out = module(patches[local.clamp(min=0)], shard.position_ids, shard)
+                    of_rows = max(of_rows, ((out.detach() - rows[local.clamp(min=0)]) * real).abs().max().item())
+                    out.backward(cotangents[local.clamp(min=0)] * real)
+            errors.append({"rows": of_rows} | gradient_errors(module, gradients))
+    return errors
+
+
+def _packed_rows(shard: SequenceShard, lengths: tuple[int, ...]) -> Tensor:
+    """Which of the items' rows each local row is, −1 for padding."""
+    starts = [sum(lengths[:item]) for item in range(len(lengths))]
+    items = [item for group in shard.micro_batch.groups for item in group.documents]
+    order = torch.cat([torch.arange(starts[item], starts[item] + lengths[item]) for item in items])
+    return torch.where(shard.rows.cpu() >= 0, order[shard.rows.cpu().clamp(min=0)], -1)
+
+
+def _on(x: Any, device: torch.device) -> Any:
+    return {name: value.to(device) for name, value in x.items()} if isinstance(x, dict) else x.to(device)
+
+
+def test_an_item_over_several_slots_equals_one_dense_process() -> None:
+    for errors in run_ranks(_errors, 4):
+        for case, by_name in zip(CASES, errors, strict=True):
+            wrong = {name: error for name, error in by_name.items() if not error <= 1e-12}
+            assert not wrong, (case, wrong)
