@@ -13,6 +13,7 @@ from longspan.lazy import lazy_exports
 if TYPE_CHECKING:
     from longspan.attention import attend as attend
     from longspan.bridge import Bridge as Bridge
+    from longspan.bridge import ItemDocuments as ItemDocuments
     from longspan.comm import SequenceShard as SequenceShard
     from longspan.comm import World as World
     from longspan.comm import bind as bind
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
     from longspan.layout import Layout as Layout
     from longspan.layout import Packing as Packing
     from longspan.layout import Partition as Partition
+    from longspan.model import Encoder as Encoder
+    from longspan.model import MultimodalModel as MultimodalModel
     from longspan.model import load_model as load_model
     from longspan.model import prepare as prepare
+    from longspan.model import prepare_encoder as prepare_encoder
     from longspan.model import save_model as save_model
     from longspan.plan import Cost as Cost
     from longspan.plan import Group as Group
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from longspan.plan import plan_dynamic as plan_dynamic
     from longspan.plan import plan_fixed as plan_fixed
     from longspan.plan import plan_padded as plan_padded
+    from longspan.plan.items import Item as Item
     from longspan.train import evaluate as evaluate
     from longspan.train import run_step as run_step
 
