@@ -69,6 +69,21 @@ def test_the_page_on_evaluation_is_one_program(tmp_path: Path) -> None:
     assert len(losses) == 3 and max(map(float, losses)) - min(map(float, losses)) <= 2e-6
 
 
+def test_the_page_on_two_modules_is_one_program(tmp_path: Path) -> None:
+    losses = re.findall(
+        r"loss (\S+), after 8 steps (\S+); evaluated at degree 2 (\S+), at degree 1 (\S+)",
+        run_page("bridge.md", tmp_path),
+    )
+    first, last, wide, narrow = map(float, losses[0])
+    assert last < first - 0.5 and abs(wide - narrow) <= 2e-6
+
+
+def test_the_picture_of_the_bridge_is_drawn_by_its_command(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "bench/bridge_picture.py"), "--plot", str(tmp_path / "drawn.svg")]
+    subprocess.run(command, check=True)
+    assert (tmp_path / "drawn.svg").read_text() == (ROOT / "docs/bridge.svg").read_text()
+
+
 def test_the_page_on_own_loops_shows_the_lines_of_its_program() -> None:
     program = (ROOT / "examples/own_loop.py").read_text()
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/own-loop.md").read_text(), flags=re.DOTALL)
@@ -121,7 +136,7 @@ def test_the_page_on_gpus_generates_with_stock_transformers(tmp_path: Path) -> N
 def test_no_page_has_a_program_that_is_not_run() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     with_programs = {page.stem for page in pages if "```python" in page.read_text()}
-    run_here = {"attention", "evaluation", "gpu", "own-loop", "parallelism", "planning", "tour", "README"}
+    run_here = {"attention", "bridge", "evaluation", "gpu", "own-loop", "parallelism", "planning", "tour", "README"}
     assert with_programs == run_here
 
 
