@@ -1,5 +1,7 @@
 """Rows reach the ranks that need them, their gradients the ranks that have them: against one dense computation."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -130,3 +132,56 @@ def refuse(rank: int) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     run_ranks(refuse, 2)
+
+
+OPERATIONS = {"aten::index": "index", "c10d::send": "sends", "c10d::recv_": "receives"}
+
+
+def counts(rank: int) -> list[dict[str, int]]:
+    """Indexing kernels and messages of a rank, forward and backward, and where the layout comes again."""
+    have = [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9], [], []]
+    need = [[9, 0, 6, 2], [7, 5, 3], [], []]
+    with World(Layout(ranks=4), backend=backend(), timeout=60) as world:
+        x = torch.ones(len(have[rank]), 2, device=world.device, requires_grad=True)
+        exchange = Exchange(Partition.from_rows(have), Partition.from_rows(need))
+        move = RowExchange(exchange, world.channels.everyone)
+        y = move(x)
+        again = RowExchange(Exchange(exchange.have, exchange.need), world.channels.everyone)
+        assert again._there is move._there and again._back is move._back
+        assert RowExchange(exchange, world.channels.everyone, gradient="identical")._back is not move._back
+        return [operations(lambda: move(x)), operations(lambda: move.back(torch.ones_like(y)))]
+
+
+def operations(run: Callable[[], object]) -> dict[str, int]:
+    """How often operators that move rows ran."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    events = {event.key: event.count for event in profile.key_averages()}
+    assert not any(name in events for name in ("aten::item", "aten::nonzero", "aten::_local_scalar_dense")), events
+    return {name: events.get(key, 0) for key, name in OPERATIONS.items()}
+
+
+@pytest.mark.skipif(backend() != "gloo", reason="other messages have other names")
+def test_one_kernel_packs_and_one_unpacks_a_direction() -> None:
+    both = {"index": 3, "sends": 1, "receives": 1}  # packing, rows that stay while messages travel, unpacking
+    nothing = {"index": 0, "sends": 0, "receives": 0}
+    assert run_ranks(counts, 4) == [[both, both], [both, both], [nothing, nothing], [nothing, nothing]]
+
+
+def rounded_once(rank: int) -> None:
+    """256 + 1 + 1 = 258 in float32; a bfloat16 sum would stay 256. By three ranks, by one, and by one and another."""
+    with World(Layout(ranks=3), backend=backend(), timeout=60) as world:
+        for need, uses in (
+            ([[0], [0], [0]], [[256.0], [1.0], [1.0]]),
+            ([[], [0, 0, 0], []], [[], [256.0, 1.0, 1.0], []]),
+            ([[0], [], [0, 0]], [[256.0], [], [1.0, 1.0]]),
+        ):
+            exchange = Exchange(Partition.from_rows([[0], [], [0]]), Partition.from_rows(need))
+            move = RowExchange(exchange, world.channels.everyone)
+            gradient = torch.tensor(uses[rank], dtype=torch.bfloat16, device=world.device)[:, None]
+            assert move.back(gradient).flatten().tolist() == [[258.0], [], [258.0]][rank]
+            assert move.back(gradient).dtype == torch.bfloat16
+
+
+def test_sums_of_half_precision_are_rounded_once() -> None:
+    run_ranks(rounded_once, 3)

@@ -8,6 +8,7 @@ from longspan.errors import LayoutError
 from longspan.layout import Partition
 from longspan.layout.row_blocks import PIECES, cut_into_blocks
 from longspan.layout.row_moves import plan_moves
+from tests.layout.copies import lacking, random_gradients, summed
 from tests.layout.strategies import examples, feedings
 
 
@@ -36,39 +37,6 @@ def carry(moves, parts):
 def plan_all(source, target, groups=None):
     source, target = cut_into_blocks(Partition.from_rows(source), Partition.from_rows(target))
     return [plan_moves(source, target, me, groups) for me in range(len(source.members))]
-
-
-def random_gradients(need, seed_of):
-    """A random number for every copy that is needed, by seed_of(rank, row, copies of it on the rank before)."""
-    gradients = []
-    for rank, rows in enumerate(need):
-        seeds = [seed_of(rank, row, rows[:place].count(row)) for place, row in enumerate(rows)]
-        gradients.append(np.array([np.random.default_rng(seed).normal() for seed in seeds]))
-    return gradients
-
-
-def summed(have, need, gradients, groups):
-    """The dense sums: over the uses of one rank of each group, then over groups, in their order."""
-    totals = {}
-    for group in groups:
-        of_group = {}
-        for rank in group:
-            of_rank = {}
-            for row, gradient in zip(need[rank], gradients[rank].tolist(), strict=True):
-                of_rank[row] = of_rank[row] + gradient if row in of_rank else gradient
-            of_group = of_rank | of_group
-        for row, gradient in of_group.items():
-            totals[row] = totals[row] + gradient if row in totals else gradient
-    return [[totals.get(row, 0.0) for row in rows] for rows in have]
-
-
-def lacking(have, need, groups, rank):
-    """How many gradients this rank must receive: of each group one for each row of here, if it has none itself."""
-    rows, count = set(have[rank]), 0
-    for group in groups:
-        needed = rows & {row for member in group for row in need[member]}
-        count += len(needed - set(need[rank])) if rank in group else len(needed)
-    return count
 
 
 @examples

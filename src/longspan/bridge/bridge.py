@@ -37,10 +37,12 @@ class Bridge:
     every rank that has a row gets its whole gradient, and zeros for rows that nobody needs. A rank receives no row
     twice and none that it has.
 
-    Entered by all ranks, forward and backward, with zero rows where a rank has none: let `y_local.sum() * 0` into the
-    loss of a rank that needs nothing. Making a bridge plans on the host and, in a home of several planes, makes the
-    group of all ranks once. Raises LayoutError for rows that nobody has and for partitions that do not have one list
-    for each rank of the home.
+    Entered by all ranks, forward and backward, with zero rows where a rank has or needs none; a rank that neither sends
+    nor receives sends no message. Backward is entered where `y_local` takes part in the loss, and rows that are copied
+    among others by `index_copy` do, also where they are none. Making a bridge plans on the host, once for a layout that
+    comes again, and in a home of several planes makes the group of all ranks once. Raises LayoutError for rows that
+    nobody has, for partitions that do not have one list for each rank of the home, and where tensor-parallel ranks of a
+    slot that carry the same gradient need a row differently often.
     """
 
     def __init__(self, have: Partition, need: Partition, world: World, gradient: RowGradient = "partial") -> None:
@@ -60,6 +62,11 @@ class Bridge:
         For a caller who runs backward passes himself, after `bridge(x_local)` under `torch.no_grad()`.
         """
         return self._rows.back(gradient)
+
+    @property
+    def received_rows(self) -> tuple[int, int]:
+        """How many rows arrive at this rank from others, forward and backward."""
+        return self._rows.received_rows
 
     def __repr__(self) -> str:
         return f"Bridge({self.exchange!r}, gradient={self.gradient!r})"

@@ -5,7 +5,9 @@ send each other; rows that stay are copied meanwhile, and one indexing kernel ma
 of several take more. Nothing waits for the device, and no sizes are exchanged.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -21,60 +23,67 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class DeviceMoves:
-    """RowMoves with their indices on a device.
+    """RowMoves with their indices on a device, some runs of indices as slices.
 
-    Where nothing arrives, x itself is the pool. `places` is None where the result is the pool as it is. Of a result
-    that is `zeros` rows, nothing else is known.
+    Where nothing arrives, x itself is the pool. Where the pool is empty, the result is `zeros` rows of zeros.
     """
 
-    folds: tuple[Pair, ...]
-    leaves: Tensor | slice
     sends: tuple[int, ...]
     receives: tuple[int, ...]
+    leaves: Tensor | slice
     stays: Tensor
-    places: Tensor | None
+    places: Tensor | slice
     absent: Tensor  # rows of the result that nobody has
     several: Tensor
     first: Tensor  # places of the first addends of `several`
+    folds: tuple[Pair, ...]
     more: tuple[Pair, ...]
     widened: bool
     zeros: int
 
 
 def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
-    """The same moves, ready to be carried out on a device."""
-    arriving = sum(moves.receives)
+    """The same moves, ready to be carried out on a device; their indices go there in one copy."""
+    arriving, absent = sum(moves.receives), np.flatnonzero(moves.places < 0)
+    zeros = len(absent) if arriving + len(moves.stays) == 0 else 0
+    places = moves.places[:0] if zeros else np.maximum(moves.places, 0)
 
-    def index(rows: Rows) -> Tensor:
-        return to_device(np.array(rows, dtype=np.int64), device)
+    def in_pool(places: Rows) -> Rows:
+        return places if arriving else moves.stays[places]
 
-    def in_pool(places: Rows) -> Tensor:
-        return index(places if arriving else moves.stays[places])
-
-    pool_rows, absent = arriving + len(moves.stays), np.flatnonzero(moves.places < 0)
-    whole = arriving and not len(absent) and np.array_equal(moves.places, np.arange(pool_rows))
-    places = np.maximum(moves.places, 0) if pool_rows else moves.places[:0]
+    pairs = [*moves.folds, *((in_pool(source), target) for source, target in moves.more)]
+    singles = [moves.leaves, moves.stays, in_pool(places), absent, moves.several, in_pool(moves.places[moves.several])]
+    index = _on_device([*singles, *chain.from_iterable(pairs)], device)
+    leaves, stays, taken, absent_rows, several, first = index[: len(singles)]
+    pairs_there = list(zip(index[len(singles) :: 2], index[len(singles) + 1 :: 2], strict=True))
+    whole = not len(places) or (arriving and not len(absent))  # else a run of the result would be a part of x
     return DeviceMoves(
-        folds=tuple((index(source), index(target)) for source, target in moves.folds),
-        leaves=_run(moves.leaves) or index(moves.leaves),
         sends=moves.sends,
         receives=moves.receives,
-        stays=index(moves.stays),
-        places=None if whole else in_pool(places),
-        absent=index(absent),
-        several=index(moves.several),
-        first=in_pool(moves.places[moves.several]),
-        more=tuple((in_pool(source), index(target)) for source, target in moves.more),
+        leaves=_run(moves.leaves) or leaves,
+        stays=stays,
+        places=(_run(places) if whole else None) or taken,
+        absent=absent_rows,
+        several=several,
+        first=first,
+        folds=tuple(pairs_there[: len(moves.folds)]),
+        more=tuple(pairs_there[len(moves.folds) :]),
         widened=moves.widened,
-        zeros=0 if pool_rows else len(absent),
+        zeros=zeros,
     )
 
 
+def _on_device(arrays: Sequence[Rows], device: torch.device) -> list[Tensor]:
+    joined = to_device(np.concatenate(arrays), device)
+    return list(joined.split([len(array) for array in arrays]))
+
+
 def _run(rows: Rows) -> slice | None:
-    """Rows that follow each other as a slice."""
-    if len(rows) and np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows))):
-        return slice(int(rows[0]), int(rows[-1]) + 1)
-    return None
+    """Rows that follow each other, or none, as a slice."""
+    if not len(rows):
+        return slice(0, 0)
+    run = slice(int(rows[0]), int(rows[0]) + len(rows))
+    return run if np.array_equal(rows, np.arange(run.start, run.stop)) else None
 
 
 def carry(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Tensor:
@@ -107,8 +116,6 @@ def _unpacked(pool: Tensor, moves: DeviceMoves) -> Tensor:
     """The result from rows that arrived and rows that stayed."""
     if moves.zeros:
         return pool.new_zeros((moves.zeros, *pool.shape[1:]))
-    if moves.places is None:
-        return pool
     result = pool[moves.places]
     if len(moves.absent):
         result.index_fill_(0, moves.absent, 0)

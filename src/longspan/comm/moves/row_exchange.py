@@ -80,6 +80,11 @@ class RowExchange:
         anchor = x.new_empty(0, requires_grad=True)
         return _ExchangeRows.apply(x, anchor, self)  # pyright: ignore[reportReturnType]
 
+    @property
+    def received_rows(self) -> tuple[int, int]:
+        """How many rows arrive here from other members, forward and backward."""
+        return sum(self._there.receives), 0 if self._back is None else sum(self._back.receives)
+
     def back(self, gradient: Tensor) -> Tensor:
         """The gradient of this member's rows of `have` from that of its rows of `need`."""
         assert self._back is not None

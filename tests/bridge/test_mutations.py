@@ -1,0 +1,94 @@
+"""The table of layouts would tell: with one term of the bridge changed, some rank is wrong about some case.
+
+Every rank changes the same line, runs the cases, and puts the line back.
+"""
+
+import pytest
+
+from longspan import Bridge, Layout, Partition, World
+from longspan.bridge.bridge import forget_plans
+from longspan.errors import CommError, LayoutError
+from longspan.testing import backend, run_ranks
+from tests.bridge.layouts import CASES, Case
+from tests.bridge.test_layouts import coded, wrong
+from tests.mutation import mutate, restore
+
+NAMES = [  # in which rows are used by several slots, several times, in every order, and by nobody
+    "2·3 to 3·1·2, two slots use a row",
+    "ranks in another order",
+    "3·2 to 2·1·3, a slot uses a row twice",
+    "1·6 to 2·3·1, sequence parallel",
+    "6·1 to 1·2·3, repeated",
+    "3·2 to copies of all rows",
+]
+OF_SLOTS = '"partial_over_slots": [tuple(members) for members in slots]'
+MUTATIONS = [
+    # the sum over uses of a row: by several slots, by one rank, one slot's twice
+    ("comm.moves.carry_rows", "total.index_add_(0, target, wide(pool[source]))", "pass"),
+    ("comm.moves.carry_rows", "x.index_add_(0, target, x[source])", "pass"),
+    ("comm.moves.carry_rows", "wide(pool[source])", "wide(pool[moves.first[target]])"),
+    ("layout.row_moves", "for group in groups for member", "for group in reversed(groups) for member"),
+    # conventions
+    ("comm.moves.row_exchange", OF_SLOTS, '"partial_over_slots": None'),
+    ("comm.moves.row_exchange", OF_SLOTS, '"partial_over_slots": [[member] for member in range(channel.degree)]'),
+    ("comm.moves.row_exchange", '"identical": None', '"identical": [[member] for member in range(channel.degree)]'),
+    # axes and order of the home
+    ("bridge.bridge", "world.home.tp_groups()", "zip(*world.home.tp_groups())"),
+    ("bridge.bridge", "everyone.ranks.index(rank)", "rank"),
+    # rows where they belong
+    ("layout.row_moves", "blocks[np.argsort(order[blocks])]", "np.sort(blocks)"),
+    ("layout.row_moves", "begins[me] = arriving.sum()", "begins[me] = 0"),
+    ("comm.moves.carry_rows", "result.index_fill_(0, moves.absent, 0)", "pass"),
+    ("comm.moves.carry_rows", "result.index_copy_(0, moves.several,", "result.index_copy_(0, moves.several.flip(0),"),
+]
+
+
+def noticed(rank: int) -> list[bool]:
+    """Whether this rank is wrong about any case, without a mutation and then with each."""
+    answers = [False] * (1 + len(MUTATIONS))
+    for home in dict.fromkeys(CASES[name].home for name in NAMES):
+        with World(home, backend=backend(), timeout=60) as world:
+            cases = [CASES[name] for name in NAMES if CASES[name].home == home]
+            for index, mutation in enumerate((None, *MUTATIONS)):
+                undo = mutate(*mutation) if mutation else []
+                errors = [errs(rank, case, world) for case in cases]  # every rank runs all of them
+                answers[index] |= any(errors)
+                restore(undo)
+    return answers
+
+
+def errs(rank: int, case: Case, world: World) -> bool:
+    """Whether this rank is wrong about a case; one that is refused is refused on all ranks."""
+    forget_plans()
+    try:
+        return bool(wrong(rank, case, world))
+    except LayoutError:
+        return True
+
+
+def test_every_change_is_noticed() -> None:
+    answers = [any(of_ranks) for of_ranks in zip(*run_ranks(noticed, 6, timeout=240), strict=True)]
+    assert not answers[0]
+    survivors = [mutation for mutation, seen in zip(MUTATIONS, answers[1:], strict=True) if not seen]
+    assert not survivors, "\n".join(map(str, survivors))
+
+
+def skip(rank: int) -> str:
+    """Rank 2 leaves out its backward pass; the error that this rank ends with."""
+    have, need = [[0, 1], [2], [3]], [[3], [2, 0, 3], [1]]
+    try:
+        with World(Layout(3), backend=backend(), timeout=5) as world:
+            bridge = Bridge(Partition.from_rows(have), Partition.from_rows(need), world)
+            y = bridge(coded(have[rank]).to(world.device).requires_grad_())
+            if rank != 2:
+                y.sum().backward()
+    except CommError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(backend() != "gloo", reason="NCCL ends a stuck process instead of raising in it")
+def test_a_rank_that_does_not_enter_is_named() -> None:
+    errors = run_ranks(skip, 3)
+    named = [error for error in errors[:2] if "'row gradients' of step 0 between ranks (0, 1, 2) timed out" in error]
+    assert named and all("rank 2 is in 'leaving the world'" in error for error in named), errors
