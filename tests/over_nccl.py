@@ -82,6 +82,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "model/test_tensor_parallel.py::test_parameters_after_three_steps",
     ),
     "train": (
+        "train/multimodal/test_oracle.py::test_fan_in_fan_out_and_equal_replicas_in_float32",
         "train/evaluation/test_evaluate.py::test_every_document_and_metric_equals_the_stock_model",
         "train/evaluation/test_no_trace.py::test_evaluations_leave_no_trace few",
         "train/evaluation/test_passkey.py::test_the_grid_equals_greedy_decoding_and_dense_losses",

@@ -1,5 +1,7 @@
 """The axes of the gradient oracle of two-module models: layouts, owners, plans, documents, and ways to train."""
 
+import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -11,9 +13,10 @@ import torch
 from longspan.layout import Layout
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.train.plans import PlanChoice
+from tests.pairs import drawn_row, every_pair
 from tests.train.multimodal.documents import documents_of
 
-SHUFFLED = (5, 2, 7, 0, 3, 6, 1, 4)
+ACROSS = (0, 4, 1, 5, 2, 6, 3, 7)  # neighbours of the encoder are far apart in the language model
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,11 @@ HOMES = {
     "8·1→1·8·1": Homes(Layout(8, tp=8), Layout(8), 8),
     "2·4→2·2·1, pp 2": Homes(Layout(8, tp=2), Layout(8, tp=2, pp=2), 2),
     "4·2→1·2·2, pp 2": Homes(Layout(8, tp=4), Layout(8, pp=2), 2),
-    "2·4→2·2·2, other ranks": Homes(Layout(SHUFFLED, tp=2), Layout(8, tp=2), 2),
+    "2·4→2·2·2, other ranks": Homes(Layout(ACROSS, tp=2), Layout(8, tp=2), 2),
     "2·3→3·1·2": Homes(Layout(6, tp=2), Layout(6, tp=3), 1),
     # on 4 ranks or GPUs
     "2·2→2·2·1": Homes(Layout(4, tp=2), Layout(4, tp=2), 2),
+    "2·2→2·1·2": Homes(Layout(4, tp=2), Layout(4, tp=2), 1),
     "2·2→1·2·2": Homes(Layout(4, tp=2), Layout(4), 2),
     "1·4→2·1·2": Homes(Layout(4), Layout(4, tp=2), 1),
     "1·4→1·4·1": Homes(Layout(4), Layout(4), 4),
@@ -160,12 +164,37 @@ def by_homes(cases: Sequence[Case]) -> dict[tuple[Layout, Layout], list[Case]]:
     return grouped
 
 
-ON_8 = tuple(name for name, homes in HOMES.items() if len(homes.encoder.ranks) == 8)
-ON_6 = ("2·3→3·1·2",)
-ON_4 = ("1·4→2·1·2", "1·4→1·4·1")
-AXES = (OWNERS, PLANNERS, DOCUMENTS, FROZEN, FAMILIES, DTYPES, WAVES, ENCODER, MODEL)
+def _on(ranks: int) -> tuple[str, ...]:
+    return tuple(name for name, homes in HOMES.items() if len(homes.encoder.ranks) == ranks)
+
+
+ON = {4: _on(4), 6: _on(6), 8: _on(8)}
+WAYS = (FROZEN, FAMILIES, DTYPES, WAVES, ENCODER, MODEL)
+AXES = (OWNERS, PLANNERS, DOCUMENTS, *WAYS)
 
 
 def fits(values: tuple[Any, ...]) -> bool:
     """Whether there is such a case."""
     return Case(*values).fits
+
+
+def pairs(ranks: int) -> list[Case]:
+    """Cases in which every two values of two axes meet."""
+    return [Case(*values) for values in every_pair((ON[ranks], *AXES), 0, fits)]
+
+
+def few_pairs() -> list[Case]:
+    """Such cases of the values that need most, on four ranks: fan-in, fan-out and shared encoders' ranks."""
+    homes, most = ("2·2→2·2·1", "2·2→1·2·2", "1·4→2·1·2"), (FROZEN[:3], ("qwen3", "qwen3-moe"), *WAYS[2:])
+    return [Case(*values) for values in every_pair((homes, OWNERS, PLANNERS, DOCUMENTS[:3], *most), 0, fits)]
+
+
+def product(ranks: int) -> list[Case]:
+    """Every layout under every owner and planner with every set of documents, in ways to train that are drawn."""
+    draw, axes = random.Random(0), (ON[ranks], *AXES)
+    layouts = itertools.product(*axes[:4])
+    return [Case(*drawn_row(draw, axes, dict(enumerate(values)), fits)) for values in layouts if _possible(*values)]
+
+
+def _possible(homes: str, owners: str, planner: str, documents: str) -> bool:
+    return Case(homes, owners, planner, documents).fits

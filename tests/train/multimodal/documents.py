@@ -34,6 +34,7 @@ SETS: dict[str, tuple[Described, ...]] = {
     ),
     "few": ((21, ()), (11, (("video", ((4, 8),)),)), (6, ())),  # fewer items than ranks; none of "image"
     "text": ((13, ()), (1, ()), (9, ())),
+    "even": tuple((8, (("image", ((1, 4),)),)) for _ in range(4)),  # for mutations: any slot may stand for another
 }
 
 

@@ -17,14 +17,15 @@ CLIP_ROWS, CLIP_SIDE = 4, 6  # an image of 6 x 6 pixels is 4 patches of 3 x 3
 
 
 class Attention(nn.Module):
-    """Attention inside each item; the heads are those that the projection's rows make, so that ranks may share them."""
+    """Attention inside each item."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.num_heads = HEADS
         self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, lengths: Sequence[int], shard: SequenceShard | None) -> Tensor:
-        q, k, v = self.qkv(x).view(len(x), 3, -1, WIDTH // HEADS).unbind(1)  # (T, N, H) each
+        q, k, v = self.qkv(x).view(len(x), 3, self.num_heads, WIDTH // HEADS).unbind(1)  # (T, N, H) each
         if shard is not None:
             return self.proj(attend(q, k, v, shard, causal=False).flatten(1))
         items = zip(*(part.transpose(0, 1).split(list(lengths), 1) for part in (q, k, v)), strict=True)

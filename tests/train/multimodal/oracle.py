@@ -108,8 +108,8 @@ def _worst_gradient(model: nn.Module, exact: Mapping[str, Tensor]) -> float:
     """Infinite where a gradient is missing that is not zero, or where one is that the dense model does not have."""
     gradients, worst = gradients_of(model), 0.0
     scale = {
-        module: max((g.abs().max().item() for n, g in exact.items() if _module(n) == module), default=1.0)
-        for module in {_module(n) for n in exact}
+        module: max((g.abs().max().item() for n, g in exact.items() if module_of(n) == module), default=1.0)
+        for module in {module_of(n) for n in exact}
     }
     for name, _ in model.named_parameters():
         if (mine := gradients.get(name)) is None or name not in exact:
@@ -118,7 +118,7 @@ def _worst_gradient(model: nn.Module, exact: Mapping[str, Tensor]) -> float:
             continue
         wide = exact[name]
         if any(part in name for part in ZERO):
-            worst = max(worst, ((mine.double() - wide).abs().max() / scale[_module(name)]).item())
+            worst = max(worst, ((mine.double() - wide).abs().max() / scale[module_of(name)]).item())
         else:
             worst = max(worst, error(mine.double(), wide))
     return worst
@@ -130,7 +130,7 @@ def _update_error(before: Tensor | None, after: Tensor | None, gradient: Tensor 
     return error(after, before if gradient is None else before - RATE * gradient)
 
 
-def _module(name: str) -> str:
+def module_of(name: str) -> str:
     """encoders.MODALITY or language_model."""
     return ".".join(name.split(".")[: 2 if name.startswith("encoders.") else 1])
 

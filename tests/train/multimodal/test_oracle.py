@@ -2,12 +2,19 @@
 
 import pytest
 
+from longspan.plan import plan_dynamic
 from longspan.testing import run_ranks
-from tests.pairs import every_pair
-from tests.train.multimodal.cases import AXES, ON_4, Case, fits
+from tests.train.multimodal.cases import ON, Case, few_pairs, pairs, product
+from tests.train.multimodal.documents import documents_of
+from tests.train.multimodal.half import half, half_answers
 from tests.train.multimodal.oracle import LIMITS, Errors, answers_of, run, worst_of_ranks
 
-FEW = [Case(*values) for values in every_pair((ON_4, *AXES), 0, fits)]
+WIDE = [Case("4·2→1·2·4", waves="several"), Case("2·4→2·2·1, pp 2", planner="dynamic", model="sequence parallel")]
+OTHERS = [Case("1·4→1·4·1", documents="text"), Case("2·2→1·2·2", frozen="all but the head", family="qwen3-untied")]
+OVER_NCCL = {  # fan-in, fan-out and equal replicas of encoder and language model
+    4: ("2·2→2·2·1", "2·2→1·2·2", "2·2→2·1·2"),
+    8: ("2·4→2·2·2", "4·2→1·2·4", "4·2→2·2·2"),
+}
 
 
 def check(cases: list[Case], *, timeout: float = 280) -> list[Errors]:
@@ -19,6 +26,47 @@ def check(cases: list[Case], *, timeout: float = 280) -> list[Errors]:
     return errors
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_every_pair_on_four_ranks(part: int) -> None:
-    check(FEW[part::2])
+def test_a_few_pairs_on_four_ranks() -> None:
+    check([*few_pairs(), *OTHERS])
+
+
+def test_wide_homes() -> None:
+    check(WIDE)
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("ranks", ON)
+def test_every_pair(ranks: int) -> None:
+    check(pairs(ranks), timeout=3500)
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("ranks", ON)
+def test_the_whole_product(ranks: int) -> None:
+    errors = check(product(ranks), timeout=7000)
+    print(f"{ranks} processes: {len(errors)} cases, worst {worst_of_ranks([[e] for e in errors])[0]}")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("ranks", OVER_NCCL)
+def test_fan_in_fan_out_and_equal_replicas_in_float32(ranks: int) -> None:
+    ways = ({"documents": "mixed"}, {"documents": "packed", "waves": "several", "encoder": "copies"})
+    check([Case(homes, dtype="float32", **way) for homes in OVER_NCCL[ranks] for way in ways])
+
+
+@pytest.mark.parametrize("case", [Case("2·2→1·2·2", waves="several"), Case("2·2→2·2·1", documents="packed")], ids=str)
+def test_in_bfloat16_the_error_is_that_of_one_process(case: Case) -> None:
+    exact, alone = half_answers(case)
+    for distances in run_ranks(half, 4, case, exact):
+        for module, distance in distances.items():
+            assert distance <= 2 * alone[module], (module, distance, alone[module])
+    assert min(alone.values()) > 1e-3  # it is no better by itself
+
+
+def test_several_waves_are_several() -> None:
+    case = Case("1·8→1·8·1", documents="packed", waves="several")
+    rows = [item.rows for item in documents_of(case.documents).items]
+    cap = case.encoder_options("image")["max_rows_per_slot"]
+    assert len(plan_dynamic(rows, case.encoder_home, max_tokens_per_slot=cap, max_cp=1).micro_batches) > 1

@@ -1,0 +1,124 @@
+"""What two modules in homes of their own could get wrong without an error, put into the code: the oracle shows it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+
+from longspan import World, run_step
+from longspan.errors import CommError, LongspanError
+from longspan.plan.items import encoding_plan
+from longspan.testing import backend, run_ranks
+from tests.mutation import mutate, restore
+from tests.train.multimodal.cases import Case
+from tests.train.multimodal.documents import documents_of
+from tests.train.multimodal.oracle import LIMITS, Answers, Errors, answers_of, model_of, run
+
+PASS, OWNERS = "train.encoding.modality_pass", "plan.items.row_owners"
+FAN_IN = Case("2·2→2·2·1", documents="even")
+FAN_OUT = Case("2·2→1·2·2", documents="packed", waves="several")
+SHARED = Case("1·4→1·4·1", encoder="cp 2", owners="random")
+COPIES = Case("1·4→2·1·2", encoder="copies")
+
+
+class Mutation(NamedTuple):
+    """What stands in a module and what takes its place; the case that shows it, and in which of its errors."""
+
+    module: str
+    old: str
+    new: str
+    case: Case
+    shows: str = "gradients"
+
+
+MUTATIONS = {
+    "each of a slot's copies is summed": Mutation(
+        PASS, '"partial_over_slots" if world.home.tp > 1 else "partial"', '"partial"', FAN_IN
+    ),
+    "the sum over the encoder's slots is left out": Mutation(
+        PASS, "stack.enter_context(gradients_summed_over_slots(module, self.encoder.world))", "pass", COPIES
+    ),
+    "gradients are averaged over the encoder's slots": Mutation(
+        PASS, "wave.bridge.back(_gradient(wave, output))",
+        "wave.bridge.back(_gradient(wave, output)) / self.encoder.world.home.slots", FAN_OUT,
+    ),
+    "the loss is divided by slots": Mutation(
+        "train.passes", "return loss_sum / max(self.plan.targets, 1)",
+        "return loss_sum / max(self.plan.targets, 1) / self.world.home.slots", FAN_IN,
+    ),
+    "two slots of the encoder are swapped": Mutation(
+        OWNERS, "encoded |= {home.rank_at(slot, tp=tp)", "encoded |= {home.rank_at(slot ^ 1, tp=tp)", FAN_IN
+    ),
+    "two slots of the language model are swapped": Mutation(
+        OWNERS, "needed[home.rank_at(slot, tp=tp)].append", "needed[home.rank_at(slot ^ 1, tp=tp)].append", FAN_IN
+    ),
+    "the axes of a mesh are permuted": Mutation(
+        OWNERS, "needed[home.rank_at(slot, tp=tp)].append", "needed[home.ranks[tp * home.slots + slot]].append", FAN_IN
+    ),
+    "a slice of what arrived is taken twice": Mutation(PASS, "starts[index] += rows", "pass", FAN_OUT),
+    "rows of an item are reversed": Mutation(
+        "bridge.splice", "rows.to(embeddings.dtype)[None]", "rows.to(embeddings.dtype).flip(0)[None]", FAN_IN
+    ),
+    "rows are added to the embeddings": Mutation("bridge.splice", ".index_copy(1", ".index_add(1", FAN_IN),
+    "owners of a shared item begin at its first row": Mutation(
+        OWNERS, "parts.append(expand(first + segments.start, first + segments.stop))",
+        "parts.append(expand(first, first + segments.stop - segments.start))", SHARED, "LayoutError",
+    ),
+    "labels in the places of items count": Mutation(
+        "train.local_batch", "tokens[1:] if hidden is None else", "tokens[1:] if True else", FAN_IN, "PlanError"
+    ),
+    "the norm leaves the encoders out": Mutation(
+        "train.gradients", "modules_and_worlds(model, world)", "modules_and_worlds(model, world)[:1]", FAN_IN, "loss"
+    ),
+}  # fmt: skip
+
+
+def _mutated(rank: int, names: Sequence[str], answers: Answers) -> dict[str, Errors | str]:
+    """By mutation, the errors of its case on this rank, or the name of what was raised."""
+    seen = dict[str, Errors | str]()
+    for name in names:
+        undo = mutate(*MUTATIONS[name][:3])
+        encoding_plan._plan_modality.cache_clear()  # pyright: ignore[reportPrivateUsage]
+        try:
+            (seen[name],) = run(rank, [MUTATIONS[name].case], answers)
+        except LongspanError as error:
+            seen[name] = type(error).__name__
+        finally:
+            restore(undo)
+    encoding_plan._plan_modality.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    return seen
+
+
+def test_every_mutation_turns_the_oracle_red() -> None:
+    cases = [mutation.case for mutation in MUTATIONS.values()]
+    of_ranks = run_ranks(_mutated, 4, [*MUTATIONS], answers_of(cases))
+    for name, mutation in MUTATIONS.items():
+        noticed = [_noticed(seen[name], mutation) for seen in of_ranks]
+        assert any(noticed), (name, [seen[name] for seen in of_ranks])
+
+
+def _noticed(seen: Errors | str, mutation: Mutation) -> bool:
+    if isinstance(seen, str):
+        return seen == mutation.shows
+    return mutation.shows in Errors._fields and getattr(seen, mutation.shows) > 1e6 * LIMITS[mutation.case.dtype]
+
+
+# ---- a rank that does not enter the way back
+
+
+def _one_rank_skips(rank: int) -> str:
+    case = Case("1·4→1·4·1", documents="even")
+    if rank == 1:
+        mutate(PASS, "wave.bridge.back(_gradient(wave, output))", "_gradient(wave, output).new_zeros(output.shape)")
+    with World(case.home, backend=backend(), timeout=5) as world, World(case.encoder_home, backend=backend()) as other:
+        model = model_of(case, world, other)
+        run_step(model, case.plan(), documents_of(case.documents), world, step=7)
+    return ""
+
+
+@pytest.mark.skipif(backend() != "gloo", reason="NCCL ends a stuck process instead of raising in it")
+def test_a_rank_that_skips_the_way_back_is_named() -> None:
+    with pytest.raises(CommError) as raised:
+        run_ranks(_one_rank_skips, 4)
+    said = [str(raised.value), *raised.value.__notes__]
+    assert any("rank 1" in words and "row gradients" in words and "step 7" in words for words in said), said
