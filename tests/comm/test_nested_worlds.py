@@ -33,12 +33,14 @@ def _nested(rank: int) -> None:
     with World(Layout(RANKS, tp=2), backend=backend(), timeout=60) as world:
         with World(Layout(RANKS), backend=backend(), timeout=60) as encoder_world:
             inner, outer = _opened(encoder_world), _opened(world)
+            world.step = 3
+            assert encoder_world.step == 3
             assert outer["control"] is inner["control"] and _kinds(encoder_world) == ["parent", "slots"]
             # Messages to all ranks go where the encoder's do, of which FSDP2 has its own
             assert outer["everyone"] is inner["parent"] is not inner["slots"]
             assert len({*outer.values()}) == 5 and _kinds(world) == ["control", "parent", "slots", "tp"]
             with World(Layout(RANKS, tp=2), backend=backend(), timeout=60) as third:
-                assert _opened(third) == outer and _kinds(third) == []
+                assert _opened(third) == outer and _kinds(third) == [] and third.step == 3
             with World(Layout(RANKS), backend=backend(), timeout=50) as other:
                 assert not {*_opened(other).values()} & {*inner.values()}, "with another limit of time"
             _check_reductions(world, encoder_world)

@@ -125,7 +125,7 @@ class World:
         if place.size > 1 and store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
             reports = FailureReports(self.rank, self.home.ranks, new_connection(store), f"{prefix}/watch")
         self.watch = Watch(self.rank, self.home.ranks, self.timeout, reports, gpu=self.device.type == "cuda")
-        self.watch.others = _watches
+        self.watch.others, self.watch.step = _watches, max((watch.step for watch in _watches()), default=0)
         self.process_groups = ProcessGroups(
             backend=self.backend, timeout=self.timeout, watch=self.watch, shareable=_shareable
         )
@@ -203,12 +203,13 @@ class World:
 
     @property
     def step(self) -> int:
-        """The step that errors name; set by `run_step`."""
+        """The step that errors name; set by `run_step`. Worlds that are open inside each other are at one step."""
         return self.watch.step
 
     @step.setter
     def step(self, step: int) -> None:
-        self.watch.step = step
+        for watch in (self.watch, *_watches()):
+            watch.step = step
 
 
 def _watches() -> list[Watch]:

@@ -22,7 +22,17 @@ from longspan.model.multimodal.tp_plan import parts_of
 from longspan.model.placement.sharding import gradients_summed_over_slots
 from longspan.testing import backend, run_ranks
 from longspan.train.gradients import grad_norm
-from tests.model.multimodal.encoders import HEADS, HIDDEN, WIDTH, Attention, OwnViT, dense_answer, encoder, items_of
+from tests.model.multimodal.encoders import (
+    HEADS,
+    HIDDEN,
+    WIDTH,
+    Answer,
+    Attention,
+    OwnViT,
+    dense_answer,
+    encoder,
+    items_of,
+)
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 # A softmax does not change where every key has the same number added: what adds one has a true gradient of zero, of
@@ -108,7 +118,7 @@ def _check(home: Layout, cases: Sequence[Case]) -> None:
             assert not wrong, (rank, case, wrong)
 
 
-WHOLE = [(f, d, k) for f in ("clip", "siglip", "qwen2.5-vl", "qwen3-vl", "own") for d in TOLERANCE for k in KINDS]
+FAMILIES = ("clip", "siglip", "qwen2.5-vl", "qwen3-vl", "own")
 FEW = [
     ("clip", torch.float64, "copies"),
     ("siglip", torch.float32, "sharded"),
@@ -126,9 +136,10 @@ def test_an_encoder_over_its_home_equals_one_dense_process(layout: str) -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_encoder_in_every_layout_equals_one_dense_process(layout: str) -> None:
-    _check(LAYOUTS[layout], WHOLE)
+def test_every_encoder_in_every_layout_equals_one_dense_process(layout: str, family: str) -> None:
+    _check(LAYOUTS[layout], [(family, dtype, kind) for dtype in TOLERANCE for kind in KINDS])
 
 
 # ---- what is split, and what is refused
@@ -290,7 +301,8 @@ def test_sharded_blocks_are_not_called_for_each_item() -> None:
             assert module(items[:1]).shape == (2, 3)
         with pytest.raises(ModelError, match=r"layers.0 \(Linear\) was called twice in one forward .* blocks=\[\]\)"):
             module(items)
-        for settings in ({"blocks": []}, {"shard_parameters": False}):
+        alone: list[dict[str, Any]] = [{"blocks": []}, {"shard_parameters": False}]
+        for settings in alone:
             assert prepare_encoder(EachByItself(), world, **settings)(items).shape == (4, 3)
 
 
@@ -314,3 +326,86 @@ def test_settings_that_do_not_fit_are_refused_before_anything_is_changed() -> No
             prepare_encoder(module, world)
         with pytest.raises(ModelError, match="was not prepared over this world"):
             check_prepared(other, world)
+
+
+# ---- frozen parts, half precision, parameters that some slots do not use
+
+
+def _frozen(world: World, sharded: bool) -> float:
+    """The worst error where the tower but its last block's MLP is frozen; what is frozen has no gradient."""
+    module, answer = encoder("qwen3-vl", torch.float64), _answer("qwen3-vl", torch.float64, world.device)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("blocks.2.mlp" in name or "blocks.1.norm1.bias" in name or "projector" in name)
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    prepare_encoder(module, world, shard_parameters=sharded, activation_checkpointing=True)
+    assert trained == {name for name, p in module.named_parameters() if p.requires_grad}
+    _encode(module, "qwen3-vl", torch.float64, world)
+    return max(gradient_errors(module, {n: g for n, g in answer.gradients.items() if n in trained}).values())
+
+
+def _half(world: World) -> tuple[float, float]:
+    """The error of bfloat16 over float32 parameters, and that of the stock encoder in bfloat16 in one process.
+
+    The largest of any gradient, relative to all gradients together, and of any item's rows.
+    """
+    family, answer = "qwen2.5-vl", _answer("qwen2.5-vl", torch.float32, world.device)
+    module = prepare_encoder(encoder(family, torch.float32), world, compute_dtype=torch.bfloat16)
+    seen = set[torch.dtype]()
+
+    def note(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert args[0].dtype == torch.bfloat16
+        seen.update(x.dtype for x in kwargs["position_embeddings"])
+
+    module.get_submodule("tower.blocks.1").register_forward_pre_hook(note, with_kwargs=True)
+    rows = _encode(module, family, torch.float32, world)
+    assert seen == {torch.float32}, "rotary tables are not rounded"
+    assert all(p.grad is None or p.grad.dtype == p.dtype == torch.float32 for p in module.parameters())
+    stock = encoder(family, torch.bfloat16).to(world.device)
+    alone = [stock([item]) for item in items_of(family, torch.bfloat16, world.device)]
+    for x, cotangent in zip(alone, answer.cotangents, strict=True):
+        x.backward(cotangent.to(x.dtype))
+    return _largest_error(module, rows, answer), _largest_error(stock, dict(enumerate(alone)), answer)
+
+
+def _largest_error(module: nn.Module, rows: dict[int, Tensor], answer: Answer) -> float:
+    total = torch.stack([g.norm() for g in answer.gradients.values()]).norm().item()
+    gradients = {name: whole(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+    of_gradients = [(gradients[n] - g).norm().item() / total for n, g in answer.gradients.items()]
+    of_rows = [(x - answer.rows[i]).norm().item() / answer.rows[i].norm().item() for i, x in rows.items()]
+    return max(of_gradients + of_rows)
+
+
+class TwoKinds(nn.Module):
+    """Embeds items of three features with one linear, those of four with another; `never` is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.three, self.four, self.never = nn.Linear(3, 2), nn.Linear(4, 2), nn.Linear(2, 2)
+
+    def forward(self, items: Sequence[Tensor]) -> Tensor:
+        return torch.cat([(self.three if x.shape[-1] == 3 else self.four)(x) for x in items])
+
+
+def _kinds_of_items(world: World) -> None:
+    """Copies: each slot embeds another kind of item, and all hold the sums over all slots."""
+    module: Any = prepare_encoder(TwoKinds().double(), world, shard_parameters=False, tp_plan={"*": "replicated"})
+    kinds = [3 + slot % 2 for slot in range(world.home.slots)]
+    with gradients_summed_over_slots(module, world):
+        items = [torch.ones(5, kinds[world.slot], dtype=torch.float64, device=world.device)]
+        module(items).sum().backward()
+    for linear, features in ((module.three, 3), (module.four, 4)):
+        assert (linear.weight.grad == 5 * kinds.count(features)).all()
+    assert module.never.weight.grad is None
+
+
+def _others(rank: int, tp: int) -> tuple[list[float], tuple[float, float]]:
+    with World(Layout(4, tp=tp), backend=backend()) as world:
+        _kinds_of_items(world)
+        return [_frozen(world, sharded) for sharded in (True, False)], _half(world)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_frozen_parts_half_precision_and_parameters_that_some_slots_do_not_use(tp: int) -> None:
+    for frozen, (half, stock) in run_ranks(_others, 4, tp):
+        assert max(frozen) <= 1e-12, frozen
+        assert half <= 1.25 * stock <= 0.05, (half, stock)
