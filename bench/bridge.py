@@ -54,10 +54,11 @@ def _measured(flags: argparse.Namespace) -> dict[str, Any]:
         backend=processes.backend,
         nodes=flags.nodes,
         layouts=tuple(flags.layouts.split(",")),
-        rows=tuple(map(int, flags.rows.split(","))),
+        rows=flags.rows,
         hidden=flags.hidden,
         repeats=flags.repeats,
         profile=flags.profile,
+        parts=flags.parts,
         timeout=flags.timeout,
         out=flags.out,
     )
@@ -77,15 +78,18 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=0, help="0: those of torchrun, else one for each GPU, else 4")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--layouts", default="fan-in,equal,fan-out,long")
-    parser.add_argument("--rows", default="32768,131072", help="of images, in each replica of the language model")
+    parser.add_argument(
+        "--rows", type=_numbers, default=(32768, 131072), help="of images, in each replica of the language model"
+    )
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="kernels of one call of the bridge, on the first rank")
+    parser.add_argument("--parts", type=_numbers, default=(), help="the bridge also with at most so many parts: 1,2,8")
     parser.add_argument("--nodes", type=int, default=1, help="torchruns of this machine that stand for nodes")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
     parser.add_argument("--bytes", action="store_true", help="only bytes, by arithmetic, on up to 64 ranks")
     parser.add_argument("--plans", action="store_true", help="only what the host does, in one process")
-    parser.add_argument("--plan-rows", type=lambda text: tuple(map(int, text.split(","))), default=(131072, 1 << 20))
+    parser.add_argument("--plan-rows", type=_numbers, default=(131072, 1 << 20))
     parser.add_argument("--out", type=Path, help="record: FILE.json and FILE.md")
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)  # of a node: where its first rank writes
     flags = parser.parse_args()
@@ -93,6 +97,10 @@ def _flags() -> argparse.Namespace:
         place = sys.argv.index("--results")
         del sys.argv[place : place + 2]
     return flags
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ their own (`process_groups.py`), one call of it does the same.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -151,6 +152,18 @@ class Channel:
         peers = self._other_members()
         return self.exchange([(m, parts[m]) for m in peers], [(m, arriving[m]) for m in peers], what, into)
 
+    def exchange_runs(
+        self, x: Tensor, sends: Sequence[int], into: Tensor, receives: Sequence[int], what: str
+    ) -> Handle:
+        """Start sending runs of rows of x, `sends[m]` to member m, one after another, and receiving the like in `into`.
+
+        No rows go from a member to itself. One call over NCCL where the parent group has these members and no others,
+        which costs the host as much as one message; else a message for each pair that has rows.
+        """
+        if self._one_call:
+            return self._all_to_all(self.group, x.contiguous(), into, (sends, receives), what)
+        return self.exchange(list(enumerate(x.split(list(sends)))), list(enumerate(into.split(list(receives)))), what)
+
     def shift(self, x: Tensor, into: Tensor, what: str) -> Handle:
         """Start sending x to the next member and receiving `into`, contiguous, from the one before; rows may differ."""
         right, left = (self.index + 1) % self.degree, (self.index - 1) % self.degree
@@ -222,6 +235,12 @@ class Channel:
         rows = counts[self.index]
         arriving = self.all_to_all_rows(x, counts, [rows] * self.degree, what)
         return arriving.then(lambda parts: summed(parts.split(rows or 1)))
+
+    @cached_property
+    def _one_call(self) -> bool:
+        """Whether a collective of the parent group is one of these members in their order, on GPUs."""
+        in_order = self._by_rank == list(range(self.degree))
+        return self.device.type == "cuda" and in_order and self.group.size() == self.degree
 
     @property
     def watch(self) -> Watch:

@@ -1,9 +1,9 @@
 """Carry out the moves of rows that `layout/row_moves.py` plans: pack, send, receive, unpack.
 
-What leaves is packed by one indexing kernel and sent in one batch of messages among the members that have something to
+What leaves is packed by one indexing kernel and sent in one call, as messages among the members that have something to
 send each other. Meanwhile rows that stay are copied to their places in the result; when the others are here, one kernel
-copies them to theirs. Only rows that are sums of several take more. Nothing waits for the device, and no sizes are
-exchanged.
+copies them to theirs. Only rows that are sums of several take more. Many rows go in parts, each so, one behind the
+other. Nothing waits for the device, and no sizes are exchanged.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.comm.groups.channel import Channel, wide
+from longspan.comm.groups.channel import Channel, Handle, wide
 from longspan.comm.host_arrays import to_device
 from longspan.layout.row_moves import RowMoves
 from longspan.layout.segments import Rows
@@ -26,9 +26,9 @@ Pair = tuple[Tensor, Tensor]
 class DeviceMoves:
     """RowMoves with their indices on a device, some runs of indices as slices.
 
-    Where nothing arrives, x itself is the pool. Where the pool is empty, the result is `zeros` rows of zeros. Where
-    rows arrive and none is a sum, `local` are the rows of x for the whole result (any where another row arrives), and
-    `arrived` are where arriving rows, in order, go in the result; it is None where one of them goes to several places.
+    Where nothing arrives, x itself is the pool. Where rows arrive and none is a sum, `local` are the rows of x for the
+    whole result (any where another row arrives), and `arrived` are where arriving rows, in order, go in the result; it
+    is None where one of them goes to several places.
     """
 
     sends: tuple[int, ...]
@@ -44,42 +44,45 @@ class DeviceMoves:
     folds: tuple[Pair, ...]
     more: tuple[Pair, ...]
     widened: bool
-    zeros: int
+    rows: int  # of the result
+    direct: bool  # the result is the pool as it is
+    zeros: bool  # nothing is in the pool
 
 
 def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
     """The same moves, ready to be carried out on a device; their indices go there in one copy."""
     arriving, absent = sum(moves.receives), np.flatnonzero(moves.places < 0)
-    zeros = len(absent) if arriving + len(moves.stays) == 0 else 0
-    places = moves.places[:0] if zeros else np.maximum(moves.places, 0)
+    pool_rows = arriving + len(moves.stays)
+    places = np.maximum(moves.places, 0) if pool_rows else moves.places[:0]
+    direct = arriving > 0 and np.array_equal(moves.places, np.arange(pool_rows))
     local, arrived = _straight(moves, arriving)
 
     def in_pool(places: Rows) -> Rows:
         return places if arriving else moves.stays[places]
 
     pairs = [*moves.folds, *((in_pool(source), target) for source, target in moves.more)]
-    first_addends = in_pool(moves.places[moves.several])
-    singles = [moves.leaves, moves.stays, in_pool(places), absent, moves.several, first_addends, local, arrived]
+    taken, first_addends = in_pool(places), in_pool(moves.places[moves.several])
+    singles = [moves.leaves, moves.stays, taken, absent, moves.several, first_addends, local, arrived]
     index = _on_device([*singles, *chain.from_iterable(pairs)], device)
-    leaves, stays, taken, absent_rows, several, first, local_rows, arrived_rows = index[: len(singles)]
+    leaves, stays, taken_rows, absent_rows, several, first, local_rows, arrived_rows = index[: len(singles)]
     pairs_there = list(zip(index[len(singles) :: 2], index[len(singles) + 1 :: 2], strict=True))
-    whole = not len(places) or (arriving and not len(absent))  # else a run of the result would be a part of x
-    run = _run(places) if whole else None
     return DeviceMoves(
         sends=moves.sends,
         receives=moves.receives,
         leaves=_run(moves.leaves) or leaves,
         stays=stays,
-        places=run or taken,
+        places=_run(taken) or taken_rows,
         absent=absent_rows,
         several=several,
         first=first,
         local=local_rows,
-        arrived=arrived_rows if len(arrived) and run is None else None,
+        arrived=arrived_rows if len(arrived) and not direct else None,
         folds=tuple(pairs_there[: len(moves.folds)]),
         more=tuple(pairs_there[len(moves.folds) :]),
         widened=moves.widened,
-        zeros=zeros,
+        rows=len(moves.places),
+        direct=direct,
+        zeros=not pool_rows,
     )
 
 
@@ -109,37 +112,46 @@ def _run(rows: Rows) -> slice | None:
     return run if np.array_equal(rows, np.arange(run.start, run.stop)) else None
 
 
-def carry(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Tensor:
-    """This member's rows of the target from x, its rows of the source; entered by all members that send or receive."""
-    dtype, x = x.dtype, _folded(x, moves)
-    packed, arriving, arrived = x[moves.leaves], sum(moves.receives), moves.arrived
-    pool = x.new_empty((arriving + (0 if arrived is not None else len(moves.stays)), *x.shape[1:])) if arriving else x
-    sends = list(enumerate(packed.split(moves.sends)))
-    receives = list(enumerate(pool[:arriving].split(moves.receives)))
-    handle = channel.exchange(sends, receives, what)
-    if arrived is not None:
-        result = _with_local_rows(x, moves)
+def carry(x: Tensor, parts: Sequence[DeviceMoves], channel: Channel, what: str) -> Tensor:
+    """This member's rows of the target from x, its rows of the source; entered by all members that send or receive.
+
+    Parts of the target follow each other in the result: while one travels, others are packed and unpacked.
+    """
+    dtype, x = x.dtype, _folded(x, parts[0])
+    result = x.new_empty((sum(moves.rows for moves in parts), *x.shape[1:]))
+    pieces = result.split([moves.rows for moves in parts])
+    sent = [_send(x, moves, piece, channel, what) for moves, piece in zip(parts, pieces, strict=True)]
+    for (pool, _), moves, piece in zip(sent, parts, pieces, strict=True):
+        _copy_staying(x, pool, moves, piece)
+    for (pool, handle), moves, piece in zip(sent, parts, pieces, strict=True):
         handle.wait()
-        _copy_rows(result, arrived, pool)
-        return result.to(dtype)
-    if arriving and len(moves.stays):
-        torch.ops.aten.index.Tensor_out(x, [moves.stays], out=pool[arriving:])
-    handle.wait()
-    return _unpacked(pool, moves).to(dtype)
+        _unpack(pool, moves, piece)
+    return result.to(dtype)
 
 
-def _with_local_rows(x: Tensor, moves: DeviceMoves) -> Tensor:
-    """The result with the rows that stay in their places, and zeros where nobody has a row."""
-    assert isinstance(moves.places, Tensor)
-    result = x[moves.local] if len(moves.local) else x.new_empty((len(moves.places), *x.shape[1:]))
-    return _zeroed(result, moves)
+def _send(x: Tensor, moves: DeviceMoves, piece: Tensor, channel: Channel, what: str) -> tuple[Tensor, Handle]:
+    """Pack and send; the pool, in which rows arrive."""
+    packed, pool, arriving = x[moves.leaves], x, sum(moves.receives)
+    if arriving:
+        staying = len(moves.stays) if moves.arrived is None else 0
+        pool = piece if moves.direct else x.new_empty((arriving + staying, *x.shape[1:]))
+    return pool, channel.exchange_runs(packed, moves.sends, pool[:arriving], moves.receives, what)
 
 
-def _zeroed(result: Tensor, moves: DeviceMoves) -> Tensor:
-    """The result with zeros where nobody has a row."""
+def _copy_staying(x: Tensor, pool: Tensor, moves: DeviceMoves, piece: Tensor) -> None:
+    """Copy rows that stay to their places in the result, or into the pool behind those that arrive."""
+    if moves.arrived is not None:
+        if len(moves.local):
+            torch.ops.aten.index.Tensor_out(x, [moves.local], out=piece)
+        _zero(piece, moves)
+    elif sum(moves.receives) and len(moves.stays):
+        torch.ops.aten.index.Tensor_out(x, [moves.stays], out=pool[sum(moves.receives) :])
+
+
+def _zero(piece: Tensor, moves: DeviceMoves) -> None:
+    """Zeros where nobody has a row."""
     if len(moves.absent):
-        result.index_fill_(0, moves.absent, 0)
-    return result
+        piece.index_fill_(0, moves.absent, 0)
 
 
 def _copy_rows(result: Tensor, places: Tensor, rows: Tensor) -> None:
@@ -166,14 +178,24 @@ def _folded(x: Tensor, moves: DeviceMoves) -> Tensor:
     return x
 
 
-def _unpacked(pool: Tensor, moves: DeviceMoves) -> Tensor:
-    """The result from rows that arrived and rows that stayed."""
-    if moves.zeros:
-        return pool.new_zeros((moves.zeros, *pool.shape[1:]))
-    result = _zeroed(pool[moves.places], moves)
+def _unpack(pool: Tensor, moves: DeviceMoves, piece: Tensor) -> None:
+    """Fill a piece of the result from the pool."""
+    if moves.arrived is not None:
+        _copy_rows(piece, moves.arrived, pool)
+    elif moves.zeros:
+        piece.zero_()
+    elif not moves.direct:
+        _take(pool, moves.places, piece)
+        _zero(piece, moves)
     if moves.more:
         total = wide(pool[moves.first])
         for source, target in moves.more:
             total.index_add_(0, target, wide(pool[source]))
-        result.index_copy_(0, moves.several, total.to(result.dtype))
-    return result
+        piece.index_copy_(0, moves.several, total.to(piece.dtype))
+
+
+def _take(pool: Tensor, places: Tensor | slice, piece: Tensor) -> None:
+    if isinstance(places, slice):
+        piece.copy_(pool[places])
+    else:
+        torch.ops.aten.index.Tensor_out(pool, [places], out=piece)

@@ -18,12 +18,16 @@ from longspan.comm.groups.channel import Channel
 from longspan.comm.moves.carry_rows import DeviceMoves, carry, moves_on_device
 from longspan.errors import CommError, LayoutError
 from longspan.layout import Exchange
+from longspan.layout.row_blocks import Blocks
 from longspan.layout.row_moves import Groups, plan_moves
 
 RowGradient = Literal["partial", "partial_over_slots", "identical", "none"]
 
 REMEMBERED = 32  # exchanges of a channel whose moves stay at hand, on the device
-_Moves = tuple[DeviceMoves, DeviceMoves | None]  # there and back
+# While a part of the rows travels, the next one is packed and the one before is unpacked. Messages of fewer rows take
+# longer than what that saves.
+PARTS, PART_ROWS = 4, 4096
+_Moves = tuple[tuple[DeviceMoves, ...], tuple[DeviceMoves, ...] | None]  # there and back
 _remembered: WeakKeyDictionary[Channel, OrderedDict[Any, _Moves]] = WeakKeyDictionary()
 
 
@@ -83,7 +87,8 @@ class RowExchange:
     @property
     def received_rows(self) -> tuple[int, int]:
         """How many rows arrive here from other members, forward and backward."""
-        return sum(self._there.receives), 0 if self._back is None else sum(self._back.receives)
+        there, back = (sum(sum(moves.receives) for moves in parts or ()) for parts in (self._there, self._back))
+        return there, back
 
     def back(self, gradient: Tensor) -> Tensor:
         """The gradient of this member's rows of `have` from that of its rows of `need`."""
@@ -114,13 +119,18 @@ def _moves_of(exchange: Exchange, channel: Channel, back: bool, groups: Groups |
     key = exchange, back, None if groups is None else tuple(map(tuple, groups))
     moves = recent.pop(key, None)
     if moves is None:
-        there = moves_on_device(exchange.moves(channel.index), channel.device)
         have, need = exchange.blocks
-        moves = there, moves_on_device(plan_moves(need, have, channel.index, groups), channel.device) if back else None
+        moves = _planned(have, need, channel, None), _planned(need, have, channel, groups) if back else None
     recent[key] = moves
     if len(recent) > REMEMBERED:
         recent.popitem(last=False)
     return moves
+
+
+def _planned(source: Blocks, target: Blocks, channel: Channel, groups: Groups | None) -> tuple[DeviceMoves, ...]:
+    """This member's moves, part by part of the target."""
+    parts = target.in_parts(PART_ROWS, PARTS)
+    return tuple(moves_on_device(plan_moves(source, part, channel.index, groups), channel.device) for part in parts)
 
 
 def exchange_counts(counts: Tensor, channel: Channel) -> list[list[int]]:
