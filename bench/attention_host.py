@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from hollow import hollow_kernel
+from one_rank import OneRank
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan import Group, Layout, World, attend, bind, plan_fixed
@@ -35,12 +34,7 @@ from longspan.attention.geometry.members import Mask, Members
 from longspan.attention.kernels import table
 from longspan.attention.sums import fused, rows
 from longspan.cli.machine import machine, machine_text
-from longspan.comm.failure.watch import Watch
-from longspan.comm.groups.channels import Channels
-from longspan.comm.groups.meshes import Meshes
-from longspan.comm.groups.process_groups import ProcessGroups
 from longspan.comm.shard import ShardPart
-from longspan.comm.world import _worlds
 from longspan.train.versions import versions
 
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -49,26 +43,6 @@ HEADS, KV_HEADS = 32, 8
 # converts the gradients of q, k and v.
 BEHIND_FORWARD, BEHIND_BACKWARD = 1, 7
 _ESTIMATED = f" that a GPU would see, with {BEHIND_FORWARD} and {BEHIND_BACKWARD} behind a call of FlashAttention-4"
-
-
-class OneRank(World):
-    """Rank 0 of a world whose other ranks answer at once, with a communicator for all of them, as on GPUs."""
-
-    def __init__(self, home: Layout, device: torch.device) -> None:
-        super().__init__(home)
-        ranks = len(home.ranks)
-        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-        self.device, self.rank, self.slot, self.key, self.node_size = device, 0, 0, -2, ranks
-        self.seed, self.plane = 0, self.home.plane(pp=0, tp=0)
-        self.watch = Watch(0, self.home.ranks, 600.0, None, gpu=device.type == "cuda")
-        self.process_groups = ProcessGroups(backend="fake", timeout=600.0, watch=self.watch)
-        self.meshes = Meshes(self.home, 0, self.process_groups, device.type)
-        self.channels = Channels(self.home, 0, device, self.process_groups, self.meshes, max_groups=0)
-        self.process_groups.make_parent("plane", [self.home.ranks], "parent")
-        communicator = self.process_groups.make(self.home.ranks, "communicator")
-        assert communicator is not None
-        self.process_groups.add_communicator(self.home.ranks, communicator)
-        _worlds[self.key] = self
 
 
 class Counted:
