@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.over_nccl import PARTS, Resumed, mark
+from tests.outcomes import Resumed
+from tests.over_nccl import PARTS, mark
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,19 +1,11 @@
-"""The tests that `make test-gpu` runs over NCCL, by part, and how a run of them that was ended goes on.
-
-    python -m tests.over_nccl runs/test-gpu.jsonl > record.md
+"""The tests that `make test-gpu` runs over NCCL, by part; `outcomes.py` says how a run that was ended goes on.
 
 A line names a test of a file, then words that the ids of its cases must hold (none: all of its cases). A case that
 needs more ranks than there are GPUs is skipped. Chosen is what differs on GPUs: kernels, messages, streams and memory.
 """
 
-import hashlib
-import json
-import platform
-import sys
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -138,75 +130,7 @@ def mark(items: Sequence[pytest.Item], *, whole_suite: bool) -> None:
         )
 
 
-class Resumed:
-    """Writes every outcome to a file as it comes, and leaves out what passed there from the same sources."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.sources = path, _digest()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        self.done = {row["test"] for row in rows if row["sources"] == self.sources and row["outcome"] != "failed"}
-
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out what is done, and take the rest part by part."""
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self.done])
-        items[:] = sorted((item for item in items if item.nodeid not in self.done), key=_part)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """One line for each test: its call, or what kept it from being called."""
-        if report.when == "call" or report.outcome != "passed":
-            row = {
-                "test": report.nodeid,
-                "outcome": report.outcome,
-                "seconds": round(report.duration, 3),
-                "sources": self.sources,
-            }
-            if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
-                row["why"] = report.longrepr[2]
-            with self.path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-
-
-def _part(item: pytest.Item) -> int:
+def part_of(item: pytest.Item) -> int:
+    """The place of a test's part in the table; behind all of them where it has none."""
     marker = item.get_closest_marker("nccl")
     return list(PARTS).index(marker.args[0]) if marker else len(PARTS)
-
-
-def _digest() -> str:
-    """Of the package's and the tests' sources: what passed with others counts for nothing."""
-    sources = hashlib.sha256()
-    for path in sorted([*_ROOT.rglob("*.py"), *(_ROOT.parent / "src").rglob("*.py")]):
-        sources.update(path.relative_to(_ROOT.parent).as_posix().encode() + b"\0" + path.read_bytes())
-    return sources.hexdigest()[:12]
-
-
-def record(rows: Sequence[dict[str, Any]], machine: str) -> str:
-    """The outcomes of a run as Markdown: counts and seconds by part, then every test with its outcome."""
-    last = {row["test"]: row for row in rows}.values()  # a test that failed may have passed later
-    by_folder = defaultdict[str, list[dict[str, Any]]](list)
-    for row in last:
-        by_folder[row["test"].split("/")[1]].append(row)
-    lines = ["# Tests over NCCL", "", f"`make test-gpu` on {machine}; sources {', '.join(_sources(last))}.", ""]
-    lines += ["| folder | passed | skipped | failed | seconds |", "|---|---|---|---|---|"]
-    for folder, tests in [*by_folder.items(), ("all", list(last))]:
-        counts = Counter(row["outcome"] for row in tests)
-        seconds = sum(row["seconds"] for row in tests)
-        lines.append(f"| {folder} | {counts['passed']} | {counts['skipped']} | {counts['failed']} | {seconds:.0f} |")
-    lines += ["", "| test | outcome | seconds |", "|---|---|---|"]
-    for row in last:
-        why = f": {row['why'].removeprefix('Skipped: ')}" if "why" in row else ""
-        name = row["test"].removeprefix("tests/").replace("|", "\\|")
-        lines.append(f"| `{name}` | {row['outcome']}{why} | {row['seconds']:.1f} |")
-    return "\n".join(lines)
-
-
-def _sources(rows: Iterable[dict[str, Any]]) -> list[str]:
-    return sorted({row["sources"] for row in rows})
-
-
-if __name__ == "__main__":
-    import torch
-
-    gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "CPUs"
-    outcomes = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
-    print(record(outcomes, f"{gpus}, Python {platform.python_version()}, torch {torch.__version__}"))
