@@ -2,6 +2,8 @@
 
     python bench/evaluation_matrix.py --out bench/records/evaluation-matrix.json           # an hour on two cores
     python bench/evaluation_matrix.py --homes "8 slots" --most 4                           # four runs
+    python bench/evaluation_matrix.py --homes "tp 2" --out parts/1.json                    # beside commands for others
+    python bench/evaluation_matrix.py --merge parts/*.json --out bench/records/evaluation-matrix.json
 
 The matrix is that of `tests/train/evaluation/matrix.py`; `make test-all` runs it too. Runs that the record has already,
 of the same commit, are not made again.
@@ -12,6 +14,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
+import json
 import random
 import sys
 import time
@@ -20,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from matrix_flags import matrix_flags
 
 from longspan.bench.record import open_record, where_it_ran, write_record
 from longspan.comm import run_local
@@ -44,20 +49,41 @@ AT_ONCE = 2  # runs of one call: what a broken one loses
 
 
 def main() -> None:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--homes", nargs="*", default=list(HOMES))
-    flags.add_argument("--backend", default="gloo", choices=("gloo", "nccl"))
-    flags.add_argument("--most", type=int, default=1 << 30, help="runs of each home")
-    flags.add_argument("--out", type=Path)
-    options = flags.parse_args()
-    os.environ["LONGSPAN_TEST_BACKEND"] = options.backend
+    options = matrix_flags(__doc__, _add_flags)
+    record = _merged(options.merge, options.out) if options.merge else _made(options)
+    print(_text(record))
+    sys.exit(any(part["wrong"] for part in record["homes"].values()))
+
+
+def _made(options: argparse.Namespace) -> dict[str, Any]:
+    """The record at `--out`, with what it lacked."""
     record = open_record("evaluation matrix", options.out, options.backend, ROOT)
     record.setdefault("date", datetime.now(UTC).date().isoformat())
     record.setdefault("homes", {})
     for home in options.homes:
         _add(record, home, options.most, options.out)
-    print(_text(record))
-    sys.exit(any(part["wrong"] for part in record["homes"].values()))
+    return record
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--homes", nargs="*", default=list(HOMES))
+    parser.add_argument("--merge", nargs="+", type=Path, help="records of some homes each, to be one; nothing is run")
+
+
+def _merged(paths: list[Path], out: Path | None) -> dict[str, Any]:
+    """One record of the homes of several, which commands made at the same time."""
+    records: list[dict[str, Any]] = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    for name in ("commit", "machine", "versions", "backend"):
+        if len({json.dumps(record.get(name)) for record in records}) > 1:
+            sys.exit(f"--merge takes records of one {name}, and these have several: make those that differ again")
+    homes = [home for record in records for home in record["homes"]]
+    if twice := {home for home in homes if homes.count(home) > 1}:
+        sys.exit(f"--merge takes every home once; more than one record has {', '.join(sorted(twice))}")
+    parts = {home: part for record in records for home, part in record["homes"].items()}
+    record = records[0] | {"homes": {home: parts[home] for home in HOMES if home in parts}}
+    if out is not None:
+        write_record(record, out, _text(record))
+    return record
 
 
 def _add(record: dict[str, Any], home: str, most: int, out: Path | None) -> None:

@@ -152,6 +152,11 @@ def error(result: Tensor, exact: Tensor) -> float:
     return ((result - exact).abs().max() / exact.abs().max().clamp(min=1e-30)).item() if exact.numel() else 0.0
 
 
+def own_error(single: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """The largest error that one process alone makes in float32, of gradients that are known in float64."""
+    return max(error(single[name].double(), exact[name]) for name in exact)
+
+
 def worst(results: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     """The largest error of any entry; infinite where the names differ."""
     return max(error(results[name], exact[name]) for name in exact) if results.keys() == exact.keys() else float("inf")

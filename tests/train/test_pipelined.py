@@ -23,7 +23,7 @@ from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
 from tests.model.deep import Answer, answer, deep, weights_after
-from tests.model.stock import error, gradients_of, texts, weights_of
+from tests.model.stock import error, gradients_of, own_error, texts, weights_of
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9)
 HOME = Layout(ranks=4, pp=2)
@@ -108,6 +108,15 @@ def _stock(family: str, dtype: torch.dtype, device: torch.device) -> Answer:
     return answer(deep(family, dtype), texts(LENGTHS), device, **losses)
 
 
+def _tolerance(case: Case) -> float:
+    """Of gradients: in float32 also twice the stock model's own error, of which each of two computations has one."""
+    if case.dtype == torch.float64:
+        return TOLERANCE[case.dtype]
+    device = torch.device("cuda" if backend() == "nccl" else "cpu")
+    single, exact = (_stock(case.family, dtype, device).gradients for dtype in (case.dtype, torch.float64))
+    return max(TOLERANCE[case.dtype], 2 * own_error(single, exact))
+
+
 def _errors(model: PipelineModel, plan: Plan, wanted: Answer, world: World) -> dict[str, float]:
     """Of one step's loss, gradient norm and gradients of this rank's stages; infinite where one is missing."""
     documents = texts(LENGTHS)
@@ -157,7 +166,7 @@ def test_equals_one_process(case: Case) -> None:
         found = {plan: errors for (tested, plan), errors in results.items() if tested == case}
         assert found.keys() == set(plans_of(case, HOME)) and len(found) >= 2
         for plan, errors in found.items():
-            assert max(errors["gradients"], errors["norm"]) < TOLERANCE[case.dtype], (plan, errors)
+            assert max(errors["gradients"], errors["norm"]) < _tolerance(case), (plan, errors)
             assert max(errors["loss"], errors["evaluation"]) < LOSS[case.dtype], (plan, errors)
 
 
