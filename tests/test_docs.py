@@ -140,7 +140,13 @@ def test_no_page_has_a_program_that_is_not_run() -> None:
     assert with_programs == run_here
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
+CONFIGURATIONS = [
+    pytest.param(path, id=path.name, marks=[pytest.mark.whole] * (path.name == "passkey.toml"))
+    for path in sorted((ROOT / "examples").glob("*.toml"))
+]
+
+
+@pytest.mark.parametrize("path", CONFIGURATIONS)
 def test_configurations_of_examples_train(path: Path, tmp_path: Path) -> None:
     made = path.with_suffix(".py")  # what makes its texts and their tokenizer
     if made.is_file():

@@ -50,6 +50,7 @@ def test_every_configuration_states_its_command() -> None:
     assert len(eight) >= 3
 
 
+@pytest.mark.whole  # the program of docs/evaluation.md stands for it
 def test_the_program_evaluates_at_both_degrees(tmp_path: Path) -> None:
     program = (ROOT / "examples/gpu/eval_live.py").read_text()
     (command,) = re.findall(r"^`python (.*)`$", program, flags=re.MULTILINE)

@@ -300,7 +300,7 @@ def _steps(home: str, degree: int, draw: random.Random) -> tuple[Step, ...]:
     return tuple(Step(degree, *evaluation) for evaluation in itertools.islice(itertools.cycle(evaluations), STEPS))
 
 
-# Runs of which each has a few steps in every run of the suite: every home, family, placement and dtype.
+# Runs of a few steps each: every home, family, placement and dtype.
 FEW = (
     Run("qwen3", "8 slots", "sharded", "float32"),
     Run("gpt-oss", "8 slots", "kept gathered", "float64"),
@@ -320,6 +320,16 @@ def few() -> list[Run]:
         fitting = [run for run in FEW if max_degree(step) <= HOMES[run.home].layout.slots]
         steps[min(fitting, key=lambda run: len(steps[run]))].append(step)
     return [replace(run, steps=tuple(steps[run])) for run in FEW]
+
+
+def fewest() -> list[Run]:
+    """What every run of the suite has: every pair of degrees, ways in turn, over a run of each family."""
+    some, steps = (FEW[0], FEW[3], FEW[5], FEW[7]), dict[Run, list[Step]]()
+    for (degree, evaluation), way in zip(itertools.product(DEGREES, DEGREES), itertools.cycle(WAYS), strict=False):
+        step = Step(degree, evaluation, way)
+        fitting = [run for run in some if max_degree(step) <= HOMES[run.home].layout.slots]
+        steps.setdefault(min(fitting, key=lambda run: len(steps.get(run, ()))), []).append(step)
+    return [replace(run, steps=tuple(of_run)) for run, of_run in steps.items()]
 
 
 def max_degree(step: Step) -> int:

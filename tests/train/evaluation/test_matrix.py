@@ -17,6 +17,7 @@ from tests.train.evaluation.matrix import (
     Errors,
     Run,
     few,
+    fewest,
     stock_answers,
     take,
     whole,
@@ -50,8 +51,16 @@ def test_the_whole_matrix_has_every_pair_of_degrees_in_every_way() -> None:
             assert {step for run in runs for step in run.steps} == set(itertools.product(degrees, degrees, WAYS))
 
 
-def test_a_few_runs_are_exact() -> None:
-    check(few(), twice=False)
+def test_the_fewest_runs_have_every_pair_of_degrees() -> None:
+    steps = [step for run in fewest() for step in run.steps]
+    assert [step[:2] for step in sorted(steps)] == sorted(itertools.product(DEGREES, DEGREES))
+    assert {step.way for step in steps} == set(WAYS) and all(run.refusal is None for run in fewest())
+    assert sorted(run.family for run in fewest()) == sorted(FAMILIES)
+
+
+@pytest.mark.parametrize("runs", [fewest(), pytest.param(few(), marks=pytest.mark.whole)], ids=["fewest", "few"])
+def test_a_few_runs_are_exact(runs: list[Run]) -> None:
+    check(runs, twice=False)
 
 
 @pytest.mark.whole
