@@ -6,7 +6,7 @@ from typing import Any
 from longspan.bench.record import where_it_ran
 from longspan.report.text_table import markdown_table
 
-AIMS = {"gathering": 0.5, "own bytes": 1.3}  # of the bridge's time to theirs, forward and backward together
+AIMS = {"gathering": 0.5, "own bytes": 1.3, "uneven": 1.3}  # of the bridge's time to theirs, both ways together
 DIRECTIONS = ("forward", "backward")
 
 
@@ -20,7 +20,16 @@ def _times(record: dict[str, Any]) -> tuple[str, str]:
     nodes = f" as {record['nodes']} emulated nodes" if record["nodes"] > 1 else ""
     title = f"The bridge between two layouts over {record['ranks']} ranks{nodes} ({record['backend']})"
     names = ("layout", "TP·DP → TP·CP·DP", "rows", "direction", "bridge, ms", "gathering, ms", "ratio")
-    names += ("own bytes, ms", "ratio", "uneven, ms", "MiB received", "gathering, MiB", "own bytes, GB/s", "host, µs")
+    names += (
+        "own bytes, ms",
+        "ratio",
+        "uneven, ms",
+        "ratio",
+        "MiB received",
+        "gathering, MiB",
+        "own bytes, GB/s",
+        "host, µs",
+    )
     lines = [cells for row in record["rows"] for cells in _cells(row)]
     kinds = sorted({row["dtype"].removeprefix("torch.") for row in record["rows"]})
     note = (
@@ -47,7 +56,11 @@ def _cells(row: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             *head,
             direction,
             *(f"{1e3 * ours:.3f}", f"{1e3 * theirs:.3f}", f"{ours / theirs:.2f}"),
-            *((f"{1e3 * own:.3f}", f"{ours / own:.2f}", f"{1e3 * uneven:.3f}") if busiest else ("–", "–", "–")),
+            *(
+                (f"{1e3 * own:.3f}", f"{ours / own:.2f}", f"{1e3 * uneven:.3f}", f"{ours / uneven:.2f}")
+                if busiest
+                else ("–",) * 4
+            ),
             *(f"{received:,.4g}", f"{gathered:,.4g}", rate, f"{1e6 * _seconds(row, 'bridge', direction, 'host_'):.0f}"),
         )
 

@@ -66,6 +66,7 @@ class RowExchange:
                 f"of rows, which may be empty, for each rank"
             )
         self.exchange, self.channel, self.gradient = exchange, channel, gradient
+        self._rows = exchange.have.counts[channel.index]
         groups: dict[str, Groups | None] = {
             "partial": [[member] for member in range(channel.degree)],
             "partial_over_slots": [tuple(members) for members in slots],
@@ -75,9 +76,10 @@ class RowExchange:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(rows of have here, …) to (rows of need here, …)."""
-        rows = self.exchange.have.counts[self.channel.index]
-        if x.shape[0] != rows:
-            raise LayoutError(f"{x.shape[0]} rows were given, this member has {rows}; pass them in the order of `have`")
+        if x.shape[0] != self._rows:
+            raise LayoutError(
+                f"{x.shape[0]} rows were given, this member has {self._rows}; pass them in the order of `have`"
+            )
         if self._back is None or not x.is_floating_point() or not torch.is_grad_enabled():
             return carry(x.detach(), self._there, self.channel, "row exchange")
         # The anchor makes every member enter backward, also one whose own rows need no gradient.
