@@ -91,10 +91,8 @@ def _plan(kind: str, lengths: tuple[int, ...], home: Layout) -> Plan:
 
 CASES = [
     (Layout(4), LENGTHS, "fixed", True, True),
-    (Layout(4), SEVERAL, "dynamic", True, False),
     (Layout(4), SEVERAL, "dynamic", False, "selective"),
     (Layout(4, tp=2), LENGTHS, "fixed", True, "selective"),
-    (Layout(4, tp=2), SEVERAL, "dynamic", False, False),
 ]
 
 

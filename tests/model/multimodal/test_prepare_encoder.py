@@ -309,6 +309,18 @@ def test_sharded_blocks_are_not_called_for_each_item() -> None:
             assert prepare_encoder(EachByItself(), world, **settings)(items).shape == (4, 3)
 
 
+def test_blocks_are_the_longest_lists_that_are_in_no_other() -> None:
+    module = nn.Module()
+    module.stem = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2), nn.GELU())
+    module.blocks = nn.Sequential(*(Renamed() for _ in range(3)))
+    module.layers = nn.ModuleList([nn.ModuleDict({"inside": nn.ModuleList([nn.Linear(2, 2)] * 9)}) for _ in range(3)])
+    module.short = nn.ModuleList([nn.Linear(2, 2)] * 2)
+    assert [*encoder_blocks(module)] == [f"{name}.{i}" for name in ("blocks", "layers") for i in range(3)]
+    chosen = [module.get_submodule(name) for name in ("short.0", "blocks.1")]
+    assert [*encoder_blocks(module, chosen)] == ["blocks.1", "short.0"]
+    assert encoder_blocks(module, []) == encoder_blocks(nn.Linear(2, 2)) == {}
+
+
 def test_settings_that_do_not_fit_are_refused_before_anything_is_changed() -> None:
     with World(Layout(1), backend=backend()) as world:
         module: Any = OwnViT()
@@ -317,6 +329,8 @@ def test_settings_that_do_not_fit_are_refused_before_anything_is_changed() -> No
             prepare_encoder(module, world, blocks=[other])
         with pytest.raises(ModelError, match=r"blocks lie inside each other \(blocks.0.attn in blocks.0\)"):
             prepare_encoder(module, world, blocks=[module.blocks[0], module.blocks[0].attn])
+        with pytest.raises(ModelError, match=r"names 'blocks.\*.mlp.w3', which is no nn.Linear of OwnViT"):
+            prepare_encoder(module, world, tp_plan={"blocks.*.mlp.w3": "colwise"})
         with pytest.raises(ModelError, match="Linear has no list of blocks"):
             prepare_encoder(other, world, activation_checkpointing=True)
         with pytest.raises(ModelError, match=r"compute_dtype is torch\.float64"):
@@ -407,7 +421,7 @@ def _others(rank: int, tp: int) -> tuple[list[float], tuple[float, float]]:
         return [_frozen(world, sharded) for sharded in (True, False)], _half(world)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.whole), 2])
 def test_frozen_parts_half_precision_and_parameters_that_some_slots_do_not_use(tp: int) -> None:
     for frozen, (half, stock) in run_ranks(_others, 4, tp):
         assert max(frozen) <= 1e-12, frozen

@@ -18,7 +18,7 @@ from longspan.errors import ModelError
 from longspan.model.multimodal.blocks import encoder_blocks
 from longspan.model.multimodal.split_encoder import split_encoder
 from longspan.model.multimodal.split_trial import SplitTrial
-from longspan.model.multimodal.tp_plan import parts_of
+from longspan.model.multimodal.tp_plan import parts_of, planned_styles
 from longspan.model.placement.recompute import Recomputation, checkpointed
 from longspan.model.placement.sharding import Sharding, shard_over_slots
 
@@ -73,9 +73,9 @@ def prepare_encoder(
             "blocks=, or switch activation checkpointing off"
         )
     trials = list[SplitTrial]()
+    planned_styles(module, tp_plan or {})  # a plan with a mistake is refused at tp 1 too
     if world.home.tp > 1:
-        parts = parts_of(module, units, world.home.tp, tp_plan)
-        trials = split_encoder(module, units, parts, world)
+        trials = split_encoder(module, units, parts_of(module, units, world.home.tp, tp_plan), world)
     for block in units.values():
         _recompute(block, recomputation)
     for trial in trials:

@@ -72,7 +72,7 @@ def parts_of(
     Raises ModelError, naming them, for linears in blocks that are not known, and, with the numbers, where tp does not
     divide heads or widths.
     """
-    styles = _recognised(module, blocks) | _planned(module, plan or {})
+    styles = _recognised(module, blocks) | planned_styles(module, plan or {})
     _refuse_unknown(module, blocks, styles)
     parts = dict[str, dict[str, str]]()
     for name, style in styles.items():
@@ -118,7 +118,7 @@ def _known(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
     return styles
 
 
-def _planned(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+def planned_styles(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """The caller's styles by qualified name. Raises ModelError for a style or a pattern that means nothing."""
     styles = dict[str, str]()
     linears = [name for name, child in module.named_modules() if isinstance(child, nn.Linear)]
