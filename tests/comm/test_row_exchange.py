@@ -197,3 +197,41 @@ def rounded_once(rank: int) -> None:
 
 def test_sums_of_half_precision_are_rounded_once() -> None:
     run_ranks(rounded_once, 3)
+
+
+def any_strides(rank: int) -> None:
+    """Rows of any shape and strides, of no values too."""
+    have, need = [[0, 1, 2], [3, 4]], [[4, 1, 0, 4], [0, 3]]
+    with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
+        exchange = Exchange(Partition.from_rows(have), Partition.from_rows(need))
+        move = RowExchange(exchange, world.channels.everyone)
+        for dims in ((0, 1, 2), (1, 0, 2), (2, 1, 0)):
+            everything = torch.arange(5 * 4 * 8.0, device=world.device).reshape(5, 4, 8)
+            back_again = [dims.index(dim) for dim in range(3)]
+            x = everything[have[rank]].permute(dims).contiguous().permute(back_again)
+            assert torch.equal(move(x), everything[need[rank]])
+        assert move(x[:, 0, 0]).tolist() == everything[need[rank], 0, 0].tolist()
+        assert move(x[:, :0]).shape == (len(need[rank]), 0, 8)
+
+
+def test_rows_of_any_shape_and_strides() -> None:
+    run_ranks(any_strides, 2)
+
+
+def written(rank: int) -> None:
+    """What arrives is the caller's to write into, whatever it was made from, and leaves his rows as they were."""
+    layouts = (([[0, 1], [2]], [[0, 1], [0, 1]]), ([[0, 1], [2]], [[2], [0]]), ([[0], [0]], [[], [0]]))
+    with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
+        for have, need in layouts:
+            exchange = Exchange(Partition.from_rows(have), Partition.from_rows(need))
+            x = torch.ones(len(have[rank]), 2, device=world.device, requires_grad=True)
+            y = RowExchange(exchange, world.channels.everyone)(x)
+            y.mul_(3)
+            y.sum().backward()
+            uses = [sum(rows.count(row) for rows in need) for row in have[rank]]
+            assert torch.equal(x.detach().cpu(), torch.ones(x.shape)) and x.grad is not None
+            assert x.grad.cpu().tolist() == [[3.0 * count] * 2 for count in uses]
+
+
+def test_rows_that_arrive_can_be_written_into() -> None:
+    run_ranks(written, 2)

@@ -3,7 +3,7 @@
 Members that hold long runs are then described by few numbers, whatever the number of rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,12 +50,9 @@ class Blocks:
 def cut_into_blocks(*partitions: Partition) -> tuple[Blocks, ...]:
     """The blocks of partitions, numbered alike for all of them."""
     runs = [[partition.runs(member) for member in range(partition.degree)] for partition in partitions]
-    begin, end = np.concatenate([members for partition in runs for members in partition]).T
-    size = end - begin
-    total, long = int(size.sum()), size > 1
-    step = max(1, total // PIECES)
-    inside = expand(begin[long] // step + 1, -(-end[long] // step)) * step
-    bounds, number = _numbered(np.concatenate([begin, end, inside]))
+    ends = [rows for members in runs for rows in members]
+    step = max(1, sum(int((rows[:, 1] - rows[:, 0]).sum()) for rows in ends) // PIECES)
+    bounds, number = _numbered([*ends, *(_inside(rows, step) for rows in ends)])
     start, size = bounds[:-1], np.diff(bounds)
     return tuple(
         Blocks(tuple(expand(number(rows[:, 0]), number(rows[:, 1])) for rows in members), start, size)
@@ -63,12 +60,20 @@ def cut_into_blocks(*partitions: Partition) -> tuple[Blocks, ...]:
     )
 
 
-def _numbered(ends: Rows) -> tuple[Rows, Callable[[Rows], Rows]]:
+def _inside(runs: Rows, step: int) -> Rows:
+    """The multiples of `step` inside runs."""
+    begin, end = runs[runs[:, 1] - runs[:, 0] > 1].T
+    return expand(begin // step + 1, -(-end // step)) * step
+
+
+def _numbered(ends: Sequence[Rows]) -> tuple[Rows, Callable[[Rows], Rows]]:
     """The distinct ends, ascending, and the function from ends to their places among them."""
-    if int(ends.max(initial=-1)) > SPARSE * len(ends) + (1 << 16):
-        bounds = np.unique(ends)
+    last = max(int(some.max(initial=-1)) for some in ends)
+    if last > SPARSE * sum(some.size for some in ends) + (1 << 16):
+        bounds = np.unique(np.concatenate([some.ravel() for some in ends]))
         return bounds, lambda x: np.searchsorted(bounds, x)
-    marks = np.zeros(int(ends.max(initial=-1)) + 1, dtype=np.bool_)
-    marks[ends] = True
+    marks = np.zeros(last + 1, dtype=np.bool_)
+    for some in ends:
+        marks[some] = True
     place = np.cumsum(marks) - 1
     return np.flatnonzero(marks), lambda x: place[x]

@@ -8,11 +8,13 @@ them all. Where only the sender knows how many rows go to whom, as those of expe
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from longspan.comm.groups.channel import Channel
 from longspan.comm.moves.carry_rows import DeviceMoves, carry, moves_on_device
@@ -29,6 +31,7 @@ REMEMBERED = 32  # exchanges of a channel whose moves stay at hand, on the devic
 PARTS, PART_ROWS = 4, 4096
 _Moves = tuple[tuple[DeviceMoves, ...], tuple[DeviceMoves, ...] | None]  # there and back
 _remembered: WeakKeyDictionary[Channel, OrderedDict[Any, _Moves]] = WeakKeyDictionary()
+_remembering = Lock()  # exchanges of a coming step are made ready in a thread of its own
 
 
 class RowExchange:
@@ -95,7 +98,7 @@ class RowExchange:
     def back(self, gradient: Tensor) -> Tensor:
         """The gradient of this member's rows of `have` from that of its rows of `need`."""
         assert self._back is not None
-        return carry(gradient, self._back, self.channel, "row gradients")
+        return carry(gradient.detach(), self._back, self.channel, "row gradients")
 
 
 class _ExchangeRows(torch.autograd.Function):
@@ -105,7 +108,10 @@ class _ExchangeRows(torch.autograd.Function):
         return carry(x.detach(), move._there, move.channel, "row exchange")
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
         gradient = ctx.move.back(gradients[0])
         return gradient, gradient.new_zeros(ctx.shape), None
 
@@ -117,15 +123,17 @@ def forget_moves() -> None:
 
 def _moves_of(exchange: Exchange, channel: Channel, back: bool, groups: Groups | None) -> _Moves:
     """The moves of an exchange there and, where anything flows back, back; remembered by their layout."""
-    recent = _remembered.setdefault(channel, OrderedDict())
     key = exchange, back, None if groups is None else tuple(map(tuple, groups))
-    moves = recent.pop(key, None)
+    with _remembering:
+        moves = _remembered.setdefault(channel, OrderedDict()).pop(key, None)
     if moves is None:
         have, need = exchange.blocks
         moves = _planned(have, need, channel, None), _planned(need, have, channel, groups) if back else None
-    recent[key] = moves
-    if len(recent) > REMEMBERED:
-        recent.popitem(last=False)
+    with _remembering:
+        recent = _remembered.setdefault(channel, OrderedDict())
+        recent[key] = moves
+        if len(recent) > REMEMBERED:
+            recent.popitem(last=False)
     return moves
 
 
