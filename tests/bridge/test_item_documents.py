@@ -34,3 +34,8 @@ def test_documents_with_items() -> None:
     assert documents.read(1) == "b" and ItemDocuments([[1]], [], str.upper).lengths == (1,)  # pyright: ignore
     assert item_table_of(documents, [4, 2]) is documents.item_table
     assert item_table_of({0: [1]}, [1]) is None and item_table_of([[1]], [1]) is None
+
+
+def test_there_is_something_to_read_for_each_item() -> None:
+    with pytest.raises(DataError, match=r"read has 1 value for 2 items; give what the encoder is given for each item"):
+        ItemDocuments([[1, 2, 3, 4]], [Item(0, ((1, 3),)), Item(0, ((3, 4),))], ["a"])

@@ -28,6 +28,12 @@ class ItemDocuments:
     ) -> None:
         self.tokens, self.items, self._read = tokens, tuple(items), read
         self.lengths = tuple(len(tokens[document]) for document in range(len(tokens)))
+        count = None if callable(read) else len(read)
+        if count is not None and count != len(self.items):
+            raise DataError(
+                f"read has {counted(count, 'value')} for {counted(len(self.items), 'item')}; give what the "
+                "encoder is given for each item, in their order"
+            )
         _ = self.item_table
 
     @cached_property

@@ -21,6 +21,7 @@ from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
 from longspan.model.hf_folder import no_progress_bars
 from longspan.model.load import torch_dtype
+from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.state import groups_of_all_stages
 from longspan.model.weights.empty import empty_model
@@ -41,6 +42,11 @@ def save_model(
     interrupted save leaves what was there. It is sent a decoder layer at a time, so no rank holds the whole model.
     `dtype` is that of the files, the parameters' own by default. Raises ModelError on every rank where writing failed.
     """
+    if isinstance(model, MultimodalModel):
+        raise ModelError(
+            "a MultimodalModel is no model of transformers'; save model.language_model, and encoders by "
+            "save_checkpoint(folder, model, …)"
+        )
     writes, target = world.rank == world.home.ranks[0], Path(folder)
     kind = None if dtype is None else torch_dtype(dtype)
 

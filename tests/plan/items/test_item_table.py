@@ -1,5 +1,7 @@
 """Items of documents: spans, targets, and where rows are among the rows of members, against brute force."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -121,6 +123,16 @@ def test_the_smallest_case_by_hand() -> None:
 def test_what_does_not_fit_is_refused(items: list[Item], words: str) -> None:
     with pytest.raises(DataError, match=words):
         ItemTable([6, 4], items)
+
+
+@pytest.mark.parametrize(
+    "item", [(0, ((1, 4),)), Item(0, (1, 4)), Item(0, ((1.0, 4),)), Item(True, ((1, 4),)), Item(0, 3)]
+)
+def test_items_are_of_integers(item: Any) -> None:
+    with pytest.raises(
+        DataError, match=r"item 0 is .*; (give Item\(document|its document is an integer and its spans pairs)"
+    ):
+        ItemTable([6, 4], [item])
 
 
 def test_items_that_no_encoder_takes_are_refused() -> None:

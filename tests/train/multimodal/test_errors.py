@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longspan import Layout, World, evaluate, run_step
+from longspan import Layout, World, evaluate, run_step, save_model
 from longspan.bridge import Item, ItemDocuments
 from longspan.errors import CommError, DataError, LongspanError, ModelError, PlanError
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
@@ -94,6 +94,11 @@ def calls(rank: int) -> dict[str, Call]:
         "items of an evaluation": lambda m, w: evaluate(m, documents(items if rank else items[::-1]), choice, w),
         "unprepared": lambda m, w: MultimodalModel({}, language_model_of("qwen3", torch.float32), w),
         "called": lambda m, w: m(input_ids=None),
+        "world": lambda m, w: run_step(m, plan, DOCUMENTS, m.encoder_settings["image"].world),
+        "world of an evaluation": lambda m, w: evaluate(m, DOCUMENTS, choice, m.encoder_settings["image"].world),
+        "saved": lambda m, w: save_model(m, "folder", w),  # type: ignore[arg-type]
+        "dots": lambda m, w: MultimodalModel({"image.0": m.encoder_settings["image"]}, m.language_model, w),
+        "no Encoder": lambda m, w: MultimodalModel({"image": m.encoders["image"]}, m.language_model, w),  # type: ignore[dict-item]
     }
 
 
@@ -121,6 +126,14 @@ SAID: dict[str, tuple[type[LongspanError], str]] = {
     "items of an evaluation": (CommError, r"hold 2 different lists of items for step \d+: ranks \(0\) hold"),
     "unprepared": (ModelError, r"Qwen3ForCausalLM was not prepared"),
     "called": (ModelError, r"run with longspan.run_step\(model, plan, documents, world\)"),
+    "world": (
+        ModelError,
+        r"built over a world of Layout.*tp=2.*, but given one of .*tp=1.*; pass the world of its lang",
+    ),
+    "world of an evaluation": (ModelError, r"built over a world of .*, but given one of"),
+    "saved": (ModelError, r"a MultimodalModel is no model of transformers'; save model.language_model"),
+    "dots": (ModelError, r"'image.0' names a modality, and parameters; give a name without dots"),
+    "no Encoder": (ModelError, r"the encoder of image is a \w+; give Encoder\(module=prepare_encoder\("),
 }
 
 

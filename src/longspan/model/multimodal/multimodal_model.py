@@ -71,6 +71,7 @@ class MultimodalModel(nn.Module):
                 "longspan.prepare(language_model, world), world)"
             )
         for modality, encoder in encoders.items():
+            _check_encoder(modality, encoder)
             _check_home(modality, encoder, world)
             check_prepared(encoder.module, encoder.world)
         self.encoder_settings, self.world = dict(encoders), world
@@ -90,6 +91,16 @@ class MultimodalModel(nn.Module):
         )
 
 
+def _check_encoder(modality: str, encoder: object) -> None:
+    if not isinstance(encoder, Encoder):
+        raise ModelError(
+            f"the encoder of {modality} is a {type(encoder).__name__}; give Encoder(module=prepare_encoder(module, "
+            "encoder_world), world=encoder_world)"
+        )
+    if "." in modality or not modality:
+        raise ModelError(f"{modality!r} names a modality, and parameters; give a name without dots")
+
+
 def _check_home(modality: str, encoder: Encoder, world: World) -> None:
     home, others = world.home, encoder.world.home
     if sorted(home.ranks) != sorted(others.ranks):
@@ -100,6 +111,15 @@ def _check_home(modality: str, encoder: Encoder, world: World) -> None:
     if others.pp > 1:
         raise ModelError(
             f"the home of the encoder of {modality} has pp {others.pp}; an encoder is whole on every slot: use pp 1"
+        )
+
+
+def check_world(model: nn.Module, world: World) -> None:
+    """Raise ModelError for a MultimodalModel over another world than this, an encoder's say."""
+    if isinstance(model, MultimodalModel) and model.world is not world:
+        raise ModelError(
+            f"the model was built over a world of {model.world.home}, but given one of {world.home}; pass the world of "
+            "its language model, model.world"
         )
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from longspan.errors import DataError, counted
 from longspan.layout.layout import short
+from longspan.layout.packing import is_integer
 from longspan.layout.segments import Rows, Segments, expand, sealed
 
 
@@ -95,6 +96,8 @@ class ItemTable:
 
     def __init__(self, lengths: Iterable[int], items: Iterable[Item]) -> None:
         self.lengths, self.items = tuple(lengths), tuple(items)
+        for index, item in enumerate(self.items):
+            _check_types(index, item)
         self.modalities = tuple(dict.fromkeys(item.modality for item in self.items))
         self._stride = max(self.lengths, default=0) + 1
         self._spans = self._sorted_spans()
@@ -178,3 +181,18 @@ class ItemTable:
             raise DataError(
                 f"{self.name(one)} and {self.name(other)} both take position {position}; every position is one item's"
             )
+
+
+def _check_types(index: int, item: object) -> None:
+    """Raise DataError for what is no Item of integers."""
+    if not isinstance(item, Item):
+        raise DataError(f"item {index} is {item!r}; give Item(document, spans, modality)")
+    try:
+        numbers = [item.document, *(number for start, stop in item.spans for number in (start, stop))]
+    except TypeError:
+        numbers = [None]
+    if not all(is_integer(type(number)) for number in numbers):
+        raise DataError(
+            f"item {index} is {item!r}; its document is an integer and its spans pairs of them, as in "
+            "Item(0, ((2, 6), (7, 9)))"
+        )

@@ -19,7 +19,7 @@ from longspan.bridge.item_documents import item_table_of
 from longspan.comm import World, raise_first_error
 from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, counted
 from longspan.layout import Layout
-from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
+from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world, language_model_of
 from longspan.model.placement.sharding import gathered_bytes, gathered_once
 from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.call_rules import call_rules
@@ -58,6 +58,7 @@ def evaluate(
     for documents that cannot be read, and EvaluationStopped where `options` say so: each on all ranks.
     """
     started, options = time.perf_counter(), options or EvaluationOptions()
+    check_world(model, world)
     measured = documents if isinstance(documents, MeasuredDocuments) else None
     if measured is not None:
         options = replace(options, document_metrics={**options.document_metrics, **measured.metrics})
