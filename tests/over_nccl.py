@@ -81,6 +81,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "train": (
         "train/multimodal/test_oracle.py::test_fan_in_fan_out_and_equal_replicas_in_float32",
         "train/evaluation/test_evaluate.py::test_every_document_and_metric_equals_the_stock_model",
+        "train/evaluation/test_gathers.py::test_parameters_are_gathered_once_where_all_ranks_have_room",
         "train/evaluation/test_no_trace.py::test_evaluations_leave_no_trace few",
         "train/evaluation/test_passkey.py::test_the_grid_equals_greedy_decoding_and_dense_losses",
         "train/test_any_plan.py::test_loss_and_gradients 4",

@@ -39,14 +39,14 @@ _ATTENTION = (
 def test_the_default_cost_is_qwen3_8b_at_400_tflops() -> None:
     values = Cost.for_model(QWEN3_8B, tflops=400, inside_gbps=350, across_gbps=40).to_json()
     constants = {name: value for name, value in Cost().to_json().items() if name != "source"}
-    assert len(constants) == 9
+    assert len(constants) == 10
     for name, value in constants.items():
         assert values[name] == pytest.approx(value, rel=1e-3), name
 
 
 def test_attention_at_another_rate() -> None:
     windows = {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}
-    plain, faster = (Cost.for_model(SMALL | windows, tflops=100, **more) for more in ({}, {"attention_tflops": 200.0}))
+    plain, faster = (Cost.for_model(SMALL | windows, tflops=100, attention_tflops=rate) for rate in (None, 200.0))
     assert faster.attention_seconds == plain.attention_seconds / 2
     linear = 6 * ModelShape.of(SMALL).weights / 100e12
     assert faster.linear_seconds == pytest.approx((plain.linear_seconds + linear) / 2) != plain.linear_seconds
