@@ -77,6 +77,23 @@ def check_gradients(have, need, gradients, groups):
 
 @examples
 @given(feedings())
+def test_parts_of_a_target_bring_the_same_rows_and_sums(sides):
+    have, need, slots = sides
+    slot_of = {rank: index for index, ranks in enumerate(slots) for rank in ranks}
+    gradients = random_gradients(need, lambda rank, row, number: (slot_of[rank], row, number))
+    blocks = cut_into_blocks(Partition.from_rows(have), Partition.from_rows(need))
+    numbers = [np.array(rows, dtype=float) for rows in have]
+    for (source, target), groups, x in ((blocks, None, numbers), (blocks[::-1], slots, gradients)):
+        whole = [plan_moves(source, target, me, groups) for me in range(len(have))]
+        parts = [[plan_moves(source, part, me, groups) for me in range(len(have))] for part in target.in_parts(2, 4)]
+        carried = [np.concatenate(of_rank) for of_rank in zip(*(carry(moves, x) for moves in parts), strict=True)]
+        assert [rows.tolist() for rows in carried] == [rows.tolist() for rows in carry(whole, x)]
+        for me in range(len(have)):
+            assert sum(sum(moves[me].receives) for moves in parts) == sum(whole[me].receives)
+
+
+@examples
+@given(feedings())
 def test_of_identical_gradients_one_is_taken(sides):
     have, need, _ = sides
     moves = plan_all(need, have)
