@@ -79,6 +79,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "model/test_tensor_parallel.py::test_parameters_after_three_steps",
     ),
     "train": (
+        "train/multimodal/test_checkpoints.py::test_training_goes_through_homes_of_both_modules",
         "train/multimodal/test_oracle.py::test_fan_in_fan_out_and_equal_replicas_in_float32",
         "train/evaluation/test_evaluate.py::test_every_document_and_metric_equals_the_stock_model",
         "train/evaluation/test_gathers.py::test_parameters_are_gathered_once_where_all_ranks_have_room",

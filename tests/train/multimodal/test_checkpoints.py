@@ -19,7 +19,7 @@ from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, clip_grad_norm, grad_norm, load_checkpoint, save_checkpoint
-from tests.model.stock import gradients_of, weights_of, worst
+from tests.model.stock import _norms_in_float64, gradients_of, weights_of, worst
 from tests.train.multimodal.test_step import PIXELS, WIDTH, dense, documents, language_model
 
 BOUND = 1e-12 if backend() == "gloo" else 1e-5
@@ -108,7 +108,10 @@ def _opened(homes: Homes, stack: ExitStack) -> tuple[MultimodalModel, Optimizer,
         stack.enter_context(World(h, backend=backend(), timeout=60)) for h in (homes.language_model, homes.encoder)
     )
     encoder = Encoder(module=prepare_encoder(tower(), beside, shard_parameters=of_encoder), world=beside)
-    model = MultimodalModel({"image": encoder}, prepare(language_model(), world, shard_parameters=of_model), world)
+    inner = language_model()
+    if backend() == "nccl":
+        _norms_in_float64(inner)
+    model = MultimodalModel({"image": encoder}, prepare(inner, world, shard_parameters=of_model), world)
     return model, build_optimizer(model, lr=LR, weight_decay=0.1), world
 
 
