@@ -7,18 +7,19 @@ that world encode, gradients are plain sums over them: FSDP2 sums by itself, tho
 
 from collections.abc import Mapping, Sequence
 from functools import partial, wraps
+from hashlib import sha256
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from longspan.comm import World
+from longspan.comm import World, on_all_ranks
 from longspan.errors import ModelError
+from longspan.layout.layout import short
 from longspan.model.multimodal.blocks import encoder_blocks
 from longspan.model.multimodal.split_encoder import split_encoder
-from longspan.model.multimodal.split_trial import SplitTrial
-from longspan.model.multimodal.tp_plan import parts_of, planned_styles
+from longspan.model.multimodal.tp_plan import parts_of
 from longspan.model.placement.recompute import Recomputation, checkpointed
 from longspan.model.placement.sharding import Sharding, shard_over_slots
 
@@ -72,10 +73,9 @@ def prepare_encoder(
             f"{type(module).__name__} has no list of blocks (nn.ModuleList) to recompute one at a time; name them in "
             "blocks=, or switch activation checkpointing off"
         )
-    trials = list[SplitTrial]()
-    planned_styles(module, tp_plan or {})  # a plan with a mistake is refused at tp 1 too
-    if world.home.tp > 1:
-        trials = split_encoder(module, units, parts_of(module, units, world.home.tp, tp_plan), world)
+    parts = parts_of(module, units, world.home.tp, tp_plan)
+    _refuse_unlike_weights(module, world)
+    trials = split_encoder(module, units, parts, world) if world.home.tp > 1 else []
     for block in units.values():
         _recompute(block, recomputation)
     for trial in trials:
@@ -118,6 +118,29 @@ def _check(module: nn.Module, world: World, sharding: Sharding) -> None:
         )
     for dtype in {parameter.dtype for parameter in parameters.values() if parameter.is_floating_point()}:
         sharding.check(dtype)
+
+
+def _refuse_unlike_weights(module: nn.Module, world: World) -> None:
+    """Raise ModelError, on every rank, where ranks begin with different weights: 64 numbers of each are compared."""
+    samples = {name: _sample(parameter) for name, parameter in module.named_parameters()}
+    digest = sha256(repr(samples).encode()).hexdigest()
+    if len(set(world.control.gather_objects(digest, "comparison of weights"))) == 1:
+        return
+    first, *others = world.control.gather_objects(samples, "comparison of weights")
+    ranks = [rank for rank, there in zip(world.home.ranks[1:], others, strict=True) if there != first]
+    names = [name for name in first if any(there.get(name) != first[name] for there in others)]
+    raise on_all_ranks(
+        ModelError(
+            f"ranks {short(ranks)} hold other weights of {type(module).__name__} than rank {world.home.ranks[0]}: "
+            f"{short(names, 4)}; all begin with the same: seed every rank alike (torch.manual_seed) or load the same "
+            "weights before prepare_encoder"
+        )
+    )
+
+
+def _sample(parameter: Tensor) -> str:
+    numbers = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].double().tolist()
+    return f"{tuple(parameter.shape)} {sha256(repr(numbers).encode()).hexdigest()[:12]}"
 
 
 def _recompute(block: nn.Module, recomputation: Recomputation) -> None:

@@ -67,12 +67,15 @@ class Part:
 def parts_of(
     module: nn.Module, blocks: Mapping[str, nn.Module], tp: int, plan: Mapping[str, str] | None = None
 ) -> list[Part]:
-    """The parts of an encoder that are split over tp ranks, in its order.
+    """The parts of an encoder that are split over tp ranks, in its order; none at tp 1, where a plan is still checked.
 
     Raises ModelError, naming them, for linears in blocks that are not known, and, with the numbers, where tp does not
     divide heads or widths.
     """
-    styles = _recognised(module, blocks) | planned_styles(module, plan or {})
+    planned = _planned(module, plan or {})
+    if tp == 1:
+        return []
+    styles = _recognised(module, blocks) | planned
     _refuse_unknown(module, blocks, styles)
     parts = dict[str, dict[str, str]]()
     for name, style in styles.items():
@@ -118,7 +121,7 @@ def _known(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
     return styles
 
 
-def planned_styles(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+def _planned(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """The caller's styles by qualified name. Raises ModelError for a style or a pattern that means nothing."""
     styles = dict[str, str]()
     linears = [name for name, child in module.named_modules() if isinstance(child, nn.Linear)]
