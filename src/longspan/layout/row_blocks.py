@@ -35,10 +35,16 @@ class Blocks:
         """
         longest = max(int(self.size[blocks].sum()) for blocks in self.members)
         count = min(most, max(1, longest // rows))
-        if count == 1 or any(len(np.unique(blocks)) < len(blocks) for blocks in self.members):
+        if count == 1 or any(map(self._repeats, range(len(self.members)))):
             return [self]
         parts = [np.split(blocks, self._cuts(blocks, count)) for blocks in self.members]
         return [Blocks(members, self.start, self.size) for members in zip(*parts, strict=True)]
+
+    def _repeats(self, member: int) -> bool:
+        """Whether a member holds a row several times."""
+        held = np.zeros(len(self.size), dtype=np.bool_)
+        held[self.members[member]] = True
+        return int(np.count_nonzero(held)) < len(self.members[member])
 
     def _cuts(self, blocks: Rows, count: int) -> Rows:
         """Where the parts of a member's blocks end, the last one left out."""
