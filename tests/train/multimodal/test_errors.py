@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from longspan import Layout, World, evaluate, run_step, save_model
 from longspan.bridge import Item, ItemDocuments
 from longspan.errors import CommError, DataError, LongspanError, ModelError, PlanError
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.testing import backend, run_ranks
+from tests.model.stock import gradients_of, worst
 from tests.train.multimodal.cases import Case
 from tests.train.multimodal.documents import documents_of
 from tests.train.multimodal.oracle import model_of
@@ -138,17 +140,20 @@ SAID: dict[str, tuple[type[LongspanError], str]] = {
 
 
 def _say(rank: int) -> dict[str, tuple[str, str]]:
-    """The type and words of each error on this rank; a right step before and after them makes the same loss."""
+    """The type and words of each error on this rank; steps before and after them make the same loss and gradients."""
     said = dict[str, tuple[str, str]]()
     with World(CASE.home, backend=backend(), timeout=30) as world, World(CASE.encoder_home, backend=backend()) as other:
         model = model_of(CASE, world, other)
-        before = run_step(model, CASE.plan(), DOCUMENTS, world).loss
+        before, gradients = run_step(model, CASE.plan(), DOCUMENTS, world).loss, gradients_of(model)
+        model.zero_grad()
         for name, call in calls(rank).items():
             try:
                 call(model, world)
             except LongspanError as error:
                 said[name] = (type(error).__name__, str(error))
+                assert all(isinstance(p, DTensor) for p in model.encoders.parameters()), f"gathered after {name}"
         assert run_step(model, CASE.plan(), DOCUMENTS, world).loss == before
+        assert worst(gradients_of(model), gradients) < 1e-13
     return said
 
 

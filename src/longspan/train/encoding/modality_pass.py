@@ -78,10 +78,12 @@ class ModalityPass:
                 module.train(self.training)
             if self.trains:
                 stack.enter_context(gradients_summed_over_slots(module, self.encoder.world))
+            finished = False
             try:
                 yield
+                finished = True
             finally:
-                if not self.trains:
+                if not (self.trains and finished):  # a pass that was broken off: later ones would take stale parameters
                     reshard(module)
                 for wave in self.waves:
                     wave.output, wave.deliveries = None, []
