@@ -5,7 +5,6 @@ their own (`process_groups.py`), one call of it does the same.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -157,11 +156,9 @@ class Channel:
     ) -> Handle:
         """Start sending runs of rows of x, `sends[m]` to member m, one after another, and receiving the like in `into`.
 
-        No rows go from a member to itself. One call over NCCL where the parent group has these members and no others,
-        which costs the host as much as one message; else a message for each pair that has rows.
+        No rows go from a member to itself. One message for each pair that has rows: an all-to-all of torch sends empty
+        ones too over NCCL, so that all members would wait for each other and be connected.
         """
-        if self._one_call:
-            return self._all_to_all(self.group, x.contiguous(), into, (sends, receives), what)
         return self.exchange(list(enumerate(x.split(list(sends)))), list(enumerate(into.split(list(receives)))), what)
 
     def shift(self, x: Tensor, into: Tensor, what: str) -> Handle:
@@ -235,12 +232,6 @@ class Channel:
         rows = counts[self.index]
         arriving = self.all_to_all_rows(x, counts, [rows] * self.degree, what)
         return arriving.then(lambda parts: summed(parts.split(rows or 1)))
-
-    @cached_property
-    def _one_call(self) -> bool:
-        """Whether a collective of the parent group is one of these members in their order, on GPUs."""
-        in_order = self._by_rank == list(range(self.degree))
-        return self.device.type == "cuda" and in_order and self.group.size() == self.degree
 
     @property
     def watch(self) -> Watch:

@@ -1,6 +1,6 @@
 """Carry out the moves of rows that `layout/row_moves.py` plans: pack, send, receive, unpack.
 
-What leaves is packed by one indexing kernel and sent in one call, as messages among the members that have something to
+What leaves is packed by one indexing kernel and sent in one batch of messages among the members that have something to
 send each other. Meanwhile rows that stay are copied to their places in the result; when the others are here, one kernel
 copies them to theirs. Only rows that are sums of several take more. Many rows go in parts, each so, one behind the
 other. Nothing waits for the device, and no sizes are exchanged.

@@ -27,8 +27,8 @@ RowGradient = Literal["partial", "partial_over_slots", "identical", "none"]
 
 REMEMBERED = 32  # exchanges of a channel whose moves stay at hand, on the device
 # While a part of the rows travels, the next one is packed and the one before is unpacked. Messages of fewer rows take
-# longer than what that saves.
-PARTS, PART_ROWS = 4, 4096
+# the host and the links longer than what that saves.
+PARTS, PART_ROWS = 4, 16384
 _Moves = tuple[tuple[DeviceMoves, ...], tuple[DeviceMoves, ...] | None]  # there and back
 _remembered: WeakKeyDictionary[Channel, OrderedDict[Any, _Moves]] = WeakKeyDictionary()
 _remembering = Lock()  # exchanges of a coming step are made ready in a thread of its own
