@@ -58,7 +58,6 @@ def _measured(flags: argparse.Namespace) -> dict[str, Any]:
         hidden=flags.hidden,
         repeats=flags.repeats,
         profile=flags.profile,
-        parts=flags.parts,
         timeout=flags.timeout,
         out=flags.out,
     )
@@ -84,7 +83,6 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="kernels of one call of the bridge, on the first rank")
-    parser.add_argument("--parts", type=_numbers, default=(), help="the bridge also with at most so many parts: 1,2,8")
     parser.add_argument("--nodes", type=int, default=1, help="torchruns of this machine that stand for nodes")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
     parser.add_argument("--bytes", action="store_true", help="only bytes, by arithmetic, on up to 64 ranks")

@@ -41,7 +41,7 @@ def _times(record: dict[str, Any]) -> tuple[str, str]:
         "busiest of the bridge, *uneven* one with its counts; neither copies rows. MiB are the mean over ranks. "
         "Host: until everything is launched."
     )
-    return title, f"{note}\n\n{markdown_table(names, lines)}\n\n{_aims(record)}{_parts(record)}{_kernels(record)}"
+    return title, f"{note}\n\n{markdown_table(names, lines)}\n\n{_aims(record)}{_kernels(record)}"
 
 
 def _cells(row: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -96,22 +96,6 @@ def _aims(record: dict[str, Any]) -> str:
             f"{'; not ' if over else ''}{', '.join(over)}."
         )
     return "\n".join(lines)
-
-
-def _parts(record: dict[str, Any]) -> str:
-    """Forward and backward of the bridge whose rows go in other numbers of parts, where that was timed."""
-    names = [name for name in record["rows"][0]["seconds"] if name.endswith("parts forward")] if record["rows"] else []
-    names = [name.removesuffix(" forward") for name in names]
-    lines = [
-        (row["layout"], f"{row['rows']:,}", *(_milliseconds(row, name) for name in ("bridge", *names)))
-        for row in record["rows"]
-    ]
-    table = markdown_table(("layout", "rows", "as it is", *(f"at most {name}" for name in names)), lines)
-    return f"\n\nForward and backward of the bridge in parts, ms (and µs of the host):\n\n{table}" if names else ""
-
-
-def _milliseconds(row: dict[str, Any], name: str) -> str:
-    return f"{1e3 * _seconds(row, name, 'both'):.3f} ({1e6 * _seconds(row, name, 'both', 'host_'):.0f})"
 
 
 def _kernels(record: dict[str, Any]) -> str:

@@ -7,12 +7,11 @@ launched everything is apart from it. On CPUs times are whole calls.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -26,8 +25,6 @@ from torch import Tensor
 from longspan import Bridge, Exchange, World
 from longspan.bench.record import open_record, write_record
 from longspan.bench.timing import profile_of, seconds_of
-from longspan.bridge.bridge import forget_plans
-from longspan.comm.moves import row_exchange
 
 WARMUP = 3
 PAUSE_CYCLES = 6_000_000  # of a GPU's clock, about 3 ms: longer than the host takes for any call here
@@ -46,7 +43,6 @@ class Settings:
     hidden: int
     repeats: int
     profile: bool
-    parts: tuple[int, ...]
     timeout: float
     out: Path | None
 
@@ -74,7 +70,7 @@ def _row(case: Case, world: World, settings: Settings) -> dict[str, Any]:
     """Check and time one case."""
     there = Exchange(case.have(), case.need())
     back = there.reverse()  # every row is needed, at one slot
-    runs, results = _designs(case, world, settings.parts)
+    runs, results = _designs(case, world)
     _check(case, world, results)
     del results
     busiest: dict[str, int] = {}
@@ -92,11 +88,8 @@ def _row(case: Case, world: World, settings: Settings) -> dict[str, Any]:
     return row
 
 
-def _designs(case: Case, world: World, parts: Sequence[int]) -> tuple[Runs, dict[str, tuple[Tensor, Tensor]]]:
-    """Forward and backward of both designs, and what they gave in one pass: rows, and gradients of rows.
-
-    The bridge is there once more for each number of parts in which rows go at most.
-    """
+def _designs(case: Case, world: World) -> tuple[Runs, dict[str, tuple[Tensor, Tensor]]]:
+    """Forward and backward of both designs, and what they gave in one pass: rows, and gradients of rows."""
     dtype, device = _dtype(world), world.device
     x, gradient = _inputs(case, world.rank, dtype, device)
     gather, same = GatherBridge(case, world.rank, device, dtype), x.detach()
@@ -104,12 +97,9 @@ def _designs(case: Case, world: World, parts: Sequence[int]) -> tuple[Runs, dict
         "gathering forward": lambda: gather.forward(same),
         "gathering backward": lambda: gather.backward(gradient),
     }
-    for name, most in {"bridge": row_exchange.PARTS, **{f"{n} parts": n for n in parts}}.items():
-        with patch.object(row_exchange, "PARTS", most):
-            forget_plans()
-            bridge = Bridge(case.have(), case.need(), world, gradient=case.gradient)
-        forward, backward = partial(bridge, x), partial(torch.autograd.grad, bridge(x), x, gradient, retain_graph=True)
-        runs |= {f"{name} forward": forward, f"{name} backward": backward}
+    bridge = Bridge(case.have(), case.need(), world, gradient=case.gradient)
+    runs["bridge forward"] = partial(bridge, x)
+    runs["bridge backward"] = partial(torch.autograd.grad, bridge(x), x, gradient, retain_graph=True)
     y, (back,) = runs["bridge forward"](), runs["bridge backward"]()
     return runs, {"rows": (y, gather.forward(same)), "gradients": (back, gather.backward(gradient))}
 

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from itertools import product
 from unittest.mock import patch
 
 import numpy as np
@@ -10,10 +9,7 @@ import torch
 from torch import Tensor
 
 from longspan import Bridge, World
-from longspan.bridge.bridge import forget_plans
 from longspan.comm.groups.channel import Channel, Handle
-from longspan.comm.moves import row_exchange
-from longspan.comm.moves.row_exchange import PART_ROWS
 from longspan.testing import backend, run_ranks
 from tests.bridge.layouts import CASES, Case
 from tests.layout.copies import lacking, random_gradients, summed
@@ -82,15 +78,12 @@ def recorded_receives(channel: Channel) -> Iterator[list[int]]:
 
 
 def all_wrong(rank: int, names: list[str]) -> list[str]:
-    """Errors of the named cases, in one world for each home: with rows that travel at once, and in parts."""
+    """Errors of the named cases, in one world for each home."""
     errors = list[str]()
     for home in dict.fromkeys(CASES[name].home for name in names):
         with World(home, backend=backend(), timeout=60) as world:
-            for name, part_rows in product((name for name in names if CASES[name].home == home), (PART_ROWS, 2)):
-                forget_plans()
-                with patch.object(row_exchange, "PART_ROWS", part_rows):
-                    wrongs = wrong(rank, CASES[name], world)
-                errors += [f"{name}, rank {rank}, parts of {part_rows} rows: {error}" for error in wrongs]
+            for name in (name for name in names if CASES[name].home == home):
+                errors += [f"{name}, rank {rank}: {error}" for error in wrong(rank, CASES[name], world)]
     return errors
 
 

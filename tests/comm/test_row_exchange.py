@@ -1,13 +1,11 @@
 """Rows reach the ranks that need them, their gradients the ranks that have them: against one dense computation."""
 
 from collections.abc import Callable
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from longspan.comm.moves import row_exchange
 from longspan.comm.moves.row_exchange import RowExchange, RowGradient
 from longspan.comm.world import World
 from longspan.errors import CommError, LayoutError
@@ -102,15 +100,6 @@ def check_gradient(
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_rows_and_gradients(n: int) -> None:
     run_ranks(check, n, [name for name, (have, _) in CASES.items() if len(have) == n])
-
-
-def check_in_parts(rank: int, names: list[str]) -> None:
-    with patch.object(row_exchange, "PART_ROWS", 1):
-        check(rank, names)
-
-
-def test_rows_and_gradients_that_go_in_parts() -> None:
-    run_ranks(check_in_parts, 3, [name for name, (have, _) in CASES.items() if len(have) == 3])
 
 
 def frozen(rank: int) -> None:

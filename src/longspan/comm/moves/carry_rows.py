@@ -2,8 +2,8 @@
 
 What leaves is packed by one indexing kernel and sent in one batch of messages among the members that have something to
 send each other. Meanwhile rows that stay are copied to their places in the result; when the others are here, one kernel
-copies them to theirs. Only rows that are sums of several take more. Many rows go in parts, each so, one behind the
-other. Nothing waits for the device, and no sizes are exchanged.
+copies them to theirs. Only rows that are sums of several take more. Nothing waits for the device, and no sizes are
+exchanged.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.comm.groups.channel import Channel, Handle, wide
+from longspan.comm.groups.channel import Channel, wide
 from longspan.comm.host_arrays import to_device
 from longspan.layout.row_moves import RowMoves
 from longspan.layout.segments import Rows
@@ -112,46 +112,40 @@ def _run(rows: Rows) -> slice | None:
     return run if np.array_equal(rows, np.arange(run.start, run.stop)) else None
 
 
-def carry(x: Tensor, parts: Sequence[DeviceMoves], channel: Channel, what: str) -> Tensor:
+def carry(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Tensor:
     """This member's rows of the target from x, its rows of the source; entered by all members that send or receive.
 
-    Parts of the target follow each other in the result: while one travels, others are packed and unpacked.
+    The rows go in one message for each pair of members. In several, packed and unpacked while others travel, the same
+    rows take longer on H200s over NVLink: each message has fewer bytes (bench/records/bridge-parts-4xH200.md).
     """
-    dtype, x = x.dtype, _folded(x, parts[0])
-    result = x.new_empty((sum(moves.rows for moves in parts), *x.shape[1:]))
-    pieces = result.split([moves.rows for moves in parts])
-    sent = [_send(x, moves, piece, channel, what) for moves, piece in zip(parts, pieces, strict=True)]
-    for (pool, _), moves, piece in zip(sent, parts, pieces, strict=True):
-        _copy_staying(x, pool, moves, piece)
-    for (pool, handle), moves, piece in zip(sent, parts, pieces, strict=True):
-        handle.wait()
-        _unpack(pool, moves, piece)
+    dtype, x = x.dtype, _folded(x, moves)
+    packed, arriving = x[moves.leaves], sum(moves.receives)
+    result = x.new_empty((moves.rows, *x.shape[1:]))
+    pool = x
+    if arriving:
+        staying = len(moves.stays) if moves.arrived is None else 0
+        pool = result if moves.direct else x.new_empty((arriving + staying, *x.shape[1:]))
+    handle = channel.exchange_runs(packed, moves.sends, pool[:arriving], moves.receives, what)
+    _copy_staying(x, pool, moves, result)
+    handle.wait()
+    _unpack(pool, moves, result)
     return result.to(dtype)
 
 
-def _send(x: Tensor, moves: DeviceMoves, piece: Tensor, channel: Channel, what: str) -> tuple[Tensor, Handle]:
-    """Pack and send; the pool, in which rows arrive."""
-    packed, pool, arriving = x[moves.leaves], x, sum(moves.receives)
-    if arriving:
-        staying = len(moves.stays) if moves.arrived is None else 0
-        pool = piece if moves.direct else x.new_empty((arriving + staying, *x.shape[1:]))
-    return pool, channel.exchange_runs(packed, moves.sends, pool[:arriving], moves.receives, what)
-
-
-def _copy_staying(x: Tensor, pool: Tensor, moves: DeviceMoves, piece: Tensor) -> None:
+def _copy_staying(x: Tensor, pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
     """Copy rows that stay to their places in the result, or into the pool behind those that arrive."""
     if moves.arrived is not None:
         if len(moves.local):
-            torch.ops.aten.index.Tensor_out(x, [moves.local], out=piece)
-        _zero(piece, moves)
+            torch.ops.aten.index.Tensor_out(x, [moves.local], out=result)
+        _zero(result, moves)
     elif sum(moves.receives) and len(moves.stays):
         torch.ops.aten.index.Tensor_out(x, [moves.stays], out=pool[sum(moves.receives) :])
 
 
-def _zero(piece: Tensor, moves: DeviceMoves) -> None:
+def _zero(result: Tensor, moves: DeviceMoves) -> None:
     """Zeros where nobody has a row."""
     if len(moves.absent):
-        piece.index_fill_(0, moves.absent, 0)
+        result.index_fill_(0, moves.absent, 0)
 
 
 def _copy_rows(result: Tensor, places: Tensor, rows: Tensor) -> None:
@@ -179,24 +173,24 @@ def _folded(x: Tensor, moves: DeviceMoves) -> Tensor:
     return x
 
 
-def _unpack(pool: Tensor, moves: DeviceMoves, piece: Tensor) -> None:
-    """Fill a piece of the result from the pool."""
+def _unpack(pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
+    """Fill the result from the pool."""
     if moves.arrived is not None:
-        _copy_rows(piece, moves.arrived, pool)
+        _copy_rows(result, moves.arrived, pool)
     elif moves.zeros:
-        piece.zero_()
+        result.zero_()
     elif not moves.direct:
-        _take(pool, moves.places, piece)
-        _zero(piece, moves)
+        _take(pool, moves.places, result)
+        _zero(result, moves)
     if moves.more:
         total = wide(pool[moves.first])
         for source, target in moves.more:
             total.index_add_(0, target, wide(pool[source]))
-        piece.index_copy_(0, moves.several, total.to(piece.dtype))
+        result.index_copy_(0, moves.several, total.to(result.dtype))
 
 
-def _take(pool: Tensor, places: Tensor | slice, piece: Tensor) -> None:
+def _take(pool: Tensor, places: Tensor | slice, result: Tensor) -> None:
     if isinstance(places, slice):
-        piece.copy_(pool[places])
+        result.copy_(pool[places])
     else:
-        torch.ops.aten.index.Tensor_out(pool, [places], out=piece)
+        torch.ops.aten.index.Tensor_out(pool, [places], out=result)

@@ -26,10 +26,7 @@ from longspan.layout.row_moves import Groups, plan_moves
 RowGradient = Literal["partial", "partial_over_slots", "identical", "none"]
 
 REMEMBERED = 32  # exchanges of a channel whose moves stay at hand, on the device
-# While a part of the rows travels, the next one is packed and the one before is unpacked. Messages of fewer rows take
-# the host and the links longer than what that saves.
-PARTS, PART_ROWS = 4, 16384
-_Moves = tuple[tuple[DeviceMoves, ...], tuple[DeviceMoves, ...] | None]  # there and back
+_Moves = tuple[DeviceMoves, DeviceMoves | None]  # there and back
 _remembered: WeakKeyDictionary[Channel, OrderedDict[Any, _Moves]] = WeakKeyDictionary()
 _remembering = Lock()  # exchanges of a coming step are made ready in a thread of its own
 
@@ -92,8 +89,7 @@ class RowExchange:
     @property
     def received_rows(self) -> tuple[int, int]:
         """How many rows arrive here from other members, forward and backward."""
-        there, back = (sum(sum(moves.receives) for moves in parts or ()) for parts in (self._there, self._back))
-        return there, back
+        return sum(self._there.receives), sum(self._back.receives) if self._back is not None else 0
 
     def back(self, gradient: Tensor) -> Tensor:
         """The gradient of this member's rows of `have` from that of its rows of `need`."""
@@ -137,10 +133,8 @@ def _moves_of(exchange: Exchange, channel: Channel, back: bool, groups: Groups |
     return moves
 
 
-def _planned(source: Blocks, target: Blocks, channel: Channel, groups: Groups | None) -> tuple[DeviceMoves, ...]:
-    """This member's moves, part by part of the target."""
-    parts = target.in_parts(PART_ROWS, PARTS)
-    return tuple(moves_on_device(plan_moves(source, part, channel.index, groups), channel.device) for part in parts)
+def _planned(source: Blocks, target: Blocks, channel: Channel, groups: Groups | None) -> DeviceMoves:
+    return moves_on_device(plan_moves(source, target, channel.index, groups), channel.device)
 
 
 def exchange_counts(counts: Tensor, channel: Channel) -> list[list[int]]:
