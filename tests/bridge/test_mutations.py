@@ -40,8 +40,8 @@ MUTATIONS = [
     ("layout.row_moves", "begins[me] = arriving.sum()", "begins[me] = 0"),
     ("comm.moves.carry_rows", "flat.index_copy_(0, places,", "flat.index_copy_(0, places.flip(0),"),
     ("comm.moves.carry_rows", "(x, [moves.local],", "(x, [moves.local.flip(0)],"),
-    ("comm.moves.carry_rows", "piece.index_fill_(0, moves.absent, 0)", "pass"),
-    ("comm.moves.carry_rows", "piece.index_copy_(0, moves.several,", "piece.index_copy_(0, moves.several.flip(0),"),
+    ("comm.moves.carry_rows", "result.index_fill_(0, moves.absent, 0)", "pass"),
+    ("comm.moves.carry_rows", "result.index_copy_(0, moves.several,", "result.index_copy_(0, moves.several.flip(0),"),
 ]
 
 

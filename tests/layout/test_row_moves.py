@@ -77,23 +77,6 @@ def check_gradients(have, need, gradients, groups):
 
 @examples
 @given(feedings())
-def test_parts_of_a_target_bring_the_same_rows_and_sums(sides):
-    have, need, slots = sides
-    slot_of = {rank: index for index, ranks in enumerate(slots) for rank in ranks}
-    gradients = random_gradients(need, lambda rank, row, number: (slot_of[rank], row, number))
-    blocks = cut_into_blocks(Partition.from_rows(have), Partition.from_rows(need))
-    numbers = [np.array(rows, dtype=float) for rows in have]
-    for (source, target), groups, x in ((blocks, None, numbers), (blocks[::-1], slots, gradients)):
-        whole = [plan_moves(source, target, me, groups) for me in range(len(have))]
-        parts = [[plan_moves(source, part, me, groups) for me in range(len(have))] for part in target.in_parts(2, 4)]
-        carried = [np.concatenate(of_rank) for of_rank in zip(*(carry(moves, x) for moves in parts), strict=True)]
-        assert [rows.tolist() for rows in carried] == [rows.tolist() for rows in carry(whole, x)]
-        for me in range(len(have)):
-            assert sum(sum(moves[me].receives) for moves in parts) == sum(whole[me].receives)
-
-
-@examples
-@given(feedings())
 def test_of_identical_gradients_one_is_taken(sides):
     have, need, _ = sides
     moves = plan_all(need, have)
@@ -124,29 +107,3 @@ def test_ranks_of_a_slot_that_use_a_row_differently_often_are_refused():
     message = r"ranks 3 and 2 are of one slot, whose ranks carry the same gradient, but need row 7 1 and 2 times"
     with pytest.raises(LayoutError, match=message):
         plan_all(need, have, [[0, 1], [2, 3]])
-
-
-@examples
-@given(feedings())
-def test_rows_that_go_in_parts_are_the_same_and_no_more(sides):
-    """Each part of the target alone brings a part of the result, and all together receive what the whole does."""
-    have, need, _ = sides
-    source, target = cut_into_blocks(Partition.from_rows(have), Partition.from_rows(need))
-    parts = target.in_parts(rows=1, most=3)
-    assert len(parts) == 1 or all(len(set(rows)) == len(rows) for rows in need)
-    members = range(len(have))
-    moves = [[plan_moves(source, part, me) for me in members] for part in parts]
-    results = [carry(of_part, [np.array(rows, dtype=float) for rows in have]) for of_part in moves]
-    assert [np.concatenate([y[me] for y in results]).tolist() for me in members] == need
-    whole = [plan_moves(source, target, me) for me in members]
-    for me in members:
-        assert sum(sum(of_part[me].receives) for of_part in moves) == sum(whole[me].receives)
-
-
-def test_parts_are_even_and_as_many_as_their_rows_allow():
-    (blocks,) = cut_into_blocks(Partition.from_rows([np.arange(9000), np.arange(9000, 9040)]))
-    parts = blocks.in_parts(rows=2000, most=8)
-    rows = [[int(part.size[members].sum()) for members in part.members] for part in parts]
-    assert len(parts) == 4 and all(abs(first - 2250) < 10 and second <= 20 for first, second in rows)
-    assert [sum(of_member) for of_member in zip(*rows, strict=True)] == [9000, 40]
-    assert len(blocks.in_parts(rows=2000, most=2)) == 2 and blocks.in_parts(rows=9001, most=8) == [blocks]

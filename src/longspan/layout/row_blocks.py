@@ -28,30 +28,6 @@ class Blocks:
         sizes = self.size[self.members[member]]
         return np.cumsum(sizes) - sizes
 
-    def in_parts(self, rows: int, most: int) -> list["Blocks"]:
-        """The rows of every member cut into consecutive parts, as many for each: of about `rows` rows, `most` at most.
-
-        One part where a member holds a row several times, which would arrive with each of them.
-        """
-        longest = max(int(self.size[blocks].sum()) for blocks in self.members)
-        count = min(most, max(1, longest // rows))
-        if count == 1 or any(map(self._repeats, range(len(self.members)))):
-            return [self]
-        parts = [np.split(blocks, self._cuts(blocks, count)) for blocks in self.members]
-        return [Blocks(members, self.start, self.size) for members in zip(*parts, strict=True)]
-
-    def _repeats(self, member: int) -> bool:
-        """Whether a member holds a row several times."""
-        held = np.zeros(len(self.size), dtype=np.bool_)
-        held[self.members[member]] = True
-        return int(np.count_nonzero(held)) < len(self.members[member])
-
-    def _cuts(self, blocks: Rows, count: int) -> Rows:
-        """Where the parts of a member's blocks end, the last one left out."""
-        ends = np.cumsum(self.size[blocks])
-        total = int(ends[-1]) if len(ends) else 0
-        return np.searchsorted(ends, total * np.arange(1, count) // count)
-
 
 def cut_into_blocks(*partitions: Partition) -> tuple[Blocks, ...]:
     """The blocks of partitions, numbered alike for all of them."""
