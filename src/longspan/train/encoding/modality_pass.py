@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longspan.bridge import Bridge
-from longspan.comm import World, bind, to_device
+from longspan.comm import SequenceShard, World, bind, to_device
 from longspan.errors import ModelError
 from longspan.model.multimodal.multimodal_model import Encoder
 from longspan.model.parts import modes_restored
@@ -33,11 +33,11 @@ class _LocalWave:
         self.bridge = Bridge(wave.have, wave.need, world, gradient=gradient)
         slot = encoder.world.slot
         self.works = bool(wave.micro_batch.groups_of(slot))
-        micro_batch = wave.micro_batch if self.works else _smallest_alone(wave.micro_batch, slot)
-        self.shard = bind(micro_batch, encoder.world) if encoder.max_cp > 1 else None
-        groups = [group for _, group in micro_batch.groups_of(slot)]
+        self.micro_batch = wave.micro_batch if self.works else _smallest_alone(wave.micro_batch, slot)
+        self.shard: SequenceShard | None = None  # for an encoder whose slots share items; bound in the step
+        groups = [group for _, group in self.micro_batch.groups_of(slot)]
         self.items = tuple(int(plan.rows.items[item]) for group in groups for item in group.documents)
-        self.rows = self.shard.local_rows if self.shard else sum(group.tokens for group in groups)
+        self.rows = sum(group.shares.counts[group.slots.index(slot)] for group in groups)
         self.inputs: list[Any] = []
         self.output: Tensor | None = None
         self.random_state: RandomState | None = None
@@ -65,8 +65,10 @@ class ModalityPass:
         self.waves = [_LocalWave(wave, plan, encoder, world, gradient=gradient) for wave in plan.waves]
 
     def read(self, documents: Any) -> None:
-        """What the encoder is given for each item of this rank's waves."""
+        """What the encoder is given for each item of this rank's waves, and its shards, which know the step."""
         for wave in self.waves:
+            if self.encoder.max_cp > 1:
+                wave.shard = bind(wave.micro_batch, self.encoder.world)
             wave.inputs = [documents.read(self.items.numbers[item]) for item in wave.items]
 
     @contextmanager
