@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longspan.comm.control_group import ControlGroup
 from longspan.model.seams import attention_calls
-from longspan.train.evaluation import evaluate as evaluation_module
+from longspan.train.evaluation import portions
 from longspan.train.evaluation.options import EvaluationOptions
 from longspan.train.plans import PlanChoice
 
@@ -132,7 +132,7 @@ def faulty(
         progress=trap if trap and place == "progress" else None,
     )
     read = Documents(documents, trap if place.startswith("reading") else None)
-    with mock.patch.object(evaluation_module, "PORTION", 2):
+    with mock.patch.object(portions, "PORTION", 2):
         if trap is None or place not in patches:
             yield read, options
             return

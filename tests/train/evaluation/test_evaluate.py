@@ -14,7 +14,7 @@ from longspan import Layout, World, evaluate, prepare
 from longspan.errors import DataError, EvaluationError, EvaluationStopped, LongspanError
 from longspan.testing import backend, run_ranks
 from longspan.train import EvaluationOptions, PlanChoice, TargetRows
-from longspan.train.evaluation import evaluate as module
+from longspan.train.evaluation import portions
 from longspan.train.evaluation.metrics import Mean
 from longspan.train.evaluation.result import Evaluation
 from longspan.train.evaluation.row_sums import edges_to
@@ -156,7 +156,7 @@ def _failures(rank: int) -> list[str]:
     """What evaluations raise where one rank fails in each way, and the loss after all."""
     said = []
     with World(Layout(ranks=4), backend=backend(), timeout=60) as world:
-        module.PORTION = 1
+        portions.PORTION = 1
         model = prepare(deep("qwen3", torch.float64, vocabulary=VOCABULARY), world)
         choice = PlanChoice.fixed(4, max_tokens_per_slot=66)
         first = evaluate(model, DOCUMENTS, choice, world)

@@ -11,7 +11,7 @@ from longspan import Layout, World, evaluate, prepare
 from longspan.model.placement.sharding import gathered_bytes
 from longspan.testing import backend, run_ranks
 from longspan.train import EvaluationOptions, PlanChoice
-from longspan.train.evaluation import evaluate as module
+from longspan.train.evaluation import portions as module
 from tests.model.deep import deep
 from tests.model.stock import texts
 

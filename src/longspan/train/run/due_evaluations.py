@@ -10,8 +10,9 @@ from longspan.errors import EvaluationStopped, RunFolderError
 from longspan.plan import Plan
 from longspan.train.all_ranks import on_every_rank, on_first_rank
 from longspan.train.disk import write_atomically
-from longspan.train.evaluation.evaluate import choices_at_degrees, evaluate
+from longspan.train.evaluation.evaluate import evaluate
 from longspan.train.evaluation.options import EvaluationOptions
+from longspan.train.evaluation.plan_of import choices_at_degrees
 from longspan.train.evaluation.result import Evaluation
 from longspan.train.json_record import as_json
 from longspan.train.plans import PlanChoice
