@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from longspan.comm import World
@@ -73,5 +74,20 @@ def check_update(optimizer: Optimizer | None, max_grad_norm: float | None, *, ba
     """Raise ModelError for an update without gradients, or a norm that clips nothing."""
     if optimizer is not None and not backward:
         raise ModelError("an optimizer without backward has no gradients; leave out one of optimizer, backward=False")
+    for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+        _refuse_mixture(index, group)
     if max_grad_norm is not None and optimizer is None:
         raise ModelError(f"max_grad_norm {max_grad_norm} without an optimizer clips nothing; pass both, or neither")
+
+
+def _refuse_mixture(index: int, group: dict[str, Any]) -> None:
+    """Raise ModelError for sharded and plain parameters in one group that torch updates by one kernel."""
+    parameters = group["params"]
+    sharded = sum(isinstance(parameter, DTensor) for parameter in parameters)
+    by_default = group.get("foreach") is None and any(parameter.is_cuda for parameter in parameters)
+    if 0 < sharded < len(parameters) and (group.get("fused") or group.get("foreach") or by_default):
+        raise ModelError(
+            f"group {index} of the optimizer has {sharded} sharded parameters and {len(parameters) - sharded} plain "
+            "ones, which torch's fused and foreach kernels do not take together; use longspan.train.build_optimizer, "
+            "put them in groups of their own, or pass foreach=False"
+        )

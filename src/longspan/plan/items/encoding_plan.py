@@ -72,6 +72,7 @@ def _plan_of_items(counts: tuple[int, ...], planning: EncoderPlanning) -> Plan:
         max_cp=planning.max_cp,
         cost=planning.cost,
         partition="contiguous",
+        effort="fast",
     )
 
 
