@@ -20,10 +20,18 @@ def add_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
 
 @contextmanager
 def without_earlier_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Inside, `.grad` holds what backward passes inside give; the gradients of earlier ones are added at the end."""
+    """Inside, `.grad` holds what backward passes inside give; the gradients of earlier ones are added at the end.
+
+    After an error inside, `.grad` is what it was before.
+    """
     earlier = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
-    yield
+    try:
+        yield
+    except BaseException:
+        for parameter, gradient in zip(parameters, earlier, strict=True):
+            parameter.grad = gradient
+        raise
     for parameter, gradient in zip(parameters, earlier, strict=True):
         add_gradient(parameter, gradient)

@@ -49,10 +49,10 @@ def test_places_and_targets(table: ItemTable) -> None:
 
 
 @settings(deadline=None)
-@given(tables(), st.integers(1, 4), st.booleans())
-def test_rows_among_those_of_members(table: ItemTable, degree: int, zigzag: bool) -> None:
+@given(tables(), st.integers(1, 4), st.booleans(), st.sampled_from([None, 0, 1, 9]))
+def test_rows_among_those_of_members(table: ItemTable, degree: int, zigzag: bool, padding: int | None) -> None:
     documents = list(range(len(table.lengths)))[::-1]
-    lengths = [table.lengths[document] for document in documents]
+    lengths = [table.lengths[document] if padding is None else max(table.lengths) + padding for document in documents]
     shares = (Partition.zigzag if zigzag else Partition.contiguous)(lengths, degree)
     for modality in table.modalities:
         rows, ids = table.of(modality), row_ids(table, modality)

@@ -100,6 +100,9 @@ def calls(rank: int) -> dict[str, Call]:
         "world of an evaluation": lambda m, w: evaluate(m, DOCUMENTS, choice, m.encoder_settings["image"].world),
         "saved": lambda m, w: save_model(m, "folder", w),  # type: ignore[arg-type]
         "dots": lambda m, w: MultimodalModel({"image.0": m.encoder_settings["image"]}, m.language_model, w),
+        "shared": lambda m, w: MultimodalModel(
+            dict.fromkeys(("image", "video"), m.encoder_settings["image"]), m.language_model, w
+        ),
         "no Encoder": lambda m, w: MultimodalModel({"image": m.encoders["image"]}, m.language_model, w),  # type: ignore[dict-item]
     }
 
@@ -135,6 +138,10 @@ SAID: dict[str, tuple[type[LongspanError], str]] = {
     "world of an evaluation": (ModelError, r"built over a world of .*, but given one of"),
     "saved": (ModelError, r"a MultimodalModel is no model of transformers'; save model.language_model"),
     "dots": (ModelError, r"'image.0' names a modality, and parameters; give a name without dots"),
+    "shared": (
+        ModelError,
+        r"the encoder of video and the encoder of image share the parameter patches.weight; give items of one encoder",
+    ),
     "no Encoder": (ModelError, r"the encoder of image is a \w+; give Encoder\(module=prepare_encoder\("),
 }
 

@@ -13,6 +13,7 @@ from longspan import Layout, World, evaluate, plan_dynamic, prepare, run_step
 from longspan.bridge import Item, ItemDocuments
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
+from longspan.plan import Plan
 from longspan.testing import backend, run_ranks
 from longspan.train import PlanChoice
 from longspan.train.encoding import plan_waves_ahead
@@ -145,6 +146,13 @@ def ahead(rank: int) -> None:
             plan_waves_ahead(model, plan, d)
         taken = [run_step(model, plan, d, world).loss_sum for plan, d in zip(plans, (docs, other), strict=True)]
         assert taken == at_once
+        again = Plan.from_json(plans[0].to_json())  # an equal plan, made again
+        plan_waves_ahead(model, plans[0], docs)
+        assert run_step(model, again, docs, world).loss_sum == at_once[0]
+        plan_waves_ahead(model, plans[0], docs)
+        model.encoders.requires_grad_(False).zero_grad()  # frozen before its step
+        assert run_step(model, plans[0], docs, world).loss_sum == at_once[0]
+        assert all(parameter.grad is None for parameter in model.encoders.parameters())
         for _ in range(9):
             plan_waves_ahead(model, plans[0], docs, backward=False)
         assert run_step(model, plans[0], docs, world, backward=False).loss_sum == at_once[0]

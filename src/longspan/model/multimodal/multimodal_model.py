@@ -74,6 +74,7 @@ class MultimodalModel(nn.Module):
             _check_encoder(modality, encoder)
             _check_home(modality, encoder, world)
             check_prepared(encoder.module, encoder.world)
+        _check_shared({**{f"the encoder of {name}": x.module for name, x in encoders.items()}, _MODEL: language_model})
         self.encoder_settings, self.world = dict(encoders), world
         self.encoders = nn.ModuleDict({modality: encoder.module for modality, encoder in encoders.items()})
         self.language_model = language_model
@@ -112,6 +113,21 @@ def _check_home(modality: str, encoder: Encoder, world: World) -> None:
         raise ModelError(
             f"the home of the encoder of {modality} has pp {others.pp}; an encoder is whole on every slot: use pp 1"
         )
+
+
+_MODEL = "the language model"
+
+
+def _check_shared(modules: Mapping[str, nn.Module]) -> None:
+    """Refuse a parameter of two modules: each would sum its gradient over its own slots, and count it in the norm."""
+    users: dict[int, str] = {}
+    for name, module in modules.items():
+        for path, parameter in module.named_parameters():
+            if users.setdefault(id(parameter), name) != name:
+                raise ModelError(
+                    f"{name} and {users[id(parameter)]} share the parameter {path}; give items of one encoder one "
+                    "modality, images and clips alike, and every other module parameters of its own"
+                )
 
 
 def check_world(model: nn.Module, world: World) -> None:

@@ -72,7 +72,8 @@ class ModalityRows:
     def among(self, documents: Sequence[int], segments: Segments) -> ItemRows:
         """The rows of items among those of a member of a group over these documents of the plan."""
         document = np.asarray(documents, dtype=np.int64)[segments.document]
-        start, stop = document * self.stride + segments.start, document * self.stride + segments.stop
+        end = (document + 1) * self.stride  # a document may be laid out longer, up to where the next one has keys
+        start, stop = (np.minimum(document * self.stride + at, end) for at in (segments.start, segments.stop))
         first = np.searchsorted(self.spans.stop, start, side="right")
         last = np.searchsorted(self.spans.start, stop, side="left")
         segment, span = np.repeat(np.arange(len(start)), last - first), expand(first, last)

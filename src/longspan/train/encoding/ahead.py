@@ -31,20 +31,22 @@ def plan_waves_ahead(model: MultimodalModel, plan: Plan, documents: Any, *, back
     table = items_of(model, plan, documents)
     assert table is not None  # a MultimodalModel's documents have items
     planned = _planned.setdefault(model, OrderedDict())
-    planned[_key(plan, table, backward)] = _pool.submit(_encoding, model, plan, table, backward)
+    planned[_key(model, plan, table, backward)] = _pool.submit(_encoding, model, plan, table, backward)
     while len(planned) > MOST:
         planned.popitem(last=False)
 
 
 def planned_encoding(model: MultimodalModel, plan: Plan, table: ItemTable, *, backward: bool) -> Encoding:
     """The waves of a step: those planned ahead, waited for if need be, or planned now."""
-    ahead = _planned.get(model, OrderedDict()).pop(_key(plan, table, backward), None)
-    return _encoding(model, plan, table, backward) if ahead is None else ahead.result()
+    ahead = _planned.get(model, OrderedDict()).pop(_key(model, plan, table, backward), None)
+    return _encoding(model, plan, table, backward) if ahead is None else ahead.result().of_equal(plan.micro_batches)
 
 
 def _encoding(model: MultimodalModel, plan: Plan, table: ItemTable, backward: bool) -> Encoding:
     return Encoding(model, plan, plan.micro_batches, table, backward=backward)
 
 
-def _key(plan: Plan, table: ItemTable, backward: bool) -> tuple[str, str, bool]:
-    return plan.digest(), table.digest(), backward
+def _key(model: MultimodalModel, plan: Plan, table: ItemTable, backward: bool) -> tuple[object, ...]:
+    """What an encoding depends on; which encoders are frozen may change until its step."""
+    frozen = tuple(encoder.frozen for encoder in model.encoder_settings.values())
+    return plan.digest(), table.digest(), backward, frozen

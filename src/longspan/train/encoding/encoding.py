@@ -74,6 +74,11 @@ class Encoding:
             for modality, part in plans.items()
         ]
 
+    def of_equal(self, micro_batches: Sequence[MicroBatch]) -> "Encoding":
+        """This encoding for equal micro-batches: those of its step, whose plan may have been made again."""
+        self._micro_batches = micro_batches
+        return self
+
     def read(self, documents: Any) -> None:
         """What this rank encodes, from the documents; whatever they raise."""
         for part in self._parts:
