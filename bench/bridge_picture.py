@@ -14,12 +14,8 @@ LENGTHS = (16, 16)
 IMAGES = {"A": Item(0, ((2, 8),)), "B": Item(0, ((9, 11),)), "C": Item(1, ((1, 5),)), "D": Item(1, ((7, 10),))}
 COLORS = ("#3b7dd8", "#e08a1e", "#3a9d6e", "#b0488f")
 HOME = Layout(ranks=4)
-ROW, TOP, SIDE, RIGHT = (
-    84,
-    96,
-    22,
-    560,
-)  # pixels: between ranks, above the first, of a row, where the language model begins
+# Pixels: between ranks, above the first, of a row, where the language model begins.
+ROW, TOP, SIDE, RIGHT = 84, 96, 22, 560
 
 
 def main() -> None:

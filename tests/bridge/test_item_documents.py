@@ -24,7 +24,7 @@ def test_items_are_found_by_their_placeholders() -> None:
 def test_other_counts_name_document_modality_and_both_counts(rows: list[list[int]]) -> None:
     with pytest.raises(DataError, match=r"document [01] has \d placeholders? of image \(token id 0\), its .* rows"):
         items_at_placeholders([[0, 0, 7, 0], [8]], 0, rows)
-    with pytest.raises(DataError, match="given for 1 documents, there are 2"):
+    with pytest.raises(DataError, match="given for 1 document, there are 2; give one list"):
         items_at_placeholders([[0], [0]], 0, [[1]])
 
 

@@ -69,7 +69,10 @@ def items_at_placeholders(
     [Item(document=0, spans=((1, 3),), modality='image'), Item(document=0, spans=((4, 5),), modality='image')]
     """
     if len(rows) != len(tokens):
-        raise DataError(f"rows of items are given for {len(rows)} documents, there are {len(tokens)}")
+        raise DataError(
+            f"rows of items are given for {counted(len(rows), 'document')}, there are {len(tokens)}; give one list "
+            "for each document, empty where it has no item"
+        )
     items: list[Item] = []
     for document, counts in enumerate(rows):
         places = np.flatnonzero(np.asarray(tokens[document]) == placeholder)

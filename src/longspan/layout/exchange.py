@@ -114,13 +114,13 @@ class Exchange:
 
     def _check_supply(self) -> None:
         have, need = self.blocks
-        held = np.zeros(len(have.size), dtype=np.bool_)
+        supplied = np.zeros(len(have.size), dtype=np.bool_)
         for blocks in have.members:
-            held[blocks] = True
+            supplied[blocks] = True
         for rank, blocks in enumerate(need.members):
-            if not held[blocks].all():
-                row = need.start[blocks[~held[blocks]][0]]
-                missing = np.unique(np.concatenate([blocks[~held[blocks]] for blocks in need.members]))
+            if not supplied[blocks].all():
+                row = need.start[blocks[~supplied[blocks]][0]]
+                missing = np.unique(np.concatenate([blocks[~supplied[blocks]] for blocks in need.members]))
                 raise LayoutError(
                     f"row {row} is needed by rank {rank} and nobody has it ({need.size[missing].sum()} such rows in "
                     f"all); give it to a rank, or need it nowhere"

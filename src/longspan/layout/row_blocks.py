@@ -17,7 +17,7 @@ SPARSE = 4  # a table over all row ids is made unless these are more than so man
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """The blocks of each member's rows, in held order; block b is rows `start[b]` to `start[b] + size[b]`."""
+    """The blocks of each member's rows, in its order; block b is rows `start[b]` to `start[b] + size[b]`."""
 
     members: tuple[Rows, ...]
     start: Rows
@@ -50,12 +50,12 @@ def _inside(runs: Rows, step: int) -> Rows:
 
 def _numbered(ends: Sequence[Rows]) -> tuple[Rows, Callable[[Rows], Rows]]:
     """The distinct ends, ascending, and the function from ends to their places among them."""
-    last = max(int(some.max(initial=-1)) for some in ends)
-    if last > SPARSE * sum(some.size for some in ends) + (1 << 16):
-        bounds = np.unique(np.concatenate([some.ravel() for some in ends]))
+    last = max(int(rows.max(initial=-1)) for rows in ends)
+    if last > SPARSE * sum(rows.size for rows in ends) + (1 << 16):
+        bounds = np.unique(np.concatenate([rows.ravel() for rows in ends]))
         return bounds, lambda x: np.searchsorted(bounds, x)
     marks = np.zeros(last + 1, dtype=np.bool_)
-    for some in ends:
-        marks[some] = True
+    for rows in ends:
+        marks[rows] = True
     place = np.cumsum(marks) - 1
     return np.flatnonzero(marks), lambda x: place[x]

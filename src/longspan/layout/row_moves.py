@@ -61,7 +61,7 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
     """
     summed, groups = groups is not None, [range(len(source.members))] if groups is None else list(map(sorted, groups))
     once = [blocks[_firsts(blocks, source)] for blocks in source.members]
-    repeats = [len(blocks) < len(held) for blocks, held in zip(once, source.members, strict=True)]
+    repeats = [len(distinct) < len(blocks) for distinct, blocks in zip(once, source.members, strict=True)]
     if summed:
         _check_copies(source, [group for group in groups if len(group) > 1 and any(repeats[m] for m in group)])
     arriving = _arriving(target, once, me, groups)
@@ -83,18 +83,18 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
 
 
 def _arriving(target: Blocks, once: Sequence[Rows], me: int, groups: Groups) -> list[Rows]:
-    """For each member, the blocks that it brings here, in the order in which they are first wanted.
+    """For each member, the blocks that it brings here, in the order in which they are first needed.
 
     Of each group one member brings a block: this one itself where it can, else members in turn.
     """
-    wanted = target.members[me][_firsts(target.members[me], target)]
+    needed = target.members[me][_firsts(target.members[me], target)]
     order = np.full(len(target.size), -1, dtype=np.int64)
-    order[wanted] = np.arange(len(wanted))
+    order[needed] = np.arange(len(needed))
     arriving = [blocks[order[blocks] >= 0] for blocks in once]
     for group in groups:
         several, before = _holders([arriving[member] for member in group], target)
         here = np.zeros(len(target.size), dtype=np.bool_)
-        here[arriving[me] if me in group else wanted[:0]] = True
+        here[arriving[me] if me in group else needed[:0]] = True
         for member, turn in zip(group, before, strict=True):
             blocks = arriving[member]
             if member != me:
@@ -104,7 +104,7 @@ def _arriving(target: Blocks, once: Sequence[Rows], me: int, groups: Groups) -> 
 
 
 def _leaving(target: Blocks, once: Sequence[Rows], me: int, group: Sequence[int]) -> list[Rows]:
-    """For each member, the blocks that this one brings it, in the order in which that member first wants them."""
+    """For each member, the blocks that this one brings it, in the order in which that member first needs them."""
     several, before = _holders([once[member] for member in group], target)
     turn = np.full(len(target.size), -1, dtype=np.int64)
     turn[once[me]] = before[group.index(me)]
@@ -123,9 +123,9 @@ def _leaving(target: Blocks, once: Sequence[Rows], me: int, group: Sequence[int]
 def _holders(once: Sequence[Rows], blocks: Blocks) -> tuple[Rows, list[Rows]]:
     """How many of these members have each block; for each member's blocks, how many members before it have them."""
     several, before = np.zeros(len(blocks.size), dtype=np.int64), list[Rows]()
-    for held in once:
-        before.append(several[held])
-        several[held] += 1
+    for numbers in once:
+        before.append(several[numbers])
+        several[numbers] += 1
     return several, before
 
 
@@ -150,12 +150,12 @@ def _addends(
         first[blocks[addend == 0]] = begins[addend == 0]
         later.append(np.stack([blocks, begins, addend])[:, addend > 0])
         count[blocks] += 1
-    held = target.members[me]
-    places = _rows(first, held, target.size)
-    places[np.repeat(first[held] < 0, target.size[held])] = -1
-    summed = np.flatnonzero(count[held] > 1)
-    several = expand(target.places(me)[summed], target.places(me)[summed] + target.size[held[summed]])
-    return places, several, _more(np.concatenate(later, axis=1), held[summed], target.size)
+    needed = target.members[me]
+    places = _rows(first, needed, target.size)
+    places[np.repeat(first[needed] < 0, target.size[needed])] = -1
+    summed = np.flatnonzero(count[needed] > 1)
+    several = expand(target.places(me)[summed], target.places(me)[summed] + target.size[needed[summed]])
+    return places, several, _more(np.concatenate(later, axis=1), needed[summed], target.size)
 
 
 def _begins(counts: Sequence[int], me: int) -> Rows:
@@ -175,22 +175,22 @@ def _more(later: Rows, summed: Rows, size: Rows) -> tuple[Placement, ...]:
         begin = np.full(len(size), -1, dtype=np.int64)
         blocks, begins, _ = later[:, later[2] == number]
         begin[blocks] = begins
-        has = begin[summed] >= 0
-        sizes = size[summed[has]]
-        rounds.append(Placement(_rows(begin, summed[has], size), expand(target[has], target[has] + sizes)))
+        again = begin[summed] >= 0
+        sizes = size[summed[again]]
+        rounds.append(Placement(_rows(begin, summed[again], size), expand(target[again], target[again] + sizes)))
     return tuple(rounds)
 
 
 def _folds(source: Blocks, me: int, begin: Rows) -> tuple[Placement, ...]:
     """Second, third, … occurrences of each row here, round by round, to be added to its first."""
-    held, places = source.members[me], source.places(me)
-    order = np.argsort(held, kind="stable")
-    firsts = np.flatnonzero(np.diff(held[order], prepend=-1))
+    blocks, places = source.members[me], source.places(me)
+    order = np.argsort(blocks, kind="stable")
+    firsts = np.flatnonzero(np.diff(blocks[order], prepend=-1))
     number = np.arange(len(order)) - np.repeat(firsts, np.diff(np.append(firsts, len(order))))
     rounds = [order[number == k] for k in range(1, int(number.max(initial=0)) + 1)]
     return tuple(
         Placement(
-            expand(places[again], places[again] + source.size[held[again]]), _rows(begin, held[again], source.size)
+            expand(places[again], places[again] + source.size[blocks[again]]), _rows(begin, blocks[again], source.size)
         )
         for again in rounds
     )

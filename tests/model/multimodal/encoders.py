@@ -104,24 +104,20 @@ class OwnViT(nn.Module):
         return self.projector(self.norm(x))
 
 
+IMAGE_TOWER: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "num_attention_heads": HEADS,
+    "intermediate_size": WIDTH,
+    "num_hidden_layers": 2,
+}
+
+
 def _clip() -> nn.Module:
-    sizes: dict[str, Any] = {
-        "hidden_size": HIDDEN,
-        "num_attention_heads": HEADS,
-        "intermediate_size": WIDTH,
-        "num_hidden_layers": 2,
-    }
-    return Tower(CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=16, patch_size=4)), _images, HIDDEN)
+    return Tower(CLIPVisionModel(CLIPVisionConfig(**IMAGE_TOWER, image_size=16, patch_size=4)), _images, HIDDEN)
 
 
 def _siglip() -> nn.Module:
-    sizes: dict[str, Any] = {
-        "hidden_size": HIDDEN,
-        "num_attention_heads": HEADS,
-        "intermediate_size": WIDTH,
-        "num_hidden_layers": 2,
-    }
-    return Tower(SiglipVisionModel(SiglipVisionConfig(**sizes, image_size=16, patch_size=4)), _pooled, HIDDEN)
+    return Tower(SiglipVisionModel(SiglipVisionConfig(**IMAGE_TOWER, image_size=16, patch_size=4)), _pooled, HIDDEN)
 
 
 QWEN: dict[str, Any] = {
@@ -130,8 +126,10 @@ QWEN: dict[str, Any] = {
     "num_heads": HEADS,
     "intermediate_size": WIDTH,
     "in_channels": 3,
+    "patch_size": 2,
+    "temporal_patch_size": 1,
+    "spatial_merge_size": 2,
 }
-QWEN.update({"patch_size": 2, "temporal_patch_size": 1, "spatial_merge_size": 2})
 
 
 def _qwen25() -> nn.Module:

@@ -103,15 +103,16 @@ def _check_encoder(modality: str, encoder: object) -> None:
 
 
 def _check_home(modality: str, encoder: Encoder, world: World) -> None:
-    home, others = world.home, encoder.world.home
-    if sorted(home.ranks) != sorted(others.ranks):
+    home, encoder_home = world.home, encoder.world.home
+    if sorted(home.ranks) != sorted(encoder_home.ranks):
         raise ModelError(
-            f"the encoder of {modality} is over ranks {short(others.ranks)}, the language model over "
+            f"the encoder of {modality} is over ranks {short(encoder_home.ranks)}, the language model over "
             f"{short(home.ranks)}; give both the same ranks, in any order"
         )
-    if others.pp > 1:
+    if encoder_home.pp > 1:
         raise ModelError(
-            f"the home of the encoder of {modality} has pp {others.pp}; an encoder is whole on every slot: use pp 1"
+            f"the home of the encoder of {modality} has pp {encoder_home.pp}; an encoder is whole on every "
+            "slot: use pp 1"
         )
 
 

@@ -75,7 +75,7 @@ def parts_of(
     planned = _planned(module, plan or {})
     if tp == 1:
         return []
-    styles = _recognised(module, blocks) | planned
+    styles = _recognised(module) | planned
     _refuse_unknown(module, blocks, styles)
     parts = dict[str, dict[str, str]]()
     for name, style in styles.items():
@@ -95,7 +95,7 @@ def _part(name: str, module: nn.Module, styles: Mapping[str, str], blocks: Mappi
 # ---- linears and their styles
 
 
-def _recognised(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, str]:
+def _recognised(module: nn.Module) -> dict[str, str]:
     """The style of every linear that is known by its name and those beside it, by qualified name."""
     return {
         f"{name}.{child}".lstrip("."): style

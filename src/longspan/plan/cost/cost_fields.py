@@ -71,13 +71,13 @@ class CostFields:
         >>> cost.scaled(2.0, "slower GPUs").micro_batch_seconds / cost.micro_batch_seconds  # doctest: +SKIP
         2.0
         """
-        taken = {
+        constants = {
             name: value / factor if name.endswith("_per_second") else value * factor
             for name, value in self.constants().items()
             if name not in ("ring_bytes", "exchange_bytes")
         }
         forward = self.forward and self.forward.scaled(factor, source)
-        return dataclasses.replace(self, **taken, source=source, forward=forward)
+        return dataclasses.replace(self, **constants, source=source, forward=forward)
 
     def to_json(self) -> dict[str, Any]:
         """The constants and the source by name, for a JSON document; `Cost.from_json` gives an equal cost back."""

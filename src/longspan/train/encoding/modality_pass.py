@@ -9,7 +9,9 @@ from torch import Tensor
 
 from longspan.bridge import Bridge
 from longspan.comm import SequenceShard, World, bind, to_device
+from longspan.comm.moves.row_exchange import RowGradient
 from longspan.errors import ModelError
+from longspan.layout.segments import Rows
 from longspan.model.multimodal.multimodal_model import Encoder
 from longspan.model.parts import modes_restored
 from longspan.model.placement.sharding import gradients_summed_over_slots, replicas_summed_at_last, reshard
@@ -29,7 +31,9 @@ class SomeItems(NamedTuple):
 class _LocalWave:
     """One wave on this rank: what it encodes, its exchange, and the rows that it delivers to each micro-batch."""
 
-    def __init__(self, wave: Wave, plan: ModalityPlan, encoder: Encoder, world: World, *, gradient: Any) -> None:
+    def __init__(
+        self, wave: Wave, plan: ModalityPlan, encoder: Encoder, world: World, *, gradient: RowGradient
+    ) -> None:
         self.bridge = Bridge(wave.have, wave.need, world, gradient=gradient)
         slot = encoder.world.slot
         self.works = bool(wave.micro_batch.groups_of(slot))
@@ -61,7 +65,7 @@ class ModalityPass:
         self.encoder, self.world, self.plan, self.items, self.width = encoder, world, plan, items, width
         self.trains = backward and not encoder.frozen
         self.training = backward
-        gradient = "none" if not self.trains else "partial_over_slots" if world.home.tp > 1 else "partial"
+        gradient: RowGradient = "none" if not self.trains else "partial_over_slots" if world.home.tp > 1 else "partial"
         self.waves = [_LocalWave(wave, plan, encoder, world, gradient=gradient) for wave in plan.waves]
 
     def read(self, documents: Any) -> None:
@@ -138,7 +142,7 @@ class ModalityPass:
             leaf = self._leaf(self.plan.wave_of_row[needed.row], arrived, starts).requires_grad_(self.trains)
             shard.derived.spliced += ((to_device(needed.local, shard.device), leaf),)
 
-    def _leaf(self, wave_of_row: Any, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
+    def _leaf(self, wave_of_row: Rows, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
         """The rows of one micro-batch from those of all waves, each of which goes on at `starts`."""
         waves = sorted(set(wave_of_row.tolist()))
         if len(waves) == 1:

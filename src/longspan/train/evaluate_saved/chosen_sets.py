@@ -17,11 +17,11 @@ from longspan.train.config.sections import DataConfig, RunConfig
 from longspan.train.data.documents import Documents
 from longspan.train.data.tokenizer import TextTokenizer
 from longspan.train.evaluate_saved.request import EvalRequest, Subject
-from longspan.train.evaluate_saved.sets import EvalSet, held_out_documents, set_of_run, text_sets
+from longspan.train.evaluate_saved.sets import NamedDocuments, held_out_documents, set_of_run, text_sets
 from longspan.train.evaluate_saved.weights import CheckedWeights
 from longspan.train.evaluation.passkey.documents import passkey_documents
 
-Sets = tuple[EvalSet, ...]
+Sets = tuple[NamedDocuments, ...]
 
 
 def chosen_sets(request: EvalRequest, checked: Sequence[CheckedWeights], world: World, log: LogLine) -> list[Sets]:
@@ -74,7 +74,7 @@ def _made(request: EvalRequest, weights: CheckedWeights, world: World) -> Sets:
     if not asked.lengths:
         return ()
     make = partial(passkey_documents, weights.tokenizer, asked.lengths, asked.depths, asked.samples, asked.seed)
-    return (EvalSet(PASSKEY, on_every_rank(world, make, DataError)),)
+    return (NamedDocuments(PASSKEY, on_every_rank(world, make, DataError)),)
 
 
 def _run_of(subject: Subject) -> Path:
@@ -100,7 +100,7 @@ def _limited(request: EvalRequest, sets: Sets) -> Sets:
     return tuple(of_name.at_most(request.max_documents) for of_name in sets)
 
 
-def _check_same_texts(first: EvalSet, other: EvalSet) -> None:
+def _check_same_texts(first: NamedDocuments, other: NamedDocuments) -> None:
     """Raise DataError unless document d is the same whole text in both, read by two tokenizers."""
     corpora = [of_name.documents.corpus for of_name in (first, other) if isinstance(of_name.documents, Documents)]
     if any(corpus.manifest.left_out.cut_texts for corpus in corpora):

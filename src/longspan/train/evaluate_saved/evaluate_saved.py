@@ -23,7 +23,7 @@ from longspan.train.data.token_bytes import token_bytes
 from longspan.train.evaluate_saved.chosen_sets import chosen_sets, tokenizer_digest
 from longspan.train.evaluate_saved.fit import Change, changes_line, entry_of, fitted_set
 from longspan.train.evaluate_saved.request import EvalRequest, SetResult, SubjectResult
-from longspan.train.evaluate_saved.sets import EvalSet
+from longspan.train.evaluate_saved.sets import NamedDocuments
 from longspan.train.evaluate_saved.weights import CheckedWeights, check_weights, fit_positions, model_of
 from longspan.train.evaluation.auto_degree import chosen_on_ranks
 from longspan.train.evaluation.evaluate import evaluate
@@ -71,14 +71,16 @@ class _Fit:
     """Weights and documents, and the configuration under which they fit each other and the ranks."""
 
     checked: CheckedWeights
-    sets: tuple[EvalSet, ...]
+    sets: tuple[NamedDocuments, ...]
     config: RunConfig
     configuration: PreTrainedConfig
     entries: tuple[EvalConfig, ...]  # how each set is planned
     changes: tuple[Change, ...]
 
 
-def _fit(request: EvalRequest, checked: CheckedWeights, sets: tuple[EvalSet, ...], world: World, log: LogLine) -> _Fit:
+def _fit(
+    request: EvalRequest, checked: CheckedWeights, sets: tuple[NamedDocuments, ...], world: World, log: LogLine
+) -> _Fit:
     """Raises ConfigError where the longest document fits neither the model's positions nor a given layout."""
     name, longest = max(((s, max(s.documents.lengths)) for s in sets), key=lambda pair: pair[1])
     origin = name.documents.origins[name.longest]
@@ -166,13 +168,13 @@ def _at_degrees(choice: PlanChoice, degrees: Sequence[int], longest: int) -> lis
     return [choice.at_degree(degree, longest=longest) for degree in degrees] or [choice]
 
 
-def _title(fit: _Fit, of_name: EvalSet, choice: PlanChoice) -> str:
+def _title(fit: _Fit, of_name: NamedDocuments, choice: PlanChoice) -> str:
     words = [fit.checked.subject.weights.path.name, of_name.name]
     words.append("dynamic cp" if choice.planner == "dynamic" else f"cp {choice.degree}")
     return ", ".join(filter(None, words))
 
 
-def _text_bytes(of_name: EvalSet, bytes_of_ids: np.ndarray | None) -> tuple[int, ...]:
+def _text_bytes(of_name: NamedDocuments, bytes_of_ids: np.ndarray | None) -> tuple[int, ...]:
     """The UTF-8 bytes of each document's predicted tokens: of all but its first; none where tokens do not say."""
     if bytes_of_ids is None:
         return ()

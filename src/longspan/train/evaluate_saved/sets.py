@@ -32,8 +32,8 @@ HELD_OUT = ""  # name of the set of documents that a run holds out
 
 
 @dataclass(frozen=True)
-class EvalSet:
-    """A named set of documents."""
+class NamedDocuments:
+    """Documents and the name that their evaluations are recorded under."""
 
     name: str
     documents: Documents | PasskeyDocuments
@@ -43,7 +43,7 @@ class EvalSet:
         """The document of the most tokens."""
         return int(np.argmax(self.documents.lengths))
 
-    def at_most(self, count: int) -> "EvalSet":
+    def at_most(self, count: int) -> "NamedDocuments":
         """So many of its documents (0: all), at even distances, so that they come from all its files.
 
         All documents that were made stay.
@@ -57,7 +57,7 @@ class EvalSet:
         return replace(self, documents=Documents(self.documents.corpus, spread))
 
 
-def held_out_documents(run_dir: Path, config: RunConfig) -> EvalSet:
+def held_out_documents(run_dir: Path, config: RunConfig) -> NamedDocuments:
     """The documents that a run holds out. Raises DataError where there are none, or no corpus."""
     corpus = Corpus(run_dir / "corpus")
     held_out = corpus.select(step_order_of(config, corpus).evaluation)
@@ -65,14 +65,14 @@ def held_out_documents(run_dir: Path, config: RunConfig) -> EvalSet:
         raise DataError(
             f"{run_dir} holds out no documents (data.eval_documents is 0), so there is nothing to evaluate; give --data"
         )
-    return EvalSet(HELD_OUT, held_out)
+    return NamedDocuments(HELD_OUT, held_out)
 
 
-def set_of_run(run_dir: Path, config: RunConfig, name: str) -> EvalSet:
+def set_of_run(run_dir: Path, config: RunConfig, name: str) -> NamedDocuments:
     """The documents of a set [[eval]] of a run, as training evaluates them. Raises DataError where there are none."""
     entry = next(entry for entry in config.eval if entry.name == name)
     if (make := MADE.get(entry.path)) is not None:
-        return EvalSet(name, make(entry, config).documents)
+        return NamedDocuments(name, make(entry, config).documents)
     folder = run_dir / "evaluation" / name
     try:
         corpus = Corpus(folder)
@@ -81,12 +81,12 @@ def set_of_run(run_dir: Path, config: RunConfig, name: str) -> EvalSet:
             f"the evaluation set {name!r} is not in {folder}, where training keeps its documents ({error.__cause__}); "
             f"give its texts: --data {name}={entry.path}"
         ) from error
-    return EvalSet(name, corpus.select(some_documents(len(corpus), entry.documents, config.train.seed)))
+    return NamedDocuments(name, corpus.select(some_documents(len(corpus), entry.documents, config.train.seed)))
 
 
 def text_sets(
     paths: Mapping[str, str], tokenizer: TextTokenizer, data: DataConfig, world: World, log: LogLine
-) -> tuple[EvalSet, ...]:
+) -> tuple[NamedDocuments, ...]:
     """The documents of the texts at these paths, as the settings in `data` say; entered by all ranks.
 
     The first rank of each host tokenizes. Raises DataError on every rank for a path that is missing, empty or
@@ -107,7 +107,9 @@ def text_sets(
         root = world.control.gather_objects(folder, "folders of hosts")[builder]
         corpora = on_every_rank(world, lambda: [_opened(Path(root, str(i))) for i in range(len(paths))], DataError)
     _check_same_files(world, corpora, hosts)
-    return tuple(EvalSet(name, corpus.select(range(len(corpus)))) for name, corpus in zip(paths, corpora, strict=True))
+    return tuple(
+        NamedDocuments(name, corpus.select(range(len(corpus)))) for name, corpus in zip(paths, corpora, strict=True)
+    )
 
 
 def _build(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLine) -> None:

@@ -11,6 +11,7 @@ from longspan.layout import Layout
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import Plan
 from longspan.train.data.documents import Documents
+from longspan.train.evaluation.passkey.documents import PasskeyDocuments
 from longspan.train.plans import PlanChoice, degrees_to_compare
 
 
@@ -19,7 +20,7 @@ def plan_of(choice: PlanChoice, model: nn.Module, documents: Any, home: Layout) 
     return _planned(_fitted(choice, model, documents), _lengths(documents), home)
 
 
-def choices_at_degrees(choice: PlanChoice, documents: Documents, home: Layout) -> list[PlanChoice]:
+def choices_at_degrees(choice: PlanChoice, documents: Documents | PasskeyDocuments, home: Layout) -> list[PlanChoice]:
     """A choice at degree 1, 2, 4, … as far as they divide the slots, each under a cap that holds these documents.
 
     Degrees at which a2a cannot split the query heads evenly are left out.

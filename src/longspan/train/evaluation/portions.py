@@ -36,13 +36,8 @@ class Portions:
     def __init__(
         self, model: nn.Module, plan: Plan, documents: Any, world: World, options: EvaluationOptions, started: float
     ) -> None:
-        self.whole, self.model, self.plan, self.documents, self.world = (
-            model,
-            language_model_of(model),
-            plan,
-            documents,
-            world,
-        )
+        self.whole, self.model = model, language_model_of(model)
+        self.plan, self.documents, self.world = plan, documents, world
         self.items = items_of(model, plan, documents)
         self.options, self.started = options, started
         self.sums = RowSums(plan.lengths, options, world.device)

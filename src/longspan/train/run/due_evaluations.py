@@ -129,7 +129,7 @@ class Evaluations:
         if self.run.config.train.eval_document_losses and evaluations:
             prefix = f"{entry.name}-" if entry.name else ""
             file = self.run.dir / "evaluations" / f"{prefix}step-{evaluations[0].step:06d}.jsonl"
-            rows = evaluations[0].document_rows(entry.origins)
+            rows = evaluations[0].document_rows(entry.documents.origins)
             on_first_rank(world, partial(_write_lines, file, rows), RunFolderError)
 
 

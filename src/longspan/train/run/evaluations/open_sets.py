@@ -44,7 +44,7 @@ def open_sets(
     All ranks call it together, once the run has its tokenizer; says what each set holds. Raises DataError for texts
     that cannot be read, on every rank.
     """
-    sets = [EvaluationSet(held_out_set(config), held_out, held_out.origins)] if held_out else []
+    sets = [EvaluationSet(held_out_set(config), held_out)] if held_out else []
     for entry in config.eval:
         opened = open_set(config, entry, world, log)
         log(opened.line())

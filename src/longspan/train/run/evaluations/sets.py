@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +19,12 @@ from longspan.train.config.eval_set import EvalConfig
 from longspan.train.config.passkey_settings import PASSKEY
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.build import CorpusSettings, ensure_corpus
-from longspan.train.data.documents import Corpus
+from longspan.train.data.documents import Corpus, Documents
 from longspan.train.data.step_order import some_documents
 from longspan.train.data.tokenizer import load_tokenizer
 from longspan.train.disk import naming_file
 from longspan.train.evaluation.metrics import Metric
-from longspan.train.evaluation.passkey.documents import passkey_documents
+from longspan.train.evaluation.passkey.documents import PasskeyDocuments, passkey_documents
 from longspan.train.run.run_corpus import open_corpus
 
 
@@ -33,13 +32,12 @@ from longspan.train.run.run_corpus import open_corpus
 class EvaluationSet:
     """Documents that are evaluated together: those of a table [[eval]], or those that a run holds out, without a name.
 
-    `documents` has `lengths`; `origins` says where each document comes from. `metrics` are those beside
-    the built-in ones, `token_bytes` (V,) what bits per byte are counted by (None where the tokenizer does not say).
+    `metrics` are those beside the built-in ones, `token_bytes` (V,) what bits per byte are counted by (None where the
+    tokenizer does not say).
     """
 
     config: EvalConfig
-    documents: Any
-    origins: tuple[str, ...]
+    documents: Documents | PasskeyDocuments
     metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
     token_bytes: npt.NDArray[np.int64] | None = None
 
@@ -53,7 +51,7 @@ class EvaluationSet:
         """Tokens of its longest document, and where that comes from."""
         lengths = self.documents.lengths
         longest = max(range(len(lengths)), key=lengths.__getitem__)
-        return int(lengths[longest]), self.origins[longest]
+        return int(lengths[longest]), self.documents.origins[longest]
 
     def line(self) -> str:
         """How much it holds, for the console."""
@@ -67,7 +65,7 @@ def _passkey_set(entry: EvalConfig, config: RunConfig) -> EvaluationSet:
     asked = entry.passkey(config.train.seed)
     tokenizer = load_tokenizer(Path(config.run.dir))
     documents = passkey_documents(tokenizer, asked.lengths, asked.depths, asked.samples, asked.seed)
-    return EvaluationSet(entry, documents, documents.origins)
+    return EvaluationSet(entry, documents)
 
 
 # What makes the set of a path that stands for no files; entered by all ranks, and the same on each.
@@ -94,14 +92,14 @@ def open_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -
         return on_every_rank(world, lambda: make(entry, config), DataError)
     corpus = _shared_corpus(config, entry, world, log)
     documents = corpus.select(some_documents(len(corpus), entry.documents, config.train.seed))
-    return EvaluationSet(entry, documents, documents.origins)
+    return EvaluationSet(entry, documents)
 
 
 def files_in_both(training: Corpus, evaluated: EvaluationSet) -> str:
     """How many source files of a set are trained on, in words; "" where none is."""
-    corpus = getattr(evaluated.documents, "corpus", None)
-    if not isinstance(corpus, Corpus):
+    if not isinstance(evaluated.documents, Documents):
         return ""
+    corpus = evaluated.documents.corpus
     trained = {source.sha256 for source in training.manifest.sources}
     both = [source.name for source in corpus.manifest.sources if source.sha256 in trained]
     if not both:
