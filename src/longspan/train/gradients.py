@@ -6,7 +6,7 @@ parameter by parameter, over parameters and ranks in float64. Making gradients i
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -136,24 +136,36 @@ _DTYPE = "compute in bfloat16 or float32 where it was in float16"
 
 
 class _Report(NamedTuple):
-    """Names of this rank's parameters, in the model's order, whose weights or gradients are not finite; and the largest
-    weight."""
+    """Names of this rank's parameters, in the model's order, whose weights or gradients are not finite; the largest
+    weight; and items of which it read what is not finite."""
 
     weights: tuple[str, ...]
     gradients: tuple[str, ...]
     largest: float
+    items: tuple[str, ...]
 
 
-def check_finite(model: nn.Module, world: World, *, norm: float, loss: float | None = None) -> None:
+def check_finite(
+    model: nn.Module,
+    world: World,
+    *,
+    norm: float,
+    loss: float | None = None,
+    not_finite: Callable[[], Sequence[str]] = tuple,
+) -> None:
     """Raise NonFiniteError, on every rank, where the loss or the gradient norm, equal on all ranks, is not finite.
 
     Only then the ranks look for parameters that are not finite, and tell each other. `loss` is None where the caller's
-    own loop made it.
+    own loop made it; `not_finite` names items of which this rank read what is not.
     """
     if math.isfinite(norm) and (loss is None or math.isfinite(loss)):
         return
     reports = dict(
-        zip(world.home.ranks, world.control.gather_objects(_report(model), "what is not finite"), strict=True)
+        zip(
+            world.home.ranks,
+            world.control.gather_objects(_report(model, not_finite()), "what is not finite"),
+            strict=True,
+        )
     )
     numbers = f"the gradient norm is {norm}" if loss is None else f"the loss is {loss}, the gradient norm {norm}"
     error = NonFiniteError(
@@ -164,11 +176,11 @@ def check_finite(model: nn.Module, world: World, *, norm: float, loss: float | N
 
 
 @torch.no_grad()
-def _report(model: nn.Module) -> _Report:
+def _report(model: nn.Module, items: Sequence[str]) -> _Report:
     weights = {name: local_tensor(p) for name, p in model.named_parameters()}
     gradients = {name: local_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     largest = max((x.abs().max().item() for x in weights.values() if x.numel()), default=0.0)
-    return _Report(_not_finite(weights), _not_finite(gradients), largest)
+    return _Report(_not_finite(weights), _not_finite(gradients), largest, tuple(items))
 
 
 def _not_finite(tensors: dict[str, Tensor]) -> tuple[str, ...]:
@@ -181,6 +193,9 @@ def _advice(reports: dict[int, _Report], loss: float | None) -> str:
             f"Weights were not finite before this step: {weights}; go on from a checkpoint with weights that are, at a "
             "lower learning rate if training made them so"
         )
+    if items := {name: None for report in reports.values() for name in report.items}:
+        more = f" and {len(items) - 3} more" if len(items) > 3 else ""
+        return f"Weights are finite, what was read for {', '.join([*items][:3])}{more} is not: mend it or leave it out"
     gradients = _where({rank: report.gradients for rank, report in reports.items()})
     too_large = (
         f"the largest weight is {max(report.largest for report in reports.values()):.3g}: where training made it that "

@@ -76,7 +76,8 @@ def batches_of(
 
 def reading_error(error: Exception, world: World) -> DataError:
     """What all ranks raise where this one cannot read its rows."""
-    named = DataError(f"rank {world.rank} could not read its rows: {type(error).__name__}: {error}")
+    message = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    named = DataError(f"rank {world.rank} could not read its rows: {message}")
     named.__cause__ = error
     return named
 

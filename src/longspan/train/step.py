@@ -105,7 +105,9 @@ def run_step(
         squares = square_sum_of_modules(model, world) if backward else 0.0
         result = _summed_over_ranks(passes, batches, loss_sum, squares)
         if optimizer is not None:
-            _update(model, world, optimizer, max_grad_norm, result)
+            blame = list if encoding is None else encoding.not_finite
+            check_finite(model, world, loss=result.loss, norm=result.grad_norm or 0.0, not_finite=blame)
+            _update(model, optimizer, max_grad_norm, result)
     return replace(result, seconds=time.perf_counter() - started)
 
 
@@ -134,10 +136,9 @@ def _summed_over_ranks(passes: Passes, batches: Sequence[LocalBatch], loss_sum: 
     )
 
 
-def _update(model: nn.Module, world: World, optimizer: Optimizer, max_norm: float | None, result: StepResult) -> None:
-    """A step of the optimizer along clipped gradients, where loss and gradients are finite."""
+def _update(model: nn.Module, optimizer: Optimizer, max_norm: float | None, result: StepResult) -> None:
+    """A step of the optimizer along clipped gradients."""
     assert result.grad_norm is not None
-    check_finite(model, world, loss=result.loss, norm=result.grad_norm)
     if max_norm is not None:
         clip_gradients(model.parameters(), max_norm, result.grad_norm)
     optimizer.step()

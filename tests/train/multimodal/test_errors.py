@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from longspan import Layout, World, evaluate, run_step, save_model
 from longspan.bridge import Item, ItemDocuments
-from longspan.errors import CommError, DataError, LongspanError, ModelError, PlanError
+from longspan.errors import CommError, DataError, LongspanError, ModelError, NonFiniteError, PlanError
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.testing import backend, run_ranks
 from tests.model.stock import gradients_of, worst
@@ -47,6 +47,15 @@ def _fails_on_rank_2(rank: int) -> Callable[[int], Any]:
         return DOCUMENTS.read(item)
 
     return read
+
+
+def _not_finite(item: int) -> Any:
+    read = DOCUMENTS.read(item)
+    return read * torch.nan if item == 2 else read
+
+
+def _raises(module: nn.Module, inputs: Any, out: Tensor) -> Tensor:
+    raise ModelError("no such size")
 
 
 def _too_many(module: nn.Module, inputs: Any, out: Tensor) -> Tensor:
@@ -91,6 +100,10 @@ def calls(rank: int) -> dict[str, Call]:
         "no encoder": lambda m, w: run_step(m.language_model, plan, DOCUMENTS, w),
         "no items": lambda m, w: step(m, w, documents=list(DOCUMENTS.tokens)),
         "read": lambda m, w: step(m, w, documents=documents(read=_fails_on_rank_2(rank))),
+        "not finite": lambda m, w: step(
+            m, w, documents=documents(read=_not_finite), optimizer=torch.optim.SGD(m.parameters(), foreach=False)
+        ),
+        "encoder": lambda m, w: _hooked(m, _raises, lambda: step(m, w)),
         "targets": lambda m, w: step(m, w, plan=replace(plan, targets=plan.targets + 1)),
         "other items": lambda m, w: step(m, w, documents=documents(items if rank else items[::-1])),
         "items of an evaluation": lambda m, w: evaluate(m, documents(items if rank else items[::-1]), choice, w),
@@ -122,7 +135,12 @@ SAID: dict[str, tuple[type[LongspanError], str]] = {
     "home": (ModelError, r"encoder of image is over ranks \(0, 1\), the language model over \(0, 1, 2, 3\)"),
     "no encoder": (ModelError, r"the documents have 13 items, \w*Qwen3ForCausalLM has no encoder; run a Multimodal"),
     "no items": (DataError, r"the documents \(list\) have no items; a MultimodalModel takes ItemDocuments"),
-    "read": (DataError, r"rank 2 could not read its rows: OSError: no such image"),
+    "read": (
+        DataError,
+        r"rank 2 could not read its rows: OSError: no such image; reading item \d+ \(\w+ of document \d+\)",
+    ),
+    "not finite": (NonFiniteError, r"what was read for item 2 \(\w+ of document \d+\) is not: mend it or leave it out"),
+    "encoder": (ModelError, r"no such size; encoding item \d+ \(image of document \d+\).* on rank \d"),
     "targets": (
         PlanError,
         r"divides the loss by \d+ targets, its 13 documents predict \d+ .* targets=documents.targets",
@@ -157,7 +175,8 @@ def _say(rank: int) -> dict[str, tuple[str, str]]:
             try:
                 call(model, world)
             except LongspanError as error:
-                said[name] = (type(error).__name__, str(error))
+                said[name] = (type(error).__name__, "; ".join([str(error), *getattr(error, "__notes__", ())]))
+                model.zero_grad()
                 assert all(isinstance(p, DTensor) for p in model.encoders.parameters()), f"gathered after {name}"
         assert run_step(model, CASE.plan(), DOCUMENTS, world).loss == before
         assert worst(gradients_of(model), gradients) < 1e-13

@@ -114,6 +114,8 @@ def step(rank: int, home: Layout, encoder_home: Layout, settings: dict[str, Any]
             evaluation = evaluate(model, docs, PlanChoice.fixed(degree, max_tokens_per_slot=90), world)
             assert [mean.sum for mean in evaluation.document_losses] == pytest.approx(sums, rel=1e-12)
             assert evaluation.targets == docs.targets
+            for buckets in (evaluation.by_position, evaluation.by_length):
+                assert sum(bucket.loss.count for bucket in buckets) == docs.targets
 
 
 @pytest.mark.parametrize(

@@ -93,10 +93,12 @@ class ItemTable:
 
     `targets` counts what each document predicts: every position whose next token is not a placeholder. Raises
     DataError, naming item, document and modality, for spans that overlap, lie outside their document or are empty.
+    `numbers` are what items are called by where they are some of a longer list.
     """
 
-    def __init__(self, lengths: Iterable[int], items: Iterable[Item]) -> None:
+    def __init__(self, lengths: Iterable[int], items: Iterable[Item], numbers: Iterable[int] | None = None) -> None:
         self.lengths, self.items = tuple(lengths), tuple(items)
+        self.numbers = tuple(range(len(self.items)) if numbers is None else numbers)
         for index, item in enumerate(self.items):
             _check_types(index, item)
         self.modalities = tuple(dict.fromkeys(item.modality for item in self.items))
@@ -141,7 +143,7 @@ class ItemTable:
 
     def name(self, item: int) -> str:
         """An item in the words of an error message."""
-        return f"item {item} ({self.items[item].modality} of document {self.items[item].document})"
+        return f"item {self.numbers[item]} ({self.items[item].modality} of document {self.items[item].document})"
 
     def _sorted_spans(self) -> _Spans:
         rows, next_row = list[tuple[int, ...]](), dict.fromkeys(self.modalities, 0)

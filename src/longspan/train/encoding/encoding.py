@@ -19,7 +19,7 @@ from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import MicroBatch, Plan
 from longspan.plan.items import EncoderPlanning, ItemTable, NeededBy, plan_items
-from longspan.train.encoding.modality_pass import ModalityPass, SomeItems
+from longspan.train.encoding.modality_pass import ModalityPass
 from longspan.train.local_batch import LocalBatch
 
 
@@ -66,7 +66,7 @@ class Encoding:
             split_over_tp=multiple > 1,
         )
         planning = {modality: _planning(encoder) for modality, encoder in model.encoder_settings.items()}
-        plans = plan_items(items.table, needed_by, planning)
+        plans = plan_items(items, needed_by, planning)
         self._world, self._micro_batches = world, micro_batches
         width = model.config.get_text_config().hidden_size
         self._parts = [
@@ -83,6 +83,10 @@ class Encoding:
         """What this rank encodes, from the documents; whatever they raise."""
         for part in self._parts:
             part.read(documents)
+
+    def not_finite(self) -> list[str]:
+        """The items of which this rank read something that is not finite."""
+        return [name for part in self._parts for name in part.not_finite()]
 
     @contextmanager
     def around(self, batches: Sequence[LocalBatch]) -> Iterator[None]:
@@ -109,12 +113,13 @@ class Encoding:
             raise_first_error(self._world, error)
 
 
-def _of_micro_batches(table: ItemTable, micro_batches: Sequence[MicroBatch]) -> SomeItems:
+def _of_micro_batches(table: ItemTable, micro_batches: Sequence[MicroBatch]) -> ItemTable:
+    """The items of the documents of these micro-batches, under their numbers among all."""
     documents = {document for batch in micro_batches for group in batch.groups for document in group.documents}
     index = tuple(i for i, item in enumerate(table.items) if item.document in documents)
     if len(index) == len(table):
-        return SomeItems(table, index)
-    return SomeItems(ItemTable(table.lengths, [table.items[i] for i in index]), index)
+        return table
+    return ItemTable(table.lengths, [table.items[i] for i in index], index)
 
 
 def _planning(encoder: Encoder) -> EncoderPlanning:

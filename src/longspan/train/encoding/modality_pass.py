@@ -1,11 +1,12 @@
 """The waves of one modality on one rank: encode, deliver rows, bring gradients back."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from longspan.bridge import Bridge
 from longspan.comm import SequenceShard, World, bind, to_device
@@ -19,13 +20,6 @@ from longspan.plan import Group, MicroBatch
 from longspan.plan.items import ItemTable, ModalityPlan, Wave
 from longspan.train.encoding.random_state import RandomState, random_state_of
 from longspan.train.local_batch import LocalBatch
-
-
-class SomeItems(NamedTuple):
-    """The items of some documents, and the number of each among all items."""
-
-    table: ItemTable
-    numbers: tuple[int, ...]
 
 
 class _LocalWave:
@@ -60,7 +54,7 @@ class ModalityPass:
     """The waves of one modality on this rank."""
 
     def __init__(
-        self, encoder: Encoder, world: World, plan: ModalityPlan, items: SomeItems, *, width: int, backward: bool
+        self, encoder: Encoder, world: World, plan: ModalityPlan, items: ItemTable, *, width: int, backward: bool
     ) -> None:
         self.encoder, self.world, self.plan, self.items, self.width = encoder, world, plan, items, width
         self.trains = backward and not encoder.frozen
@@ -73,7 +67,17 @@ class ModalityPass:
         for wave in self.waves:
             if self.encoder.max_cp > 1:
                 wave.shard = bind(wave.micro_batch, self.encoder.world)
-            wave.inputs = [documents.read(self.items.numbers[item]) for item in wave.items]
+            wave.inputs = [self._read(documents, item) for item in wave.items]
+
+    def _read(self, documents: Any, item: int) -> Any:
+        with _noting(lambda: f"reading {self.items.name(item)}"):
+            return documents.read(self.items.numbers[item])
+
+    def not_finite(self) -> list[str]:
+        """The items of which what was read here holds tensors that are not finite."""
+        read = {item: value for wave in self.waves for item, value in zip(wave.items, wave.inputs, strict=True)}
+        tensors = {item: [x for x in tree_leaves(value) if isinstance(x, Tensor)] for item, value in read.items()}
+        return [self.items.name(item) for item in sorted(tensors) if not all(map(_is_finite, tensors[item]))]
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -107,10 +111,14 @@ class ModalityPass:
         return error
 
     def _call(self, wave: _LocalWave) -> Tensor:
-        return self.encoder.module(wave.inputs, **({} if wave.shard is None else {"shard": wave.shard}))
+        with _noting(lambda: f"encoding {self._names(wave)} on rank {self.world.rank}"):
+            return self.encoder.module(wave.inputs, **({} if wave.shard is None else {"shard": wave.shard}))
+
+    def _names(self, wave: _LocalWave) -> str:
+        return ", ".join(map(self.items.name, wave.items[:3])) + (", …" if len(wave.items) > 3 else "")
 
     def _wrong_rows(self, wave: _LocalWave, output: Any) -> ModelError | None:
-        names = ", ".join(map(self.items.table.name, wave.items[:3])) + (", …" if len(wave.items) > 3 else "")
+        names = self._names(wave)
         if not isinstance(output, Tensor) or output.ndim != 2:
             what = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
             return ModelError(f"the encoder returned {what} for {names}; it returns rows (n, width)")
@@ -178,6 +186,20 @@ class ModalityPass:
         with random_state_of(wave.random_state, self.world.device), torch.enable_grad():
             output = self._call(wave)
         return output if wave.works else output[:0]
+
+
+@contextmanager
+def _noting(doing: Callable[[], str]) -> Iterator[None]:
+    """An error of the caller's code says in a note what it was called for."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(doing())
+        raise
+
+
+def _is_finite(x: Tensor) -> bool:
+    return bool(x.isfinite().all())
 
 
 def _gradient(wave: _LocalWave, output: Tensor) -> Tensor:

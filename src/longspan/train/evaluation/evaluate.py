@@ -101,7 +101,7 @@ def _result(plan: Plan, totals: Totals, options: EvaluationOptions, items: ItemT
         name=options.name,
         metrics=metrics,
         by_position=totals.by_position(plan.lengths),
-        by_length=totals.by_length(plan.lengths),
+        by_length=totals.by_length(plan.lengths, targets),
         document_losses=tuple(
             Mean(loss, count) for loss, count in zip(totals.documents.tolist(), targets, strict=True)
         ),

@@ -155,15 +155,14 @@ class Totals(NamedTuple):
         loss, rows = self.positions
         return _buckets(self.edges, [Mean(*pair) for pair in zip(loss.tolist(), rows.tolist(), strict=True)], reach)
 
-    def by_length(self, lengths: Sequence[int]) -> tuple[Bucket, ...]:
-        """The loss of documents whose length is in each bucket that has any."""
-        rows = np.asarray(lengths, dtype=np.int64)
-        bucket = np.searchsorted(self.edges, rows, side="right") - 1
+    def by_length(self, lengths: Sequence[int], targets: Sequence[int]) -> tuple[Bucket, ...]:
+        """The loss of documents whose length is in each bucket that has any; `targets` is what each predicts."""
+        bucket = np.searchsorted(self.edges, np.asarray(lengths, dtype=np.int64), side="right") - 1
         size = len(self.edges)
         losses = np.bincount(bucket, weights=self.documents, minlength=size).tolist()
-        targets = np.bincount(bucket, weights=rows - 1, minlength=size).tolist()
+        rows = np.bincount(bucket, weights=np.asarray(targets), minlength=size).tolist()
         counts = np.bincount(bucket, minlength=size).tolist()
-        return _buckets(self.edges, [Mean(*pair) for pair in zip(losses, targets, strict=True)], counts)
+        return _buckets(self.edges, [Mean(*pair) for pair in zip(losses, rows, strict=True)], counts)
 
 
 def edges_to(longest: int) -> Rows:
