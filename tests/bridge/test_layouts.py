@@ -35,7 +35,9 @@ def expected_gradient(case: Case, rank: int) -> Tensor:
     need, gradients = case.need, gradients_of(case)
     if case.gradient == "identical":
         first = [[rows.index(row) == place for place, row in enumerate(rows)] for rows in need]
-        gradients = [numbers[np.array(kept, dtype=bool)] for numbers, kept in zip(gradients, first, strict=True)]
+        gradients = [
+            numbers[np.array(is_first, dtype=bool)] for numbers, is_first in zip(gradients, first, strict=True)
+        ]
         need = [list(dict.fromkeys(rows)) for rows in need]
     sums = torch.tensor(summed(case.have, need, gradients, case.groups)[rank], dtype=torch.float64)
     return sums.reshape(-1, 1) * SCALES
@@ -94,12 +96,12 @@ def test_rows_are_the_same_bits_and_gradients_the_dense_sums() -> None:
 
 def test_cases_tell_conventions_apart() -> None:
     """Taking one convention for another would change a sum in the table; a case alone could not show it."""
-    for taken in ("partial", "identical"):
+    for other in ("partial", "identical"):
         changed = [
             name
             for name, case in CASES.items()
             if case.gradient == "partial_over_slots"
             and summed(case.have, case.need, gradients_of(case), case.groups)
-            != summed(case.have, case.need, gradients_of(case), case._replace(gradient=taken).groups)
+            != summed(case.have, case.need, gradients_of(case), case._replace(gradient=other).groups)
         ]
-        assert len(changed) >= 2, (taken, changed)
+        assert len(changed) >= 2, (other, changed)

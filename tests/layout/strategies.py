@@ -44,14 +44,14 @@ def feedings(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]], list[li
     need: list[list[int]] = [[] for _ in range(degree)]
     known = st.integers(0, row - 1).map(lambda i: stride * i) if row else st.nothing()
     for slot in slots:
-        wanted = draw(st.lists(known, max_size=12)) if row else []
+        uses = draw(st.lists(known, max_size=12)) if row else []
         parts = draw(st.sampled_from(["alike", "split", "first"]))
-        once = list(dict.fromkeys(wanted))
+        once = list(dict.fromkeys(uses))
         for index, rank in enumerate(slot):
             if parts == "alike":
-                need[rank] = draw(st.permutations(wanted))
+                need[rank] = draw(st.permutations(uses))
             elif parts == "split":
                 need[rank] = once[index::tp]
             elif index == 0:
-                need[rank] = wanted
+                need[rank] = uses
     return have, need, slots

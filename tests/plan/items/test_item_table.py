@@ -42,10 +42,10 @@ def row_ids(table: ItemTable, modality: str) -> dict[tuple[int, int], int]:
 @settings(deadline=None)
 @given(tables())
 def test_places_and_targets(table: ItemTable) -> None:
-    taken = {place for modality in table.modalities for place in row_ids(table, modality)}
+    placeholders = {place for modality in table.modalities for place in row_ids(table, modality)}
     for document, length in enumerate(table.lengths):
-        assert table.covered(document, 0, length).tolist() == [(document, p) in taken for p in range(length)]
-        assert table.targets[document] == sum((document, p) not in taken for p in range(1, length))
+        assert table.covered(document, 0, length).tolist() == [(document, p) in placeholders for p in range(length)]
+        assert table.targets[document] == sum((document, p) not in placeholders for p in range(1, length))
 
 
 @settings(deadline=None)
@@ -59,12 +59,12 @@ def test_rows_among_those_of_members(table: ItemTable, degree: int, zigzag: bool
         assert sum(rows.counts) == len(ids)
         for member in range(degree):
             among = rows.among(documents, shares.segments(member))
-            held = [
+            places = [
                 (documents[segment.document], position)
                 for segment in shares.segments(member)
                 for position in range(segment.start, segment.stop)
             ]
-            expected = [(local, ids[place]) for local, place in enumerate(held) if place in ids]
+            expected = [(local, ids[place]) for local, place in enumerate(places) if place in ids]
             assert list(zip(among.local.tolist(), among.row.tolist(), strict=True)) == expected
 
 

@@ -57,8 +57,8 @@ def input_of(item: Item, draw: np.random.Generator) -> Tensor:
 
 def placeholders(length: int, items: Sequence[Item]) -> np.ndarray:
     """Which positions of a document take rows of these items (its own)."""
-    taken = np.zeros(length, dtype=bool)
+    covered = np.zeros(length, dtype=bool)
     for item in items:
         for start, stop in item.spans:
-            taken[start:stop] = True
-    return taken
+            covered[start:stop] = True
+    return covered

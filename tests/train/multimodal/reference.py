@@ -71,14 +71,14 @@ class Dense(nn.Module):
         length, device = documents.lengths[d], self.language_model.device
         ids = torch.from_numpy(np.array(documents[d])[np.arange(length)]).to(device)
         mine = [i for i, item in enumerate(documents.items) if item.document == d]
-        taken = placeholders(length, [documents.items[i] for i in mine])
+        covered = placeholders(length, [documents.items[i] for i in mine])
         embeddings = self.language_model.get_input_embeddings()(ids)
         for i in mine:
             rows = self.encoders[documents.items[i].modality]([documents.read(i)])
             where = np.concatenate([np.arange(*span) for span in documents.items[i].spans])
             embeddings = embeddings.index_put((torch.from_numpy(where).to(device),), rows)
         logits = self.language_model(inputs_embeds=embeddings[None], use_cache=False).logits[0]
-        predicting = torch.from_numpy(np.flatnonzero(~taken[1:])).to(device)
+        predicting = torch.from_numpy(np.flatnonzero(~covered[1:])).to(device)
         return F.cross_entropy(logits[predicting], ids[predicting + 1], reduction="none").sum(dtype=torch.float64)
 
 

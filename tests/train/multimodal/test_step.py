@@ -114,8 +114,6 @@ def step(rank: int, home: Layout, encoder_home: Layout, settings: dict[str, Any]
             evaluation = evaluate(model, docs, PlanChoice.fixed(degree, max_tokens_per_slot=90), world)
             assert [mean.sum for mean in evaluation.document_losses] == pytest.approx(sums, rel=1e-12)
             assert evaluation.targets == docs.targets
-            for buckets in (evaluation.by_position, evaluation.by_length):
-                assert sum(bucket.loss.count for bucket in buckets) == docs.targets
 
 
 @pytest.mark.parametrize(
@@ -146,8 +144,8 @@ def ahead(rank: int) -> None:
         at_once = [run_step(model, plan, d, world).loss_sum for plan, d in zip(plans, (docs, other), strict=True)]
         for plan, d in zip(plans, (docs, other), strict=True):
             plan_waves_ahead(model, plan, d)
-        taken = [run_step(model, plan, d, world).loss_sum for plan, d in zip(plans, (docs, other), strict=True)]
-        assert taken == at_once
+        planned_ahead = [run_step(model, plan, d, world).loss_sum for plan, d in zip(plans, (docs, other), strict=True)]
+        assert planned_ahead == at_once
         again = Plan.from_json(plans[0].to_json())  # an equal plan, made again
         plan_waves_ahead(model, plans[0], docs)
         assert run_step(model, again, docs, world).loss_sum == at_once[0]

@@ -51,7 +51,7 @@ def test_decay_of_experts_is_for_their_matrices_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "wanted"),
+    ("name", "shape", "decayed"),
     [
         ("model.layers.3.self_attn.q_norm.weight", (32, 128), False),
         ("transformer.h.3.ln_1.weight", (32, 128), False),
@@ -62,8 +62,8 @@ def test_decay_of_experts_is_for_their_matrices_alone() -> None:
         ("model.layers.3.mlp.shared_expert_gate.weight", (1, 64), True),
     ],
 )
-def test_decay_by_name_and_shape(name: str, shape: tuple[int, ...], wanted: bool) -> None:
-    assert decays(name, torch.zeros(shape)) == wanted
+def test_decay_by_name_and_shape(name: str, shape: tuple[int, ...], decayed: bool) -> None:
+    assert decays(name, torch.zeros(shape)) == decayed
 
 
 def test_a_model_with_nothing_to_train_has_an_optimizer() -> None:
