@@ -72,6 +72,17 @@ class Mlp(nn.Module):
         return self.fc2(F.gelu(self.fc1(x)))
 
 
+class Renamed(nn.Module):
+    """An MLP whose linears have names of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out_of = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out_of(F.gelu(self.into(x)))
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

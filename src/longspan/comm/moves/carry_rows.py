@@ -51,32 +51,25 @@ class DeviceMoves:
 
 def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
     """The same moves, ready to be carried out on a device; their indices go there in one copy."""
-    arriving, absent = sum(moves.receives), np.flatnonzero(moves.places < 0)
+    arriving = sum(moves.receives)
     pool_rows = arriving + len(moves.stays)
-    places = np.maximum(moves.places, 0) if pool_rows else moves.places[:0]
     direct = arriving > 0 and np.array_equal(moves.places, np.arange(pool_rows))
-    local, arrived = _straight(moves, arriving)
-
-    def in_pool(places: Rows) -> Rows:
-        return places if arriving else moves.stays[places]
-
-    pairs = [*moves.folds, *((in_pool(source), target) for source, target in moves.more)]
-    taken, first_addends = in_pool(places), in_pool(moves.places[moves.several])
-    singles = [moves.leaves, moves.stays, taken, absent, moves.several, first_addends, local, arrived]
-    index = _on_device([*singles, *chain.from_iterable(pairs)], device)
-    leaves, stays, taken_rows, absent_rows, several, first, local_rows, arrived_rows = index[: len(singles)]
-    pairs_there = list(zip(index[len(singles) :: 2], index[len(singles) + 1 :: 2], strict=True))
+    rows = _rows_by_name(moves, arriving)
+    pairs = [*moves.folds, *((_in_pool(source, moves, arriving), target) for source, target in moves.more)]
+    tensors = _on_device([*rows.values(), *chain.from_iterable(pairs)], device)
+    index = dict(zip(rows, tensors, strict=False))
+    pairs_there = list(zip(tensors[len(rows) :: 2], tensors[len(rows) + 1 :: 2], strict=True))
     return DeviceMoves(
         sends=moves.sends,
         receives=moves.receives,
-        leaves=_run(moves.leaves) or leaves,
-        stays=stays,
-        places=_run(taken) or taken_rows,
-        absent=absent_rows,
-        several=several,
-        first=first,
-        local=local_rows,
-        arrived=arrived_rows if len(arrived) and not direct else None,
+        leaves=_run(rows["leaves"]) or index["leaves"],
+        stays=index["stays"],
+        places=_run(rows["places"]) or index["places"],
+        absent=index["absent"],
+        several=index["several"],
+        first=index["first"],
+        local=index["local"],
+        arrived=index["arrived"] if len(rows["arrived"]) and not direct else None,
         folds=tuple(pairs_there[: len(moves.folds)]),
         more=tuple(pairs_there[len(moves.folds) :]),
         widened=moves.widened,
@@ -84,6 +77,27 @@ def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
         direct=direct,
         zeros=not pool_rows,
     )
+
+
+def _rows_by_name(moves: RowMoves, arriving: int) -> dict[str, Rows]:
+    """The indices of DeviceMoves, but for pairs, by its names."""
+    places = np.maximum(moves.places, 0) if arriving or len(moves.stays) else moves.places[:0]
+    local, arrived = _straight(moves, arriving)
+    return {
+        "leaves": moves.leaves,
+        "stays": moves.stays,
+        "places": _in_pool(places, moves, arriving),
+        "absent": np.flatnonzero(moves.places < 0),
+        "several": moves.several,
+        "first": _in_pool(moves.places[moves.several], moves, arriving),
+        "local": local,
+        "arrived": arrived,
+    }
+
+
+def _in_pool(places: Rows, moves: RowMoves, arriving: int) -> Rows:
+    """Places in the pool of RowMoves; where nothing arrives, in x, which is then the pool."""
+    return places if arriving else moves.stays[places]
 
 
 def _straight(moves: RowMoves, arriving: int) -> tuple[Rows, Rows]:

@@ -67,12 +67,7 @@ def prepare_encoder(
     )
     recomputation = Recomputation.of(activation_checkpointing)
     _check(module, world, sharding)
-    units = encoder_blocks(module, blocks)
-    if not units and recomputation.kind != "none":
-        raise ModelError(
-            f"{type(module).__name__} has no list of blocks (nn.ModuleList) to recompute one at a time; name them in "
-            "blocks=, or switch activation checkpointing off"
-        )
+    units = _blocks(module, blocks, recomputation)
     parts = parts_of(module, units, world.home.tp, tp_plan)
     _refuse_unlike_weights(module, world)
     trials = split_encoder(module, units, parts, world) if world.home.tp > 1 else []
@@ -118,6 +113,19 @@ def _check(module: nn.Module, world: World, sharding: Sharding) -> None:
         )
     for dtype in {parameter.dtype for parameter in parameters.values() if parameter.is_floating_point()}:
         sharding.check(dtype)
+
+
+def _blocks(
+    module: nn.Module, blocks: Sequence[nn.Module] | None, recomputation: Recomputation
+) -> dict[str, nn.Module]:
+    """What is sharded and recomputed one at a time, by name. Raises ModelError where there is nothing to recompute."""
+    units = encoder_blocks(module, blocks)
+    if not units and recomputation.kind != "none":
+        raise ModelError(
+            f"{type(module).__name__} has no list of blocks (nn.ModuleList) to recompute one at a time; name them in "
+            "blocks=, or switch activation checkpointing off"
+        )
+    return units
 
 
 def _refuse_unlike_weights(module: nn.Module, world: World) -> None:
