@@ -159,7 +159,8 @@ class Channel:
         No rows go from a member to itself. One message for each pair that has rows: an all-to-all of torch sends empty
         ones too over NCCL, so that all members would wait for each other and be connected.
         """
-        return self.exchange(list(enumerate(x.split(list(sends)))), list(enumerate(into.split(list(receives)))), what)
+        leaving, arriving = enumerate(x.split(list(sends))), enumerate(into.split(list(receives)))
+        return self.exchange(list(leaving), list(arriving), what, work_bytes=into.nbytes)
 
     def shift(self, x: Tensor, into: Tensor, what: str) -> Handle:
         """Start sending x to the next member and receiving `into`, contiguous, from the one before; rows may differ."""

@@ -5,6 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from longspan.model.multimodal.multimodal_model import MultimodalModel
@@ -31,7 +32,9 @@ def plan_waves_ahead(model: MultimodalModel, plan: Plan, documents: Any, *, back
     table = items_of(model, plan, documents)
     assert table is not None  # a MultimodalModel's documents have items
     planned = _planned.setdefault(model, OrderedDict())
-    planned[_key(model, plan, table, backward)] = _pool.submit(_encoding, model, plan, table, backward)
+    device = model.world.device
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    planned[_key(model, plan, table, backward)] = _pool.submit(_planned_on, stream, model, plan, table, backward)
     while len(planned) > MOST:
         planned.popitem(last=False)
 
@@ -44,6 +47,15 @@ def planned_encoding(model: MultimodalModel, plan: Plan, table: ItemTable, *, ba
 
 def _encoding(model: MultimodalModel, plan: Plan, table: ItemTable, backward: bool) -> Encoding:
     return Encoding(model, plan, plan.micro_batches, table, backward=backward)
+
+
+def _planned_on(
+    stream: torch.cuda.Stream | None, model: MultimodalModel, plan: Plan, table: ItemTable, backward: bool
+) -> Encoding:
+    """The same in a thread, whose current device and stream are others: indices go there on the step's stream."""
+    if stream is not None:
+        torch.cuda.set_stream(stream)
+    return _encoding(model, plan, table, backward)
 
 
 def _key(model: MultimodalModel, plan: Plan, table: ItemTable, backward: bool) -> tuple[object, ...]:

@@ -141,6 +141,8 @@ class ModalityPass:
             assert wave.output is not None
             with torch.no_grad():
                 arrived.append(wave.bridge(wave.output.detach()))
+            if self.encoder.recompute or not self.trains:
+                wave.output = None
         starts = [0] * len(self.waves)
         by_micro_batch = {id(batch.shard.micro_batch): batch.shard for batch in batches}
         for micro_batch, needed in zip(micro_batches, self.plan.needed[self.world.rank], strict=True):

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from longspan.comm import World, raise_first_error
-from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, counted
+from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, counted
 from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
 from longspan.model.placement.sharding import gathered_bytes, gathered_once
 from longspan.model.prepared import vocabulary_size
@@ -86,6 +86,8 @@ class Portions:
             if error is None:
                 batches = batches_of(self.model, self.plan, self.documents, self.world, portion, self.items)
                 encoding = self._encoding(portion)
+        except PlanError as failure:  # items that fit no slot of their encoder
+            error = failure
         except Exception as failure:  # a corpus may raise anything: the other ranks must learn of it
             error = reading_error(failure, self.world)
         if self._agreed_end(error is not None, first=not done):
