@@ -101,6 +101,8 @@ class World:
             raise CommError("this world is already open")
         wait_until_destroyed(self.timeout)
         self._made_default = not dist.is_initialized()
+        if self._made_default:
+            _shareable.clear()  # of worlds that were never left, whose groups went with an earlier default group
         place = _started(self.home) if self._made_default else _running(self.home)
         self._take(place)
         allow_open_files(place.size)
