@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from longspan.plan import plan_fixed as plan_fixed
     from longspan.plan import plan_padded as plan_padded
     from longspan.plan.items import Item as Item
+    from longspan.train import Document as Document
     from longspan.train import evaluate as evaluate
     from longspan.train import run_step as run_step
 

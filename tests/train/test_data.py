@@ -21,7 +21,7 @@ from longspan.train.data.files import find_files
 from longspan.train.data.left_out import LeftOut
 from longspan.train.data.step_order import StepOrder
 from longspan.train.data.tokenizer import load_tokenizer
-from longspan.train.local_batch import read_inputs_and_labels
+from longspan.train.read_rows import read_inputs_and_labels
 from tests.train.small import write_texts
 
 

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from longspan.comm import SequenceShard
 from longspan.errors import DataError
 from longspan.plan import Group, MicroBatch
-from longspan.train.local_batch import read_inputs_and_labels
-from longspan.train.loss import NO_TARGET, summed_cross_entropy
+from longspan.train.document import NO_TARGET
+from longspan.train.loss import summed_cross_entropy
+from longspan.train.read_rows import read_inputs_and_labels
 
 CPU = torch.device("cpu")
 

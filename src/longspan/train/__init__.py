@@ -11,17 +11,18 @@ if TYPE_CHECKING:
     from longspan.train.checkpoint.checkpoint import find_checkpoint as find_checkpoint
     from longspan.train.checkpoint.checkpoint import load_checkpoint as load_checkpoint
     from longspan.train.checkpoint.checkpoint import save_checkpoint as save_checkpoint
+    from longspan.train.document import Document as Document
     from longspan.train.evaluation.evaluate import evaluate as evaluate
     from longspan.train.evaluation.metrics import TargetRows as TargetRows
     from longspan.train.evaluation.options import EvaluationOptions as EvaluationOptions
     from longspan.train.evaluation.passkey.documents import passkey_documents as passkey_documents
     from longspan.train.gradients import clip_grad_norm as clip_grad_norm
     from longspan.train.gradients import grad_norm as grad_norm
-    from longspan.train.local_batch import read_inputs_and_labels as read_inputs_and_labels
     from longspan.train.loss import summed_cross_entropy as summed_cross_entropy
     from longspan.train.optim.optimizer import build_optimizer as build_optimizer
     from longspan.train.optim.schedule import Schedule as Schedule
     from longspan.train.plans import PlanChoice as PlanChoice
+    from longspan.train.read_rows import read_inputs_and_labels as read_inputs_and_labels
     from longspan.train.step import StepResult as StepResult
     from longspan.train.step import run_step as run_step
 

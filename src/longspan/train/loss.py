@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from longspan.model.seams.row_loss import OutputHead
+from longspan.train.document import NO_TARGET
 
-NO_TARGET = -100
 CHUNK_BYTES = {"cuda": 2 << 30}  # of logits and what is computed from them, at a time
 CHUNK_BYTES_ELSEWHERE = 64 << 20
 

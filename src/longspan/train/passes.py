@@ -28,8 +28,9 @@ from longspan.model.placement.sharding import (
 from longspan.model.prepared import is_prepared
 from longspan.model.seams.first_pass import awaits_first_pass
 from longspan.plan import Plan
-from longspan.train.local_batch import LocalBatch, padding_batch
+from longspan.train.local_batch import padding_batch
 from longspan.train.loss import chunked_cross_entropy, summed_cross_entropy
+from longspan.train.read_rows import LocalBatch
 
 # In an evaluation: of a batch, its last hidden states (T, D) and what makes logits of some of them, the sum of losses.
 Measure = Callable[[LocalBatch, Tensor, Any], Tensor]

@@ -191,14 +191,19 @@ class PlanChoice:
         options = replace(options, max_tokens_per_slot=cap, hierarchical_context_parallel_sizes=sizes)
         return replace(self, planner="fixed", degree=degree, options=options)
 
-    def plan(self, lengths: Sequence[int], home: Layout, warm: Plan | None = None) -> Plan:
-        """The plan of these documents; the dynamic planner may begin from `warm`.
+    def plan(
+        self, lengths: Sequence[int], home: Layout, warm: Plan | None = None, *, targets: int | None = None
+    ) -> Plan:
+        """The plan of these documents; the dynamic planner may begin from `warm`. `targets` is how many tokens they
+        predict (None: what the options say, or every token but a document's first).
 
         Micro-batches are a multiple of the pipeline stages, as interleaved schedules need them. Those of an evaluation
         may hold fewer rows than the limit allows, so that they fill the pipeline. Raises PlanError where the documents
         do not fit.
         """
         options = self.options_on(home)
+        if targets is not None:
+            options = replace(options, targets=targets)
         if self.planner == "dynamic":
             max_cp, widest = self.max_degree or None, widest_degree(home, options, self.max_degree)
             make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp, warm=warm)
@@ -258,7 +263,8 @@ class StepPlanner:
     def __call__(self, step: int, warm: Plan | None = None) -> Plan:
         """The plan of a step, counted from 0; its documents are numbered as `documents_of_step` gives them."""
         documents = np.asarray(self.order.documents_of_step(step), dtype=np.int64)
-        return self.choice.plan(self.order.lengths[documents].tolist(), self.home, warm)
+        targets = None if self.order.targets is None else int(self.order.targets[documents].sum())
+        return self.choice.plan(self.order.lengths[documents].tolist(), self.home, warm, targets=targets)
 
 
 def planner_of_steps(choice: PlanChoice, order: StepOrder, home: Layout) -> Callable[[int], Plan]:

@@ -25,11 +25,12 @@ from longspan.model.experts.router import RouterCoefficients, RouterLosses
 from longspan.model.multimodal.multimodal_model import check_world, language_model_of
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plan import Plan
+from longspan.train.document import NO_TARGET
 from longspan.train.encoding import items_of, read_encoding
 from longspan.train.gradients import check_finite, clip_gradients, square_sum_of_modules
-from longspan.train.local_batch import LocalBatch, read_local_batches
-from longspan.train.loss import NO_TARGET
+from longspan.train.local_batch import read_local_batches
 from longspan.train.passes import Passes, run_passes
+from longspan.train.read_rows import LocalBatch
 from longspan.train.step_check import check_step, check_update
 
 

@@ -14,6 +14,7 @@ from longspan.model.seams.call_rules import call_rules, refuse_positions
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan import Plan
 from longspan.plan.items import ItemTable
+from longspan.train.targets import targets_of_documents
 
 
 def check_step(
@@ -57,16 +58,13 @@ def _check_documents(plan: Plan, documents: Any, items: ItemTable | None) -> Non
                 f"document {document} has {counted(length, 'token')}, the plan laid out {planned}; plan from the "
                 "lengths of the documents that the step is given"
             )
-    if items is not None and plan.targets != sum(items.targets):
+    targets = sum(targets_of_documents(documents, plan.lengths, items))
+    if plan.targets != targets:
+        hidden = "" if items is None else f" that are not placeholders of {len(items)} items"
         raise PlanError(
             f"the plan divides the loss by {plan.targets} targets, its {len(plan.lengths)} documents predict "
-            f"{sum(items.targets)} tokens that are not placeholders of {len(items)} items; plan with "
-            "targets=documents.targets"
-        )
-    if items is None and plan.targets != (count := sum(plan.lengths) - len(plan.lengths)):
-        raise PlanError(
-            f"the plan divides the loss by {plan.targets} targets, its {len(plan.lengths)} documents have {count} "
-            "(length - 1 each); plan without targets="
+            f"{counted(targets, 'token')}{hidden}; plan with targets={targets}, or without targets= where every token "
+            "is predicted"
         )
 
 

@@ -23,15 +23,23 @@ class StepOrder:
     >>> sorted([*order.evaluation, *order.training.tolist()])
     [0, 1, 2, 3, 4]
 
+    `targets` are the tokens that each document predicts (None: all but its first), which a plan counts by.
     `evaluation` are the held-out documents, chosen by the seed before anything else and never trained on.
     A step may reach into the next epoch. An order pickles as the lengths: all else follows from the seed. Raises
     DataError where no document is left to train on.
     """
 
     def __init__(
-        self, lengths: Sequence[int] | np.ndarray, *, tokens_per_step: int, seed: int, eval_documents: int
+        self,
+        lengths: Sequence[int] | np.ndarray,
+        *,
+        tokens_per_step: int,
+        seed: int,
+        eval_documents: int,
+        targets: np.ndarray | None = None,
     ) -> None:
         self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.targets = targets
         if eval_documents >= len(self.lengths):
             raise DataError(
                 f"data.eval_documents {eval_documents} leaves nothing to train on: the corpus has "
@@ -49,10 +57,10 @@ class StepOrder:
 
     def __getstate__(self) -> tuple[Any, ...]:
         shortest = self.lengths.astype(np.min_scalar_type(self.lengths.max()))
-        return shortest, self._budget, self._seed, self._held_out
+        return shortest, self.targets, self._budget, self._seed, self._held_out
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        lengths, self._budget, self._seed, self._held_out = state
+        lengths, self.targets, self._budget, self._seed, self._held_out = state
         self.lengths, self._starts = lengths.astype(np.int64), [0]
         self._deal()
 

@@ -6,7 +6,7 @@ of micro-batches (`portions.py`).
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,6 @@ from longspan.comm import World
 from longspan.errors import PlanError
 from longspan.model.multimodal.multimodal_model import check_world, language_model_of
 from longspan.plan import Plan
-from longspan.plan.items import ItemTable
 from longspan.train.encoding import items_of
 from longspan.train.evaluation.metrics import Mean, MeasuredDocuments
 from longspan.train.evaluation.options import EvaluationOptions
@@ -28,6 +27,7 @@ from longspan.train.evaluation.row_sums import Totals
 from longspan.train.memory.live_bytes import added_peak
 from longspan.train.plans import PlanChoice
 from longspan.train.step_check import check_step
+from longspan.train.targets import targets_of_documents
 
 
 def evaluate(
@@ -61,7 +61,7 @@ def evaluate(
             f"the slots counted {totals.rows} targets, the plan has {plan.targets}; is a document left out?"
         )
     widest = max((group.degree for batch in plan.micro_batches for group in batch.groups), default=1)
-    result = _result(plan, totals, options, items)
+    result = _result(plan, totals, options, targets_of_documents(documents, plan.lengths, items))
     result = replace(
         result,
         cp=widest if isinstance(choice, Plan) or choice.planner == "dynamic" else choice.degree,
@@ -82,8 +82,8 @@ def _step_restored(world: World, step: int) -> Iterator[None]:
         world.step = before
 
 
-def _result(plan: Plan, totals: Totals, options: EvaluationOptions, items: ItemTable | None) -> Evaluation:
-    targets = [length - 1 for length in plan.lengths] if items is None else items.targets
+def _result(plan: Plan, totals: Totals, options: EvaluationOptions, targets: Sequence[int]) -> Evaluation:
+    """The result; `targets` is what each document predicts."""
     loss = math.fsum(totals.documents.tolist())
     metrics = {"token_accuracy": Mean(totals.hits, totals.rows)}
     if options.token_bytes is not None:

@@ -13,6 +13,7 @@ from longspan.plan import Plan
 from longspan.train.data.documents import Documents
 from longspan.train.evaluation.passkey.documents import PasskeyDocuments
 from longspan.train.plans import PlanChoice, degrees_to_compare
+from longspan.train.targets import targets_of_documents
 
 
 def plan_of(choice: PlanChoice, model: nn.Module, documents: Any, home: Layout) -> Plan:
@@ -38,12 +39,12 @@ def _planned(choice: PlanChoice, lengths: tuple[int, ...], home: Layout) -> Plan
 def _fitted(choice: PlanChoice, model: nn.Module, documents: Any) -> PlanChoice:
     """The choice priced for forward passes alone, with what a prepared model asks of the rows of a slot.
 
-    Documents with items say how many tokens they predict.
+    Documents say how many tokens they predict.
     """
     multiple, options = call_rules(model).row_multiple, choice.options
     rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple
-    table = item_table_of(documents, _lengths(documents))
-    targets = options.targets if table is None else sum(table.targets)
+    lengths = _lengths(documents)
+    targets = sum(targets_of_documents(documents, lengths, item_table_of(documents, lengths)))
     return replace(
         choice, options=replace(options, cost=options.cost.forward_only(), row_multiple=rows, targets=targets)
     )

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from longspan.comm import SequenceShard, World, to_device
+from longspan.train.document import NO_TARGET
 from longspan.train.evaluation.metrics import Bucket, Mean, TargetRows, columns_of, pair_of
 from longspan.train.evaluation.options import EvaluationOptions
-from longspan.train.local_batch import LocalBatch
-from longspan.train.loss import NO_TARGET, chunks_of_rows, cross_entropy_of_rows, rows_of_chunk
+from longspan.train.loss import chunks_of_rows, cross_entropy_of_rows, rows_of_chunk
+from longspan.train.read_rows import WEIGHTS, LocalBatch
 
 FIRST_EDGE = 128  # positions and lengths below it are one bucket; the others are cut at powers of two
 Rows = npt.NDArray[np.int64]
@@ -58,7 +59,8 @@ class RowSums:
         documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
         targets = batch.labels[rows]
         measured = _Measured(documents, positions, [], [], [])
-        for chunk in self._chunks(hidden, head, (rows, documents, positions, targets)):
+        weights = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else None
+        for chunk in self._chunks(hidden, head, (rows, documents, positions, targets), weights):
             measured.losses.append(chunk.losses)
             measured.hits.append(chunk.logits.argmax(-1) == chunk.targets)
             measured.columns.append(self._add_metrics(chunk))
@@ -69,15 +71,20 @@ class RowSums:
             self._bytes += int(token_bytes[targets].sum())
         return total
 
-    def _chunks(self, hidden: Tensor, head: Any, on_host: tuple[Rows, Rows, Rows, Rows]) -> Iterator[TargetRows]:
+    def _chunks(
+        self, hidden: Tensor, head: Any, on_host: tuple[Rows, Rows, Rows, Rows], row_weights: Sums | None
+    ) -> Iterator[TargetRows]:
         """Some rows at a time."""
         rows, documents, positions, targets = (to_device(values, hidden.device) for values in on_host)
+        weights = None if row_weights is None else to_device(row_weights, hidden.device)
         size = self._options.loss_chunk_rows or rows_of_chunk(
             getattr(head, "vocabulary", hidden.shape[-1]), hidden.dtype, hidden.device.type
         )
         for part in chunks_of_rows(len(rows), size):
             logits, ids = head(hidden.index_select(0, rows[part])), targets[part]
             losses = cross_entropy_of_rows(logits, ids)
+            if weights is not None:
+                losses = losses * weights[part]
             yield TargetRows(documents[part], positions[part], ids, losses, logits)
 
     def _add_metrics(self, rows: TargetRows) -> Tensor:

@@ -1,0 +1,147 @@
+"""The rows of a shard, read from documents: token ids, labels, and the numbers that documents bring for a loss.
+
+The label of position p of a document is what its token p + 1 is to be; a document's last position and padding have
+none. So labels are made inside documents, before the sequence is split.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from longspan.comm import SequenceShard
+from longspan.errors import DataError
+from longspan.plan.items import ItemTable
+from longspan.train.document import NO_TARGET, Labelled, Valued
+
+Rows = npt.NDArray[np.int64]
+WEIGHTS = "weights"  # the values that multiply losses; 1 in documents that give none
+
+
+class LocalBatch(NamedTuple):
+    """One micro-batch as this rank runs it: its shard, its token ids (T,) and its labels (T,), on the host.
+
+    `values` (T,) by name are what documents say of the tokens that are predicted (`document.py`); there are none where
+    no document on this rank does.
+    """
+
+    shard: SequenceShard
+    ids: Rows
+    labels: Rows
+    values: Mapping[str, npt.NDArray[np.float64]] = {}
+
+
+def read_inputs_and_labels(
+    documents: Any, shard: SequenceShard, vocabulary: int | None = None, items: ItemTable | None = None
+) -> tuple[Rows, Rows]:
+    """Token ids (T,) and labels (T,) of a shard's local rows; padding rows hold id 0 and label −100.
+
+    `documents[d]` is asked for the positions that this rank holds, and for the next one where a label needs it.
+    Whatever it holds in the places of `items`, id 0 and label −100 stand there.
+    Raises DataError, naming document and position, for what is not a token id of the vocabulary.
+    """
+    batch = read_rows(documents, shard, vocabulary, items)
+    return batch.ids, batch.labels
+
+
+def read_rows(
+    documents: Any, shard: SequenceShard, vocabulary: int | None = None, items: ItemTable | None = None
+) -> LocalBatch:
+    """All that a rank needs of its rows of one micro-batch; as `read_inputs_and_labels`, with documents' values."""
+    reader = _Reader(documents, shard.local_rows, vocabulary, items)
+    for part in shard.parts:
+        if part.index < 0:
+            continue
+        for local, start, stop, offset in part.segments():
+            stop = min(stop, part.group.lengths[local])  # a document laid out longer than it is ends in padding
+            if stop > start:
+                last = stop == part.group.lengths[local]
+                reader.read(part.group.documents[local], start, stop, part.start + offset, last=last)
+    return LocalBatch(shard, reader.ids, reader.labels, reader.values)
+
+
+class _Reader:
+    """Reads runs of documents into arrays over local rows (T,)."""
+
+    def __init__(self, documents: Any, rows: int, vocabulary: int | None, items: ItemTable | None) -> None:
+        self._documents, self._vocabulary, self._items = documents, vocabulary, items
+        self.ids = np.zeros(rows, dtype=np.int64)
+        self.labels = np.full(rows, NO_TARGET, dtype=np.int64)
+        self.values = dict[str, npt.NDArray[np.float64]]()
+        self._names: tuple[int, set[str]] | None = None  # of the first document's values, and its number
+
+    def read(self, document: int, start: int, stop: int, row: int, *, last: bool) -> None:
+        """Read positions from start to stop of a document into the rows from `row` on."""
+        end = stop if last else stop + 1  # the last row of a document predicts nothing
+        hidden = None if self._items is None else self._items.covered(document, start, end)
+        positions = np.arange(start, end)
+        tokens = self._tokens(document, positions, hidden)
+        self.ids[row : row + stop - start] = tokens[: stop - start]
+        predicted = slice(row, row + len(tokens) - 1)
+        labels = self._labels(document, positions[1:], tokens[1:])
+        self.labels[predicted] = labels if hidden is None else np.where(hidden[1:], NO_TARGET, labels)
+        for name, numbers in self._values(document, positions[1:]).items():
+            ones = float(name == WEIGHTS)
+            self.values.setdefault(name, np.full(len(self.ids), ones))[predicted] = numbers
+
+    def _tokens(self, document: int, positions: Rows, hidden: npt.NDArray[np.bool_] | None) -> Rows:
+        """Token ids at some positions, 0 where they are hidden. Raises DataError for what cannot be token ids."""
+        ids = self._documents[document]
+        ids = np.asarray(ids) if isinstance(ids, list | tuple) else ids
+        tokens = np.asarray(ids[torch.from_numpy(positions) if isinstance(ids, Tensor) else positions])
+        _check_integers(document, tokens, positions, "a document, indexed by an array of positions, gives token ids")
+        if hidden is not None:
+            tokens = np.where(hidden, 0, tokens)
+        self._check_vocabulary(document, tokens, positions, "token id")
+        return tokens.astype(np.int64)
+
+    def _labels(self, document: int, positions: Rows, tokens: Rows) -> Rows:
+        """What these positions are to be, where nothing else is said the tokens that stand there."""
+        if not isinstance(labelled := self._documents[document], Labelled):
+            return tokens
+        labels = np.asarray(labelled.labels(positions))
+        _check_integers(document, labels, positions, "its labels are token ids, or −100")
+        self._check_vocabulary(document, np.where(labels == NO_TARGET, 0, labels), positions, "the label")
+        return labels
+
+    def _values(self, document: int, positions: Rows) -> Mapping[str, npt.NDArray[np.float64]]:
+        """The numbers of a document at these positions. Raises DataError where others have other names."""
+        valued = self._documents[document]
+        values = valued.token_values(positions) if isinstance(valued, Valued) else {}
+        names = set(values) - {WEIGHTS}
+        first, others = self._names = self._names or (document, names)
+        for name in names ^ others:
+            has, lacks = (document, first) if name in names else (first, document)
+            raise DataError(
+                f"document {has} has {name!r} and document {lacks} has not; give the documents of a step the same "
+                "values, 0 where they do not matter"
+            )
+        for name, numbers in values.items():
+            if np.shape(numbers) != positions.shape:
+                raise DataError(
+                    f"document {document} gave {name!r} of shape {np.shape(numbers)} for {len(positions)} positions; "
+                    "give a number for each"
+                )
+        return values
+
+    def _check_vocabulary(self, document: int, ids: Rows, positions: Rows, what: str) -> None:
+        """Raise DataError for ids that are none of the vocabulary."""
+        size = self._vocabulary
+        outside = (ids < 0) | (ids >= (np.iinfo(np.int64).max if size is None else size))
+        if outside.any():
+            at = int(outside.argmax())
+            raise DataError(
+                f"document {document} holds {what} {ids[at]} at position {positions[at]}, the model's vocabulary is "
+                f"0 to {'…' if size is None else size - 1}; use the tokenizer that belongs to the model"
+            )
+
+
+def _check_integers(document: int, values: npt.NDArray[Any], positions: Rows, what: str) -> None:
+    if values.shape != positions.shape or values.dtype.kind not in "iu":
+        raise DataError(
+            f"document {document} gave {values.dtype} of shape {values.shape} for {len(positions)} positions; {what}, "
+            "an integer for each"
+        )
