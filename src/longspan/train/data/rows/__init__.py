@@ -1,0 +1,1 @@
+"""From a row of data to the tokens of a document, and which of them are targets."""

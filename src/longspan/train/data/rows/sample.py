@@ -1,0 +1,51 @@
+"""A row of data, what it becomes, and how that may be set. Nothing here reads files or knows a tokenizer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Turns = Literal["together", "split"]
+
+
+class Row(NamedTuple):
+    """One row of data as a file has it, and where it stands: `Row("chat.jsonl, line 7", {"messages": […]})`."""
+
+    where: str
+    values: Mapping[str, Any]
+
+
+class Sample(NamedTuple):
+    """The tokens of one document (n,), and its labels (n,): −100 where a token is no target.
+
+    Labels stand as in Hugging Face's, not shifted. None: every token but the first is a target. `row` is the index of
+    its row among those that were encoded with it: a conversation that is split gives several samples.
+    """
+
+    ids: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64] | None = None
+    row: int = 0
+
+
+class BadRow(NamedTuple):
+    """A row that gives no document, and why. `masked`: nothing of it is a target, so that it is counted and skipped."""
+
+    where: str
+    reason: str
+    masked: bool = False
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """What decides the tokens of rows beside the tokenizer.
+
+    `parse_special_tokens`: names of special tokens in texts are read as these tokens. `turns`: "together" makes one
+    document of a conversation, "split" one of each assistant turn, with what stood before it. `date_string`: the date
+    for templates that ask for one, so that a conversation has the same tokens on every day.
+    """
+
+    parse_special_tokens: bool = False
+    turns: Turns = "together"
+    date_string: str = "26 Jul 2024"
