@@ -16,7 +16,7 @@ NAMES = [
     *("Layout", "Packing", "Partition", "Exchange"),
     *("Plan", "MicroBatch", "Group", "Cost", "PlanAhead", "plan_fixed", "plan_padded", "plan_dynamic"),
     *("World", "SequenceShard", "bind", "attend", "Bridge", "LongspanError"),
-    *("load_model", "prepare", "save_model", "run_step", "evaluate"),
+    *("Document", "load_model", "prepare", "save_model", "run_step", "evaluate"),
     *("Item", "ItemDocuments", "Encoder", "MultimodalModel", "prepare_encoder"),
 ]
 

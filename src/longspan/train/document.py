@@ -69,7 +69,7 @@ class Document:
         if labels is not None:
             self._labels = _integers("labels", labels)
         elif loss_mask is not None:
-            self._labels = np.where(_mask(loss_mask), self._ids, NO_TARGET) if len(self._ids) else self._ids
+            self._labels = np.where(_mask(loss_mask, len(self._ids)), self._ids, NO_TARGET)
         given = values if weights is None else {"weights": weights, **values}
         self._values = {name: _numbers(name, value, len(self._ids)) for name, value in given.items()}
         if len(self._labels) != len(self._ids):
@@ -110,8 +110,10 @@ def _integers(name: str, values: Any) -> Rows:
     return array.astype(np.int64)
 
 
-def _mask(values: Any) -> npt.NDArray[np.bool_]:
+def _mask(values: Any, length: int) -> npt.NDArray[np.bool_]:
     array = np.asarray(values)
+    if array.ndim == 1 and len(array) != length:
+        raise DataError(f"a loss_mask has {len(array)} values for {length} token ids; give one each")
     if array.ndim != 1 or not np.isin(array, (0, 1)).all():
         raise DataError(
             f"a loss_mask is {array.dtype} of shape {array.shape}; give a 0 or a 1 for each token: what counts by "

@@ -143,7 +143,7 @@ SAID: dict[str, tuple[type[LongspanError], str]] = {
     "encoder": (ModelError, r"no such size; encoding item \d+ \(image of document \d+\).* on rank \d"),
     "targets": (
         PlanError,
-        r"divides the loss by \d+ targets, its 13 documents predict \d+ .* targets=documents.targets",
+        r"divides the loss by \d+ targets, its 13 documents predict \d+ .* plan with targets=\d+",
     ),
     "other items": (CommError, r"hold 2 different lists of items for step \d+: ranks \(0\) hold"),
     "items of an evaluation": (CommError, r"hold 2 different lists of items for step \d+: ranks \(0\) hold"),
