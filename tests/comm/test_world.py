@@ -105,6 +105,21 @@ def test_an_initialised_default_group_is_reused_and_left_alone() -> None:
     run_ranks(reuse, 2)
 
 
+def renew(rank: int, folder: Path) -> None:
+    """A world is never left, and the default group that it was opened with is destroyed and made anew."""
+    for turn in range(2):
+        dist.init_process_group(backend(), init_method=f"file://{folder}/{turn}", rank=rank, world_size=2)
+        world = World(Layout(ranks=2), backend=backend(), timeout=20)
+        world.__enter__()
+        assert world.control.sum_over_slots([1.0]) == [2.0]
+        assert [record.kind for record in world.process_groups.made] == ["control", "parent"]
+        dist.destroy_process_group()
+
+
+def test_no_communicator_of_an_earlier_default_group_is_shared(tmp_path: Path) -> None:
+    run_ranks(renew, 2, tmp_path)
+
+
 def refuse(rank: int) -> None:
     cases = [
         (Layout(ranks=4), {}, r"the home has 4 ranks \(0, 1, 2, 3\), but 2 processes were started"),

@@ -8,10 +8,11 @@ import os
 from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from longspan.comm.control_group import ControlGroup
 from longspan.comm.failure.answering import AnsweringThread
@@ -45,7 +46,7 @@ KNOWN_WHEN_OPEN.update(MEMBERS)
 
 _keys = count()
 _worlds: dict[int, "World"] = {}  # those that are open
-_shareable: ByRanks = {}  # the communicators of the open worlds
+_shareable = WeakKeyDictionary[ProcessGroup, ByRanks]()  # of open worlds, by the default group that they end with
 
 
 def world_of(key: int) -> "World":
@@ -101,8 +102,6 @@ class World:
             raise CommError("this world is already open")
         wait_until_destroyed(self.timeout)
         self._made_default = not dist.is_initialized()
-        if self._made_default:
-            _shareable.clear()  # of worlds that were never left, whose groups went with an earlier default group
         place = _started(self.home) if self._made_default else _running(self.home)
         self._take(place)
         allow_open_files(place.size)
@@ -128,9 +127,7 @@ class World:
             reports = FailureReports(self.rank, self.home.ranks, new_connection(store), f"{prefix}/watch")
         self.watch = Watch(self.rank, self.home.ranks, self.timeout, reports, gpu=self.device.type == "cuda")
         self.watch.others, self.watch.step = _watches, max((watch.step for watch in _watches()), default=0)
-        self.process_groups = ProcessGroups(
-            backend=self.backend, timeout=self.timeout, watch=self.watch, shareable=_shareable
-        )
+        self.process_groups = ProcessGroups(backend=self.backend, timeout=self.timeout, watch=self.watch)
         self.meshes = Meshes(self.home, self.coordinates.pp, self.process_groups, self.device.type)
         self.key = next(_keys)
         _worlds[self.key] = self
@@ -139,6 +136,7 @@ class World:
         try:
             if self._made_default:
                 init_default_group(place, PrefixStore(prefix, store), self.backend, self.timeout)
+            self.process_groups.share(_shareable.setdefault(dist.distributed_c10d._get_default_group(), {}))
             self.control = ControlGroup(self.home, self.plane, self.process_groups)
             self.channels = Channels(
                 self.home, self.rank, self.device, self.process_groups, self.meshes, self.max_groups
@@ -169,8 +167,6 @@ class World:
         self._answering.stop()
         self.meshes.forget()
         groups = self.process_groups.forget()
-        if self._made_default:
-            _shareable.clear()  # all communicators go with the default group
         del _worlds[self.key]
         for name in MEMBERS:
             vars(self).pop(name, None)

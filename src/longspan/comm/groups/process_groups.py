@@ -56,19 +56,20 @@ ByRanks = dict[tuple[object, ...], list[Shareable]]  # by ranks, what torch was 
 
 
 class ProcessGroups:
-    """The communicators of one world, made by all its ranks in one order and looked up by rank tuple.
+    """The communicators of one world, made by all its ranks in one order and looked up by rank tuple."""
 
-    `shareable` are those of all open worlds of this process (None: of no other).
-    """
-
-    def __init__(self, *, backend: str, timeout: float, watch: Watch, shareable: ByRanks | None = None) -> None:
+    def __init__(self, *, backend: str, timeout: float, watch: Watch) -> None:
         self.watch = watch
-        self._shareable: ByRanks = {} if shareable is None else shareable
+        self._shareable: ByRanks = {}
         self.made: list[GroupRecord] = []
         self._backend, self._timeout = backend, timeout
         self._used: list[Shareable] = []
         self._by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
         self._parents: dict[ParentName, ProcessGroup] = {}
+
+    def share(self, shareable: ByRanks) -> None:
+        """Share communicators with the open worlds that were given the same `shareable`; before any is made."""
+        self._shareable = shareable
 
     def make(self, ranks: Sequence[int], kind: str, *, backend: str | None = None) -> ProcessGroup | None:
         """Make one communicator; called by every rank of the world in one order. None where this rank is no member.
