@@ -100,7 +100,7 @@ def run_step(
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
     passes = Passes(language_model, plan, world, backward, loss_chunk_rows, routing)
-    with nullcontext() if encoding is None else encoding.around(batches):
+    with nullcontext() if encoding is None else encoding.around(plan.micro_batches, batches):
         loss_sum = run_passes(passes, batches)
     with world.watch.naming("gradient norm and optimizer", world.home.ranks):
         squares = square_sum_of_modules(model, world) if backward else 0.0

@@ -42,7 +42,7 @@ def plan_waves_ahead(model: MultimodalModel, plan: Plan, documents: Any, *, back
 def planned_encoding(model: MultimodalModel, plan: Plan, table: ItemTable, *, backward: bool) -> Encoding:
     """The waves of a step: those planned ahead, waited for if need be, or planned now."""
     ahead = _planned.get(model, OrderedDict()).pop(_key(model, plan, table, backward), None)
-    return _encoding(model, plan, table, backward) if ahead is None else ahead.result().of_equal(plan.micro_batches)
+    return _encoding(model, plan, table, backward) if ahead is None else ahead.result()
 
 
 def _encoding(model: MultimodalModel, plan: Plan, table: ItemTable, backward: bool) -> Encoding:

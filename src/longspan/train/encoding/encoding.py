@@ -67,17 +67,12 @@ class Encoding:
         )
         planning = {modality: _planning(encoder) for modality, encoder in model.encoder_settings.items()}
         plans = plan_items(items, needed_by, planning)
-        self._world, self._micro_batches = world, micro_batches
+        self._world = world
         width = model.config.get_text_config().hidden_size
         self._parts = [
             ModalityPass(model.encoder_settings[modality], world, part, items, width=width, backward=backward)
             for modality, part in plans.items()
         ]
-
-    def of_equal(self, micro_batches: Sequence[MicroBatch]) -> "Encoding":
-        """This encoding for equal micro-batches: those of its step, whose plan may have been made again."""
-        self._micro_batches = micro_batches
-        return self
 
     def read(self, documents: Any) -> None:
         """What this rank encodes, from the documents; whatever they raise."""
@@ -89,15 +84,18 @@ class Encoding:
         return [name for part in self._parts for name in part.not_finite()]
 
     @contextmanager
-    def around(self, batches: Sequence[LocalBatch]) -> Iterator[None]:
-        """Encode and deliver before the body, which runs the language model; bring gradients back after it."""
+    def around(self, micro_batches: Sequence[MicroBatch], batches: Sequence[LocalBatch]) -> Iterator[None]:
+        """Encode and deliver before the body, which runs the language model; bring gradients back after it.
+
+        `micro_batches` are those of the `batches`, equal to those that the waves were planned for.
+        """
         with ExitStack() as stack:
             for part in self._parts:
                 stack.enter_context(part.open())
             with self._naming("encoders, and rows to their owners"):
                 self._agree([part.encode() for part in self._parts])
                 for part in self._parts:
-                    part.deliver(self._micro_batches, batches)
+                    part.deliver(micro_batches, batches)
             yield
             with self._naming("gradients to encoders, and their backward passes"):
                 for part in reversed(self._parts):

@@ -58,7 +58,7 @@ class Portions:
                 if self.gathered and not done:
                     stack.enter_context(gathered_once(self.model))
                 started = time.perf_counter()
-                with nullcontext() if encoding is None else encoding.around(batches):
+                with nullcontext() if encoding is None else encoding.around(portion, batches):
                     run_passes(self.passes, batches)
                 self.sums.flush()
                 self.long = time.perf_counter() - started >= SHORT_SECONDS
