@@ -12,7 +12,7 @@ from longspan.layout.segments import Rows
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.dynamic.planner import plan_dynamic
 from longspan.plan.items.item_table import ItemRows, ItemTable, ModalityRows
-from longspan.plan.items.row_owners import rows_encoded, rows_needed
+from longspan.plan.items.row_owners import NeededBy, rows_encoded, rows_needed
 from longspan.plan.micro_batch import MicroBatch
 from longspan.plan.plan import Plan
 
@@ -25,19 +25,6 @@ class EncoderPlanning:
     max_rows_per_slot: int | None = None
     max_cp: int = 1
     cost: Cost = DEFAULT_COST
-
-
-@dataclass(frozen=True, kw_only=True)
-class NeededBy:
-    """Micro-batches of the language model's plan, its home, and how the rows of a slot are laid out.
-
-    `split_over_tp`: the tensor-parallel ranks of a slot hold parts of its rows (sequence parallelism).
-    """
-
-    micro_batches: tuple[MicroBatch, ...]
-    home: Layout
-    row_multiple: int = 1
-    split_over_tp: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,13 +81,7 @@ def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, plannin
     rows, home = table.of(modality), needed_by.home
     _check_largest(table, rows, planning)
     micro_batches = _plan_of_items(rows.counts, planning).micro_batches
-    needed = rows_needed(
-        rows,
-        needed_by.micro_batches,
-        home,
-        row_multiple=needed_by.row_multiple,
-        split_over_tp=needed_by.split_over_tp,
-    )
+    needed = rows_needed(rows, needed_by)
     wave_of_row = _wave_of_row(rows, micro_batches)
     ids = {rank: np.concatenate([np.zeros(0, dtype=np.int64), *(part.row for part in needed[rank])]) for rank in needed}
     waves: list[Wave] = []

@@ -5,6 +5,7 @@ homes may be any over the same ranks: slots of the encoder and of the language m
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,24 +17,37 @@ from longspan.plan.micro_batch import MicroBatch
 _NONE = np.zeros(0, dtype=np.int64)
 
 
-def rows_needed(
-    rows: ModalityRows, micro_batches: Sequence[MicroBatch], home: Layout, *, row_multiple: int, split_over_tp: bool
-) -> dict[int, list[ItemRows]]:
+@dataclass(frozen=True, kw_only=True)
+class NeededBy:
+    """Micro-batches of the language model's plan, its home, and how the rows of a slot are laid out.
+
+    The slots' rows are padded to a multiple of `row_multiple`; with `split_over_tp` the tensor-parallel ranks of a slot
+    hold parts of its rows (sequence parallelism).
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    home: Layout
+    row_multiple: int = 1
+    split_over_tp: bool = False
+
+
+def rows_needed(rows: ModalityRows, needed_by: NeededBy) -> dict[int, list[ItemRows]]:
     """For every rank, which rows it needs in each micro-batch of the language model's plan, in the order of its rows.
 
-    Ranks of the first pipeline stage need rows, each tensor-parallel rank of a slot all those of the slot, or with
-    `split_over_tp` (sequence parallelism) those among its own part of the slot's rows, by index in that part;
-    `row_multiple` is what the slots' rows are padded to a multiple of.
+    Ranks of the first pipeline stage need rows, each tensor-parallel rank of a slot all those of the slot, or where
+    rows are split over these ranks those among its own part of the slot's rows, by index in that part.
     """
+    home, multiple = needed_by.home, needed_by.row_multiple
     needed: dict[int, list[ItemRows]] = {rank: [] for rank in home.ranks}
-    for micro_batch in micro_batches:
+    for micro_batch in needed_by.micro_batches:
         by_slot = _rows_of_slots(rows, micro_batch, home.slots)
         for slot, (of_slot, count) in enumerate(by_slot):
-            part = -(-max(count, 1) // row_multiple) * row_multiple // home.tp
+            size = -(-max(count, 1) // multiple) * multiple // home.tp
             for tp in range(home.tp):
-                needed[home.rank_at(slot, tp=tp)].append(_of_part(of_slot, part, tp) if split_over_tp else of_slot)
+                part = _of_part(of_slot, size, tp) if needed_by.split_over_tp else of_slot
+                needed[home.rank_at(slot, tp=tp)].append(part)
     for rank in home.ranks:
-        needed[rank] = needed[rank] or [ItemRows(_NONE, _NONE)] * len(micro_batches)
+        needed[rank] = needed[rank] or [ItemRows(_NONE, _NONE)] * len(needed_by.micro_batches)
     return needed
 
 
