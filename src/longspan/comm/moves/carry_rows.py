@@ -28,7 +28,7 @@ class DeviceMoves:
 
     Where nothing arrives, x itself is the pool. Where rows arrive and none is a sum, `local` are the rows of x for the
     whole result (any where another row arrives), and `arrived` are where arriving rows, in order, go in the result; it
-    is None where one of them goes to several places.
+    is None where one of them goes to several places. Indices that such a movement does not use are empty.
     """
 
     sends: tuple[int, ...]
@@ -54,7 +54,7 @@ def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
     arriving = sum(moves.receives)
     pool_rows = arriving + len(moves.stays)
     direct = arriving > 0 and np.array_equal(moves.places, np.arange(pool_rows))
-    rows = _rows_by_name(moves, arriving)
+    rows = _rows_by_name(moves, arriving, direct)
     pairs = [*moves.folds, *((_in_pool(source, moves, arriving), target) for source, target in moves.more)]
     tensors = _on_device([*rows.values(), *chain.from_iterable(pairs)], device)
     index = dict(zip(rows, tensors, strict=False))
@@ -69,7 +69,7 @@ def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
         several=index["several"],
         first=index["first"],
         local=index["local"],
-        arrived=index["arrived"] if len(rows["arrived"]) and not direct else None,
+        arrived=index["arrived"] if len(rows["arrived"]) else None,
         folds=tuple(pairs_there[: len(moves.folds)]),
         more=tuple(pairs_there[len(moves.folds) :]),
         widened=moves.widened,
@@ -79,13 +79,15 @@ def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
     )
 
 
-def _rows_by_name(moves: RowMoves, arriving: int) -> dict[str, Rows]:
+def _rows_by_name(moves: RowMoves, arriving: int, direct: bool) -> dict[str, Rows]:
     """The indices of DeviceMoves, but for pairs, by its names."""
-    places = np.maximum(moves.places, 0) if arriving or len(moves.stays) else moves.places[:0]
-    local, arrived = _straight(moves, arriving)
+    none = moves.places[:0]
+    local, arrived = (none, none) if direct else _straight(moves, arriving)
+    from_pool = not direct and not len(arrived) and arriving + len(moves.stays) > 0
+    places = np.maximum(moves.places, 0) if from_pool else none
     return {
         "leaves": moves.leaves,
-        "stays": moves.stays,
+        "stays": moves.stays if arriving and not len(arrived) else none,
         "places": _in_pool(places, moves, arriving),
         "absent": np.flatnonzero(moves.places < 0),
         "several": moves.several,
