@@ -146,21 +146,22 @@ class Channel:
                 return handle
             arrived, members = [receives[m] for m in by_rank], sorted(range(self.degree), key=by_rank.__getitem__)
             return handle.then(lambda rows: _runs(rows, arrived, members))
-        parts, arriving = x.split(list(sends)), into.split(list(receives))
-        arriving[self.index].copy_(parts[self.index])
-        peers = self._other_members()
-        return self.exchange([(m, parts[m]) for m in peers], [(m, arriving[m]) for m in peers], what, into)
+        into.split(list(receives))[self.index].copy_(x.split(list(sends))[self.index])
+        return self.exchange_runs(x, sends, into, receives, what)
 
     def exchange_runs(
         self, x: Tensor, sends: Sequence[int], into: Tensor, receives: Sequence[int], what: str
     ) -> Handle:
         """Start sending runs of rows of x, `sends[m]` to member m, one after another, and receiving the like in `into`.
 
-        No rows go from a member to itself. One message for each pair that has rows: an all-to-all of torch sends empty
-        ones too over NCCL, so that all members would wait for each other and be connected.
+        `wait()` returns `into`; this member's own run in it is left as it is. One message for each pair that has rows:
+        an all-to-all of torch sends empty ones too over NCCL, so that all members would wait for each other and be
+        connected.
         """
-        leaving, arriving = enumerate(x.split(list(sends))), enumerate(into.split(list(receives)))
-        return self.exchange(list(leaving), list(arriving), what, work_bytes=into.nbytes)
+        leaving, arriving = x.split(list(sends)), into.split(list(receives))
+        peers = self._other_members()
+        sent, received = [(m, leaving[m]) for m in peers], [(m, arriving[m]) for m in peers]
+        return self.exchange(sent, received, what, into, into.nbytes)
 
     def shift(self, x: Tensor, into: Tensor, what: str) -> Handle:
         """Start sending x to the next member and receiving `into`, contiguous, from the one before; rows may differ."""
