@@ -65,7 +65,7 @@ MUTATIONS = {
         "parts.append(expand(first, first + segments.stop - segments.start))", SHARED, "LayoutError",
     ),
     "labels in the places of items count": Mutation(
-        "train.local_batch", "tokens[1:] if hidden is None else", "tokens[1:] if True else", FAN_IN, "PlanError"
+        "train.read_rows", "labels if hidden is None else", "labels if True else", FAN_IN, "PlanError"
     ),
     "the norm leaves the encoders out": Mutation(
         "train.gradients", "modules_and_worlds(model, world)", "modules_and_worlds(model, world)[:1]", FAN_IN, "loss"
