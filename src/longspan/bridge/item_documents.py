@@ -83,7 +83,7 @@ def items_at_placeholders(
                 "processor that made the token ids and the encoder must agree"
             )
         for part in np.split(places, np.cumsum(counts)[:-1]) if len(counts) else []:
-            spans = Partition.from_rows([part.tolist()]).runs(0).tolist()
+            spans = Partition.from_rows([part]).runs(0).tolist()
             items.append(Item(document, tuple((start, stop) for start, stop in spans), modality))
     return items
 

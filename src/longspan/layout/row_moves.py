@@ -4,7 +4,7 @@ One rule serves both directions. Members who have a row fall into groups whose c
 member brings the row to a receiver, and what comes from several groups is summed. A forward movement has one group, all
 members; partial gradients have a group for each member. Work is a few array operations over the blocks of all members
 (`row_blocks.py`), and indices of rows are made for one member alone. Not covered: carrying it out
-(`comm/moves/row_exchange.py`).
+(`comm/moves/carry_rows.py`).
 """
 
 from collections.abc import Sequence

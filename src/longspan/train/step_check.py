@@ -82,8 +82,10 @@ def _refuse_mixture(index: int, group: dict[str, Any]) -> None:
     """Raise ModelError for sharded and plain parameters in one group that torch updates by one kernel."""
     parameters = group["params"]
     sharded = sum(isinstance(parameter, DTensor) for parameter in parameters)
+    if not 0 < sharded < len(parameters):
+        return
     by_default = group.get("foreach") is None and any(parameter.is_cuda for parameter in parameters)
-    if 0 < sharded < len(parameters) and (group.get("fused") or group.get("foreach") or by_default):
+    if group.get("fused") or group.get("foreach") or by_default:
         raise ModelError(
             f"group {index} of the optimizer has {sharded} sharded parameters and {len(parameters) - sharded} plain "
             "ones, which torch's fused and foreach kernels do not take together; use longspan.train.build_optimizer, "

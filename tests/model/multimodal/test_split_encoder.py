@@ -16,7 +16,7 @@ from longspan.layout import Layout
 from longspan.model.local_tensors import local_tensor
 from longspan.model.multimodal.blocks import encoder_blocks
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
-from longspan.model.multimodal.tp_plan import parts_of
+from longspan.model.multimodal.tp_plan import parts_to_split
 from longspan.testing import backend, run_ranks
 from tests.model.multimodal.encoders import HEADS, HIDDEN, WIDTH, Attention, OwnViT, Renamed, encoder, items_of
 from tests.model.multimodal.test_prepare_encoder import gradient_errors, whole
@@ -138,7 +138,7 @@ def test_a_first_call_refuses_a_split_that_is_not_the_unsplit_block() -> None:
 
 def test_what_cannot_be_split_is_refused_by_name_and_number() -> None:
     def parts(module: nn.Module, tp: int, plan: dict[str, str] | None = None) -> object:
-        return parts_of(module, encoder_blocks(module), tp, plan)
+        return parts_to_split(module, encoder_blocks(module), tp, plan)
 
     with pytest.raises(ModelError, match=r"tp 3 does not divide 4 \(num_heads of tower.*use tp 1 or 2 or 4"):
         parts(encoder("clip", torch.float32), 3)

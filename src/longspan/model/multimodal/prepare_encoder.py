@@ -19,7 +19,7 @@ from longspan.errors import ModelError
 from longspan.layout.layout import short
 from longspan.model.multimodal.blocks import encoder_blocks
 from longspan.model.multimodal.split_encoder import split_encoder
-from longspan.model.multimodal.tp_plan import parts_of
+from longspan.model.multimodal.tp_plan import parts_to_split
 from longspan.model.placement.recompute import Recomputation, checkpointed
 from longspan.model.placement.sharding import Sharding, shard_over_slots
 
@@ -68,7 +68,7 @@ def prepare_encoder(
     recomputation = Recomputation.of(activation_checkpointing)
     _check(module, world, sharding)
     units = _blocks(module, blocks, recomputation)
-    parts = parts_of(module, units, world.home.tp, tp_plan)
+    parts = parts_to_split(module, units, world.home.tp, tp_plan)
     _refuse_unlike_weights(module, world)
     trials = split_encoder(module, units, parts, world) if world.home.tp > 1 else []
     for block in units.values():

@@ -64,7 +64,7 @@ class Part:
         return counts | {n: value for n, value in attributes.items() if n in WIDTHS and value == width}
 
 
-def parts_of(
+def parts_to_split(
     module: nn.Module, blocks: Mapping[str, nn.Module], tp: int, plan: Mapping[str, str] | None = None
 ) -> list[Part]:
     """The parts of an encoder that are split over tp ranks, in its order; none at tp 1, where a plan is still checked.

@@ -139,6 +139,10 @@ class ItemTable:
 
     def digest(self) -> str:
         """A digest of lengths and items, the same on every rank that was given the same."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         return hashlib.sha256(repr((self.lengths, self.items)).encode()).hexdigest()[:16]
 
     def name(self, item: int) -> str:
