@@ -139,7 +139,7 @@ def test_slots_in_any_order_of_ranks() -> None:
 
 
 def _again(rank: int) -> list[float]:
-    """Two worlds with equal meshes over groups of other names, in one process."""
+    """Two worlds with equal meshes over groups of other names, in one process: norms, and norms of gradients."""
     norms = []
     for pipeline_first in (False, True):
         with World(Layout(ranks=4, pp=2), backend=backend(), timeout=60) as world:
@@ -147,11 +147,14 @@ def _again(rank: int) -> list[float]:
                 _ = world.channels.pipeline
             local = torch.full((1,), 3.0 + world.slot, device=world.device)  # norms 3 and 4: 5 of both, exactly
             x = DTensor.from_local(local, world.meshes.fsdp, [Shard(0)], run_check=False)
-            norm = torch.linalg.vector_norm(x)
+            norm = torch.linalg.vector_norm(x.requires_grad_())
             assert isinstance(norm, DTensor)
             norms.append(norm.full_tensor().item())
+            (x * x).sum().backward()  # on a GPU in another thread
+            assert isinstance(x.grad, DTensor)
+            norms.append(x.grad.full_tensor().norm().item())
     return norms
 
 
 def test_a_world_after_a_world_has_meshes_of_its_own() -> None:
-    assert run_ranks(_again, 4) == [[5.0, 5.0]] * 4
+    assert run_ranks(_again, 4) == [[5.0, 10.0, 5.0, 10.0]] * 4

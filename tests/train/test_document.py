@@ -42,7 +42,7 @@ def dense(documents: list[Any], device: torch.device) -> tuple[float, int, dict[
         total = total + F.cross_entropy(logits, wanted, ignore_index=-100, reduction="sum")
         count += int((wanted != -100).sum())
     (total / count).backward()
-    return float(total / count), count, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return float(total / count), count, gradients_of(model)
 
 
 def _steps(rank: int) -> dict[str, tuple[float, ...]]:

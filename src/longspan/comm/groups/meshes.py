@@ -10,10 +10,12 @@ root. Groups are made when a mesh that needs them is first asked for, by all ran
 import logging
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -68,14 +70,16 @@ class Meshes:
         """Let torch forget these meshes once their groups are gone: equal ones of a later world would get dead groups.
 
         torch (2.11 to 2.13) keeps a mesh with the sharding of every operation that it has seen on DTensors, and meshes
-        of the same ranks and axes are equal.
+        of the same ranks and axes are equal. Each thread has such a memory, and on a GPU backward passes run in another
+        thread than forward passes.
         """
-        if self._mine:
-            from torch.distributed.tensor import DTensor  # half a second, where no model was prepared
-
-            DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-            getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
-            self._mine.clear()
+        if not self._mine:
+            return
+        _forget_shardings()
+        if self._device_type == "cuda":
+            with torch.enable_grad():
+                _InBackwardThread.apply(torch.zeros((), device="cuda", requires_grad=True)).backward()
+        self._mine.clear()
 
     @cached_property
     def _root(self) -> DeviceMesh:
@@ -145,3 +149,24 @@ class Meshes:
     def _check_axis(self, axis: str, size: int) -> None:
         if size == 1:
             raise CommError(f"the home has {axis} 1, so it has no {axis} mesh; use Layout(ranks=…, {axis}=2) or more")
+
+
+def _forget_shardings() -> None:
+    """Clear what this thread keeps of operations on DTensors."""
+    from torch.distributed.tensor import DTensor  # half a second, where no model was prepared
+
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+
+
+class _InBackwardThread(torch.autograd.Function):
+    """An identity whose backward clears what the thread that runs it keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        _forget_shardings()
+        return gradients[0]
