@@ -34,7 +34,7 @@ from longspan.attention.geometry.members import Mask, Members
 from longspan.attention.kernels import table
 from longspan.attention.sums import fused, rows
 from longspan.cli.machine import machine, machine_text
-from longspan.comm.shard import ShardPart
+from longspan.comm.shard_part import ShardPart
 from longspan.train.versions import versions
 
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from longspan.comm.moves.ring import RingBlocks as RingBlocks
     from longspan.comm.moves.ring import split_columns as split_columns
     from longspan.comm.shard import SequenceShard as SequenceShard
-    from longspan.comm.shard import ShardPart as ShardPart
     from longspan.comm.shard import bind as bind
+    from longspan.comm.shard_part import ShardPart as ShardPart
     from longspan.comm.waiting import on_all_ranks as on_all_ranks
     from longspan.comm.waiting import patience as patience
     from longspan.comm.waiting import raise_first_error as raise_first_error

@@ -7,84 +7,18 @@ bound again by activation recomputation.
 Rows of a slot: group after group in plan order, document after document, in the order of the group's partition.
 """
 
-from collections.abc import Sequence
-from typing import Any, NoReturn, Self
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from longspan.comm.host_arrays import to_device
+from longspan.comm.shard_part import Immutable, ShardPart, parts_of_slot
+from longspan.comm.shard_rows import counts_of_slots, lay_out, packed_order
 from longspan.comm.world import World, world_of
-from longspan.errors import CommError, LayoutError, PlanError
-from longspan.layout import Segments
-from longspan.layout.segments import expand
-from longspan.plan import Group, MicroBatch
-
-Rows = npt.NDArray[np.int64]
-
-
-class _Immutable:
-    """Attributes are set once, by `_set`. A plain class: FSDP2's mixed precision rebuilds dataclasses in keyword
-    arguments and casts their tensors (torch 2.11 to 2.13)."""
-
-    __slots__ = ()
-
-    def _set(self, **values: object) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{type(self).__name__} is immutable: bind the micro-batch again, do not set {name}")
-
-    def __copy__(self) -> Self:
-        """Itself: what never changes needs no copy."""
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise CommError(
-            f"a {type(self).__name__} belongs to a world of this process and cannot be pickled; send its MicroBatch "
-            "(or the plan) and call bind(micro_batch, world) where it arrives"
-        )
-
-
-class ShardPart(_Immutable):
-    """This rank's share of one group of a micro-batch.
-
-    `group` and `index` (of the group in the micro-batch, −1 for padding rows), `member` (position in the group),
-    `start:stop` (its rows among the shard's rows), `counts` (rows of every member).
-    """
-
-    __slots__ = ("counts", "group", "index", "member", "start", "stop", "world_key")
-
-    group: Group
-    index: int
-    member: int
-    start: int
-    stop: int
-    counts: tuple[int, ...]
-    world_key: int
-
-    def __init__(self, group: Group, index: int, slot: int, start: int, world_key: int) -> None:
-        member, counts = group.slots.index(slot), group.shares.counts
-        stop = start + counts[member]
-        self._set(group=group, index=index, member=member, start=start, stop=stop, counts=counts, world_key=world_key)
-
-    @property
-    def degree(self) -> int:
-        """Context-parallel degree of the group."""
-        return self.group.degree
-
-    def segments(self, member: int | None = None) -> Segments:
-        """The rows of one member (default: this rank) as runs of positions inside documents."""
-        return self.group.shares.segments(self.member if member is None else member)
-
-    def __repr__(self) -> str:
-        return f"ShardPart(group {self.index}, member {self.member} of {self.degree}, rows {self.start}:{self.stop})"
+from longspan.errors import LayoutError, PlanError
+from longspan.layout.segments import Rows
+from longspan.plan import MicroBatch
 
 
 class Derived:
@@ -104,7 +38,7 @@ class Derived:
         self.spliced: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
-class SequenceShard(_Immutable):
+class SequenceShard(Immutable):
     """One rank's view of one micro-batch, as `bind` returns it. T local rows of S packed rows.
 
     `rows` (T,) int64: packed row of each local row, −1 for padding; `position_ids` (T,) int64: position inside the
@@ -153,8 +87,8 @@ class SequenceShard(_Immutable):
         padding: int = 0,
         seed: tuple[int, int] = (0, 0),
     ) -> None:
-        parts = _parts(micro_batch, slot, world_key, padding)
-        rows, positions, documents, cu_seqlens = _lay_out(micro_batch, parts)
+        parts = parts_of_slot(micro_batch, slot, world_key, padding)
+        rows, positions, documents, cu_seqlens = lay_out(micro_batch, parts)
         self._set(
             micro_batch=micro_batch,
             slot=slot,
@@ -238,9 +172,9 @@ class SequenceShard(_Immutable):
         return _Gather.apply(x_local, self)  # pyright: ignore[reportReturnType]
 
     def _packed_order(self, starts: tuple[int, ...]) -> Tensor:
-        """`_packed_order` on the device, worked out once."""
+        """`packed_order` on the device, worked out once."""
         if self.derived.packed_order is None or self.derived.packed_order[0] != starts:
-            self.derived.packed_order = starts, to_device(_packed_order(self.micro_batch, starts), self.device)
+            self.derived.packed_order = starts, to_device(packed_order(self.micro_batch, starts), self.device)
         return self.derived.packed_order[1]
 
     def _has_padding(self) -> bool:
@@ -274,82 +208,6 @@ def _check_fill(fill: float, dtype: torch.dtype) -> None:
         raise LayoutError(f"scatter cannot fill {dtype} with {fill}; give a whole number from {least} to {most}")
 
 
-def _parts(micro_batch: MicroBatch, slot: int, world_key: int, padding: int) -> tuple[ShardPart, ...]:
-    groups = [*micro_batch.groups_of(slot)]
-    if padding:
-        groups.append((-1, Group(slots=(slot,), documents=(-1,), lengths=(padding,))))
-    parts: list[ShardPart] = []
-    for index, group in groups:
-        parts.append(ShardPart(group, index, slot, parts[-1].stop if parts else 0, world_key))
-    return tuple(parts)
-
-
-def _lay_out(micro_batch: MicroBatch, parts: Sequence[ShardPart]) -> tuple[Rows, Rows, Rows, npt.NDArray[np.int32]]:
-    """Packed rows and positions of the local rows; document and boundaries of the local segments."""
-    bases = np.cumsum([0, *(group.tokens for group in micro_batch.groups)])
-    laid = [(_part_rows(part, int(bases[part.index])), part) for part in parts]
-    rows = _concatenate([row for (row, _), _ in laid])
-    positions = _concatenate([position for (_, position), _ in laid])
-    documents, sizes = _concatenate([]), _concatenate([])
-    for part in parts:
-        ids, size = _segment_sizes(part)
-        documents, sizes = np.concatenate([documents, ids]), np.concatenate([sizes, size])
-    return rows, positions, documents, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-
-
-def _part_rows(part: ShardPart, base: int) -> tuple[Rows, Rows]:
-    """(packed row, position) of each local row of a part whose group begins at packed row `base`."""
-    segments = part.segments()
-    sizes = segments.stop - segments.start
-    positions = np.arange(int(sizes.sum())) + np.repeat(segments.start - segments.offset, sizes)
-    lengths = np.asarray(part.group.lengths, dtype=np.int64)
-    starts = np.cumsum(lengths) - lengths
-    document = np.repeat(segments.document, sizes)
-    real = (positions < lengths[document]) & (part.index >= 0)
-    return np.where(real, base + starts[document] + positions, -1), positions
-
-
-def _segment_sizes(part: ShardPart) -> tuple[Rows, Rows]:
-    """Document ids that this part has rows of, and how many."""
-    segments = part.segments()
-    per_document = np.bincount(
-        segments.document, weights=segments.stop - segments.start, minlength=len(part.group.documents)
-    ).astype(np.int64)
-    present = np.flatnonzero(per_document)
-    return np.asarray(part.group.documents, dtype=np.int64)[present], per_document[present]
-
-
-def _concatenate(arrays: Sequence[Rows]) -> Rows:
-    return np.concatenate([np.zeros(0, dtype=np.int64), *arrays])
-
-
-def _counts(micro_batch: MicroBatch, slots: int) -> list[int]:
-    """Rows that each slot holds."""
-    counts = [0] * slots
-    for group in micro_batch.groups:
-        for slot, rows in zip(group.slots, group.shares.counts, strict=True):
-            counts[slot] += rows
-    return counts
-
-
-def _packed_order(micro_batch: MicroBatch, starts: Sequence[int]) -> Rows:
-    """Where each packed row (S,) is among the rows of all slots, of which those of slot s begin at `starts[s]`."""
-    sources, next_row, base = np.empty(micro_batch.tokens, dtype=np.int64), list(starts), 0
-    for group in micro_batch.groups:
-        lengths, counts = np.asarray(group.lengths, dtype=np.int64), group.shares.counts
-        first_rows = base + np.cumsum(lengths) - lengths
-        for member, slot in enumerate(group.slots):
-            segments = group.shares.segments(member)
-            sizes = np.clip(
-                lengths[segments.document] - segments.start, 0, segments.stop - segments.start
-            )  # no padding
-            begin, local = first_rows[segments.document] + segments.start, next_row[slot] + segments.offset
-            sources[expand(begin, begin + sizes)] = expand(local, local + sizes)
-            next_row[slot] += counts[member]
-        base += group.tokens
-    return sources
-
-
 class _Gather(torch.autograd.Function):
     """All slots' rows in packed order; backward takes the own rows of an identical gradient."""
 
@@ -357,7 +215,10 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x_local: Tensor, shard: SequenceShard) -> Tensor:
         ctx.shard = shard
         world = world_of(shard.world_key)
-        channel, counts = world.channels.between(range(world.home.slots)), _counts(shard.micro_batch, world.home.slots)
+        channel, counts = (
+            world.channels.between(range(world.home.slots)),
+            counts_of_slots(shard.micro_batch, world.home.slots),
+        )
         local = x_local.detach()[: counts[shard.slot]].contiguous()
         rows = channel.all_gather_rows(local, counts, "gather of rows").wait()
         return rows.index_select(0, shard._packed_order(channel.starts(counts)))
