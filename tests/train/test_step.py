@@ -231,7 +231,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[LongspanError], str]] = {
     "other targets": (
         {"plan": lambda p: replace(p, targets=70)},
         PlanError,
-        "divides the loss by 70 targets, its 8 documents have 77",
+        "divides the loss by 70 targets, its 8 documents predict 77",
     ),
     "other slots": (
         {"plan": lambda p: plan_fixed(LENGTHS, Layout(ranks=2), cp=2)},
