@@ -38,8 +38,10 @@ if TYPE_CHECKING:
     from longspan.plan import plan_padded as plan_padded
     from longspan.plan.items import Item as Item
     from longspan.train import Document as Document
+    from longspan.train import DocumentLoss as DocumentLoss
     from longspan.train import evaluate as evaluate
     from longspan.train import run_step as run_step
+    from longspan.train import token_log_probs as token_log_probs
 
 __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

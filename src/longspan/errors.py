@@ -9,6 +9,7 @@ LongspanError
 ├── DataError        a corpus or tokenizer that is missing, empty or does not match
 ├── ConfigError      unknown keys and impossible values of a run's configuration
 ├── NonFiniteError   a loss or gradients that are not finite
+├── LossError        a loss of one's own that fails or gives no losses, a divisor that is none
 ├── EvaluationError  a metric that gives no sum and count
 ├── EvaluationStopped  an evaluation that was ended before its last document
 ├── CheckpointError  a checkpoint that is missing, damaged or of another model
@@ -66,6 +67,10 @@ class NonFiniteError(LongspanError, ArithmeticError):
     """A loss or gradients that are not finite, found before they reached a weight."""
 
     weights_are_finite: bool = True  # of all ranks
+
+
+class LossError(LongspanError, ValueError):
+    """A loss of one's own that fails or gives no losses, or a divisor that is none."""
 
 
 class EvaluationError(LongspanError, ValueError):

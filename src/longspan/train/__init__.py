@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from longspan.train.loss import summed_cross_entropy as summed_cross_entropy
     from longspan.train.optim.optimizer import build_optimizer as build_optimizer
     from longspan.train.optim.schedule import Schedule as Schedule
+    from longspan.train.own_loss.document_loss import DocumentLoss as DocumentLoss
+    from longspan.train.own_loss.loss_rows import LossRows as LossRows
+    from longspan.train.own_loss.token_log_probs import TokenLogProbs as TokenLogProbs
+    from longspan.train.own_loss.token_log_probs import token_log_probs as token_log_probs
     from longspan.train.plans import PlanChoice as PlanChoice
     from longspan.train.read_rows import read_inputs_and_labels as read_inputs_and_labels
     from longspan.train.step import StepResult as StepResult

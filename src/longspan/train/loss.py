@@ -1,23 +1,93 @@
 """The loss of local rows as a sum over targets: of logits, or of hidden states a few rows at a time.
 
 In chunks the logits of all rows never exist at once: gradients are made in forward, chunk by chunk, so that no logits
-are computed twice. What turns hidden states into logits is a head (`longspan.model.seams.row_loss`). Dividing by the
-plan's number of targets, and summing over slots, is the step's business (`step.py`).
+are computed twice, and of the rows that predict a token alone. What turns hidden states into logits is a head
+(`longspan.model.seams.row_loss`), what a row's loss is a function of its target's log-probability. Dividing, and
+summing over slots, is the step's business (`step.py`).
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from longspan.model.seams.row_loss import OutputHead
+from longspan.comm import to_device
 from longspan.train.document import NO_TARGET
+from longspan.train.read_rows import WEIGHTS, LocalBatch, target_rows
 
 CHUNK_BYTES = {"cuda": 2 << 30}  # of logits and what is computed from them, at a time
 CHUNK_BYTES_ELSEWHERE = 64 << 20
+
+# Of log-probabilities (t,) of targets, and which of all targets they are: the sum of their losses (a float64 scalar)
+# and the derivative of each loss by its log-probability (t,).
+LossOfRows = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+
+
+class Head(Protocol):
+    """What makes logits (t, V) of hidden states (t, D): an OutputHead, say."""
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """What logits depend on beside hidden states."""
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """Columns of the logits."""
+        ...
+
+    def __call__(self, hidden: Tensor) -> Tensor: ...
+
+
+class GivenLogits(NamedTuple):
+    """The head of a model that made logits (T, V) of all rows already."""
+
+    vocabulary: int
+    parameters: tuple[nn.Parameter, ...] = ()
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """The logits as they are."""
+        return hidden
+
+
+class Targets(NamedTuple):
+    """The local rows (n,) that predict a token, and the token's id (n,), on the model's device."""
+
+    rows: Tensor
+    ids: Tensor
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """The loss of a step where nothing else is said: the cross entropy of targets, times their weights.
+
+    `chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes).
+    """
+
+    chunk_rows: int = 0
+
+    def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
+        """The sum of the losses of a micro-batch's rows (T, D), a float64 scalar."""
+        rows, device = target_rows(batch), hidden.device
+        targets = Targets(to_device(rows, device), to_device(batch.labels[rows], device))
+        if WEIGHTS not in batch.values:
+            return chunked_loss(hidden, targets, cross_entropy, head, self.chunk_rows)
+        weights = to_device(batch.values[WEIGHTS][rows], device)
+        return chunked_loss(hidden, targets, lambda x, part: linear(x, -weights[part]), head, self.chunk_rows)
+
+
+def cross_entropy(log_probs: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    """The sum of the cross entropy of targets, and its derivatives."""
+    return -log_probs.sum(dtype=torch.float64), log_probs.new_full(log_probs.shape, -1.0)
+
+
+def linear(log_probs: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of log-probabilities times `slopes`, and its derivatives."""
+    return (slopes * log_probs).sum(dtype=torch.float64), slopes
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -30,57 +100,95 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return losses.sum(dtype=torch.float64)
 
 
-def cross_entropy_rows(logits: Tensor, labels: Tensor, differentiate: bool) -> tuple[Tensor, Tensor | None]:
-    """The sum of the cross entropy (a float64 scalar) over rows with a label, and its gradient by the logits (t, V).
+def log_probs_of_rows(logits: Tensor, targets: Tensor) -> Tensor:
+    """The log-probability of each row's target (t,), of logits (t, V) and token ids (t,), without a gradient.
 
-    The softmax is in float32 (float64 for float64 logits); rows labelled −100 add nothing and get a zero gradient. One
-    copy of the logits is made, in the softmax's type.
+    The softmax is in float32, in float64 for float64 logits, and so is the result.
     """
-    real = labels != NO_TARGET
-    at = labels.masked_fill(~real, 0).unsqueeze(1)  # (t, 1)
-    losses, wide, total = _losses_and_exponentials(logits, at)
-    loss = losses.masked_fill(~real, 0).sum(dtype=torch.float64)
-    if not differentiate:
-        return loss, None
-    wide *= (real / total).unsqueeze(1)
-    wide.scatter_add_(1, at, -real.to(wide.dtype).unsqueeze(1))
-    return loss, wide.to(logits.dtype)
+    return _log_probs_and_exponentials(logits, targets.unsqueeze(1))[0]
 
 
-def cross_entropy_of_rows(logits: Tensor, targets: Tensor) -> Tensor:
-    """The cross entropy of each row (t,), in float64, of logits (t, V) and token ids (t,).
+def _log_probs_and_exponentials(logits: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities (t,) of the columns `at` (t, 1); and exp(logits - their largest) (t, V) with its sums (t,).
 
-    Their sum is that of `cross_entropy_rows`: the softmax is in float32, in float64 for float64 logits.
+    One copy of the logits is made, in the softmax's type.
     """
-    return _losses_and_exponentials(logits, targets.unsqueeze(1))[0].to(torch.float64)
-
-
-def _losses_and_exponentials(logits: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses (t,) of the columns `at` (t, 1); and exp(logits - their largest) (t, V) with its sums (t,)."""
     wide = logits.detach().to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
     wide -= wide.amax(-1, keepdim=True)
     target_logits = wide.gather(1, at).squeeze(1)  # (t,)
     total = wide.exp_().sum(-1)  # (t,)
-    return total.log() - target_logits, wide, total
+    return target_logits - total.log(), wide, total
 
 
-def chunked_cross_entropy(hidden: Tensor, labels: Tensor, head: OutputHead, rows: int = 0) -> Tensor:
+def loss_and_gradient(logits: Tensor, targets: Tensor, losses: LossOfRows, part: slice) -> tuple[Tensor, Tensor]:
+    """The sum of the losses (a float64 scalar) of rows, and its gradient by their logits (t, V).
+
+    The derivative of a row's log-probability by its logits is onehot − softmax.
+    """
+    at = targets.unsqueeze(1)
+    log_probs, wide, total = _log_probs_and_exponentials(logits, at)
+    with torch.enable_grad():
+        loss, slopes = losses(log_probs, part)
+    slopes = slopes.to(wide.dtype)
+    wide *= (-slopes / total).unsqueeze(1)
+    wide.scatter_add_(1, at, slopes.unsqueeze(1))
+    return loss.detach(), wide.to(logits.dtype)
+
+
+def chunked_cross_entropy(hidden: Tensor, labels: Tensor, head: Head, rows: int = 0) -> Tensor:
     """The sum of the cross entropy of hidden states (T, D) under a head, `rows` rows at a time: a float64 scalar.
 
     >>> loss = model(**inputs, row_loss=lambda hidden, head: chunked_cross_entropy(hidden, labels, head))
 
+    Rows labelled −100 add nothing.
+    """
+    predicting = torch.nonzero(labels != NO_TARGET).squeeze(1)
+    return chunked_loss(hidden, Targets(predicting, labels[predicting]), cross_entropy, head, rows)
+
+
+def chunked_loss(hidden: Tensor, targets: Targets, losses: LossOfRows, head: Head, rows: int = 0) -> Tensor:
+    """The sum of what `losses` makes of the log-probabilities of targets, of hidden states (T, D): a float64 scalar.
+
     Forward makes the gradients of hidden states and head as well, so that no logits are made twice; backward scales
     them. Gradients of the head are summed over chunks in float32 (float64 for float64). `rows` 0 takes what keeps a
-    chunk within 2 GiB on a GPU, 64 MiB elsewhere.
+    chunk within 2 GiB on a GPU, 64 MiB elsewhere. Without a target, the head runs on a row that has no loss.
     """
-    rows = rows or rows_of_chunk(head.vocabulary, hidden.dtype, hidden.device.type)
-    parameters = head.parameters
+    rows, parameters = _rows_at_a_time(hidden, head, rows), head.parameters
+    if not len(targets.rows):
+        targets, losses = _any_row(targets), _no_loss
     if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
-        return _ChunkedLoss.apply(hidden, labels, head, rows, *parameters)  # pyright: ignore[reportReturnType]
+        return _ChunkedLoss.apply(hidden, targets, losses, head, rows, *parameters)  # pyright: ignore[reportReturnType]
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    for part in chunks_of_rows(len(hidden), rows):
-        total += cross_entropy_rows(head(hidden[part]), labels[part], False)[0]
+    for part in chunks_of_rows(len(targets.rows), rows):
+        logits = head(hidden.index_select(0, targets.rows[part]))
+        total += losses(log_probs_of_rows(logits, targets.ids[part]), part)[0]
     return total
+
+
+@torch.no_grad()
+def chunked_log_probs(hidden: Tensor, targets: Targets, head: Head, rows: int = 0) -> Tensor:
+    """The log-probabilities (n,) of targets, of hidden states (T, D) under a head, `rows` rows at a time."""
+    count, rows = len(targets.rows), _rows_at_a_time(hidden, head, rows)
+    if not count:
+        targets = _any_row(targets)
+    parts = [
+        log_probs_of_rows(head(hidden.index_select(0, targets.rows[part])), targets.ids[part])
+        for part in chunks_of_rows(len(targets.rows), rows)
+    ]
+    return torch.cat(parts)[:count]
+
+
+def _any_row(targets: Targets) -> Targets:
+    """One row in the place of none: what a head does between ranks is done by all of them."""
+    return Targets(targets.rows.new_zeros(1), targets.ids.new_zeros(1))
+
+
+def _no_loss(log_probs: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    return log_probs.new_zeros((), dtype=torch.float64), torch.zeros_like(log_probs)
+
+
+def _rows_at_a_time(hidden: Tensor, head: Head, rows: int) -> int:
+    return rows or rows_of_chunk(head.vocabulary, hidden.dtype, hidden.device.type)
 
 
 def rows_of_chunk(vocabulary: int, dtype: torch.dtype, device: str) -> int:
@@ -98,22 +206,25 @@ def chunks_of_rows(total: int, rows: int) -> Iterator[slice]:
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, labels: Tensor, head: OutputHead, rows: int, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, targets: Targets, losses: LossOfRows, head: Head, rows: int, *parameters: Tensor
+    ) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        gradient = torch.empty_like(hidden) if hidden.requires_grad else None
+        gradient = torch.zeros_like(hidden) if hidden.requires_grad else None
         sums: list[Tensor] = []
-        for part in chunks_of_rows(len(hidden), rows):
+        for part in chunks_of_rows(len(targets.rows), rows):
+            predicting = targets.rows[part]
             with torch.enable_grad():
-                rows_in = hidden[part].detach().requires_grad_(gradient is not None)
+                rows_in = hidden.detach().index_select(0, predicting).requires_grad_(gradient is not None)
                 logits = head(rows_in)
-            loss, by_logits = cross_entropy_rows(logits, labels[part], True)
+            loss, by_logits = loss_and_gradient(logits, targets.ids[part], losses, part)
             total += loss
             leaves = (*([rows_in] if gradient is not None else []), *parameters)
             gradients = list(torch.autograd.grad(logits, leaves, by_logits))
             del logits, by_logits
             if gradient is not None:
-                gradient[part] = gradients.pop(0)
-            sums = _added(sums, gradients, last=part.stop == len(hidden))
+                gradient.index_copy_(0, predicting, gradients.pop(0))
+            sums = _added(sums, gradients, last=part.stop == len(targets.rows))
         ctx.save_for_backward(*([gradient] if gradient is not None else []), *sums)
         ctx.through, ctx.dtypes = gradient is not None, [p.dtype for p in parameters]
         return total
@@ -124,7 +235,7 @@ class _ChunkedLoss(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         by_hidden = saved.pop(0) * gradients[0] if ctx.through else None
         by_parameters = [(x * gradients[0]).to(dtype) for x, dtype in zip(saved, ctx.dtypes, strict=True)]
-        return by_hidden, None, None, None, *by_parameters
+        return by_hidden, None, None, None, None, *by_parameters
 
 
 def _added(sums: list[Tensor], gradients: list[Tensor], *, last: bool) -> list[Tensor]:

@@ -29,43 +29,41 @@ from longspan.model.prepared import is_prepared
 from longspan.model.seams.first_pass import awaits_first_pass
 from longspan.plan import Plan
 from longspan.train.local_batch import padding_batch
-from longspan.train.loss import chunked_cross_entropy, summed_cross_entropy
+from longspan.train.loss import GivenLogits
 from longspan.train.read_rows import LocalBatch
 
-# In an evaluation: of a batch, its last hidden states (T, D) and what makes logits of some of them, the sum of losses.
+# Of a batch, its last hidden states (T, D) and what makes logits of some of them: the sum of losses, with a gradient
+# where gradients are enabled.
 Measure = Callable[[LocalBatch, Tensor, Any], Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Passes:
     """What all passes of one step share: model, plan and world, with or without gradients, and how to make the loss.
 
-    `chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes), `routing` the
-    statistics of the routers of a model with experts. `measure`, in an evaluation, sees the rows of every micro-batch
-    and returns the sum of their losses; `keywords` goes to every call of the model. `frees_parameters`: whether passes
-    without backward free at their end what FSDP2 has gathered; otherwise the caller does.
+    `measure` sees the rows of every micro-batch and returns the sum of their losses, of which gradients are divided by
+    `divisor`. `routing` are the statistics of the routers of a model with experts; `keywords` goes to every call of the
+    model. `frees_parameters`: whether passes without backward free at their end what FSDP2 has gathered; otherwise the
+    caller does.
     """
 
     model: nn.Module
     plan: Plan
     world: World
     backward: bool
-    chunk_rows: int
-    routing: RouterStatistics | None
-    measure: Measure | None = None
+    measure: Measure
+    divisor: float = 1.0
+    routing: RouterStatistics | None = None
     keywords: Mapping[str, Any] = field(default_factory=dict)
     frees_parameters: bool = True
 
     def mean(self, loss_sum: Tensor) -> Tensor:
-        """A sum over rows as its part of the step's loss: divided by the plan's targets."""
-        return loss_sum / max(self.plan.targets, 1)
+        """A sum over rows as its part of the step's loss."""
+        return loss_sum / self.divisor
 
     def row_loss(self, batch: LocalBatch) -> Callable[[Tensor, Any], Tensor]:
         """The loss that a prepared model makes of its last hidden states (T, D) and its head."""
-        if (measure := self.measure) is not None:
-            return lambda hidden, head: measure(batch, hidden, head)
-        labels = to_device(batch.labels, batch.shard.device)
-        return lambda hidden, head: chunked_cross_entropy(hidden, labels, head, self.chunk_rows)
+        return lambda hidden, head: self.measure(batch, hidden, head)
 
     def arguments(self, *, counting: bool = False) -> dict[str, Any]:
         """Keyword arguments of one more call of the model: with experts, what collects their routers' statistics."""
@@ -84,7 +82,7 @@ class Passes:
 
 
 def run_passes(passes: Passes, batches: Sequence[LocalBatch]) -> float:
-    """This rank's sum of the loss; with backward, gradients of the sum over slots, divided by the plan's targets."""
+    """This rank's sum of the loss; with backward, gradients of the sum over slots, divided by the divisor."""
     model, world, backward = passes.model, passes.world, passes.backward
     run = _run_pipeline if isinstance(model, PipelineModel) else _run_model
     named = world.watch.naming("forward and backward passes", world.home.ranks)
@@ -130,15 +128,13 @@ def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 
 def _loss(passes: Passes, batch: LocalBatch) -> Tensor:
-    """The sum of the cross entropy of the local rows; a model of the caller's own returns logits (1, T, V)."""
+    """The sum of the losses of the local rows; a model of the caller's own returns logits (1, T, V)."""
     inputs = _inputs(batch) | passes.arguments()
     if is_prepared(passes.model):
         return passes.model(**inputs, row_loss=passes.row_loss(batch))
     out = passes.model(**inputs)
     logits = (out if isinstance(out, Tensor) else out.logits).squeeze(0)  # (T, V)
-    if passes.measure is not None:
-        return passes.measure(batch, logits, lambda rows: rows)
-    return summed_cross_entropy(logits, to_device(batch.labels, batch.shard.device))
+    return passes.measure(batch, logits, GivenLogits(logits.shape[-1]))
 
 
 @torch.no_grad()

@@ -63,6 +63,23 @@ def read_rows(
     return LocalBatch(shard, reader.ids, reader.labels, reader.values)
 
 
+def target_rows(batch: LocalBatch) -> Rows:
+    """The local rows (n,) that predict a token."""
+    return np.flatnonzero(batch.labels != NO_TARGET)
+
+
+def documents_and_positions(shard: SequenceShard) -> tuple[Rows, Rows]:
+    """The document and the position of each local row (T,), on the host; the document of padding is −1."""
+    documents: list[Rows] = []
+    positions: list[Rows] = []
+    for part in shard.parts:
+        segments = part.segments()
+        sizes = segments.stop - segments.start
+        documents.append(np.asarray(part.group.documents, dtype=np.int64)[np.repeat(segments.document, sizes)])
+        positions.append(np.arange(int(sizes.sum())) + np.repeat(segments.start - segments.offset, sizes))
+    return np.concatenate(documents), np.concatenate(positions)
+
+
 class _Reader:
     """Reads runs of documents into arrays over local rows (T,)."""
 

@@ -29,6 +29,9 @@ from longspan.train.document import NO_TARGET
 from longspan.train.encoding import items_of, read_encoding
 from longspan.train.gradients import check_finite, clip_gradients, square_sum_of_modules
 from longspan.train.local_batch import read_local_batches
+from longspan.train.own_loss.document_loss import DocumentLoss
+from longspan.train.own_loss.step_loss import step_loss
+from longspan.train.own_loss.token_loss import LossFunction
 from longspan.train.passes import Passes, run_passes
 from longspan.train.read_rows import LocalBatch
 from longspan.train.step_check import check_step, check_update
@@ -38,9 +41,10 @@ from longspan.train.step_check import check_step, check_update
 class StepResult:
     """The result of a step, the same on every rank but for `seconds` and `rows`.
 
-    `loss` is `loss_sum / targets`; `tokens` the documents' rows; `rows` those that this rank computed, padding
-    included; `grad_norm` (before clipping) is None without a backward pass. `router`: balance and z of a model with
-    experts, without their coefficients; they are not in `loss`.
+    `loss` is `loss_sum / divisor`, and the divisor the plan's `targets` where no other was given; `tokens` the
+    documents' rows; `rows` those that this rank computed, padding included; `grad_norm` (before clipping) is None
+    without a backward pass. `router`: balance and z of a model with experts, without their coefficients; they are not
+    in `loss`. `forward_twice`: micro-batches that a DocumentLoss ran forward once more, for sets in several of them.
     """
 
     loss: float
@@ -52,6 +56,8 @@ class StepResult:
     rows: int
     micro_batches: int
     router: RouterLosses | None = None
+    divisor: float = 1.0
+    forward_twice: int = 0
 
 
 def run_step(
@@ -65,8 +71,10 @@ def run_step(
     step: int | None = None,
     loss_chunk_rows: int = 0,
     router: RouterCoefficients | None = None,
+    loss: LossFunction | DocumentLoss | None = None,
+    divisor: float | None = None,
 ) -> StepResult:
-    """Run every micro-batch of a plan and return the loss, a sum over targets divided by the plan's targets.
+    """Run every micro-batch of a plan and return the loss: a sum over targets, divided by the plan's targets.
 
     `documents[d]` is document d of the plan: it has a length and is indexed by an int64 array of positions, of which a
     rank asks for its own. With `backward`, gradients are added to `.grad` as a plain sum over slots; with an
@@ -79,13 +87,22 @@ def run_step(
 
     A MultimodalModel takes documents with items (ItemDocuments): its encoders run before and after the language model.
 
+    The loss is the cross entropy, of documents with weights (`Document`) times the weight of each token, or one's own:
+    `loss(log_probs, at)` gets the log-probabilities (t,) of some targets, in float32 (float64 for float64 logits), and
+    a LossRows that says which they are, and returns their losses (t,), each of its own row alone. Weights are then
+    `at["weights"]`, and multiply nothing by themselves. A DocumentLoss is a function of documents' sums. `divisor`,
+    the same on every rank, is what the sum of the losses is divided by (None: the plan's targets, the number of sets of
+    a DocumentLoss).
+
     `loss_chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes). `router` holds the
     weights of the routers' losses in the gradient (None: those of the model's configuration).
 
     All ranks call it together, with the same plan. Raises PlanError for a plan that does not fit the home or the
     documents, CommError where ranks hold different plans, DataError for documents that cannot be read or hold ids
-    outside the vocabulary, on every rank, before the model runs. With an `optimizer`, raises NonFiniteError on every
-    rank where the loss or the gradient norm is not finite: weights and the optimizer's state are as before the step.
+    outside the vocabulary, on every rank, before the model runs; LossError on every rank after the passes where the
+    loss failed on any, when weights are as before and gradients are of no use. With an `optimizer`, raises
+    NonFiniteError on every rank where the loss or the gradient norm is not finite: weights and the optimizer's state
+    are as before the step.
     """
     started = time.perf_counter()
     check_update(optimizer, max_grad_norm, backward=backward)
@@ -94,14 +111,25 @@ def run_step(
     check_step(language_model, plan, documents, world, items, backward=backward)
     if step is not None:
         world.step = step
+    terms = step_loss(loss, divisor, plan, world, loss_chunk_rows)
+    terms.check(language_model, backward=backward)
     routing = router_statistics(language_model, world, plan.tokens, router)
     batches = read_local_batches(language_model, plan, documents, world, items)
     encoding = read_encoding(model, plan, documents, items, backward=backward)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
-    passes = Passes(language_model, plan, world, backward, loss_chunk_rows, routing)
+    passes = Passes(
+        model=language_model,
+        plan=plan,
+        world=world,
+        backward=backward,
+        measure=terms.measure,
+        divisor=terms.divisor,
+        routing=routing,
+    )
     with nullcontext() if encoding is None else encoding.around(plan.micro_batches, batches):
-        loss_sum = run_passes(passes, batches)
+        loss_sum = terms.look_ahead(passes, batches) + run_passes(passes, batches)
+    terms.raise_error(world)
     with world.watch.naming("gradient norm and optimizer", world.home.ranks):
         squares = square_sum_of_modules(model, world) if backward else 0.0
         result = _summed_over_ranks(passes, batches, loss_sum, squares)
@@ -109,7 +137,7 @@ def run_step(
             blame = list if encoding is None else encoding.not_finite
             check_finite(model, world, loss=result.loss, norm=result.grad_norm or 0.0, not_finite=blame)
             _update(model, optimizer, max_grad_norm, result)
-    return replace(result, seconds=time.perf_counter() - started)
+    return replace(result, seconds=time.perf_counter() - started, forward_twice=terms.forward_twice)
 
 
 def _summed_over_ranks(passes: Passes, batches: Sequence[LocalBatch], loss_sum: float, squares: float) -> StepResult:
@@ -125,7 +153,7 @@ def _summed_over_ranks(passes: Passes, batches: Sequence[LocalBatch], loss_sum: 
             f"the slots counted {counted:.0f} targets, the plan has {plan.targets}; is a document left out?"
         )
     return StepResult(
-        loss=loss_sum / max(plan.targets, 1),
+        loss=loss_sum / passes.divisor,
         loss_sum=loss_sum,
         targets=plan.targets,
         tokens=plan.tokens,
@@ -134,6 +162,7 @@ def _summed_over_ranks(passes: Passes, batches: Sequence[LocalBatch], loss_sum: 
         rows=sum(batch.shard.local_rows for batch in batches),
         micro_batches=len(plan.micro_batches),
         router=routing.losses(sums) if routing else None,
+        divisor=passes.divisor,
     )
 
 

@@ -54,6 +54,18 @@ def refuse_randomness(model: nn.Module) -> None:
         )
 
 
+def refuse_dropout_in_two_passes(model: nn.Module, what: str) -> None:
+    """Raise ModelError where training this prepared model drops attention weights: `what` takes two equal passes."""
+    config = getattr(model, "config", None)
+    values = {} if config is None else config.get_text_config().to_dict()
+    if keys := [f"{key} ({value:g})" for key, value in values.items() if _drops_attention(key) and _positive(value)]:
+        raise ModelError(
+            f"{what}: their loss takes two forward passes, which dropout would make differ; set {', '.join(keys)} to "
+            "0.0 in the model's configuration before it is built, or plan so that one micro-batch in lockstep holds "
+            "all documents of a set"
+        )
+
+
 class _Draws(TorchFunctionMode):
     """Counts calls of torch's functions that draw at random, while it is active."""
 
@@ -91,6 +103,10 @@ def _keys(config: Any) -> str:
     values = {} if config is None else config.get_text_config().to_dict()
     keys = [key for key in values if "layerdrop" in key or ("drop" in key and not any(w in key for w in _NOT_HERE))]
     return ", ".join(f"{key} ({values[key]:g})" for key in keys if _positive(values[key]))
+
+
+def _drops_attention(key: str) -> bool:
+    return "att" in key and "drop" in key
 
 
 def _positive(value: Any) -> bool:

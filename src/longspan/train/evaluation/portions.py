@@ -46,7 +46,9 @@ class Portions:
         self.long = self.any_long = False  # whether the last portion took long, here and on any rank
         self.gathered = 0  # bytes of parameters that stay gathered until the end
         kernel = {} if options.attention_kernel is None else {"attention_kernel": options.attention_kernel}
-        self.passes = Passes(self.model, plan, world, False, options.loss_chunk_rows, None, self.sums.measure, kernel)
+        self.passes = Passes(
+            model=self.model, plan=plan, world=world, backward=False, measure=self.sums.measure, keywords=kernel
+        )
 
     def run(self) -> Totals:
         """All portions, then the sums over ranks."""

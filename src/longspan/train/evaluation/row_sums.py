@@ -9,12 +9,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longspan.comm import SequenceShard, World, to_device
-from longspan.train.document import NO_TARGET
+from longspan.comm import World, to_device
 from longspan.train.evaluation.metrics import Bucket, Mean, TargetRows, columns_of, pair_of
 from longspan.train.evaluation.options import EvaluationOptions
-from longspan.train.loss import chunks_of_rows, cross_entropy_of_rows, rows_of_chunk
-from longspan.train.read_rows import WEIGHTS, LocalBatch
+from longspan.train.loss import chunks_of_rows, log_probs_of_rows, rows_of_chunk
+from longspan.train.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
 
 FIRST_EDGE = 128  # positions and lengths below it are one bucket; the others are cut at powers of two
 Rows = npt.NDArray[np.int64]
@@ -51,7 +50,7 @@ class RowSums:
 
     def measure(self, batch: LocalBatch, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         """The sum of the losses of a micro-batch's rows (T, D), of which `head` makes logits."""
-        rows = np.flatnonzero(batch.labels != NO_TARGET)
+        rows = target_rows(batch)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         if not len(rows):
             head(hidden[:1])  # its parameters are gathered by all slots together
@@ -82,7 +81,7 @@ class RowSums:
         )
         for part in chunks_of_rows(len(rows), size):
             logits, ids = head(hidden.index_select(0, rows[part])), targets[part]
-            losses = cross_entropy_of_rows(logits, ids)
+            losses = -log_probs_of_rows(logits, ids).double()
             if weights is not None:
                 losses = losses * weights[part]
             yield TargetRows(documents[part], positions[part], ids, losses, logits)
@@ -176,18 +175,6 @@ def edges_to(longest: int) -> Rows:
     """Where buckets begin, for positions and lengths up to `longest`: 0, 128, 256, 512, …"""
     doublings = max(0, math.ceil(math.log2(max(longest, 1) / FIRST_EDGE)) + 1)
     return np.array([0, *(FIRST_EDGE << i for i in range(doublings) if FIRST_EDGE << i <= longest)], dtype=np.int64)
-
-
-def documents_and_positions(shard: SequenceShard) -> tuple[Rows, Rows]:
-    """The document and the position of each local row (T,), on the host; the document of padding is −1."""
-    documents: list[Rows] = []
-    positions: list[Rows] = []
-    for part in shard.parts:
-        segments = part.segments()
-        sizes = segments.stop - segments.start
-        documents.append(np.asarray(part.group.documents, dtype=np.int64)[np.repeat(segments.document, sizes)])
-        positions.append(np.arange(int(sizes.sum())) + np.repeat(segments.start - segments.offset, sizes))
-    return np.concatenate(documents), np.concatenate(positions)
 
 
 def _buckets(edges: Rows, losses: Sequence[Mean], documents: Sequence[int]) -> tuple[Bucket, ...]:

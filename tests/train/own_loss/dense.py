@@ -1,0 +1,107 @@
+"""Losses of one's own in one process: documents one by one through a stock model, one autograd graph for all."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longspan.train import Document, LossRows
+from tests.model.stock import gradients_of, texts
+
+LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9)
+MASKED, WHOLE = 6, 2  # every token of the one is masked, none of the other
+
+
+def documents_of(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Document]:
+    """Documents with masks, weights, an advantage each, and a number of each token."""
+    random, documents = np.random.default_rng(seed), list[Document]()
+    for number, ids in enumerate(texts(lengths, seed)):
+        share = {MASKED: 0.0, WHOLE: 1.0}.get(number, 0.6)
+        documents.append(
+            Document(
+                ids,
+                loss_mask=random.random(len(ids)) < share,
+                weights=random.random(len(ids)),
+                advantage=random.normal(),
+                old=-random.random(len(ids)) - 3.0,
+            )
+        )
+    return documents
+
+
+def targets_of(documents: Sequence[Document]) -> int:
+    return sum(document.targets for document in documents)
+
+
+def policy_loss(log_probs: Tensor, at: LossRows) -> Tensor:
+    """A clipped ratio that depends on everything that a loss is told, unlike in every place."""
+    ratio = (log_probs - at["old"]).exp()
+    clipped = torch.minimum(ratio * at["advantage"], ratio.clamp(0.8, 1.2) * at["advantage"])
+    more = 0.01 * at.position * log_probs + 0.1 * (at.document + 1) * log_probs.sin() + 0.003 * at.target * log_probs
+    return at["weights"] * (more - clipped)
+
+
+def pair_loss(sums: Tensor, documents: tuple[int, ...]) -> Tensor:
+    """Of a set of any size, of which the first document is to win."""
+    return -F.logsigmoid(0.1 * (sums[0] - sums[1:].sum() + documents[0])) + 0.01 * (sums**2).sum() / (documents[-1] + 1)
+
+
+class Rows(NamedTuple):
+    """The targets of one document, in one process."""
+
+    log_probs: Tensor
+    at: LossRows
+
+
+def rows_of(model: nn.Module, documents: Sequence[Document]) -> list[Rows]:
+    """The targets of each document, with a graph."""
+    return [_rows(model, document, number) for number, document in enumerate(documents)]
+
+
+def _rows(model: nn.Module, document: Document, number: int) -> Rows:
+    positions = np.arange(len(document))
+    ids, labels = torch.from_numpy(document[positions]), torch.from_numpy(document.labels(positions))
+    out = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+    predicting = torch.nonzero(labels[1:] != -100).squeeze(1)
+    targets = labels[predicting + 1]
+    values = {n: torch.from_numpy(x)[predicting + 1] for n, x in document.token_values(positions).items()}
+    at = LossRows(torch.full_like(targets, number), predicting, targets, values)
+    return Rows(out[predicting].gather(1, targets[:, None]).squeeze(1), at)
+
+
+def weighted(rows: Sequence[Rows]) -> Tensor:
+    """The sum of the weighted cross entropy."""
+    return -torch.stack([(row.log_probs * row.at["weights"]).sum() for row in rows]).sum()
+
+
+def own(rows: Sequence[Rows]) -> Tensor:
+    """The sum of `policy_loss`."""
+    return torch.stack([policy_loss(*row).sum() for row in rows]).sum()
+
+
+def of_sets(sets: Sequence[Sequence[int]]) -> Callable[[Sequence[Rows]], Tensor]:
+    """The sum of `pair_loss` over sets."""
+
+    def loss(rows: Sequence[Rows]) -> Tensor:
+        sums = torch.stack([(row.log_probs * row.at["weights"]).sum() for row in rows])
+        return torch.stack([pair_loss(sums[list(documents)], tuple(documents)) for documents in sets]).sum()
+
+    return loss
+
+
+class Answer(NamedTuple):
+    """A loss and every gradient."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def answer(model: nn.Module, rows: Sequence[Rows], loss: Callable[[Sequence[Rows]], Tensor], divisor: float) -> Answer:
+    """What one process says of a loss, from the rows of its model."""
+    model.zero_grad()
+    value = loss(rows) / divisor
+    value.backward(retain_graph=True)
+    return Answer(value.item(), {name: g.clone() for name, g in gradients_of(model).items()})

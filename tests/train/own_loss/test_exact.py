@@ -1,0 +1,154 @@
+"""Losses of one's own under any plan and home equal one process in float64: loss, every gradient, log-probabilities."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from longspan import DocumentLoss, Layout, World, plan_dynamic, plan_fixed, prepare, run_step, token_log_probs
+from longspan.plan import Plan
+from longspan.testing import backend, run_ranks
+from tests.model.deep import deep
+from tests.model.stock import error, gradients_of
+from tests.train.own_loss.dense import (
+    LENGTHS,
+    Answer,
+    answer,
+    documents_of,
+    of_sets,
+    own,
+    pair_loss,
+    policy_loss,
+    rows_of,
+    targets_of,
+    weighted,
+)
+
+TARGETS, VOCABULARY = targets_of(documents_of()), 62
+GROUPS = ((0, 3, 7), (2, 5), (1, 4), (2, 6), (6, 7))  # two of them share a document
+
+
+def fixed(cp: int, rows: int, **options: Any) -> Callable[[Layout], Plan]:
+    return lambda home: plan_fixed(LENGTHS, home, cp=cp, max_tokens_per_slot=rows, targets=TARGETS, **options)
+
+
+def dynamic(rows: int, mode: Any = "lockstep") -> Callable[[Layout], Plan]:
+    return lambda home: plan_dynamic(LENGTHS, home, max_tokens_per_slot=rows, targets=TARGETS, mode=mode)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A home, a plan, and how the model is prepared."""
+
+    name: str
+    home: Layout
+    plan: Callable[[Layout], Plan] = field(compare=False)
+    family: str = "qwen3"
+    chunk: int = 0
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def layers(self) -> int:
+        """One for each stage at least."""
+        return 4 if self.options == FOLDED else 2
+
+
+FOLDED = (("pipeline_schedule", "zbv"), ("virtual_stages", 2))
+CASES = [
+    Case("cp 2, one micro-batch", Layout(2), fixed(2, 50)),
+    Case("cp 2, chunks of two rows", Layout(2), fixed(2, 16), chunk=2),
+    Case("cp 1", Layout(2), fixed(1, 40)),
+    Case("dynamic, recomputed", Layout(2), dynamic(24), options=(("activation_checkpointing", True),)),
+    Case("free", Layout(2), dynamic(24, "free")),
+    Case("free, copies", Layout(2), dynamic(24, "free"), options=(("shard_parameters", False),)),
+    Case("tp 2", Layout(2, tp=2), fixed(1, 40), chunk=3),
+    Case("tp 2, parts of rows", Layout(2, tp=2), fixed(1, 40, row_multiple=2), options=(("sequence_parallel", True),)),
+    Case("pp 2", Layout(2, pp=2), fixed(1, 40)),
+    Case("experts", Layout(2), fixed(2, 24), "qwen3-moe"),
+    Case("cp 2, pp 2", Layout(4, pp=2), fixed(2, 24), chunk=3),
+    Case("dynamic, folded stages", Layout(4, pp=2), dynamic(24), options=FOLDED),
+    Case("dynamic over four slots", Layout(4), dynamic(16)),
+    Case("dynamic, replicas", Layout(4, dp_replicate=2), dynamic(16)),
+    Case("experts, ep 2, tp 2", Layout(4, tp=2, ep=2), dynamic(24), "qwen3-moe"),
+]  # fmt: skip
+LOSSES: dict[str, Any] = {
+    "weights": (weighted, None, TARGETS, None),
+    "tokens": (own, policy_loss, 3.5, 3.5),
+    "groups": (of_sets(GROUPS), DocumentLoss(pair_loss, GROUPS), len(GROUPS), None),
+    "all documents": (of_sets([range(8)]), DocumentLoss(pair_loss), 8, 8),
+}
+
+
+def cases_of(ranks: int) -> list[Case]:
+    return [case for case in CASES if len(case.home.ranks) == ranks]
+
+
+@cache
+def dense(family: str, layers: int) -> tuple[dict[str, Answer], list[np.ndarray]]:
+    """What one process says of each loss, and the log-probabilities of each document's tokens."""
+    model = deep(family, torch.float64, layers, VOCABULARY)
+    documents = documents_of()
+    rows = rows_of(model, documents)
+    tokens = [np.zeros(len(document)) for document in documents]
+    for values, row in zip(tokens, rows, strict=True):
+        values[row.at.position.numpy() + 1] = row.log_probs.detach().numpy()
+    return {name: answer(model, rows, loss, by) for name, (loss, _, by, _) in LOSSES.items()}, tokens
+
+
+def compare(rank: int, ranks: int) -> dict[str, dict[str, float]]:
+    """The errors by loss of each case of so many ranks; infinite where a gradient is missing."""
+    found = dict[str, dict[str, float]]()
+    for case in cases_of(ranks):
+        with World(case.home, backend=backend(), timeout=60) as world:
+            found[case.name] = _errors(case, world)
+    return found
+
+
+def _errors(case: Case, world: World) -> dict[str, float]:
+    answers, tokens = dense(case.family, case.layers)
+    model = prepare(deep(case.family, torch.float64, case.layers, VOCABULARY), world, probe=False, **dict(case.options))
+    names, documents, plan = {name for name, _ in model.named_parameters()}, documents_of(), case.plan(case.home)
+    found = dict[str, float]()
+    for name, (_, loss, _, divisor) in LOSSES.items():
+        wanted, step = answers[name], {"loss": loss, "divisor": divisor, "loss_chunk_rows": case.chunk}
+        result = run_step(model, plan, documents, world, **step)
+        gradients = gradients_of(model)
+        worst = [error(gradients[n], wanted.gradients[n]) for n in gradients] if gradients.keys() == names else [np.inf]
+        evaluated = run_step(model, plan, documents, world, backward=False, **step)
+        losses = [abs(x.loss / wanted.loss - 1) for x in (result, evaluated)]
+        found[name] = max(*worst, *losses)
+        model.zero_grad()
+    log_probs = token_log_probs(model, plan, documents, world, case.chunk)
+    apart = [np.abs(log_probs.of(d) - values).max() / 4 for d, values in enumerate(tokens)]
+    apart += [abs(total - values.sum()) / 50 for total, values in zip(log_probs.sums, tokens, strict=True)]
+    return found | {"log-probabilities": max(apart)}
+
+
+@cache
+def results(ranks: int) -> list[dict[str, dict[str, float]]]:
+    return run_ranks(compare, ranks, ranks, timeout=240)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_one_process(case: Case) -> None:
+    for found in results(len(case.home.ranks)):
+        assert max(found[case.name].values()) < 1e-12, found[case.name]
+
+
+def test_sets_lie_in_one_micro_batch_and_in_several() -> None:
+    """The cases would not show what they are for if all sets lay alike."""
+    inside, across = set[str](), set[str]()
+    for case in CASES:
+        of = {
+            d: i
+            for i, batch in enumerate(case.plan(case.home).micro_batches)
+            for g in batch.groups
+            for d in g.documents
+        }
+        for documents in GROUPS:
+            (inside if len({of[d] for d in documents}) == 1 else across).add(case.name)
+    assert len(inside & across) >= 5

@@ -1,0 +1,116 @@
+"""What a loss of one's own could get wrong without an error, put into the code on purpose: the tests would show it."""
+
+import torch
+
+from longspan import DocumentLoss, Group, Layout, MicroBatch, Plan, World, prepare, run_step
+from longspan.errors import LongspanError
+from longspan.testing import backend, run_ranks
+from tests.model.deep import deep
+from tests.model.stock import error, gradients_of
+from tests.mutation import mutate, restore
+from tests.train.own_loss.dense import (
+    LENGTHS,
+    Answer,
+    answer,
+    documents_of,
+    of_sets,
+    own,
+    pair_loss,
+    policy_loss,
+    rows_of,
+    targets_of,
+    weighted,
+)
+
+LOSS, OWN, ALL = "train.loss", "train.own_loss.", "weights tokens sets all"
+DOCUMENTS = OWN + "document_passes"
+SUM = 'self._world.control.sum_over_slots(local[held].tolist(), "log-probabilities of documents")'
+MUTATIONS = {  # what is wrong -> the module, what stands there, and in its place; and the losses that show it
+    "nothing": (None, ""),
+    "a rank's sum dropped inside a micro-batch": ((DOCUMENTS, SUM, "local[held]"), "sets"),
+    "a rank's sum dropped in the pass ahead": (
+        (OWN + "token_log_probs", 'world.control.sum_of_arrays(values, "log-probabilities of tokens")', "values"),
+        "all"),
+    "a loss counted by every slot": ((DOCUMENTS, "loss if self._world.slot == 0 else 0.0", "loss"), "sets"),
+    "a loss counted by every rank": (
+        (DOCUMENTS, "self._loss_ahead if self._world.rank == self._world.home.ranks[0] else 0.0",
+         "self._loss_ahead"), "all"),
+    "divided by ranks": (("train.passes", "loss_sum / self.divisor", "loss_sum / self.divisor / self.world.home.slots"),
+                         ALL),
+    "divided by micro-batches": (
+        ("train.passes", "loss_sum / self.divisor", "loss_sum / self.divisor / len(self.plan.micro_batches)"),
+        ALL),
+    "mask forgotten in the divisor": (
+        (OWN + "step_loss", "sets, default = (), plan.targets", "sets, default = (), plan.tokens - len(plan.lengths)"),
+        "weights tokens"),
+    "weights forgotten in the gradient": (
+        (LOSS, "linear(x, -weights[part])", "(linear(x, -weights[part])[0], -torch.ones_like(x))"), "weights"),
+    "weights forgotten in the gradient of sets": (
+        (DOCUMENTS, "coefficients[targets.documents] * targets.weights", "coefficients[targets.documents]"),
+        "sets all"),
+    "weights forgotten in the pass ahead": ((DOCUMENTS, "weighted=True", "weighted=False"), "all"),
+    "weights multiplied beside a loss of one's own": (
+        (OWN + "token_loss", "total = losses.sum(",
+         'total = (losses * targets.rows(part, leaf.dtype)["weights"]).sum('),
+        "tokens"),
+    "the loss called on padding": (
+        (LOSS, "targets, losses = _any_row(targets), _no_loss", "targets = _any_row(targets)"), "tokens"),
+    "the loss called on rows without a label": (
+        ("train.read_rows", "np.flatnonzero(batch.labels != NO_TARGET)", "np.flatnonzero(batch.ids != NO_TARGET)"),
+        ALL),
+    "positions of the token that is predicted": (
+        (OWN + "loss_rows", "to_device(self.positions[part]", "to_device(self.positions[part] + 1"), "tokens"),
+    "a gradient of the softmax alone": ((LOSS, "    wide.scatter_add_(", "    (lambda *_: 0)("), ALL),
+    "a head's gradient of one chunk": ((LOSS, "        total += more", "        pass"), ALL),
+}  # fmt: skip
+BATCHES = (
+    MicroBatch((Group((0, 1), (0, 1, 2), (13, 1, 30)),)),
+    MicroBatch((Group((1,), (3, 4), (7, 2)),)),  # slot 0 has padding alone
+    MicroBatch((Group((1, 0), (5, 6), (18, 5)), Group((0,), (7,), (9,)))),
+)
+SETS = ((0, 1, 2), (3, 4), (5, 6, 7))
+
+
+def wanted() -> dict[str, Answer]:
+    model, documents = deep("qwen3", torch.float64, 1), documents_of()
+    rows, targets = rows_of(model, documents), targets_of(documents)
+    return {
+        "weights": answer(model, rows, weighted, targets),
+        "tokens": answer(model, rows, own, targets),
+        "sets": answer(model, rows, of_sets(SETS), len(SETS)),
+        "all": answer(model, rows, of_sets([range(len(LENGTHS))]), 1),
+    }
+
+
+def notice(rank: int) -> dict[str, set[str]]:
+    """By what is wrong, the losses that show it: by another value, another gradient or an error."""
+    noticed, exact, documents = dict[str, set[str]](), wanted(), documents_of()
+    losses = {"weights": None, "tokens": policy_loss}
+    losses |= {"sets": DocumentLoss(pair_loss, SETS), "all": DocumentLoss(pair_loss)}
+    with World(Layout(2), backend=backend(), timeout=60) as world:
+        model = prepare(deep("qwen3", torch.float64, 1), world, probe=False)
+        plan = Plan(2, LENGTHS, BATCHES, targets=targets_of(documents)).check()
+        for name, (change, how) in MUTATIONS.items():
+            undo = mutate(*change) if change else []
+            noticed[name] = set()
+            try:
+                for of in how.split() or losses:
+                    model.zero_grad()
+                    try:
+                        value = run_step(model, plan, documents, world, loss=losses[of], loss_chunk_rows=4).loss
+                        gradients = gradients_of(model)
+                        worst = max(error(gradients[n], g) for n, g in exact[of].gradients.items())
+                        if max(worst, abs(value / exact[of].loss - 1)) > 1e-9:
+                            noticed[name].add(of)
+                    except (LongspanError, RuntimeError, IndexError):
+                        noticed[name].add(of)
+            finally:
+                restore(undo)
+    return noticed
+
+
+def test_every_mutation_is_noticed() -> None:
+    for noticed in run_ranks(notice, 2):
+        assert noticed["nothing"] == set()
+        missed = {name: noticed[name] for name, (_, how) in MUTATIONS.items() if set(how.split()) != noticed[name]}
+        assert not missed
