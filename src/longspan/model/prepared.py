@@ -4,6 +4,7 @@ What a call may hold is said in `seams/attention_calls.py`, what becomes of the 
 what a model may not do in `seams/refusals.py` and `seams/probe.py`.
 """
 
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -12,8 +13,13 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
+from longspan.model.adapters import Adapter, adapter_in, model_inside
 from longspan.model.execution import Execution
 from longspan.model.experts.moe import expert_modules, use_experts
+from longspan.model.lora.disabled import without_adapter
+from longspan.model.lora.new import draw_when_prepared
+from longspan.model.lora.peft_model import redirect
+from longspan.model.lora.refusals import check_adapter
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.placement.placement import Placement
@@ -31,7 +37,7 @@ from longspan.model.weights.fill import take_weights_to_come
 
 
 def prepare(
-    model: PreTrainedModel,
+    model: PreTrainedModel | nn.Module,
     world: World,
     *,
     shard_parameters: bool = True,
@@ -73,6 +79,9 @@ def prepare(
     model's plan; with `sequence_parallel`, norms and residuals hold rows / tp of a slot's rows, which must be a
     multiple of tp: plan with `row_multiple=home.tp`.
 
+    Of a PeftModel with a LoRA adapter the transformers model inside it is prepared and returned: its adapter alone is
+    trained and saved, and `longspan.without_adapter(model)` leaves it out for a while.
+
     A model that draws at random outside attention in training, as by `resid_pdrop`, is evaluated as it is; training it
     is refused.
 
@@ -87,13 +96,16 @@ def prepare(
         Recomputation.of(activation_checkpointing, layers=recompute_layers, offload=offload_activations),
         sequence_parallel=sequence_parallel,
     )
-    _check(model, placement, pipeline_settings, fused_norms)
+    peft_model, model = model, model_inside(model)
+    adapter = _check(model, placement, pipeline_settings, fused_norms)
+    assert isinstance(model, PreTrainedModel)  # others were refused
     if fused_norms == "on" or (fused_norms == "auto" and world.device.type == "cuda"):
         fuse_norms(model, required=fused_norms == "on")
     execution = _connect(model, placement, attention_kernel, probe=probe)
-    rules = CallRules(
-        type(model).__name__, attention_kernel, position_table(model), random_draws(model), placement.row_multiple
-    )
+    with without_adapter(model) if adapter else nullcontext():  # each rank drops an adapter's inputs for its own rows
+        draws = random_draws(model)
+    rules = CallRules(type(model).__name__, attention_kernel, position_table(model), draws, placement.row_multiple)
+    draw_when_prepared(model, seed=0)  # of a PeftModel of the caller's own over weights to come
     weights = take_weights_to_come(model)
     if world.home.pp > 1:
         prepared = _cut_and_place(model, placement, pipeline_settings)
@@ -107,17 +119,27 @@ def prepare(
     if weights is not None:
         weights.fill(models, world)
     _keep(prepared, rules, execution)
+    if adapter is not None:
+        prepared.adapter = adapter  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+        redirect(peft_model, prepared)
     return prepared
 
 
-def _check(model: PreTrainedModel, placement: Placement, pipeline_settings: PipelineSettings, fused_norms: str) -> None:
-    """Refuse what would not be exact, before anything is changed."""
+def _check(
+    model: nn.Module, placement: Placement, pipeline_settings: PipelineSettings, fused_norms: str
+) -> Adapter | None:
+    """Refuse what would not be exact, before anything is changed; returns the model's adapter."""
     if fused_norms not in ("auto", "on", "off"):
         raise ModelError(f"fused_norms is {fused_norms!r}; use 'auto', 'on' or 'off'")
     if is_prepared(model):
         raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
     refuse_unsupported(model)
+    assert isinstance(model, PreTrainedModel)
+    adapter = adapter_in(model)
+    if adapter is not None:
+        check_adapter(model, adapter, placement.world)
     placement.check(model, pipeline_settings.stages)
+    return adapter
 
 
 def _connect(model: PreTrainedModel, placement: Placement, kernel: str | None, *, probe: bool) -> Execution:

@@ -6,6 +6,7 @@ Training checkpoints, which hold optimizer state and stay sharded, are not in th
 import shutil
 from collections.abc import Iterator
 from copy import deepcopy
+from functools import partial as partial_of
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
+from longspan.model.adapters import Adapter, adapter_entries, adapter_of
 from longspan.model.hf_folder import no_progress_bars
 from longspan.model.load import torch_dtype
+from longspan.model.lora.save import write_adapter
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.state import groups_of_all_stages
@@ -40,7 +43,8 @@ def save_model(
 
     The home's first rank writes safetensors, configuration and tokenizer next to `folder` and renames, so an
     interrupted save leaves what was there. It is sent a decoder layer at a time, so no rank holds the whole model.
-    `dtype` is that of the files, the parameters' own by default. Raises ModelError on every rank where writing failed.
+    `dtype` is that of the files, the parameters' own by default. Of a model with an adapter the adapter alone is
+    written, as stock peft loads it. Raises ModelError on every rank where writing failed.
     """
     if isinstance(model, MultimodalModel):
         raise ModelError(
@@ -50,10 +54,11 @@ def save_model(
     writes, target = world.rank == world.home.ranks[0], Path(folder)
     kind = None if dtype is None else torch_dtype(dtype)
 
-    def told(error: Exception) -> ModelError:
-        return ModelError(f"the model could not be saved to {folder}: {type(error).__name__}: {error}")
-
+    if (adapter := adapter_of(model)) is not None:
+        _save_adapter(model, adapter, target, world, tokenizer, kind)
+        return
     partial = target.with_name(f"{target.name}.partial")
+    told = partial_of(_told, target)
     empty = result_or_first_error(world, lambda: _opened(model, partial, kind) if writes else None, told)
     writer = None if empty is None else WeightWriter(partial, empty, cast=kind is not None)
     for group in _groups(model, world):
@@ -68,13 +73,43 @@ def save_model(
     result_or_first_error(world, finish, told)
 
 
+def _save_adapter(
+    model: PreTrainedModel | PipelineModel,
+    adapter: Adapter,
+    target: Path,
+    world: World,
+    tokenizer: Any,
+    dtype: torch.dtype | None,
+) -> None:
+    """Write the adapter of a prepared model; entered by all ranks."""
+    tensors = {name: x.to(dtype=dtype) for group in _groups(model, world) for name, x in group.items()}
+
+    def write() -> None:
+        partial = target.with_name(f"{target.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write_adapter(partial, adapter, tensors, tokenizer)
+        put_in_place(partial, target)
+
+    writes = world.rank == world.home.ranks[0]
+    result_or_first_error(world, lambda: write() if writes else None, partial_of(_told, target))
+
+
+def _told(folder: Path, error: Exception) -> ModelError:
+    return ModelError(f"the model could not be saved to {folder}: {type(error).__name__}: {error}")
+
+
 def _groups(model: PreTrainedModel | PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
-    """The whole tensors of each unit in turn, on the CPU of the home's first rank; empty on others, as many of them."""
+    """The whole tensors of each unit in turn, on the CPU of the home's first rank; empty on others, as many of them.
+
+    Of a model with an adapter, the adapter's.
+    """
     if isinstance(model, PipelineModel):
         yield from groups_of_all_stages(model, world)
         return
     writes = world.rank == world.home.ranks[0]
-    for _, group in groupby(model.state_dict().items(), lambda entry: unit_of(entry[0])):
+    state = adapter_entries(model, model.state_dict())
+    for _, group in groupby(state.items(), lambda entry: unit_of(entry[0])):
         whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in group}
         yield {name: x.detach().cpu() for name, x in whole.items()} if writes else {}
 

@@ -4,11 +4,13 @@ Nothing here needs a corpus or a run's folder: `longspan train` (`run/setup.py`,
 step` build on the same functions, so that neither can do what the other cannot.
 """
 
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -18,6 +20,7 @@ from longspan.model import PRESETS, load_model, prepare, preset_config
 from longspan.model.compiled import compile_layers
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.hf_folder import read_configuration
+from longspan.model.lora.new import add_lora
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.weights.fill import leave_to_checkpoint
 from longspan.plan import Cost, Plan
@@ -64,18 +67,37 @@ def unread_model(config: RunConfig, configuration: PreTrainedConfig) -> PreTrain
     return model
 
 
+def adapted(config: RunConfig, model: PreTrainedModel) -> Any:
+    """The model with the new adapter that [lora] describes, as a PeftModel. Raises ModelError as `add_lora` does."""
+    lora, folder = config.lora, config.model.path
+    return add_lora(
+        model,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        dropout=lora.dropout,
+        targets=lora.targets,
+        seed=config.train.seed,
+        base=str(Path(folder).resolve()) if folder else "",
+    )
+
+
 def prepared_model(
     config: RunConfig, world: World, model: PreTrainedModel, *, training: bool = True
 ) -> PreTrainedModel | PipelineModel:
     """A loaded model brought under the world's home as the configuration says; entered by all ranks.
 
-    Raises ConfigError, on every rank, where a GPU has no room for it (without `training`: for its weights alone).
+    With [lora] it gets a new adapter, which alone is trained. Raises ConfigError, on every rank, where a GPU has no
+    room for it (without `training`: for its weights alone), and ModelError for adapters that it cannot have.
     """
     _check_layers(config, model)
     kind = compute_dtype(config.model, world.device.type)
+    given = adapted(config, model) if config.lora.rank else model
+    computed = (
+        {model.dtype, *(p.dtype for p in model.parameters() if p.requires_grad)} if config.lora.rank else {model.dtype}
+    )
     check_model_fits(config, model, world, kind, training=training)
     prepared = prepare(
-        model,
+        given,
         world,
         reshard_after_forward=config.parallel.reshard_after_forward,
         virtual_stages=config.parallel.vpp,
@@ -86,7 +108,7 @@ def prepared_model(
         attention_kernel=config.context.attention_kernel or None,
         fused_norms=config.train.fused_norms,
         sequence_parallel=config.parallel.sequence_parallel,
-        compute_dtype=None if kind == model.dtype else kind,
+        compute_dtype=None if computed == {kind} else kind,
     )
     if config.train.compiled:
         compile_layers(prepared)
@@ -152,6 +174,8 @@ class Training:
         """One optimizer step, counted from 0, at its learning rate; `documents` are those of the plan."""
         config = self.config.train
         self.world.prepare(plan)
+        if self.config.lora.dropout:  # masks of a step, whatever ran before it in this process
+            torch.manual_seed(zlib.crc32(repr((config.seed, step, self.world.rank)).encode()))
         lr = Schedule.of(config).lr_at(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

@@ -14,7 +14,14 @@ from longspan.train.config.bounds import NOT_GIVEN
 from longspan.train.config.defaults import resolved
 from longspan.train.config.file import load_config
 from longspan.train.config.passkey_settings import PASSKEY, PasskeySettings
-from longspan.train.config.sections import ContextConfig, DataConfig, ModelConfig, ParallelConfig, RunConfig
+from longspan.train.config.sections import (
+    ContextConfig,
+    DataConfig,
+    LoraSection,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+)
 from longspan.train.evaluate_saved.fit import entry_of, fitted_home
 from longspan.train.evaluate_saved.request import EvalRequest, Subject
 from longspan.train.evaluate_saved.targets import SavedWeights, named_paths, saved_weights
@@ -61,6 +68,8 @@ class EvalFlags:
     the run; of a folder: 0."""
     tokenizer: str = ""
     """A folder with tokenizer.json; empty: that of the run, or of the model's folder."""
+    without_adapter: Switch = False
+    """Of a run that trains an adapter ([lora]): evaluate its base model alone."""
     compare: str = ""
     """Another run, checkpoint or Hugging Face folder, to be evaluated on the same documents in the same layout."""
     degrees: str = ""
@@ -178,6 +187,11 @@ def _subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags) -> Su
         context=flags.context,
         run=replace(config.run, dir=str(weights.run_dir)),
     )
+    if flags.without_adapter and not config.lora.rank:
+        raise ConfigError(
+            f"--without-adapter is given, and {weights.path} trains no adapter (lora.rank is 0); leave it out"
+        )
+    config = replace(config, lora=LoraSection()) if flags.without_adapter else config
     return Subject(weights, config)
 
 

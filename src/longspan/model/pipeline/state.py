@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from longspan.comm import World
+from longspan.model.adapters import adapter_entries
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.weights.write import unit_of
 
@@ -22,9 +23,10 @@ class _Entry(NamedTuple):
 def groups_of_all_stages(model: PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
     """The whole model's `state_dict`, a layer at a time, stage after stage, on the CPU of the home's first rank.
 
-    Empty groups on the others, as many. Entered by all ranks; one layer at a time is whole on a rank that sends it.
+    Empty groups on the others, as many. Entered by all ranks; one layer at a time is whole on a rank that sends it. Of
+    a model with an adapter, the adapter's tensors.
     """
-    local_state = model.state_dict()
+    local_state = adapter_entries(model, model.state_dict())
     entries = [_Entry(name, tuple(value.shape), value.dtype) for name, value in local_state.items()]
     entries_of = dict(zip(world.home.ranks, world.control.gather_objects(entries, "names of weights"), strict=True))
     for stage in range(world.home.pp):

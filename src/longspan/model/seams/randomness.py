@@ -88,7 +88,8 @@ class _Draws(TorchFunctionMode):
 
 def _module_draws(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p and "att" not in name.rpartition(".")[2]:
+        drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p and ".lora_dropout." not in name
+        if drops and "att" not in name.rpartition(".")[2]:
             yield f"dropout of {module.p:g}"
 
 

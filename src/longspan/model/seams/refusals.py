@@ -20,7 +20,7 @@ _EXPERT_FAMILIES = ("qwen3_moe", "gpt_oss", "mixtral", "olmoe", "deepseek_v3")  
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def refuse_unsupported(model: PreTrainedModel) -> None:
+def refuse_unsupported(model: nn.Module) -> None:
     """Raise ModelError, with every reason, where a model cannot run exactly over a sharded sequence."""
     if not isinstance(model, PreTrainedModel):
         raise ModelError(

@@ -12,7 +12,7 @@ works on each feature by itself, as a learnt activation does. Everything else is
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.model.adapters import base_module
 
 COLWISE, ROWWISE = "colwise", "rowwise"
 GATHERED = ("colwise_gather_output", "colwise_rep")
@@ -117,11 +118,12 @@ def _sizes(model: PreTrainedModel, placed: list[Placed]) -> dict[str, int]:
     sizes = {"query heads": heads, "key/value heads": getattr(config, "num_key_value_heads", None) or heads}
     for name, module, style, parameter in placed:
         if parameter is None and style in (COLWISE, ROWWISE):
-            if not isinstance(module, nn.Linear):
+            linear = base_module(module)
+            if not isinstance(linear, nn.Linear):
                 raise ModelError(
                     f"{name} ({type(module).__name__}) has style {style!r}, which is for nn.Linear; use tp 1"
                 )
-            width = module.out_features if style == COLWISE else module.in_features
+            width = linear.out_features if style == COLWISE else linear.in_features
             if ".self_attn." not in name:
                 sizes["width of " + re.sub(r"\.\d+\.", ".*.", name)] = width
     return sizes
@@ -181,8 +183,8 @@ def _applied_to_features(block: nn.Module, names: Mapping[str, Tensor], styles: 
         inputs.append(args[0])
         return out.detach()
 
-    linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
-    first = next(linear for linear in linears if styles.get(id(linear)) == COLWISE)
+    linears = [module for module in block.modules() if isinstance(base_module(module), nn.Linear)]
+    first: Any = next(base_module(linear) for linear in linears if styles.get(id(linear)) == COLWISE)
     handles = [m.register_forward_hook(cut) for m in linears if styles.get(id(m)) == ROWWISE]
     tensors = {n: torch.empty_like(x, device="meta") for n, x in (*block.named_parameters(), *block.named_buffers())}
     parameters = [tensors[name].requires_grad_() for name in names]

@@ -153,14 +153,24 @@ def rowwise(linear: nn.Linear, world: World, *, sequence_parallel: bool) -> None
 
     The bias is added once, to the sum.
     """
+    slice_inputs(linear, world)
+    wrap_forward(linear, leave=sum_of_outputs(linear, world.key, sequence_parallel=sequence_parallel))
+
+
+def slice_inputs(linear: nn.Linear, world: World) -> None:
+    """Each rank takes its slice of the inputs; its outputs, without the bias, are its part of a sum."""
     slice_parameter(linear, "weight", 1, world)
-    key = world.key
+    without_bias: dict[str, View] = {} if linear.bias is None else {"bias": left_out}
+    wrap_forward(linear, views={"weight": local_tensor, **without_bias})
+
+
+def sum_of_outputs(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> Transform:
+    """What makes the sum of all ranks' outputs, and adds the linear's bias to it once."""
     total: Transform = (
         partial(tp_sum_split, world_key=key, dim=ROWS) if sequence_parallel else partial(tp_sum, world_key=key)
     )
     if linear.bias is None:
-        wrap_forward(linear, leave=total, views={"weight": local_tensor})
-        return
+        return total
     bias_of: Transform = partial(tp_copy_parameter, world_key=key) if sequence_parallel else local_tensor
 
     def with_bias(out: Tensor) -> Tensor:
@@ -168,7 +178,7 @@ def rowwise(linear: nn.Linear, world: World, *, sequence_parallel: bool) -> None
         assert bias is not None
         return total(out) + bias_of(bias)
 
-    wrap_forward(linear, leave=with_bias, views={"weight": local_tensor, "bias": left_out})
+    return with_bias
 
 
 def partial_gradients(module: nn.Module, key: int, parameter: str | None = None) -> None:

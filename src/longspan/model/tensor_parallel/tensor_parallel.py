@@ -18,9 +18,11 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_copy, tp_gather, tp_split
 from longspan.errors import ModelError
+from longspan.model.adapters import is_adapted
 from longspan.model.layers import Absent, decoder_layers
 from longspan.model.local_tensors import local_tensor
 from longspan.model.parts import Parts, trace_parts
+from longspan.model.tensor_parallel.adapted import refuse_adapter, split_adapted
 from longspan.model.tensor_parallel.plan import (
     COLWISE,
     EMBEDDING,
@@ -62,6 +64,7 @@ def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_par
 
 def _checked(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> list[Placed]:
     placed = placed_styles(model)
+    refuse_adapter(model, placed)
     check_sizes(model, placed, tp)
     placed += partial_parameters(model, placed)
     if sequence_parallel:
@@ -83,7 +86,9 @@ def split_over_tp(
     _ = world.meshes.tp  # made by all ranks together
     _split_vocabulary(model, placed, world, sequence_parallel=sequence_parallel)
     for _, module, style, parameter in placed:
-        if style == COLWISE and isinstance(module, nn.Linear):
+        if is_adapted(module) and style in (COLWISE, ROWWISE):
+            split_adapted(module, style, world, sequence_parallel=sequence_parallel)
+        elif style == COLWISE and isinstance(module, nn.Linear):
             columnwise(module, world)
         elif style == ROWWISE and isinstance(module, nn.Linear):
             rowwise(module, world, sequence_parallel=sequence_parallel)
@@ -109,7 +114,15 @@ def _wrap_blocks(model: nn.Module, placed: list[Placed], world: World, *, sequen
 
 
 def _split_vocabulary(model: PreTrainedModel, placed: list[Placed], world: World, *, sequence_parallel: bool) -> None:
-    """Split the head, with a tied embedding, where tp divides the vocabulary; otherwise every rank holds it whole."""
+    """Split the head, with a tied embedding, where tp divides the vocabulary; otherwise every rank holds it whole.
+
+    Both stay whole where an adapter changes one of them.
+    """
+    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if any(is_adapted(end) for end in ends):
+        if sequence_parallel and not isinstance(ends[0], Absent):
+            wrap_forward(ends[0], leave=partial(tp_split, world_key=world.key, dim=ROWS))
+        return
     head, embedding = _vocabulary_modules(model)
     styles = {id(module): style for _, module, style, _ in placed}
     tied = head is not None and embedding is not None and head.weight is embedding.weight

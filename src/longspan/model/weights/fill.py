@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
+from longspan.model.adapters import plain_name
 from longspan.model.local_tensors import local_tensor
 from longspan.model.weights.empty import allocate, stored_buffers
 from longspan.model.weights.held import HeldPart
@@ -55,7 +56,8 @@ class WeightsToCome:
         tensors = defaultdict[str, list[Tensor]](list)
         for model in models:
             allocate(model, device)
-            for name, tensor in (*model.named_parameters(), *stored_buffers(model)):
+            for adapted_name, tensor in (*model.named_parameters(), *stored_buffers(model)):
+                name = plain_name(adapted_name)
                 tensors[self._first_name.get(name, name)].append(tensor)
         wanted = {name: HeldPart.of(copies[0]) for name, copies in tensors.items()}
         missing = {name for name, part in wanted.items() if all(side.stop > side.start for side in part.block)}

@@ -4,9 +4,10 @@ A checkpoint is a folder `step-000100` with the ranks' `.distcp` files, `state.j
 last, `manifest.json`: size and SHA-256 of every file, taken by its writer while it wrote. It is written as
 `step-000100.partial`, synced and renamed, so an interrupted save never damages an older one. Weights and optimizer
 state are stored by name and global shape, as they are in the whole model: any number of ranks may load them, in any
-number of pipeline stages. The data position is the step alone (`step_order.py`), and dropout's masks are hashed from
-the run's seed and the step, so neither needs a state of its own. What stands in a folder is judged by
-`files.py`; before a checkpoint is loaded, its files are hashed once, each by one of the ranks.
+number of pipeline stages. Of a model with an adapter a checkpoint holds the adapter alone. The data position is the
+step alone (`step_order.py`), and dropout's masks are drawn from the run's seed and the step, so neither needs a state
+of its own. What stands in a folder is judged by `files.py`; before a checkpoint is loaded, its files are hashed once,
+each by one of the ranks.
 """
 
 import shutil
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.errors import CheckpointError
+from longspan.model.adapters import adapter_of
 from longspan.train.all_ranks import LogLine, is_first_rank, on_every_rank, on_first_rank
 from longspan.train.checkpoint.files import (
     PARTIAL,
@@ -42,6 +44,7 @@ from longspan.train.checkpoint.files import (
 from longspan.train.checkpoint.moments import (
     BY_NAME,
     SETTINGS,
+    SOME_BY_NAME,
     StoredMoments,
     leave_without_moments,
     tensors_to_fill,
@@ -142,7 +145,8 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | N
         raise CheckpointError(f"checkpoint {path} does not fit this model: {_reason(error)}") from error
     optimizers = [optimizer] if optimizer is not None and optimizer.state else []
     moments = tensors["optimizer"] | hyperparameters if optimizers else {}
-    set_state_dict(model, optimizers, model_state_dict=tensors["model"], optim_state_dict=moments, options=BY_NAME)
+    options = BY_NAME if adapter_of(model) is None else SOME_BY_NAME
+    set_state_dict(model, optimizers, model_state_dict=tensors["model"], optim_state_dict=moments, options=options)
     return state
 
 

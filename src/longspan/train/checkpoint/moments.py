@@ -6,6 +6,7 @@ here: what an optimizer has after a checkpoint was loaded is what it had when it
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,29 +16,34 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.errors import CheckpointError, counted
+from longspan.model.adapters import adapter_entries
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # no list of parameters, which differs between stages
+SOME_BY_NAME = replace(BY_NAME, strict=False)  # weights that are not named stay as they are
 STATE, SETTINGS = "state.", "param_groups."
 
 
 def tensors_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Weights and moments by name; those of an optimizer that has not taken a step are left out."""
+    """Weights and moments by name; those of an optimizer that has not taken a step are left out.
+
+    Of a model with an adapter the adapter's alone, here and in `tensors_to_fill`: its base model is not trained.
+    """
     fresh = not optimizer.state
     weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
     if fresh:
         optimizer.state.clear()
         moments = {name: value for name, value in moments.items() if not name.startswith(STATE)}
-    return {"model": weights, "optimizer": moments}
+    return {"model": adapter_entries(model, weights), "optimizer": moments}
 
 
 def tensors_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     """Weights, and moments for every parameter, which a checkpoint is loaded into; gradients are dropped."""
     if optimizer is None:
-        return {"model": get_state_dict(model, [], options=BY_NAME)[0]}
+        return {"model": adapter_entries(model, get_state_dict(model, [], options=BY_NAME)[0])}
     optimizer.zero_grad(set_to_none=True)
     optimizer.state.clear()
     weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
-    return {"model": weights, "optimizer": moments}
+    return {"model": adapter_entries(model, weights), "optimizer": moments}
 
 
 class StoredMoments(NamedTuple):

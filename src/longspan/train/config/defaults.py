@@ -38,6 +38,7 @@ _OWN_MODEL: dict[str, Any] = {
     "context.max_tokens_per_slot": AUTO,
     "train.tokens_per_step": 65536,
 }
+LORA_LR = 2e-4  # of adapters, about ten times what all weights take
 _SHOWN = {
     "train": ("steps", "tokens_per_step", "lr", "warmup_steps", "eval_every", "save_every", "save_minutes"),
     "data": ("max_document_tokens", "eval_documents"),
@@ -61,6 +62,8 @@ def resolved(config: RunConfig) -> RunConfig:
     """
     if config.context.eval_context_parallel_size == AUTO:
         config = _with_defaults(config, {"context.eval_cp_comm_type": AUTO})
+    if config.lora.rank:
+        config = _with_defaults(config, {"train.lr": LORA_LR})
     config = _with_defaults(config, _DEMO if is_demo(config.model) else _OWN_MODEL)
     if not is_demo(config.model):
         config = _with_defaults(config, _as_in_training(config.context))
@@ -125,6 +128,8 @@ def settings_line(config: RunConfig) -> str:
         f"[{section}] {', '.join(f'{key} = {_text(getattr(getattr(config, section), key))}' for key in keys)}"
         for section, keys in shown.items()
     ]
+    if config.lora.rank:
+        words.append(f"[lora] rank = {config.lora.rank}, alpha = {config.lora.alpha or 2 * config.lora.rank:g}")
     context = config.context
     keys = {key: f"eval_{key}" for key in _SHOWN["context"]}
     other = [

@@ -33,7 +33,7 @@ def check_precision(config: RunConfig) -> None:
 
 def warn_of_lost_updates(config: RunConfig, log: Callable[[str], None]) -> None:
     """Say what a run in pure bfloat16 loses."""
-    if config.model.dtype == "bfloat16" and not config.train.stochastic_rounding:
+    if config.model.dtype == "bfloat16" and not config.train.stochastic_rounding and not config.lora.rank:
         log(
             'caution: model.dtype is "bfloat16": updates below 1/512 of a weight are rounded away, and so the model '
             'learns less (docs/precision.md); use model.dtype = "float32" with model.compute_dtype = "bfloat16", or '

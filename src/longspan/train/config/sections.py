@@ -157,7 +157,8 @@ class TrainConfig:
     """Whole documents are taken up to this many tokens, at least one document a step. Default: 65536; tiny presets:
     4096."""
     lr: PositiveFloat = NOT_GIVEN
-    """Peak learning rate, reached after the warm-up. Default: none, it must be given; tiny presets: 6e-3."""
+    """Peak learning rate, reached after the warm-up. Default: none, it must be given; tiny presets: 6e-3; of adapters
+    (lora.rank): 2e-4."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """From the warm-up to the last step: cosine, linear, constant, or wsd (constant, then decay_steps along a line)."""
     decay_steps: NonNegativeInt = 0
@@ -219,6 +220,20 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class LoraSection:
+    """LoRA: adapters are trained and saved, and the model's own weights stay as they are (docs/fine-tuning.md)."""
+
+    rank: NonNegativeInt = 0
+    """Rank of the adapters, which alone are trained and saved; 0: none, and all weights are trained."""
+    alpha: NonNegativeFloat = 0.0
+    """An adapter's output is multiplied by alpha / rank; 0: twice the rank."""
+    dropout: NonNegativeFloat = 0.0
+    """Share of an adapter's inputs that are dropped in training; each rank draws for its own rows, so not under tp."""
+    targets: tuple[str, ...] = ()
+    """Names of the linears that get one, such as q_proj or lm_head; empty: every linear of the decoder layers."""
+
+
+@dataclass(frozen=True)
 class RunSection:
     """The run's folder and how it behaves."""
 
@@ -252,6 +267,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    lora: LoraSection = field(default_factory=LoraSection)
     run: RunSection = field(default_factory=RunSection)
     eval: tuple[EvalConfig, ...] = ()
 

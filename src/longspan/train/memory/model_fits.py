@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.comm import World
@@ -68,22 +68,26 @@ def needed_bytes(
 ) -> NeededBytes:
     """The least bytes of this model on a rank of a home, from the shapes of its parameters.
 
-    Stages are taken as equal and everything as split over tensor-parallel ranks: more is needed, never less.
+    Stages are taken as equal and everything as split over tensor-parallel ranks: more is needed, never less. What is
+    frozen has neither gradients nor states.
     """
     kind = getattr(torch, config.model.dtype)
     shards = home.slots // home.dp_replicate
-    held = sum(_numel(model, home).values()) / home.pp
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / sum(p.numel() for p in model.parameters())
     moments = _MOMENTS.get(config.train.optimizer, 0)
-    local = held * kind.itemsize / shards
+    held = sum(map(_bytes, model.parameters())) / home.tp / home.pp / shards
+    trained = sum(_bytes(p) for p in model.parameters() if p.requires_grad) / home.tp / home.pp / shards
     gathered = _gathered(config, model, home) * compute_dtype.itemsize if shards > 1 or compute_dtype != kind else 0
     return NeededBytes(
-        weights=int(local),
-        gradients=int(local * trained) if training else 0,
-        states=int(moments * local * trained) if training else 0,
+        weights=int(held),
+        gradients=int(trained) if training else 0,
+        states=int(moments * trained) if training else 0,
         gathered=int(gathered),
         shards=shards,
     )
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
 
 
 def _numel(model: nn.Module, home: Layout) -> dict[str, float]:

@@ -28,7 +28,7 @@ from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.step import run_step
 
 TOO_MANY_FILE = "max_tokens_per_slot.too_many.json"
-# Keys on which the rows of a slot depend, beside all of [model] and [parallel].
+# Keys on which the rows of a slot depend, beside all of [model], [parallel] and [lora].
 _DEPENDS_ON = {
     "data": ("tokenizer", "vocab_size"),
     "context": (
@@ -146,6 +146,6 @@ def remembered(
 def memory_keys(config: RunConfig) -> dict[str, Any]:
     """The keys of a configuration on which the rows depend, with their values as JSON keeps them."""
     values = asdict(config)
-    names = {"model": values["model"], "parallel": values["parallel"], **_DEPENDS_ON}
+    names = {"model": values["model"], "parallel": values["parallel"], "lora": values["lora"], **_DEPENDS_ON}
     keys = {f"{section}.{key}": values[section][key] for section in names for key in names[section]}
     return json.loads(json.dumps(keys))

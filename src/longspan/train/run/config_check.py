@@ -10,6 +10,7 @@ from longspan.train.config.sections import RunConfig
 from longspan.train.loggers.logger import check_loggers
 from longspan.train.plans import home_of
 from longspan.train.run.checks.eval_sets import check_eval_sets
+from longspan.train.run.checks.lora import check_lora
 from longspan.train.run.checks.model import check_model, check_preset
 from longspan.train.run.checks.numbers import check_numbers
 from longspan.train.run.checks.optimizer import check_optimizer
@@ -28,6 +29,7 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     check_numbers(config, training=training)
     home = home_of(config.parallel, ranks)
     check_precision(config)
+    check_lora(config)
     check_parallel(config, home)
     check_memory(config)
     check_pipeline(config)

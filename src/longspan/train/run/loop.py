@@ -119,9 +119,10 @@ class _Loop:
         self.records.metrics.write(row)
 
     def finish(self) -> Final:
-        """After the last step: the weights as a Hugging Face folder, and the last evaluations."""
+        """After the last step: the weights, under [lora] the adapter, as a folder, and the last evaluations."""
         run = self.run
         dtype = on_every_rank(run.world, lambda: read_configuration(run.dir).dtype, ModelError)
+        dtype = None if run.config.lora.rank else dtype
         save_model(run.model, run.dir / "model", run.world, KeptFiles(run.dir), dtype=dtype)
         return self.evaluations.after_last_step()
 

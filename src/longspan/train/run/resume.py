@@ -14,7 +14,7 @@ from longspan.train.config.bounds import AUTO
 from longspan.train.config.sections import ModelConfig, RunConfig
 
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
-_FIXED_SECTIONS = ("model", "data")
+_FIXED_SECTIONS = ("model", "data", "lora")
 _FREE_KEYS = ("model.compute_dtype",)  # a checkpoint holds the parameters in model.dtype
 _FIXED_KEYS = ("train.seed", "train.tokens_per_step", "train.optimizer", "train.optimizer_arguments")
 

@@ -172,14 +172,15 @@ def _prepared_for(
 ) -> PreTrainedModel | PipelineModel:
     """The run's model, fit for the corpus's vocabulary and longest document, and prepared.
 
-    Of a run that is `resumed` no weight is read or drawn: its checkpoint has them all.
+    Of a run that is `resumed` no weight is read or drawn, for its checkpoint has them all, but under [lora]: then it
+    has the adapter alone.
     """
     size, longest = corpus.manifest.tokenizer_size, int(np.argmax(corpus.lengths))
     rows = size if config.data.tokenizer else config.data.vocab_size
     named = on_every_rank(world, lambda: configuration_of(config, rows), ModelError)
     check_tokenizer(config, named, size)
     fit = configuration_for(named, config.model, int(corpus.lengths[longest]), corpus.origin(longest), log)
-    load = unread_model if resumed else partial(loaded_model, vocabulary=rows)
+    load = unread_model if resumed and not config.lora.rank else partial(loaded_model, vocabulary=rows)
     model = on_every_rank(world, lambda: load(config, configuration=fit), ModelError)
     keep = partial(keep_model_files, Path(config.run.dir), config.model, fit, type(model).__name__, log)
     on_first_rank(world, keep, RunFolderError)

@@ -17,9 +17,10 @@ class RunFacts:
     >>> for name, text in facts.lines():
     ...     print(f"{name:<10} {text}")
 
-    `parameters_of_rank` is that of the rank that holds most; `peak_tflops` is a device's in the type that it computes
-    in, None where it is not known; `evaluated` is why evaluations have their degree, where their cost chose it;
-    `caution` is what a user of these devices would want to change, "" for nothing.
+    `parameters_of_rank` is that of the rank that holds most; `trained` counts an adapter's parameters, 0 without one;
+    `peak_tflops` is a device's in the type that it computes in, None where it is not known; `evaluated` is why
+    evaluations have their degree, where their cost chose it; `caution` is what a user of these devices would want to
+    change, "" for nothing.
     """
 
     model: str
@@ -53,6 +54,7 @@ class RunFacts:
     optimizer: str
     lr: float
     report: str
+    trained: int = 0
     evaluated: str = ""
     caution: str = ""
 
@@ -60,6 +62,7 @@ class RunFacts:
         """Name and text of each line, for the console and the report."""
         experts = f", {self.experts_of_token} of {self.experts} experts a token" if self.experts else ""
         held = f"{_size(self.parameters)} parameters, {_size(self.parameters_of_rank)} on a rank"
+        held += f", {_size(self.trained)} trained" if self.trained else ""
         yield "model", f"{self.model}: {held}{experts}"
         sums = f"gradients summed in {self.reduce_dtype}"
         yield "precision", f"parameters {self.parameter_dtype}, compute {self.compute_dtype}, {sums}"

@@ -43,12 +43,13 @@ def facts_of(run: TrainingRun) -> RunFacts:
 
 def _model(run: TrainingRun) -> dict[str, Any]:
     model = run.config.model
-    parameters, parameters_of_rank = _parameters(run)
+    parameters, parameters_of_rank, trained = _parameters(run)
     experts = read_experts(run.model.config)
     return {
         "model": model.source or model.preset,
         "parameters": parameters,
         "parameters_of_rank": parameters_of_rank,
+        "trained": trained if run.config.lora.rank else 0,
         "experts": experts.of_layer,
         "experts_of_token": experts.of_token,
     }
@@ -70,13 +71,15 @@ def _steps(run: TrainingRun) -> dict[str, Any]:
     return {"done": run.done, **{name: getattr(train, name) for name in names}}
 
 
-def _parameters(run: TrainingRun) -> tuple[int, int]:
-    """Parameters of the whole model, each once, and those on the rank that holds most."""
-    whole = sum(parameter.numel() for parameter in counted_parameters(run.model))  # of this rank's stages
+def _parameters(run: TrainingRun) -> tuple[int, int, int]:
+    """Parameters of the whole model, each once, those on the rank that holds most, and those that are trained."""
+    counted = counted_parameters(run.model)  # of this rank's stages
+    whole, trained = sum(p.numel() for p in counted), sum(p.numel() for p in counted if p.requires_grad)
     here = sum(local_tensor(parameter).numel() for parameter in run.model.parameters())
-    of_ranks = run.world.control.gather_objects((run.world.coordinates.pp, whole, here))
-    of_stages = {pp: count for pp, count, _ in of_ranks}
-    return sum(of_stages.values()), max(count for *_, count in of_ranks)
+    of_ranks = run.world.control.gather_objects((run.world.coordinates.pp, whole, trained, here))
+    of_stages = {pp: (whole, trained) for pp, whole, trained, _ in of_ranks}
+    wholes, all_trained = zip(*of_stages.values(), strict=True)
+    return sum(wholes), max(here for *_, here in of_ranks), sum(all_trained)
 
 
 def _types(execution: Execution) -> dict[str, str]:

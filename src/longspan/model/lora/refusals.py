@@ -1,0 +1,98 @@
+"""What an adapter may not be under a home, by peft's layers and configuration; refused before anything is changed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.errors import ModelError
+from longspan.model.adapters import Adapter, belongs_to_adapter, is_adapted, is_copied, peft_modules
+from longspan.model.parts import is_tied
+
+_DORA = "DoraLinearVariant"
+_UNTESTED = {  # keys of LoraConfig, and what they may be
+    "target_parameters": "adapters of parameters that are not a linear's weight (fused experts)",
+    "layer_replication": "layers that share weights",
+    "trainable_token_indices": "single rows of an embedding",
+    "megatron_config": "Megatron's layers",
+    "alora_invocation_tokens": "activated LoRA, which counts the local rows",
+}
+
+
+def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> None:
+    """Raise ModelError, with every reason, for an adapter that is not shown to be exact under this home.
+
+    It is the same on every rank, before the first collective. Whether tensor parallelism can split its layers is said
+    in `tensor_parallel/adapted.py`.
+    """
+    reasons = [*_of_configuration(adapter), *_of_layers(model), *_of_parameters(model)]
+    if world.home.pp > 1:
+        reasons += _in_stages(model)
+    if reasons:
+        raise ModelError(
+            f"the adapter {adapter.name!r} of {type(model).__name__} cannot be trained: {'; '.join(reasons)}"
+        )
+
+
+def _of_configuration(adapter: Adapter) -> Iterator[str]:
+    config = adapter.config
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind != "LORA":
+        yield (
+            f"it is of peft's method {kind}, and LoRA alone is supported; use peft.LoraConfig, or merge it first: "
+            "model = peft_model.merge_and_unload()"
+        )
+        return
+    for key, what in _UNTESTED.items():
+        if value := getattr(config, key, None):
+            yield f"{key} is {value!r}: {what} are not supported; leave it out"
+    if getattr(config, "bias", "none") != "none":
+        yield f"bias is {config.bias!r}, and biases of the base model stay frozen; use bias='none'"
+
+
+def _of_layers(model: nn.Module) -> Iterator[str]:
+    for name, module in peft_modules(model).items():
+        layer: Any = module
+        if is_adapted(module):
+            inner = type(layer.base_layer)
+            variants = {type(v).__name__ for v in getattr(layer, "lora_variant", {}).values()} - {_DORA}
+            if inner not in (nn.Linear, nn.Embedding) or not hasattr(layer, "lora_A"):
+                kind = f"{type(module).__name__} over {inner.__name__}"
+                yield f"{name} ({kind}) is no LoRA of an nn.Linear or nn.Embedding; leave it out of target_modules"
+                return
+            if variants:
+                yield f"{name} uses {', '.join(sorted(variants))}; plain LoRA and DoRA are supported"
+                return
+            if layer.merged:
+                yield f"{name} is merged into its weight; call peft_model.unmerge_adapter() first"
+                return
+        elif not hasattr(layer, "modules_to_save"):
+            yield f"{name} ({type(module).__name__}) is no copy of modules_to_save; leave it out"
+            return
+
+
+def _of_parameters(model: nn.Module) -> Iterator[str]:
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        yield (
+            "none of its parameters requires a gradient (inference_mode, or a frozen model); load it with "
+            "is_trainable=True"
+        )
+    if others := [name for name in trained if not belongs_to_adapter(name)]:
+        yield f"{len(others)} parameters of the base model require gradients ({', '.join(others[:2])}); freeze them"
+    if len(dtypes := {str(p.dtype).removeprefix("torch.") for p in trained.values()}) > 1:
+        yield (
+            f"what is trained is of {' and '.join(sorted(dtypes))}, of which FSDP2 sums the gradients in one type; "
+            "cast it to one: for p in model.parameters(): if p.requires_grad: p.data = p.data.float()"
+        )
+
+
+def _in_stages(model: PreTrainedModel) -> Iterator[str]:
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if is_tied(model) and any(is_adapted(end) or is_copied(end) for end in ends if end is not None):
+        yield (
+            "it changes an embedding that is tied to the head, of which the first and the last pipeline stage hold a "
+            "copy each; leave embed_tokens and lm_head out, or use pp 1"
+        )

@@ -1,0 +1,41 @@
+"""An adapter as a folder that stock peft loads: adapter_config.json and adapter_model.safetensors."""
+
+import copy
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from longspan.model.adapters import Adapter
+
+WEIGHTS, CONFIGURATION = "adapter_model.safetensors", "adapter_config.json"
+
+
+def write_adapter(folder: Path, adapter: Adapter, tensors: Mapping[str, Tensor], files: Any = None) -> None:
+    """Write an adapter's whole tensors, by a prepared model's names, its configuration, and `files`, a tokenizer's.
+
+    >>> PeftModel.from_pretrained(base_model, folder)  # doctest: +SKIP
+    """
+    stock = {stock_name(name, adapter.name): tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(stock, folder / WEIGHTS, metadata={"format": "pt"})
+    config = copy.copy(adapter.config)
+    config.inference_mode = True
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)  # in one order, so that equal adapters have equal files
+    config.save_pretrained(str(folder))
+    if files is not None:
+        files.save_pretrained(folder)
+
+
+def stock_name(name: str, adapter: str) -> str:
+    """What peft calls a tensor of an adapter of this name in its files.
+
+    >>> stock_name("model.layers.0.mlp.up_proj.lora_A.default.weight", "default")
+    'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
+    """
+    bare = name.replace(f".modules_to_save.{adapter}.", ".")
+    bare = re.sub(rf"\.lora_magnitude_vector\.{re.escape(adapter)}\.weight$", ".lora_magnitude_vector", bare)
+    return "base_model.model." + re.sub(rf"(\.lora_\w+)\.{re.escape(adapter)}(?=\.|$)", r"\1", bare)

@@ -1,0 +1,28 @@
+"""Whether the keys of [lora] fit each other and the rest of a run; names of targets are checked with the model."""
+
+from longspan.errors import ConfigError
+from longspan.train.config.sections import LoraSection, RunConfig
+
+
+def check_lora(config: RunConfig) -> None:
+    """Raise ConfigError for adapters that cannot be trained so, and for keys of adapters that are not there."""
+    lora = config.lora
+    if not lora.rank:
+        if lora != LoraSection():
+            raise ConfigError(
+                f"[lora] has alpha {lora.alpha:g}, dropout {lora.dropout:g} and targets {list(lora.targets)}, and "
+                "lora.rank is 0: there is no adapter; set lora.rank = 16, say, or leave them out"
+            )
+        return
+    if lora.dropout >= 1:
+        raise ConfigError(f"lora.dropout is {lora.dropout:g}; it must be below 1")
+    if lora.dropout and config.parallel.tp > 1:
+        raise ConfigError(
+            f"lora.dropout is {lora.dropout:g} and parallel.tp is {config.parallel.tp}: tensor-parallel ranks would "
+            "drop different inputs of the same rows; set lora.dropout = 0.0, or parallel.tp = 1"
+        )
+    if config.train.stochastic_rounding:
+        raise ConfigError(
+            "train.stochastic_rounding rounds updates of bfloat16 parameters, and adapters (lora.rank) are float32 "
+            "over a bfloat16 model too; leave it out"
+        )

@@ -1,0 +1,64 @@
+"""Tiny models with an adapter of peft, and what they do in one process, document by document."""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import peft
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.model.stock import gradients_of, texts, tiny
+
+LENGTHS = (13, 1, 30, 7, 2, 18)
+EVEN = 62  # a vocabulary that tp 2 divides
+ALL = "all-linear"
+ADAPTERS: Mapping[str, dict[str, Any]] = {
+    "every linear": {"target_modules": ALL},
+    "queries alone": {"target_modules": ["q_proj"]},
+    "row-wise alone": {"target_modules": ["o_proj", "down_proj"], "use_rslora": True},
+    "the first layer": {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [0]},
+    "the last layer": {"target_modules": ["v_proj", "up_proj"], "layers_to_transform": [1]},
+    "embedding and head": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    "dora": {"target_modules": ALL, "use_dora": True},
+    "modules_to_save": {"target_modules": ALL, "modules_to_save": ["lm_head"]},
+}
+
+
+def adapted(family: str, adapter: str, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
+    """A PeftModel whose adapter is not the identity: every matrix is drawn from a seed."""
+    model = tiny(family, dtype, vocabulary=EVEN)
+    config = peft.LoraConfig(**{"r": 4, "lora_alpha": 8, **ADAPTERS[adapter], **more})
+    peft_model: Any = peft.get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in peft_model.parameters():
+            if parameter.requires_grad:
+                drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_(0.3 * drawn)
+    return peft_model
+
+
+def dense(peft_model: Any, *, disabled: bool = False) -> float:
+    """The loss of the documents, one by one; with a backward pass, unless the adapter is disabled."""
+    peft_model.eval()
+    documents = texts(LENGTHS)
+    targets, loss = sum(len(document) - 1 for document in documents), torch.zeros((), dtype=torch.float64)
+    for document in documents:
+        ids = torch.from_numpy(document)
+        logits = peft_model(input_ids=ids[None], use_cache=False).logits[0]
+        loss = loss + F.cross_entropy(logits[:-1], ids[1:], reduction="none").sum(dtype=torch.float64) / targets
+    if not disabled:
+        loss.backward()
+    return loss.item()
+
+
+@cache
+def dense_answer(family: str, adapter: str) -> tuple[float, float, dict[str, Tensor]]:
+    """The loss, that of the base model alone, and every gradient, by the names of the model inside."""
+    peft_model = adapted(family, adapter)
+    loss = dense(peft_model)
+    gradients = gradients_of(peft_model.get_base_model())
+    with torch.no_grad(), peft_model.disable_adapter():
+        return loss, dense(peft_model, disabled=True), gradients

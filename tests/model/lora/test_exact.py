@@ -1,0 +1,110 @@
+"""Adapters of peft under every home equal the dense PeftModel: loss, every gradient, and the base model alone."""
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from longspan.comm import World
+from longspan.layout import Layout
+from longspan.model import prepare, without_adapter
+from longspan.plan import Plan, plan_dynamic, plan_fixed
+from longspan.testing import backend, run_ranks
+from longspan.train import build_optimizer, run_step
+from tests.model.lora.adapted import ADAPTERS, LENGTHS, adapted, dense_answer
+from tests.model.stock import error, gradients_of, texts
+
+SPLIT = ("every linear", "queries alone", "row-wise alone", "the first layer", "embedding and head")
+TIED = tuple(("qwen3", adapter) for adapter in ("every linear", "embedding and head"))
+
+
+@dataclass(frozen=True)
+class Home:
+    """A layout with arguments of prepare, and the (family, adapter) that run under it."""
+
+    layout: Layout
+    cases: tuple[tuple[str, str], ...]
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    dynamic: bool = False
+
+
+def _llama(*adapters: str) -> tuple[tuple[str, str], ...]:
+    return tuple(("llama", adapter) for adapter in adapters)
+
+
+HOMES = {
+    "cp 2": Home(Layout(ranks=2), (*_llama(*ADAPTERS), *TIED, ("qwen3", "modules_to_save"))),
+    "dynamic, copies": Home(Layout(ranks=2), _llama("every linear"), {"shard_parameters": False}, dynamic=True),
+    "dynamic": Home(Layout(ranks=2), _llama("every linear"), dynamic=True),
+    "tp 2": Home(Layout(ranks=2, tp=2), (*_llama(*SPLIT), *TIED)),
+    "tp 2, sequence parallel": Home(
+        Layout(ranks=2, tp=2),
+        (*_llama(*SPLIT), *TIED),
+        {"sequence_parallel": True, "activation_checkpointing": "full"},
+    ),
+    "pp 2": Home(Layout(ranks=2, pp=2), (*_llama(*ADAPTERS), ("qwen3", "every linear"))),
+    "pp 2, zero bubble": Home(
+        Layout(ranks=2, pp=2),
+        _llama(*ADAPTERS),
+        {"pipeline_schedule": "zero_bubble", "activation_checkpointing": "selective"},
+    ),
+}
+
+
+def _plan(home: Home) -> Plan:
+    if home.dynamic:
+        return plan_dynamic(LENGTHS, home.layout, max_tokens_per_slot=22)
+    rows = home.layout.tp if home.options.get("sequence_parallel") else 1
+    return plan_fixed(LENGTHS, home.layout, cp=home.layout.slots, max_tokens_per_slot=40, row_multiple=rows)
+
+
+def _compare(rank: int, names: tuple[str, ...]) -> dict[tuple[str, str, str], dict[str, float]]:
+    found = dict[tuple[str, str, str], dict[str, float]]()
+    for name in names:
+        home = HOMES[name]
+        with World(home.layout, backend=backend(), timeout=60) as world:
+            for family, adapter in home.cases:
+                found[name, family, adapter] = _errors(home, family, adapter, world)
+    return found
+
+
+def _errors(home: Home, family: str, adapter: str, world: World) -> dict[str, float]:
+    loss, base_loss, gradients = dense_answer(family, adapter)
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
+    peft_model, plan, documents = adapted(family, adapter), _plan(home), texts(LENGTHS)
+    model = prepare(peft_model, world, **home.options)
+    with without_adapter(model):
+        first = run_step(model, plan, documents, world, backward=False)
+    result = run_step(model, plan, documents, world, loss_chunk_rows=7)
+    assert result.grad_norm is not None
+    local = gradients_of(model)
+    here = gradients if home.layout.pp == 1 else {key: gradients[key] for key in local}
+    assert local.keys() == here.keys()
+    model.zero_grad()
+    optimizer = build_optimizer(model, "adamw", lr=1e-3)
+    run_step(model, plan, documents, world, optimizer=optimizer)
+    with peft_model.disable_adapter():  # the adapter has changed, the base model has not
+        later = run_step(model, plan, documents, world, backward=False)
+    assert len(optimizer.state) == len(local)
+    return {
+        "loss": abs(result.loss / loss - 1),
+        "norm": abs(result.grad_norm / norm - 1),
+        "gradients": max((error(local[key], here[key]) for key in here), default=0.0),
+        "base": max(abs(step.loss / base_loss - 1) for step in (first, later)),
+    }
+
+
+@cache
+def _results() -> list[dict[tuple[str, str, str], dict[str, float]]]:
+    return run_ranks(_compare, 2, tuple(HOMES), timeout=300)
+
+
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("name", HOMES)
+def test_loss_gradients_and_the_base_model_are_those_of_one_process(name: str) -> None:
+    for found in _results():
+        of_home = {key: errors for key, errors in found.items() if key[0] == name}
+        assert len(of_home) == len(HOMES[name].cases)
+        assert all(value <= 1e-12 for errors in of_home.values() for value in errors.values()), of_home
