@@ -10,6 +10,7 @@ from torch import nn
 
 from longspan.comm import World
 from longspan.errors import PlanError
+from longspan.model.adapters import adapter_of
 from longspan.model.execution import execution_of
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.model_cost import H200_SOURCE
@@ -22,12 +23,14 @@ from longspan.train.config.sections import RunConfig
 class StepFigures:
     """A model's FLOPs on so many devices; `peak` in TFLOP/s of each, None where it is not known.
 
-    `shape` is None for a model whose configuration does not tell its FLOPs; `uncounted` says why. `priced_here`: the
-    cost of its plans is of these devices, so that what they predict may stand beside what was measured.
+    `shape` is None for a model whose configuration does not tell its FLOPs; `uncounted` says why; `frozen`: adapters
+    alone are trained. `priced_here`: the cost of its plans is of these devices, so that what they predict may stand
+    beside what was measured.
     """
 
     shape: ModelShape | None
     devices: int
+    frozen: bool = False
     peak: float | None = None
     priced_here: bool = False
     uncounted: str = ""
@@ -41,7 +44,7 @@ class StepFigures:
         """
         figures: dict[str, float] = {}
         if self.shape is not None:
-            tflops = model_flops(self.shape, plan.lengths) / seconds / self.devices / 1e12
+            tflops = model_flops(self.shape, plan.lengths, frozen=self.frozen) / seconds / self.devices / 1e12
             figures["tflops"] = float(f"{tflops:.6g}")
             if self.peak is not None:
                 figures["mfu"] = round(tflops / self.peak, 6)
@@ -60,6 +63,7 @@ def figures_of(config: RunConfig, model: nn.Module, world: World, cost: Cost) ->
         uncounted = str(error)
     return StepFigures(
         shape=shape,
+        frozen=adapter_of(model) is not None,
         devices=len(world.home.ranks),
         peak=peak_tflops(device, _multiplied_in(execution_of(model).compute_dtype)),
         priced_here=bool(config.context.cost) or (cost.source == H200_SOURCE and "H200" in device),
