@@ -18,7 +18,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from longspan.errors import DataError
-from longspan.train.data.tokenizer_files import copy_tokenizer_files
+from longspan.train.data.tokenizer_files import FAST, copy_tokenizer_files, vocabulary_files
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -56,20 +56,20 @@ class TextTokenizer:
     @property
     def closing(self) -> tuple[str, ...]:
         """The tokens that every text ends with."""
-        return self._named([*self.around[1], *self._end])
+        return self._named([*self.around[1], *self.end_of_text])
 
     def _named(self, ids: Sequence[int]) -> tuple[str, ...]:
         return tuple(str(self.engine.id_to_token(i)) for i in ids)
 
     @property
-    def _end(self) -> list[int]:
-        """The end of text, unless the tokenizer puts it there itself."""
+    def end_of_text(self) -> list[int]:
+        """The id that ends a text, unless the tokenizer puts it there itself."""
         return [] if self.end is None or self.end in self.around[1] else [self.end]
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, with what stands around it."""
         encodings = self.engine.encode_batch_fast(list(texts), add_special_tokens=True)
-        return [np.array(encoding.ids + self._end, dtype=np.int64) for encoding in encodings]
+        return [np.array(encoding.ids + self.end_of_text, dtype=np.int64) for encoding in encodings]
 
     def parsing(self, parse: bool) -> "TextTokenizer":
         """The tokenizer, set to read the names of special tokens in a text as these tokens, or as plain text."""
@@ -113,15 +113,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 
 
 def load_tokenizer(folder: str | Path) -> TextTokenizer:
-    """Load the tokenizer of a folder with tokenizer.json, as transformers does by its tokenizer_config.json.
+    """Load the tokenizer of a folder, as transformers does by its tokenizer_config.json.
 
-    Without a tokenizer_config.json a text ends with <|endoftext|>, where the tokenizer has it. Raises DataError where
-    the folder or the file is missing or unreadable.
+    Files of another kind than tokenizer.json (tokenizer.model, vocab.json with merges.txt) are read by transformers.
+    Without a tokenizer_config.json a text ends with <|endoftext|>, where tokenizer.json has it. Raises DataError where
+    the folder or its files are missing or unreadable.
     """
     folder = Path(folder).expanduser()
-    file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    file, settings = folder / FAST, folder / "tokenizer_config.json"
+    if settings.is_file():
+        _check_settings(settings)
     if not file.is_file():
-        raise DataError(f"no tokenizer.json in {str(folder)!r}; give a folder with one, or leave data.tokenizer empty")
+        return _of_other_files(folder)
     try:
         engine = Tokenizer.from_file(str(file))
     except Exception as error:  # the Rust side raises plain Exception
@@ -129,15 +132,39 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
     tokenizer = replace(_ready(engine, engine.token_to_id(END_OF_TEXT)), folder=folder)
     if not settings.is_file():
         return tokenizer
+    return replace(_as_transformers_reads(folder), digest=tokenizer.digest)
+
+
+def _check_settings(settings: Path) -> None:
     try:
         if not isinstance(json.loads(settings.read_text(encoding="utf-8")), dict):
             raise ValueError("it holds something else")
     except ValueError as error:
         raise DataError(f"{settings} is not a JSON object: {error}") from error
-    return _as_transformers_reads(tokenizer, folder)
 
 
-def _as_transformers_reads(tokenizer: TextTokenizer, folder: Path) -> TextTokenizer:
+def _of_other_files(folder: Path) -> TextTokenizer:
+    """The tokenizer of a folder without tokenizer.json, made by transformers from the files that are there."""
+    files = vocabulary_files(folder)
+    if not files:
+        raise DataError(
+            f"no tokenizer.json in {str(folder)!r}, nor a tokenizer of another kind; give a folder with one, or leave "
+            "data.tokenizer empty"
+        )
+    hint = (
+        f"it holds {', '.join(files)} and no tokenizer.json: pip install sentencepiece tiktoken protobuf may be needed "
+        "to read them, or save it once where it loads with AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+    )
+    try:
+        tokenizer = _as_transformers_reads(folder)
+    except DataError as error:
+        raise DataError(f"{error}; {hint}") from error
+    if len(tokenizer.engine.get_vocab(with_added_tokens=False)) < 2:
+        raise DataError(f"transformers reads no vocabulary from the tokenizer in {folder}; {hint}")
+    return tokenizer
+
+
+def _as_transformers_reads(folder: Path) -> TextTokenizer:
     """The tokenizer with the tokens that the folder's settings add, and what they put around a text."""
     from transformers import AutoTokenizer
 
@@ -148,7 +175,7 @@ def _as_transformers_reads(tokenizer: TextTokenizer, folder: Path) -> TextTokeni
         raise DataError(
             f"the tokenizer in {folder} cannot be loaded by transformers: {type(error).__name__}: {error}"
         ) from error
-    return replace(_ready(engine, end), digest=tokenizer.digest, folder=folder)
+    return replace(_ready(engine, end), folder=folder)
 
 
 def check_vocabulary(tokenizer_size: int, embedding_rows: int, *, tokenizer: str, model: str) -> None:

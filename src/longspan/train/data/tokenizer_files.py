@@ -3,15 +3,12 @@
 import shutil
 from pathlib import Path
 
-_TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates",
+FAST = "tokenizer.json"
+_VOCABULARIES = (
+    FAST,
     "tokenizer.model",
+    "tokenizer.model.v3",
+    "tekken.json",
     "spiece.model",
     "sentencepiece.bpe.model",
     "vocab.json",
@@ -19,7 +16,21 @@ _TOKENIZER = (
     "merges.txt",
     "tiktoken.model",
 )
+_TOKENIZER = (
+    *_VOCABULARIES,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+)
 GENERATION = "generation_config.json"
+
+
+def vocabulary_files(folder: Path) -> list[str]:
+    """The files of a folder that hold a tokenizer's vocabulary, of whatever kind; empty where it has no tokenizer."""
+    return [name for name in _VOCABULARIES if (folder / name).is_file()]
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> None:

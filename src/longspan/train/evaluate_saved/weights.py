@@ -18,6 +18,7 @@ from longspan.train.checkpoint.checkpoint import check_checkpoint, find_checkpoi
 from longspan.train.checkpoint.files import read_state
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
+from longspan.train.data.tokenizer_files import vocabulary_files
 from longspan.train.evaluate_saved.request import Subject
 from longspan.train.run.long_documents import configuration_for
 from longspan.train.training import configuration_of, loaded_model, prepared_model, unread_model
@@ -66,7 +67,7 @@ def _configuration(subject: Subject) -> PreTrainedConfig:
 
 def _tokenizer(subject: Subject, named: str, configuration: PreTrainedConfig) -> TextTokenizer:
     folder = Path(named) if named else subject.folder
-    if not (folder / "tokenizer.json").is_file():
+    if not vocabulary_files(folder):
         raise DataError(
             f"no tokenizer.json in {folder}; name the folder of the model's tokenizer with --tokenizer, or put its "
             "files there"

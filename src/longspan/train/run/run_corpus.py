@@ -12,6 +12,7 @@ from longspan.train.config.sections import RunConfig
 from longspan.train.data.build import CorpusSettings, ensure_corpus
 from longspan.train.data.documents import Corpus
 from longspan.train.data.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
+from longspan.train.data.tokenizer_files import vocabulary_files
 from longspan.train.disk import naming_file
 
 
@@ -67,7 +68,7 @@ def _own_tokenizer(config: RunConfig) -> Path | None:
     """The folder of the model or configuration, where it has a tokenizer."""
     source = Path(config.model.source)
     folder = source.parent if source.is_file() else source
-    return folder if config.model.source and (folder / "tokenizer.json").is_file() else None
+    return folder if config.model.source and vocabulary_files(folder) else None
 
 
 def open_corpus(folder: Path) -> Corpus:

@@ -21,12 +21,14 @@ class Sample(NamedTuple):
     """The tokens of one document (n,), and its labels (n,): −100 where a token is no target.
 
     Labels stand as in Hugging Face's, not shifted. None: every token but the first is a target. `row` is the index of
-    its row among those that were encoded with it: a conversation that is split gives several samples.
+    its row among those that were encoded with it: a conversation that is split gives several samples. `unseen` counts
+    texts of assistant turns (an answer, a thought, a tool call) that the template leaves out, wholly or in part.
     """
 
     ids: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64] | None = None
     row: int = 0
+    unseen: int = 0
 
 
 class BadRow(NamedTuple):
@@ -42,10 +44,10 @@ class RowSettings:
     """What decides the tokens of rows beside the tokenizer.
 
     `parse_special_tokens`: names of special tokens in texts are read as these tokens. `turns`: "together" makes one
-    document of a conversation, "split" one of each assistant turn, with what stood before it. `date_string`: the date
-    for templates that ask for one, so that a conversation has the same tokens on every day.
+    document of a conversation, "split" one of each assistant turn, with what stood before it. `date`: the day that
+    templates are told where they ask, so that a conversation has the same tokens on every day.
     """
 
     parse_special_tokens: bool = False
     turns: Turns = "together"
-    date_string: str = "26 Jul 2024"
+    date: str = "2024-07-26"  # the day that Llama 3's templates write where they are told none

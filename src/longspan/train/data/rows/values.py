@@ -1,6 +1,8 @@
 """Checks of the values of a row, which raise what is wrong with them as one line."""
 
 import json
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -10,6 +12,14 @@ class RowError(Exception):
     def __init__(self, reason: str, *, masked: bool = False) -> None:
         super().__init__(reason)
         self.masked = masked
+
+
+def needed(values: Mapping[str, Any], key: str) -> Any:
+    """The value of a key. Raises RowError where a row does not have it."""
+    if key not in values:
+        what = "an object with a string" if key in ("text", "prompt", "completion") else "an object with"
+        raise RowError(f'needs {what} "{key}"; found keys {sorted(values)}')
+    return values[key]
 
 
 def string(value: Any, name: str) -> str:
@@ -29,6 +39,30 @@ def check_characters(text: str, of: str) -> None:
             f"character {error.start + 1} of {of} is \\u{ord(text[error.start]):04x}, a lone surrogate, which is half "
             "of a character; write both halves, or leave it out"
         ) from error
+
+
+def check_strings(value: Any, name: str, special: re.Pattern[str] | None) -> None:
+    """Raise RowError for a string in a value that is half a character, or names a special token."""
+    for path, text in strings(value, name):
+        check_characters(text, path)
+        if special is not None and (match := special.search(text)):
+            raise RowError(
+                f"{path} holds {match.group()!r}, which the tokenizer reads as a special token, such as one that ends "
+                "a turn; leave it out, or let it be one with data.parse_special_tokens = true"
+            )
+
+
+def strings(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Every string in a JSON value, keys of objects too, and where it stands: `messages[2].content`."""
+    if isinstance(value, str):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield f"a key of {name}", str(key)
+            yield from strings(inner, f"{name}.{key}")
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from strings(inner, f"{name}[{i}]")
 
 
 def kind_of_value(value: Any) -> str:

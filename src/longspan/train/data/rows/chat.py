@@ -1,0 +1,116 @@
+"""Conversations to tokens, by the tokenizer's own chat template; what the assistant says is a target.
+
+The rendering is tokenized once, and nothing is put around it: the template writes the beginning of text where the model
+wants it. A token is a target where a character of it is said by the assistant. What images show is not read.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from longspan.train.data.rows.messages import messages_of, tools_of
+from longspan.train.data.rows.sample import RowSettings, Sample
+from longspan.train.data.rows.spans import Spans, assistant_spans
+from longspan.train.data.rows.template import ChatTemplate, Message, Rendered
+from longspan.train.data.rows.turn_tokens import TurnTokens, pattern_of, turn_tokens
+from longspan.train.data.rows.values import RowError, check_strings, needed
+from longspan.train.data.tokenizer import TextTokenizer
+from longspan.train.document import NO_TARGET
+
+Labels = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ChatEncoding:
+    """How conversations become samples with this tokenizer and its template."""
+
+    tokenizer: TextTokenizer
+    template: ChatTemplate
+    settings: RowSettings = field(default_factory=RowSettings)
+
+    def samples(self, values: Any, first_target: int = 0) -> list[Sample]:
+        """The samples of a row's messages and tools; messages before `first_target` are no targets.
+
+        Raises RowError for messages that are none, or that the template or the search for turns refuses.
+        """
+        messages, tools = messages_of(needed(values, "messages")), tools_of(values.get("tools"))
+        if not self.settings.parse_special_tokens:
+            tokens = self._turn_tokens(tools)
+            pattern = pattern_of(tokens.special | tokens.ends | tokens.headers)
+            check_strings(messages, "messages", pattern)
+            check_strings(tools, "tools", pattern)
+        else:
+            check_strings([messages, tools], "the row", None)
+        said = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first_target]
+        if not said:
+            raise RowError("no message is of an assistant, so that there is nothing to learn; leave the row out")
+        return list(self._samples(messages, tools, said))
+
+    def _samples(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, said: Sequence[int]
+    ) -> Iterator[Sample]:
+        if self.settings.turns == "together":
+            yield self._sample(messages, tools, said)
+            return
+        for i in said:
+            yield self._sample(messages[: i + 1], tools, [i])
+
+    def _sample(self, messages: Sequence[Message], tools: Sequence[Any] | None, said: Collection[int]) -> Sample:
+        marks = self.template.marked(tools)
+        rendered = self.template.render(messages, tools, marks=marks)
+        if marks:
+            found = Spans(self._marked(rendered, messages, tools, min(said)))
+        else:
+            tokens = self._turn_tokens(tools)
+            found = assistant_spans(messages, rendered.text, self.template, tools, tokens, said)
+        encoding = self.tokenizer.parsing(True).engine.encode(rendered.text, add_special_tokens=False)
+        ids = np.array(encoding.ids, dtype=np.int64)
+        labels = np.where(in_spans(encoding.offsets, found.spans), ids, NO_TARGET)
+        return Sample(ids, labels, unseen=found.unseen)
+
+    def _marked(
+        self, rendered: Rendered, messages: Sequence[Message], tools: Sequence[Any] | None, first: int
+    ) -> tuple[tuple[int, int], ...]:
+        """The template's own marks, from those of the message `first` on."""
+        earlier = any(message["role"] == "assistant" for message in messages[:first])
+        if not earlier:
+            return rendered.marks
+        prompt = self.template.render(messages[:first], tools, prompt=True).text
+        pairs = enumerate(zip(prompt, rendered.text, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(rendered.text)))
+        return tuple(mark for mark in rendered.marks if mark[0] >= same)
+
+    def _turn_tokens(self, tools: Sequence[Any] | None) -> TurnTokens:
+        return self._with_tools if tools else self._plain
+
+    @cached_property
+    def _plain(self) -> TurnTokens:
+        return turn_tokens(self.template, None, self.tokenizer.engine)
+
+    @cached_property
+    def _with_tools(self) -> TurnTokens:
+        try:  # a template may put tools where this conversation has no place for them
+            return turn_tokens(self.template, _SOME_TOOL, self.tokenizer.engine)
+        except RowError:
+            return self._plain
+
+
+def in_spans(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+    """Which tokens (n,) have a character in a span; offsets and spans (start, stop) in characters."""
+    inside = np.zeros(len(offsets), dtype=bool)
+    begins, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    for start, stop in spans:
+        inside |= (begins < stop) & (ends > start)
+    return inside
+
+
+_SOME_TOOL = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}},
+    }
+]

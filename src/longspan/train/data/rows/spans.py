@@ -1,0 +1,134 @@
+"""What the assistant says in a conversation, as spans of characters of its rendering.
+
+One rendering is the truth: turns are found in it, never rendered one by one, because templates write a turn otherwise
+once others follow it. A span begins behind the prompt that inference puts there and ends behind the token that ends the
+turn. What the template leaves out (an earlier thought, say) is not in the text, and so no target.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from longspan.train.data.rows.fields import Field, Render, ends_of, fields_of, start_of
+from longspan.train.data.rows.template import ChatTemplate, Message
+from longspan.train.data.rows.turn_tokens import TurnTokens
+from longspan.train.data.rows.values import RowError
+
+_CONTEXT = 16  # characters of a question by which its end is known again
+
+
+class Spans(NamedTuple):
+    """Spans (start, stop) of a rendering in characters, and how many texts of the assistant are not in it."""
+
+    spans: tuple[tuple[int, int], ...]
+    unseen: int = 0
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The texts of one message that the rendering has, by where they end there."""
+
+    message: int
+    fields: tuple[Field, ...]
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """A rendering, and the turns that are in it."""
+
+    messages: Sequence[Message]
+    text: str
+    template: ChatTemplate
+    tools: Sequence[Any] | None
+    turns: tuple[_Turn, ...]
+
+    def render(self, messages: Sequence[Message]) -> str:
+        return self.template.render(messages, self.tools).text
+
+    def before(self, turn: _Turn) -> _Turn:
+        """The last turn before a turn whose texts end before it, or one that is empty."""
+        earlier = [t for t in self.turns if t.message < turn.message and t.ends[-1] <= turn.ends[0]]
+        return earlier[-1] if earlier else _Turn(-1, (), (0,))
+
+    def after(self, turn: _Turn) -> int:
+        """Where the first text of the next turn ends, or the whole text."""
+        later = [t.ends[0] for t in self.turns if t.message > turn.message and t.ends[0] >= turn.ends[-1]]
+        return later[0] if later else len(self.text)
+
+
+def assistant_spans(
+    messages: Sequence[Message],
+    text: str,
+    template: ChatTemplate,
+    tools: Sequence[Any] | None,
+    tokens: TurnTokens,
+    wanted: Collection[int],
+) -> Spans:
+    """The spans of the `wanted` messages of an assistant in the rendering `text` of all messages.
+
+    Raises RowError where a span cannot be told from what stands around it.
+    """
+    render: Render = lambda changed: template.render(changed, tools).text  # noqa: E731
+    fields = fields_of(messages)
+    ends = ends_of(fields, messages, text, render)
+    turns = tuple(turn for i in range(len(messages)) if (turn := _turn(i, fields, ends)).ends)
+    conversation = _Conversation(messages, text, template, tools, turns)
+    asked = [turn for turn in turns if turn.message in wanted]
+    spans = tuple(_span(conversation, turn, tokens) for turn in asked)
+    lacking = sum(end is None for field, end in zip(fields, ends, strict=True) if field.message in wanted)
+    in_part = sum(_is_cut(field, text) for turn in asked for field in turn.fields)
+    return Spans(spans, lacking + in_part)
+
+
+def _turn(message: int, fields: Sequence[Field], ends: Sequence[int | None]) -> _Turn:
+    known = [(end, f) for f, end in zip(fields, ends, strict=True) if f.message == message and end is not None]
+    known.sort(key=lambda pair: pair[0])
+    return _Turn(message, tuple(field for _, field in known), tuple(end for end, _ in known))
+
+
+def _is_cut(field: Field, text: str) -> bool:
+    """Whether a template leaves out the beginning of an answer: the thought in it."""
+    return field.path[0] == "content" and "</think>" in field.value and field.value.strip() not in text
+
+
+def _span(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> tuple[int, int]:
+    name = f"messages[{turn.message}]"
+    start = _start(conversation, turn, tokens)
+    end = tokens.end_of_turn(conversation.text, turn.ends[-1], conversation.after(turn), name)
+    if start is None:
+        raise RowError(
+            f"where {name} begins cannot be told from its chat template: neither the prompt of an answer nor its first "
+            "word is in the text; mark it in the template with {% generation %}"
+        )
+    inside = tokens.between()
+    for token in inside.finditer(conversation.text, start, end) if inside else ():
+        if token.group() in tokens.ends and token.end() < end:
+            raise RowError(f"its chat template writes {name} as two turns; give its texts as messages of their own")
+    return start, end
+
+
+def _start(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> int | None:
+    """Where what the model generates begins: behind the prompt, or where the turn's first text does."""
+    text, before, first = conversation.text, conversation.before(turn), turn.fields[0]
+    words = first.value.strip() if isinstance(first.value, str) else ""
+    begin = turn.ends[0] - len(words) if text[: turn.ends[0]].endswith(words) else turn.ends[0]
+    for prompt in tokens.prompts:
+        if (at := text.rfind(prompt, before.ends[-1], begin)) >= 0:
+            return at + len(prompt)
+    if (start := _behind_question(conversation, turn, before)) is not None:
+        return start
+    is_call = first.path[0] == "tool_calls"  # its text does not begin with its arguments
+    return None if is_call else start_of(first, conversation.messages, text, conversation.render)
+
+
+def _behind_question(conversation: _Conversation, turn: _Turn, before: _Turn) -> int | None:
+    """Where the messages before a turn end as a prompt does, found from the last words of their last text on."""
+    try:
+        asked = conversation.template.render(conversation.messages[: turn.message], conversation.tools, prompt=True)
+    except RowError:  # a conversation that begins with the assistant
+        return None
+    text, end = conversation.text, before.ends[-1]
+    words = str(before.fields[-1].value).rstrip()[-_CONTEXT:] if before.fields else ""
+    begin = end - len(words) if words and text[:end].endswith(words) else end
+    return next((stop for stop in range(turn.ends[0], end, -1) if asked.text.endswith(text[begin:stop])), None)

@@ -1,0 +1,112 @@
+"""A tokenizer's chat template: messages as text, by transformers' own renderer, on a day that does not change."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2.exceptions import TemplateError
+from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from longspan.errors import DataError
+from longspan.train.data.rows.values import RowError
+from longspan.train.data.tokenizer import TextTokenizer
+from longspan.train.data.tokenizer_files import GENERATION
+
+Message = Mapping[str, Any]
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_DATES = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<format>.*?)(?P=quote)\s*\)")
+_DAY = (
+    "{%- macro strftime_now(format) -%}{{- longspan_dates[format] if format in longspan_dates else "
+    "raise_exception('strftime_now: the format must be written as text') -}}{%- endmacro -%}"
+)
+
+
+_renderer: Callable[..., tuple[list[str], list[list[tuple[int, int]]]]] = render_jinja_template  # pyright: ignore
+
+
+class Rendered(NamedTuple):
+    """A conversation as text; `marks` are what the template marks as generated, (start, stop) in characters."""
+
+    text: str
+    marks: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The templates of a tokenizer, with and without tools, the names of its special tokens, and what ends a turn."""
+
+    plain: str
+    with_tools: str
+    special: tuple[tuple[str, str], ...]
+    ends: tuple[str, ...]
+    day: str
+
+    @classmethod
+    def of(cls, tokenizer: TextTokenizer, day: str) -> "ChatTemplate":
+        """The templates of a tokenizer's folder. Raises DataError where it has none."""
+        folder = tokenizer.folder
+        if folder is None:
+            raise DataError(
+                "rows hold messages (chat), and a tokenizer that is trained on the corpus has no chat template; name "
+                "the folder of a chat model's with data.tokenizer or model.path"
+            )
+        stock: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if not stock.chat_template:
+            raise DataError(
+                f"rows hold messages (chat), and the tokenizer in {folder} has no chat template; put its "
+                "chat_template.jinja there, or name the folder of a chat model's with data.tokenizer"
+            )
+        plain, with_tools = stock.get_chat_template(), stock.get_chat_template(tools=[{}])
+        special = tuple(sorted((k, str(v)) for k, v in stock.special_tokens_map.items() if isinstance(v, str)))
+        return cls(plain, with_tools, special, _ends(tokenizer, folder), day)
+
+    def marked(self, tools: Sequence[Any] | None) -> bool:
+        """Whether the template itself marks what is generated."""
+        return _MARKS.search(self._template(tools)) is not None
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False
+    ) -> Rendered:
+        """The text of messages, with the prompt of an answer if asked. Raises RowError where the template raises."""
+        template = self._template(tools)
+        known = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        try:
+            texts, spans = _renderer(
+                conversations=[known],
+                tools=None if tools is None else list(tools),
+                chat_template=_DAY + template if "strftime_now" in template else template,
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=prompt,
+                **dict(self.special),
+                **_dates(template, self.day),
+            )
+        except TemplateError as error:
+            raise RowError(f"its chat template says: {error.message or type(error).__name__}") from error
+        except Exception as error:  # a template may fail in any way that Python can
+            raise RowError(f"its chat template fails: {type(error).__name__}: {error}") from error
+        return Rendered(texts[0], tuple((start, stop) for start, stop in spans[0]) if marks else ())
+
+    def _template(self, tools: Sequence[Any] | None) -> str:
+        return self.with_tools if tools else self.plain
+
+
+def _dates(template: str, day: str) -> dict[str, Any]:
+    """What templates that ask for the day are told."""
+    today = date.fromisoformat(day)
+    formats = {match["format"] for match in _DATES.finditer(template)}
+    return {"date_string": today.strftime("%d %b %Y"), "longspan_dates": {f: today.strftime(f) for f in formats}}
+
+
+def _ends(tokenizer: TextTokenizer, folder: Path) -> tuple[str, ...]:
+    """The tokens at which generation stops: the tokenizer's end of text, and those of generation_config.json."""
+    ids, file = {tokenizer.end}, folder / GENERATION
+    if file.is_file():
+        named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        ids |= set(named) if isinstance(named, list) else {named}
+    names = (tokenizer.engine.id_to_token(i) for i in sorted(i for i in ids if i is not None))
+    return tuple(name for name in names if name is not None)

@@ -1,0 +1,104 @@
+"""The tokens of a chat template that stand between turns, learnt from what it makes of two turns of each side."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from longspan.train.data.rows.template import ChatTemplate
+from longspan.train.data.rows.values import RowError
+
+_WORDS = ("Zq0user", "Zq1assistant", "Zq2user", "Zq3assistant")
+
+
+@dataclass(frozen=True)
+class TurnTokens:
+    """What begins and ends turns.
+
+    `prompts` is the prompt of an answer, and the beginnings of it that stand before answers already given, the longest
+    first; `ends` are tokens at which generation stops; `headers` are tokens that begin turns; `special` are those that
+    mean nothing but themselves.
+    """
+
+    prompts: tuple[str, ...]
+    ends: frozenset[str]
+    headers: frozenset[str]
+    special: frozenset[str]
+
+    def between(self) -> re.Pattern[str] | None:
+        """Any of the tokens, the longest first; None where there are none."""
+        return pattern_of(self.ends | self.headers | self.special)
+
+    def end_of_turn(self, text: str, start: int, limit: int, turn: str) -> int:
+        """Where the turn whose last text ends at `start` ends: behind the first token there that ends turns.
+
+        Before it no other turn may begin. A turn that ends the text needs no such token. Raises RowError otherwise.
+        """
+        pattern = self.between()
+        tokens = list(pattern.finditer(text, start, limit)) if pattern else []
+        tokens = tokens[: next((i for i, t in enumerate(tokens) if t.group() in self.headers - self.ends), None)]
+        for i, token in enumerate(tokens):
+            last = token
+            for follower in tokens[i:]:  # tokens without text between them end a turn together
+                if follower is not token and follower.start() != last.end():
+                    break
+                last = follower
+                if last.group() in self.ends:
+                    return last.end()
+            return token.end()
+        if limit == len(text) and not (pattern and pattern.search(text, start)):
+            return max(start, len(text.rstrip()))
+        raise RowError(
+            f"no token that ends a turn follows {turn} in the chat template: the next turn begins with "
+            f"{text[start : start + 30]!r}; name the token as eos_token_id in the tokenizer's generation_config.json, "
+            "or mark what the assistant says in the template with {% generation %}"
+        )
+
+
+def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tokenizer) -> TurnTokens:
+    """The tokens between turns of a template. Raises RowError where it cannot render a plain conversation."""
+    added = engine.get_added_tokens_decoder().values()
+    tokens, special = pattern_of({t.content for t in added}), frozenset(t.content for t in added if t.special)
+    roles = ("user", "assistant", "user", "assistant")
+    turns = [{"role": role, "content": word} for role, word in zip(roles, _WORDS, strict=True)]
+    text = template.render(turns, tools).text
+    between, tail = text.split(_WORDS[1])[-1].split(_WORDS[2])[0], text.split(_WORDS[3])[-1]
+    found = tokens.findall(between) if tokens else []
+    ends = frozenset(template.ends)
+    is_end = len(found) > 1 or found[:1] == [t for t in found[:1] if t in ends or t in tail]
+    prompt = _prompt(template, tools, tokens)
+    first = tokens.match(prompt) if tokens else None
+    headers = {*found[1 if is_end else 0 :], *([first.group()] if first else [])}
+    heads = [text.split(_WORDS[i])[-1].split(_WORDS[i + 1])[0] for i in (0, 2)]
+    return TurnTokens(_written(_beginnings(prompt, tokens), heads), ends, frozenset(headers), special)
+
+
+def pattern_of(names: set[str] | frozenset[str]) -> re.Pattern[str] | None:
+    """Any of these names, the longest first; None where there are none."""
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
+
+
+def _prompt(template: ChatTemplate, tools: Sequence[Any] | None, tokens: re.Pattern[str] | None) -> str:
+    """What a template puts behind a question when an answer is wanted, from the first token that differs."""
+    question = [{"role": "user", "content": _WORDS[0]}]
+    without, with_prompt = (template.render(question, tools, prompt=prompt).text for prompt in (False, True))
+    same = next((i for i, (a, b) in enumerate(zip(without, with_prompt, strict=False)) if a != b), len(without))
+    for token in tokens.finditer(with_prompt) if tokens else ():
+        if token.start() < same < token.end():
+            same = token.start()
+    return with_prompt[same:]
+
+
+def _beginnings(prompt: str, tokens: re.Pattern[str] | None) -> tuple[str, ...]:
+    """The prompt, and its beginnings up to the end of a token or a line, the longest first."""
+    stops = {match.end() for match in tokens.finditer(prompt)} if tokens else set[int]()
+    stops |= {match.end() for match in re.finditer("\n+", prompt)} | {len(prompt)}
+    return tuple(prompt[:stop] for stop in sorted(stops, reverse=True) if stop)
+
+
+def _written(beginnings: tuple[str, ...], heads: Sequence[str]) -> tuple[str, ...]:
+    """The beginnings of a prompt from the whole one to the longest that each head of an answer has."""
+    longest = [next((i for i, beginning in enumerate(beginnings) if beginning in head), 0) for head in heads]
+    return beginnings[: max(longest) + 1]
