@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 
+from longspan import Document
 from longspan.bridge import Item, ItemDocuments, items_at_placeholders
 from longspan.bridge.item_documents import item_table_of
 from longspan.errors import DataError
+from longspan.layout.packing import NO_TARGET
+from longspan.train.targets import targets_of_documents
 
 
 def test_items_are_found_by_their_placeholders() -> None:
@@ -34,6 +37,27 @@ def test_documents_with_items() -> None:
     assert documents.read(1) == "b" and ItemDocuments([[1]], [], str.upper).lengths == (1,)  # pyright: ignore
     assert item_table_of(documents, [4, 2]) is documents.item_table
     assert item_table_of({0: [1]}, [1]) is None and item_table_of([[1]], [1]) is None
+
+
+LABELS: dict[str, list[int] | None] = {  # of a document of 8 tokens whose items take positions 0, 1, 4 and 5
+    "none given": None,
+    "everywhere": [1] * 8,
+    "at placeholders alone": [1, 1, -100, -100, 1, 1, -100, -100],
+    "beside them alone": [-100, -100, 1, 1, -100, -100, 1, 1],
+    "at some": [1, -100, 1, -100, -100, 1, -100, 1],
+    "nowhere": [-100] * 8,
+}
+
+
+@pytest.mark.parametrize("labels", LABELS.values(), ids=LABELS)
+def test_labels_at_placeholders_are_no_targets(labels: list[int] | None) -> None:
+    ids = np.arange(8)
+    document = ids if labels is None else Document(ids, labels=labels)
+    items = [Item(1, ((4, 6),)), Item(0, ((2, 3),)), Item(1, ((0, 2),), "audio")]
+    documents = ItemDocuments([[1, 2, 3, 4], document, [7]], items, ["a", "b", "c"])
+    targets = sum((labels or [1] * 8)[position] != NO_TARGET for position in (2, 3, 6, 7))
+    assert targets_of_documents(documents, documents.lengths, documents.item_table) == (2, targets, 0)
+    assert documents.targets == 2 + targets
 
 
 def test_there_is_something_to_read_for_each_item() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from longspan.errors import DataError, counted
 from longspan.layout import Partition
+from longspan.layout.packing import NO_TARGET
 from longspan.plan.items import Item, ItemTable
 
 
@@ -20,7 +21,8 @@ class ItemDocuments:
 
     `tokens[d]` has a length and is indexed by an int64 array of positions; `read(i)`, or `read[i]`, is what the encoder
     is given for `items[i]`, asked of the ranks that encode it, whereas `items` are known to every rank. What stands at
-    the positions of an item is neither embedded nor predicted. Raises DataError for items that do not fit.
+    the positions of an item is neither embedded nor predicted. A document may have labels (`longspan.Document`). Raises
+    DataError for items that do not fit.
     """
 
     def __init__(
@@ -41,10 +43,10 @@ class ItemDocuments:
         """The items, checked and in arrays."""
         return ItemTable(self.lengths, self.items)
 
-    @property
+    @cached_property
     def targets(self) -> int:
         """How many tokens the documents predict, for the planners' `targets=`."""
-        return sum(self.item_table.targets)
+        return sum(targets_beside_items(self.tokens, self.item_table))
 
     def read(self, item: int) -> Any:
         """What the encoder is given for an item."""
@@ -86,6 +88,23 @@ def items_at_placeholders(
             spans = Partition.from_rows([part]).runs(0).tolist()
             items.append(Item(document, tuple((start, stop) for start, stop in spans), modality))
     return items
+
+
+def targets_beside_items(documents: Any, items: ItemTable) -> tuple[int, ...]:
+    """How many tokens each document predicts: all but the first and placeholders, those with a label where it has some.
+
+    A document with labels has `targets`, their number beyond position 0, and `labels(positions)`, −100 where none is,
+    which are read for placeholders alone.
+    """
+    return tuple(_targets_beside_items(documents[document], document, items) for document in range(len(items.lengths)))
+
+
+def _targets_beside_items(document: Any, number: int, items: ItemTable) -> int:
+    if not (hasattr(document, "labels") and hasattr(document, "targets")):
+        return items.targets[number]
+    hidden = items.placeholders(number)
+    labels = np.asarray(document.labels(hidden[hidden > 0]))
+    return int(document.targets) - int((labels != NO_TARGET).sum())
 
 
 def item_table_of(documents: Any, lengths: Sequence[int]) -> ItemTable | None:

@@ -15,6 +15,7 @@ from longspan.errors import LayoutError
 from longspan.layout.layout import check_degree, short
 from longspan.layout.segments import Rows, sealed
 
+NO_TARGET = -100  # the label of a row that predicts nothing, as Hugging Face has it
 _MOST_ROWS = 2**63 - 1
 
 

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.errors import DataError
+from longspan.layout.packing import NO_TARGET
 
-NO_TARGET = -100
 Rows = npt.NDArray[np.int64]
 
 

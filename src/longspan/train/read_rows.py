@@ -98,8 +98,7 @@ class _Reader:
         tokens = self._tokens(document, positions, hidden)
         self.ids[row : row + stop - start] = tokens[: stop - start]
         predicted = slice(row, row + len(tokens) - 1)
-        labels = self._labels(document, positions[1:], tokens[1:])
-        self.labels[predicted] = labels if hidden is None else np.where(hidden[1:], NO_TARGET, labels)
+        self.labels[predicted] = self._labels(document, positions[1:], tokens[1:], hidden)
         for name, numbers in self._values(document, positions[1:]).items():
             ones = float(name == WEIGHTS)
             self.values.setdefault(name, np.full(len(self.ids), ones))[predicted] = numbers
@@ -115,13 +114,19 @@ class _Reader:
         self._check_vocabulary(document, tokens, positions, "token id")
         return tokens.astype(np.int64)
 
-    def _labels(self, document: int, positions: Rows, tokens: Rows) -> Rows:
-        """What these positions are to be, where nothing else is said the tokens that stand there."""
-        if not isinstance(labelled := self._documents[document], Labelled):
-            return tokens
-        labels = np.asarray(labelled.labels(positions))
-        _check_integers(document, labels, positions, "its labels are token ids, or −100")
-        self._check_vocabulary(document, np.where(labels == NO_TARGET, 0, labels), positions, "the label")
+    def _labels(self, document: int, positions: Rows, tokens: Rows, hidden: npt.NDArray[np.bool_] | None) -> Rows:
+        """What these positions are to be, where nothing else is said the tokens that stand there.
+
+        `hidden` says which of them, and of the position before them, are none.
+        """
+        labels, labelled = tokens, self._documents[document]
+        if isinstance(labelled, Labelled):
+            labels = np.asarray(labelled.labels(positions))
+            _check_integers(document, labels, positions, "its labels are token ids, or −100")
+        if hidden is not None:
+            labels = np.where(hidden[1:], NO_TARGET, labels.astype(np.int64))
+        if labels is not tokens:
+            self._check_vocabulary(document, np.where(labels == NO_TARGET, 0, labels), positions, "the label")
         return labels
 
     def _values(self, document: int, positions: Rows) -> Mapping[str, npt.NDArray[np.float64]]:

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from longspan.bridge.item_documents import targets_beside_items
 from longspan.plan.items import ItemTable
-from longspan.train.document import NO_TARGET, Labelled, targets_of
+from longspan.train.document import targets_of
 
 
 def targets_of_documents(documents: Any, lengths: Sequence[int], items: ItemTable | None = None) -> tuple[int, ...]:
@@ -17,15 +16,6 @@ def targets_of_documents(documents: Any, lengths: Sequence[int], items: ItemTabl
     >>> targets_of_documents([[3, 1, 4]], [3])
     (2,)
     """
-    counts = range(len(lengths))
-    if items is None:
-        return tuple(targets_of(documents[document]) for document in counts)
-    return tuple(_beside_items(documents[document], document, items) for document in counts)
-
-
-def _beside_items(document: Any, number: int, items: ItemTable) -> int:
-    if not isinstance(document, Labelled):
-        return items.targets[number]
-    spans = [span for item in items.items if item.document == number for span in item.spans]
-    hidden = np.concatenate([np.arange(max(start, 1), stop) for start, stop in spans] or [np.arange(0)])
-    return document.targets - int((np.asarray(document.labels(hidden)) != NO_TARGET).sum())
+    if items is not None:
+        return targets_beside_items(documents, items)
+    return tuple(targets_of(documents[document]) for document in range(len(lengths)))

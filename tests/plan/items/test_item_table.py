@@ -45,6 +45,7 @@ def test_places_and_targets(table: ItemTable) -> None:
     placeholders = {place for modality in table.modalities for place in row_ids(table, modality)}
     for document, length in enumerate(table.lengths):
         assert table.covered(document, 0, length).tolist() == [(document, p) in placeholders for p in range(length)]
+        assert table.placeholders(document).tolist() == [p for p in range(length) if (document, p) in placeholders]
         assert table.targets[document] == sum((document, p) not in placeholders for p in range(1, length))
 
 

@@ -1,11 +1,13 @@
 """Documents with items: ragged, interleaved, of two modalities, at either end, nothing else at all, or none."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from longspan import Document
 from longspan.bridge import Item, ItemDocuments
 from tests.train.multimodal.encoders import CLIP_ROWS, CLIP_SIDE, PATCH
 
@@ -35,13 +37,16 @@ SETS: dict[str, tuple[Described, ...]] = {
     "few": ((21, ()), (11, (("video", ((4, 8),)),)), (6, ())),  # fewer items than ranks; none of "image"
     "text": ((13, ()), (1, ()), (9, ())),
     "even": tuple((8, (("image", ((1, 4),)),)) for _ in range(4)),  # for mutations: any slot may stand for another
+    "labelled": tuple((8, (("image", ((1, 4),)),)) for _ in range(4)),
 }
 
 
 def documents_of(name: str, seed: int = 0) -> ItemDocuments:
     """One of the sets with random tokens and inputs; its items are not in the order of their documents."""
     draw = np.random.default_rng(seed)
-    tokens = [draw.integers(0, VOCABULARY, size=length) for length, _ in SETS[name]]
+    tokens: list[Any] = [draw.integers(0, VOCABULARY, size=length) for length, _ in SETS[name]]
+    if name == "labelled":  # every other token, placeholders among them
+        tokens = [Document(ids, loss_mask=np.arange(len(ids)) % 2) for ids in tokens]
     items = [Item(d, spans, kind) for d, (_, described) in enumerate(SETS[name]) for kind, spans in described]
     items = [items[i] for i in draw.permutation(len(items))]
     return ItemDocuments(tokens, items, [input_of(item, draw) for item in items])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
+from longspan import Document
 from longspan.bridge import ItemDocuments
 from longspan.model.experts.moe import router_modules
 from tests.model.moe_models import router_losses
@@ -69,7 +70,9 @@ class Dense(nn.Module):
 
     def _loss(self, documents: ItemDocuments, d: int) -> Tensor:
         length, device = documents.lengths[d], self.language_model.device
-        ids = torch.from_numpy(np.array(documents[d])[np.arange(length)]).to(device)
+        tokens, positions = documents[d], np.arange(length)
+        ids = torch.from_numpy(tokens[positions]).to(device)
+        labels = torch.from_numpy(tokens.labels(positions)).to(device) if isinstance(tokens, Document) else ids
         mine = [i for i, item in enumerate(documents.items) if item.document == d]
         covered = placeholders(length, [documents.items[i] for i in mine])
         embeddings = self.language_model.get_input_embeddings()(ids)
@@ -78,8 +81,8 @@ class Dense(nn.Module):
             where = np.concatenate([np.arange(*span) for span in documents.items[i].spans])
             embeddings = embeddings.index_put((torch.from_numpy(where).to(device),), rows)
         logits = self.language_model(inputs_embeds=embeddings[None], use_cache=False).logits[0]
-        predicting = torch.from_numpy(np.flatnonzero(~covered[1:])).to(device)
-        return F.cross_entropy(logits[predicting], ids[predicting + 1], reduction="none").sum(dtype=torch.float64)
+        wanted = labels[1:].masked_fill(torch.from_numpy(covered[1:]).to(device), -100)
+        return F.cross_entropy(logits[:-1], wanted, reduction="none").sum(dtype=torch.float64)
 
 
 def freeze(module: nn.Module, part: str, frozen: str) -> None:

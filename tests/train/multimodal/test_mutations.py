@@ -18,6 +18,7 @@ PASS, OWNERS = "train.encoding.modality_pass", "plan.items.row_owners"
 FAN_IN = Case("2·2→2·2·1", documents="even")
 FAN_OUT = Case("2·2→1·2·2", documents="packed", waves="several")
 SHARED = Case("1·4→1·4·1", encoder="cp 2", owners="random")
+LABELLED = Case("2·2→2·2·1", documents="labelled")
 COPIES = Case("1·4→2·1·2", encoder="copies")
 
 
@@ -65,7 +66,14 @@ MUTATIONS = {
         "parts.append(expand(first, first + segments.stop - segments.start))", SHARED, "LayoutError",
     ),
     "labels in the places of items count": Mutation(
-        "train.read_rows", "labels if hidden is None else", "labels if True else", FAN_IN, "PlanError"
+        "train.read_rows", "np.where(hidden[1:], NO_TARGET, labels.astype(np.int64))", "labels", FAN_IN, "PlanError"
+    ),
+    "documents' labels are not read": Mutation(
+        "train.read_rows", "isinstance(labelled, Labelled)", "False", LABELLED, "PlanError"
+    ),
+    "documents' labels in the places of items are counted": Mutation(
+        "bridge.item_documents", "int(document.targets) - int((labels != NO_TARGET).sum())", "int(document.targets)",
+        LABELLED, "PlanError",
     ),
     "the norm leaves the encoders out": Mutation(
         "train.gradients", "modules_and_worlds(model, world)", "modules_and_worlds(model, world)[:1]", FAN_IN, "loss"

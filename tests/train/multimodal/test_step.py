@@ -1,5 +1,6 @@
 """One step and one evaluation through an encoder and a language model, against each document alone in one process."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from longspan import Layout, World, evaluate, plan_dynamic, prepare, run_step
+from longspan import Document, Layout, World, evaluate, plan_dynamic, prepare, run_step
 from longspan.bridge import Item, ItemDocuments
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
@@ -66,37 +67,52 @@ def documents() -> ItemDocuments:
     return ItemDocuments(tokens, items, pixels)
 
 
+def labelled() -> ItemDocuments:
+    """The same with labels: a mask that placeholders are in too, labels of other tokens, none, and two without."""
+    random, docs = np.random.default_rng(4), documents()
+    tokens = list[Any](docs.tokens)
+    for document in (0, 3):
+        tokens[document] = Document(tokens[document], loss_mask=random.random(docs.lengths[document]) < 0.6)
+    tokens[1] = Document(tokens[1], labels=np.where(random.random(17) < 0.5, random.integers(0, VOCABULARY, 17), -100))
+    tokens[2] = Document(tokens[2], loss_mask=np.zeros(9))
+    return ItemDocuments(tokens, docs.items, docs.read)
+
+
 def dense(documents: ItemDocuments, encoder: nn.Module | None = None) -> tuple[Tensor, list[float], dict[str, Tensor]]:
     """The mean loss, the sums of each document, and every gradient, one document at a time in one process."""
     model, encoder = language_model(), encoder or tower()
-    total, sums = torch.zeros((), dtype=torch.float64), list[float]()
+    total, sums, targets = torch.zeros((), dtype=torch.float64), list[float](), 0
     for document, length in enumerate(documents.lengths):
         table = documents.item_table
         hidden = table.covered(document, 0, length).astype(bool)
-        ids = torch.from_numpy(np.where(hidden, 0, documents[document]))
+        positions, tokens = np.arange(length), documents[document]
+        wanted = tokens.labels(positions) if isinstance(tokens, Document) else tokens
+        ids = torch.from_numpy(np.where(hidden, 0, tokens[positions]))
         embeddings = model.get_input_embeddings()(ids)
         for index, item in enumerate(documents.items):
             if item.document == document:
                 places = torch.tensor([p for start, stop in item.spans for p in range(start, stop)])
                 embeddings = embeddings.index_copy(0, places, encoder([documents.read(index)]))
         logits = model(inputs_embeds=embeddings[None]).logits[0, :-1]
-        labels = torch.from_numpy(np.where(hidden, -100, documents[document]))[1:]
+        labels = torch.from_numpy(np.where(hidden, -100, wanted))[1:]
         loss = nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
         sums.append(loss.item())
-        total = total + loss / documents.targets
+        total, targets = total + loss, targets + int((labels != -100).sum())
+    total = total / targets
     total.backward()
     named = {f"language_model.{n}": p for n, p in model.named_parameters()}
     named |= {f"encoders.image.{n}": p for n, p in encoder.named_parameters()}
     return total.detach(), sums, {name: p.grad for name, p in named.items() if p.grad is not None}
 
 
-def step(rank: int, home: Layout, encoder_home: Layout, settings: dict[str, Any], expected: Any) -> None:
+def step(
+    rank: int, home: Layout, encoder_home: Layout, settings: dict[str, Any], docs: ItemDocuments, expected: Any
+) -> None:
     loss, sums, gradients = expected
     with (
         World(home, backend=backend(), timeout=60) as world,
         World(encoder_home, backend=backend(), timeout=60) as beside,
     ):
-        docs = documents()
         prepared = prepare(language_model(), world)
         model = MultimodalModel(
             {"image": Encoder(module=prepare_encoder(tower(), beside), world=beside, **settings)}, prepared, world
@@ -117,18 +133,22 @@ def step(rank: int, home: Layout, encoder_home: Layout, settings: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("home", "encoder_home", "settings"),
+    ("home", "encoder_home", "settings", "docs"),
     [
-        (Layout(4), Layout(4), {}),
-        (Layout(4), Layout(4), {"max_rows_per_slot": 12}),
-        (Layout(4), Layout(4), {"max_rows_per_slot": 11, "recompute": True}),
-        (Layout(4, pp=2), Layout(4), {}),
-        (Layout(4, tp=2), Layout(4), {"max_rows_per_slot": 12}),
+        (Layout(4), Layout(4), {}, documents),
+        (Layout(4), Layout(4), {"max_rows_per_slot": 12}, documents),
+        (Layout(4), Layout(4), {"max_rows_per_slot": 11, "recompute": True}, documents),
+        (Layout(4, pp=2), Layout(4), {}, documents),
+        (Layout(4, tp=2), Layout(4), {"max_rows_per_slot": 12}, documents),
+        (Layout(2), Layout(2), {"max_rows_per_slot": 12}, labelled),
+        (Layout(4, tp=2), Layout(4), {}, labelled),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_step_equals_each_document_alone(home: Layout, encoder_home: Layout, settings: dict[str, Any]) -> None:
-    run_ranks(step, 4, home, encoder_home, settings, dense(documents()))
+def test_a_step_equals_each_document_alone(
+    home: Layout, encoder_home: Layout, settings: dict[str, Any], docs: Callable[[], ItemDocuments]
+) -> None:
+    run_ranks(step, len(home.ranks), home, encoder_home, settings, docs(), dense(docs()))
 
 
 def ahead(rank: int) -> None:

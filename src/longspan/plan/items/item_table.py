@@ -120,6 +120,12 @@ class ItemTable:
         span = np.searchsorted(self._spans.start, keys, side="right") - 1
         return (span >= 0) & (keys < np.append(self._spans.stop, -1)[span])
 
+    def placeholders(self, document: int) -> Rows:
+        """The positions of a document that items take, ascending."""
+        first, last = np.searchsorted(self._spans.document, (document, document + 1))
+        start, stop = (keys[first:last] - document * self._stride for keys in (self._spans.start, self._spans.stop))
+        return expand(start, stop)
+
     @cached_property
     def targets(self) -> tuple[int, ...]:
         """How many tokens each document predicts."""
