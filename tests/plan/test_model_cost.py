@@ -57,3 +57,12 @@ def test_full_recomputation_repeats_attention_and_its_ring() -> None:
     assert full.ring_bytes == pytest.approx(cost.ring_bytes * 4 / 3)
     assert third.attention_seconds == pytest.approx(cost.attention_seconds * (1 + 2 / 21))
     assert with_recomputation(cost, CONFIG, "none") == cost
+
+
+def test_frozen_weights_cost_no_gradients_of_their_own() -> None:
+    cost = Cost.for_model(CONFIG, tflops=1.0)
+    frozen, recomputed = (with_recomputation(cost, CONFIG, kind, frozen=True) for kind in ("none", "selective"))
+    assert frozen.linear_seconds == pytest.approx(cost.linear_seconds * 4 / 6)
+    assert frozen.attention_seconds == cost.attention_seconds and frozen.forward_only() == cost.forward_only()
+    more = with_recomputation(cost, CONFIG, "selective").linear_seconds - cost.linear_seconds
+    assert recomputed.linear_seconds == pytest.approx(frozen.linear_seconds + more)

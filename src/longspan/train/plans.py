@@ -51,7 +51,8 @@ def cost_of_run(config: RunConfig, model_config: Any, say: Callable[[str], None]
     try:
         cost = cost_on_h200(model_config) if gpu else cost_on_cpus(model_config)
         layers = train.recompute_layers * config.parallel.pp  # of each stage
-        return with_recomputation(cost, model_config, train.activation_checkpointing, layers)
+        frozen = config.lora.rank > 0
+        return with_recomputation(cost, model_config, train.activation_checkpointing, layers, frozen=frozen)
     except PlanError as error:
         say(f"plans are priced as for a Qwen3-8B: {error}; name a file in context.cost")
         return cost_of(context) if gpu else replace(cost_of(context), source="")

@@ -52,23 +52,24 @@ def cost_on_cpus(config: Any) -> Cost:
     return replace(cost, source="")
 
 
-def with_recomputation(cost: Cost, config: Any, kind: str, layers: int = 0) -> Cost:
+def with_recomputation(cost: Cost, config: Any, kind: str, layers: int = 0, *, frozen: bool = False) -> Cost:
     """A model's cost where so many layers (0: each) run forward again in backward: "none", "selective" or "full".
 
     >>> with_recomputation(cost, "Qwen3-8B/config.json", "selective").linear_seconds  # doctest: +SKIP
 
     Forward is a third of what a layer's weights take (2 FLOPs of 6), and of "full" 2 products in attention of 7, one of
     the ring's two passes and a third of its bytes. torch stops before the last product of a dense layer, from which
-    nothing is kept. An evaluation recomputes nothing: its `forward_only` is that of the model's cost.
+    nothing is kept. Of `frozen` weights, under adapters, gradients are not computed: 2 FLOPs of 6. An evaluation
+    recomputes nothing: its `forward_only` is that of the model's cost.
     """
-    if kind == "none":
+    if kind == "none" and not frozen:
         return cost
     shape, forward = ModelShape.of(config), cost.forward_only()
-    share = min(layers or shape.layers, shape.layers) / shape.layers
+    share = min(layers or shape.layers, shape.layers) / shape.layers if kind != "none" else 0.0
     full = share if kind == "full" else 0.0
     return replace(
         cost,
-        linear_seconds=cost.linear_seconds * (1 + share * shape.recomputed_weights / shape.weights * 2 / 6),
+        linear_seconds=cost.linear_seconds * (1 + (share * shape.recomputed_weights / shape.weights - frozen) * 2 / 6),
         attention_seconds=cost.attention_seconds * (1 + full * 2 / 7),
         ring_step_seconds=cost.ring_step_seconds * (1 + full / 2),
         ring_bytes=cost.ring_bytes * (1 + full / 3),
