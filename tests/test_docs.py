@@ -78,6 +78,24 @@ def test_the_page_on_two_modules_is_one_program(tmp_path: Path) -> None:
     assert last < first - 0.5 and abs(wide - narrow) <= 2e-6
 
 
+def test_the_page_on_losses_is_one_program(tmp_path: Path) -> None:
+    (printed,) = run_page("losses.md", tmp_path).splitlines()
+    assert re.fullmatch(r"loss -?0\.0\d+; of pairs 0\.6931, \d micro-batches twice", printed), printed
+
+
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+def test_examples_of_losses_equal_one_process(name: str) -> None:
+    assert "gradients: " in run(ROOT / f"examples/{name}.py", "--world", "2", "--check")
+
+
+@pytest.mark.whole
+def test_examples_of_losses_learn() -> None:
+    margin, won = re.findall(r"after: reward margin (\S+), preferred in (\d+)%", run(ROOT / "examples/dpo.py"))[0]
+    assert float(margin) > 1 and int(won) > 90
+    rewards = re.findall(r"mean reward before (\S+), after (\S+)", run(ROOT / "examples/grpo.py"))[0]
+    assert float(rewards[0]) < 0.15 and float(rewards[1]) > 0.5
+
+
 def test_the_picture_of_the_bridge_is_drawn_by_its_command(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "bench/bridge_picture.py"), "--plot", str(tmp_path / "drawn.svg")]
     subprocess.run(command, check=True)
@@ -136,7 +154,8 @@ def test_the_page_on_gpus_generates_with_stock_transformers(tmp_path: Path) -> N
 def test_no_page_has_a_program_that_is_not_run() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     with_programs = {page.stem for page in pages if "```python" in page.read_text()}
-    run_here = {"attention", "bridge", "evaluation", "gpu", "own-loop", "parallelism", "planning", "tour", "README"}
+    run_here = {"attention", "bridge", "evaluation", "gpu", "losses", "own-loop", "parallelism", "planning", "tour"}
+    run_here.add("README")
     assert with_programs == run_here
 
 

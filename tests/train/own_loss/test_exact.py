@@ -124,7 +124,9 @@ def _errors(case: Case, world: World) -> dict[str, float]:
         model.zero_grad()
     log_probs = token_log_probs(model, plan, documents, world, case.chunk)
     apart = [np.abs(log_probs.of(d) - values).max() / 4 for d, values in enumerate(tokens)]
-    apart += [abs(total - values.sum()) / 50 for total, values in zip(log_probs.sums, tokens, strict=True)]
+    for number, (document, total) in enumerate(zip(documents, log_probs.sums, strict=True)):
+        weights = document.token_values(np.arange(len(document)))["weights"]
+        apart.append(abs(total - (tokens[number] * weights).sum()) / 50)
     return found | {"log-probabilities": max(apart)}
 
 

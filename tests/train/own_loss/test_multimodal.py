@@ -62,7 +62,7 @@ def dense(kind: str) -> tuple[float, dict[str, Tensor], list[float]]:
     loss.backward()
     named = {f"language_model.{n}": p for n, p in model.named_parameters()}
     named |= {f"encoders.image.{n}": p for n, p in encoder.named_parameters()}
-    sums = [row.log_probs.sum().item() for row in rows]
+    sums = [(row.log_probs * row.at["weights"]).sum().item() for row in rows]
     return loss.item(), {name: p.grad for name, p in named.items() if p.grad is not None}, sums
 
 

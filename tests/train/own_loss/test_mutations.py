@@ -23,14 +23,14 @@ from tests.train.own_loss.dense import (
 )
 
 LOSS, OWN, ALL = "train.loss", "train.own_loss.", "weights tokens sets all"
-DOCUMENTS = OWN + "document_passes"
+DOCUMENTS, LOG_PROBS = OWN + "document_passes", OWN + "token_log_probs"
 SUM = 'self._world.control.sum_over_slots(local[held].tolist(), "log-probabilities of documents")'
 MUTATIONS = {  # what is wrong -> the module, what stands there, and in its place; and the losses that show it
     "nothing": (None, ""),
     "a rank's sum dropped inside a micro-batch": ((DOCUMENTS, SUM, "local[held]"), "sets"),
     "a rank's sum dropped in the pass ahead": (
-        (OWN + "token_log_probs", 'world.control.sum_of_arrays(values, "log-probabilities of tokens")', "values"),
-        "all"),
+        (LOG_PROBS, 'world.control.sum_of_arrays(np.concatenate([values, sums]), "log-probabilities of tokens")',
+         "np.concatenate([values, sums])"), "all"),
     "a loss counted by every slot": ((DOCUMENTS, "loss if self._world.slot == 0 else 0.0", "loss"), "sets"),
     "a loss counted by every rank": (
         (DOCUMENTS, "self._loss_ahead if self._world.rank == self._world.home.ranks[0] else 0.0",
@@ -48,7 +48,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
     "weights forgotten in the gradient of sets": (
         (DOCUMENTS, "coefficients[targets.documents] * targets.weights", "coefficients[targets.documents]"),
         "sets all"),
-    "weights forgotten in the pass ahead": ((DOCUMENTS, "weighted=True", "weighted=False"), "all"),
+    "weights forgotten in the pass ahead": ((LOG_PROBS, "log_probs * targets.weights", "log_probs"), "all"),
     "weights multiplied beside a loss of one's own": (
         (OWN + "token_loss", "total = losses.sum(",
          'total = (losses * targets.rows(part, leaf.dtype)["weights"]).sum('),

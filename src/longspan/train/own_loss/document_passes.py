@@ -66,7 +66,7 @@ class DocumentPasses:
             return
         needed = {id(self._plan.micro_batches[index]) for index in indices}
         ahead = [batch for batch in batches if id(batch.shard.micro_batch) in needed]
-        sums = log_probs_of_passes(passes, ahead, self._chunk_rows, weighted=True).sums
+        sums = log_probs_of_passes(passes, ahead, self._chunk_rows).sums
         self._loss_ahead, self._coefficients = self._of_sets(self._across, sums)
         self.forward_twice = len(indices)
 

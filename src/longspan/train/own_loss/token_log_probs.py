@@ -26,20 +26,19 @@ Numbers = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class TokenLogProbs:
-    """Log-probabilities of the tokens of documents of these lengths, the same on every rank; `values` end to end."""
+    """Log-probabilities of the tokens of documents of these lengths, the same on every rank; `values` end to end.
+
+    `sums` (D,) are those of each document times the weights of its tokens, as a DocumentLoss gets them.
+    """
 
     lengths: tuple[int, ...]
     values: Numbers
+    sums: Numbers
 
     def of(self, document: int) -> Numbers:
         """Of each token of a document (length,), at its own position; 0 where there is no label, and at position 0."""
         start = self._starts[document]
         return self.values[start : start + self.lengths[document]]
-
-    @cached_property
-    def sums(self) -> Numbers:
-        """The sum over each document (D,)."""
-        return np.array([self.of(document).sum() for document in range(len(self.lengths))])
 
     @cached_property
     def _starts(self) -> npt.NDArray[np.int64]:
@@ -55,7 +54,7 @@ def token_log_probs(
     >>> before.of(3), before.sums[3]
 
     The model runs in evaluation mode, as by `run_step(…, backward=False)`, under any plan of these documents. All ranks
-    call it together; what is refused is what `run_step` refuses. Weights of documents do not matter.
+    call it together; what is refused is what `run_step` refuses.
     """
     check_world(model, world)
     language_model, items = language_model_of(model), items_of(model, plan, documents)
@@ -69,14 +68,12 @@ def token_log_probs(
         return log_probs_of_passes(passes, batches, loss_chunk_rows)
 
 
-def log_probs_of_passes(
-    passes: Passes, batches: Sequence[LocalBatch], chunk_rows: int, *, weighted: bool = False
-) -> TokenLogProbs:
+def log_probs_of_passes(passes: Passes, batches: Sequence[LocalBatch], chunk_rows: int) -> TokenLogProbs:
     """Log-probabilities from forward passes over some micro-batches of a step, which have been read; 0 elsewhere.
 
-    With `weighted` each is multiplied by its token's weight. Entered by all ranks.
+    Entered by all ranks.
     """
-    collected = _Collected(passes.plan.lengths, chunk_rows, weighted=weighted)
+    collected = _Collected(passes.plan.lengths, chunk_rows)
     run_passes(replace(passes, backward=False, routing=None, measure=collected), batches)
     return collected.over_ranks(passes.world)
 
@@ -84,23 +81,24 @@ def log_probs_of_passes(
 class _Collected:
     """Log-probabilities of this rank's rows, on the device until the passes are over."""
 
-    def __init__(self, lengths: Sequence[int], chunk_rows: int, *, weighted: bool) -> None:
-        self._lengths, self._chunk_rows, self._weighted = tuple(lengths), chunk_rows, weighted
+    def __init__(self, lengths: Sequence[int], chunk_rows: int) -> None:
+        self._lengths, self._chunk_rows = tuple(lengths), chunk_rows
         self._starts = np.cumsum((0, *lengths))
-        self._waiting: list[tuple[npt.NDArray[np.int64], Numbers | float, Tensor]] = []
+        self._waiting: list[tuple[BatchTargets, Tensor]] = []
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
         """Keep those of a micro-batch's rows (T, D); there is no loss."""
         targets = BatchTargets(batch, hidden.device)
-        places = self._starts[targets.documents] + targets.positions + 1  # a row predicts the token after it
-        log_probs = chunked_log_probs(hidden, targets.targets, head, self._chunk_rows)
-        self._waiting.append((places, targets.weights if self._weighted else 1.0, log_probs))
-        return log_probs.new_zeros((), dtype=torch.float64)
+        self._waiting.append((targets, chunked_log_probs(hidden, targets.targets, head, self._chunk_rows)))
+        return hidden.new_zeros((), dtype=torch.float64)
 
     def over_ranks(self, world: World) -> TokenLogProbs:
         """Those of all ranks."""
-        values = np.zeros(self._starts[-1])
+        values, sums = np.zeros(self._starts[-1]), np.zeros(len(self._lengths))
         if world.coordinates.tp == 0:  # tensor-parallel ranks of a slot hold the same
-            for places, weights, log_probs in self._waiting:
-                values[places] = log_probs.double().cpu().numpy() * weights
-        return TokenLogProbs(self._lengths, world.control.sum_of_arrays(values, "log-probabilities of tokens"))
+            for targets, on_device in self._waiting:
+                log_probs = on_device.double().cpu().numpy()
+                values[self._starts[targets.documents] + targets.positions + 1] = log_probs  # of the token after a row
+                np.add.at(sums, targets.documents, log_probs * targets.weights)
+        both = world.control.sum_of_arrays(np.concatenate([values, sums]), "log-probabilities of tokens")
+        return TokenLogProbs(self._lengths, both[: len(values)], both[len(values) :])
