@@ -50,6 +50,7 @@ class Case:
     family: str = "qwen3"
     chunk: int = 0
     options: tuple[tuple[str, Any], ...] = ()
+    whole: bool = False  # of the whole table
 
     @property
     def layers(self) -> int:
@@ -57,22 +58,23 @@ class Case:
         return 4 if self.options == FOLDED else 2
 
 
+SPLIT_ROWS = (("sequence_parallel", True),)
 FOLDED = (("pipeline_schedule", "zbv"), ("virtual_stages", 2))
 CASES = [
     Case("cp 2, one micro-batch", Layout(2), fixed(2, 50)),
     Case("cp 2, chunks of two rows", Layout(2), fixed(2, 16), chunk=2),
-    Case("cp 1", Layout(2), fixed(1, 40)),
+    Case("cp 1", Layout(2), fixed(1, 40), whole=True),
     Case("dynamic, recomputed", Layout(2), dynamic(24), options=(("activation_checkpointing", True),)),
     Case("free", Layout(2), dynamic(24, "free")),
-    Case("free, copies", Layout(2), dynamic(24, "free"), options=(("shard_parameters", False),)),
+    Case("free, copies", Layout(2), dynamic(24, "free"), options=(("shard_parameters", False),), whole=True),
     Case("tp 2", Layout(2, tp=2), fixed(1, 40), chunk=3),
-    Case("tp 2, parts of rows", Layout(2, tp=2), fixed(1, 40, row_multiple=2), options=(("sequence_parallel", True),)),
+    Case("tp 2, parts of rows", Layout(2, tp=2), fixed(1, 40, row_multiple=2), options=SPLIT_ROWS, whole=True),
     Case("pp 2", Layout(2, pp=2), fixed(1, 40)),
     Case("experts", Layout(2), fixed(2, 24), "qwen3-moe"),
-    Case("cp 2, pp 2", Layout(4, pp=2), fixed(2, 24), chunk=3),
+    Case("cp 2, pp 2", Layout(4, pp=2), fixed(2, 24), chunk=3, whole=True),
     Case("dynamic, folded stages", Layout(4, pp=2), dynamic(24), options=FOLDED),
-    Case("dynamic over four slots", Layout(4), dynamic(16)),
-    Case("dynamic, replicas", Layout(4, dp_replicate=2), dynamic(16)),
+    Case("dynamic over four slots", Layout(4), dynamic(16), whole=True),
+    Case("dynamic, replicas", Layout(4, dp_replicate=2), dynamic(16), whole=True),
     Case("experts, ep 2, tp 2", Layout(4, tp=2, ep=2), dynamic(24), "qwen3-moe"),
 ]  # fmt: skip
 LOSSES: dict[str, Any] = {
@@ -83,8 +85,8 @@ LOSSES: dict[str, Any] = {
 }
 
 
-def cases_of(ranks: int) -> list[Case]:
-    return [case for case in CASES if len(case.home.ranks) == ranks]
+def cases_of(ranks: int, whole: bool) -> list[Case]:
+    return [case for case in CASES if (len(case.home.ranks), case.whole) == (ranks, whole)]
 
 
 @cache
@@ -99,10 +101,10 @@ def dense(family: str, layers: int) -> tuple[dict[str, Answer], list[np.ndarray]
     return {name: answer(model, rows, loss, by) for name, (loss, _, by, _) in LOSSES.items()}, tokens
 
 
-def compare(rank: int, ranks: int) -> dict[str, dict[str, float]]:
-    """The errors by loss of each case of so many ranks; infinite where a gradient is missing."""
+def compare(rank: int, ranks: int, whole: bool) -> dict[str, dict[str, float]]:
+    """The errors by loss of each of some cases; infinite where a gradient is missing."""
     found = dict[str, dict[str, float]]()
-    for case in cases_of(ranks):
+    for case in cases_of(ranks, whole):
         with World(case.home, backend=backend(), timeout=60) as world:
             found[case.name] = _errors(case, world)
     return found
@@ -131,13 +133,16 @@ def _errors(case: Case, world: World) -> dict[str, float]:
 
 
 @cache
-def results(ranks: int) -> list[dict[str, dict[str, float]]]:
-    return run_ranks(compare, ranks, ranks, timeout=240)
+def results(ranks: int, whole: bool) -> list[dict[str, dict[str, float]]]:
+    return run_ranks(compare, ranks, ranks, whole, timeout=240)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+ROWS = [pytest.param(case, id=case.name, marks=[pytest.mark.whole] * case.whole) for case in CASES]
+
+
+@pytest.mark.parametrize("case", ROWS)
 def test_equals_one_process(case: Case) -> None:
-    for found in results(len(case.home.ranks)):
+    for found in results(len(case.home.ranks), case.whole):
         assert max(found[case.name].values()) < 1e-12, found[case.name]
 
 

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, counted
+from longspan.model.adapters import adapter_of
 from longspan.model.parts import modes_restored
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.probe import Probe, run_on_meta
@@ -55,13 +56,18 @@ def refuse_randomness(model: nn.Module) -> None:
 
 
 def refuse_dropout_in_two_passes(model: nn.Module, what: str) -> None:
-    """Raise ModelError where training this prepared model drops attention weights: `what` takes two equal passes."""
-    config = getattr(model, "config", None)
+    """Raise ModelError where training this prepared model drops attention weights, or inputs of its adapter.
+
+    `what` takes two forward passes that are equal.
+    """
+    config, adapter = getattr(model, "config", None), adapter_of(model)
     values = {} if config is None else config.get_text_config().to_dict()
-    if keys := [f"{key} ({value:g})" for key, value in values.items() if _drops_attention(key) and _positive(value)]:
+    if adapter is not None:
+        values["lora_dropout"] = adapter.dropout
+    if keys := [f"{key} ({value:g})" for key, value in values.items() if _drops(key) and _positive(value)]:
         raise ModelError(
             f"{what}: their loss takes two forward passes, which dropout would make differ; set {', '.join(keys)} to "
-            "0.0 in the model's configuration before it is built, or plan so that one micro-batch in lockstep holds "
+            "0.0 in the configuration before the model is built, or plan so that one micro-batch in lockstep holds "
             "all documents of a set"
         )
 
@@ -106,8 +112,8 @@ def _keys(config: Any) -> str:
     return ", ".join(f"{key} ({values[key]:g})" for key in keys if _positive(values[key]))
 
 
-def _drops_attention(key: str) -> bool:
-    return "att" in key and "drop" in key
+def _drops(key: str) -> bool:
+    return key == "lora_dropout" or ("att" in key and "drop" in key)
 
 
 def _positive(value: Any) -> bool:
