@@ -1,11 +1,6 @@
-"""Corpora: which files, which documents, which rows a rank reads, and which documents a step takes."""
+"""Corpora: which files, which documents, and which rows a rank reads."""
 
 import json
-import math
-import pickle
-import tracemalloc
-from hashlib import sha256
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +14,6 @@ from longspan.train.data.build import CorpusSettings, ensure_corpus
 from longspan.train.data.documents import Corpus, Manifest
 from longspan.train.data.files import find_files
 from longspan.train.data.left_out import LeftOut
-from longspan.train.data.step_order import StepOrder
 from longspan.train.data.tokenizer import load_tokenizer
 from longspan.train.read_rows import read_inputs_and_labels
 from tests.train.small import write_texts
@@ -251,85 +245,3 @@ def test_positions_outside_a_document_are_refused(tmp_path: Path) -> None:
             corpus[1][np.array(positions)]
     with pytest.raises(IndexError):
         corpus[len(corpus)]
-
-
-# ---- order
-
-LENGTHS = np.array([2 + i * i * 37 % 898 for i in range(101)])
-
-
-def order(seed: int = 3, tokens: int = 2000, held_out: int = 11) -> StepOrder:
-    return StepOrder(LENGTHS, tokens_per_step=tokens, seed=seed, eval_documents=held_out)
-
-
-def test_epochs_hold_every_training_document_once_and_no_held_out_one() -> None:
-    found = order()
-    assert len(found.evaluation) == 11 and not set(found.evaluation) & set(found.training)
-    stream = [d for step in range(200) for d in found.documents_of_step(step)]
-    for epoch in range(len(stream) // 90):
-        assert sorted(stream[90 * epoch : 90 * epoch + 90]) == list(found.training)
-    assert stream[:90] != stream[90:180]
-
-
-@pytest.mark.parametrize("tokens", [2, 500, 2000, 10**6])
-def test_a_step_takes_as_many_documents_as_fit_and_at_least_one(tokens: int) -> None:
-    found = order(tokens=tokens)
-    stream = [found.documents_of_step(step) for step in range(60)]
-    for now, then in pairwise(stream):
-        total = LENGTHS[list(now)].sum()
-        assert len(now) == 1 or total <= tokens
-        assert total + LENGTHS[then[0]] > tokens  # the next one did not fit
-
-
-@pytest.mark.parametrize("epochs", [0.25, 1.0, 1.5, 3.0])
-def test_the_steps_of_epochs_are_the_first_that_take_every_document_so_often(epochs: float) -> None:
-    full = order(tokens=700)
-    steps, wanted = full.steps_of_epochs(epochs), math.ceil(epochs * len(full.training))
-    taken = [len(full.documents_of_step(step)) for step in range(steps)]
-    assert sum(taken) >= wanted > sum(taken[:-1])
-    if epochs == 3.0:
-        seen = [document for step in range(steps) for document in full.documents_of_step(step)]
-        assert min(seen.count(document) for document in full.training) == 3
-
-
-def test_order_is_a_function_of_seed_and_step_alone() -> None:
-    ahead = order().documents_of_step(150)  # as after a resume: no earlier step was asked for
-    followed = order()
-    assert [followed.documents_of_step(step) for step in range(151)][-1] == ahead
-    assert order(seed=4).documents_of_step(150) != ahead
-    assert order().evaluation != order(seed=4).evaluation
-    assert order().documents_of_step(0) == (40, 17, 61)  # never changes between versions and machines
-
-
-@pytest.mark.parametrize(
-    ("tokens", "steps", "digest"), [(2000, 400, "37b67ae4af715b40"), (10**6, 40, "c1f89a650c309330")]
-)
-def test_the_order_of_earlier_versions(tokens: int, steps: int, digest: str) -> None:
-    """Runs that were begun by them go on with the same documents."""
-    lengths = np.random.default_rng(100).integers(1, 900, size=100)
-    found = StepOrder(lengths, tokens_per_step=tokens, seed=3, eval_documents=11)
-    stream = [found.documents_of_step(step) for step in range(steps)]
-    text = json.dumps([found.evaluation, found.training.tolist(), stream])
-    assert sha256(text.encode()).hexdigest()[:16] == digest
-
-
-def test_an_order_is_arrays_and_travels_as_lengths() -> None:
-    count, step = 100_000, 260
-    tracemalloc.start()
-    try:
-        found = StepOrder(np.full(count, 100), tokens_per_step=100_000, seed=0, eval_documents=8)
-        documents = found.documents_of_step(step)  # in the third epoch
-        held = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
-    sent = pickle.dumps(found)
-    assert held < 50 * count and len(sent) < 2 * count
-    assert pickle.loads(sent).documents_of_step(step) == documents
-
-
-@pytest.mark.parametrize("held_out", [101, 500])
-def test_holding_out_everything_is_refused(held_out: int) -> None:
-    with pytest.raises(
-        DataError, match=rf"eval_documents {held_out} leaves nothing .* 101 documents; hold out at most 100"
-    ):
-        order(held_out=held_out)

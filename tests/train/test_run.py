@@ -220,7 +220,7 @@ def test_dropout_in_attention_has_the_same_losses_at_every_degree(
         run(config, ranks)
         losses.append([row["loss"] for row in rows_of(config) if "loss" in row])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] == pytest.approx(losses[2], rel=1e-5)
-    assert abs(losses[3][0] - losses[0][0]) > 1e-3  # type: ignore[operator]
+    assert abs(losses[3][0] - losses[0][0]) > 1e-4  # type: ignore[operator]
 
 
 def test_contiguous_rows_have_the_losses_of_zigzag_rows(tmp_path: Path) -> None:

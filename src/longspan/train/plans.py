@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Unpack
 
-import numpy as np
-
 from longspan.errors import ConfigError, LongspanError, PlanError, counted
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, WarmStart, plan_dynamic, plan_fixed, plan_padded
@@ -263,9 +261,8 @@ class StepPlanner:
 
     def __call__(self, step: int, warm: Plan | None = None) -> Plan:
         """The plan of a step, counted from 0; its documents are numbered as `documents_of_step` gives them."""
-        documents = np.asarray(self.order.documents_of_step(step), dtype=np.int64)
-        targets = None if self.order.targets is None else int(self.order.targets[documents].sum())
-        return self.choice.plan(self.order.lengths[documents].tolist(), self.home, warm, targets=targets)
+        lengths, targets = self.order.lengths_of_step(step), self.order.targets_of_step(step)
+        return self.choice.plan(lengths, self.home, warm, targets=targets)
 
 
 def planner_of_steps(choice: PlanChoice, order: StepOrder, home: Layout) -> Callable[[int], Plan]:

@@ -12,6 +12,7 @@ from longspan.train.checkpoint.checkpoint import find_checkpoint
 from longspan.train.checkpoint.files import read_state, remove_unfinished
 from longspan.train.config.bounds import AUTO
 from longspan.train.config.sections import ModelConfig, RunConfig
+from longspan.train.data.order.source import FIRST_ORDER, ORDER
 
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
 _FIXED_SECTIONS = ("model", "data", "lora")
@@ -40,6 +41,14 @@ def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path 
     state = on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     _check_same_run(config, state, checkpoint)
     return checkpoint
+
+
+def order_version(checkpoint: Path | None, world: World) -> int:
+    """Which order of documents a run has: the one that it began with. All ranks call it together."""
+    if checkpoint is None:
+        return ORDER
+    state = on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
+    return state.get("order", FIRST_ORDER)
 
 
 def check_steps_left(config: RunConfig, world: World, checkpoint: Path, log: LogLine) -> None:

@@ -41,7 +41,7 @@ class Saves:
     def save(self, *, keep_all: bool = False) -> None:
         """Write a checkpoint of the weights as they are; all ranks call it together."""
         run = self._run
-        state = {"config": asdict(run.config), "ranks": len(run.world.home.ranks)}
+        state = {"config": asdict(run.config), "ranks": len(run.world.home.ranks), "order": run.order.version}
         keep = 0 if keep_all else run.config.run.keep_checkpoints
         save_checkpoint(run.checkpoints, run.model, run.optimizer, run.world, step=self.done, state=state, keep=keep)
         self._saved, self._since = self.done, time.monotonic()

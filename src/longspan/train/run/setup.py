@@ -24,6 +24,7 @@ from longspan.train.config.file import to_toml
 from longspan.train.config.precision import warn_of_lost_updates
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.documents import Corpus, Documents
+from longspan.train.data.order.source import ORDER
 from longspan.train.data.step_order import StepOrder
 from longspan.train.disk import write_atomically
 from longspan.train.evaluation.auto_degree import with_degrees
@@ -35,7 +36,7 @@ from longspan.train.run.evaluations.open_sets import check_lengths, check_source
 from longspan.train.run.evaluations.sets import EvaluationSet
 from longspan.train.run.kept_files import keep_model_files
 from longspan.train.run.long_documents import configuration_for
-from longspan.train.run.resume import check_steps_left, checkpoint_to_resume
+from longspan.train.run.resume import check_steps_left, checkpoint_to_resume, order_version
 from longspan.train.run.run_corpus import check_tokenizer, shared_corpus
 from longspan.train.training import (
     Training,
@@ -85,7 +86,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     named = on_every_rank(world, lambda: configuration_of(config, config.data.vocab_size), ModelError)
     check_sources(config, world, named.get_text_config().vocab_size)
     corpus = shared_corpus(config, world, named, resumed=checkpoint is not None, log=log)
-    order = step_order_of(config, corpus)
+    order = step_order_of(config, corpus, version=order_version(checkpoint, world))
     log(documents_line(config, order))
     sets = open_sets(config, corpus, corpus.select(order.evaluation), world, log)
     asked, config = config, with_steps_of_epochs(config, order, log)
@@ -131,7 +132,7 @@ def with_steps_of_epochs(config: RunConfig, order: StepOrder, log: LogLine) -> R
     if not config.train.epochs:
         return config
     steps = order.steps_of_epochs(config.train.epochs)
-    documents, tokens = len(order.training), int(order.lengths[order.training].sum())
+    documents, tokens = order.stream.documents, order.stream.tokens
     config = with_steps(config, steps)
     Schedule.of(config.train)
     log(
@@ -141,23 +142,24 @@ def with_steps_of_epochs(config: RunConfig, order: StepOrder, log: LogLine) -> R
     return config
 
 
-def step_order_of(config: RunConfig, corpus: Corpus) -> StepOrder:
-    """The order of a run's documents."""
+def step_order_of(config: RunConfig, corpus: Corpus, *, version: int = ORDER) -> StepOrder:
+    """The order of a run's documents; a run that an earlier version began keeps that of its version."""
     return StepOrder(
         corpus.lengths,
         tokens_per_step=config.train.tokens_per_step,
         seed=config.train.seed,
         eval_documents=config.data.eval_documents,
+        version=version,
     )
 
 
 def documents_line(config: RunConfig, order: StepOrder) -> str:
     """How many documents are trained on, how often the run's steps read them, and how many are held out of that."""
     steps, held_out = config.train.steps, len(order.evaluation)
-    tokens = int(order.lengths[order.training].sum())
+    tokens = order.stream.tokens
     taken = config.train.tokens_per_step * steps
     line = (
-        f"{counted(len(order.training), 'document')} to train on, of {counted(tokens, 'token')}, which "
+        f"{counted(order.stream.documents, 'document')} to train on, of {counted(tokens, 'token')}, which "
         f"{counted(steps, 'step')} read about {taken / tokens:.3g} times; {held_out} held out (data.eval_documents)"
     )
     if config.train.tokens_per_step > tokens:
