@@ -83,7 +83,7 @@ def measured(case: str, folder: Path) -> dict[str, Any]:
         for s in largest
         if s.size > 1e6
     ]
-    return {"seconds": {name: round(value, 4) for name, value in seconds.items()}, **memory, "objects": objects}
+    return {"seconds": {name: round(value, 6) for name, value in seconds.items()}, **memory, "objects": objects}
 
 
 def _order(folder: Path) -> StepOrder:

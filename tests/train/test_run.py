@@ -33,6 +33,7 @@ from longspan.testing import run_ranks
 from longspan.train.checkpoint.files import step_of
 from longspan.train.config.file import load_config, to_toml
 from longspan.train.config.sections import RunConfig
+from longspan.train.data.order.source import ORDER
 from longspan.train.run import lock as run_lock
 from longspan.train.run.records.facts import RunFacts
 from longspan.train.run.records.metrics_log import read_metrics
@@ -288,7 +289,8 @@ def test_one_run_at_a_time_and_a_disk_that_is_full(tmp_path: Path) -> None:
     ) as refused:
         run(config, 2)
     assert f"The weights after 1 step are saved in {folder / 'checkpoints'}" in refused.value.__notes__
-    assert json.loads((folder / "checkpoints" / "step-000001" / "state.json").read_text())["step"] == 1
+    state = json.loads((folder / "checkpoints" / "step-000001" / "state.json").read_text())
+    assert (state["step"], state["order"]) == (1, ORDER)
 
 
 def test_a_run_that_was_killed_holds_no_folder(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from longspan.train.config.bounds import AUTO
 from longspan.train.config.eval_inheritance import held_out_set
 from longspan.train.config.eval_set import EvalConfig
 from longspan.train.config.sections import ContextConfig, ParallelConfig, RunConfig
+from longspan.train.data.pack_order import PackOrder
 from longspan.train.data.step_order import StepOrder
 
 WARM_STEPS = 64  # dynamic plans of so many steps begin from what was found for the first of them
@@ -256,16 +257,16 @@ class StepPlanner:
     """The plan of any training step, from the step alone. Pickles, so that another process may plan."""
 
     choice: PlanChoice
-    order: StepOrder
+    order: StepOrder | PackOrder
     home: Layout
 
     def __call__(self, step: int, warm: Plan | None = None) -> Plan:
-        """The plan of a step, counted from 0; its documents are numbered as `documents_of_step` gives them."""
+        """The plan of a step, counted from 0; its documents are numbered as the order's `select` gives them."""
         lengths, targets = self.order.lengths_of_step(step), self.order.targets_of_step(step)
         return self.choice.plan(lengths, self.home, warm, targets=targets)
 
 
-def planner_of_steps(choice: PlanChoice, order: StepOrder, home: Layout) -> Callable[[int], Plan]:
+def planner_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout) -> Callable[[int], Plan]:
     """What plans any training step of a run.
 
     Dynamic plans start from what was found for the first of each WARM_STEPS steps.
@@ -274,7 +275,7 @@ def planner_of_steps(choice: PlanChoice, order: StepOrder, home: Layout) -> Call
     return WarmStart(planner, every=WARM_STEPS) if choice.planner == "dynamic" else planner
 
 
-def plans_of_steps(choice: PlanChoice, order: StepOrder, home: Layout, *, ahead: int) -> PlanAhead:
+def plans_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout, *, ahead: int) -> PlanAhead:
     """The plans of a run's training steps; a context manager.
 
     Dynamic plans are made `ahead` steps early in another process; those of the other planners take a millisecond and

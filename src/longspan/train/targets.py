@@ -1,10 +1,13 @@
 """How many tokens the documents of a plan predict: what the loss is divided by, counted from what every rank knows."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from longspan.bridge.item_documents import targets_beside_items
+from longspan.plan import Plan
 from longspan.plan.items import ItemTable
+from longspan.train.data.order.packs import LabelledPack
 from longspan.train.document import targets_of
 
 
@@ -19,3 +22,10 @@ def targets_of_documents(documents: Any, lengths: Sequence[int], items: ItemTabl
     if items is not None:
         return targets_beside_items(documents, items)
     return tuple(targets_of(documents[document]) for document in range(len(lengths)))
+
+
+def with_targets_of(documents: Any, plan: Plan) -> Plan:
+    """The plan with the targets of packs that have labels, which no planner reads; of other documents it has them."""
+    if not any(isinstance(document, LabelledPack) for document in documents):
+        return plan
+    return replace(plan, targets=sum(targets_of_documents(documents, plan.lengths)))

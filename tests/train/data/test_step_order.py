@@ -7,6 +7,7 @@ import tracemalloc
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from longspan.errors import DataError
 from longspan.train.data.order.source import FIRST_ORDER, ORDER, Mixture
 from longspan.train.data.step_order import StepOrder, some_documents
+from longspan.train.run import resume
 
 LENGTHS = np.array([2 + i * i * 37 % 898 for i in range(101)])
 VERSIONS = pytest.mark.parametrize("version", [FIRST_ORDER, ORDER])
@@ -90,6 +92,17 @@ def test_the_order_of_each_version_never_changes(version: int, tokens: int, step
     trained = sorted(set(range(100)) - set(found.evaluation))
     text = json.dumps([found.evaluation, trained, stream])
     assert sha256(text.encode()).hexdigest()[:16] == digest
+
+
+@pytest.mark.parametrize(("state", "version"), [({"step": 3}, FIRST_ORDER), ({"step": 3, "order": 2}, ORDER)])
+def test_a_resumed_run_keeps_the_order_that_it_began_with(
+    state: dict[str, int], version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world: Any = None
+    monkeypatch.setattr(resume, "on_first_rank", lambda world, read, error: read())
+    monkeypatch.setattr(resume, "read_state", lambda checkpoint: state)
+    assert resume.order_version(Path("step-000003"), world) == version
+    assert resume.order_version(None, world) == ORDER
 
 
 def test_an_order_holds_nothing_of_a_corpus_and_travels_as_the_name_of_its_file(tmp_path: Path) -> None:

@@ -51,6 +51,5 @@ def _of_first_step(config: RunConfig) -> Documents:
             f"{folder} has no corpus yet, whose first step would be timed; give documents (--lengths, --distribution, "
             "--data or --same), or train the run first"
         )
-    corpus = Corpus(folder / "corpus")
-    first = step_order_of(config, corpus).documents_of_step(0)
-    return Documents(corpus.select(first).lengths, f"step 1 of {folder}")
+    lengths = step_order_of(config, Corpus(folder / "corpus")).lengths_of_step(0)
+    return Documents(tuple(lengths), f"step 1 of {folder}")

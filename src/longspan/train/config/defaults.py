@@ -64,6 +64,8 @@ def resolved(config: RunConfig) -> RunConfig:
         config = _with_defaults(config, {"context.eval_cp_comm_type": AUTO})
     if config.lora.rank:
         config = _with_defaults(config, {"train.lr": LORA_LR})
+    if config.data.pack_to:
+        config = _with_defaults(config, {"data.max_document_tokens": 0})
     config = _with_defaults(config, _DEMO if is_demo(config.model) else _OWN_MODEL)
     if not is_demo(config.model):
         config = _with_defaults(config, _as_in_training(config.context))

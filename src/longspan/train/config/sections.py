@@ -70,6 +70,12 @@ class DataConfig:
     slots is an error that names it. Default: 0; tiny presets: 2048."""
     eval_documents: NonNegativeInt = 32
     """Documents held out for evaluation, chosen by the seed; 0: no evaluation."""
+    pack_to: NonNegativeInt = 0
+    """Training documents stand end to end and are cut every so many tokens, and a step takes whole packs; 0: documents
+    stay whole. Held-out documents are never packed."""
+    pack_attention: Literal["document", "across"] = "document"
+    """In a pack, document: each piece of a document is one of its own, with positions from 0; across: attention and
+    positions go on over the documents of a pack."""
 
 
 @dataclass(frozen=True)

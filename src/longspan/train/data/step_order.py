@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.errors import DataError
+from longspan.train.data.documents import Corpus, Documents
 from longspan.train.data.order.arrays import as_sent, received
 from longspan.train.data.order.permutation import Integers, first_of_shuffled
 from longspan.train.data.order.source import EVAL_SET, HELD_OUT, ORDER, Mixture, sources_of
@@ -84,6 +85,15 @@ class StepOrder:
     def targets_of_step(self, step: int) -> int | None:
         """How many tokens the documents of a step predict; None: all but the first of each."""
         return None if self.targets is None else int(self.targets[self._ids(step)].sum(dtype=np.int64))
+
+    def select(self, corpus: Corpus, step: int) -> Documents:
+        """The documents of a step, as its plan numbers them."""
+        return corpus.select(self.documents_of_step(step))
+
+    def source_tokens(self, step: int) -> list[int]:
+        """The tokens of each source in a step."""
+        ids = self._ids(step)
+        return self.stream.tokens_of_sources(ids, self.lengths[ids])
 
     def steps_of_epochs(self, epochs: float) -> int:
         """The steps until every training document was trained on so many times; the last may reach into the next epoch.

@@ -14,6 +14,7 @@ from longspan.train.run.checks.lora import check_lora
 from longspan.train.run.checks.model import check_model, check_preset
 from longspan.train.run.checks.numbers import check_numbers
 from longspan.train.run.checks.optimizer import check_optimizer
+from longspan.train.run.checks.packs import check_packs
 from longspan.train.run.checks.parallel import check_memory, check_mode, check_parallel, check_pipeline
 from longspan.train.run.checks.plans import check_plans
 
@@ -35,6 +36,8 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     check_pipeline(config)
     check_mode(config)
     check_optimizer(config)
+    if training:
+        check_packs(config)
     check_plans(config, home, training=training)
     check_preset(config)
     if training:

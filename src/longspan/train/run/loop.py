@@ -38,6 +38,7 @@ from longspan.train.run.saves import Saves
 from longspan.train.run.setup import TrainingRun, set_up
 from longspan.train.run.stop_signal import StopSignal, received_signal
 from longspan.train.run.warm_up_run import warm_up_run
+from longspan.train.targets import with_targets_of
 
 
 def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainResult:
@@ -135,14 +136,16 @@ def _plans(run: TrainingRun) -> PlanAhead:
 def _step(run: TrainingRun, plans: PlanAhead, step: int) -> tuple[dict[str, Any], Plan]:
     """One optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
     started = time.perf_counter()
-    documents = run.corpus.select(run.order.documents_of_step(step))
-    plan = plans.plan(step)
+    documents = run.order.select(run.corpus, step)
+    plan = with_targets_of(documents, plans.plan(step))
     result = run.take_step(plan, documents, step)
     seconds = time.perf_counter() - started
     row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
     row |= {"grad_norm": result.grad_norm, "lr": run.optimizer.param_groups[0]["lr"], "seconds": round(seconds, 6)}
     row |= {"tokens_per_second": round(result.tokens / seconds, 3), "memory_bytes": peak_memory_bytes(run.world.device)}
     row |= {"micro_batches": result.micro_batches, "efficiency": round(plan.efficiency, 6)}
+    if len(run.order.stream.sources) > 1:
+        row["source_tokens"] = run.order.source_tokens(step)
     row |= run.figures.of(plan, seconds)
     if result.router is not None:
         row |= {"router_balance_loss": result.router.balance, "router_z_loss": result.router.z}

@@ -25,6 +25,7 @@ from longspan.train.config.precision import warn_of_lost_updates
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.documents import Corpus, Documents
 from longspan.train.data.order.source import ORDER
+from longspan.train.data.pack_order import PackOrder
 from longspan.train.data.step_order import StepOrder
 from longspan.train.disk import write_atomically
 from longspan.train.evaluation.auto_degree import with_degrees
@@ -53,7 +54,7 @@ class TrainingRun(Training):
     """A run as one rank has it: the model under training, its data, and the number of steps that are done."""
 
     corpus: Corpus
-    order: StepOrder
+    order: StepOrder | PackOrder
     done: int
     sets: tuple[EvaluationSet, ...] = ()  # what is evaluated: the held-out documents first, if there are any
     why_degrees: tuple[str, ...] = ()  # of evaluations whose degree was chosen by its cost
@@ -92,9 +93,10 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     asked, config = config, with_steps_of_epochs(config, order, log)
     if checkpoint is not None:
         check_steps_left(config, world, checkpoint, log)
-    check_fit = partial(_check_fit, corpus, sets, named, world)
+    longest = _longest(config, corpus, order)
+    check_fit = partial(_check_fit, longest, sets, named, world)
     check_fit(config)
-    model = _prepared_for(corpus, config, world, log, resumed=checkpoint is not None)
+    model = _prepared_for(corpus, longest, config, world, log, resumed=checkpoint is not None)
     refuse_randomness(model)
     world.seed = config.train.seed
     optimizer = optimizer_of(config, world, model)
@@ -113,20 +115,32 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
 
 
 def _check_fit(
-    corpus: Corpus, sets: Sequence[EvaluationSet], model: PreTrainedConfig, world: World, config: RunConfig
+    longest: tuple[int, str], sets: Sequence[EvaluationSet], model: PreTrainedConfig, world: World, config: RunConfig
 ) -> None:
     """Raise ConfigError where the longest document of the corpus or of a set does not fit."""
-    longest, heads = int(np.argmax(corpus.lengths)), query_heads(model)
-    tokens = int(corpus.lengths[longest])
-    check_longest(config, world.home, tokens, corpus.origin(longest), heads)
+    (tokens, origin), heads = longest, query_heads(model)
+    check_longest(config, world.home, tokens, origin, heads)
     check_lengths(with_rows(sets, config), config, world.home, model, tokens, heads)
+
+
+def _longest(config: RunConfig, corpus: Corpus, order: StepOrder | PackOrder) -> tuple[int, str]:
+    """The tokens of the longest document that a planner is given, and where it comes from."""
+    lengths, data = corpus.lengths, config.data
+    if not data.pack_to:
+        longest = int(np.argmax(lengths))
+        return int(lengths[longest]), corpus.origin(longest)
+    packed = data.pack_to if data.pack_attention == "across" else min(data.pack_to, int(lengths.max()))
+    held_out = max(order.evaluation, key=lambda document: int(lengths[document]), default=None)
+    if held_out is None or lengths[held_out] <= packed:
+        return packed, "packs"
+    return int(lengths[held_out]), corpus.origin(held_out)
 
 
 def _cost(config: RunConfig, world: World, model: PreTrainedModel | PipelineModel, log: LogLine) -> Cost:
     return cost_of_run(config, model.config, log, gpu=world.device.type == "cuda")
 
 
-def with_steps_of_epochs(config: RunConfig, order: StepOrder, log: LogLine) -> RunConfig:
+def with_steps_of_epochs(config: RunConfig, order: StepOrder | PackOrder, log: LogLine) -> RunConfig:
     """The configuration with the number of steps that `train.epochs` takes. Raises ConfigError for a schedule that does
     not fit them."""
     if not config.train.epochs:
@@ -142,18 +156,22 @@ def with_steps_of_epochs(config: RunConfig, order: StepOrder, log: LogLine) -> R
     return config
 
 
-def step_order_of(config: RunConfig, corpus: Corpus, *, version: int = ORDER) -> StepOrder:
+def step_order_of(config: RunConfig, corpus: Corpus, *, version: int = ORDER) -> StepOrder | PackOrder:
     """The order of a run's documents; a run that an earlier version began keeps that of its version."""
-    return StepOrder(
+    data, tokens = config.data, config.train.tokens_per_step
+    order = StepOrder(
         corpus.lengths,
-        tokens_per_step=config.train.tokens_per_step,
+        tokens_per_step=tokens,
         seed=config.train.seed,
-        eval_documents=config.data.eval_documents,
+        eval_documents=data.eval_documents,
         version=version,
     )
+    if not data.pack_to:
+        return order
+    return PackOrder(order, pack_to=data.pack_to, tokens_per_step=tokens, across=data.pack_attention == "across")
 
 
-def documents_line(config: RunConfig, order: StepOrder) -> str:
+def documents_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
     """How many documents are trained on, how often the run's steps read them, and how many are held out of that."""
     steps, held_out = config.train.steps, len(order.evaluation)
     tokens = order.stream.tokens
@@ -162,6 +180,9 @@ def documents_line(config: RunConfig, order: StepOrder) -> str:
         f"{counted(order.stream.documents, 'document')} to train on, of {counted(tokens, 'token')}, which "
         f"{counted(steps, 'step')} read about {taken / tokens:.3g} times; {held_out} held out (data.eval_documents)"
     )
+    if config.data.pack_to:
+        within = "across documents" if config.data.pack_attention == "across" else "within documents"
+        line += f"; packed to {config.data.pack_to:,} tokens (data.pack_to), attention {within}"
     if config.train.tokens_per_step > tokens:
         line += (
             f"; a step of {config.train.tokens_per_step:,} tokens (train.tokens_per_step) reads documents repeatedly"
@@ -170,18 +191,18 @@ def documents_line(config: RunConfig, order: StepOrder) -> str:
 
 
 def _prepared_for(
-    corpus: Corpus, config: RunConfig, world: World, log: LogLine, *, resumed: bool
+    corpus: Corpus, longest: tuple[int, str], config: RunConfig, world: World, log: LogLine, *, resumed: bool
 ) -> PreTrainedModel | PipelineModel:
     """The run's model, fit for the corpus's vocabulary and longest document, and prepared.
 
     Of a run that is `resumed` no weight is read or drawn, for its checkpoint has them all, but under [lora]: then it
     has the adapter alone.
     """
-    size, longest = corpus.manifest.tokenizer_size, int(np.argmax(corpus.lengths))
+    size = corpus.manifest.tokenizer_size
     rows = size if config.data.tokenizer else config.data.vocab_size
     named = on_every_rank(world, lambda: configuration_of(config, rows), ModelError)
     check_tokenizer(config, named, size)
-    fit = configuration_for(named, config.model, int(corpus.lengths[longest]), corpus.origin(longest), log)
+    fit = configuration_for(named, config.model, *longest, log)
     load = unread_model if resumed and not config.lora.rank else partial(loaded_model, vocabulary=rows)
     model = on_every_rank(world, lambda: load(config, configuration=fit), ModelError)
     keep = partial(keep_model_files, Path(config.run.dir), config.model, fit, type(model).__name__, log)

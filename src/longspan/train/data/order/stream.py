@@ -87,6 +87,11 @@ class DocumentStream:
         """The part that follows another."""
         return self.at(part.first + len(part.ids))
 
+    def tokens_of_sources(self, ids: Integers, tokens: Integers) -> list[int]:
+        """Of documents and the tokens that are taken of each, how many each source gives."""
+        of_source = np.searchsorted([source.first for source in self.sources], ids, side="right") - 1
+        return np.bincount(of_source, weights=tokens, minlength=len(self.sources)).astype(np.int64).tolist()
+
     def place_after(self, epochs: float) -> int:
         """The first place before which every source gave each of its documents so many times."""
         needed = [_ceil(epochs * source.documents) for source in self.sources]

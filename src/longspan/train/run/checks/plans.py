@@ -64,7 +64,8 @@ def _choices(config: RunConfig, *, training: bool, heads: int | None = None) -> 
         heads = PRESETS[config.model.preset_name].values["num_attention_heads"]
     limit = _Limit("data.max_document_tokens", config.data.max_document_tokens)
     if training:
-        yield PlanChoice.training(config, heads=heads), limit
+        pack = _Limit("data.pack_to", config.data.pack_to)
+        yield PlanChoice.training(config, heads=heads), pack if pack.value else limit
     if config.data.eval_documents > 0 or not training:
         yield PlanChoice.evaluation(config, heads=heads), limit
     for entry in config.eval:
