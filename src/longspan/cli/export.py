@@ -32,6 +32,9 @@ class ExportFlags:
     """Where to write the model; a folder that is empty or not there yet."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Of the files: auto (that of the model or configuration that the run began with), or a name."""
+    merge: Switch = False
+    """Of a run that trains an adapter ([lora]): its base model with the adapter added to the weights, for stock
+    transformers alone. Without it the adapter, for stock peft."""
     overwrite: Switch = False
     """Replace the model in a folder that holds one; other files in it stay."""
     json: Switch = False
@@ -46,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
     log = partial(print, file=sys.stderr if flags.json else sys.stdout, flush=True)
     written = export_checkpoint(
-        run_dir, checkpoint, Path(flags.folder), log, dtype=flags.dtype, overwrite=flags.overwrite
+        run_dir, checkpoint, Path(flags.folder), log, dtype=flags.dtype, overwrite=flags.overwrite, merge=flags.merge
     )
     print(as_json(written.row()) if flags.json else _text(written))
     return 0

@@ -8,15 +8,17 @@ import peft
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from tests.model.stock import gradients_of, texts, tiny
+from tests.model.moe_models import moe_model
+from tests.model.stock import SIZES, gradients_of, texts, tiny
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 EVEN = 62  # a vocabulary that tp 2 divides
 ALL = "all-linear"
 ADAPTERS: Mapping[str, dict[str, Any]] = {
     "every linear": {"target_modules": ALL},
-    "queries alone": {"target_modules": ["q_proj"]},
+    "attention": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
     "row-wise alone": {"target_modules": ["o_proj", "down_proj"], "use_rslora": True},
     "the first layer": {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [0]},
     "the last layer": {"target_modules": ["v_proj", "up_proj"], "layers_to_transform": [1]},
@@ -28,7 +30,7 @@ ADAPTERS: Mapping[str, dict[str, Any]] = {
 
 def adapted(family: str, adapter: str, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
     """A PeftModel whose adapter is not the identity: every matrix is drawn from a seed."""
-    model = tiny(family, dtype, vocabulary=EVEN)
+    model = _model(family, dtype)
     config = peft.LoraConfig(**{"r": 4, "lora_alpha": 8, **ADAPTERS[adapter], **more})
     peft_model: Any = peft.get_peft_model(model, config)
     generator = torch.Generator().manual_seed(5)
@@ -38,6 +40,21 @@ def adapted(family: str, adapter: str, dtype: torch.dtype = torch.float64, **mor
                 drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.copy_(0.3 * drawn)
     return peft_model
+
+
+def _model(family: str, dtype: torch.dtype) -> PreTrainedModel:
+    if family == "qwen3-moe":
+        return moe_model(family, dtype)
+    if family != "biased":
+        return tiny(family, dtype, vocabulary=EVEN)
+    sizes = {**SIZES, "vocab_size": EVEN}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        config = LlamaConfig(**sizes, attention_bias=True, mlp_bias=True)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.to(dtype)
 
 
 def dense(peft_model: Any, *, disabled: bool = False) -> float:

@@ -13,11 +13,10 @@ from longspan.model import prepare, without_adapter
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from tests.model.lora.adapted import ADAPTERS, LENGTHS, adapted, dense_answer
+from tests.model.lora.adapted import LENGTHS, adapted, dense_answer
 from tests.model.stock import error, gradients_of, texts
 
-SPLIT = ("every linear", "queries alone", "row-wise alone", "the first layer", "embedding and head")
-TIED = tuple(("qwen3", adapter) for adapter in ("every linear", "embedding and head"))
+TIED = (("qwen3", "embedding and head"),)
 
 
 @dataclass(frozen=True)
@@ -35,21 +34,23 @@ def _llama(*adapters: str) -> tuple[tuple[str, str], ...]:
 
 
 HOMES = {
-    "cp 2": Home(Layout(ranks=2), (*_llama(*ADAPTERS), *TIED, ("qwen3", "modules_to_save"))),
+    "cp 2": Home(Layout(ranks=2), (*_llama("every linear", "the first layer", "dora", "modules_to_save"), *TIED)),
     "dynamic, copies": Home(Layout(ranks=2), _llama("every linear"), {"shard_parameters": False}, dynamic=True),
     "dynamic": Home(Layout(ranks=2), _llama("every linear"), dynamic=True),
-    "tp 2": Home(Layout(ranks=2, tp=2), (*_llama(*SPLIT), *TIED)),
+    "tp 2": Home(Layout(ranks=2, tp=2), (*_llama("row-wise alone"), ("biased", "every linear"), *TIED)),
     "tp 2, sequence parallel": Home(
         Layout(ranks=2, tp=2),
-        (*_llama(*SPLIT), *TIED),
+        (*_llama("the last layer"), ("biased", "every linear"), *TIED),
         {"sequence_parallel": True, "activation_checkpointing": "full"},
     ),
-    "pp 2": Home(Layout(ranks=2, pp=2), (*_llama(*ADAPTERS), ("qwen3", "every linear"))),
+    "pp 2": Home(Layout(ranks=2, pp=2), (*_llama("the last layer", "embedding and head"), ("qwen3", "every linear"))),
     "pp 2, zero bubble": Home(
         Layout(ranks=2, pp=2),
-        _llama(*ADAPTERS),
+        _llama("every linear", "the first layer"),
         {"pipeline_schedule": "zero_bubble", "activation_checkpointing": "selective"},
     ),
+    "ep 2": Home(Layout(ranks=2, ep=2), (("qwen3-moe", "attention"),)),
+    "tp 2, experts": Home(Layout(ranks=2, tp=2), (("qwen3-moe", "attention"),)),
 }
 
 

@@ -5,6 +5,7 @@ each from a seed of its own, `seed` and its name, so that no rank needs another'
 """
 
 import math
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -53,7 +54,8 @@ def add_lora(
         task_type="CAUSAL_LM",
     )
     empty = is_empty(model)
-    peft_model: Any = peft.get_peft_model(model, config, low_cpu_mem_usage=empty)
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of names in transformers that peft reads
+        peft_model: Any = peft.get_peft_model(model, config, low_cpu_mem_usage=empty)
     config.base_model_name_or_path = base or None
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     for name, parameter in adapter_parameters(model):

@@ -6,7 +6,7 @@ kept in the run's folder (`run/kept_files.py`).
 
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -21,10 +21,17 @@ from transformers import PreTrainedModel
 from longspan.errors import CheckpointError, ModelError
 from longspan.model.hf_folder import read_configuration
 from longspan.model.load import torch_dtype
+from longspan.model.lora.save import CONFIGURATION
 from longspan.model.save import put_in_place, stock_configuration, write_beside_weights
 from longspan.model.weights.empty import empty_model
-from longspan.model.weights.write import FILE_BYTES, WeightWriter, unit_of
+from longspan.model.weights.write import FILE_BYTES, WeightWriter, Written, unit_of
 from longspan.train.all_ranks import LogLine
+from longspan.train.checkpoint.export_adapter import (
+    merged_groups,
+    refuse_merge,
+    saved_adapter,
+    write_saved_adapter,
+)
 from longspan.train.checkpoint.files import (
     check_contents,
     check_sizes,
@@ -32,6 +39,7 @@ from longspan.train.checkpoint.files import (
     newest_good,
     read_state,
 )
+from longspan.train.config.file import load_config
 from longspan.train.data.tokenizer_files import KeptFiles
 
 _SAID_EVERY = 5 * 10**9  # bytes
@@ -56,9 +64,19 @@ class Exported:
 
 
 def export_checkpoint(
-    run_dir: Path, checkpoint: Path | None, folder: Path, log: LogLine, *, dtype: str = "auto", overwrite: bool = False
+    run_dir: Path,
+    checkpoint: Path | None,
+    folder: Path,
+    log: LogLine,
+    *,
+    dtype: str = "auto",
+    overwrite: bool = False,
+    merge: bool = False,
 ) -> Exported:
     """Write a checkpoint (None: the run's newest good one) to a folder that stock transformers loads.
+
+    Of a run that trains an adapter ([lora]) that is a folder that stock peft loads, or with `merge` one of the base
+    model with the adapter added to its weights.
 
     `dtype` is that of the files: "auto", that of the run's model/ folder, or a name. Raises CheckpointError for a
     checkpoint that is missing, damaged or of another model, and ModelError for a folder that is not empty, unless it
@@ -71,24 +89,41 @@ def export_checkpoint(
             f"is opened: longspan train {run_dir}/config.toml"
         )
     config = stock_configuration(read_configuration(run_dir))
+    run = load_config(run_dir / "config.toml")
+    if merge and not run.lora.rank:
+        refuse_merge(run_dir)
     checkpoint = _checked(run_dir / "checkpoints", checkpoint, log)
     empty = empty_model(config, torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype))
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        writer = WeightWriter(partial, empty, file_bytes=FILE_BYTES)
-        for group in _saying(_groups(checkpoint, empty), log):
-            writer.write(group)
-        written = writer.finish()
-        write_beside_weights(empty, partial, KeptFiles(run_dir))
+        saved = saved_adapter(run, config, _tensors(checkpoint)) if run.lora.rank else None
+        if saved is not None and not merge:
+            kind = torch.float64 if run.model.dtype == "float64" else torch.float32
+            kind = kind if dtype == "auto" else torch_dtype(dtype)
+            written = write_saved_adapter(saved, partial, run_dir, kind)
+        else:
+            kind = empty.dtype
+            groups = merged_groups(saved, run, config, run_dir) if saved is not None else _groups(checkpoint, empty)
+            written = _write(partial, empty, _saying(groups, log), run_dir)
         _publish(partial, folder)
     except ModelError as error:
         raise CheckpointError(f"checkpoint {checkpoint} does not fit the run's model: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    step, kind = int(read_state(checkpoint)["step"]), str(empty.config.dtype).removeprefix("torch.")
-    return Exported(str(folder), str(checkpoint), step, kind, **written._asdict())
+    step, name = int(read_state(checkpoint)["step"]), str(kind).removeprefix("torch.")
+    return Exported(str(folder), str(checkpoint), step, name, **written._asdict())
+
+
+def _write(partial: Path, empty: PreTrainedModel, groups: Iterator[dict[str, Tensor]], run_dir: Path) -> Written:
+    """Write the weights of a whole model, and what belongs beside them."""
+    writer = WeightWriter(partial, empty, file_bytes=FILE_BYTES)
+    for group in groups:
+        writer.write(group)
+    written = writer.finish()
+    write_beside_weights(empty, partial, KeptFiles(run_dir))
+    return written
 
 
 def check_target(folder: Path, *, overwrite: bool) -> None:
@@ -99,7 +134,7 @@ def check_target(folder: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ModelError(f"{folder} is not empty; name another folder, or replace the model in it with --overwrite")
-    if not (folder / "config.json").is_file():
+    if not any((folder / name).is_file() for name in ("config.json", CONFIGURATION)):
         raise ModelError(f"{folder} is not empty and holds no model (no config.json), so nothing in it is replaced")
 
 
@@ -126,13 +161,22 @@ def _groups(checkpoint: Path, empty: PreTrainedModel) -> Iterator[dict[str, Tens
         raise ModelError(f"it has {len(more)} weights that the model has not: {', '.join(more[:4])}")
     place = {unit: i for i, unit in enumerate(dict.fromkeys(map(unit_of, wanted)))}
     for _, group in groupby(sorted(stored, key=lambda name: (place[unit_of(name)], name)), unit_of):
-        tensors = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in group}
-        try:
-            with warnings.catch_warnings(action="ignore"):  # that there is one process
-                dcp.load({"model": tensors}, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
-        except Exception as error:  # an unreadable file raises anything
-            raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {error}") from error
-        yield tensors
+        yield _read(checkpoint, {name: stored[name] for name in group})
+
+
+def _tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """All tensors under "model." in a checkpoint: those of an adapter are few."""
+    return _read(checkpoint, _stored(checkpoint))
+
+
+def _read(checkpoint: Path, stored: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that there is one process
+            dcp.load({"model": tensors}, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+    except Exception as error:  # an unreadable file raises anything
+        raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {error}") from error
+    return tensors
 
 
 def _stored(checkpoint: Path) -> dict[str, TensorStorageMetadata]:

@@ -1,0 +1,107 @@
+"""A checkpoint of an adapter as a folder that stock peft loads, or merged into its base model, a layer at a time."""
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from longspan.errors import CheckpointError, ConfigError
+from longspan.model.adapters import Adapter, adapter_in, peft_modules
+from longspan.model.lora.save import WEIGHTS, write_adapter
+from longspan.model.presets import PRESETS
+from longspan.model.weights.empty import empty_model
+from longspan.model.weights.fill import take_weights_to_come
+from longspan.model.weights.held import HeldPart
+from longspan.model.weights.write import Written, unit_of
+from longspan.train.config.sections import RunConfig
+from longspan.train.data.tokenizer_files import KeptFiles
+from longspan.train.training import adapted, loaded_model
+
+
+class SavedAdapter(NamedTuple):
+    """The adapter of a run, its whole tensors by name, and what the output of each adapted linear is scaled by."""
+
+    adapter: Adapter
+    tensors: Mapping[str, Tensor]
+    scalings: Mapping[str, float]
+
+
+def saved_adapter(run: RunConfig, configuration: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> SavedAdapter:
+    """A run's adapter, of these tensors. Raises CheckpointError for tensors that [lora] does not describe."""
+    model = adapted(run, empty_model(configuration, torch.float32)).get_base_model()
+    adapter = adapter_in(model)
+    assert adapter is not None
+    layers: dict[str, Any] = {**peft_modules(model)}
+    wanted = {name for name, _ in model.named_parameters() if ".lora_" in name}
+    if wanted != tensors.keys():
+        raise CheckpointError(
+            f"the checkpoint has {len(tensors)} tensors, the adapter of [lora] in {run.run.dir}/config.toml "
+            f"{len(wanted)}; different are {', '.join(sorted(wanted ^ tensors.keys())[:4])}"
+        )
+    return SavedAdapter(adapter, tensors, {name: layer.scaling[adapter.name] for name, layer in layers.items()})
+
+
+def write_saved_adapter(saved: SavedAdapter, folder: Path, run_dir: Path, dtype: torch.dtype | None) -> Written:
+    """Write an adapter to a folder, with the tokenizer that the run keeps."""
+    tensors = {name: tensor.to(dtype=dtype) for name, tensor in saved.tensors.items()}
+    write_adapter(folder, saved.adapter, tensors, KeptFiles(run_dir))
+    return Written(len(tensors), sum(x.numel() for x in tensors.values()), (folder / WEIGHTS).stat().st_size, 1)
+
+
+def merged_groups(
+    saved: SavedAdapter, run: RunConfig, configuration: PreTrainedConfig, run_dir: Path
+) -> Iterator[dict[str, Tensor]]:
+    """The weights of the base model with the adapter added, those of a layer together, in float32 or float64.
+
+    Raises CheckpointError where the base model cannot be had again here.
+    """
+    _check_base(run, run_dir)
+    model = loaded_model(run, configuration.get_text_config().vocab_size, configuration)
+    wide = torch.float64 if run.model.dtype == "float64" else torch.float32
+    for _, group in groupby(_weights(model), lambda entry: unit_of(entry[0])):
+        yield {name: merged(saved, name, tensor, wide) for name, tensor in group}
+
+
+def merged(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight of the base model with what the adapter adds to it: W + s B A."""
+    linear, adapter = name.removesuffix(".weight"), saved.adapter.name
+    if linear not in saved.scalings:
+        return weight
+    first, second = (saved.tensors[f"{linear}.lora_{part}.{adapter}.weight"].to(dtype) for part in "AB")
+    return weight.to(dtype) + saved.scalings[linear] * (second @ first)
+
+
+def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The whole weights of a model, those that are yet to come one at a time."""
+    weights = take_weights_to_come(model)
+    if weights is None:
+        yield from model.state_dict().items()
+        return
+    whole = {name: HeldPart.of(tensor) for name, tensor in model.state_dict().items()}
+    yield from weights.source.read(whole, torch.device("cpu"))
+
+
+def _check_base(run: RunConfig, run_dir: Path) -> None:
+    """Raise CheckpointError for a base model that was drawn on a GPU, where other numbers are drawn than here."""
+    name = run.model.preset_name
+    if run.model.path or (name and not PRESETS[name].rows):
+        return
+    try:
+        device = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["device"]
+    except (OSError, ValueError, KeyError, TypeError):
+        device = "an unknown device"
+    if device != "CPU":
+        raise CheckpointError(
+            f"the base model of {run_dir} has random weights that were drawn on {device}, and a CPU draws others; "
+            "export the adapter alone, without --merge"
+        )
+
+
+def refuse_merge(run_dir: Path) -> None:
+    """Raise ConfigError where a run trained all weights."""
+    raise ConfigError(f"--merge is given, and {run_dir} trained all weights (lora.rank is 0); leave it out")
