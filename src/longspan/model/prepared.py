@@ -19,7 +19,7 @@ from longspan.model.experts.moe import expert_modules, use_experts
 from longspan.model.lora.disabled import without_adapter
 from longspan.model.lora.new import draw_when_prepared
 from longspan.model.lora.peft_model import redirect
-from longspan.model.lora.refusals import check_adapter
+from longspan.model.lora.refusals import check_adapter, check_equal_adapters
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.placement.placement import Placement
@@ -139,6 +139,8 @@ def _check(
     if adapter is not None:
         check_adapter(model, adapter, placement.world)
     placement.check(model, pipeline_settings.stages)
+    if adapter is not None:
+        check_equal_adapters(model, placement.world)
     return adapter
 
 

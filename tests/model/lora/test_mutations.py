@@ -11,24 +11,13 @@ from tests.model.stock import error, gradients_of, texts
 from tests.mutation import mutate, restore
 
 SPLIT, DISABLED = "model.tensor_parallel.adapted", "model.lora.disabled"
-MUTATIONS = {  # what is wrong -> the module, what stands there, and in its place; and what shows it
-    "nothing": (None, set()),
-    "no sum of A's gradient, column-wise": (
-        (
-            SPLIT,
-            "for linear in first:\n            partial_gradients(linear, world.key)",
-            "for linear in first:\n            pass",
-        ),
-        {"lora_A"},
-    ),
-    "no sum of B's gradient, row-wise": (
-        (
-            SPLIT,
-            "for linear in second:\n        partial_gradients(linear, world.key)",
-            "for linear in second:\n        pass",
-        ),
-        {"lora_B"},
-    ),
+FIRST, SECOND = "for linear in first:\n            ", "for linear in second:\n        "
+SUMMED = "partial_gradients(linear, world.key)"
+# What is wrong -> the module, what stands there, and in its place; and what shows it.
+MUTATIONS = {
+    "nothing": (None, set[str]()),
+    "no sum of A's gradient, column-wise": ((SPLIT, f"{FIRST}{SUMMED}", f"{FIRST}pass"), {"lora_A"}),
+    "no sum of B's gradient, row-wise": ((SPLIT, f"{SECOND}{SUMMED}", f"{SECOND}pass"), {"lora_B"}),
     "bias on every rank": (("model.tensor_parallel.styles", '"bias": left_out', '"bias": local_tensor'), {"loss"}),
     "adapter not left out": ((DISABLED, "module._disable_adapters = True", "pass"), {"base"}),
 }

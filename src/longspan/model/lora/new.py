@@ -91,7 +91,7 @@ def drawn(name: str, shape: Sequence[int], seed: int) -> Tensor:
     """The initial values of a parameter of an adapter, float32, on the CPU: those of A uniform, those of B zero."""
     if ".lora_A." not in name:
         return torch.zeros(tuple(shape))
-    generator = torch.Generator().manual_seed((seed << 32 | zlib.crc32(name.encode())) % 2**63)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # a CPU's reads 32 bits
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(tuple(shape)).uniform_(-bound, bound, generator=generator)
 

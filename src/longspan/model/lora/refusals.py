@@ -1,14 +1,16 @@
 """What an adapter may not be under a home, by peft's layers and configuration; refused before anything is changed."""
 
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter, belongs_to_adapter, is_adapted, is_copied, peft_modules
+from longspan.model.adapters import Adapter, adapter_parameters, belongs_to_adapter, is_adapted, is_copied, peft_modules
 from longspan.model.parts import is_tied
 
 _DORA = "DoraLinearVariant"
@@ -34,6 +36,24 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
         raise ModelError(
             f"the adapter {adapter.name!r} of {type(model).__name__} cannot be trained: {'; '.join(reasons)}"
         )
+
+
+def check_equal_adapters(model: PreTrainedModel, world: World) -> None:
+    """Raise ModelError, on every rank, where ranks would begin with different adapters; all ranks call it together."""
+    digests = {name: zlib.crc32(_bytes(p)) for name, p in adapter_parameters(model) if not p.is_meta}
+    of_ranks = world.control.gather_objects(digests, "digests of adapters")
+    for rank, others in zip(world.home.ranks, of_ranks, strict=True):
+        for name, digest in of_ranks[0].items():
+            if others.get(name) != digest:
+                raise ModelError(
+                    f"{name} is not the same on ranks {world.home.ranks[0]} and {rank}: adapters are drawn from torch's "
+                    "generator; call torch.manual_seed with one seed on every rank before peft.get_peft_model, or load "
+                    "the adapter from a folder"
+                )
+
+
+def _bytes(x: Tensor) -> Any:
+    return x.detach().cpu().contiguous().view(torch.uint8).numpy()
 
 
 def _of_configuration(adapter: Adapter) -> Iterator[str]:
