@@ -46,7 +46,7 @@ def check_equal_adapters(model: PreTrainedModel, world: World) -> None:
         for name, digest in of_ranks[0].items():
             if others.get(name) != digest:
                 raise ModelError(
-                    f"{name} is not the same on ranks {world.home.ranks[0]} and {rank}: adapters are drawn from torch's "
+                    f"{name} is not the same on ranks {world.home.ranks[0]} and {rank}: peft draws with torch's "
                     "generator; call torch.manual_seed with one seed on every rank before peft.get_peft_model, or load "
                     "the adapter from a folder"
                 )
