@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,16 @@ from longspan.plan import Plan
 from longspan.testing import backend, run_ranks
 from longspan.train.config.defaults import resolved
 from longspan.train.config.sections import DataConfig, RunConfig
+from longspan.train.data.documents import Corpus
 from longspan.train.data.order.packs import LabelledPack
 from longspan.train.data.pack_order import PackOrder
 from longspan.train.data.step_order import StepOrder
 from longspan.train.run.config_check import check_config
+from longspan.train.run.records.metrics_log import read_metrics
+from longspan.train.run.setup import step_order_of
 from longspan.train.targets import with_targets_of
 from tests.model.stock import gradients_of, texts, tiny, worst
+from tests.train.small import small_config, train_rank
 
 LENGTHS = (13, 2, 30, 7, 2, 18, 5, 9)
 PACK = 16
@@ -125,6 +130,20 @@ def _steps(rank: int, across: bool, labelled: bool) -> dict[str, tuple[float, ..
 def test_packs_have_the_loss_and_gradients_of_the_dense_model(across: bool, labelled: bool) -> None:
     for errors in run_ranks(_steps, 2, across, labelled):
         assert all(max(of_plan) < 1e-12 for of_plan in errors.values()), errors
+
+
+def test_a_run_of_packs(tmp_path: Path) -> None:
+    """Held-out documents, some longer than a pack, are evaluated whole."""
+    config = small_config(
+        tmp_path, train__steps=3, data__pack_to=16, data__eval_documents=6, context__max_tokens_per_slot=8
+    )
+    run_ranks(train_rank, 2, config, 2, timeout=120)
+    rows = read_metrics(Path(config.run.dir) / "metrics.jsonl")
+    order = step_order_of(config, corpus := Corpus(Path(config.run.dir) / "corpus"))
+    expected = [(128, 128 - len(order.lengths_of_step(step))) for step in range(3)]
+    assert [(row["tokens"], row["targets"]) for row in rows if "loss" in row] == expected
+    held_out = corpus.lengths[list(order.evaluation)]
+    assert {row["eval_tokens"] for row in rows if "eval_loss" in row} == {held_out.sum()} and held_out.max() > 16
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

@@ -56,7 +56,8 @@ def sources_of(
     bounds, weights = np.array([0, len(lengths)]), (1.0,)
     if mixture is not None:
         weights = mixture.weights
-        bounds = np.searchsorted(mixture.source_of, np.arange(len(weights) + 1))
+        numbers = np.arange(len(weights) + 1, dtype=mixture.source_of.dtype)  # of another type, all would be copied
+        bounds = np.searchsorted(mixture.source_of, numbers)
     sources = list[Source]()
     for number, weight in enumerate(weights):
         first, stop = int(bounds[number]), int(bounds[number + 1])

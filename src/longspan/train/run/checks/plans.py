@@ -40,7 +40,9 @@ def check_longest(config: RunConfig, home: Layout, longest: int, name: str, head
     `heads` are the query heads of a model from a folder, which its communication type may not deal out to a group.
     """
     for choice, limit in _choices(replace(config, eval=()), training=True, heads=heads):
-        _check_fits(choice, limit.key, home, longest, f"the longest document ({longest} tokens, of {name})")
+        packs = limit.key == "data.pack_to" and longest > limit.value  # of which held-out documents are none
+        tokens, of = (limit.value, "packs") if packs else (longest, name)
+        _check_fits(choice, limit.key, home, tokens, f"the longest document ({tokens} tokens, of {of})")
 
 
 def check_longest_of_set(
