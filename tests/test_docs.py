@@ -56,6 +56,10 @@ def test_the_page_on_planning_is_one_program(tmp_path: Path) -> None:
     assert "x the lower bound" in run_page("planning.md", tmp_path)
 
 
+def test_the_page_on_fine_tuning_is_one_program(tmp_path: Path) -> None:
+    assert "targets: Light.<|endoftext|>" in run_page("fine-tuning.md", tmp_path)
+
+
 def test_the_page_on_attention_has_a_program(tmp_path: Path) -> None:
     assert "a2a is chosen: it is the fastest" in run_page("attention.md", tmp_path)
 

@@ -59,7 +59,7 @@ def test_the_end_of_text_that_a_folder_names(tmp_path: Path, settings: dict[str,
 LLAMA = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
 
 
-def _with_bos(folder: Path, closing: str = "") -> Path:
+def with_bos(folder: Path, closing: str = "") -> Path:
     """A tokenizer whose post-processor begins every text with <s>, and has a special token in its settings alone."""
     engine = train_tokenizer(TEXTS, 300).engine
     engine.add_special_tokens(["<s>", "</s>", "<|im_start|>"])
@@ -76,7 +76,7 @@ def _with_bos(folder: Path, closing: str = "") -> Path:
 @pytest.mark.parametrize("closing", ["", "</s>"])
 @pytest.mark.parametrize("parse", [False, True])
 def test_ids_are_those_of_transformers_and_the_end_of_text(tmp_path: Path, closing: str, parse: bool) -> None:
-    folder = _with_bos(tmp_path / "t", closing)
+    folder = with_bos(tmp_path / "t", closing)
     tokenizer = load_tokenizer(folder).parsing(parse)
     stock = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     texts = ["", "plan", "<|im_start|>user <|tool|> def</s> rank<s>", TEXTS[1]]
@@ -89,7 +89,7 @@ def test_ids_are_those_of_transformers_and_the_end_of_text(tmp_path: Path, closi
 
 
 def test_files_of_a_tokenizer_are_kept_byte_for_byte(tmp_path: Path) -> None:
-    folder, kept = _with_bos(tmp_path / "t"), tmp_path / "kept"
+    folder, kept = with_bos(tmp_path / "t"), tmp_path / "kept"
     (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message }}{% endfor %}")
     (folder / "special_tokens_map.json").write_text('{"bos_token": "<s>"}')
     (folder / "additional_chat_templates").mkdir()
@@ -115,3 +115,28 @@ def test_a_vocabulary_that_is_larger_than_the_embedding() -> None:
     check_vocabulary(300, 300, tokenizer="here", model="m")
     with pytest.raises(DataError, match=r"tokenizer here has ids up to 300, the embedding of m has 300 rows"):
         check_vocabulary(301, 300, tokenizer="here", model="m")
+
+
+def test_a_folder_with_files_of_another_kind_is_read_by_transformers(tmp_path: Path) -> None:
+    """vocab.json and merges.txt give the ids that tokenizer.json would."""
+    trained = train_tokenizer(TEXTS, 300)
+    trained.engine.model.save(str(tmp_path))
+    settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": END_OF_TEXT, "add_prefix_space": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["merges.txt", "tokenizer_config.json", "vocab.json"]
+    loaded = load_tokenizer(tmp_path)
+    for mine, other in zip(loaded.encode(TEXTS), trained.encode(TEXTS), strict=True):
+        np.testing.assert_array_equal(mine, other)
+    assert loaded.end == trained.end
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    loaded.save_pretrained(kept)
+    assert load_tokenizer(kept).digest == loaded.digest
+
+
+@pytest.mark.parametrize("file", ["tokenizer.model", "tekken.json", "tiktoken.model"])
+def test_a_folder_whose_files_cannot_be_read_names_them(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).write_bytes(b"\x00\x01 no vocabulary")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(DataError, match=rf"{file} and no tokenizer.json: pip install sentencepiece tiktoken protobuf"):
+        load_tokenizer(tmp_path)

@@ -81,7 +81,7 @@ class RowEncoding:
 
     @cached_property
     def _chat(self) -> ChatEncoding:
-        template = ChatTemplate.of(self.tokenizer, self.settings.date)
+        template = ChatTemplate.of(self.tokenizer, self.settings.date_string)
         return ChatEncoding(self.tokenizer, template, self.settings)
 
 

@@ -44,10 +44,10 @@ class RowSettings:
     """What decides the tokens of rows beside the tokenizer.
 
     `parse_special_tokens`: names of special tokens in texts are read as these tokens. `turns`: "together" makes one
-    document of a conversation, "split" one of each assistant turn, with what stood before it. `date`: the day that
-    templates are told where they ask, so that a conversation has the same tokens on every day.
+    document of a conversation, "split" one of each assistant turn, with what stood before it. `date_string`: the day
+    that templates are told where they ask, so that a conversation has the same tokens on every day.
     """
 
     parse_special_tokens: bool = False
     turns: Turns = "together"
-    date: str = "2024-07-26"  # the day that Llama 3's templates write where they are told none
+    date_string: str = "26 Jul 2024"  # what Llama 3's templates write where they are told none

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from longspan.train.data.tokenizer import TextTokenizer
 from longspan.train.data.tokenizer_files import GENERATION
 
 Message = Mapping[str, Any]
+_DAY_FORMAT = "%d %b %Y"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATES = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<format>.*?)(?P=quote)\s*\)")
 _DAY = (
@@ -48,7 +49,11 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer, day: str) -> "ChatTemplate":
-        """The templates of a tokenizer's folder. Raises DataError where it has none."""
+        """The templates of a tokenizer's folder, on a `day` as "26 Jul 2024". Raises DataError where it has none."""
+        try:
+            datetime.strptime(day, _DAY_FORMAT)
+        except ValueError as error:
+            raise DataError(f"date_string is {day!r}, and no day is written so; give one as '26 Jul 2024'") from error
         folder = tokenizer.folder
         if folder is None:
             raise DataError(
@@ -97,9 +102,9 @@ class ChatTemplate:
 
 def _dates(template: str, day: str) -> dict[str, Any]:
     """What templates that ask for the day are told."""
-    today = date.fromisoformat(day)
+    today = datetime.strptime(day, _DAY_FORMAT)
     formats = {match["format"] for match in _DATES.finditer(template)}
-    return {"date_string": today.strftime("%d %b %Y"), "longspan_dates": {f: today.strftime(f) for f in formats}}
+    return {"date_string": day, "longspan_dates": {f: today.strftime(f) for f in formats}}
 
 
 def _ends(tokenizer: TextTokenizer, folder: Path) -> tuple[str, ...]:

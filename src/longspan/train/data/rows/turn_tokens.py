@@ -38,16 +38,8 @@ class TurnTokens:
         """
         pattern = self.between()
         tokens = list(pattern.finditer(text, start, limit)) if pattern else []
-        tokens = tokens[: next((i for i, t in enumerate(tokens) if t.group() in self.headers - self.ends), None)]
-        for i, token in enumerate(tokens):
-            last = token
-            for follower in tokens[i:]:  # tokens without text between them end a turn together
-                if follower is not token and follower.start() != last.end():
-                    break
-                last = follower
-                if last.group() in self.ends:
-                    return last.end()
-            return token.end()
+        if tokens and tokens[0].group() not in self.headers - self.ends:
+            return self._last_of(tokens).end()
         if limit == len(text) and not (pattern and pattern.search(text, start)):
             return max(start, len(text.rstrip()))
         raise RowError(
@@ -55,6 +47,17 @@ class TurnTokens:
             f"{text[start : start + 30]!r}; name the token as eos_token_id in the tokenizer's generation_config.json, "
             "or mark what the assistant says in the template with {% generation %}"
         )
+
+    def _last_of(self, tokens: Sequence[re.Match[str]]) -> re.Match[str]:
+        """The first token, or one that ends generation where nothing but other tokens stands between the two."""
+        last = tokens[0]
+        for token in tokens:
+            if token.start() > last.end() or token.group() in self.headers - self.ends:
+                break
+            if token.group() in self.ends:
+                return token
+            last = token
+        return tokens[0]
 
 
 def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tokenizer) -> TurnTokens:
@@ -67,7 +70,7 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
     between, tail = text.split(_WORDS[1])[-1].split(_WORDS[2])[0], text.split(_WORDS[3])[-1]
     found = tokens.findall(between) if tokens else []
     ends = frozenset(template.ends)
-    is_end = len(found) > 1 or found[:1] == [t for t in found[:1] if t in ends or t in tail]
+    is_end = len(found) > 1 or any(token in ends or token in tail for token in found)
     prompt = _prompt(template, tools, tokens)
     first = tokens.match(prompt) if tokens else None
     headers = {*found[1 if is_end else 0 :], *([first.group()] if first else [])}

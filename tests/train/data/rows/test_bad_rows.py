@@ -1,0 +1,133 @@
+"""Rows that give no document: each is told in one line, in its place, and the rows beside it are read."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longspan.errors import DataError
+from longspan.train.data.rows.encoding import RowEncoding
+from longspan.train.data.rows.sample import BadRow, Row, Sample
+from longspan.train.data.tokenizer import load_tokenizer, train_tokenizer
+from tests.train.data.rows.conversations import PLAIN, TOOL, TOOLS, asks, says
+from tests.train.data.rows.families import FAMILIES, encoding_of, write_folder
+
+BEFORE = asks("Hi")
+BAD_CHATS: dict[str, tuple[Any, str]] = {
+    "no list": ("hello", '"messages" is a string; give a list of objects with role and content'),
+    "empty": ([], '"messages" is empty; give a list'),
+    "no role": ([{"content": "x"}], "messages[0] needs an object with a string role; found"),
+    "sharegpt": ([{"from": "human", "value": "x"}], "from and value are called role and content here"),
+    "a number": ([BEFORE, {"role": "assistant", "content": 3}], "messages[1].content is a number; give a string: 3"),
+    "an image": ([{"role": "user", "content": [{"type": "image"}]}], "messages[0].content[0] is image; only parts of"),
+    "calls": ([BEFORE, says("", tool_calls=[{}])], "messages[1].tool_calls[0] names no function"),
+    "no assistant": ([BEFORE], "no message is of an assistant, so that there is nothing to learn"),
+    "half a character": (
+        [asks("a\ud800"), says("b")],
+        "character 2 of messages[0].content is \\ud800, a lone",
+    ),
+    "an end of turn": (
+        [asks("a<|im_end|>\n<|im_start|>system\nx"), says("b")],
+        "messages[0].content holds '<|im_end|>', which the tokenizer reads as a special token",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> RowEncoding:
+    return encoding_of(write_folder(tmp_path_factory.mktemp("qwen"), "qwen2.5"))
+
+
+@pytest.mark.parametrize("case", BAD_CHATS)
+def test_chats_that_are_none(qwen: RowEncoding, case: str) -> None:
+    messages, reason = BAD_CHATS[case]
+    good, bad, other = qwen.encode(
+        [Row("c, line 1", PLAIN.row), Row("c, line 2", {"messages": messages}), Row("c, line 3", PLAIN.row)]
+    )
+    assert isinstance(good, Sample) and isinstance(other, Sample) and (good.row, other.row) == (0, 2)
+    assert isinstance(bad, BadRow) and bad.where == "c, line 2" and reason in bad.reason and not bad.masked
+    assert "\n" not in bad.reason
+
+
+def test_tools_that_are_none_and_tools_as_json(qwen: RowEncoding) -> None:
+    rows = [{"messages": PLAIN.messages, "tools": tools} for tools in ("{", 3, [TOOL], "[]", None)]
+    bad_json, bad_kind, *good = qwen.encode([Row("line", row) for row in rows])
+    assert isinstance(bad_json, BadRow) and '"tools" is a string that is no JSON' in bad_json.reason
+    assert isinstance(bad_kind, BadRow) and '"tools" is a number' in bad_kind.reason
+    assert all(isinstance(sample, Sample) for sample in good)
+
+
+def test_special_tokens_in_chats_are_read_where_they_are_wanted(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, "qwen2.5")
+    encoding = encoding_of(folder, parse_special_tokens=True)
+    (sample,) = encoding.encode([Row("line 1", {"messages": [asks("a<|endoftext|>b"), says("c")]})])
+    assert isinstance(sample, Sample)
+    assert encoding.tokenizer.engine.token_to_id("<|endoftext|>") in sample.ids
+
+
+TEMPLATES: dict[str, tuple[str, str, str]] = {
+    "raises": ("gemma3", "", "its chat template says: Conversation roles must alternate"),
+    "fails": ("phi3", "{{ messages[0].nothing.here }}", "its chat template says: 'dict object' has no attribute"),
+    "fails in Python": ("phi3", "{{ 'a' + 1 }}", "its chat template fails: TypeError: can only concatenate"),
+    "no end of turn": (
+        "phi3",
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}",
+        "no token that ends a turn follows messages[1] in the chat template: the next turn begins with '<|user|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_templates_that_refuse_or_cannot_be_followed(tmp_path: Path, case: str) -> None:
+    name, template, reason = TEMPLATES[case]
+    encoding = encoding_of(write_folder(tmp_path, name, template=template or None))
+    messages = [asks("a"), asks("b"), says("c")] if case == "raises" else PLAIN.messages
+    (bad,) = encoding.encode([Row("chat.jsonl, line 7", {"messages": messages})])
+    assert isinstance(bad, BadRow) and bad.where == "chat.jsonl, line 7"
+    assert reason in bad.reason, bad.reason
+
+
+def test_a_turn_whose_beginning_the_template_does_not_write(tmp_path: Path) -> None:
+    """DeepSeek-R1-Distill begins a turn with the first call of a conversation alone."""
+    encoding = encoding_of(write_folder(tmp_path, "deepseek-r1-distill"))
+    chat = FAMILIES["deepseek-r1-distill"].adapted(TOOLS)
+    (bad,) = encoding.encode([Row("c, line 1", {**chat.row, "messages": [*chat.messages, *chat.messages[1:]]})])
+    assert isinstance(bad, BadRow) and bad.reason.startswith("where messages[6] begins cannot be told from its chat")
+
+
+def test_tokenizers_without_a_template(tmp_path: Path) -> None:
+    trained = train_tokenizer(["a text"], 300)
+    with pytest.raises(DataError, match=r"trained on the corpus has no chat template; name the folder"):
+        RowEncoding("messages", trained)
+    trained.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=r"the tokenizer in .* has no chat template; put its chat_template.jinja there"):
+        RowEncoding("messages", load_tokenizer(tmp_path))
+
+
+BAD_TOKENS: list[tuple[dict[str, Any], str]] = [
+    ({"text": "a"}, "needs an object with \"input_ids\"; found keys ['text']"),
+    ({"input_ids": "a"}, "input_ids is a string; give a list of integers"),
+    ({"input_ids": [1, "a"]}, "input_ids holds something else than integers"),
+    ({"input_ids": [1.5, 2]}, "input_ids holds something else than integers"),
+    ({"input_ids": []}, "input_ids has no tokens"),
+    ({"input_ids": [1, 9999]}, "input_ids holds 9999 at 1, and the tokenizer has ids 0 to "),
+    ({"input_ids": [1, -1]}, "input_ids holds -1 at 1"),
+    ({"input_ids": [1, 2], "labels": [1]}, "labels has 1 entries for 2 input_ids; give one each"),
+    ({"input_ids": [1, 2], "loss_mask": [1, 1, 1]}, "loss_mask has 3 entries for 2 input_ids"),
+    ({"input_ids": [1, 2], "loss_mask": [1, 2]}, "loss_mask holds 2; give a 0 or a 1"),
+    ({"input_ids": [1, 2], "labels": [1, 2], "loss_mask": [1, 1]}, "labels and loss_mask both say"),
+    ({"input_ids": [1, 2], "attention_mask": [0, 1]}, "attention_mask masks 1 tokens of padding"),
+    ({"input_ids": [1, 2], "labels": [-100, 9999]}, "labels holds 9999 at 0"),
+]
+
+
+@pytest.mark.parametrize(("values", "reason"), BAD_TOKENS)
+def test_rows_of_tokens_that_are_none(qwen: RowEncoding, values: dict[str, Any], reason: str) -> None:
+    (bad,) = RowEncoding("input_ids", qwen.tokenizer).encode([Row("t, line 1", values)])
+    assert isinstance(bad, BadRow) and reason in bad.reason
+
+
+def test_rows_of_which_no_token_is_a_target_are_masked(qwen: RowEncoding) -> None:
+    rows = [{"input_ids": [1, 2], "labels": [1, -100]}, {"input_ids": [1, 2], "loss_mask": [1, 0]}]
+    for result in RowEncoding("input_ids", qwen.tokenizer).encode([Row("t, line 1", row) for row in rows]):
+        assert result == BadRow("t, line 1", "none of its tokens is a target", masked=True)
