@@ -155,6 +155,12 @@ def test_the_page_on_gpus_generates_with_stock_transformers(tmp_path: Path) -> N
     assert printed.startswith("def main(") and len(printed) > len("def main(\n")
 
 
+def test_the_example_of_an_adapter_trains_one_and_stock_peft_loads_it(tmp_path: Path) -> None:
+    printed = run(ROOT / "examples/lora.py", str(tmp_path))
+    first, last, alone = map(float, re.findall(r"\d+\.\d+", printed))
+    assert first == alone and last < first - 0.3 and "stock peft loads it: 8 ranks in adapter/" in printed
+
+
 def test_no_page_has_a_program_that_is_not_run() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     with_programs = {page.stem for page in pages if "```python" in page.read_text()}

@@ -9,8 +9,16 @@ import torch
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import PRESETS, load_model, preset_config
+from longspan.model.lora.new import add_lora
 from longspan.testing import run_ranks
-from longspan.train.config.sections import ContextConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from longspan.train.config.sections import (
+    ContextConfig,
+    LoraSection,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
 from longspan.train.memory import model_fits
 from longspan.train.memory.model_fits import NeededBytes, needed_bytes
 from tests.train.small import small_config, train_rank
@@ -37,6 +45,17 @@ def test_bytes_of_a_model_of_eight_billion_weights() -> None:
     assert (evaluated.weights, evaluated.gradients, evaluated.states) == (WEIGHTS, 0, 0)
     for change in ({"parallel": ParallelConfig(reshard_after_forward=False)}, {"context": ContextConfig(mode="free")}):
         assert needed(replace(CONFIG, **change), ranks=4).gathered == 2 * WEIGHTS
+
+
+def test_frozen_weights_have_neither_gradients_nor_states() -> None:
+    model = load_model(config=preset_config("qwen3-8b"), dtype="bfloat16", sharded=True)
+    config = replace(CONFIG, model=replace(CONFIG.model, dtype="bfloat16"), lora=LoraSection(rank=16))
+    add_lora(model, rank=16)
+    trained = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    bytes_needed = needed_bytes(config, model, Layout(ranks=1), torch.bfloat16, training=True)
+    assert trained == 4 * 43_646_976
+    assert (bytes_needed.gradients, bytes_needed.states) == (trained, 2 * trained)
+    assert bytes_needed.weights == 2 * WEIGHTS + trained
 
 
 def test_how_many_shards_would_do() -> None:

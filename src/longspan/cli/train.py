@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     args = (config, ranks, processes.backend, flags.json)
     result: TrainResult = run_on_ranks(train_rank, args, ranks, compile_cache=config.run.compile_cache)
     if reports_here():
-        _show(result, as_json=flags.json)
+        _show(result, "adapter, for stock peft" if config.lora.rank else "Hugging Face folder", as_json=flags.json)
     return config.run.stopped_status if result.stopped else 0
 
 
@@ -41,11 +41,11 @@ def train_rank(rank: int, config: RunConfig, ranks: int, backend: str, to_stderr
             return train(config, world, display)
 
 
-def _show(result: "TrainResult", *, as_json: bool) -> None:
+def _show(result: "TrainResult", saved: str, *, as_json: bool) -> None:
     from longspan.report import write_report
 
     out = sys.stderr if as_json else sys.stdout
     print(f"report: {write_report(result.dir)}", file=out)
-    model = "" if result.stopped else f", Hugging Face folder: {result.dir / 'model'}"
+    model = "" if result.stopped else f", {saved}: {result.dir / 'model'}"
     print(f"checkpoints: {result.dir / 'checkpoints'}{model}", file=out)
     print(json.dumps(result.summary()) if as_json else result.text())
