@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from longspan import DocumentLoss, Layout, World, plan_dynamic, plan_fixed, prepare, run_step, token_log_probs
+from longspan.model.adapters import model_inside
 from longspan.plan import Plan
 from longspan.testing import backend, run_ranks
 from tests.model.deep import deep
+from tests.model.lora.adapted import adapted
 from tests.model.stock import error, gradients_of
 from tests.train.own_loss.dense import (
     LENGTHS,
@@ -71,6 +73,9 @@ CASES = [
     Case("tp 2, parts of rows", Layout(2, tp=2), fixed(1, 40, row_multiple=2), options=SPLIT_ROWS, whole=True),
     Case("pp 2", Layout(2, pp=2), fixed(1, 40)),
     Case("experts", Layout(2), fixed(2, 24), "qwen3-moe"),
+    Case("an adapter", Layout(2), dynamic(24), "adapter"),
+    Case("an adapter, tp 2", Layout(2, tp=2), fixed(1, 40), "adapter"),
+    Case("an adapter, pp 2", Layout(2, pp=2), fixed(1, 40), "adapter"),
     Case("cp 2, pp 2", Layout(4, pp=2), fixed(2, 24), chunk=3, whole=True),
     Case("dynamic, folded stages", Layout(4, pp=2), dynamic(24), options=FOLDED),
     Case("dynamic over four slots", Layout(4), dynamic(16), whole=True),
@@ -89,12 +94,18 @@ def cases_of(ranks: int, whole: bool) -> list[Case]:
     return [case for case in CASES if (len(case.home.ranks), case.whole) == (ranks, whole)]
 
 
+def model_of(family: str, layers: int) -> Any:
+    """A model of transformers, or one with an adapter of peft."""
+    if family == "adapter":
+        return adapted("llama", "every linear")
+    return deep(family, torch.float64, layers, VOCABULARY)
+
+
 @cache
 def dense(family: str, layers: int) -> tuple[dict[str, Answer], list[np.ndarray]]:
     """What one process says of each loss, and the log-probabilities of each document's tokens."""
-    model = deep(family, torch.float64, layers, VOCABULARY)
-    documents = documents_of()
-    rows = rows_of(model, documents)
+    model, documents = model_of(family, layers), documents_of()
+    rows, model = rows_of(model, documents), model_inside(model)
     tokens = [np.zeros(len(document)) for document in documents]
     for values, row in zip(tokens, rows, strict=True):
         values[row.at.position.numpy() + 1] = row.log_probs.detach().numpy()
@@ -112,8 +123,9 @@ def compare(rank: int, ranks: int, whole: bool) -> dict[str, dict[str, float]]:
 
 def _errors(case: Case, world: World) -> dict[str, float]:
     answers, tokens = dense(case.family, case.layers)
-    model = prepare(deep(case.family, torch.float64, case.layers, VOCABULARY), world, probe=False, **dict(case.options))
-    names, documents, plan = {name for name, _ in model.named_parameters()}, documents_of(), case.plan(case.home)
+    model = prepare(model_of(case.family, case.layers), world, probe=False, **dict(case.options))
+    names, documents = {name for name, p in model.named_parameters() if p.requires_grad}, documents_of()
+    plan = case.plan(case.home)
     found = dict[str, float]()
     for name, (_, loss, _, divisor) in LOSSES.items():
         wanted, step = answers[name], {"loss": loss, "divisor": divisor, "loss_chunk_rows": case.chunk}
