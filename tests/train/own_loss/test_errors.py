@@ -186,3 +186,25 @@ def test_what_a_loss_is_given() -> None:
         if position and label != -100
     ]
     assert sorted(seen) == wanted and dtypes == {torch.float32}
+
+
+def test_sets_a_micro_batch_at_a_time_sum_the_same_gradient() -> None:
+    """Without an optimizer, by the divisor of all: no micro-batch runs forward twice."""
+    documents = documents_of()
+    loss = DocumentLoss(lambda sums, _: torch.nn.functional.softplus(0.1 * (sums[1] - sums[0])), [(0, 1), (2, 3)])
+    with World(Layout(1), backend="gloo") as world:
+        models = [
+            prepare(deep("qwen3", torch.float64, 1), world, probe=False, shard_parameters=False) for _ in range(2)
+        ]
+        values = list[float]()
+        for part in (documents[:4], documents[4:]):
+            plan = plan_fixed([len(document) for document in part], world.home, cp=1, targets=targets_of(part))
+            result = run_step(models[0], plan, part, world, loss=loss, divisor=4)
+            values.append(result.loss)
+            assert result.forward_twice == 0
+        plan = plan_fixed(LENGTHS, world.home, cp=1, max_tokens_per_slot=30, targets=targets_of(documents))
+        sets = [(0, 1), (2, 3), (4, 5), (6, 7)]
+        whole = run_step(models[1], plan, documents, world, loss=DocumentLoss(loss.function, sets))
+        assert whole.forward_twice > 1 and sum(values) == pytest.approx(whole.loss, rel=1e-13)
+        for a, b in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-11, atol=1e-15)
