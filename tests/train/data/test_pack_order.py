@@ -19,7 +19,7 @@ from longspan.testing import backend, run_ranks
 from longspan.train.config.defaults import resolved
 from longspan.train.config.sections import DataConfig, RunConfig
 from longspan.train.data.documents import Corpus
-from longspan.train.data.order.packs import LabelledPack
+from longspan.train.data.order.packs import LabelledPack, Piece
 from longspan.train.data.pack_order import PackOrder
 from longspan.train.data.step_order import StepOrder
 from longspan.train.run.config_check import check_config
@@ -130,6 +130,12 @@ def _steps(rank: int, across: bool, labelled: bool) -> dict[str, tuple[float, ..
 def test_packs_have_the_loss_and_gradients_of_the_dense_model(across: bool, labelled: bool) -> None:
     for errors in run_ranks(_steps, 2, across, labelled):
         assert all(max(of_plan) < 1e-12 for of_plan in errors.values()), errors
+
+
+def test_first_tokens_of_documents_are_targets_but_that_of_the_pack() -> None:
+    documents = [Document([1, 2, 3], loss_mask=[1, 1, 1]), Document([4, 5], loss_mask=[1, 0])]
+    pack = LabelledPack((Piece(documents[0], 1, 3), Piece(documents[1], 0, 2)))
+    assert pack.labels(np.arange(4)).tolist() == [2, 3, 4, -100] and pack.targets == 2
 
 
 def test_a_run_of_packs(tmp_path: Path) -> None:
