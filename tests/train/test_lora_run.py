@@ -70,7 +70,7 @@ def test_a_checkpoint_holds_the_adapter_and_its_moments_alone(trained: tuple[Run
     )
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", [pytest.param("tp 2", marks=pytest.mark.whole), "pp 2"])
 def test_a_run_goes_on_at_another_home(trained: tuple[RunConfig, list[float]], home: str, tmp_path: Path) -> None:
     config, losses = trained
     other = gone_on_from_the_first_checkpoint(config, tmp_path / "run", HOMES[home])

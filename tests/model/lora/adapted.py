@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from tests.model.deep import deep
 from tests.model.moe_models import moe_model
 from tests.model.stock import SIZES, gradients_of, texts, tiny
 
@@ -45,6 +46,8 @@ def adapted(family: str, adapter: str, dtype: torch.dtype = torch.float64, **mor
 def _model(family: str, dtype: torch.dtype) -> PreTrainedModel:
     if family == "qwen3-moe":
         return moe_model(family, dtype)
+    if family == "deep":
+        return deep("llama", dtype, 4, EVEN)
     if family != "biased":
         return tiny(family, dtype, vocabulary=EVEN)
     sizes = {**SIZES, "vocab_size": EVEN}

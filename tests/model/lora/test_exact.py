@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ class Home:
     cases: tuple[tuple[str, str], ...]
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     dynamic: bool = False
+    mode: Literal["lockstep", "free"] = "lockstep"
 
 
 def _llama(*adapters: str) -> tuple[tuple[str, str], ...]:
@@ -35,7 +36,6 @@ def _llama(*adapters: str) -> tuple[tuple[str, str], ...]:
 
 HOMES = {
     "cp 2": Home(Layout(ranks=2), (*_llama("every linear", "the first layer", "dora", "modules_to_save"), *TIED)),
-    "dynamic, copies": Home(Layout(ranks=2), _llama("every linear"), {"shard_parameters": False}, dynamic=True),
     "dynamic": Home(Layout(ranks=2), _llama("every linear"), dynamic=True),
     "tp 2": Home(Layout(ranks=2, tp=2), (*_llama("row-wise alone"), ("biased", "every linear"), *TIED)),
     "tp 2, sequence parallel": Home(
@@ -49,14 +49,28 @@ HOMES = {
         _llama("every linear", "the first layer"),
         {"pipeline_schedule": "zero_bubble", "activation_checkpointing": "selective"},
     ),
+    "pp 2, interleaved": Home(Layout(ranks=2, pp=2), (("deep", "the last layer"),), {"virtual_stages": 2}),
     "ep 2": Home(Layout(ranks=2, ep=2), (("qwen3-moe", "attention"),)),
+}
+
+
+OTHERS = {
+    "dynamic, copies": Home(Layout(ranks=2), _llama("every linear"), {"shard_parameters": False}, dynamic=True),
+    "pp 2, folded": Home(
+        Layout(ranks=2, pp=2), (("deep", "every linear"),), {"virtual_stages": 2, "pipeline_schedule": "zbv"}
+    ),
     "tp 2, experts": Home(Layout(ranks=2, tp=2), (("qwen3-moe", "attention"),)),
+    "tp 2 of 4": Home(Layout(ranks=4, tp=2), (("biased", "every linear"),), {"sequence_parallel": True}),
+    "free": Home(Layout(ranks=4), _llama("every linear", "the last layer"), dynamic=True, mode="free"),
+    "pp 2 of 4": Home(Layout(ranks=4, pp=2), _llama("every linear")),
+    "pp 2, tp 2": Home(Layout(ranks=4, pp=2, tp=2), _llama("every linear")),
+    "replicas": Home(Layout(ranks=4, dp_replicate=2), _llama("every linear")),
 }
 
 
 def _plan(home: Home) -> Plan:
     if home.dynamic:
-        return plan_dynamic(LENGTHS, home.layout, max_tokens_per_slot=22)
+        return plan_dynamic(LENGTHS, home.layout, max_tokens_per_slot=22, mode=home.mode)
     rows = home.layout.tp if home.options.get("sequence_parallel") else 1
     return plan_fixed(LENGTHS, home.layout, cp=home.layout.slots, max_tokens_per_slot=40, row_multiple=rows)
 
@@ -64,7 +78,7 @@ def _plan(home: Home) -> Plan:
 def _compare(rank: int, names: tuple[str, ...]) -> dict[tuple[str, str, str], dict[str, float]]:
     found = dict[tuple[str, str, str], dict[str, float]]()
     for name in names:
-        home = HOMES[name]
+        home = (HOMES | OTHERS)[name]
         with World(home.layout, backend=backend(), timeout=60) as world:
             for family, adapter in home.cases:
                 found[name, family, adapter] = _errors(home, family, adapter, world)
@@ -95,6 +109,16 @@ def _errors(home: Home, family: str, adapter: str, world: World) -> dict[str, fl
         "gradients": max((error(local[key], here[key]) for key in here), default=0.0),
         "base": max(abs(step.loss / base_loss - 1) for step in (first, later)),
     }
+
+
+@pytest.mark.whole  # those above show every term
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_other_homes_are_exact_too(ranks: int) -> None:
+    names = tuple(name for name, home in OTHERS.items() if len(home.layout.ranks) == ranks)
+    for found in run_ranks(_compare, ranks, names, timeout=300):
+        assert {key[0] for key in found} == set(names)
+        assert all(value <= 1e-12 for errors in found.values() for value in errors.values()), found
 
 
 @cache
