@@ -5,6 +5,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import peft
@@ -39,7 +40,7 @@ def main(folder: Path) -> None:
     base, adapter = folder / "base", folder / "adapter"
     load_model(preset="qwen3-tiny", vocab_size=64).save_pretrained(base)
     first, last, reference = run_ranks(train, 2, base, adapter)[0]
-    stock = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapter))
+    stock: Any = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapter))
     print(f"loss {first:.4f}, after 8 steps {last:.4f}, without the adapter {reference:.4f}")
     print(f"stock peft loads it: {stock.peft_config['default'].r} ranks in {adapter.name}/")
 
