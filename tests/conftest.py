@@ -1,6 +1,7 @@
 """Options of the whole suite: the same test files run with gloo on CPUs and with NCCL on GPUs."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # One thread for arithmetic in each process, set before torch is imported. Two pytest workers with a thread for each
     # core would spend most of their time waiting for those threads, as most tensors have a few kilobytes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # What runs keep for other runs goes to a folder of this session, for a test is to see what it makes itself.
+    folder = tempfile.TemporaryDirectory(prefix="longspan-cache-")
+    os.environ["XDG_CACHE_HOME"] = folder.name
+    config.add_cleanup(folder.cleanup)
     if config.getoption("--backend") == "nccl":
         from longspan import testing
         from tests.launch.rank_pool import run_on_gpus

@@ -93,7 +93,8 @@ def test_true_and_false_of_what_became_a_choice(tmp_path: Path) -> None:
 
 
 def test_keys_are_those_of_the_dataclasses() -> None:
-    assert set(config_keys()) == {f"{section}.{key}" for section, keys in asdict(RunConfig()).items() for key in keys}
+    keys = {f"{section}.{key}" for section, keys in asdict(RunConfig()).items() for key in keys}
+    assert set(config_keys()) == keys - {"data.sources"}  # tables
 
 
 READ = [

@@ -1,6 +1,8 @@
 """Corpora: which files, which documents, and which rows a rank reads."""
 
 import json
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -88,17 +90,18 @@ def test_kinds_of_files_and_folders_that_are_passed_by(tmp_path: Path) -> None:
         (texts / name).parent.mkdir(parents=True, exist_ok=True)
         (texts / name).write_text("some text of a file\n")
     (texts / "h.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "id": 3}\n')
-    assert list(find_files(str(texts), leave_out=texts / "run")) == ["a.txt", "b.md", "h.jsonl", "sub/c.py"]
+    assert list(find_files(str(texts), leave_out=(texts / "run",))) == ["a.txt", "b.md", "h.jsonl", "sub/c.py"]
     assert list(find_files(str(texts / "a.txt"))) == ["a.txt"]
     assert len(build(tmp_path, texts / "h.jsonl")) == 2
 
 
 JSONL = [
     ('{"text": "good"}\n{"text": "bad\n', r"h.jsonl, line 2: not JSON"),
-    ('\n\n["text"]\n', r"h.jsonl, line 3: needs an object with a string \"text\"; found a list"),
+    ('\n\n["text"]\n', r"h.jsonl, line 3: needs an object, such as .*; found a list: .*text"),
     ('{"content": "x"}', r"line 1: .*found keys \['content'\]"),
+    ('{"text": "good"}\n{"text": null}', r"line 2: needs text, or messages.*found keys"),
     ('{"text": 3}', r"line 1: needs an object with a string \"text\"; \"text\" is a number: 3$"),
-    ('{"text": null, "id": 1}', r"line 1: .*\"text\" is null"),
+    ('{"text": null, "id": 1}', r"line 1: needs text, or messages.*found keys"),
     ('{"text": ["a"]}', r"line 1: .*\"text\" is a list: \[\"a\"\]$"),
     ("7", r"line 1: .*found a number: '7'$"),
     (
@@ -179,18 +182,33 @@ def test_what_stands_around_texts_and_special_tokens_in_them_is_said(tmp_path: P
         build(tmp_path, texts, resumed=True)
 
 
+def as_older_versions_kept_it(run_dir: Path, texts: Path) -> None:
+    """Put the documents of a run beside its record, as versions without a cache did."""
+    folder, corpus = run_dir / "corpus", Corpus(run_dir / "corpus")
+    documents = folder / json.loads((folder / "corpus.json").read_text())["documents"]
+    for name in ("tokens.bin", "origins.npy"):
+        shutil.copy(documents / name, folder / name)
+    np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(corpus.lengths)]).astype(np.int64))
+    sources = [{key: value for key, value in asdict(source).items() if key != "path"} for source in corpus.sources]
+    kept = ("max_document_tokens", "tokenizer_digest", "tokenizer_size", "dtype", "skipped", "left_out")
+    manifest = {key: value for key, value in asdict(corpus.manifest).items() if key in kept}
+    (folder / "corpus.json").write_text(json.dumps({"path": str(texts), "sources": sources, **manifest}))
+
+
 def test_a_corpus_of_an_older_version_goes_on_with_its_run_and_is_built_again_for_another(tmp_path: Path) -> None:
     texts, said = write_texts(tmp_path / "texts"), list[str]()
-    build(tmp_path, texts)
-    file = tmp_path / "run" / "corpus" / "corpus.json"
-    manifest = json.loads(file.read_text())
-    for key in ("parse_special_tokens", "opening", "closing"):
-        del manifest[key]
-    file.write_text(json.dumps(manifest))
-    assert build(tmp_path, texts, said=said, resumed=True).manifest.opening is None
+    before = build(tmp_path, texts)
+    as_older_versions_kept_it(tmp_path / "run", texts)
+    old = build(tmp_path, texts, said=said, resumed=True)
+    assert old.manifest.opening is None and (tmp_path / "run" / "corpus" / "tokens.bin").is_file()
+    assert old.lengths.tolist() == before.lengths.tolist() and old.origin(5) == before.origin(5)
+    assert old[5][np.arange(7)].tolist() == before[5][np.arange(7)].tolist()
     assert [line.split()[0] for line in said] == ["cut"] and not said.clear()
+    with pytest.raises(DataError, match=r"data.max_document_tokens was 64 and is 32"):
+        build(tmp_path, texts, resumed=True, max_document_tokens=32)
     assert build(tmp_path, texts, said=said).manifest.opening == ()
     assert said[0] == "the corpus changed (an older version of longspan built it): building it again"
+    assert not (tmp_path / "run" / "corpus" / "tokens.bin").exists()
 
 
 def test_a_resumed_run_refuses_a_corpus_that_changed(tmp_path: Path) -> None:
@@ -212,9 +230,17 @@ def test_a_resumed_run_refuses_a_corpus_that_changed(tmp_path: Path) -> None:
 def test_a_damaged_corpus_is_named(tmp_path: Path) -> None:
     build(tmp_path, write_texts(tmp_path / "texts"))
     folder = tmp_path / "run" / "corpus"
-    (folder / "tokens.bin").write_bytes((folder / "tokens.bin").read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"is damaged: tokens.bin has \d+ tokens, offsets.npy wants \d+"):
+    documents = folder / json.loads((folder / "corpus.json").read_text())["documents"]
+    (documents / "tokens.bin").write_bytes((documents / "tokens.bin").read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"is damaged: tokens.bin has \d+ tokens, corpus.json wants \d+"):
         Corpus(folder)
+    said: list[str] = []
+    again = build(tmp_path, tmp_path / "texts", said=said)
+    assert f"{documents} is damaged: its documents are made again" in said and len(again) > 12
+    shutil.rmtree(documents)
+    with pytest.raises(DataError, match=r"its documents are not in .* any more; start its run again"):
+        Corpus(folder)
+    assert build(tmp_path, tmp_path / "texts", resumed=True).lengths.tolist() == again.lengths.tolist()
     (folder / "corpus.json").write_text(json.dumps({"path": "x"}))
     with pytest.raises(DataError, match=r"is not a corpus"):
         Corpus(folder)

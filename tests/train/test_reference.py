@@ -7,6 +7,7 @@ from longspan.train.config.defaults import _DEMO
 from longspan.train.config.eval_set import EvalConfig
 from longspan.train.config.file import config_keys
 from longspan.train.config.reference import reference
+from longspan.train.config.sections import SourceConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -18,7 +19,8 @@ def test_the_page_is_made_from_the_sections() -> None:
 
 def test_every_key_has_a_row_with_its_default_and_its_text() -> None:
     rows = [line for line in reference().splitlines() if line.startswith("| `")]
-    keys = [key.partition(".")[2] for key in config_keys()] + [key.name for key in fields(EvalConfig)]
+    keys = [key.partition(".")[2] for key in config_keys()]
+    keys += [key.name for kind in (SourceConfig, EvalConfig) for key in fields(kind)]
     assert [row.split("`")[1] for row in rows] == keys
     assert (
         "| `min_lr_ratio` | a number, at least 0 | `0.1` | Learning rate of the last step, as a share of lr. |" in rows
@@ -28,4 +30,4 @@ def test_every_key_has_a_row_with_its_default_and_its_text() -> None:
 def test_a_default_that_depends_on_the_model_is_in_its_text() -> None:
     sections, _ = reference().split("## [[eval]]")
     depends = {row.split("`")[1] for row in sections.splitlines() if "| *see text* |" in row}
-    assert depends == {name.partition(".")[2] for name in _DEMO} - {"preset"}
+    assert depends == {name.partition(".")[2] for name in _DEMO} - {"preset"} | {"path"}

@@ -47,7 +47,7 @@ def flag_types(kind: type) -> dict[str, Any]:
     types: dict[str, Any] = {}
     for name, hint in get_type_hints(kind).items():
         if is_dataclass(hint):
-            types |= {f"--{name}.{key}": t for key, t in get_type_hints(hint).items()}
+            types |= {f"--{name}.{key}": t for key, t in get_type_hints(hint).items() if not _is_tables(t)}
         elif not _is_marked(kind, name, "Positional", "Fixed"):
             types[f"--{name}"] = hint
     return types
@@ -110,6 +110,11 @@ def _check_name(flag: str, known: dict[str, Any], prog: str) -> None:
 
 def _as_python(value: str, kind: Any) -> str:
     return value.capitalize() if kind is bool and value in ("true", "false") else str(present_word(value, kind))
+
+
+def _is_tables(hint: Any) -> bool:
+    """Whether a key is an array of tables, which flags do not reach."""
+    return any(is_dataclass(kind) for kind in get_args(hint))
 
 
 def _is_marked(kind: type, name: str, *marks: str) -> bool:

@@ -22,7 +22,10 @@ from longspan.plan.cost.model_cost import cost_on_h200
 from longspan.plan.cost.model_shape import read_query_heads
 from longspan.plan.planners.options import PlanKeywords
 from longspan.plan.simulate.distributions import DISTRIBUTIONS, sample_lengths
-from longspan.train.data.files import find_files, read_file, read_texts
+from longspan.train.data.files import find_files
+from longspan.train.data.first_rows import kind_of_files, text_sizes
+from longspan.train.data.formats.row_file import row_file
+from longspan.train.data.store.sources import CorpusFile
 
 BYTES_PER_TOKEN = 4  # of English text and code under the usual byte-pair vocabularies
 
@@ -34,7 +37,7 @@ class SourceFlags:
     lengths: str = ""
     """JSON file with a list of document lengths in tokens, or a plan; - reads standard input."""
     data: str = ""
-    """Text instead: stdlib, or a folder or file of .txt .md .py .jsonl; tokens are estimated as bytes / 4."""
+    """Rows of data instead, as data.path has them: stdlib, or a folder or file; tokens are estimated as bytes / 4."""
     tokenizer: str = ""
     """With --data: a folder with tokenizer.json, to count tokens instead of estimating them."""
     max_document_tokens: int = 0
@@ -101,29 +104,29 @@ def _read_json(path: str) -> Any:
 
 
 def _from_text(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
-    count = _counter(flags.tokenizer)
-    counts: list[int] = []
-    for name, file in find_files(flags.data).items():
-        try:
-            counts += [n for n in map(count, read_texts(name, read_file(name, file))) if n]
-        except UnicodeDecodeError:
-            continue  # as in training: not text
+    files = tuple(CorpusFile(0, name, file) for name, file in find_files(flags.data, key="--data").items())
+    if flags.tokenizer:
+        counts = _encoded_lengths(files, flags.tokenizer)
+    else:
+        counts = [n for size in text_sizes(files) if (n := size // BYTES_PER_TOKEN)]
     if not counts:
         raise DataError(f"--data {flags.data!r} holds no text")
     how = f"counted with {flags.tokenizer}" if flags.tokenizer else f"estimated as bytes / {BYTES_PER_TOKEN}"
     return tuple(_cut(counts, flags.max_document_tokens)), f"{flags.data}, tokens {how}"
 
 
-def _counter(tokenizer: str) -> Any:
-    if not tokenizer:
-        return lambda text: len(text.encode()) // BYTES_PER_TOKEN
-    file = Path(tokenizer) / "tokenizer.json"
-    if not file.is_file():
-        raise DataError(f"--tokenizer {tokenizer!r} has no tokenizer.json; give a tokenizer's folder")
-    from tokenizers import Tokenizer
+def _encoded_lengths(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
+    """The tokens of each document that training would make, uncut."""
+    from longspan.train.data.rows.encoding import RowEncoding
+    from longspan.train.data.store.encoder import Encoder, Piece
+    from longspan.train.data.tokenizer import load_tokenizer
 
-    loaded = Tokenizer.from_file(str(file))
-    return lambda text: len(loaded.encode(text, add_special_tokens=False).ids)
+    encoding = RowEncoding(kind_of_files(files, skip_bad=False), load_tokenizer(tokenizer))
+    encoder, lengths = Encoder((encoding,), 0, "<u4"), list[int]()
+    for number, file in enumerate(files):
+        for chunk in row_file(file.name, file.path).chunks():
+            lengths += encoder.encode([Piece(0, number, chunk)]).lengths.tolist()
+    return lengths
 
 
 def _cut(counts: list[int], limit: int) -> list[int]:

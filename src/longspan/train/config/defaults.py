@@ -13,6 +13,7 @@ from longspan.train.config.bounds import AUTO, NOT_GIVEN
 from longspan.train.config.eval_inheritance import set_with_defaults
 from longspan.train.config.sections import ContextConfig, ModelConfig, RunConfig
 
+STDLIB = "stdlib"  # as data.path
 TINY = "-tiny"  # how the names of the demo's presets end
 
 # The demo: a model with random weights that learns something in two minutes on CPUs.
@@ -66,6 +67,8 @@ def resolved(config: RunConfig) -> RunConfig:
         config = _with_defaults(config, {"train.lr": LORA_LR})
     if config.data.pack_to:
         config = _with_defaults(config, {"data.max_document_tokens": 0})
+    if not config.data.sources:
+        config = _with_defaults(config, {"data.path": STDLIB})
     config = _with_defaults(config, _DEMO if is_demo(config.model) else _OWN_MODEL)
     if not is_demo(config.model):
         config = _with_defaults(config, _as_in_training(config.context))

@@ -12,8 +12,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from longspan.errors import ConfigError
 from longspan.train.config.defaults import resolved
 from longspan.train.config.eval_set import EvalConfig
-from longspan.train.config.sections import RunConfig, section_kinds
+from longspan.train.config.sections import RunConfig, SourceConfig, section_kinds
 
+TABLES = "data.sources"  # which is no value, but tables of an array
 KeyHint = Callable[[str, str, Iterable[str]], str]  # of a section, an unknown key of it, and those that it has
 
 # Keys that were removed and may stand in the config.toml of an older run, each with the one value that is accepted.
@@ -56,7 +57,8 @@ def read_file(path: str | Path) -> RunConfig:
 
 def config_keys() -> tuple[str, ...]:
     """Every "section.key", in order."""
-    return tuple(f"{section}.{key.name}" for section, kind in section_kinds().items() for key in fields(kind))
+    every = (f"{section}.{key.name}" for section, kind in section_kinds().items() for key in fields(kind))
+    return tuple(key for key in every if key != TABLES)
 
 
 def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
@@ -70,7 +72,9 @@ def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
 def to_toml(config: RunConfig) -> str:
     """The configuration as TOML; `load_config` of it gives an equal one back."""
     values = asdict(config)
+    sources = values["data"].pop("sources")
     tables = [(f"[{name}]", values[name]) for name in section_kinds()]
+    tables += [("[[data.sources]]", source) for source in sources]
     tables += [("[[eval]]", entry) for entry in values["eval"]]
     # JSON of strings, numbers, true and false, and lists of them is TOML too, but for DEL, which JSON leaves bare.
     texts = (
@@ -90,8 +94,25 @@ def _with_section(config: RunConfig, section: str, values: object, *, source: st
         return replace(config, eval=_eval_sets(values, source))
     if not isinstance(values, Mapping):
         raise ConfigError(f"{section} is {values!r} in {source}; it is a section: write [{section}] and its keys below")
-    known = getattr(config, section)
-    return replace(config, **{section: _with_keys(known, section, values, source, _key_hint)})
+    known, sources = getattr(config, section), None
+    if section == "data" and "sources" in values:
+        values = dict(values)
+        sources = _data_sources(values.pop("sources"), source)
+    section_now = _with_keys(known, section, values, source, _key_hint)
+    return replace(config, **{section: section_now if sources is None else replace(section_now, sources=sources)})
+
+
+def _data_sources(tables: object, source: str) -> tuple[SourceConfig, ...]:
+    """The sources of the tables [[data.sources]]."""
+    if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
+        raise ConfigError(
+            f"data.sources is {tables!r} in {source}; sources are tables of an array: write [[data.sources]], and "
+            "below it path and weight"
+        )
+    return tuple(
+        _with_keys(SourceConfig(), f"data.sources[{number}]", table, source, _eval_key_hint)
+        for number, table in enumerate(tables)
+    )
 
 
 def _eval_sets(tables: object, source: str) -> tuple[EvalConfig, ...]:

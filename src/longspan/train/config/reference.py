@@ -13,14 +13,14 @@ from typing import Any, get_type_hints
 
 from longspan.train.config.bounds import AtLeast, bounds_of
 from longspan.train.config.eval_set import EvalConfig
-from longspan.train.config.file import kind_text
-from longspan.train.config.sections import section_kinds
+from longspan.train.config.file import TABLES, kind_text
+from longspan.train.config.sections import SourceConfig, section_kinds
 
 _HEAD = """\
 # Configuration
 
 A run of `longspan train` is configured by a TOML file, by flags, or by both; a flag wins over the file. Every key of
-this page is a key of its section in the file, and, but for those of [[eval]], a flag:
+this page is a key of its section in the file, and, but for those of [[data.sources]] and [[eval]], a flag:
 
 ```toml
 [train]
@@ -43,13 +43,16 @@ process is started ([limits.md](limits.md#training) lists what is refused).
 def reference() -> str:
     """The whole page, in Markdown: a table for each section."""
     sections = (_section(f"[{name}]", kind) for name, kind in section_kinds().items())
-    return "\n".join([_HEAD, *sections, _section("[[eval]]", EvalConfig)])
+    arrays = (_section(f"[[{TABLES}]]", SourceConfig), _section("[[eval]]", EvalConfig))
+    return "\n".join([_HEAD, *sections, *arrays])
 
 
 def _section(title: str, kind: Any) -> str:
     hints, texts, bounds = get_type_hints(kind), _texts_of(kind), bounds_of(kind)
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for field in fields(kind):
+        if f"{title[1:-1]}.{field.name}" == TABLES:
+            continue
         bound = bounds.get(field.name)
         limit = "" if bound is None else f", {'at least' if isinstance(bound, AtLeast) else 'above'} {bound.value}"
         default = f"`{json.dumps(field.default, ensure_ascii=False)}`"

@@ -1,42 +1,41 @@
-"""Making a corpus folder: read, tokenize, cut into documents, write. One rank does it, once for each run folder.
+"""The corpus of a run: which files it has, whether it changed, and where its documents are. One rank decides it.
 
-Texts stream through in batches, so a corpus may be larger than memory. Reading it back is `documents.py`'s business.
+Tokens are made in `store/`, once for all runs that ask for the same.
 """
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from longspan.errors import DataError, counted
 from longspan.train.config.sections import DataConfig
-from longspan.train.data.documents import Corpus, Manifest
-from longspan.train.data.files import (
-    Source,
-    changed_files,
-    describe,
-    files_of_other_kinds,
-    find_files,
-    read_file,
-    read_texts,
-)
-from longspan.train.data.left_out import SHORTEST, LeftOut, documents_of, left_out_lines
-from longspan.train.data.tokenizer import TextTokenizer, train_tokenizer
+from longspan.train.data.documents import Corpus
+from longspan.train.data.files import STDLIB, files_of_other_kinds, find_files
+from longspan.train.data.first_rows import kind_of_files, sample_texts
+from longspan.train.data.left_out import left_out_lines
+from longspan.train.data.rows.encoding import RowEncoding
+from longspan.train.data.rows.sample import RowSettings
+from longspan.train.data.store.builder import Recipe, build_documents
+from longspan.train.data.store.cache import NONE, Cache, cache_folder, cannot_keep
+from longspan.train.data.store.manifest import Manifest
+from longspan.train.data.store.record import FILE, Record, read_record
+from longspan.train.data.store.sources import CorpusFile, KnownSums, LogLine, Source, differences
+from longspan.train.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from longspan.train.disk import write_atomically
 
-SAMPLE_CHARACTERS = 4_000_000  # what the byte-pair tokenizer is trained on, at most
-BATCH_CHARACTERS = 4_000_000  # what is tokenized at once
-
-LogLine = Callable[[str], None]
+ROWS = "rows"  # folder of documents whose tokens are not stored, in the corpus's folder
+_DECIDING = ("max_document_tokens", "on_bad")  # keys of [data] that decide documents, beside paths and RowSettings
 
 
 @dataclass(frozen=True)
 class CorpusSettings:
     """What a corpus of a run is made from: keys of [data], or those of an evaluation set.
 
-    `folder` is where it lies in the run's folder; messages begin the names of the keys `path` and
+    `folder` is where it is named in the run's folder; messages begin the names of the keys `path` and
     `max_document_tokens` with `prefix`.
     """
 
@@ -44,120 +43,238 @@ class CorpusSettings:
     folder: str = "corpus"
     prefix: str = "data."
 
-    def files(self, run_dir: Path) -> dict[str, Path]:
-        """Its source files by name; those of the run are none. Raises DataError where there are none."""
-        return find_files(self.data.path, leave_out=run_dir, key=f"{self.prefix}path")
+    def paths(self) -> tuple[tuple[str, str], ...]:
+        """The key and the path of each source."""
+        if not self.data.sources:
+            return ((f"{self.prefix}path", self.data.path or STDLIB),)
+        return tuple((f"data.sources[{i}].path", source.path) for i, source in enumerate(self.data.sources))
+
+    def files(self, run_dir: Path) -> tuple[CorpusFile, ...]:
+        """Its source files in order; those of the run are none. Raises DataError where there are none."""
+        leave_out = (run_dir, cache_folder("" if self.data.cache == NONE else self.data.cache))
+        files = list[CorpusFile]()
+        for number, (key, path) in enumerate(self.paths()):
+            folder = f"{Path(path).name}/" if self.data.sources and not Path(path).is_file() else ""
+            found = find_files(path, leave_out=leave_out, key=key)
+            files += (CorpusFile(number, folder + name, file) for name, file in found.items())
+        return tuple(files)
+
+    def asked(self) -> dict[str, Any]:
+        """The keys that decide the documents, with their values as JSON keeps them."""
+        names = (*_DECIDING, *asdict(self.row_settings()))
+        values = {name: getattr(self.data, name) for name in names}
+        paths = [path for _, path in self.paths()]
+        return ({"sources": paths} if self.data.sources else {"path": self.data.path}) | values
+
+    def row_settings(self) -> RowSettings:
+        """How rows become tokens."""
+        return RowSettings(**{field.name: getattr(self.data, field.name) for field in fields(RowSettings)})
+
+    def other_kinds(self, run_dir: Path) -> dict[str, int]:
+        """How many files are not read, by the endings of their names."""
+        counts = Counter[str]()
+        for _, path in self.paths():
+            counts.update(files_of_other_kinds(path, leave_out=(run_dir,)))
+        return dict(counts.most_common())
 
 
 def ensure_corpus(
     settings: CorpusSettings, run_dir: Path, *, tokenizer: TextTokenizer | None, resumed: bool, log: LogLine
 ) -> Corpus:
-    """A corpus in the run's folder, which is built again where its sources or settings changed.
+    """The corpus of a run, whose documents are made where they are not in the cache yet.
 
-    Without a `tokenizer` one is trained. What happens is logged, at least once a batch. Raises DataError for sources
-    that are missing, empty or unreadable, and, where the run is `resumed`, for sources or settings that changed since
-    it began: its order would not hold.
+    Without a `tokenizer` one is trained. What happens is logged, every few seconds. Raises DataError for sources that
+    are missing, empty or unreadable, and, where the run is `resumed`, for sources or settings that changed since it
+    began: its order would not hold.
     """
-    data, files = settings.data, settings.files(run_dir)
-    corpus = _corpus_of_run(settings, files, run_dir, resumed=resumed, tokenizer=tokenizer, log=log)
-    manifest, other_kinds = corpus.manifest, files_of_other_kinds(data.path, leave_out=run_dir)
-    longest, key = data.max_document_tokens, f"{settings.prefix}max_document_tokens"
-    for line in left_out_lines(manifest.left_out, longest, other_kinds, manifest.skipped, key=key):
+    corpus = _CorpusOfRun(settings, run_dir, log).ensured(tokenizer, resumed=resumed)
+    for line in what_is_left_out(settings, run_dir, corpus.manifest, key=f"{settings.prefix}max_document_tokens"):
         log(line)
     return corpus
 
 
-def _corpus_of_run(
-    settings: CorpusSettings,
-    files: dict[str, Path],
-    run_dir: Path,
-    *,
-    tokenizer: TextTokenizer | None,
-    resumed: bool,
-    log: LogLine,
-) -> Corpus:
-    """The corpus that is there, where nothing changed, or a new one."""
-    folder = run_dir / settings.folder
-    if (folder / "corpus.json").is_file():
-        corpus = Corpus(folder)
-        changes = _changes(corpus.manifest, settings, files, tokenizer)
-        if not resumed and corpus.manifest.opening is None:  # a run that it belongs to goes on with it
-            changes.append("an older version of longspan built it")
-        if not changes:
-            return corpus
-        if resumed:
-            raise DataError(_changed_message(run_dir, changes))
-        log(f"the corpus changed ({changes[0]}): building it again")
-    elif resumed:
-        raise DataError(f"{run_dir} has checkpoints but no corpus: restore {folder}, or set run.dir to a new folder")
-    return build_corpus(settings, files, run_dir, tokenizer=tokenizer, log=log)
+def what_is_left_out(settings: CorpusSettings, run_dir: Path, manifest: Manifest, *, key: str) -> Iterator[str]:
+    """Lines on what is cut or in no document; `key` is what cuts."""
+    other_kinds, longest = settings.other_kinds(run_dir), settings.data.max_document_tokens
+    return left_out_lines(manifest.left_out, longest, other_kinds, manifest.skipped, key=key, bad=manifest.bad)
 
 
-def build_corpus(
-    settings: CorpusSettings, files: dict[str, Path], run_dir: Path, *, tokenizer: TextTokenizer | None, log: LogLine
-) -> Corpus:
-    """Write the corpus's folder and `run_dir/tokenizer.json`; an interrupted build leaves neither half-made."""
-    data, folder = settings.data, run_dir / settings.folder
-    partial = folder.with_name(f"{folder.name}.partial")
-    for old in (partial, folder):
-        shutil.rmtree(old, ignore_errors=True)
-    partial.mkdir(parents=True)
-    reader = _Reader(files)
-    if tokenizer is None:
-        log(f"training a tokenizer of {data.vocab_size} entries on {data.path}")
-        tokenizer = train_tokenizer(_sample(files), data.vocab_size)
-    tokenizer.parsing(data.parse_special_tokens).save_pretrained(run_dir)
-    log(_around(tokenizer))
-    special = Counter[str]()
-    texts = _counting(reader.texts(), tokenizer, special)
-    lengths, origins = _write_tokens(reader, texts, tokenizer, data.max_document_tokens, partial / "tokens.bin", log)
-    if not lengths:
-        no = f"{len(reader.skipped)} {'is' if len(reader.skipped) == 1 else 'are'}"
-        raise DataError(
-            f"{settings.prefix}path {data.path!r} is empty: of {counted(len(files), 'file')} {no} not UTF-8, and the "
-            f"rest holds no text of {SHORTEST} tokens or more; give text"
+def recipe_of(
+    settings: CorpusSettings, files: Sequence[CorpusFile], sources: Sequence[Source], tokenizer: TextTokenizer
+) -> Recipe:
+    """How the documents of these files are made. Raises DataError for rows of different kinds in one source."""
+    data, encodings = settings.data, list[RowEncoding]()
+    for number, _ in enumerate(settings.paths()):
+        of_source = [file for file in files if file.source == number]
+        kind = kind_of_files(of_source, skip_bad=data.on_bad == "skip")
+        encodings.append(RowEncoding(kind, tokenizer, settings.row_settings()))
+    return Recipe(
+        path=" and ".join(f"{key} {path!r}" for key, path in settings.paths()),
+        files=files,
+        sources=sources,
+        encodings=tuple(encodings),
+        longest=data.max_document_tokens,
+        skip_bad=data.on_bad == "skip",
+        workers=data.workers,
+        stored=data.cache != NONE,
+    )
+
+
+class _CorpusOfRun:
+    """A corpus of a run as it is found, and as it is to be."""
+
+    def __init__(self, settings: CorpusSettings, run_dir: Path, log: LogLine) -> None:
+        self._settings, self._run_dir, self._log = settings, run_dir, log
+        self._folder = run_dir / settings.folder
+        self._old = read_record(self._folder)
+        self._files = settings.files(run_dir)
+        self._cache = _cache(settings.data, run_dir, log)
+        known = () if self._old is None else self._old.sources(self._folder)
+        path = " ".join(path for _, path in settings.paths())
+        sums = KnownSums(None if self._cache is None else self._cache.sums_of(path), known or ())
+        self._sources = sums.of(self._files, log)
+        sums.keep(self._sources)
+
+    def ensured(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
+        """The corpus, as it was where nothing changed. Raises DataError where a resumed run's changed."""
+        if resumed and self._old is None:
+            raise DataError(
+                f"{self._run_dir} has checkpoints but no corpus: restore {self._folder}, or set run.dir to a new folder"
+            )
+        trained = tokenizer is None
+        changes = self._changed_settings(tokenizer) + self._changed_files()
+        if resumed and changes:
+            raise DataError(_changed_message(self._run_dir, changes))
+        if self._old is not None and self._old.old:
+            if resumed:  # a run that it belongs to goes on with it
+                return Corpus(self._folder)
+            if self._old.around is None:
+                changes.append("an older version of longspan built it")
+        if changes:
+            self._log(f"the corpus changed ({changes[0]}): building it again")
+        if tokenizer is None:
+            tokenizer = self._own_tokenizer(changed=bool(changes))
+        recipe = recipe_of(self._settings, self._files, self._sources, tokenizer)
+        old = self._old
+        if old is not None and old.key == recipe.key and not changes and _is_whole(self._folder / old.documents):
+            return Corpus(self._folder)
+        if resumed and old is not None and old.key != recipe.key:
+            raise DataError(_changed_message(self._run_dir, ["its rows become other tokens than they did"]))
+        return self._made(recipe, tokenizer, trained=trained)
+
+    def _changed_settings(self, tokenizer: TextTokenizer | None) -> list[str]:
+        """Which keys or tokens are others than those that the corpus was made with."""
+        if (old := self._old) is None:
+            return []
+        asked, changes = self._settings.asked(), list[str]()
+        for key in old.asked.keys() | asked.keys() if not old.old else old.asked.keys():
+            before, now = old.asked.get(key), asked.get(key)
+            if before != now:
+                prefix = self._settings.prefix if key in ("path", "max_document_tokens") else "data."
+                changes.append(f"{prefix}{key} was {before!r} and is {now!r}")
+        if tokenizer is not None and tokenizer.digest != old.tokenizer_digest:
+            changes.append("the tokenizer is another one")
+        elif tokenizer is not None and old.around is not None and old.around != _around(tokenizer):
+            changes.append(f"a text stood in {' '.join(old.around)} and stands in {' '.join(_around(tokenizer))}")
+        if tokenizer is None and (size := self._settings.data.vocab_size) < old.tokenizer_size:
+            changes.append(f"data.vocab_size is {size}, the tokenizer has {old.tokenizer_size} entries")
+        return sorted(changes)
+
+    def _changed_files(self) -> list[str]:
+        before = None if self._old is None else self._old.sources(self._folder)
+        return [] if before is None else differences(before, self._sources)
+
+    def _own_tokenizer(self, *, changed: bool) -> TextTokenizer:
+        """The tokenizer that was trained for the run, or is trained now."""
+        if self._old is not None and not changed and (self._run_dir / "tokenizer.json").is_file():
+            return load_tokenizer(self._run_dir)
+        data = self._settings.data
+        paths = ", ".join(path for _, path in self._settings.paths())
+        self._log(f"training a tokenizer of {data.vocab_size} entries on {paths}")
+        return train_tokenizer(sample_texts(self._files), data.vocab_size)
+
+    def _made(self, recipe: Recipe, tokenizer: TextTokenizer, *, trained: bool) -> Corpus:
+        """The corpus of this recipe, which is recorded in the run's folder; what is special about it is said."""
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        tokenizer.parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
+        self._log(around_line(tokenizer))
+        documents = self._documents(recipe)
+        if (stays := self._folder / ROWS) != documents:
+            shutil.rmtree(stays, ignore_errors=True)
+        for name in ("tokens.bin", "offsets.npy", "origins.npy"):  # of an older version
+            (self._folder / name).unlink(missing_ok=True)
+        record = Record(
+            documents=ROWS if documents == stays else str(documents),
+            key=recipe.key,
+            asked=self._settings.asked(),
+            tokenizer_digest=tokenizer.digest,
+            tokenizer_size=tokenizer.size,
+            around=_around(tokenizer),
+            row_settings=asdict(self._settings.row_settings()),
         )
-    np.save(partial / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
-    np.save(partial / "origins.npy", np.array(origins, dtype=np.int32))
-    manifest = _manifest(data, tokenizer, reader)
-    (partial / "corpus.json").write_text(manifest.to_json(), encoding="utf-8")
-    partial.rename(folder)
-    if special:
-        log(_special(special, data))
-    return Corpus(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._folder / FILE, record.to_json())
+        corpus = Corpus(self._folder)
+        if corpus.manifest.special:
+            self._log(special_line(corpus.manifest.special, parsed=corpus.manifest.parse_special_tokens))
+        return corpus
 
-
-class _Reader:
-    """Texts of files in order; remembers what was read, what was not UTF-8, and what was cut or left out of texts."""
-
-    def __init__(self, files: dict[str, Path]) -> None:
-        self.files = files
-        self.sources: list[Source] = []
-        self.skipped: list[str] = []
-        self.left_out = Counter[str]()  # of the fields of LeftOut
-
-    def texts(self) -> Iterator[tuple[int, str]]:
-        """(index of the source, text), file after file."""
-        for name, file in self.files.items():
-            raw = read_file(name, file)
-            self.sources.append(describe(name, file, raw))
+    def _documents(self, recipe: Recipe) -> Path:
+        """The folder of the documents of this recipe: in the cache, or without one in the run's folder."""
+        build = partial(build_documents, recipe, log=self._log)
+        if self._cache is not None:
             try:
-                for text in read_texts(name, raw):
-                    yield len(self.sources) - 1, text
-            except UnicodeDecodeError:
-                self.skipped.append(name)
+                folder, built = self._cache.documents(recipe.key, _is_whole, build, self._log)
+            except OSError as error:
+                raise cannot_keep(self._cache.folder, error) from error
+            self._log(f"its tokens are {'kept' if built else 'already'} in {folder} (data.cache)")
+            return folder
+        partial_folder, folder = self._folder / f"{ROWS}.partial", self._folder / ROWS
+        for old in (partial_folder, folder):
+            shutil.rmtree(old, ignore_errors=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        build(partial_folder)
+        partial_folder.rename(folder)
+        self._log('its tokens are not kept (data.cache = "none"): rows are tokenized when they are read')
+        if compressed := [file.name for file in self._files if file.name.endswith((".gz", ".zst"))]:
+            self._log(
+                f"{counted(len(compressed), 'file')} ({compressed[0]}) must be decompressed up to each row that is "
+                "read, half of it in the mean; parquet and plain files need not"
+            )
+        return folder
 
 
-def _counting(
-    texts: Iterable[tuple[int, str]], tokenizer: TextTokenizer, special: Counter[str]
-) -> Iterator[tuple[int, str]]:
-    """The texts, and meanwhile how often the name of each special token stands in them."""
-    for origin, text in texts:
-        special.update(tokenizer.count_special([text]))
-        yield origin, text
+def _cache(data: DataConfig, run_dir: Path, log: LogLine) -> Cache | None:
+    """The cache that `data.cache` names; in the run's folder where that of the user cannot be written."""
+    if data.cache == NONE:
+        return None
+    folder = cache_folder(data.cache)
+    try:
+        return Cache(folder)
+    except OSError as error:
+        if data.cache:
+            raise cannot_keep(folder, error) from error
+        log(f"{folder} cannot be written ({error.strerror}): tokens are kept in {run_dir / 'cache'}")
+        return Cache((run_dir / "cache").absolute())
 
 
-def _around(tokenizer: TextTokenizer) -> str:
+def _is_whole(folder: Path) -> bool:
+    """Whether the documents in a folder can be opened."""
+    try:
+        manifest = Manifest.from_json((folder / FILE).read_text(encoding="utf-8"))
+        if manifest.dtype:
+            Corpus(folder)
+    except (DataError, OSError, KeyError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _around(tokenizer: TextTokenizer) -> tuple[str, ...]:
+    return (*tokenizer.opening, "…", *tokenizer.closing)
+
+
+def around_line(tokenizer: TextTokenizer) -> str:
+    """What stands before and behind every text, for the console."""
     opening, closing = " ".join(tokenizer.opening), " ".join(tokenizer.closing)
     parts = [f"begins with {opening}"] * bool(opening) + [f"ends with {closing}"] * bool(closing)
     if not parts:
@@ -165,104 +282,14 @@ def _around(tokenizer: TextTokenizer) -> str:
     return f"each text {' and '.join(parts)}, as the tokenizer says" if opening else f"each text {parts[0]}"
 
 
-def _special(special: Counter[str], data: DataConfig) -> str:
-    named = ", ".join(f"{name} ({count:,})" for name, count in special.most_common(5))
+def special_line(special: dict[str, int], *, parsed: bool) -> str:
+    """How often the names of special tokens stand in texts, for the console."""
+    named = ", ".join(f"{name} ({count:,})" for name, count in list(special.items())[:5])
     more = f" and {len(special) - 5} others" if len(special) > 5 else ""
-    times = counted(special.total(), "time")
-    read = "are read as these tokens" if data.parse_special_tokens else "are read as plain text"
-    hint = "data.parse_special_tokens = " + (
-        "false reads plain text" if data.parse_special_tokens else "true parses them"
-    )
+    times = counted(sum(special.values()), "time")
+    read = "are read as these tokens" if parsed else "are read as plain text"
+    hint = "data.parse_special_tokens = " + ("false reads plain text" if parsed else "true parses them")
     return f"names of special tokens stand in the texts {times}: {named}{more}; they {read} ({hint})"
-
-
-def _write_tokens(
-    reader: _Reader,
-    texts: Iterable[tuple[int, str]],
-    tokenizer: TextTokenizer,
-    longest: int,
-    file: Path,
-    log: LogLine,
-) -> tuple[list[int], list[int]]:
-    """Write the ids of all documents end to end; returns each document's length and source."""
-    dtype, lengths, origins = _dtype(tokenizer), list[int](), list[int]()
-    with file.open("wb") as out:
-        for batch in _batches(texts):
-            for origin, ids in zip((o for o, _ in batch), tokenizer.encode([t for _, t in batch]), strict=True):
-                for document in documents_of(ids, longest, reader.left_out):
-                    out.write(document.astype(dtype).tobytes())
-                    lengths.append(len(document))
-                    origins.append(origin)
-            files, tokens = counted(len(reader.files), "file"), counted(sum(lengths), "token")
-            log(f"tokenized {len(reader.sources)} of {files}, {tokens}")
-    return lengths, origins
-
-
-def _batches(texts: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    batch, size = list[tuple[int, str]](), 0
-    for origin, text in texts:
-        batch.append((origin, text))
-        size += len(text)
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _sample(files: dict[str, Path]) -> Iterator[str]:
-    """Texts to train a tokenizer on: files in a fixed shuffled order, until SAMPLE_CHARACTERS are together."""
-    names, left = list(files), SAMPLE_CHARACTERS
-    order = np.argsort(np.random.PCG64(0).random_raw(len(names)), kind="stable")
-    reader = _Reader({names[i]: files[names[i]] for i in order})
-    for _, text in reader.texts():
-        yield text[:left]
-        left -= len(text)
-        if left <= 0:
-            return
-
-
-def _manifest(data: DataConfig, tokenizer: TextTokenizer, reader: _Reader) -> Manifest:
-    return Manifest(
-        path=data.path,
-        max_document_tokens=data.max_document_tokens,
-        tokenizer_digest=tokenizer.digest,
-        tokenizer_size=tokenizer.size,
-        dtype=_dtype(tokenizer),
-        sources=tuple(reader.sources),
-        skipped=tuple(reader.skipped),
-        parse_special_tokens=data.parse_special_tokens,
-        opening=tokenizer.opening,
-        closing=tokenizer.closing,
-        left_out=LeftOut(**reader.left_out),
-    )
-
-
-def _dtype(tokenizer: TextTokenizer) -> str:
-    return "<u2" if tokenizer.size <= 2**16 else "<u4"
-
-
-def _changes(
-    old: Manifest, settings: CorpusSettings, files: dict[str, Path], tokenizer: TextTokenizer | None
-) -> list[str]:
-    """Why the corpus would come out differently today; nothing where it would not."""
-    data, prefix, changes = settings.data, settings.prefix, list[str]()
-    for key, before, now in (
-        (f"{prefix}path", old.path, data.path),
-        (f"{prefix}max_document_tokens", old.max_document_tokens, data.max_document_tokens),
-        ("data.parse_special_tokens", old.parse_special_tokens, data.parse_special_tokens),
-    ):
-        if before != now:
-            changes.append(f"{key} was {before!r} and is {now!r}")
-    if tokenizer is not None and tokenizer.digest != old.tokenizer_digest:
-        changes.append("the tokenizer is another one")
-    elif tokenizer is not None and old.opening is not None:
-        before, now = (*old.opening, "…", *old.closing), (*tokenizer.opening, "…", *tokenizer.closing)
-        if before != now:
-            changes.append(f"a text stood in {' '.join(before)} and stands in {' '.join(now)}")
-    if tokenizer is None and data.vocab_size < old.tokenizer_size:
-        changes.append(f"data.vocab_size is {data.vocab_size}, the tokenizer has {old.tokenizer_size} entries")
-    return changes or changed_files(list(old.sources), files)
 
 
 def _changed_message(run_dir: Path, changes: list[str]) -> str:

@@ -15,17 +15,24 @@ from pathlib import Path
 import numpy as np
 
 from longspan.comm import World
-from longspan.errors import DataError, counted
+from longspan.errors import DataError
 from longspan.train.all_ranks import LogLine, on_every_rank
 from longspan.train.config.sections import DataConfig, RunConfig
-from longspan.train.data.build import CorpusSettings, build_corpus
+from longspan.train.data.build import (
+    CorpusSettings,
+    around_line,
+    recipe_of,
+    special_line,
+    what_is_left_out,
+)
 from longspan.train.data.documents import Corpus, Documents
-from longspan.train.data.files import files_of_other_kinds, find_files
-from longspan.train.data.left_out import left_out_lines
 from longspan.train.data.step_order import some_documents
+from longspan.train.data.store.builder import build_documents
+from longspan.train.data.store.sources import KnownSums
 from longspan.train.data.tokenizer import TextTokenizer
 from longspan.train.evaluation.passkey.documents import PasskeyDocuments
 from longspan.train.run.evaluations.sets import MADE
+from longspan.train.run.run_corpus import corpus_line
 from longspan.train.run.setup import step_order_of
 
 HELD_OUT = ""  # name of the set of documents that a run holds out
@@ -113,17 +120,19 @@ def text_sets(
 
 
 def _build(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLine) -> None:
+    settings = CorpusSettings(data)
     try:
-        files = find_files(data.path, key="--data")
         folder.mkdir()
-        corpus = build_corpus(CorpusSettings(data), files, folder, tokenizer=tokenizer, log=log)
+        files = settings.files(folder)
+        recipe = recipe_of(settings, files, KnownSums().of(files, log), tokenizer)
+        log(around_line(tokenizer))
+        manifest = build_documents(recipe, folder / "corpus", log)
     except DataError as error:
         raise DataError(str(error).replace("data.path", "--data", 1)) from error
-    tokens, documents = int(corpus.lengths.sum()), counted(len(corpus), "document")
-    log(f"{data.path}: {counted(len(files), 'file')}, {documents}, {counted(tokens, 'token')}")
-    manifest, kinds = corpus.manifest, files_of_other_kinds(data.path)
-    longest = data.max_document_tokens
-    for line in left_out_lines(manifest.left_out, longest, kinds, manifest.skipped, key="--max-document-tokens"):
+    if manifest.special:
+        log(special_line(manifest.special, parsed=manifest.parse_special_tokens))
+    log(f"--data: {corpus_line(Corpus(folder / 'corpus'), [data.path])}")
+    for line in what_is_left_out(settings, folder, manifest, key="--max-document-tokens"):
         log(line)
 
 
@@ -138,7 +147,7 @@ def _opened(folder: Path) -> Corpus:
 
 
 def _check_same_files(world: World, corpora: Sequence[Corpus], hosts: Sequence[str]) -> None:
-    sources = "".join(f"{source.name} {source.sha256}\n" for corpus in corpora for source in corpus.manifest.sources)
+    sources = "".join(f"{source.name} {source.sha256}\n" for corpus in corpora for source in corpus.sources)
     digests = world.control.gather_objects(hashlib.sha256(sources.encode()).hexdigest(), "digests of texts")
     if len(set(digests)) > 1:
         other = next(i for i, digest in enumerate(digests) if digest != digests[0])

@@ -9,6 +9,7 @@ from longspan.train.config.precision import check_precision
 from longspan.train.config.sections import RunConfig
 from longspan.train.loggers.logger import check_loggers
 from longspan.train.plans import home_of
+from longspan.train.run.checks.data import check_data
 from longspan.train.run.checks.eval_sets import check_eval_sets
 from longspan.train.run.checks.lora import check_lora
 from longspan.train.run.checks.model import check_model, check_preset
@@ -26,6 +27,7 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     Raises ConfigError (LayoutError for ranks that tp x pp does not divide) with the key, the numbers and what fits.
     """
     check_model(config, training=training)
+    check_data(config)
     check_eval_sets(config)
     check_numbers(config, training=training)
     home = home_of(config.parallel, ranks)

@@ -16,7 +16,8 @@ from longspan.train.data.order.source import FIRST_ORDER, ORDER
 
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
 _FIXED_SECTIONS = ("model", "data", "lora")
-_FREE_KEYS = ("model.compute_dtype",)  # a checkpoint holds the parameters in model.dtype
+# A checkpoint holds the parameters in model.dtype, and documents are the same wherever their tokens are kept.
+_FREE_KEYS = ("model.compute_dtype", "data.cache", "data.workers")
 _FIXED_KEYS = ("train.seed", "train.tokens_per_step", "train.optimizer", "train.optimizer_arguments")
 
 

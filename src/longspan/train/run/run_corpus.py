@@ -1,5 +1,6 @@
 """The corpus of a run: built once in the run's folder, with the tokenizer that belongs to the model."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import PreTrainedConfig
@@ -32,12 +33,22 @@ def shared_corpus(config: RunConfig, world: World, model: PreTrainedConfig, *, r
         directory.mkdir(parents=True, exist_ok=True)
         with naming_file(directory / "corpus"):
             built = ensure_corpus(CorpusSettings(config.data), directory, tokenizer=tokenizer, resumed=resumed, log=log)
-        tokens, files = int(built.lengths.sum()), counted(len(built.manifest.sources), "file")
-        documents = counted(len(built), "document")
-        log(f"corpus: {files} of {config.data.path}, {documents}, {counted(tokens, 'token')}")
+        log(f"corpus: {corpus_line(built, [path for _, path in CorpusSettings(config.data).paths()])}")
 
     on_first_rank(world, build, DataError)
     return on_every_rank(world, lambda: open_corpus(directory / "corpus"), DataError)
+
+
+def corpus_line(corpus: Corpus, paths: Sequence[str]) -> str:
+    """How much a corpus holds of its kinds of rows, for the console."""
+    manifest = corpus.manifest
+    parts = [f"{counted(len(corpus.sources), 'file')} of {', '.join(paths)}"]
+    if set(manifest.kinds) != {"text"}:
+        parts.append(f"{counted(manifest.rows, 'row')} of {', '.join(dict.fromkeys(manifest.kinds))}")
+    parts += [counted(len(corpus), "document"), counted(int(corpus.lengths.sum()), "token")]
+    if corpus.targets is not None:
+        parts.append(f"{int(corpus.targets.sum()):,} of them targets")
+    return ", ".join(parts)
 
 
 def check_tokenizer(config: RunConfig, model: PreTrainedConfig, size: int) -> None:

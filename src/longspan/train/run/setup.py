@@ -24,7 +24,7 @@ from longspan.train.config.file import to_toml
 from longspan.train.config.precision import warn_of_lost_updates
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.documents import Corpus, Documents
-from longspan.train.data.order.source import ORDER
+from longspan.train.data.order.source import ORDER, Mixture
 from longspan.train.data.pack_order import PackOrder
 from longspan.train.data.step_order import StepOrder
 from longspan.train.disk import write_atomically
@@ -164,6 +164,8 @@ def step_order_of(config: RunConfig, corpus: Corpus, *, version: int = ORDER) ->
         tokens_per_step=tokens,
         seed=config.train.seed,
         eval_documents=data.eval_documents,
+        targets=corpus.targets,
+        mixture=Mixture(corpus.source_of, tuple(s.weight for s in data.sources)) if data.sources else None,
         version=version,
     )
     if not data.pack_to:

@@ -82,6 +82,10 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
         """Tokens of each document."""
         return tuple(document.length for document in self.documents)
 
+    def origin(self, document: int) -> str:
+        """The name of one of them, which is made from no file."""
+        return self.documents[document].name
+
     @property
     def origins(self) -> tuple[str, ...]:
         """The name of each document, which is made from no file."""

@@ -51,12 +51,17 @@ class EvaluationSet:
         """Tokens of its longest document, and where that comes from."""
         lengths = self.documents.lengths
         longest = max(range(len(lengths)), key=lengths.__getitem__)
-        return int(lengths[longest]), self.documents.origins[longest]
+        return int(lengths[longest]), self.documents.origin(longest)
 
     def line(self) -> str:
         """How much it holds, for the console."""
         lengths, every = self.documents.lengths, self.config.every
-        size = f"{counted(len(lengths), 'document')} of {counted(sum(lengths), 'token')}, longest {max(lengths):,}"
+        targets = getattr(self.documents, "targets", None)
+        of_them = "" if targets is None else f" ({targets:,} of them targets)"
+        size = (
+            f"{counted(len(lengths), 'document')} of {counted(sum(lengths), 'token')}{of_them}, longest "
+            f"{max(lengths):,}"
+        )
         when = f"every {counted(every, 'step')} and after the last" if every else "after the last step"
         return f"evaluation set {self.name}: {size}; evaluated {when}"
 
@@ -100,16 +105,17 @@ def files_in_both(training: Corpus, evaluated: EvaluationSet) -> str:
     if not isinstance(evaluated.documents, Documents):
         return ""
     corpus = evaluated.documents.corpus
-    trained = {source.sha256 for source in training.manifest.sources}
-    both = [source.name for source in corpus.manifest.sources if source.sha256 in trained]
+    evaluated_sums = {source.sha256 for source in corpus.sources}
+    trained = {source.sha256 for source in training.sources if source.sha256 in evaluated_sums}
+    both = [source.name for source in corpus.sources if source.sha256 in trained]
     if not both:
         return ""
-    some = f"{len(both)} of {counted(len(corpus.manifest.sources), 'file')} ({', '.join(both[:3])})"
+    some = f"{len(both)} of {counted(len(corpus.sources), 'file')} ({', '.join(both[:3])})"
     return f"evaluation set {evaluated.name}: {some} are in the training data too, so its loss is partly of texts seen"
 
 
 def _settings(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
-    data = replace(config.data, path=entry.path, max_document_tokens=entry.max_document_tokens)
+    data = replace(config.data, path=entry.path, sources=(), max_document_tokens=entry.max_document_tokens)
     return CorpusSettings(data, f"evaluation/{entry.name}", entry.prefix)
 
 

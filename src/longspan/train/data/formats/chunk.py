@@ -1,0 +1,91 @@
+"""Some rows of one file as they stand there: what is read in order by one process and becomes rows in another.
+
+A row is known by its position: in a file of lines the byte at which its line begins (of what was decompressed), in a
+table its number, in a file that is one text 0.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from longspan.train.data.rows.sample import BadRow, Row
+from longspan.train.data.rows.values import kind_of_value
+
+CHUNK_BYTES = 1 << 20  # of a file of lines or a table, together with the rest of the last row
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class Chunk(NamedTuple):
+    """Rows of the file `name`, the first of which is number `first` (from 0) and stands at `position`.
+
+    `data` are lines, a text, or a table as Arrow streams it; `end` is how many bytes of the file are read by now.
+    """
+
+    form: Literal["lines", "text", "table"]
+    name: str
+    first: int
+    position: int
+    data: bytes
+    end: int
+
+
+class PlacedRow(NamedTuple):
+    """A row, or why it is none, and where it stands in its file."""
+
+    position: int
+    row: Row | BadRow
+
+
+def rows_of(chunk: Chunk) -> Iterator[PlacedRow]:
+    """The rows of a chunk in order; empty lines are none.
+
+    Raises UnicodeDecodeError for a text that is not UTF-8.
+    """
+    if chunk.form == "text":
+        yield PlacedRow(0, Row(chunk.name, {"text": chunk.data.decode("utf-8-sig")}))
+    elif chunk.form == "table":
+        yield from _rows_of_table(chunk)
+    else:
+        position, data = chunk.position, chunk.data
+        if position == 0 and data.startswith(BYTE_ORDER_MARK):
+            position, data = len(BYTE_ORDER_MARK), data[len(BYTE_ORDER_MARK) :]
+        for number, line in enumerate(data.split(b"\n"), chunk.first + 1):
+            if line.strip():
+                yield PlacedRow(position, row_of_line(line, f"{chunk.name}, line {number}"))
+            position += len(line) + 1
+
+
+def row_of_line(line: bytes, where: str) -> Row | BadRow:
+    """The row of a line of JSON, or why it is none."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return BadRow(where, f"byte {error.start + 1} of the line is not UTF-8")
+    except json.JSONDecodeError as error:
+        return BadRow(where, f"not JSON ({error.msg} at column {error.colno}): {_beginning(line)}")
+    except RecursionError:
+        return BadRow(where, f"JSON that is nested too deeply: {_beginning(line)}")
+    if not isinstance(record, dict):
+        return BadRow(
+            where, f'needs an object, such as {{"text": …}}; found {kind_of_value(record)}: {_beginning(line)}'
+        )
+    return Row(where, record)
+
+
+def without_nulls(value: Any) -> Any:
+    """A value of a table without keys that have no value: an Arrow struct has each key in every row."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _rows_of_table(chunk: Chunk) -> Iterator[PlacedRow]:
+    import pyarrow
+
+    for batch in pyarrow.ipc.open_stream(chunk.data):
+        for number, record in enumerate(batch.to_pylist(), chunk.first):
+            yield PlacedRow(number, Row(f"{chunk.name}, row {number + 1}", without_nulls(record)))
+
+
+def _beginning(line: bytes) -> str:
+    return repr(line[:240].decode("utf-8", "replace").strip()[:60])

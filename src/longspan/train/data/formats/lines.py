@@ -1,0 +1,100 @@
+"""Files of lines, plain or compressed, and files that are one text. They are read in pieces, whatever their size."""
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from longspan.errors import DataError
+from longspan.train.data.formats.chunk import BYTE_ORDER_MARK, CHUNK_BYTES, Chunk, row_of_line
+from longspan.train.data.formats.packages import needed
+from longspan.train.data.rows.sample import BadRow, Row
+
+GZIP, ZSTD = ".gz", ".zst"
+
+
+class LineFile:
+    """A .jsonl, or one that is compressed, whose rows before a row are decompressed to reach it."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path = name, path
+        self._stream: BinaryIO | None = None
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Its lines in order, some at a time."""
+        with self.path.open("rb") as raw, readable(self.name, self.path), _decompressed(raw, self.name) as lines:
+            first, position = 0, 0
+            while data := lines.read(CHUNK_BYTES):
+                data += lines.readline()
+                yield Chunk("lines", self.name, first, position, data, raw.tell())
+                first, position = first + data.count(b"\n"), position + len(data)
+
+    def row_at(self, position: int) -> Row | BadRow:
+        """The row whose line begins at this byte."""
+        with readable(self.name, self.path):
+            if self._stream is None or (self._compressed and self._stream.tell() > position):
+                self._stream = self._opened()
+            _forward(self._stream, position, seekable=not self._compressed)
+            line = self._stream.readline()
+        return row_of_line(line.removeprefix(BYTE_ORDER_MARK), f"{self.name}, byte {position}")
+
+    @property
+    def _compressed(self) -> bool:
+        return self.name.endswith((GZIP, ZSTD))
+
+    def _opened(self) -> BinaryIO:
+        return _decompressed(self.path.open("rb"), self.name)
+
+
+class TextFile:
+    """A .txt, .md or .py: one row."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path = name, path
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Its text."""
+        with readable(self.name, self.path):
+            data = self.path.read_bytes()
+        yield Chunk("text", self.name, 0, 0, data, len(data))
+
+    def row_at(self, position: int) -> Row | BadRow:
+        """Its text."""
+        (chunk,) = self.chunks()
+        return Row(self.name, {"text": chunk.data.decode("utf-8-sig")})
+
+
+@contextmanager
+def readable(name: str, path: Path) -> Iterator[None]:
+    """Turn errors of reading a file into DataErrors that name it."""
+    try:
+        yield
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{name} of the corpus ({path}) cannot be decompressed: {error}") from error
+    except OSError as error:
+        raise DataError(f"cannot read {name} of the corpus ({path}): {error.strerror or error}") from error
+    except Exception as error:
+        if type(error).__name__ != "ZstdError":
+            raise
+        raise DataError(f"{name} of the corpus ({path}) cannot be decompressed: {error}") from error
+
+
+def _decompressed(raw: BinaryIO, name: str) -> BinaryIO:
+    if name.endswith(GZIP):
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw, mode="rb"))
+    if name.endswith(ZSTD):
+        zstandard: Any = needed("zstandard", name)
+        reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+        return io.BufferedReader(reader, CHUNK_BYTES)
+    return raw
+
+
+def _forward(stream: BinaryIO, position: int, *, seekable: bool) -> None:
+    if seekable:
+        stream.seek(position)
+        return
+    while (left := position - stream.tell()) > 0 and stream.read(min(left, CHUNK_BYTES)):
+        pass
