@@ -3,7 +3,7 @@
 Every check that needs the data or the model is made here, on every rank, before the first step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,6 +91,8 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     log(documents_line(config, order))
     sets = open_sets(config, corpus, corpus.select(order.evaluation), world, log)
     asked, config = config, with_steps_of_epochs(config, order, log)
+    for line in source_lines(config, order):
+        log(line)
     if checkpoint is not None:
         check_steps_left(config, world, checkpoint, log)
     longest = _longest(config, corpus, order)
@@ -190,6 +192,19 @@ def documents_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
             f"; a step of {config.train.tokens_per_step:,} tokens (train.tokens_per_step) reads documents repeatedly"
         )
     return line
+
+
+def source_lines(config: RunConfig, order: StepOrder | PackOrder) -> Iterator[str]:
+    """Of each of several sources: its share of the tokens, what it has, and how often the run's steps read it."""
+    taken = config.train.tokens_per_step * config.train.steps
+    sources = order.stream.sources if config.data.sources else ()
+    for table, source in zip(config.data.sources, sources, strict=True):
+        share = source.weight / sum(each.weight for each in sources)
+        yield (
+            f"source {table.path}: weight {source.weight:g}, {share:.3g} of the tokens of steps; it has "
+            f"{counted(source.documents, 'document')} of {counted(source.tokens, 'token')} to train on, read about "
+            f"{taken * share / source.tokens:.3g} times"
+        )
 
 
 def _prepared_for(
