@@ -156,7 +156,8 @@ class _CorpusOfRun:
             tokenizer = self._own_tokenizer(changed=bool(changes))
         recipe = recipe_of(self._settings, self._files, self._sources, tokenizer)
         old = self._old
-        if old is not None and old.key == recipe.key and not changes and _is_whole(self._folder / old.documents):
+        same = old is not None and old.key == recipe.key and (old.documents == ROWS) is not recipe.stored
+        if old is not None and same and not changes and _is_whole(self._folder / old.documents):
             return Corpus(self._folder)
         if resumed and old is not None and old.key != recipe.key:
             raise DataError(_changed_message(self._run_dir, ["its rows become other tokens than they did"]))
@@ -210,6 +211,7 @@ class _CorpusOfRun:
             tokenizer_digest=tokenizer.digest,
             tokenizer_size=tokenizer.size,
             around=_around(tokenizer),
+            tokenizer="/".join([".."] * len(self._folder.relative_to(self._run_dir).parts)),
             row_settings=asdict(self._settings.row_settings()),
         )
         self._folder.mkdir(parents=True, exist_ok=True)

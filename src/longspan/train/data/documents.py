@@ -54,14 +54,14 @@ class Corpus:
                 "makes them anew, with data.cache as a folder on storage that all its machines share"
             )
         try:
-            self._open(place, record)
+            self._open(place, folder, record)
         except (OSError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{place} is not a corpus: {error}; remove it and it is built again") from error
         self.rows_read = 0
 
-    def _open(self, place: Path, record: Record | None) -> None:
+    def _open(self, place: Path, folder: Path, record: Record | None) -> None:
         text = (place / FILE).read_text(encoding="utf-8")
         self.manifest = manifest = Manifest.from_json(text)
         older = json.loads(text).get("sources")
@@ -77,7 +77,8 @@ class Corpus:
             tokens = manifest.tokens if older is None else int(mapped(place / "offsets.npy")[-1])
             self._tokens: StoredTokens | StreamedTokens = StoredTokens(place, manifest, tokens)
         elif record is not None:
-            self._tokens = StreamedTokens(place, manifest, partial(_encodings, place, manifest, record))
+            tokenizer = folder / record.tokenizer
+            self._tokens = StreamedTokens(place, manifest, partial(_encodings, tokenizer, manifest, record))
         else:
             raise ValueError("it has no tokens, and no run says how rows are read")
 
@@ -206,11 +207,11 @@ class Documents(Sequence[Document]):
         return tuple(self.corpus.origin(document) for document in self.ids)
 
 
-def _encodings(place: Path, manifest: Manifest, record: Record) -> "tuple[RowEncoding, ...]":
+def _encodings(tokenizer_folder: Path, manifest: Manifest, record: Record) -> "tuple[RowEncoding, ...]":
     """How rows of each source are encoded, as the run did it whose documents lie here."""
     from longspan.train.data.rows.encoding import RowEncoding  # it imports transformers
     from longspan.train.data.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(place / record.tokenizer)
+    tokenizer = load_tokenizer(tokenizer_folder)
     settings = RowSettings(**record.row_settings)
     return tuple(RowEncoding(kind, tokenizer, settings) for kind in manifest.kinds)  # type: ignore[arg-type]

@@ -22,15 +22,19 @@ def kind_of_files(files: Sequence[CorpusFile], *, skip_bad: bool) -> Kind:
 
     Raises DataError for rows of different kinds, and for a row of none unless bad ones are to be skipped.
     """
-    rows = list[Row]()
+    rows, bad = list[Row](), list[BadRow]()
     for file in files[:FIRST_FILES]:
         for row in islice(_rows_of(file), FIRST_ROWS):
             if skip_bad and not _has_kind(row):
                 continue
             if isinstance(row, BadRow):
-                raise DataError(f"{row.where}: {row.reason}")
+                bad.append(row)
+                break
             rows.append(row)
-    return kind_of(rows) if rows else "text"
+    kind = kind_of(rows) if rows else "text"
+    if bad:
+        raise DataError(f"{bad[0].where}: {bad[0].reason}")
+    return kind
 
 
 def sample_texts(files: Sequence[CorpusFile]) -> Iterator[str]:

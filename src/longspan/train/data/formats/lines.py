@@ -2,8 +2,9 @@
 
 import gzip
 import io
+import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -22,6 +23,7 @@ class LineFile:
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path = name, path
         self._stream: BinaryIO | None = None
+        self._close: Callable[[], object] = lambda: None
 
     def chunks(self) -> Iterator[Chunk]:
         """Its lines in order, some at a time."""
@@ -46,7 +48,10 @@ class LineFile:
         return self.name.endswith((GZIP, ZSTD))
 
     def _opened(self) -> BinaryIO:
-        return _decompressed(self.path.open("rb"), self.name)
+        raw = self.path.open("rb")
+        self._close()
+        self._close = weakref.finalize(self, raw.close)
+        return _decompressed(raw, self.name)
 
 
 class TextFile:

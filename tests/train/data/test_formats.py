@@ -1,0 +1,138 @@
+"""The same rows from every kind of file, cached and streamed; masks, bad rows, sources, and builders side by side."""
+
+import gzip
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longspan.errors import DataError
+from longspan.train.config.sections import DataConfig, SourceConfig
+from longspan.train.data.build import CorpusSettings, ensure_corpus
+from longspan.train.data.documents import Corpus
+from longspan.train.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from longspan.train.document import targets_of
+
+TEXTS = ["def layout(rank):\n    return rank\n", "für alle Ränge: übrig " * 9, "plan " * 30, "one\ntwo", "a b c d e"]
+
+
+def corpus_of(folder: Path, said: list[str] | None = None, **keys: Any) -> Corpus:
+    data = DataConfig(**{"max_document_tokens": 20, "cache": str(folder / "cache")} | keys)
+    log = (said if said is not None else []).append
+    run = folder / f"run-{Path(data.cache).name}"
+    return ensure_corpus(CorpusSettings(data), run, tokenizer=tokenizer(folder), resumed=False, log=log)
+
+
+def tokenizer(folder: Path) -> TextTokenizer:
+    if not (folder / "tokenizer").is_dir():
+        (folder / "tokenizer").mkdir(parents=True)
+        train_tokenizer(TEXTS, 300).save_pretrained(folder / "tokenizer")
+    return load_tokenizer(folder / "tokenizer")
+
+
+def contents(corpus: Corpus) -> list[tuple[list[int], list[int], int]]:
+    """The tokens, labels and number of targets of every document."""
+    result = []
+    for number, length in enumerate(corpus.lengths.tolist()):
+        document, at = corpus[number], np.arange(length)
+        labels = document.labels(at) if corpus.targets is not None else document[at]  # type: ignore[attr-defined]
+        result.append((document[at].tolist(), labels[1:].tolist(), targets_of(document)))
+    return result
+
+
+def rows_as(form: str, folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """A file of these rows."""
+    folder.mkdir(parents=True)
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path = folder / f"rows.{form}"
+    if form == "jsonl":
+        path.write_bytes(lines)
+    elif form == "jsonl.gz":
+        path.write_bytes(gzip.compress(lines))
+    elif form == "jsonl.zst":
+        path.write_bytes(pytest.importorskip("zstandard").compress(lines))
+    elif form == "parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
+        parquet.write_table(table, path, row_group_size=2)
+    else:
+        path = folder / "saved"
+        pytest.importorskip("datasets").Dataset.from_list(rows).save_to_disk(path)
+    return path
+
+
+@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "datasets"])
+@pytest.mark.parametrize("kind", ["text", "input_ids"])
+def test_every_form_gives_the_same_documents_cached_and_streamed(tmp_path: Path, form: str, kind: str) -> None:
+    plain = [{"text": text} for text in TEXTS]
+    wanted = contents(corpus_of(tmp_path, path=str(rows_as("jsonl", tmp_path / "plain", plain))))
+    ids = [{"input_ids": row.tolist()} for row in tokenizer(tmp_path).encode(TEXTS)]
+    path = rows_as(form, tmp_path / "rows", plain if kind == "text" else ids)
+    for cache in (str(tmp_path / "cache"), "none"):
+        corpus = corpus_of(tmp_path, path=str(path), cache=cache)
+        assert contents(corpus) == wanted and corpus.targets is None
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_masks_and_labels_are_cut_with_their_tokens(tmp_path: Path, other: bool) -> None:
+    draw = np.random.default_rng(0)
+    rows, wanted = list[dict[str, Any]](), list[tuple[list[int], list[int], int]]()
+    for length in (7, 20, 21, 45, 60):
+        ids, mask = draw.integers(0, 299, length), draw.random(length) < 0.3
+        labels = np.where(mask, (ids + other) % 299, -100)
+        labels[length // 2] = ids[length // 2]
+        rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+        for start in range(0, length, 20):
+            part = labels[start : start + 20][1:]
+            if (part != -100).any():
+                wanted.append((ids[start : start + 20].tolist(), part.tolist(), int((part != -100).sum())))
+    path = rows_as("jsonl", tmp_path / "rows", [{"input_ids": [1, 2, 3]}, *rows])
+    for cache in (str(tmp_path / "cache"), "none"):
+        corpus = corpus_of(tmp_path, path=str(path), cache=cache)
+        assert contents(corpus) == [([1, 2, 3], [2, 3], 2), *wanted]
+        assert corpus.targets is not None and corpus.manifest.targets == corpus.targets.sum()
+        assert corpus.manifest.codes == ("" if cache == "none" else "<i4" if other else "|u1")
+
+
+def test_bad_rows_are_errors_or_counted(tmp_path: Path) -> None:
+    path = rows_as("jsonl", tmp_path / "rows", [{"text": "some text"}, {"no": 1}, {"text": 3}, {"text": "more text"}])
+    with path.open("ab") as file:
+        file.write(b'{"text": \n\xff\n{"text": "the end"}')
+    with pytest.raises(DataError, match=r"rows.jsonl, line 2: needs text"):
+        corpus_of(tmp_path, path=str(path))
+    said = list[str]()
+    corpus = corpus_of(tmp_path, said, path=str(path), on_bad="skip")
+    assert len(corpus) == 3 and corpus.manifest.left_out.bad_rows == 4
+    assert said[-1].startswith('left out 4 bad rows (data.on_bad = "skip"): rows.jsonl, line') and "1 more" in said[-1]
+
+
+def test_sources_keep_their_order_and_kind(tmp_path: Path) -> None:
+    ids = rows_as("jsonl", tmp_path / "ids", [{"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]}])
+    texts = rows_as("jsonl", tmp_path / "texts", [{"text": text} for text in TEXTS[3:]])
+    sources = (SourceConfig(str(texts), 2.0), SourceConfig(str(ids)))
+    corpus = corpus_of(tmp_path, sources=sources)
+    assert corpus.source_of.tolist() == [0, 0, 1] and corpus.manifest.kinds == ("text", "input_ids")
+    assert contents(corpus)[2] == ([5, 6, 7], [-100, 7], 1)
+
+
+def test_two_builders_at_once_and_one_that_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = rows_as("jsonl", tmp_path / "rows", [{"text": text} for text in TEXTS])
+    tokenizer(tmp_path)
+    data = DataConfig(path=str(path), cache=str(tmp_path / "cache"), max_document_tokens=20)
+
+    def build(name: str) -> Corpus:
+        settings, loaded = CorpusSettings(data), load_tokenizer(tmp_path / "tokenizer")
+        return ensure_corpus(settings, tmp_path / name, tokenizer=loaded, resumed=False, log=lambda _: None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("longspan.train.data.store.builder._check_unchanged", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            build("interrupted")
+    assert not list((tmp_path / "cache").glob("*.partial*"))
+    with ThreadPoolExecutor(2) as threads:
+        one, two = threads.map(build, ("one", "two"))
+    assert contents(one) == contents(two) and one.manifest == two.manifest
+    assert len([entry for entry in (tmp_path / "cache").iterdir() if (entry / "corpus.json").is_file()]) == 1
