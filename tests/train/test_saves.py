@@ -25,7 +25,10 @@ def saves_of(rank: int = 0, done: int = 0, **keys: Any) -> Saves:
     config = load_config()
     config = replace(config, train=replace(config.train, **keys))
     world = SimpleNamespace(rank=rank, home=SimpleNamespace(ranks=(0, 1)))
-    run: Any = SimpleNamespace(config=config, world=world, done=done, checkpoints="c", model=None, optimizer=None)
+    order = SimpleNamespace(version=2)
+    run: Any = SimpleNamespace(
+        config=config, world=world, done=done, checkpoints="c", model=None, optimizer=None, order=order
+    )
     return Saves(run)
 
 

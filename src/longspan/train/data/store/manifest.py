@@ -61,10 +61,13 @@ class Manifest:
 
 
 class SourceLines(Sequence[Source]):
-    """The files of a corpus, of which each is read from `sources.jsonl` when it is asked for."""
+    """The files of a corpus, of which each is read from `sources.jsonl` when it is asked for.
+
+    The file is mapped: what is open can be read where its folder has gone since.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._path, self._ends = folder / "sources.jsonl", mapped(folder / "sources.npy")
+        self._lines, self._ends = np.memmap(folder / "sources.jsonl", mode="r"), mapped(folder / "sources.npy")
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -78,14 +81,11 @@ class SourceLines(Sequence[Source]):
             return [cast(Source, self[i]) for i in range(*index.indices(len(self)))]
         if not 0 <= index < len(self):
             raise IndexError(f"file {index} of {len(self)}")
-        with self._path.open("rb") as file:
-            file.seek(int(self._ends[index - 1]) if index else 0)
-            return Source(**json.loads(file.readline()))
+        start = int(self._ends[index - 1]) if index else 0
+        return Source(**json.loads(self._lines[start : int(self._ends[index])].tobytes()))
 
     def __iter__(self) -> Iterator[Source]:
-        with self._path.open("rb") as file:
-            for line in file:
-                yield Source(**json.loads(line))
+        return (self[i] for i in range(len(self)))
 
     @staticmethod
     def write(folder: Path, sources: Iterable[Source]) -> None:
