@@ -2,7 +2,7 @@
 
 The preferred answer counts upwards from the last token of its prompt, the other one is drawn at random. `python
 examples/dpo.py --world 2` starts two local CPU processes, `torchrun --nproc_per_node=4 examples/dpo.py` runs on four
-GPUs; `--check` compares one step with a stock model in one process, in float64.
+GPUs. A test compares one step with a stock model in float64 (tests/train/own_loss/test_examples.py).
 """
 
 import argparse
@@ -91,37 +91,12 @@ def main(rank: int, steps: int) -> None:
         report("after")
 
 
-def check(rank: int) -> None:
-    """One step in float64: loss and every gradient beside those of a stock model that sees documents one by one."""
-    documents, reference = pairs_of(0), -np.arange(2.0 * PAIRS)
-    stock = load_model(preset="qwen3-tiny", vocab_size=VOCABULARY, dtype="float64")
-    sums = []
-    for document in documents:
-        ids, answer = torch.from_numpy(document[:]), document.labels(np.arange(len(document)))[1:] >= 0
-        log_probs = stock(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-        sums.append(log_probs.gather(1, ids[1:, None]).squeeze(1)[torch.from_numpy(answer)].sum())
-    wanted = -logsigmoid(margins(torch.stack(sums), torch.from_numpy(reference))).mean()
-    wanted.backward()
-    exact = {name: parameter.grad for name, parameter in stock.named_parameters()}
-    with World(Layout(ranks=int(os.environ["WORLD_SIZE"]))) as world:
-        model = prepare(load_model(preset="qwen3-tiny", vocab_size=VOCABULARY, dtype="float64"), world)
-        result = run_step(model, plan_of(documents, world.home), documents, world, loss=loss_of(reference))
-        gradients = {name: parameter.grad.full_tensor().cpu() for name, parameter in model.named_parameters()}
-    errors = [((gradients[name] - g).norm() / g.norm()).item() for name, g in exact.items()]
-    worst = max(*errors, abs(result.loss / wanted.item() - 1))
-    if rank == 0:
-        print(f"largest relative error of the loss and of {len(exact)} gradients: {worst:.1e}")
-    assert worst < 1e-12
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--world", type=int, default=2, help="local processes, where torchrun started none")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--check", action="store_true", help="compare a step with one process in float64")
     options = parser.parse_args()
-    program, arguments = (check, ()) if options.check else (main, (options.steps,))
     if "RANK" in os.environ:
-        program(int(os.environ["RANK"]), *arguments)
+        main(int(os.environ["RANK"]), options.steps)
     else:
-        run_ranks(program, options.world, *arguments, timeout=600)
+        run_ranks(main, options.world, options.steps, timeout=600)
