@@ -1,4 +1,7 @@
-"""Losses of one's own in one process: documents one by one through a stock model, one autograd graph for all."""
+"""Losses of one's own in one process: documents one by one through a stock model, one autograd graph for all.
+
+It runs where the model's weights are: a GPU's float32, as in rotary tables, is not the host's.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -62,12 +65,12 @@ def rows_of(model: nn.Module, documents: Sequence[Document]) -> list[Rows]:
 
 
 def _rows(model: nn.Module, document: Document, number: int) -> Rows:
-    positions = np.arange(len(document))
-    ids, labels = torch.from_numpy(document[positions]), torch.from_numpy(document.labels(positions))
+    positions, device = np.arange(len(document)), next(model.parameters()).device
+    ids, labels = (torch.from_numpy(x).to(device) for x in (document[positions], document.labels(positions)))
     out = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
     predicting = torch.nonzero(labels[1:] != -100).squeeze(1)
     targets = labels[predicting + 1]
-    values = {n: torch.from_numpy(x)[predicting + 1] for n, x in document.token_values(positions).items()}
+    values = {n: torch.from_numpy(x).to(device)[predicting + 1] for n, x in document.token_values(positions).items()}
     at = LossRows(torch.full_like(targets, number), predicting, targets, values)
     return Rows(out[predicting].gather(1, targets[:, None]).squeeze(1), at)
 

@@ -102,13 +102,13 @@ def model_of(family: str, layers: int) -> Any:
 
 
 @cache
-def dense(family: str, layers: int) -> tuple[dict[str, Answer], list[np.ndarray]]:
+def dense(family: str, layers: int, device: torch.device) -> tuple[dict[str, Answer], list[np.ndarray]]:
     """What one process says of each loss, and the log-probabilities of each document's tokens."""
-    model, documents = model_of(family, layers), documents_of()
+    model, documents = model_of(family, layers).to(device), documents_of()
     rows, model = rows_of(model, documents), model_inside(model)
     tokens = [np.zeros(len(document)) for document in documents]
     for values, row in zip(tokens, rows, strict=True):
-        values[row.at.position.numpy() + 1] = row.log_probs.detach().numpy()
+        values[row.at.position.cpu().numpy() + 1] = row.log_probs.detach().cpu().numpy()
     return {name: answer(model, rows, loss, by) for name, (loss, _, by, _) in LOSSES.items()}, tokens
 
 
@@ -122,7 +122,7 @@ def compare(rank: int, ranks: int, whole: bool) -> dict[str, dict[str, float]]:
 
 
 def _errors(case: Case, world: World) -> dict[str, float]:
-    answers, tokens = dense(case.family, case.layers)
+    answers, tokens = dense(case.family, case.layers, world.device)
     model = prepare(model_of(case.family, case.layers), world, probe=False, **dict(case.options))
     names, documents = {name for name, p in model.named_parameters() if p.requires_grad}, documents_of()
     plan = case.plan(case.home)

@@ -71,8 +71,8 @@ BATCHES = (
 SETS = ((0, 1, 2), (3, 4), (5, 6, 7))
 
 
-def wanted() -> dict[str, Answer]:
-    model, documents = deep("qwen3", torch.float64, 1), documents_of()
+def wanted(device: torch.device) -> dict[str, Answer]:
+    model, documents = deep("qwen3", torch.float64, 1).to(device), documents_of()
     rows, targets = rows_of(model, documents), targets_of(documents)
     return {
         "weights": answer(model, rows, weighted, targets),
@@ -84,11 +84,11 @@ def wanted() -> dict[str, Answer]:
 
 def notice(rank: int) -> dict[str, set[str]]:
     """By what is wrong, the losses that show it: by another value, another gradient or an error."""
-    noticed, exact, documents = dict[str, set[str]](), wanted(), documents_of()
+    noticed, documents = dict[str, set[str]](), documents_of()
     losses = {"weights": None, "tokens": policy_loss}
     losses |= {"sets": DocumentLoss(pair_loss, SETS), "all": DocumentLoss(pair_loss)}
     with World(Layout(2), backend=backend(), timeout=60) as world:
-        model = prepare(deep("qwen3", torch.float64, 1), world, probe=False)
+        model, exact = prepare(deep("qwen3", torch.float64, 1), world, probe=False), wanted(world.device)
         plan = Plan(2, LENGTHS, BATCHES, targets=targets_of(documents)).check()
         for name, (change, how) in MUTATIONS.items():
             undo = mutate(*change) if change else []
