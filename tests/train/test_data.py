@@ -167,7 +167,7 @@ def test_what_stands_around_texts_and_special_tokens_in_them_is_said(tmp_path: P
     texts.mkdir()
     (texts / "a.txt").write_text("one <|endoftext|> two <|endoftext|> three\n")
     plain = build(tmp_path, texts, said=said)
-    assert "each text ends with <|endoftext|>" in said
+    assert "rows hold text: each text ends with <|endoftext|>" in said
     assert (
         "names of special tokens stand in the texts 2 times: <|endoftext|> (2); they are read as plain text "
         "(data.parse_special_tokens = true parses them)" in said

@@ -18,6 +18,7 @@ from longspan.train.data.files import STDLIB, files_of_other_kinds, find_files
 from longspan.train.data.first_rows import kind_of_files, sample_texts
 from longspan.train.data.left_out import left_out_lines
 from longspan.train.data.rows.encoding import RowEncoding
+from longspan.train.data.rows.lines import rows_line, special_line, unseen_line
 from longspan.train.data.rows.sample import RowSettings
 from longspan.train.data.store.builder import Recipe, build_documents
 from longspan.train.data.store.cache import NONE, Cache, cache_folder, cannot_keep
@@ -96,7 +97,15 @@ def ensure_corpus(
 def what_is_left_out(settings: CorpusSettings, run_dir: Path, manifest: Manifest, *, key: str) -> Iterator[str]:
     """Lines on what is cut or in no document; `key` is what cuts."""
     other_kinds, longest = settings.other_kinds(run_dir), settings.data.max_document_tokens
-    return left_out_lines(manifest.left_out, longest, other_kinds, manifest.skipped, key=key, bad=manifest.bad)
+    yield from left_out_lines(manifest.left_out, longest, other_kinds, manifest.skipped, key=key, bad=manifest.bad)
+    if (unseen := unseen_line(manifest.left_out, settings.data.turns)) is not None:
+        yield unseen
+
+
+def rows_lines(settings: CorpusSettings, recipe: Recipe) -> Iterator[str]:
+    """A line for each source: what its rows hold, and how they become tokens."""
+    for (key, _), encoding in zip(settings.paths(), recipe.encodings, strict=True):
+        yield f"{key}: " * bool(settings.data.sources) + rows_line(encoding)
 
 
 def recipe_of(
@@ -198,7 +207,8 @@ class _CorpusOfRun:
         """The corpus of this recipe, which is recorded in the run's folder; what is special about it is said."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
         tokenizer.parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
-        self._log(around_line(tokenizer))
+        for line in rows_lines(self._settings, recipe):
+            self._log(line)
         documents = self._documents(recipe)
         if (stays := self._folder / ROWS) != documents:
             shutil.rmtree(stays, ignore_errors=True)
@@ -273,25 +283,6 @@ def _is_whole(folder: Path) -> bool:
 
 def _around(tokenizer: TextTokenizer) -> tuple[str, ...]:
     return (*tokenizer.opening, "…", *tokenizer.closing)
-
-
-def around_line(tokenizer: TextTokenizer) -> str:
-    """What stands before and behind every text, for the console."""
-    opening, closing = " ".join(tokenizer.opening), " ".join(tokenizer.closing)
-    parts = [f"begins with {opening}"] * bool(opening) + [f"ends with {closing}"] * bool(closing)
-    if not parts:
-        return "nothing is put around a text: the tokenizer names no token for its beginning or its end"
-    return f"each text {' and '.join(parts)}, as the tokenizer says" if opening else f"each text {parts[0]}"
-
-
-def special_line(special: dict[str, int], *, parsed: bool) -> str:
-    """How often the names of special tokens stand in texts, for the console."""
-    named = ", ".join(f"{name} ({count:,})" for name, count in list(special.items())[:5])
-    more = f" and {len(special) - 5} others" if len(special) > 5 else ""
-    times = counted(sum(special.values()), "time")
-    read = "are read as these tokens" if parsed else "are read as plain text"
-    hint = "data.parse_special_tokens = " + ("false reads plain text" if parsed else "true parses them")
-    return f"names of special tokens stand in the texts {times}: {named}{more}; they {read} ({hint})"
 
 
 def _changed_message(run_dir: Path, changes: list[str]) -> str:

@@ -27,6 +27,9 @@ class LeftOut:
     masked_parts: int = 0  # of cut texts: documents without a target
     masked_rows: int = 0
     bad_rows: int = 0
+    unseen_thoughts: int = 0  # of assistant turns, which the chat template leaves out
+    unseen_texts: int = 0  # answers and tool calls, likewise
+    blank_turns: int = 0  # of assistants, with neither text nor tool calls
 
 
 def parts_of(length: int, codes: npt.NDArray[np.int64] | None, longest: int, counts: Counter[str]) -> list[slice]:

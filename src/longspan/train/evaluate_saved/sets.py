@@ -20,12 +20,12 @@ from longspan.train.all_ranks import LogLine, on_every_rank
 from longspan.train.config.sections import DataConfig, RunConfig
 from longspan.train.data.build import (
     CorpusSettings,
-    around_line,
     recipe_of,
-    special_line,
+    rows_lines,
     what_is_left_out,
 )
 from longspan.train.data.documents import Corpus, Documents
+from longspan.train.data.rows.lines import special_line
 from longspan.train.data.step_order import some_documents
 from longspan.train.data.store.builder import build_documents
 from longspan.train.data.store.sources import KnownSums
@@ -125,7 +125,8 @@ def _build(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLin
         folder.mkdir()
         files = settings.files(folder)
         recipe = recipe_of(settings, files, KnownSums().of(files, log), tokenizer)
-        log(around_line(tokenizer))
+        for line in rows_lines(settings, recipe):
+            log(line)
         manifest = build_documents(recipe, folder / "corpus", log)
     except DataError as error:
         raise DataError(str(error).replace("data.path", "--data", 1)) from error

@@ -12,6 +12,7 @@ from longspan.train.all_ranks import LogLine, on_every_rank, on_first_rank
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.build import CorpusSettings, ensure_corpus
 from longspan.train.data.documents import Corpus
+from longspan.train.data.rows.kinds import shown_kind
 from longspan.train.data.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
 from longspan.train.data.tokenizer_files import vocabulary_files
 from longspan.train.disk import naming_file
@@ -44,7 +45,7 @@ def corpus_line(corpus: Corpus, paths: Sequence[str]) -> str:
     manifest = corpus.manifest
     parts = [f"{counted(len(corpus.sources), 'file')} of {', '.join(paths)}"]
     if set(manifest.kinds) != {"text"}:
-        parts.append(f"{counted(manifest.rows, 'row')} of {', '.join(dict.fromkeys(manifest.kinds))}")
+        parts.append(f"{counted(manifest.rows, 'row')} of {', '.join(map(shown_kind, dict.fromkeys(manifest.kinds)))}")
     parts += [counted(len(corpus), "document"), counted(int(corpus.lengths.sum()), "token")]
     if corpus.targets is not None:
         parts.append(f"{int(corpus.targets.sum()):,} of them targets")

@@ -92,5 +92,5 @@ def test_a_chat_has_the_same_tokens_on_every_day(tmp_path: Path, name: str) -> N
 
 
 def test_a_day_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"date_string is '2024-07-26', and no day is written so; give one as"):
+    with pytest.raises(DataError, match=r"data.date_string is '2024-07-26', which is no day; give one as"):
         encoding_of(write_folder(tmp_path, "phi3"), date_string="2024-07-26")

@@ -60,6 +60,11 @@ class RowEncoding:
         decides = [self.kind, tokenizer, astuple(self.settings), template]
         return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
 
+    @property
+    def template(self) -> ChatTemplate:
+        """The tokenizer's chat template. Raises DataError where it has none."""
+        return self._chat.template
+
     def _encoded(self, i: int, row: Row) -> list[Sample | BadRow]:
         try:
             samples = [sample._replace(row=i) for sample in self._samples(row.values)]

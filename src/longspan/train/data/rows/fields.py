@@ -26,6 +26,11 @@ class Field(NamedTuple):
     value: Any
     added: bool = False
 
+    @property
+    def is_thought(self) -> bool:
+        """Whether it stands under a key of its own for thoughts."""
+        return self.path[0] in _THOUGHTS
+
 
 def fields_of(messages: Sequence[Message]) -> list[Field]:
     """The texts of messages that are not blank; of several tool calls of a message the last one's last argument."""

@@ -59,7 +59,12 @@ def kind_of_row(row: Row) -> Kind:
 
 def rows_hold(kind: Kind) -> str:
     """What a user is told of a kind: "rows hold messages (chat)"."""
-    return f"rows hold {_SHOWN[kind]}"
+    return f"rows hold {shown_kind(kind)}"
+
+
+def shown_kind(kind: str) -> str:
+    """What a user is told in place of the name of a kind."""
+    return next((shown for name, shown in _SHOWN.items() if name == kind), kind)
 
 
 def _kinds() -> str:

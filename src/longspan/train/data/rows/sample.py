@@ -17,18 +17,26 @@ class Row(NamedTuple):
     values: Mapping[str, Any]
 
 
+class Unseen(NamedTuple):
+    """How much of a document's assistant turns is no target: thoughts and other texts that the template leaves out,
+    wholly or in part, and turns that are blank."""
+
+    unseen_thoughts: int = 0
+    unseen_texts: int = 0
+    blank_turns: int = 0
+
+
 class Sample(NamedTuple):
     """The tokens of one document (n,), and its labels (n,): −100 where a token is no target.
 
     Labels stand as in Hugging Face's, not shifted. None: every token but the first is a target. `row` is the index of
-    its row among those that were encoded with it: a conversation that is split gives several samples. `unseen` counts
-    texts of assistant turns (an answer, a thought, a tool call) that the template leaves out, wholly or in part.
+    its row among those that were encoded with it: a conversation that is split gives several samples.
     """
 
     ids: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64] | None = None
     row: int = 0
-    unseen: int = 0
+    unseen: Unseen = Unseen()
 
 
 class BadRow(NamedTuple):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from longspan.train.data.rows.fields import Field, Render, ends_of, fields_of, start_of
+from longspan.train.data.rows.sample import Unseen
 from longspan.train.data.rows.template import ChatTemplate, Message
 from longspan.train.data.rows.turn_tokens import TurnTokens
 from longspan.train.data.rows.values import RowError
@@ -18,10 +19,10 @@ _CONTEXT = 16  # characters of a question by which its end is known again
 
 
 class Spans(NamedTuple):
-    """Spans (start, stop) of a rendering in characters, and how many texts of the assistant are not in it."""
+    """Spans (start, stop) of a rendering in characters, and what of the assistant is not in it."""
 
     spans: tuple[tuple[int, int], ...]
-    unseen: int = 0
+    unseen: Unseen = Unseen()
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,11 @@ def assistant_spans(
     conversation = _Conversation(messages, text, template, tools, turns)
     asked = [turn for turn in turns if turn.message in wanted]
     spans = tuple(_span(conversation, turn, tokens) for turn in asked)
-    lacking = sum(end is None for field, end in zip(fields, ends, strict=True) if field.message in wanted)
-    in_part = sum(_is_cut(field, text) for turn in asked for field in turn.fields)
-    return Spans(spans, lacking + in_part)
+    lacking = [f for f, end in zip(fields, ends, strict=True) if f.message in wanted and end is None]
+    cut = sum(_is_cut(field, text) for turn in asked for field in turn.fields)
+    thoughts = sum(field.is_thought for field in lacking)
+    blank = len(set(wanted) - {field.message for field in fields})
+    return Spans(spans, Unseen(thoughts + cut, len(lacking) - thoughts, blank))
 
 
 def _turn(message: int, fields: Sequence[Field], ends: Sequence[int | None]) -> _Turn:

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from longspan.errors import DataError
+from longspan.train.data.rows.kinds import rows_hold
 from longspan.train.data.rows.values import RowError
 from longspan.train.data.tokenizer import TextTokenizer
 from longspan.train.data.tokenizer_files import GENERATION
@@ -53,17 +54,17 @@ class ChatTemplate:
         try:
             datetime.strptime(day, _DAY_FORMAT)
         except ValueError as error:
-            raise DataError(f"date_string is {day!r}, and no day is written so; give one as '26 Jul 2024'") from error
+            raise DataError(f"data.date_string is {day!r}, which is no day; give one as '26 Jul 2024'") from error
         folder = tokenizer.folder
         if folder is None:
             raise DataError(
-                "rows hold messages (chat), and a tokenizer that is trained on the corpus has no chat template; name "
+                f"{rows_hold('messages')}, and a tokenizer that is trained on the corpus has no chat template; name "
                 "the folder of a chat model's with data.tokenizer or model.path"
             )
         stock: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if not stock.chat_template:
             raise DataError(
-                f"rows hold messages (chat), and the tokenizer in {folder} has no chat template; put its "
+                f"{rows_hold('messages')}, and the tokenizer in {folder} has no chat template; put its "
                 "chat_template.jinja there, or name the folder of a chat model's with data.tokenizer"
             )
         plain, with_tools = stock.get_chat_template(), stock.get_chat_template(tools=[{}])

@@ -125,6 +125,7 @@ class _Documents:
                 continue
             start = start if sample.row == previous else 0
             previous = sample.row
+            self._notes.left_out.update(sample.unseen._asdict())
             self._add_sample(sample, places[sample.row], start, rows[sample.row].where)
             start += len(sample.ids)
 

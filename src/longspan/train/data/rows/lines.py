@@ -1,0 +1,61 @@
+"""What the console says of rows: what they hold, how they become tokens, and what of them is no target."""
+
+from longspan.errors import counted
+from longspan.train.data.left_out import LeftOut
+from longspan.train.data.rows.encoding import RowEncoding
+from longspan.train.data.rows.kinds import rows_hold
+from longspan.train.data.rows.sample import Turns
+from longspan.train.data.tokenizer import TextTokenizer
+
+
+def rows_line(encoding: RowEncoding) -> str:
+    """What rows hold, and how they become tokens and targets."""
+    around = around_line(encoding.tokenizer)
+    how = {
+        "text": around,
+        "messages": "" if encoding.kind != "messages" else _template_line(encoding),
+        "prompt+completion": f"{around}; targets are the completion and its end",
+        "input_ids": "taken as they are; targets are those that labels or loss_mask name, or all",
+    }
+    return f"{rows_hold(encoding.kind)}: {how[encoding.kind]}"
+
+
+def _template_line(encoding: RowEncoding) -> str:
+    marks = encoding.template.marked(None)
+    targets = (
+        "whose {% generation %} marks name the targets"
+        if marks
+        else "which marks no targets: they are what each assistant turn says, up to the token that ends the turn"
+    )
+    return f"written by the chat template of {encoding.tokenizer.folder}, {targets}"
+
+
+def around_line(tokenizer: TextTokenizer) -> str:
+    """What stands before and behind every text."""
+    opening, closing = " ".join(tokenizer.opening), " ".join(tokenizer.closing)
+    parts = [f"begins with {opening}"] * bool(opening) + [f"ends with {closing}"] * bool(closing)
+    if not parts:
+        return "nothing is put around a text: the tokenizer names no token for its beginning or its end"
+    return f"each text {' and '.join(parts)}, as the tokenizer says" if opening else f"each text {parts[0]}"
+
+
+def special_line(special: dict[str, int], *, parsed: bool) -> str:
+    """How often the names of special tokens stand in texts."""
+    named = ", ".join(f"{name} ({count:,})" for name, count in list(special.items())[:5])
+    more = f" and {len(special) - 5} others" if len(special) > 5 else ""
+    times = counted(sum(special.values()), "time")
+    read = "are read as these tokens" if parsed else "are read as plain text"
+    hint = "data.parse_special_tokens = " + ("false reads plain text" if parsed else "true parses them")
+    return f"names of special tokens stand in the texts {times}: {named}{more}; they {read} ({hint})"
+
+
+def unseen_line(left_out: LeftOut, turns: Turns) -> str | None:
+    """What of assistant turns is no target, as the chat template leaves it out or it is blank; None: nothing."""
+    unseen = {"thought": left_out.unseen_thoughts, "other text": left_out.unseen_texts}
+    parts = [counted(count, name) for name, count in unseen.items() if count]
+    lines = [f"not in the rendered texts, so no targets: {' and '.join(parts)} of assistant turns"] * bool(parts)
+    if left_out.unseen_thoughts and turns == "together":
+        lines.append('data.turns = "split" trains each turn as at inference, with its thought if the template has it')
+    if left_out.blank_turns:
+        lines.append(f"no targets, as they are blank: {counted(left_out.blank_turns, 'assistant turn')}")
+    return "; ".join(lines) or None

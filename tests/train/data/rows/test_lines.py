@@ -1,0 +1,48 @@
+"""What the console says of rows."""
+
+from pathlib import Path
+
+import pytest
+
+from longspan.train.data.left_out import LeftOut
+from longspan.train.data.rows.lines import rows_line, unseen_line
+from longspan.train.data.rows.sample import Row, Sample, Unseen
+from tests.train.data.rows.families import encoding_of, write_folder
+from tests.train.data.rows.test_marks import marked_template
+
+
+def test_chats_name_their_template_and_how_targets_are_found(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "gemma3", "gemma3")
+    assert rows_line(encoding_of(folder)) == (
+        f"rows hold messages (chat): written by the chat template of {folder}, which marks no targets: they are what "
+        "each assistant turn says, up to the token that ends the turn"
+    )
+    (folder / "chat_template.jinja").write_text(marked_template("gemma3"))
+    assert rows_line(encoding_of(folder)).endswith("whose {% generation %} marks name the targets")
+
+
+def test_what_is_no_target_is_counted(tmp_path: Path) -> None:
+    encoding = encoding_of(write_folder(tmp_path / "qwen3", "qwen3"))
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", " "), ("user", "d"), ("assistant", "e")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    messages[1]["reasoning_content"] = "so"
+    (sample,) = encoding.encode([Row("line 1", {"messages": messages})])
+    assert isinstance(sample, Sample) and sample.unseen == Unseen(unseen_thoughts=1, blank_turns=1)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "line"),
+    [
+        (LeftOut(), None),
+        (LeftOut(unseen_texts=2), "not in the rendered texts, so no targets: 2 other texts of assistant turns"),
+        (LeftOut(blank_turns=1), "no targets, as they are blank: 1 assistant turn"),
+        (
+            LeftOut(unseen_thoughts=62),
+            "not in the rendered texts, so no targets: 62 thoughts of assistant turns; "
+            'data.turns = "split" trains each turn as at inference, with its thought if the template has it',
+        ),
+    ],
+)
+def test_line_of_what_is_no_target(left_out: LeftOut, line: str | None) -> None:
+    assert unseen_line(left_out, "together") == line
+    assert line is None or "data.turns" not in (unseen_line(left_out, "split") or "")
