@@ -2,6 +2,7 @@
 stock peft and transformers."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from longspan.cli.eval import main as eval_main
 from longspan.cli.export import main as export_main
+from longspan.cli.main import main as cli_main
 from longspan.errors import ConfigError, ModelError
 from longspan.model import load_model
+from longspan.model.hf_folder import read_configuration
 from longspan.testing import run_ranks
 from longspan.train.config.file import load_config, to_toml
 from longspan.train.config.sections import ParallelConfig, RunConfig
@@ -96,9 +99,7 @@ def test_stock_peft_and_transformers_read_what_is_saved(
     assert (
         all(torch.equal(saved[name], tensor) for name, tensor in exported.items()) and saved.keys() == exported.keys()
     )
-    base = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float64)
-    stock: Any = peft.PeftModel.from_pretrained(base, config.run.dir + "/model").eval()
-    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64).eval()
+    stock, merged = _stock(config), _merged(tmp_path / "merged")
     ids = torch.arange(40)[None] * 5 % 257
     with torch.no_grad():
         wanted = stock(input_ids=ids).logits
@@ -107,6 +108,53 @@ def test_stock_peft_and_transformers_read_what_is_saved(
             assert (stock(input_ids=ids).logits - wanted).abs().max() > 1e-3
         written = [m.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0) for m in (stock, merged)]
     assert torch.equal(*written)
+
+
+def _stock(config: RunConfig, dtype: torch.dtype = torch.float64) -> Any:
+    base = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=dtype)
+    return peft.PeftModel.from_pretrained(base, config.run.dir + "/model", torch_device="cpu").eval()
+
+
+def _merged(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def test_one_export_takes_the_place_of_another(trained: tuple[RunConfig, list[float]], tmp_path: Path) -> None:
+    config, out = trained[0], tmp_path / "out"
+    names = list[set[str]]()
+    for words in (["--merge"], [], ["--merge", "--dtype", "float32"]):
+        assert export_main([config.run.dir, str(out), "--overwrite", *words]) == 0
+        names.append({file.name for file in out.iterdir()})
+    of_adapter, of_model = {"adapter_config.json", "adapter_model.safetensors"}, {"config.json", "model.safetensors"}
+    assert names[0] == names[2]
+    assert names[1] - names[0] == of_adapter and names[0] - names[1] == of_model
+    ids = torch.arange(40)[None] * 5 % 257
+    with torch.no_grad():
+        wanted = _stock(config, torch.float32)(input_ids=ids).logits
+        assert (_merged(out, torch.float32)(input_ids=ids).logits - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")  # peft's own
+def test_the_adapter_of_a_tied_head_is_not_merged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    changes: dict[str, Any] = {"lora__rank": 2, "lora__targets": ["q_proj", "lm_head"], "train__steps": 1}
+    config = small_config(tmp_path, **changes, train__eval_every=0, train__save_every=1)
+    run_ranks(train_rank, 2, config, 2, timeout=60)
+    assert cli_main(["export", config.run.dir, str(tmp_path / "out"), "--merge"]) == 2
+    assert "lm_head has an adapter, and shares its weight with the other end" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert cli_main(["export", config.run.dir, str(tmp_path / "out")]) == 0
+
+
+def test_the_folder_of_an_adapter_is_no_model(
+    trained: tuple[RunConfig, list[float]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(trained[0].run.dir) / "model"
+    wanted = f"without the model that it belongs to. Name the run that trained it ({folder.parent})"
+    assert cli_main(["eval", str(folder), "--data", str(tmp_path)]) == 2
+    assert wanted in capfd.readouterr().err
+    for read in (read_configuration, load_model):
+        with pytest.raises(ModelError, match=re.escape(wanted) + ".*export .* FOLDER --merge"):
+            read(folder)
 
 
 def test_evaluation_with_and_without_the_adapter(

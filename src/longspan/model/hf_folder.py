@@ -21,9 +21,9 @@ def read_configuration(path: Path) -> PreTrainedConfig:
     """
     file = path / "config.json" if path.is_dir() else path
     if not path.exists():
-        raise ModelError(f"there is no model folder {path}; give a folder in Hugging Face format, {_presets()}")
+        raise ModelError(f"there is no model folder {path}; {_folder_or_preset()}")
     if not file.is_file():
-        raise ModelError(f"{path} has no config.json; give a folder in Hugging Face format, {_presets()}")
+        raise ModelError(f"{path} has no config.json; {instead_of(path) or _folder_or_preset()}")
     try:
         return AutoConfig.from_pretrained(file, local_files_only=True)
     except Exception as error:  # json, huggingface_hub and transformers each raise their own
@@ -33,9 +33,9 @@ def read_configuration(path: Path) -> PreTrainedConfig:
 def weight_files(folder: Path) -> list[Path]:
     """A folder's files of weights. Raises ModelError where there are none, or where some of its index are missing."""
     if not folder.is_dir():
-        raise ModelError(f"there is no model folder {folder}; give a folder in Hugging Face format, {_presets()}")
+        raise ModelError(f"there is no model folder {folder}; {_folder_or_preset()}")
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json; give a folder in Hugging Face format, {_presets()}")
+        raise ModelError(f"{folder} has no config.json; {instead_of(folder) or _folder_or_preset()}")
     weights = next((name for name in _WEIGHTS if (folder / name).is_file()), None)
     if weights is None:
         raise ModelError(
@@ -54,8 +54,20 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
     return [folder / name for name in files]
 
 
-def _presets() -> str:
-    return f"or use a preset: {', '.join(PRESETS)}"
+def instead_of(folder: Path) -> str:
+    """What to give instead of a folder that holds an adapter of peft; nothing for another folder."""
+    if not (folder / "adapter_config.json").is_file():
+        return ""
+    run = folder.resolve().parent
+    name = str(run) if (run / "config.toml").is_file() else "RUN"
+    return (
+        f"it holds an adapter of peft, without the model that it belongs to. Name the run that trained it ({name}), or "
+        f"give a folder with both in one: longspan export {name} FOLDER --merge"
+    )
+
+
+def _folder_or_preset() -> str:
+    return f"give a folder in Hugging Face format, or use a preset: {', '.join(PRESETS)}"
 
 
 @contextmanager

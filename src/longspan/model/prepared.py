@@ -17,7 +17,6 @@ from longspan.model.adapters import Adapter, adapter_in, model_inside
 from longspan.model.execution import Execution
 from longspan.model.experts.moe import expert_modules, use_experts
 from longspan.model.lora.disabled import without_adapter
-from longspan.model.lora.new import draw_when_prepared
 from longspan.model.lora.peft_model import redirect
 from longspan.model.lora.refusals import check_adapter, check_equal_adapters
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
@@ -105,7 +104,6 @@ def prepare(
     with without_adapter(model) if adapter else nullcontext():  # each rank drops an adapter's inputs for its own rows
         draws = random_draws(model)
     rules = CallRules(type(model).__name__, attention_kernel, position_table(model), draws, placement.row_multiple)
-    draw_when_prepared(model, seed=0)  # of a PeftModel of the caller's own over weights to come
     weights = take_weights_to_come(model)
     if world.home.pp > 1:
         prepared = _cut_and_place(model, placement, pipeline_settings)

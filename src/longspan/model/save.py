@@ -20,7 +20,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter, adapter_entries, adapter_of
+from longspan.model.adapters import Adapter, adapter_entries, adapter_of, model_inside
 from longspan.model.hf_folder import no_progress_bars
 from longspan.model.load import torch_dtype
 from longspan.model.lora.save import write_adapter
@@ -51,7 +51,7 @@ def save_model(
             "a MultimodalModel is no model of transformers'; save model.language_model, and encoders by "
             "save_checkpoint(folder, model, …)"
         )
-    writes, target = world.rank == world.home.ranks[0], Path(folder)
+    model, writes, target = _prepared(model), world.rank == world.home.ranks[0], Path(folder)
     kind = None if dtype is None else torch_dtype(dtype)
 
     if (adapter := adapter_of(model)) is not None:
@@ -71,6 +71,17 @@ def save_model(
             put_in_place(partial, target)
 
     result_or_first_error(world, finish, told)
+
+
+def _prepared(model: Any) -> PreTrainedModel | PipelineModel:
+    """The model itself, of a PeftModel the prepared one inside it, which other names belong to."""
+    inside: Any = model_inside(model)
+    if inside is not model and adapter_of(inside) is None:
+        raise ModelError(
+            f"save_model got a {type(model).__name__} with no prepared model in it; give it the model that "
+            "longspan.prepare returned, which under pipeline stages is a PipelineModel"
+        )
+    return inside
 
 
 def _save_adapter(

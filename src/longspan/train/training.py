@@ -4,7 +4,9 @@ Nothing here needs a corpus or a run's folder: `longspan train` (`run/setup.py`,
 step` build on the same functions, so that neither can do what the other cannot.
 """
 
+import warnings
 import zlib
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -91,7 +93,8 @@ def prepared_model(
     """
     _check_layers(config, model)
     kind = compute_dtype(config.model, world.device.type)
-    given = adapted(config, model) if config.lora.rank else model
+    with nullcontext() if world.rank == world.home.ranks[0] else warnings.catch_warnings(action="ignore"):
+        given = adapted(config, model) if config.lora.rank else model
     computed = (
         {model.dtype, *(p.dtype for p in model.parameters() if p.requires_grad)} if config.lora.rank else {model.dtype}
     )

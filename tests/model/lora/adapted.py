@@ -63,10 +63,11 @@ def _model(family: str, dtype: torch.dtype) -> PreTrainedModel:
 def dense(peft_model: Any, *, disabled: bool = False) -> float:
     """The loss of the documents, one by one; with a backward pass, unless the adapter is disabled."""
     peft_model.eval()
-    documents = texts(LENGTHS)
-    targets, loss = sum(len(document) - 1 for document in documents), torch.zeros((), dtype=torch.float64)
+    documents, device = texts(LENGTHS), peft_model.device
+    targets = sum(len(document) - 1 for document in documents)
+    loss = torch.zeros((), dtype=torch.float64, device=device)
     for document in documents:
-        ids = torch.from_numpy(document)
+        ids = torch.from_numpy(document).to(device)
         logits = peft_model(input_ids=ids[None], use_cache=False).logits[0]
         loss = loss + F.cross_entropy(logits[:-1], ids[1:], reduction="none").sum(dtype=torch.float64) / targets
     if not disabled:
@@ -75,9 +76,11 @@ def dense(peft_model: Any, *, disabled: bool = False) -> float:
 
 
 @cache
-def dense_answer(family: str, adapter: str) -> tuple[float, float, dict[str, Tensor]]:
+def dense_answer(
+    family: str, adapter: str, device: torch.device, dtype: torch.dtype = torch.float64
+) -> tuple[float, float, dict[str, Tensor]]:
     """The loss, that of the base model alone, and every gradient, by the names of the model inside."""
-    peft_model = adapted(family, adapter)
+    peft_model = adapted(family, adapter, dtype).to(device)
     loss = dense(peft_model)
     gradients = gradients_of(peft_model.get_base_model())
     with torch.no_grad(), peft_model.disable_adapter():

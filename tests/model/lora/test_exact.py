@@ -86,7 +86,7 @@ def _compare(rank: int, names: tuple[str, ...]) -> dict[tuple[str, str, str], di
 
 
 def _errors(home: Home, family: str, adapter: str, world: World) -> dict[str, float]:
-    loss, base_loss, gradients = dense_answer(family, adapter)
+    loss, base_loss, gradients = dense_answer(family, adapter, world.device)
     norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
     peft_model, plan, documents = adapted(family, adapter), _plan(home), texts(LENGTHS)
     model = prepare(peft_model, world, **home.options)

@@ -26,8 +26,8 @@ MUTATIONS = {
 def _notice(rank: int) -> dict[str, set[str]]:
     """By what is wrong, what of a step under tp 2 is not that of one process."""
     noticed, home, documents = dict[str, set[str]](), Layout(ranks=2, tp=2), texts(LENGTHS)
-    loss, base_loss, gradients = dense_answer("biased", "every linear")
     with World(home, backend=backend(), timeout=60) as world:
+        loss, base_loss, gradients = dense_answer("biased", "every linear", world.device)
         for name, (change, _) in MUTATIONS.items():
             undo = mutate(*change) if change else []
             try:

@@ -13,7 +13,6 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare, without_adapter
 from longspan.model.adapters import adapter_in, model_inside
-from longspan.model.lora.new import add_lora
 from longspan.model.lora.refusals import check_adapter
 from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel
 from longspan.plan import plan_fixed
@@ -87,25 +86,6 @@ def test_what_is_not_exact_is_refused(case: str) -> None:
         assert adapter is not None
         check_adapter(model, adapter, world)  # pyright: ignore[reportArgumentType]
         refuse_tensor_parallel(model, world, sequence_parallel=False)  # pyright: ignore[reportArgumentType]
-
-
-def test_targets_are_names_of_linears() -> None:
-    with pytest.raises(ModelError, match="'q_prj', which is no linear of LlamaForCausalLM; did you mean 'q_proj'"):
-        add_lora(tiny("llama"), rank=2, targets=("q_prj",))
-    names = [
-        name for name, p in add_lora(tiny("llama"), rank=2, targets=("lm_head",)).named_parameters() if p.requires_grad
-    ]
-    assert len(names) == 2 and all("lm_head" in name for name in names)
-
-
-def test_a_new_adapter_is_drawn_from_its_seed_alone() -> None:
-    first, again, other = (
-        {name: p for name, p in add_lora(tiny("llama"), rank=2, seed=seed).named_parameters() if p.requires_grad}
-        for seed in (0, 0, 1)
-    )
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert all(p.any() and not torch.equal(p, other[name]) for name, p in first.items() if "lora_A" in name)
-    assert not any(p.any() for name, p in first.items() if "lora_B" in name)
 
 
 def _on_ranks(rank: int) -> list[str]:

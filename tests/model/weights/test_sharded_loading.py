@@ -18,6 +18,7 @@ from longspan.model.weights.empty import empty_model, is_empty
 from longspan.model.weights.fill import leave_to_checkpoint
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.held import HeldPart
+from longspan.model.weights.random import RandomWeights
 from longspan.testing import run_ranks
 from tests.model.deep import deep_config
 from tests.model.moe_models import moe_model
@@ -146,6 +147,16 @@ def test_random_weights_are_the_same_under_every_home(name: str) -> None:
         for drawn in run_ranks(_draw, 4, axes, name):
             assert drawn.keys() == alone.keys()
             assert not [n for n, x in drawn.items() if not torch.equal(x, alone[n])]
+
+
+def test_every_seed_draws_other_weights() -> None:
+    model = empty_model(_config("tied"), torch.float32)
+    wanted = {"model.layers.1.self_attn.q_proj.weight": HeldPart.of(model.model.layers[1].self_attn.q_proj.weight)}
+    (zero,), (one,), (again,), (high,) = (
+        [x for _, x in RandomWeights(model, seed).read(wanted, torch.device("cpu"))] for seed in (0, 1, 1, 2**20)
+    )
+    assert one.equal(again) and not zero.equal(one) and not one.equal(high)
+    assert float(zero[0, 0]) == pytest.approx(-0.0809216127, rel=1e-6)  # as before seeds were mixed in
 
 
 def _spreads(rank: int) -> dict[str, float]:

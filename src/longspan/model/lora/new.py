@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.adapters import adapter_in, adapter_parameters
+from longspan.model.adapters import adapter_parameters
 from longspan.model.layers import decoder_layers
 from longspan.model.weights.empty import is_empty
 from longspan.model.weights.fill import WeightSource
@@ -39,13 +39,13 @@ def add_lora(
     float32, over a float64 model float64. `base` is where the base model is, for who loads the adapter. Raises
     ModelError where peft is missing, and for a target that no linear of the model has as its name.
     """
-    names = _targets(model, targets)
     try:
         import peft
     except ImportError as error:
         raise ModelError(
             f"adapters are made by peft, which cannot be imported ({error}); pip install 'longspan[hf]'"
         ) from error
+    names = _targets(model, targets) if targets else _default_targets(model)
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha or 2 * rank,  # pyright: ignore[reportArgumentType]
@@ -61,21 +61,13 @@ def add_lora(
     for name, parameter in adapter_parameters(model):
         parameter.data = parameter.data.to(dtype) if empty else drawn(name, parameter.shape, seed).to(dtype)
     if empty:
-        draw_when_prepared(model, seed)
+        _draw_when_prepared(model, seed)
     return peft_model
 
 
 def _targets(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """The targets, each the end of some linear's name; those of the decoder layers where none is given."""
-    layers = tuple(f"{name}." for name in decoder_layers(model))
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    inside = sorted({name.rpartition(".")[2] for name in linears if name.startswith(layers)})
-    if not targets:
-        if not inside:
-            raise ModelError(
-                f"{type(model).__name__} has no nn.Linear in its decoder layers for an adapter; name lora.targets"
-            )
-        return inside
+    """The targets, each the end of some linear's name. Raises ModelError for others, and for names of experts."""
+    linears = _linears(model)
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in linears):
             known = sorted({name.rpartition(".")[2] for name in linears})
@@ -84,7 +76,51 @@ def _targets(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
             raise ModelError(
                 f"lora.targets has {target!r}, which is no linear of {type(model).__name__}; {hint} {', '.join(known)}"
             )
+    if experts := _taken_for_experts(model, targets):
+        raise ModelError(
+            f"lora.targets has {', '.join(experts)}, which peft takes for the experts of a {type(model).__name__}, and "
+            "adapters of experts are not supported; leave them out"
+        )
     return list(dict.fromkeys(targets))
+
+
+def _default_targets(model: PreTrainedModel) -> list[str]:
+    """The names of the linears in the decoder layers, but for those that peft takes for experts."""
+    layers = tuple(f"{name}." for name in decoder_layers(model))
+    names = sorted({name.rpartition(".")[2] for name in _linears(model) if name.startswith(layers)})
+    if experts := _taken_for_experts(model, names):
+        warnings.warn(
+            f"the adapter leaves out {', '.join(experts)}, which peft takes for the experts of a "
+            f"{type(model).__name__}: dense layers and shared experts have no adapter there",
+            stacklevel=3,
+        )
+    if targets := [name for name in names if name not in experts]:
+        return targets
+    raise ModelError(f"{type(model).__name__} has no nn.Linear in its decoder layers for an adapter; name lora.targets")
+
+
+def _linears(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+def _taken_for_experts(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """Of names of linears those that peft replaces by parameters of the model's fused experts, as of transformers 4."""
+    import peft
+
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # a peft that replaces none
+        return []
+    taken = list[str]()
+    for name in names:
+        config = peft.LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(config, model, None)
+        except ValueError:  # one of several that it joins
+            taken.append(name)
+        else:
+            taken += [name] if name not in (config.target_modules or ()) else []
+    return taken
 
 
 def drawn(name: str, shape: Sequence[int], seed: int) -> Tensor:
@@ -113,20 +149,14 @@ class AdapterOver:
         yield from self.base.read(wanted, device)
 
 
-def draw_when_prepared(model: PreTrainedModel, seed: int) -> None:
-    """Have `prepare` draw the adapter's matrices that have no memory, before it fills the base model.
-
-    Raises ModelError for an adapter that does not begin as peft's do by default.
-    """
-    shapes = {name: tuple(p.shape) for name, p in adapter_parameters(model) if p.is_meta and ".lora_" in name}
+def is_drawn_when_prepared(model: nn.Module) -> bool:
+    """Whether `prepare` draws the adapter in a model: `add_lora` made it, over weights that are yet to come."""
     weights = vars(model).get("weights_to_come")
-    if weights is None or not shapes or isinstance(weights.source, AdapterOver):
-        return
-    adapter = adapter_in(model)
-    if adapter is not None and (adapter.config.init_lora_weights is not True or adapter.config.use_dora):
-        raise ModelError(
-            f"the adapter has no memory yet, as its base model has none, and init_lora_weights is "
-            f"{adapter.config.init_lora_weights!r}, use_dora {adapter.config.use_dora}: both need weights; load the "
-            "model with sharded=False, or leave them out"
-        )
-    weights.source = AdapterOver(weights.source, shapes, seed)
+    return weights is not None and isinstance(weights.source, AdapterOver)
+
+
+def _draw_when_prepared(model: nn.Module, seed: int) -> None:
+    """Have `prepare` draw a new adapter, before it fills the base model."""
+    if (weights := vars(model).get("weights_to_come")) is not None:
+        shapes = {name: tuple(parameter.shape) for name, parameter in adapter_parameters(model)}
+        weights.source = AdapterOver(weights.source, shapes, seed)

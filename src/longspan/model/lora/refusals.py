@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.adapters import Adapter, adapter_parameters, belongs_to_adapter, is_adapted, is_copied, peft_modules
+from longspan.model.lora.new import is_drawn_when_prepared
 from longspan.model.parts import is_tied
 
 _DORA = "DoraLinearVariant"
@@ -29,7 +30,7 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
     It is the same on every rank, before the first collective. Whether tensor parallelism can split its layers is said
     in `tensor_parallel/adapted.py`.
     """
-    reasons = [*_of_configuration(adapter), *_of_layers(model), *_of_parameters(model)]
+    reasons = [*_of_configuration(adapter), *_of_layers(model), *_of_values(model), *_of_parameters(model)]
     if world.home.pp > 1:
         reasons += _in_stages(model)
     if reasons:
@@ -91,6 +92,21 @@ def _of_layers(model: nn.Module) -> Iterator[str]:
         elif not hasattr(layer, "modules_to_save"):
             yield f"{name} ({type(module).__name__}) is no copy of modules_to_save; leave it out"
             return
+
+
+def _of_values(model: nn.Module) -> Iterator[str]:
+    if is_drawn_when_prepared(model):
+        return
+    if "weights_to_come" in vars(model):
+        yield (
+            "prepare reads its base model's weights (sharded=True or None), before which peft gives an adapter no "
+            "values; load the base with sharded=False: load_model(folder, sharded=False)"
+        )
+    elif without := [name for name, p in adapter_parameters(model) if p.is_meta]:
+        yield (
+            f"{len(without)} of its parameters have no values ({without[0]}); load it without low_cpu_mem_usage=True, "
+            "and its base with sharded=False"
+        )
 
 
 def _of_parameters(model: nn.Module) -> Iterator[str]:

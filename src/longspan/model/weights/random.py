@@ -53,6 +53,11 @@ class RandomWeights:
         drawn = deepcopy(module).to_empty(device=device).float()
         devices = [] if device.type == "cpu" else [device]
         with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-            torch.manual_seed((self._seed << 32 | zlib.crc32(path.encode())) % 2**64)
+            torch.manual_seed(_seed_of(path, self._seed))
             drawn.apply(self._model._init_weights)  # children before parents, as transformers does
         return drawn
+
+
+def _seed_of(path: str, seed: int) -> int:
+    """A seed of 32 bits, of which torch's generator of CPUs reads no more."""
+    return zlib.crc32(path.encode()) ^ (seed * 0x9E3779B1 % 2**32)  # an odd factor: no two seeds below 2**32 are one

@@ -43,6 +43,15 @@ from longspan.train.config.file import load_config
 from longspan.train.data.tokenizer_files import KeptFiles
 
 _SAID_EVERY = 5 * 10**9  # bytes
+_REPLACED = (  # of a model or an adapter that another takes the place of
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model*",
+    "config.json",
+    "generation_config.json",
+    "adapter_model*",
+    CONFIGURATION,
+)
 
 
 @dataclass(frozen=True)
@@ -208,7 +217,7 @@ def _publish(partial: Path, folder: Path) -> None:
     if not folder.is_dir() or not any(folder.iterdir()):
         put_in_place(partial, folder)
         return
-    for pattern in ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "generation_config.json"):
+    for pattern in _REPLACED:
         for old in folder.glob(pattern):
             old.unlink()
     KeptFiles(partial).save_pretrained(folder)

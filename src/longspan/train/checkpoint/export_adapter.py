@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.errors import CheckpointError, ConfigError
 from longspan.model.adapters import Adapter, adapter_in, peft_modules
 from longspan.model.lora.save import WEIGHTS, write_adapter
+from longspan.model.parts import is_tied
 from longspan.model.presets import PRESETS
 from longspan.model.weights.empty import empty_model
 from longspan.model.weights.fill import take_weights_to_come
@@ -58,10 +59,11 @@ def merged_groups(
 ) -> Iterator[dict[str, Tensor]]:
     """The weights of the base model with the adapter added, those of a layer together, in float32 or float64.
 
-    Raises CheckpointError where the base model cannot be had again here.
+    Raises CheckpointError where the base model cannot be had again here, and for an adapter of a tied head alone.
     """
     _check_base(run, run_dir)
     model = loaded_model(run, configuration.get_text_config().vocab_size, configuration)
+    _check_tied(saved, model)
     wide = torch.float64 if run.model.dtype == "float64" else torch.float32
     for _, group in groupby(_weights(model), lambda entry: unit_of(entry[0])):
         yield {name: merged(saved, name, tensor, wide) for name, tensor in group}
@@ -99,6 +101,18 @@ def _check_base(run: RunConfig, run_dir: Path) -> None:
         raise CheckpointError(
             f"the base model of {run_dir} has random weights that were drawn on {device}, and a CPU draws others; "
             "export the adapter alone, without --merge"
+        )
+
+
+def _check_tied(saved: SavedAdapter, model: PreTrainedModel) -> None:
+    """Raise CheckpointError where one of two modules that share a weight is adapted, which no merged weight can be."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    adapted_ends = [name for name, module in model.named_modules() if module in ends and name in saved.scalings]
+    if adapted_ends and is_tied(model):
+        raise CheckpointError(
+            f"--merge: {adapted_ends[0]} has an adapter, and shares its weight with the other end of the "
+            f"{type(model).__name__} (tie_word_embeddings), which must not change; export the adapter without --merge, "
+            "which stock peft loads over the base model, or train one without it in lora.targets"
         )
 
 

@@ -8,6 +8,8 @@ from typing import Literal
 from longspan.errors import CheckpointError, ConfigError
 from longspan.train.checkpoint.files import step_of
 
+_SAVED = "give RUN, RUN/checkpoints/step-NNNNNN, or a folder with config.json and safetensors"
+
 
 @dataclass(frozen=True)
 class SavedWeights:
@@ -32,9 +34,11 @@ def saved_weights(target: str) -> SavedWeights:
     path = Path(target)
     if step_of(path) < 0 and path.is_dir() and not (path / "config.toml").is_file():
         if not (path / "config.json").is_file():
+            from longspan.model.hf_folder import instead_of  # which imports torch
+
             raise CheckpointError(
                 f"{path} is neither the folder of a run (it has no config.toml) nor a Hugging Face folder (no "
-                "config.json); give RUN, RUN/checkpoints/step-NNNNNN, or a folder with config.json and safetensors"
+                f"config.json); {instead_of(path) or _SAVED}"
             )
         return SavedWeights(path)
     run_dir, checkpoint = split_run(path)
