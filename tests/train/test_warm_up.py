@@ -1,5 +1,6 @@
 """The warm-up before step 1: what it runs stands for coming plans, and no later loss changes by a bit."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ from longspan.train.warm_up.kinds import kind_of, on_all_slots, smallest_of_each
 from longspan.train.warm_up.optimizer_states import make_states
 from longspan.train.warm_up.warm_up import warm_up_plans
 from tests.train.small import small_config, train_rank, without_times
+from tests.train.test_lora_run import write_base
 
 LENGTHS = [900, 40, 300, 8, 8, 8, 17, 120, 64, 65, 33, 1]
 FREE = {"context__planner": "dynamic", "context__mode": "free", "context__eval_planner": "dynamic"}
 MOE = {"model__preset": "qwen3-moe-tiny"}
+MASKED: dict[str, object] = {}  # of rows with masks, that the test writes
 HOMES: dict[str, tuple[int, Mapping[str, object]]] = {
+    "masked rows": (2, MASKED),
     "fsdp, free": (2, FREE),
     "stages": (2, {"parallel__pp": 2, "context__context_parallel_size": 1, "context__eval_context_parallel_size": 1}),
     "tensor and experts": (4, MOE | {"parallel__tp": 2, "parallel__ep": 2, "train__optimizer": "sgd"}),
@@ -47,9 +51,18 @@ def _train(rank: int, config: RunConfig, ranks: int) -> list[str]:
     return lines
 
 
+def _write_masked_rows(path: Path) -> str:
+    rows = ({"input_ids": [i, *range(1, 30)], "loss_mask": [0] * 20 + [1] * 10} for i in range(16))
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
 @pytest.mark.parametrize("home", [pytest.param(home, marks=MARKS.get(home, ())) for home in HOMES])
 def test_losses_are_the_same_to_the_last_bit(tmp_path: Path, home: str) -> None:
     ranks, changes = HOMES[home]
+    if changes is MASKED:
+        tokenizer = write_base(tmp_path / "base")
+        changes = {"data__path": _write_masked_rows(tmp_path / "rows.jsonl"), "data__tokenizer": str(tokenizer)}
     rows: list[list[dict[str, object]]] = []
     for name, train in (("cold", train_rank), ("warm", _train)):
         config = small_config(tmp_path, run__dir=str(tmp_path / name), train__steps=4, **changes)

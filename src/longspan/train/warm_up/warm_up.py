@@ -9,7 +9,7 @@ are as before, and so is every later loss.
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -100,6 +100,7 @@ def _run(training: Training, plan: Plan, *, backward: bool) -> None:
     model, chunk = training.model, training.config.train.loss_chunk_rows
     documents = synthetic_documents(plan.lengths, vocabulary_size(model) or 2)
     router = training.router if backward else None
+    plan = replace(plan, targets=plan.tokens - len(plan.lengths))  # of made documents, which mask nothing
     run_step(model, plan, documents, training.world, backward=backward, loss_chunk_rows=chunk, router=router)
 
 
