@@ -18,6 +18,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from longspan.errors import DataError
+from longspan.train.data.long_texts import PIECE, has_pieces, ids_in_pieces
 from longspan.train.data.tokenizer_files import FAST, copy_tokenizer_files, vocabulary_files
 
 END_OF_TEXT = "<|endoftext|>"
@@ -68,8 +69,18 @@ class TextTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, with what stands around it."""
-        encodings = self.engine.encode_batch_fast(list(texts), add_special_tokens=True)
-        return [np.array(encoding.ids + self.end_of_text, dtype=np.int64) for encoding in encodings]
+        in_pieces = has_pieces(self.engine)
+        long = [in_pieces and len(text) > PIECE for text in texts]
+        short = [text for text, pieces in zip(texts, long, strict=True) if not pieces]
+        encodings = iter(self.engine.encode_batch_fast(short, add_special_tokens=True))
+        return [
+            self._encode_long(text) if pieces else np.array(next(encodings).ids + self.end_of_text, dtype=np.int64)
+            for text, pieces in zip(texts, long, strict=True)
+        ]
+
+    def _encode_long(self, text: str) -> np.ndarray:
+        opening, closing = self.around
+        return np.concatenate([opening, ids_in_pieces(self.engine, text), closing, self.end_of_text]).astype(np.int64)
 
     def parsing(self, parse: bool) -> "TextTokenizer":
         """The tokenizer, set to read the names of special tokens in a text as these tokens, or as plain text."""
