@@ -13,7 +13,7 @@ from longspan.train.data.documents import Corpus
 from longspan.train.data.step_order import StepOrder
 from longspan.train.data.tokenizer import load_tokenizer
 from longspan.train.run.records.metrics_log import read_metrics
-from longspan.train.run.setup import step_order_of
+from longspan.train.run.setup import step_order_of, with_steps_of_epochs
 from tests.train.data.test_formats import rows_as
 from tests.train.homes import losses_of_run
 from tests.train.small import WORDS, small_config
@@ -91,3 +91,13 @@ def test_one_text_in_every_form_gives_the_same_losses(tmp_path: Path, base: Path
     paths = {name: rows_as(form, tmp_path / name / "rows", rows) for name, form, rows in forms}
     losses = {name: losses_of_run(config_of(tmp_path / name, base, path), 2) for name, path in paths.items()}
     assert len(losses["text"]) >= 3 and all(of_form == losses["text"] for of_form in losses.values()), losses
+
+
+@pytest.mark.parametrize(("tokens_per_step", "few"), [(4096, True), (64, False)])
+def test_epochs_of_few_steps_are_told_how_to_have_more(tmp_path: Path, tokens_per_step: int, few: bool) -> None:
+    config = small_config(tmp_path, train__epochs=2.0, train__tokens_per_step=tokens_per_step, train__warmup_steps=0)
+    lengths, lines = np.full(40, 50), list[str]()
+    with_steps_of_epochs(
+        config, StepOrder(lengths, tokens_per_step=tokens_per_step, seed=0, eval_documents=2), lines.append
+    )
+    assert ("fewer tokens a step (train.tokens_per_step) make more steps" in lines[0]) is few

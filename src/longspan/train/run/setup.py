@@ -48,6 +48,8 @@ from longspan.train.training import (
     unread_model,
 )
 
+FEW_STEPS = 10  # a run of epochs with fewer is told how to have more
+
 
 @dataclass(frozen=True)
 class TrainingRun(Training):
@@ -154,6 +156,8 @@ def with_steps_of_epochs(config: RunConfig, order: StepOrder | PackOrder, log: L
     log(
         f"train.epochs {config.train.epochs:g}: {counted(steps, 'step')} over {counted(documents, 'document')} "
         f"({counted(tokens, 'token')}), in place of train.steps; {config.train.warmup_steps} of warm-up"
+        + "; fewer tokens a step (train.tokens_per_step) make more steps"
+        * (steps < FEW_STEPS)
     )
     return config
 
