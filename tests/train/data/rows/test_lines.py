@@ -4,11 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from longspan.train.config.sections import DataConfig
+from longspan.train.data.build import CorpusSettings, ensure_corpus
 from longspan.train.data.left_out import LeftOut
 from longspan.train.data.rows.lines import rows_line, unseen_line
 from longspan.train.data.rows.sample import Row, Sample, Unseen
+from longspan.train.data.tokenizer import load_tokenizer
 from tests.train.data.rows.families import encoding_of, write_folder
 from tests.train.data.rows.test_marks import marked_template
+from tests.train.data.test_formats import rows_as
 
 
 def test_chats_name_their_template_and_how_targets_are_found(tmp_path: Path) -> None:
@@ -28,6 +32,16 @@ def test_what_is_no_target_is_counted(tmp_path: Path) -> None:
     messages[1]["reasoning_content"] = "so"
     (sample,) = encoding.encode([Row("line 1", {"messages": messages})])
     assert isinstance(sample, Sample) and sample.unseen == Unseen(unseen_thoughts=1, blank_turns=1)
+
+
+def test_a_corpus_says_both(tmp_path: Path) -> None:
+    folder, lines = write_folder(tmp_path / "qwen3", "qwen3"), list[str]()
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "so"}
+    path = rows_as("jsonl", tmp_path / "rows", [{"messages": [asked, said, asked, {**said, "content": "c"}]}] * 3)
+    settings = CorpusSettings(DataConfig(path=str(path), cache="none", max_document_tokens=0))
+    ensure_corpus(settings, tmp_path / "run", tokenizer=load_tokenizer(folder), resumed=False, log=lines.append)
+    assert lines[0].startswith("rows hold messages (chat): written by the chat template of")
+    assert lines[-1].startswith("not in the rendered texts, so no targets: 3 thoughts of assistant turns; data.turns")
 
 
 @pytest.mark.parametrize(
