@@ -69,6 +69,7 @@ def dense(peft_model: Any, *, disabled: bool = False) -> float:
     for document in documents:
         ids = torch.from_numpy(document).to(device)
         logits = peft_model(input_ids=ids[None], use_cache=False).logits[0]
+        logits = logits.float() if logits.dtype == torch.bfloat16 else logits
         loss = loss + F.cross_entropy(logits[:-1], ids[1:], reduction="none").sum(dtype=torch.float64) / targets
     if not disabled:
         loss.backward()

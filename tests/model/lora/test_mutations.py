@@ -3,6 +3,7 @@
 from longspan.comm import World
 from longspan.layout import Layout
 from longspan.model import prepare
+from longspan.model.adapters import peft_modules
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
@@ -13,12 +14,14 @@ from tests.mutation import mutate, restore
 SPLIT, DISABLED = "model.tensor_parallel.adapted", "model.lora.disabled"
 FIRST, SECOND = "for linear in first:\n            ", "for linear in second:\n        "
 SUMMED = "partial_gradients(linear, world.key)"
+SCALING = "scaling forgotten"  # peft's own term: the layers' factor is set to one
 # What is wrong -> the module, what stands there, and in its place; and what shows it.
 MUTATIONS = {
     "nothing": (None, set[str]()),
     "no sum of A's gradient, column-wise": ((SPLIT, f"{FIRST}{SUMMED}", f"{FIRST}pass"), {"lora_A"}),
     "no sum of B's gradient, row-wise": ((SPLIT, f"{SECOND}{SUMMED}", f"{SECOND}pass"), {"lora_B"}),
     "bias on every rank": (("model.tensor_parallel.styles", '"bias": left_out', '"bias": local_tensor'), {"loss"}),
+    SCALING: (None, {"loss", "lora_A", "lora_B"}),
     "adapter not left out": ((DISABLED, "module._disable_adapters = True", "pass"), {"base"}),
 }
 
@@ -33,6 +36,8 @@ def _notice(rank: int) -> dict[str, set[str]]:
             try:
                 peft_model = adapted("biased", "every linear")
                 model, plan = prepare(peft_model, world), plan_fixed(LENGTHS, home, cp=1)
+                for layer in peft_modules(model).values() if name == SCALING else ():
+                    layer.scaling = {"default": 1.0}  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
                 with peft_model.disable_adapter():
                     base = run_step(model, plan, documents, world, backward=False).loss
                 step, found = run_step(model, plan, documents, world).loss, gradients_of(model)

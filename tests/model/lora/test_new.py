@@ -50,7 +50,8 @@ def _refused(rank: int, folder: Path) -> list[str]:
     """What `prepare` says of adapters over a base model that it would read, and of one that has no memory."""
     told = list[str]()
     with World(Layout(ranks=1), backend=backend(), timeout=60) as world:
-        for more in ({}, {"low_cpu_mem_usage": True}):
+        ways: list[dict[str, Any]] = [{}, {"low_cpu_mem_usage": True}]
+        for more in ways:
             base: Any = load_model(folder / "base", sharded=None)
             model = peft.PeftModel.from_pretrained(base, str(folder / "adapter"), is_trainable=True, **more)
             with pytest.raises(ModelError) as error:
