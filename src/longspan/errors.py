@@ -16,6 +16,8 @@ LongspanError
 └── RunFolderError   a run's folder that another run holds, or that cannot be written
 """
 
+import reprlib
+
 
 def counted(number: int, noun: str, plural: str = "s") -> str:
     """A number and what it counts, as messages and reports write them.
@@ -24,6 +26,19 @@ def counted(number: int, noun: str, plural: str = "s") -> str:
     ('1 rank', '4,096 micro-batches')
     """
     return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
+def shortened(value: object) -> str:
+    """A value as a message shows it: on one line, and of long ones the two ends.
+
+    >>> shortened([7] * 100)
+    '[7, 7, 7, 7, 7, 7, ...]'
+    """
+    return " ".join(_SHORT.repr(value).split())
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxother = _SHORT.maxstring = 80
 
 
 class LongspanError(Exception):

@@ -87,6 +87,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "labels": ({"labels": [1, 2]}, "2 labels for 3 token ids"),
     "both": ({"labels": [1, 2, 3], "loss_mask": [1, 1, 1]}, "give one of them"),
     "floats": ({"labels": [1.0, 2.0, 3.0]}, r"labels of a document are float64 of shape \(3,\); give integers"),
+    "ragged": ({"loss_mask": [[1], [1, 0]]}, r"loss_mask of a document is \[\[1\], \[1, 0\]\], which is no array"),
+    "ragged numbers": ({"advantage": [[1], [1, 0]]}, "'advantage' of a document is .*, which is no array"),
     "parts": ({"loss_mask": [0.5, 1, 1]}, "what counts by parts is weights="),
     "mask": ({"loss_mask": [1, 1]}, r"loss_mask has 2 values for 3 token ids"),
     "weights": ({"weights": [1, 1]}, r"'weights' of a document has shape \(2,\), the document 3 tokens"),
@@ -101,15 +103,37 @@ def test_what_does_not_fit_is_refused(given: dict[str, Any], message: str) -> No
         Document([5, 7, 9], **given)
 
 
-def _mixed(rank: int) -> str:
-    documents = [Document([5, 7, 9], advantage=1.0), Document([1, 2, 3, 4])]
+def test_messages_cut_long_values() -> None:
+    with pytest.raises(DataError) as raised:
+        Document([5] * 500, advantage=["much"] * 500)
+    assert len(str(raised.value)) < 300
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_of_any_floating_type_are_values(dtype: torch.dtype) -> None:
+    values = torch.tensor([0.5, 1.0, -2.0], dtype=dtype, requires_grad=True)
+    document = Document(
+        torch.tensor([5, 7, 9]), loss_mask=torch.tensor([True, False, True]), old=values, weights=values
+    )
+    assert document.token_values(np.arange(3))["old"].tolist() == [0.5, 1.0, -2.0] and document.targets == 1
+
+
+def _mixed(rank: int) -> list[str]:
+    documents, messages = [Document([5, 7, 9], advantage=1.0), Document([1, 2, 3, 4])], list[str]()
     with World(Layout(ranks=2), backend=backend()) as world:
         model = prepare(tiny("qwen3"), world)
-        with pytest.raises(DataError) as raised:
-            run_step(model, plan_fixed((3, 4), world.home, cp=2), documents, world)
-    return str(raised.value)
+        for rows in (10, 2):  # one micro-batch, and one for each document
+            plan = plan_fixed((3, 4), world.home, cp=2, max_tokens_per_slot=rows)
+            assert len(plan.micro_batches) == (1 if rows == 10 else 2)
+            with pytest.raises(DataError) as raised:
+                run_step(model, plan, documents, world)
+            messages.append(str(raised.value))
+        with pytest.raises(PlanError) as refused:
+            run_step(model, plan, [{"input_ids": [5, 7, 9], "labels": [5, 7, 9]}] * 2, world)
+        return [*messages, str(refused.value)]
 
 
 def test_documents_of_a_step_have_the_same_values() -> None:
-    for message in run_ranks(_mixed, 2):
-        assert "document 0 has 'advantage' and document 1 has not" in message
+    for *messages, of_dictionaries in run_ranks(_mixed, 2):
+        assert all("document 0 has 'advantage' and document 1 has not" in message for message in messages)
+        assert "document 0 is a dict of input_ids, labels; give its token ids, or longspan.Document(" in of_dictionaries

@@ -38,14 +38,14 @@ class ControlGroup:
     def _watch(self) -> Watch:
         return self._groups.watch
 
-    def agree(self, digest: str, *, flag: bool = False, what: str = "plans") -> bool:
+    def agree(self, digest: str, *, flag: bool = False, what: str = "plans", hint: str = "") -> bool:
         """Compare a hexadecimal digest over all ranks; returns whether the `flag` is set on any of them.
 
-        Raises CommError that says which ranks hold `what`.
+        Raises CommError that says which ranks hold `what`, and what to do: `hint`.
         """
-        return self.agree_on_flags(digest, flag, what=what)[0]
+        return self.agree_on_flags(digest, flag, what=what, hint=hint)[0]
 
-    def agree_on_flags(self, digest: str, *flags: bool, what: str = "plans") -> tuple[bool, ...]:
+    def agree_on_flags(self, digest: str, *flags: bool, what: str = "plans", hint: str = "") -> tuple[bool, ...]:
         """The same for several flags in one message; as many on each rank."""
         words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
         both = torch.cat([words, ~words, torch.tensor(flags, dtype=torch.int64)])  # max of ~w is ~(min of w)
@@ -57,10 +57,9 @@ class ControlGroup:
         for rank, digest_there in zip(self.home.ranks, self.gather_objects(digest), strict=True):
             ranks_of.setdefault(digest_there, []).append(rank)
         who = "; ".join(f"ranks {short(ranks)} hold {digest_there[:12]}…" for digest_there, ranks in ranks_of.items())
-        raise CommError(
-            f"the ranks hold {len(ranks_of)} different {what} for step {self._watch.step}: {who}. A plan must be "
-            f"made from the same lengths{' and items' if what != 'plans' else ''} and settings on every rank"
-        )
+        items = " and items" if what == "lists of items" else ""
+        hint = hint or f"A plan must be made from the same lengths{items} and settings on every rank"
+        raise CommError(f"the ranks hold {len(ranks_of)} different {what} for step {self._watch.step}: {who}. {hint}")
 
     def gather_objects(self, value: T, what: str = "gather of host values") -> list[T]:
         """Every rank's value, in the order of the home's ranks. For small host data."""
@@ -122,6 +121,13 @@ class ControlGroup:
         with self._watch.during(what, self.home.ranks):
             dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.group)
         return total.numpy()
+
+    def largest_of(self, values: Sequence[float], what: str) -> list[float]:
+        """The largest of all ranks' values, of each of several; as many on each rank."""
+        box = torch.tensor(list(values), dtype=torch.float64)
+        with self._watch.during(what, self.home.ranks):
+            dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self.group)
+        return box.tolist()
 
     def largest(self, value: int) -> int:
         """The largest of all ranks' values."""

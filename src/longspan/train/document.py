@@ -15,8 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
-from longspan.errors import DataError
+from longspan.errors import DataError, shortened
 from longspan.layout.packing import NO_TARGET
 
 Rows = npt.NDArray[np.int64]
@@ -103,15 +104,29 @@ def targets_of(document: Any) -> int:
     return int(document.targets) if isinstance(document, Labelled) else max(len(document) - 1, 0)
 
 
+def _array(name: str, values: Any) -> npt.NDArray[Any]:
+    """What a caller gave as an array on the host: tensors of any device and floating-point type, with a graph too."""
+    if isinstance(values, Tensor):
+        values = values.detach()
+        return (values.double() if values.is_floating_point() else values).cpu().numpy()
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"{name} of a document is {shortened(values)}, which is no array: {error}; give one number, or one for "
+            "each token"
+        ) from error
+
+
 def _integers(name: str, values: Any) -> Rows:
-    array = np.asarray(values)
+    array = _array(name, values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise DataError(f"{name} of a document are {array.dtype} of shape {array.shape}; give integers (n,)")
     return array.astype(np.int64)
 
 
 def _mask(values: Any, length: int) -> npt.NDArray[np.bool_]:
-    array = np.asarray(values)
+    array = _array("loss_mask", values)
     if array.ndim == 1 and len(array) != length:
         raise DataError(f"a loss_mask has {len(array)} values for {length} token ids; give one each")
     if array.ndim != 1 or not np.isin(array, (0, 1)).all():
@@ -124,9 +139,13 @@ def _mask(values: Any, length: int) -> npt.NDArray[np.bool_]:
 
 def _numbers(name: str, value: Any, length: int) -> npt.NDArray[np.float64]:
     try:
-        array = np.asarray(value, dtype=np.float64)
+        array = _array(repr(name), value).astype(np.float64)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{name!r} of a document is {value!r}; give a number, or one for each token") from error
+        if isinstance(error, DataError):
+            raise
+        raise DataError(
+            f"{name!r} of a document is {shortened(value)}; give a number, or one for each token"
+        ) from error
     if array.ndim > 1 or (array.ndim == 1 and len(array) != length):
         raise DataError(
             f"{name!r} of a document has shape {array.shape}, the document {length} tokens; give one number, or one "

@@ -16,7 +16,12 @@ from longspan.model.prepared import vocabulary_size
 from longspan.plan import MicroBatch, Plan
 from longspan.plan.items import ItemTable
 from longspan.train.document import NO_TARGET
-from longspan.train.read_rows import LocalBatch, read_rows
+from longspan.train.read_rows import LocalBatch, NamesOfValues, read_rows
+
+_HINT = (
+    "A plan must be made from the same lengths and settings on every rank, and loss= and divisor= be given on all "
+    "ranks or on none"
+)
 
 
 def padding_batch(plan: Plan, world: World) -> LocalBatch:
@@ -37,7 +42,7 @@ def read_local_batches(
         batches = batches_of(model, plan, documents, world, plan.micro_batches, items)
     except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
         failure = reading_error(error, world)
-    if world.control.agree(plan.digest(), flag=failure is not None):  # a rank has no plan if it cannot read it
+    if world.control.agree(plan.digest(), flag=failure is not None, hint=_HINT):  # it has no plan if it cannot read it
         raise_first_error(world, failure)
     return batches
 
@@ -52,12 +57,12 @@ def batches_of(
 ) -> list[LocalBatch]:
     """Some micro-batches of a plan with this rank's rows, read without the other ranks."""
     reads = not isinstance(model, PipelineModel) or model.reads_tokens
-    batches, vocabulary = list[LocalBatch](), vocabulary_size(model)
+    batches, vocabulary, names = list[LocalBatch](), vocabulary_size(model), NamesOfValues()
     for micro_batch in micro_batches:
         if plan.mode == "free" and not micro_batch.groups_of(world.slot):
             continue  # in lockstep a slot runs all of them, empty ones too
         shard = _with_padding(micro_batch, plan, world)
-        batches.append(read_rows(documents, shard, vocabulary, items) if reads else _padding_rows(shard))
+        batches.append(read_rows(documents, shard, vocabulary, items, names) if reads else _padding_rows(shard))
     return batches
 
 

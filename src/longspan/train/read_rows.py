@@ -47,11 +47,36 @@ def read_inputs_and_labels(
     return batch.ids, batch.labels
 
 
+class NamesOfValues:
+    """The names of the values of the first document that is read, which all others of a step must have as well."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, set[str]] | None = None
+
+    def check(self, document: int, values: Mapping[str, Any]) -> None:
+        """Raise DataError where another document's values have other names; weights may be left out."""
+        names = set(values) - {WEIGHTS}
+        first, others = self._first = self._first or (document, names)
+        for name in sorted(names ^ others):
+            has, lacks = (document, first) if name in names else (first, document)
+            raise DataError(
+                f"document {has} has {name!r} and document {lacks} has not; give the documents of a step the same "
+                "values, 0 where they do not matter"
+            )
+
+
 def read_rows(
-    documents: Any, shard: SequenceShard, vocabulary: int | None = None, items: ItemTable | None = None
+    documents: Any,
+    shard: SequenceShard,
+    vocabulary: int | None = None,
+    items: ItemTable | None = None,
+    names: NamesOfValues | None = None,
 ) -> LocalBatch:
-    """All that a rank needs of its rows of one micro-batch; as `read_inputs_and_labels`, with documents' values."""
-    reader = _Reader(documents, shard.local_rows, vocabulary, items)
+    """All that a rank needs of its rows of one micro-batch; as `read_inputs_and_labels`, with documents' values.
+
+    `names` are shared by the micro-batches of a step.
+    """
+    reader = _Reader(documents, shard.local_rows, vocabulary, items, names or NamesOfValues())
     for part in shard.parts:
         if part.index < 0:
             continue
@@ -83,12 +108,14 @@ def documents_and_positions(shard: SequenceShard) -> tuple[Rows, Rows]:
 class _Reader:
     """Reads runs of documents into arrays over local rows (T,)."""
 
-    def __init__(self, documents: Any, rows: int, vocabulary: int | None, items: ItemTable | None) -> None:
+    def __init__(
+        self, documents: Any, rows: int, vocabulary: int | None, items: ItemTable | None, names: NamesOfValues
+    ) -> None:
         self._documents, self._vocabulary, self._items = documents, vocabulary, items
         self.ids = np.zeros(rows, dtype=np.int64)
         self.labels = np.full(rows, NO_TARGET, dtype=np.int64)
         self.values = dict[str, npt.NDArray[np.float64]]()
-        self._names: tuple[int, set[str]] | None = None  # of the first document's values, and its number
+        self._names = names
 
     def read(self, document: int, start: int, stop: int, row: int, *, last: bool) -> None:
         """Read positions from start to stop of a document into the rows from `row` on."""
@@ -133,14 +160,7 @@ class _Reader:
         """The numbers of a document at these positions. Raises DataError where others have other names."""
         valued = self._documents[document]
         values = valued.token_values(positions) if isinstance(valued, Valued) else {}
-        names = set(values) - {WEIGHTS}
-        first, others = self._names = self._names or (document, names)
-        for name in names ^ others:
-            has, lacks = (document, first) if name in names else (first, document)
-            raise DataError(
-                f"document {has} has {name!r} and document {lacks} has not; give the documents of a step the same "
-                "values, 0 where they do not matter"
-            )
+        self._names.check(document, values)
         for name, numbers in values.items():
             if np.shape(numbers) != positions.shape:
                 raise DataError(

@@ -1,5 +1,6 @@
 """Checks of a step's arguments on the host, on every rank, before the first collective."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -52,9 +53,15 @@ def check_step(
 def _check_documents(plan: Plan, documents: Any, items: ItemTable | None) -> None:
     for document, planned in enumerate(plan.lengths):
         try:
-            length = len(documents[document])
+            held = documents[document]
         except (IndexError, KeyError) as error:
             raise PlanError(f"the plan has {len(plan.lengths)} documents, document {document} was not given") from error
+        if isinstance(held, Mapping):
+            raise PlanError(
+                f"document {document} is a {type(held).__name__} of {', '.join(map(str, held))}; give its token ids, "
+                "or longspan.Document(ids, labels=…) where not every token is a target"
+            )
+        length = len(held)
         if length != planned:
             raise PlanError(
                 f"document {document} has {counted(length, 'token')}, the plan laid out {planned}; plan from the "

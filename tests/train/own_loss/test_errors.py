@@ -11,6 +11,7 @@ from longspan.errors import CommError, DataError, LossError, ModelError
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer
 from tests.model.deep import deep
+from tests.model.lora.adapted import adapted
 from tests.model.stock import VOCABULARY, tiny, weights_of
 from tests.train.own_loss.dense import LENGTHS, documents_of, pair_loss, policy_loss, targets_of
 
@@ -35,6 +36,11 @@ def _sets_that_raise(rank: int) -> Callable[..., Any]:
     return loss
 
 
+def _unlike(rank: int) -> Callable[..., Any]:
+    """A function of documents that is another one on rank 1."""
+    return lambda sums, documents: (1 + 0.01 * rank) * sums.sum()
+
+
 REFUSED: dict[str, tuple[Makes, type[LongspanError], str]] = {  # what is passed on a rank, and what all of them say
     "no function": (lambda rank: {"loss": 3}, LossError, r"loss is 3; give a function of \(log_probs, at\)"),
     "no function of sets": (lambda rank: {"loss": DocumentLoss(3)}, LossError, "the function of a DocumentLoss is 3"),  # type: ignore[arg-type]
@@ -45,6 +51,32 @@ REFUSED: dict[str, tuple[Makes, type[LongspanError], str]] = {  # what is passed
     "a loss on one rank": (lambda rank: {"loss": policy_loss} if rank else {}, CommError, "the ranks hold 2 different"),
     "sets of ranks": (
         lambda rank: {"loss": DocumentLoss(pair_loss, [(0, 1 + rank)])}, CommError, "2 different losses, sets or"
+    ),
+    "a divisor of one rank that is none": (
+        lambda rank: {"divisor": -1 if rank else 3}, LossError, r"divisor is -1; give a positive number.*rank 1"
+    ),
+    "no loss on one rank": (lambda rank: {"loss": 3 if rank else policy_loss}, LossError, "loss is 3; give a function"),
+    "a divisor on one rank": (
+        lambda rank: {"divisor": 3} if rank else {}, CommError, "same sets and divisor=|be given on all ranks"
+    ),
+    "sets of one rank that are none": (
+        lambda rank: {"loss": DocumentLoss(pair_loss, [(0, 8 if rank else 1)])}, LossError, r"\(0, 8\), the plan has"
+    ),
+    "documents in place of sets": (
+        lambda rank: {"loss": DocumentLoss(pair_loss, [0, 1])}, LossError, "set 0 of a DocumentLoss is 0; give"  # type: ignore[list-item]
+    ),
+    "no sets": (lambda rank: {"loss": DocumentLoss(pair_loss, 4)}, LossError, "the sets of a DocumentLoss are 4; give"),  # type: ignore[arg-type]
+    "words in a set": (
+        lambda rank: {"loss": DocumentLoss(pair_loss, [("a", 1)])}, LossError, r"set 0 of .* is \('a', 1\); give"  # type: ignore[list-item]
+    ),
+    "parts of numbers": (
+        lambda rank: {"loss": DocumentLoss(pair_loss, [(0.9, 1)])}, LossError, r"set 0 of .* is \(0.9, 1\); give"  # type: ignore[list-item]
+    ),
+    "another function of sets on one rank, inside a micro-batch": (
+        lambda rank: {"loss": DocumentLoss(_unlike(rank), [(0,)])}, LossError, "gave other losses or derivatives"
+    ),
+    "another function of sets on one rank": (
+        lambda rank: {"loss": DocumentLoss(_unlike(rank))}, LossError, "gave other losses or derivatives on some ranks"
     ),
     "no such document": (
         lambda rank: {"loss": DocumentLoss(pair_loss, [(0, 8)])}, LossError, r"\(0, 8\), the plan has documents 0 to 7"
@@ -84,7 +116,11 @@ def _refusals(rank: int, home: Layout) -> dict[str, tuple[str, str]]:
         optimizer, before = build_optimizer(model, "sgd", lr=0.1), weights_of(model)
         degree = min(2, home.slots)
         plan = plan_fixed(LENGTHS, home, cp=degree, max_tokens_per_slot=48 // degree, targets=targets_of(documents))
+        assert run_step(model, plan, documents, world, divisor=[3, 3.0][rank]).divisor == 3
+        assert run_step(model, plan, documents, world, divisor=torch.tensor([3.0])).divisor == 3  # type: ignore[arg-type]
         for name, (make, _, _) in REFUSED.items():
+            if name.endswith("inside a micro-batch") and home.pp > 1:
+                make = REFUSED["another function of sets on one rank"][0]  # the last stage is one rank
             with pytest.raises(LongspanError) as error:
                 run_step(model, plan, documents, world, optimizer, **make(rank))
             told[name] = type(error.value).__name__, str(error.value)
@@ -125,6 +161,27 @@ def test_dropout_is_refused_where_two_passes_must_agree() -> None:
     for message in run_ranks(_dropout, 2):
         assert "1 set of documents in several micro-batches" in message
         assert "set attention_dropout (0.25) to 0.0" in message
+
+
+def _dropout_of_an_adapter(rank: int, home: Layout) -> list[str]:
+    """A set in one micro-batch makes its logits twice, with dropout of the head's adapter where there is one."""
+    documents, told = documents_of(), list[str]()
+    with World(home, backend=backend(), timeout=60) as world:
+        plan = plan_fixed(LENGTHS, home, cp=1, max_tokens_per_slot=100, targets=targets_of(documents))
+        for adapter in ("embedding and head", "attention"):
+            model = prepare(adapted("llama", adapter, lora_dropout=0.1), world, probe=False).train()
+            run_step(model, plan, documents, world, loss=DocumentLoss(pair_loss), backward=False)
+            try:
+                told.append(str(run_step(model, plan, documents, world, loss=DocumentLoss(pair_loss)).forward_twice))
+            except ModelError as error:
+                told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("home", [Layout(2), Layout(2, pp=2)], ids=["cp 1", "pp 2"])
+def test_dropout_of_an_adapted_head_is_refused(home: Layout) -> None:
+    for message, steps in run_ranks(_dropout_of_an_adapter, 2, home):
+        assert "set lora_dropout (0.1) to 0.0, or leave the head out of the adapter" in message and steps == "0"
 
 
 # ---- one process: what a loss is given

@@ -1,5 +1,6 @@
 """A loss of whole documents: a function of the log-probabilities that a model gives to each document of a set."""
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longspan.errors import LossError
+from longspan.errors import LossError, shortened
 from longspan.plan import Plan
 
 SetFunction = Callable[[Tensor, tuple[int, ...]], Tensor]
@@ -39,20 +40,44 @@ class DocumentLoss:
         count = len(plan.lengths)
         if not callable(self.function):
             raise LossError(
-                f"the function of a DocumentLoss is {self.function!r}; give a function of (sums, documents)"
+                f"the function of a DocumentLoss is {shortened(self.function)}; give a function of (sums, documents)"
             )
         if self.sets is None:
             return (tuple(range(count)),) if count else ()
-        sets = tuple(tuple(int(document) for document in documents) for documents in self.sets)
+        sets = tuple(_numbers(index, documents) for index, documents in enumerate(_listed(self.sets)))
         for index, documents in enumerate(sets):
             if not documents or len(set(documents)) != len(documents):
-                raise LossError(f"set {index} of a DocumentLoss is {documents}; give each document of a set once")
+                raise LossError(
+                    f"set {index} of a DocumentLoss is {shortened(documents)}; give each document of a set once"
+                )
             if min(documents) < 0 or max(documents) >= count:
                 raise LossError(
-                    f"set {index} of a DocumentLoss is {documents}, the plan has documents 0 to {count - 1}; give "
-                    "their numbers in the plan"
+                    f"set {index} of a DocumentLoss is {shortened(documents)}, the plan has documents 0 to "
+                    f"{count - 1}; give their numbers in the plan"
                 )
         return sets
+
+
+def _listed(sets: Any) -> list[Any]:
+    try:
+        return list(sets)
+    except TypeError as error:
+        raise LossError(
+            f"the sets of a DocumentLoss are {shortened(sets)}; give a list of sets: [(0, 1), (2, 3)]"
+        ) from error
+
+
+def _numbers(index: int, documents: Any) -> tuple[int, ...]:
+    """The numbers of a set's documents. Raises LossError for what is no integer."""
+    try:
+        if any(isinstance(document, bool) for document in documents):
+            raise TypeError("a bool is no number of a document")
+        return tuple(operator.index(document) for document in documents)
+    except TypeError as error:
+        raise LossError(
+            f"set {index} of a DocumentLoss is {shortened(documents)}; give the numbers of its documents, as integers: "
+            "sets=[(0, 1), (2, 3)]"
+        ) from error
 
 
 def loss_of_sets(function: SetFunction, sets: Sequence[tuple[int, ...]], sums: Sums) -> tuple[float, Sums]:

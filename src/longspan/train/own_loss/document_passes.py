@@ -10,15 +10,18 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from longspan.comm import World, to_device
-from longspan.errors import counted
+from longspan.comm import World, on_all_ranks, to_device
+from longspan.errors import ModelError, counted
+from longspan.model.adapters import adapter_of, is_adapted
+from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.randomness import refuse_dropout_in_two_passes
 from longspan.plan import Plan
 from longspan.train.loss import Head, chunked_log_probs, chunked_loss
 from longspan.train.own_loss.document_loss import SetFunction, Sums, loss_of_sets
 from longspan.train.own_loss.loss_rows import BatchTargets
+from longspan.train.own_loss.same_on_ranks import SameOnRanks
 from longspan.train.own_loss.token_log_probs import log_probs_of_passes
 from longspan.train.passes import Passes
 from longspan.train.read_rows import LocalBatch
@@ -35,6 +38,7 @@ class DocumentPasses:
     ) -> None:
         self.error: Exception | None = None
         self.forward_twice = 0  # micro-batches that look_ahead runs
+        self._check = SameOnRanks()
         self._function, self._plan, self._world, self._chunk_rows = function, plan, world, chunk_rows
         self._coefficients: Sums = np.zeros(len(plan.lengths))  # of sets that are not in one micro-batch
         self._loss_ahead = 0.0
@@ -53,11 +57,20 @@ class DocumentPasses:
             else:
                 self._across.append(documents)
 
-    def refuse_dropout(self, model: torch.nn.Module) -> None:
-        """Raise ModelError where dropout would make the two forward passes of a set differ."""
+    def refuse_dropout(self, model: nn.Module) -> None:
+        """Raise ModelError where dropout would make the two forward passes of a set differ; entered by all ranks."""
         if self._across:
             sets = counted(len(self._across), "set")
             refuse_dropout_in_two_passes(model, f"{sets} of documents in several micro-batches")
+        adapter = adapter_of(model)
+        rate = adapter.dropout if adapter is not None and self._inside else 0.0
+        if rate and self._world.control.any_rank(_head_is_adapted(model)):
+            raise on_all_ranks(
+                ModelError(
+                    "a DocumentLoss makes the logits of a micro-batch twice, which dropout of the head's adapter would "
+                    f"make differ; set lora_dropout ({rate:g}) to 0.0, or leave the head out of the adapter"
+                )
+            )
 
     def look_ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> None:
         """The coefficients of sets that are not in one micro-batch, from a forward pass; entered by all ranks."""
@@ -95,6 +108,10 @@ class DocumentPasses:
 
         return total + chunked_loss(hidden, targets.targets, slopes_alone, head, self._chunk_rows)
 
+    def difference(self) -> bool:
+        """Whether the function gave other losses or derivatives on some ranks; entered by all."""
+        return self._check.differs(self._world)
+
     def _sets_of(self, batch: LocalBatch) -> list[tuple[int, ...]]:
         groups = batch.shard.micro_batch.groups
         return self._inside.get(self._index[groups[0].documents[0]], []) if groups else []
@@ -102,7 +119,15 @@ class DocumentPasses:
     def _of_sets(self, sets: Sequence[tuple[int, ...]], sums: Sums) -> tuple[float, Sums]:
         if self.error is None:
             try:
-                return loss_of_sets(self._function, sets, sums)
+                loss, coefficients = loss_of_sets(self._function, sets, sums)
+                self._check.add(loss, coefficients, inside=sets is not self._across)
+                return loss, coefficients
             except Exception as error:  # of the caller's function
                 self.error = error
         return 0.0, np.zeros(len(sums))
+
+
+def _head_is_adapted(model: nn.Module) -> bool:
+    stages = [stage.model for stage in model.stages if stage.last] if isinstance(model, PipelineModel) else [model]
+    heads = (stage.get_output_embeddings() for stage in stages if hasattr(stage, "get_output_embeddings"))  # pyright: ignore
+    return any(isinstance(head, nn.Module) and is_adapted(head) for head in heads)
