@@ -17,7 +17,7 @@ from longspan.train.data.documents import Corpus, Manifest
 from longspan.train.data.files import find_files
 from longspan.train.data.left_out import LeftOut
 from longspan.train.data.tokenizer import load_tokenizer
-from longspan.train.read_rows import read_inputs_and_labels
+from longspan.train.reading.read_rows import read_inputs_and_labels
 from tests.train.small import write_texts
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from longspan.train.own_loss.token_log_probs import TokenLogProbs as TokenLogProbs
     from longspan.train.own_loss.token_log_probs import token_log_probs as token_log_probs
     from longspan.train.plans import PlanChoice as PlanChoice
-    from longspan.train.read_rows import read_inputs_and_labels as read_inputs_and_labels
+    from longspan.train.reading.read_rows import read_inputs_and_labels as read_inputs_and_labels
     from longspan.train.step import StepResult as StepResult
     from longspan.train.step import run_step as run_step
 

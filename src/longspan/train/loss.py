@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from longspan.comm import to_device
 from longspan.train.document import NO_TARGET
-from longspan.train.read_rows import WEIGHTS, LocalBatch, target_rows
+from longspan.train.reading.read_rows import WEIGHTS, LocalBatch, target_rows
 
 CHUNK_BYTES = {"cuda": 2 << 30}  # of logits and what is computed from them, at a time
 CHUNK_BYTES_ELSEWHERE = 64 << 20

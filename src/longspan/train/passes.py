@@ -28,9 +28,9 @@ from longspan.model.placement.sharding import (
 from longspan.model.prepared import is_prepared
 from longspan.model.seams.first_pass import awaits_first_pass
 from longspan.plan import Plan
-from longspan.train.local_batch import padding_batch
 from longspan.train.loss import GivenLogits
-from longspan.train.read_rows import LocalBatch
+from longspan.train.reading.local_batch import padding_batch
+from longspan.train.reading.read_rows import LocalBatch
 
 # Of a batch, its last hidden states (T, D) and what makes logits of some of them: the sum of losses, with a gradient
 # where gradients are enabled.

@@ -28,12 +28,12 @@ from longspan.plan import Plan
 from longspan.train.document import NO_TARGET
 from longspan.train.encoding import items_of, read_encoding
 from longspan.train.gradients import check_finite, clip_gradients, square_sum_of_modules
-from longspan.train.local_batch import read_local_batches
 from longspan.train.own_loss.document_loss import DocumentLoss
 from longspan.train.own_loss.step_loss import step_loss
 from longspan.train.own_loss.token_loss import LossFunction
 from longspan.train.passes import Passes, run_passes
-from longspan.train.read_rows import LocalBatch
+from longspan.train.reading.local_batch import read_local_batches
+from longspan.train.reading.read_rows import LocalBatch
 from longspan.train.step_check import check_step, check_update
 
 

@@ -16,7 +16,7 @@ from longspan.model.seams.call_rules import call_rules, refuse_positions
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan import Plan
 from longspan.plan.items import ItemTable
-from longspan.train.targets import targets_of_documents
+from longspan.train.reading.targets import targets_of_documents
 
 
 def check_step(

@@ -66,10 +66,14 @@ MUTATIONS = {
         "parts.append(expand(first, first + segments.stop - segments.start))", SHARED, "LayoutError",
     ),
     "labels in the places of items count": Mutation(
-        "train.read_rows", "np.where(hidden[1:], NO_TARGET, labels.astype(np.int64))", "labels", FAN_IN, "PlanError"
+        "train.reading.read_rows",
+        "np.where(hidden[1:], NO_TARGET, labels.astype(np.int64))",
+        "labels",
+        FAN_IN,
+        "PlanError",
     ),
     "documents' labels are not read": Mutation(
-        "train.read_rows", "isinstance(labelled, Labelled)", "False", LABELLED, "PlanError"
+        "train.reading.read_rows", "isinstance(labelled, Labelled)", "False", LABELLED, "PlanError"
     ),
     "documents' labels in the places of items are counted": Mutation(
         "bridge.item_documents", "int(document.targets) - int((labels != NO_TARGET).sum())", "int(document.targets)",

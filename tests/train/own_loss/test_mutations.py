@@ -56,7 +56,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
     "the loss called on padding": (
         (LOSS, "targets, losses = _any_row(targets), _no_loss", "targets = _any_row(targets)"), "tokens"),
     "the loss called on rows without a label": (
-        ("train.read_rows", "np.flatnonzero(batch.labels != NO_TARGET)", "np.flatnonzero(batch.ids != NO_TARGET)"),
+        ("train.reading.read_rows", "flatnonzero(batch.labels != NO_TARGET)", "flatnonzero(batch.ids != NO_TARGET)"),
         ALL),
     "positions of the token that is predicted": (
         (OWN + "loss_rows", "to_device(self.positions[part]", "to_device(self.positions[part] + 1"), "tokens"),

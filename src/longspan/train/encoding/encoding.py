@@ -20,7 +20,7 @@ from longspan.model.seams.call_rules import call_rules
 from longspan.plan import MicroBatch, Plan
 from longspan.plan.items import EncoderPlanning, ItemTable, NeededBy, plan_items
 from longspan.train.encoding.modality_pass import ModalityPass
-from longspan.train.read_rows import LocalBatch
+from longspan.train.reading.read_rows import LocalBatch
 
 
 def items_of(model: nn.Module, plan: Plan, documents: Any) -> ItemTable | None:

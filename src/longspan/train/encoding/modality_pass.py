@@ -19,7 +19,7 @@ from longspan.model.placement.sharding import gradients_summed_over_slots, repli
 from longspan.plan import Group, MicroBatch
 from longspan.plan.items import ItemTable, ModalityPlan, Wave
 from longspan.train.encoding.random_state import RandomState, random_state_of
-from longspan.train.read_rows import LocalBatch
+from longspan.train.reading.read_rows import LocalBatch
 
 
 class _LocalWave:

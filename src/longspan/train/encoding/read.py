@@ -10,7 +10,7 @@ from longspan.plan import Plan
 from longspan.plan.items import ItemTable
 from longspan.train.encoding.ahead import planned_encoding
 from longspan.train.encoding.encoding import Encoding
-from longspan.train.local_batch import reading_error
+from longspan.train.reading.local_batch import reading_error
 
 
 def read_encoding(

@@ -26,8 +26,8 @@ from longspan.train.evaluation.result import Evaluation
 from longspan.train.evaluation.row_sums import Totals
 from longspan.train.memory.live_bytes import added_peak
 from longspan.train.plans import PlanChoice
+from longspan.train.reading.targets import targets_of_documents
 from longspan.train.step_check import check_step
-from longspan.train.targets import targets_of_documents
 
 
 def evaluate(

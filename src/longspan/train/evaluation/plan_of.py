@@ -13,7 +13,7 @@ from longspan.plan import Plan
 from longspan.train.data.documents import Documents
 from longspan.train.evaluation.passkey.documents import PasskeyDocuments
 from longspan.train.plans import PlanChoice, degrees_to_compare
-from longspan.train.targets import targets_of_documents
+from longspan.train.reading.targets import targets_of_documents
 
 
 def plan_of(choice: PlanChoice, model: nn.Module, documents: Any, home: Layout) -> Plan:

@@ -21,10 +21,10 @@ from longspan.train.encoding import Encoding, items_of
 from longspan.train.evaluation.metrics import check_metrics
 from longspan.train.evaluation.options import EvaluationOptions
 from longspan.train.evaluation.row_sums import RowSums, Totals
-from longspan.train.local_batch import batches_of, reading_error
 from longspan.train.memory.live_bytes import unused_bytes
 from longspan.train.passes import Passes, run_passes
-from longspan.train.read_rows import LocalBatch
+from longspan.train.reading.local_batch import batches_of, reading_error
+from longspan.train.reading.read_rows import LocalBatch
 
 PORTION = 16  # micro-batches of a portion at most, for each pipeline stage
 SHORT_SECONDS = 1.0  # a portion that takes less is followed by larger ones

@@ -13,7 +13,7 @@ from longspan.comm import World, to_device
 from longspan.train.evaluation.metrics import Bucket, Mean, TargetRows, columns_of, pair_of
 from longspan.train.evaluation.options import EvaluationOptions
 from longspan.train.loss import chunks_of_rows, log_probs_of_rows, rows_of_chunk
-from longspan.train.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
+from longspan.train.reading.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
 
 FIRST_EDGE = 128  # positions and lengths below it are one bucket; the others are cut at powers of two
 Rows = npt.NDArray[np.int64]

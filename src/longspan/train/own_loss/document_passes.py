@@ -24,7 +24,7 @@ from longspan.train.own_loss.loss_rows import BatchTargets
 from longspan.train.own_loss.same_on_ranks import SameOnRanks
 from longspan.train.own_loss.token_log_probs import log_probs_of_passes
 from longspan.train.passes import Passes
-from longspan.train.read_rows import LocalBatch
+from longspan.train.reading.read_rows import LocalBatch
 
 
 class DocumentPasses:

@@ -11,7 +11,7 @@ from torch import Tensor
 from longspan.comm import to_device
 from longspan.errors import DataError
 from longspan.train.loss import Targets
-from longspan.train.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
+from longspan.train.reading.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
 
 
 @dataclass(frozen=True, eq=False)

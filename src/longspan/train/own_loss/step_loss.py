@@ -18,7 +18,7 @@ from longspan.train.own_loss.document_loss import DocumentLoss
 from longspan.train.own_loss.document_passes import DocumentPasses
 from longspan.train.own_loss.token_loss import LossFunction, TokenLoss
 from longspan.train.passes import Passes
-from longspan.train.read_rows import LocalBatch
+from longspan.train.reading.read_rows import LocalBatch
 
 Loss = LossFunction | DocumentLoss | None
 

@@ -14,11 +14,11 @@ from longspan.comm import World
 from longspan.model.multimodal.multimodal_model import check_world, language_model_of
 from longspan.plan import Plan
 from longspan.train.encoding import items_of, read_encoding
-from longspan.train.local_batch import read_local_batches
 from longspan.train.loss import CrossEntropy, Head, chunked_log_probs
 from longspan.train.own_loss.loss_rows import BatchTargets
 from longspan.train.passes import Passes, run_passes
-from longspan.train.read_rows import LocalBatch
+from longspan.train.reading.local_batch import read_local_batches
+from longspan.train.reading.read_rows import LocalBatch
 from longspan.train.step_check import check_step
 
 Numbers = npt.NDArray[np.float64]

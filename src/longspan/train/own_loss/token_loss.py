@@ -21,7 +21,7 @@ from torch import Tensor
 from longspan.errors import LossError
 from longspan.train.loss import Head, chunked_loss
 from longspan.train.own_loss.loss_rows import BatchTargets, LossRows
-from longspan.train.read_rows import LocalBatch
+from longspan.train.reading.read_rows import LocalBatch
 
 LossFunction = Callable[[Tensor, LossRows], Tensor]
 

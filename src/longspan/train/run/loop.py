@@ -26,6 +26,7 @@ from longspan.train.json_record import as_json
 from longspan.train.loggers.run_loggers import logger_classes
 from longspan.train.memory.live_bytes import peak_memory_bytes
 from longspan.train.plans import plans_of_steps
+from longspan.train.reading.targets import with_targets_of
 from longspan.train.run.config_check import check_config
 from longspan.train.run.due_evaluations import Evaluations, Final, save_plan
 from longspan.train.run.lock import run_lock
@@ -38,7 +39,6 @@ from longspan.train.run.saves import Saves
 from longspan.train.run.setup import TrainingRun, set_up
 from longspan.train.run.stop_signal import StopSignal, received_signal
 from longspan.train.run.warm_up_run import warm_up_run
-from longspan.train.targets import with_targets_of
 
 
 def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainResult:

@@ -16,7 +16,7 @@ from longspan.model.prepared import vocabulary_size
 from longspan.plan import MicroBatch, Plan
 from longspan.plan.items import ItemTable
 from longspan.train.document import NO_TARGET
-from longspan.train.read_rows import LocalBatch, NamesOfValues, read_rows
+from longspan.train.reading.read_rows import LocalBatch, NamesOfValues, read_rows
 
 _HINT = (
     "A plan must be made from the same lengths and settings on every rank, and loss= and divisor= be given on all "
