@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import uuid
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,12 @@ from longspan.train.run.records.metrics_log import MetricsLog, read_metrics
 FULL = r"No space left on device \([\d,]+ bytes are free\); make room there and start the same command again"
 
 
-def test_a_whole_file_on_a_full_disk_leaves_the_older_one(tmp_path: Path) -> None:
+def test_a_whole_file_on_a_full_disk_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.toml"
     write_atomically(path, "old")
-    (tmp_path / "config.toml.partial").symlink_to("/dev/full")
+    name = uuid.uuid4()
+    monkeypatch.setattr(uuid, "uuid4", lambda: name)
+    (tmp_path / f"config.toml.partial-{name.hex[:8]}").symlink_to("/dev/full")
     with pytest.raises(OSError) as error:
         write_atomically(path, "new")
     assert re.match(f"{path}: {FULL}", os_error_text(error.value))

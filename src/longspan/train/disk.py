@@ -6,6 +6,7 @@ The system's own error of a failed write carries no file's name; `naming_file` a
 import errno
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,8 +52,8 @@ def write_durably(path: Path, text: str, *, named: Path | None = None) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that it is there in full or not at all."""
-    partial = path.with_name(path.name + ".partial")
+    """Write a file so that it is there in full or not at all, also where several processes write it at once."""
+    partial = path.with_name(f"{path.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
         write_durably(partial, text, named=path)
     except OSError:

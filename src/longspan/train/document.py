@@ -15,7 +15,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from longspan.errors import DataError, shortened
 from longspan.layout.packing import NO_TARGET
@@ -106,7 +105,7 @@ def targets_of(document: Any) -> int:
 
 def _array(name: str, values: Any) -> npt.NDArray[Any]:
     """What a caller gave as an array on the host: tensors of any device and floating-point type, with a graph too."""
-    if isinstance(values, Tensor):
+    if hasattr(values, "detach"):  # a tensor, known by what it can do: help texts are printed without torch
         values = values.detach()
         return (values.double() if values.is_floating_point() else values).cpu().numpy()
     try:
