@@ -1,4 +1,4 @@
-"""Decoder layers of a model: finding them, counting those of stages, and what stands in for those elsewhere."""
+"""The base model and its decoder layers: finding them, counting those of stages, what stands in for those elsewhere."""
 
 from typing import Any
 
@@ -40,6 +40,27 @@ class Absent(nn.Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The first input as it is."""
         return x
+
+
+def base_name(model: PreTrainedModel) -> str:
+    """Where the base model is: the attribute that transformers names, or the only model inside; "" where there is none.
+
+    Llama4ForCausalLM keeps its base model at `model` and says "language_model".
+    """
+    if model.base_model is not model:
+        return model.base_model_prefix
+    inside = [name for name, child in model.named_children() if isinstance(child, PreTrainedModel)]
+    return inside[0] if len(inside) == 1 else ""
+
+
+def base_of(model: PreTrainedModel) -> Any:
+    """The model below the output embedding, from token ids to the last hidden states; the model itself where it is one.
+
+    >>> base_of(Llama4ForCausalLM(config))  # doctest: +SKIP
+    Llama4TextModel(...)
+    """
+    name = base_name(model)
+    return getattr(model, name) if name else model
 
 
 def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:

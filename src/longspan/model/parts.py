@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.layers import Absent
+from longspan.model.layers import Absent, base_name, base_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def parts_of(model: PreTrainedModel) -> Parts:
 
     Raises ModelError for a model that has neither, or that keeps parameters elsewhere in its base model.
     """
-    base, name = model.base_model, type(model).__name__
+    base, name = base_of(model), type(model).__name__
     order: list[str] = [*(getattr(model.config, "base_model_pp_plan", None) or ("embed_tokens", "layers", "norm"))]
     lists = [part for part in order if isinstance(getattr(base, part, None), nn.ModuleList)]
     if base is model or len(lists) != 1 or any(not isinstance(getattr(base, part, None), nn.Module) for part in order):
@@ -63,12 +63,10 @@ def trace_parts(model: PreTrainedModel, parts: Parts) -> tuple[list[PartCall], b
     Returns the calls of its parts, and whether the hidden states came out bit by bit as they went in; on the meta
     device, whether they came out in their shape.
     """
-    bare, hidden = (
-        shallow_copy(model, parts, range(0), first=False, last=False).base_model,
-        model.config.get_text_config(),
-    )
+    bare = base_of(shallow_copy(model, parts, range(0), first=False, last=False))
+    size = model.config.get_text_config().hidden_size
     device = next((buffer.device for buffer in bare.buffers()), torch.device("cpu"))  # of the rotary frequencies
-    x = torch.linspace(-1, 1, 2 * hidden.hidden_size, device=device).view(1, 2, hidden.hidden_size).requires_grad_()
+    x = torch.linspace(-1, 1, 2 * size, device=device).view(1, 2, size).requires_grad_()
     returned, calls = [x], list[PartCall]()
 
     def note(part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
@@ -98,8 +96,8 @@ def shallow_copy(model: PreTrainedModel, parts: Parts, layers: range, *, first: 
     """The model with stand-ins for what this stage does not hold; modules without parameters are copied."""
     tied = is_tied(model)
     stage = shallow_module(model)
-    base = shallow_module(model.base_model)
-    stage._modules[model.base_model_prefix] = base
+    base = shallow_module(base_of(model))
+    stage._modules[base_name(model)] = base
     here = dict.fromkeys(parts.before, first or (tied and last)) | dict.fromkeys(parts.after, last)
     for name, module in base.named_children():
         if name == parts.layers:
@@ -110,7 +108,7 @@ def shallow_copy(model: PreTrainedModel, parts: Parts, layers: range, *, first: 
             base._modules[name] = copy.deepcopy(module)  # rotary embeddings: buffers alone
     if not (last or (tied and first)):
         for name, _ in list(model.named_children()):
-            if name != model.base_model_prefix:
+            if name != base_name(model):
                 stage._modules[name] = Absent()
     return stage
 

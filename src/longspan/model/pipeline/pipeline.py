@@ -19,7 +19,7 @@ from longspan.comm import SequenceShard, World, world_of
 from longspan.comm.failure.watch import is_backend_error
 from longspan.errors import ModelError
 from longspan.model.experts.moe import router_sizes
-from longspan.model.layers import Absent, layers_of_stages
+from longspan.model.layers import Absent, base_of, layers_of_stages
 from longspan.model.parts import Parts, parts_of
 from longspan.model.pipeline.schedules import ScheduledStage, make_schedule
 from longspan.model.pipeline.settings import PipelineSettings
@@ -79,7 +79,7 @@ class PipelineModel(nn.Module):
         memo = set[nn.Module]() if memo is None else memo
         yield from super().named_modules(memo, prefix, remove_duplicate)
         for stage in self.stages:
-            for name, module in (("", stage), (".model", stage.model), (".base_model", stage.model.base_model)):
+            for name, module in (("", stage), (".model", stage.model), (".base_model", base_of(stage.model))):
                 if module not in memo:
                     memo.add(module)
                     yield f"{prefix}{'.' if prefix else ''}stages.{stage.index}{name}", module
@@ -182,7 +182,7 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: Pip
     Raises ModelError or PlanError, before anything is changed, for what would not be exact or not fit.
     """
     parts = parts_of(model)
-    layers = layers_of_stages(len(getattr(model.base_model, parts.layers)), pipeline_settings.stages)
+    layers = layers_of_stages(len(getattr(base_of(model), parts.layers)), pipeline_settings.stages)
     refuse_inexact(model, parts)
     refuse_shared_over_stages(model, parts, layers)
     return cut(model, parts, layers, pipeline_settings.stages_at(world.coordinates.pp))
@@ -193,7 +193,7 @@ def refuse_shared_over_stages(model: PreTrainedModel, parts: Parts, layers: Sequ
 
     `layers` are those of each stage. Parts of one stage may share; an embedding tied to the head is kept equal.
     """
-    base, owner = model.base_model, dict[int, tuple[str, int]]()
+    base, owner = base_of(model), dict[int, tuple[str, int]]()
     before = [part for part in parts.before if getattr(base, part) is not model.get_input_embeddings()]
     inside = [(f"{parts.layers}.{i}", stage) for stage, indices in enumerate(layers) for i in indices]
     after = [(part, len(layers) - 1) for part in parts.after]
@@ -231,7 +231,7 @@ def _origin(error: BaseException) -> BaseException | None:
 
 def _shared(model: PreTrainedModel) -> set[nn.Module]:
     """The modules of a stage's copy that every stage has a copy of: its base model and its list of layers."""
-    base = model.base_model
+    base = base_of(model)
     return {base, getattr(base, parts_of(model).layers)}
 
 

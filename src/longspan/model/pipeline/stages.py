@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
+from longspan.model.layers import base_of
 from longspan.model.parts import Parts, is_tied, shallow_copy, shallow_module, trace_parts
 
 MakeOutput = Callable[[nn.Module, Mapping[str, Any]], Tensor]
@@ -65,7 +66,7 @@ class Stage(nn.Module):
         inputs |= stage_input.keywords
         if self.last:
             return stage_input.make_output(self.model, inputs)
-        return self.model.base_model(**inputs).last_hidden_state
+        return base_of(self.model)(**inputs).last_hidden_state
 
 
 def refuse_inexact(model: PreTrainedModel, parts: Parts) -> None:
@@ -98,7 +99,7 @@ def refuse_inexact(model: PreTrainedModel, parts: Parts) -> None:
 
 def _order(model: PreTrainedModel, parts: Parts) -> list[str]:
     """The parts that hidden states go through, in order: not the embedding, which token ids go through."""
-    base = model.base_model
+    base = base_of(model)
     before = [part for part in parts.before if getattr(base, part) is not model.get_input_embeddings()]
     layers = [f"{parts.layers}.{i}" for i in range(len(getattr(base, parts.layers)))]
     return [*before, *layers, *parts.after]

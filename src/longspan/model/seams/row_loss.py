@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.model.layers import base_name, base_of
 from longspan.model.seams.probe import Probe, run_on_meta
 
 RowLoss = Callable[[Tensor, "OutputHead"], Tensor]
@@ -57,7 +58,7 @@ def add_row_loss(model: PreTrainedModel, *, probe: bool = True) -> None:
     def with_row_loss(*args: Any, row_loss: RowLoss | None = None, **kwargs: Any) -> Any:
         if row_loss is None:
             return forward(model, *args, **kwargs)
-        hidden = model.base_model(*args, **kwargs).last_hidden_state.squeeze(0)  # (T, D)
+        hidden = base_of(model)(*args, **kwargs).last_hidden_state.squeeze(0)  # (T, D)
         return row_loss(hidden, OutputHead(model, forward))
 
     model.forward = with_row_loss
@@ -67,9 +68,9 @@ def add_row_loss(model: PreTrainedModel, *, probe: bool = True) -> None:
 
 def _check(model: PreTrainedModel) -> None:
     name, head = type(model).__name__, model.get_output_embeddings()
-    if head is None or model.base_model is model:
+    if head is None or base_of(model) is model:
         raise ModelError(f"{name} has no output embedding over a base model; use a causal language model")
-    known = {id(p) for module in (model.base_model, head) for p in module.parameters()}
+    known = {id(p) for module in (base_of(model), head) for p in module.parameters()}
     if beside := [n for n, p in model.named_parameters() if id(p) not in known]:
         raise ModelError(
             f"{name} has parameters beside its base model and its output embedding ({', '.join(beside[:4])}); its loss "
@@ -108,7 +109,7 @@ class _AfterBase:
         self._model, self._hidden = model, hidden
 
     def __getattr__(self, name: str) -> Any:
-        if name == self._model.base_model_prefix:
+        if name == base_name(self._model):
             return lambda *_, **__: _BaseOutput(self._hidden)
         return getattr(self._model, name)
 

@@ -19,7 +19,7 @@ from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_copy, tp_gather, tp_split
 from longspan.errors import ModelError
 from longspan.model.adapters import is_adapted
-from longspan.model.layers import Absent, decoder_layers
+from longspan.model.layers import Absent, base_of, decoder_layers
 from longspan.model.local_tensors import local_tensor
 from longspan.model.parts import Parts, trace_parts
 from longspan.model.tensor_parallel.adapted import refuse_adapter, split_adapted
@@ -184,10 +184,10 @@ def _regions(name: str, layer: nn.Module, placed: list[Placed]) -> tuple[list[nn
 
 
 def _final_norm(model: PreTrainedModel) -> nn.Module:
-    norm = getattr(model.base_model, "norm", None)
+    norm = getattr(base_of(model), "norm", None)
     if not isinstance(norm, nn.Module):
         raise ModelError(
-            f"{type(model.base_model).__name__} has no module `norm` after its layers, where sequence-parallel rows "
+            f"{type(base_of(model)).__name__} has no module `norm` after its layers, where sequence-parallel rows "
             "are gathered; use sequence_parallel=False"
         )
     return norm
@@ -195,7 +195,7 @@ def _final_norm(model: PreTrainedModel) -> nn.Module:
 
 def _refuse_other_rows(model: PreTrainedModel) -> None:
     """Raise ModelError where rows would not be parts from the embedding to the last layer and whole after the norm."""
-    base, name = model.base_model, type(model).__name__
+    base, name = base_of(model), type(model).__name__
     embedding = next(child for child, module in base.named_children() if module is model.get_input_embeddings())
     layers = next(child for child, _ in base.named_children() if isinstance(base.get_submodule(child), nn.ModuleList))
     parts = Parts((embedding,), layers, ("norm",))

@@ -1,0 +1,26 @@
+"""The base model of a causal language model, whatever its class says of where it is."""
+
+import pytest
+import torch
+import transformers
+
+from longspan.model.layers import base_name, base_of
+from tests.model.stock import SIZES
+from tests.model.test_refusals import build
+
+
+@pytest.mark.parametrize(
+    ("config_class", "values", "name"),
+    [("LlamaConfig", {}, "model"), ("GPT2Config", {}, "transformer"), ("Llama4TextConfig", {}, "model")],
+)
+def test_base_models(config_class: str, values: dict[str, int], name: str) -> None:
+    model = build(config_class, **values)
+    assert base_name(model) == name
+    assert base_of(model) is model.get_submodule(name)
+    assert base_of(base_of(model)) is base_of(model) and base_name(base_of(model)) == ""
+
+
+def test_a_model_without_a_head_is_its_own_base_model() -> None:
+    with torch.device("meta"):
+        model = transformers.LlamaModel(transformers.LlamaConfig(**SIZES))
+    assert base_of(model) is model
