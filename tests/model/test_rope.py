@@ -13,6 +13,7 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
@@ -99,6 +100,13 @@ def test_stock_transformers_reads_a_scaled_configuration_back(kind: str, tmp_pat
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 48,
+    "long_factor": [2.0] * 48,
+    "original_max_position_embeddings": 4096,
+}
 LIMITS: list[tuple[PreTrainedConfig, int | None]] = [
     (_config(), 16),
     (LlamaConfig(max_position_embeddings=131072, rope_parameters=dict(LLAMA3)), 131072),
@@ -107,6 +115,8 @@ LIMITS: list[tuple[PreTrainedConfig, int | None]] = [
         131072,
     ),
     (LlamaConfig(max_position_embeddings=4096, rope_parameters=dict(LINEAR)), 16384),
+    (LlamaConfig(max_position_embeddings=4096, rope_parameters=LINEAR | {"rope_type": "dynamic"}), 16384),
+    (Phi3Config(max_position_embeddings=131072, rope_parameters=dict(LONGROPE)), 131072),
     (Gemma3TextConfig(max_position_embeddings=1024), 1024),
     (GPT2Config(n_positions=512), 512),
 ]

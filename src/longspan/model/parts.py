@@ -57,11 +57,11 @@ class PartCall(NamedTuple):
     reads_more: bool
 
 
-def trace_parts(model: PreTrainedModel, parts: Parts) -> tuple[list[PartCall], bool]:
+def trace_parts(model: PreTrainedModel, parts: Parts, **more: Any) -> tuple[list[PartCall], bool]:
     """Run a base model's own forward on two rows of hidden states, with a stand-in for each part that hands them on.
 
-    Returns the calls of its parts, and whether the hidden states came out bit by bit as they went in; on the meta
-    device, whether they came out in their shape.
+    `more` are keyword arguments of the forward. Returns the calls of its parts, and whether the hidden states came out
+    bit by bit as they went in; on the meta device, whether they came out in their shape.
     """
     bare = base_of(shallow_copy(model, parts, range(0), first=False, last=False))
     size = model.config.get_text_config().hidden_size
@@ -78,7 +78,8 @@ def trace_parts(model: PreTrainedModel, parts: Parts) -> tuple[list[PartCall], b
         if isinstance(module, Absent):
             module.register_forward_hook(partial(note, name), with_kwargs=True)
     with torch.enable_grad():
-        out = bare(inputs_embeds=x, position_ids=torch.arange(2, device=device)[None], use_cache=False)[0]
+        positions = torch.arange(2, device=device)[None]
+        out = bare(inputs_embeds=x, position_ids=positions, use_cache=False, **more)[0]
         equal = out.shape == x.shape and (device.type == "meta" or torch.equal(out, x))
         return calls, equal and not _depend([out], returned[:-1])
 

@@ -31,6 +31,7 @@ from longspan.model.seams.fused_norms import fuse_norms
 from longspan.model.seams.probe import check_kernel, probe_model
 from longspan.model.seams.randomness import random_draws
 from longspan.model.seams.refusals import guard, refuse_unsupported
+from longspan.model.seams.rope_by_length import choose_frequencies_by_document
 from longspan.model.seams.row_loss import add_row_loss
 from longspan.model.weights.fill import take_weights_to_come
 
@@ -145,6 +146,7 @@ def _check(
 def _connect(model: PreTrainedModel, placement: Placement, kernel: str | None, *, probe: bool) -> Execution:
     """Have the model's attention, experts and head call this package; a forward pass on the meta device shows it."""
     model.set_attn_implementation(IMPLEMENTATION)
+    choose_frequencies_by_document(model)
     use_experts(model)
     calls = probe_model(model) if probe else ()
     dtype = placement.dtype_of(model)

@@ -1,7 +1,7 @@
 """How long a document a rotary model knows, and the scaling of its rotary frequencies that makes it know longer ones.
 
-Tables of learnt positions are `seams/positions.py`'s business. Rope types that choose their frequencies by the longest
-position of a batch ("dynamic", "longrope") are refused in `seams/refusals.py`: ranks would differ.
+Tables of learnt positions are `seams/call_rules.py`'s business. Rope types that choose frequencies by a document's
+length ("dynamic", "longrope") are in `seams/rope_by_length.py`.
 """
 
 import math
@@ -21,14 +21,14 @@ def position_limit(config: PreTrainedConfig) -> int | None:
     """The longest document that a configuration stands for, its own scaling included; None where it names no limit.
 
     llama3 and longrope scale up to `max_position_embeddings`, yarn to `original_max_position_embeddings` x `factor`
-    where that is more, linear to `max_position_embeddings` x `factor`, as inference engines read them.
+    where that is more, linear and dynamic to `max_position_embeddings` x `factor`, as inference engines read them.
     """
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(limit, int):
         return None
     rope = _flat_parameters(config) or {}
     kind, factor = rope.get("rope_type", "default"), rope.get("factor") or 1.0
-    if kind == "linear":
+    if kind in ("linear", "dynamic"):
         return int(limit * factor)
     if kind == "yarn":
         return max(limit, int(rope.get("original_max_position_embeddings", limit) * factor))

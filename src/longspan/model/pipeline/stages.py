@@ -16,6 +16,7 @@ from longspan.comm import SequenceShard
 from longspan.errors import ModelError
 from longspan.model.layers import base_of
 from longspan.model.parts import Parts, is_tied, shallow_copy, shallow_module, trace_parts
+from longspan.model.seams.probe import Probe
 
 MakeOutput = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
@@ -76,7 +77,7 @@ def refuse_inexact(model: PreTrainedModel, parts: Parts) -> None:
     returned and on nothing else that hidden states go into; and hidden states must come out bit by bit as they went in.
     Gemma's and Granite's forwards scale their embeddings there, which every stage would do again.
     """
-    calls, unchanged = trace_parts(model, parts)
+    calls, unchanged = trace_parts(model, parts, shard=Probe())
     name, order, called = type(model).__name__, _order(model, parts), [call.part for call in calls]
     if wrong := [part for part in order if called.count(part) != 1]:
         raise ModelError(

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.model.seams.rope_by_length import is_by_length
 from longspan.plan.cost.model_shape import read_experts
 
 _EXPERT_FAMILIES = ("qwen3_moe", "gpt_oss", "mixtral", "olmoe", "deepseek_v3")  # shown exact by tests/model/test_moe.py
@@ -65,18 +66,14 @@ def _temperature(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _rope(model: PreTrainedModel) -> Iterator[str]:
-    """Rope types that look at the longest position that this rank holds would differ between ranks."""
-    types = {kind for config in (model.config, *_rotary_modules(model)) for kind in _rope_types(config)}
-    for kind in sorted(types):
-        if "dynamic" in kind or kind == "longrope":
-            yield (
-                f"rope type {kind!r} picks its frequencies by the longest position in the batch, which differs "
-                "between ranks; use default, linear, llama3 or yarn"
-            )
-
-
-def _rotary_modules(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if hasattr(module, "rope_type")]
+    """Frequencies by the longest position of a call are chosen document by document where a module says its type."""
+    if any(hasattr(module, "rope_type") for module in model.modules()):
+        return
+    for kind in sorted(filter(is_by_length, _rope_types(model.config))):
+        yield (
+            f"rope type {kind!r} chooses frequencies by the longest position of a call, and no module of the model has "
+            "a rope_type that says where; use default, linear, llama3 or yarn"
+        )
 
 
 def _rope_types(owner: object) -> set[str]:

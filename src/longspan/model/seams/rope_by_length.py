@@ -1,0 +1,142 @@
+"""Rotary frequencies that depend on a document's length, chosen for each document by its own.
+
+transformers' "longrope" (Phi-3, Phi-4-mini, MiniCPM3: short or long factors) and "dynamic" (NTK) rotary modules read
+the longest position of a call, which over packed and sharded rows is one of other documents, and another on every rank.
+Here such a module is asked for each length on its own, with one more row at that document's last position: so it sees
+what it would see of the document alone, wherever its rows are. Which rows are of which length is in the shard.
+
+A rotary module also keeps the frequencies of the longest document that it met ("dynamic" those of the length at which
+it grew last). The reference is a fresh model for each document; a copy that is as new is asked, and nothing is kept.
+
+The shard comes from the module that calls the rotary one, by a hook: that is the base model, or a layer, which in
+recomputation gets it again.
+"""
+
+import copy
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from longspan.comm import SequenceShard, to_device
+from longspan.errors import ModelError
+from longspan.layout.segments import Rows, expand
+from longspan.model.seams.probe import Probe
+
+_CALL = "_shard_of_call"
+
+
+def choose_frequencies_by_document(model: nn.Module) -> None:
+    """Have every rotary module whose frequencies depend on a length see every document alone."""
+    for parent in model.modules():
+        rotary_modules = [child for child in parent.children() if kinds_by_length(child)]
+        for rotary in rotary_modules:
+            rotary.forward = MethodType(_forward, rotary)
+        if rotary_modules:
+            parent.register_forward_pre_hook(_note_shard, with_kwargs=True)
+            parent.register_forward_hook(_forget_shard, always_call=True)
+
+
+def kinds_by_length(rotary: nn.Module) -> set[str]:
+    """The rope types of a rotary module that choose frequencies by a length; none for other modules."""
+    kind = getattr(rotary, "rope_type", None)
+    kinds = kind.values() if isinstance(kind, dict) else [kind]
+    return {name for name in kinds if isinstance(name, str) and is_by_length(name)}
+
+
+def is_by_length(kind: str) -> bool:
+    """Whether frequencies of this rope type depend on the longest position of a call."""
+    return "dynamic" in kind or kind == "longrope"
+
+
+def _note_shard(parent: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    for child in parent.children():
+        if kinds_by_length(child):
+            child.__dict__[_CALL] = kwargs.get("shard")
+
+
+def _forget_shard(parent: nn.Module, args: object, out: object) -> None:
+    for child in parent.children():
+        child.__dict__.pop(_CALL, None)
+
+
+def _forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+    """What the rotary module's class returns for position_ids (1, T), each row by its own document's length."""
+    shard = rotary.__dict__.get(_CALL)
+    kind: Any = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]  # pyright: ignore[reportIndexIssue, reportArgumentType]
+    if isinstance(shard, Probe) or not is_by_length(kind):
+        new: Any = _as_new(rotary)
+        new.rope_type = "default" if layer_type is None else {layer_type: "default"}  # reads no positions
+        return new(x, position_ids, **_named(layer_type))
+    if not isinstance(shard, SequenceShard) or position_ids.shape != (1, shard.local_rows):
+        got = "no shard" if not isinstance(shard, SequenceShard) else f"position_ids of {tuple(position_ids.shape)}"
+        raise ModelError(
+            f"{type(rotary).__name__} chooses {kind!r} frequencies by a document's length and got {got}: the module "
+            "that calls it must get shard= and hand on position_ids of one packed row; use another rope type"
+        )
+    positions = position_ids.masked_fill(shard.rows < 0, 0)  # rows of padding say nothing of a document's length
+    rows_by_length = _rows_by_length(shard, rotary, kind, layer_type)
+    parts = [_of_length(rotary, layer_type, x, positions, *item) for item in rows_by_length.items()]
+    order = np.concatenate(list(rows_by_length.values()))
+    if len(parts) == 1:
+        return parts[0]
+    place = to_device(np.argsort(order), x.device)
+    leaves, structure = zip(*map(tree_flatten, parts), strict=True)
+    joined = [torch.cat(of_part, dim=1).index_select(1, place) for of_part in zip(*leaves, strict=True)]
+    return tree_unflatten(joined, structure[0])
+
+
+def _rows_by_length(shard: SequenceShard, rotary: nn.Module, kind: str, layer_type: str | None) -> dict[int, Rows]:
+    """The local rows of the documents of each length; lengths that give the same frequencies count as one."""
+    rows: dict[int, list[Rows]] = {}
+    for part in shard.parts:
+        segments = part.segments()
+        lengths = np.asarray(part.group.lengths, dtype=np.int64)[segments.document]
+        lengths = _representative(rotary, kind, layer_type, lengths)
+        first = part.start + segments.offset
+        for length in np.unique(lengths).tolist():
+            here = lengths == length
+            rows.setdefault(length, []).append(expand(first[here], (first + segments.stop - segments.start)[here]))
+    return {length: np.concatenate(of_length) for length, of_length in rows.items()}
+
+
+def _representative(rotary: nn.Module, kind: str, layer_type: str | None, lengths: Rows) -> Rows:
+    """For each length one that gives the same frequencies: longrope has two kinds, dynamic one up to a limit."""
+    owner: Any = rotary
+    if kind == "longrope":
+        parameters = owner.config.rope_parameters
+        limit = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
+        return np.where(lengths > limit, limit + 1, limit)
+    return np.maximum(lengths, owner.original_max_seq_len)
+
+
+def _of_length(rotary: nn.Module, layer_type: str | None, x: Tensor, positions: Tensor, length: int, rows: Rows) -> Any:
+    """What a new module returns for some rows of documents of one length: tensors (1, rows, …)."""
+    here = positions if len(rows) == positions.shape[1] else positions[:, to_device(rows, positions.device)]
+    with_last = torch.cat([here, here.new_full((1, 1), length - 1)], dim=1)
+    return tree_map(lambda out: out[:, :-1], _as_new(rotary)(x, with_last, **_named(layer_type)))
+
+
+def _as_new(rotary: nn.Module) -> nn.Module:
+    """A copy with the frequencies that the module was made with, which changes nothing of the module."""
+    new: Any = copy.copy(rotary)
+    del new.__dict__["forward"]
+    buffers = {name: None if x is None else x.clone() for name, x in rotary.named_buffers(recurse=False)}
+    for name in buffers:
+        prefix = name.removesuffix("inv_freq")
+        original = getattr(rotary, f"{prefix}original_inv_freq", None)
+        if name.endswith("inv_freq") and isinstance(original, Tensor):
+            buffers[name] = original.clone()
+    new.__dict__["_buffers"] = buffers
+    for name in vars(rotary):
+        if name.endswith("max_seq_len_cached"):
+            setattr(new, name, new.original_max_seq_len)
+    return new
+
+
+def _named(layer_type: str | None) -> dict[str, str]:
+    return {} if layer_type is None else {"layer_type": layer_type}
