@@ -1,0 +1,195 @@
+"""Ways to run a model that a proof compares with the stock model, and the plan of each; integers and names, no torch.
+
+>>> [case.name for case in cases_named("basic", ranks=3)][:2]
+['float64, cp 2, p2p', 'float64, cp 3, p2p']
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from longspan.errors import ConfigError, LayoutError
+from longspan.layout import Layout
+from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
+
+LENGTHS = (13, 1, 30, 7, 2, 18, 96, 41)  # ragged, some shorter than twice the degree, one without a target
+DTypeName = Literal["float64", "float32", "bfloat16"]
+CaseSet = Literal["basic", "whole"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run a model: a step under this plan, or with `evaluation` a loss of this plan after training's.
+
+    `plan`: "one" micro-batch whose groups have `cp` slots (the last has what remains); "several", with groups of
+    different degrees, a slot in two groups, idle slots and a dummy; "dynamic", as `plan_dynamic` makes it.
+    `sizes` are those of a2a+p2p. `router_losses` adds the balance and z losses of routers.
+    """
+
+    dtype: DTypeName = "float64"
+    cp: int = 1
+    cp_comm_type: str = "p2p"
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    recompute: Literal["none", "full", "selective"] = "none"
+    plan: Literal["one", "several", "dynamic"] = "one"
+    sizes: tuple[int, int] | None = None
+    sequence_parallel: bool = False
+    router_losses: bool = False
+    evaluation: bool = False
+
+    @property
+    def name(self) -> str:
+        """The case as tables and messages write it; what is as usual is left out."""
+        degrees = [f"{key} {getattr(self, key)}" for key in ("tp", "pp", "ep") if getattr(self, key) > 1]
+        cp = {"one": f"cp {self.cp}", "several": f"several micro-batches, cp 1 to {self.cp}", "dynamic": "dynamic plan"}
+        kind = self.cp_comm_type + (f" {self.sizes}" if self.sizes else "")
+        more = {
+            "sequence parallel": self.sequence_parallel,
+            f"{self.recompute} recomputation": self.recompute != "none",
+            "router losses": self.router_losses,
+            "evaluation": self.evaluation,
+        }
+        return ", ".join([self.dtype, *degrees, cp[self.plan], kind, *(text for text, there in more.items() if there)])
+
+    @property
+    def basic(self) -> bool:
+        """Whether a model that is refused in this case is refused as such: none of its sizes is in the way."""
+        plain = max(self.tp, self.pp, self.ep) == 1 and not self.router_losses
+        return plain and self.cp_comm_type in ("p2p", "all_gather")
+
+    def home(self, ranks: int) -> Layout:
+        """The home of this case over as many of the ranks as it divides. Raises LayoutError where they are too few."""
+        unit = self.tp * self.pp * self.ep
+        if ranks < unit:
+            raise LayoutError(
+                f"tp {self.tp} x pp {self.pp} x ep {self.ep} need {unit} ranks, and there are {ranks}; "
+                f"use --world {unit}"
+            )
+        return Layout(ranks // unit * unit, tp=self.tp, pp=self.pp, ep=self.ep)
+
+
+def cases_named(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
+    """The cases of a set, over so many ranks: the exact type first, then the others.
+
+    "basic": FSDP2 at degrees 2 and 3 under p2p, all_gather and full recomputation at 2, and a step of several
+    micro-batches. "whole": every degree and type, tp, pp, ep, losses of routers, evaluation at another degree and a
+    dynamic plan. Raises ConfigError for another name.
+    """
+    if name not in get_args(CaseSet):
+        raise ConfigError(f"there is no set of cases {name!r}; use one of {', '.join(get_args(CaseSet))}")
+    made = _basic(ranks) if name == "basic" else _whole(ranks)
+    return tuple(replace(case, dtype=dtype) for dtype in dtypes for case in made)
+
+
+def _basic(ranks: int) -> list[Case]:
+    degrees = [cp for cp in (2, 3) if cp <= ranks] or [1]
+    first = degrees[0]
+    return [
+        *(Case(cp=cp) for cp in degrees),
+        Case(cp=first, cp_comm_type="all_gather"),
+        Case(cp=degrees[-1], plan="several"),
+        Case(cp=first, recompute="full"),
+    ]
+
+
+def _whole(ranks: int) -> list[Case]:
+    degrees = [cp for cp in (1, 2, 3, 4) if cp <= ranks]
+    widest = degrees[-1]
+    cases = [case for cp in degrees for case in every_type(cp)]
+    cases += [
+        Case(cp=min(2, widest), plan="several"),
+        Case(plan="dynamic"),
+        Case(cp=min(2, widest), router_losses=True),
+        Case(cp=widest, evaluation=True),
+        Case(cp=min(2, widest), recompute="full"),
+        Case(cp=widest, cp_comm_type="all_gather", recompute="selective"),
+    ]
+    return [*cases, *(case for case in _of_other_homes(ranks) if case.tp * case.pp * case.ep <= max(ranks, 2))]
+
+
+def _of_other_homes(ranks: int) -> list[Case]:
+    cp = 2 if ranks >= 4 else 1
+    return [
+        Case(tp=2, cp=cp),
+        Case(tp=2, cp=cp, sequence_parallel=True, recompute="full"),
+        Case(pp=2, cp=cp, plan="several"),
+        Case(tp=2, pp=2),
+        Case(ep=2, cp=2),
+        Case(ep=2, cp=2, plan="several", router_losses=True),
+    ]
+
+
+def every_type(cp: int) -> list[Case]:
+    """All types for a degree, a2a+p2p with each pair of sizes above 1; one type for one member, which sends nothing."""
+    if cp == 1:
+        return [Case()]
+    sizes = [(a, cp // a) for a in range(2, cp) if cp % a == 0]
+    hierarchical = [Case(cp=cp, cp_comm_type="a2a+p2p", sizes=levels) for levels in sizes]
+    flat = {kind: Case(cp=cp, cp_comm_type=kind) for kind in ("p2p", "all_gather", "a2a", "auto")}
+    return [flat["p2p"], flat["all_gather"], flat["a2a"], *hierarchical, flat["auto"]]
+
+
+def plan_of(case: Case, home: Layout, lengths: tuple[int, ...] = LENGTHS, node_size: int = 8) -> Plan:
+    """The plan of a case. Raises LayoutError where the home has fewer slots than its degree."""
+    if case.cp > home.slots:
+        raise LayoutError(f"cp {case.cp} needs as many slots, and the home has {home.slots}; use more ranks")
+    make: dict[str, Callable[..., Plan]] = {"one": _one, "several": _several, "dynamic": _dynamic}
+    return make[case.plan](case, home, lengths, node_size)
+
+
+def _one(case: Case, home: Layout, lengths: tuple[int, ...], node_size: int) -> Plan:
+    if home.slots % case.cp == 0:
+        return plan_fixed(
+            lengths,
+            home,
+            case.cp,
+            cp_comm_type=case.cp_comm_type,
+            hierarchical_context_parallel_sizes=case.sizes,
+            node_size=node_size,
+            row_multiple=_row_multiple(case),
+        )
+    blocks = [tuple(range(first, min(first + case.cp, home.slots))) for first in range(0, home.slots, case.cp)]
+    documents: list[list[int]] = [[] for _ in blocks]
+    for document in range(len(lengths)):
+        documents[document % len(blocks)].append(document)
+    groups = [_group(case, block, of_block, lengths) for block, of_block in zip(blocks, documents, strict=True)]
+    return _checked(case, home, lengths, MicroBatch(tuple(groups)))
+
+
+def _several(case: Case, home: Layout, lengths: tuple[int, ...], node_size: int) -> Plan:
+    """Slot 0 has documents of its own and shares one; the others idle in the first micro-batch, none works in the last.
+
+    Where the home has fewer slots, its last stands for those that it lacks.
+    """
+    wide, last = tuple(range(case.cp)), home.slots - 1
+    everyone, rest = tuple(range(home.slots)), list(range(6, len(lengths)))
+    first = MicroBatch((_group(case, (0,), [0, 1], lengths),))
+    second = MicroBatch(
+        (
+            _group(case, wide, [2, 3], lengths),
+            _group(case, (0,), [4], lengths),
+            _group(case, (last,), [5], lengths),
+        )
+    )
+    third = MicroBatch((_group(case, everyone, rest, lengths),))
+    return _checked(case, home, lengths, first, second, third, MicroBatch())
+
+
+def _dynamic(case: Case, home: Layout, lengths: tuple[int, ...], node_size: int) -> Plan:
+    cap = -(-max(lengths) // home.slots) + 8
+    return plan_dynamic(lengths, home, max_tokens_per_slot=cap, node_size=node_size, row_multiple=_row_multiple(case))
+
+
+def _group(case: Case, slots: tuple[int, ...], documents: list[int], lengths: tuple[int, ...]) -> Group:
+    return Group(slots, tuple(documents), tuple(lengths[d] for d in documents), case.cp_comm_type)
+
+
+def _checked(case: Case, home: Layout, lengths: tuple[int, ...], *batches: MicroBatch) -> Plan:
+    more: dict[str, Any] = {"row_multiple": _row_multiple(case)}
+    return Plan(home.slots, lengths, batches, targets=sum(lengths) - len(lengths), **more).check()
+
+
+def _row_multiple(case: Case) -> int:
+    return case.tp if case.sequence_parallel else 1

@@ -1,0 +1,70 @@
+"""What a proof says of each case, and of the ranks that it ran on."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from longspan.doctor.cases import Case
+
+Status = Literal["exact", "refused", "wrong", "crashed", "not built"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one case: its relative errors from the stock model, of the loss and of the worst gradient, `parameter`.
+
+    "wrong": an error above `tolerance`; "refused": a LongspanError, its text in `message`; "crashed": another error, a
+    rank that died or did not end; "not built": the stock model itself cannot run. Errors are None where nothing was
+    compared. `levels` has the ranks of the levels of hierarchical groups, `why` the choice of `auto` and its reasons.
+    """
+
+    case: Case
+    status: Status
+    loss_error: float | None = None
+    gradient_error: float | None = None
+    parameter: str = ""
+    tolerance: float | None = None
+    message: str = ""
+    seconds: float = 0.0
+    levels: tuple[str, ...] = ()
+    why: tuple[str, ...] = ()
+
+    @property
+    def good(self) -> bool:
+        """Whether it is exact, or refused for sizes that the case alone has."""
+        return self.status == "exact" or (self.status == "refused" and not self.case.basic)
+
+    def row(self) -> dict[str, Any]:
+        """As a JSON object, the fields of its case among the others."""
+        fields = asdict(self)
+        return {"name": self.case.name, **fields.pop("case"), **fields, "good": self.good}
+
+
+@dataclass(frozen=True)
+class WorldFacts:
+    """A world in which cases ran: its ranks and device, and the process groups that were made."""
+
+    ranks: int
+    device: str
+    backend: str
+    groups: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Outcomes in the order of their cases, and the worlds in which they ran."""
+
+    outcomes: tuple[Outcome, ...]
+    worlds: tuple[WorldFacts, ...] = ()
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is wrong, nothing crashed, and the model as such is not refused."""
+        return bool(self.outcomes) and all(outcome.good for outcome in self.outcomes)
+
+
+def worst_status(outcomes: Sequence[Outcome]) -> Status:
+    """One word for a model: the worst of its basic cases, and of others unless they are refused."""
+    order: tuple[Status, ...] = ("wrong", "crashed", "not built", "refused")
+    counted = {o.status for o in outcomes if o.case.basic or o.status != "refused"}
+    return next(iter(status for status in order if status in counted), "exact")

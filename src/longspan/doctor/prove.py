@@ -1,0 +1,199 @@
+"""`prove`: whether longspan runs a model exactly here: cases over ranks, each compared with the stock model.
+
+>>> outcomes = prove(shrunken(config), cases_named("basic", ranks=3), ranks=3)
+>>> [outcome.status for outcome in outcomes]
+['exact', 'exact', 'exact', 'exact', 'exact']
+
+No error of a model leaves `prove`: it becomes the outcome of a case. Cases of one home share a world; a case that ends
+its ranks is followed by a new world for the cases that are left.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from longspan.comm import run_local
+from longspan.doctor.cases import LENGTHS, Case
+from longspan.doctor.outcomes import Outcome, Proof, WorldFacts
+from longspan.doctor.ranks import Expected, Task, preparation, run_cases
+from longspan.doctor.stock import (
+    NO_ROUTER,
+    ROUTER,
+    Answer,
+    documents_for,
+    gradient_errors,
+    loss_error,
+    precision,
+    stock_answer,
+)
+from longspan.errors import CommError, LongspanError
+from longspan.layout import Layout
+
+EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
+ROUNDING = 2  # in bfloat16: so many times the stock model's own error
+SECONDS_PER_CASE = 20.0
+
+Launch = Callable[[Callable[[int, Task], WorldFacts], Task, int, float], WorldFacts]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What a proof runs on: so many processes, and how they are started.
+
+    `timeout` is how long a rank waits for the others. `launch` runs a function on every rank and returns the first
+    one's result; None: on local processes, which are started again where a case ends them.
+    """
+
+    count: int
+    backend: str = "gloo"
+    timeout: float = 30.0
+    show: bool = False
+    launch: Launch | None = None
+
+
+def prove(config: PreTrainedConfig, cases: Sequence[Case], ranks: int, *, backend: str = "gloo") -> tuple[Outcome, ...]:
+    """The outcome of every case for a model of this configuration with random weights, over local processes.
+
+    The model is made as the configuration says: give a small one (`shrunken`). Raises nothing of the model's.
+    """
+    return run_proof(config, cases, Ranks(ranks, backend)).outcomes
+
+
+def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> Proof:
+    """The same on these ranks, with what they say of their worlds."""
+    outcomes: dict[int, Outcome] = {}
+    worlds: list[WorldFacts] = []
+    try:
+        documents = documents_for(config, LENGTHS)
+    except Exception as error:
+        return Proof(tuple(Outcome(case, "not built", message=_text(error)) for case in cases))
+    expected = _Stock(config, documents).expected(cases)
+    for number, case in enumerate(cases):
+        if isinstance(failure := expected[case.dtype, False], str):
+            outcomes[number] = Outcome(case, "not built", message=failure)
+    answers = {key: answer for key, answer in expected.items() if isinstance(answer, Expected)}
+    for home, numbered in _by_home(cases, ranks.count, outcomes).items():
+        task = Task(config, home, tuple(numbered), answers, documents, ranks.backend, ranks.timeout, show=ranks.show)
+        outcomes |= _run_home(task, ranks, worlds)
+    return Proof(tuple(outcomes[number] for number in range(len(cases))), tuple(worlds))
+
+
+def _by_home(cases: Sequence[Case], ranks: int, outcomes: dict[int, Outcome]) -> dict[Layout, list[tuple[int, Case]]]:
+    """The cases that have no outcome yet by their home, those of one preparation together; adds the refused ones."""
+    homes: dict[Layout, list[tuple[int, Case]]] = {}
+    for number, case in enumerate(cases):
+        if number in outcomes:
+            continue
+        try:
+            homes.setdefault(case.home(ranks), []).append((number, case))
+        except LongspanError as error:
+            outcomes[number] = Outcome(case, "refused", message=str(error))
+    for numbered in homes.values():
+        first = {preparation(case): number for number, case in reversed(numbered)}
+        numbered.sort(key=lambda pair: (first[preparation(pair[1])], pair[0]))
+    return homes
+
+
+def _run_home(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[int, Outcome]:
+    """The outcomes of a home's cases, in as many worlds as it takes."""
+    outcomes: dict[int, Outcome] = {}
+    left = list(task.cases)
+    with tempfile.TemporaryDirectory(prefix="longspan-proof-") as folder:
+        while left:
+            record = Path(folder) / f"{len(left)}.jsonl"
+            done, failure = _run_world(replace(task, cases=tuple(left), record=str(record)), ranks, worlds)
+            outcomes |= done
+            left = [(number, case) for number, case in left if number not in outcomes]
+            if left and failure is not None:
+                number, case = left.pop(0)
+                outcomes[number] = _of_failure(case, failure)
+            if ranks.launch is not None:  # not ours to start again
+                after = "ranks had ended in the case before"
+                outcomes |= {number: Outcome(case, "crashed", message=after) for number, case in left}
+                break
+    return outcomes
+
+
+def _run_world(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> tuple[dict[int, Outcome], BaseException | None]:
+    """What one world recorded, and the error that ended it before the last case."""
+    failure: BaseException | None = None
+    count, seconds = len(task.home.ranks), ranks.timeout + SECONDS_PER_CASE * len(task.cases)
+    try:
+        if ranks.launch is None:
+            worlds.append(run_local(run_cases, count, (task,), timeout=seconds, grace=5.0)[0])
+        else:
+            worlds.append(ranks.launch(run_cases, task, count, seconds))
+    except Exception as error:
+        failure = error
+    record = Path(task.record)
+    lines = record.read_text().splitlines() if record.exists() else []
+    cases, outcomes = dict(task.cases), dict[int, Outcome]()
+    for line in lines:
+        fields: dict[str, Any] = json.loads(line)
+        number = fields.pop("number")
+        fields |= {name: tuple(fields[name]) for name in ("levels", "why")}
+        outcomes[number] = Outcome(cases[number], **fields)
+    return outcomes, failure
+
+
+def _of_failure(case: Case, error: BaseException) -> Outcome:
+    refused = isinstance(error, LongspanError) and not isinstance(error, CommError)
+    return Outcome(case, "refused" if refused else "crashed", message=_text(error))
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, LongspanError) else f"{type(error).__name__}: {error}"
+
+
+class _Stock:
+    """What the stock model says, by dtype and with or without losses of routers; a text where it cannot run."""
+
+    def __init__(self, config: PreTrainedConfig, documents: list[Any]) -> None:
+        self.config, self.documents = config, documents
+
+    def expected(self, cases: Sequence[Case]) -> dict[tuple[str, bool], Expected | str]:
+        """For every dtype of the cases; with losses of routers where a case wants them and the model has them."""
+        keys = dict.fromkeys((case.dtype, False) for case in cases)
+        keys |= dict.fromkeys((case.dtype, True) for case in cases if case.router_losses)
+        answers: dict[tuple[str, bool], Expected | str] = {}
+        for name, with_routers in keys:
+            try:
+                answers[name, with_routers] = self._of(getattr(torch, name), with_routers)
+            except Exception as error:
+                answers[name, with_routers] = _text(error)
+        return answers
+
+    def _of(self, dtype: torch.dtype, with_routers: bool) -> Expected:
+        if dtype == torch.float64:
+            return self._exact(with_routers)
+        wide = torch.float32 if dtype == torch.bfloat16 else dtype
+        answer = self._answer(dtype, wide, with_routers)
+        tolerance = EXACT.get(dtype)
+        if tolerance is None:
+            own = self._answer(dtype, dtype, with_routers)
+            tolerance = ROUNDING * max(
+                loss_error(own.loss, answer.loss), *gradient_errors(own.gradients, answer).values()
+            )
+        return Expected(answer, tolerance, whole=False)
+
+    def _exact(self, with_routers: bool) -> Expected:
+        """In float64 all through, where the model's code can."""
+        try:
+            with precision(torch.float64, whole=True):
+                answer = self._answer(torch.float64, torch.float64, with_routers)
+            return Expected(answer, EXACT[torch.float64], whole=True)
+        except (RuntimeError, TypeError):  # two types in one product, say
+            answer = self._answer(torch.float64, torch.float64, with_routers, attention="sdpa")
+            return Expected(answer, EXACT[torch.float64], whole=False)
+
+    def _answer(
+        self, weights: torch.dtype, compute: torch.dtype, with_routers: bool, attention: str = "eager"
+    ) -> Answer:
+        router = ROUTER if with_routers else NO_ROUTER
+        return stock_answer(self.config, self.documents, weights, compute, router=router, attention=attention)

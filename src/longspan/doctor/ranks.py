@@ -1,0 +1,176 @@
+"""What each rank does in a proof: one world of a home, in it every case of that home, beside the stock model.
+
+An outcome is written to a file as soon as it is known, so that none is lost where a later case ends the ranks.
+"""
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from longspan.attention import choose_type
+from longspan.comm import World
+from longspan.doctor.cases import LENGTHS, Case, plan_of
+from longspan.doctor.outcomes import Outcome, WorldFacts
+from longspan.doctor.shrink import tiny_model
+from longspan.doctor.stock import (
+    NO_ROUTER,
+    ROUTER,
+    Answer,
+    gradient_errors,
+    gradients_of,
+    loss_error,
+    missing_errors,
+    precision,
+)
+from longspan.errors import CommError, LongspanError
+from longspan.layout import Layout
+from longspan.model import prepare
+from longspan.model.execution import execution_of
+from longspan.plan import Plan
+from longspan.plan.hierarchy import Levels, hierarchical_groups, levels_of
+from longspan.train import run_step
+from longspan.train.evaluation.evaluate import evaluate
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the stock model says in one dtype, how far a case may be from it, and the mode both are computed in."""
+
+    answer: Answer
+    tolerance: float
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Task:
+    """Cases of one home, each with its number among all, and what the stock model answers to them."""
+
+    config: PreTrainedConfig
+    home: Layout
+    cases: tuple[tuple[int, Case], ...]
+    expected: dict[tuple[str, bool], Expected]  # by dtype, and whether the losses of routers are in it
+    documents: list[np.ndarray]
+    backend: str
+    timeout: float
+    record: str = ""  # a file, to which the first rank adds a line for each outcome
+    show: bool = False
+
+
+def run_cases(rank: int, task: Task) -> WorldFacts:
+    """Run every case in one world and record the outcomes; the first error in a step ends it."""
+    with World(task.home, backend=task.backend, timeout=task.timeout) as world:
+        for (dtype, recompute, rows), cases in groupby(task.cases, key=lambda numbered: preparation(numbered[1])):
+            run = _Run(task, world, dtype, recompute, rows)
+            for number, case in cases:
+                _record(task, world, number, run.outcome(case))
+        made = tuple(asdict(record) for record in world.process_groups.made)
+        return WorldFacts(len(task.home.ranks), str(world.device), world.backend, made)
+
+
+def preparation(case: Case) -> tuple[str, str, bool]:
+    """What cases must have in common to share a prepared model."""
+    return case.dtype, case.recompute, case.sequence_parallel
+
+
+def _record(task: Task, world: World, number: int, outcome: Outcome) -> None:
+    if world.rank != task.home.ranks[0]:
+        return
+    if task.record:
+        with open(task.record, "a", encoding="utf-8") as file:  # noqa: PTH123
+            fields = asdict(outcome)
+            del fields["case"]
+            file.write(json.dumps({"number": number, **fields}) + "\n")
+    if task.show:
+        print(f"{outcome.case.name}: {outcome.status} ({outcome.seconds:.1f} s)", file=sys.stderr, flush=True)
+
+
+class _Run:
+    """One prepared model, or why it was refused, and its cases one after another."""
+
+    def __init__(self, task: Task, world: World, dtype: str, recompute: str, rows: bool) -> None:
+        self.task, self.world, self.dtype = task, world, getattr(torch, dtype)
+        self.refusal, self.model = "", nn.Module()
+        self.whole = next(e.whole for (name, _), e in task.expected.items() if name == dtype)
+        self._began = time.perf_counter()
+        try:
+            with precision(self.dtype, whole=self.whole):
+                self.model = prepare(
+                    tiny_model(task.config, self.dtype),
+                    world,
+                    activation_checkpointing=False if recompute == "none" else recompute,
+                    sequence_parallel=rows,
+                )
+        except LongspanError as error:
+            if isinstance(error, CommError):
+                raise
+            self.refusal = str(error)
+
+    def outcome(self, case: Case) -> Outcome:
+        """Of one case; raises what its step raises, for then other ranks may wait."""
+        began, self._began = self._began, time.perf_counter()
+        expected = self.task.expected.get((case.dtype, case.router_losses))
+        if self.refusal or expected is None:
+            why = self.refusal or "the stock model gives no losses of routers to compare with"
+            return Outcome(case, "refused", message=why, seconds=time.perf_counter() - began)
+        try:
+            plan = plan_of(case, self.task.home, LENGTHS, self.world.node_size)
+        except LongspanError as error:
+            return Outcome(case, "refused", message=str(error), seconds=time.perf_counter() - began)
+        with precision(self.dtype, whole=self.whole):
+            loss, errors = self._errors(case, plan, expected.answer)
+        parameter = max(errors, key=lambda name: errors[name], default="")
+        gradient = errors.get(parameter)
+        self._began = time.perf_counter()
+        return Outcome(
+            case,
+            "exact" if max(loss, gradient or 0.0) <= expected.tolerance else "wrong",
+            loss,
+            gradient,
+            parameter,
+            expected.tolerance,
+            seconds=self._began - began,
+            levels=tuple(str(_as_ranks(levels_of(group), self.world)) for group in hierarchical_groups(plan)),
+            why=self._why(case, plan),
+        )
+
+    def _errors(self, case: Case, plan: Plan, stock: Answer) -> tuple[float, dict[str, float]]:
+        """Errors of the loss and of each gradient, the worst of all ranks."""
+        if case.evaluation:
+            loss = evaluate(self.model, self.task.documents, plan, self.world).loss
+            return loss_error(loss, stock.loss), {}
+        router = ROUTER if case.router_losses else NO_ROUTER
+        self.world.prepare(plan)
+        result = run_step(self.model, plan, self.task.documents, self.world, router=router)
+        here = gradient_errors(gradients_of(self.model), stock)
+        self.model.zero_grad()
+        of_ranks = self.world.control.gather_objects(here, "errors of gradients")
+        errors = {name: max(of.get(name, 0.0) for of in of_ranks) for name in {n for of in of_ranks for n in of}}
+        errors |= missing_errors(set(errors), stock)
+        losses = [loss_error(result.loss, stock.loss)]
+        if case.router_losses and result.router is not None:
+            losses += [loss_error(a, b) for a, b in zip(result.router, stock.routers, strict=True)]
+        return max(losses), errors
+
+    def _why(self, case: Case, plan: Plan) -> tuple[str, ...]:
+        """Why `auto` chose its type for the first group of the plan."""
+        calls = execution_of(self.model).calls
+        if case.cp_comm_type != "auto" or not calls:
+            return ()
+        config = self.task.config.get_text_config()
+        heads = int(config.num_attention_heads)
+        kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        call = replace(calls[0], heads=heads, kv_heads=kv_heads)
+        return choose_type(plan.micro_batches[0].groups[0], call, node_size=self.world.node_size).reasons
+
+
+def _as_ranks(levels: Levels, world: World) -> Levels:
+    """The ranks that have these slots in this rank's stage and tensor-parallel position."""
+    a2a, p2p = (tuple(tuple(world.plane[s] for s in slots) for slots in level) for level in (levels.a2a, levels.p2p))
+    return Levels(a2a, p2p)

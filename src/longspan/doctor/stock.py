@@ -1,0 +1,204 @@
+"""What the stock model says about documents that it sees one by one, in one process: loss, routers, every gradient.
+
+Its attention is transformers' eager one, which alone has every model's soft caps and sinks. In float64 the casts to
+float32 inside models (of softmax, norms, routers, rotary angles) are left out, on both sides of a comparison: their
+rounding, which differs with the number of rows, would hide errors below 1e-7 (`WholeFloat64`).
+"""
+
+import inspect
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from longspan.doctor.shrink import tiny_model
+from longspan.errors import ModelError
+from longspan.model.experts.router import RouterCoefficients
+from longspan.plan.cost.model_shape import read_experts
+
+ROUTER = RouterCoefficients(balance=0.5, z=0.1)
+NO_ROUTER = RouterCoefficients(balance=0.0)
+_TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids")  # zeros: text; some wrappers ask for them in training
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The mean cross entropy over targets, the balance and z of routers, and every gradient in float64 by name."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    routers: tuple[float, ...] = ()
+    norm: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        squares = (gradient.square().sum().item() for gradient in self.gradients.values())
+        object.__setattr__(self, "norm", sum(squares) ** 0.5)
+
+
+class WholeFloat64(TorchFunctionMode):
+    """Inside, whatever a model would cast to float32 is float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        if func in (Tensor.backward, torch.autograd.backward):
+            return self._backward(*args, **(kwargs or {}))
+        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+    def _backward(self, tensors: Any, gradients: Any = None, retain_graph: bool | None = None, **more: Any) -> None:
+        """torch's own backward without its handling of modes, which leaves them out: recomputation would run so."""
+        gradients = more.get("grad_tensors", gradients)
+        outputs = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        seeds = gradients if isinstance(gradients, (tuple, list)) else (gradients,) * len(outputs)
+        ones = [torch.ones_like(x) if seed is None else seed for x, seed in zip(outputs, seeds, strict=True)]
+        inputs = more.get("inputs") or ()
+        inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        with self:
+            _engine_run_backward(
+                outputs, tuple(ones), bool(retain_graph), False, inputs, allow_unreachable=True, accumulate_grad=True
+            )
+
+
+def precision(dtype: torch.dtype, *, whole: bool) -> AbstractContextManager[Any]:
+    """The mode that a model of this type is compared in."""
+    return WholeFloat64() if whole and dtype == torch.float64 else nullcontext()
+
+
+def documents_for(config: PreTrainedConfig, lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
+    """Documents of random token ids without those that mean something to the model: padding, images and the like."""
+    text = config.get_text_config()
+    special = {
+        value
+        for part in (config, text)
+        for key, value in vars(part).items()
+        if key.endswith(("token_id", "token_index")) and isinstance(value, int)
+    }
+    usual = np.array([token for token in range(text.vocab_size) if token not in special])
+    random = np.random.default_rng(seed)
+    return [random.choice(usual, length) for length in lengths]
+
+
+def stock_answer(
+    config: PreTrainedConfig,
+    documents: Sequence[np.ndarray],
+    weights: torch.dtype,
+    compute: torch.dtype | None = None,
+    *,
+    router: RouterCoefficients = NO_ROUTER,
+    attention: str = "eager",
+) -> Answer:
+    """Loss and gradients of the unchanged model on the CPU; weights as rounded to `weights`, computed in `compute`.
+
+    With coefficients, the losses of its routers are over all tokens and layers of the documents. Raises what the
+    model's own code raises, and ModelError where it returns no logits of routers.
+    """
+    model = stock_model(config, weights, attention).to(compute or weights)  # pyright: ignore[reportArgumentType]
+    targets, losses, rows = sum(map(len, documents)) - len(documents), [], []
+    for document in documents:
+        output, ids = _run(model, document, with_routers=router.any), torch.from_numpy(document)
+        logits = output.logits[0, :-1]
+        logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        losses.append(F.cross_entropy(logits, ids[1:], reduction="sum").double() / targets)
+        rows.append(_router_logits(output, config) if router.any else ())
+    loss = total = torch.stack(losses).sum()
+    routers: tuple[Tensor, ...] = ()
+    if router.any:
+        layers = tuple(torch.cat(layer) for layer in zip(*rows, strict=True))
+        routers = _router_losses(model, layers)
+        total = loss + (router.balance or 0.0) * routers[0] + router.z * routers[1]
+    total.backward()
+    return Answer(loss.item(), gradients_of(model), tuple(value.item() for value in routers))
+
+
+def stock_model(config: PreTrainedConfig, dtype: torch.dtype, attention: str = "eager") -> PreTrainedModel:
+    """The unchanged model in training mode, with eager experts where it has them."""
+    model = tiny_model(config, dtype, attention=attention)
+    if read_experts(config.get_text_config()).of_layer > 1:
+        with suppress(ValueError, AttributeError):  # of experts that compute in the model's own code
+            model.set_experts_implementation("eager")
+    return model.train()
+
+
+def _run(model: PreTrainedModel, document: np.ndarray, *, with_routers: bool) -> Any:
+    ids = torch.from_numpy(document)[None]
+    known = inspect.signature(model.forward).parameters
+    more: dict[str, Any] = {name: torch.zeros_like(ids) for name in _TOKEN_KINDS if name in known}
+    if with_routers:
+        more["output_router_logits"] = True
+    return model(input_ids=ids, use_cache=False, **more)
+
+
+def _router_logits(output: Any, config: PreTrainedConfig) -> tuple[Tensor, ...]:
+    logits = getattr(output, "router_logits", None)
+    if not logits:
+        raise ModelError(f"{config.model_type} returns no router_logits, so there are no losses of routers to compare")
+    return tuple(layer.flatten(0, -2) for layer in logits if layer is not None)
+
+
+def _router_losses(model: PreTrainedModel, layers: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Balance and z of each layer's logits (T, E), in float64; balance as transformers' function has it in float32."""
+    config = model.config.get_text_config()
+    rows = torch.cat([layer.double() for layer in layers])  # (layers T, E)
+    top_k = int(getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None) or 0)
+    chosen = F.one_hot(rows.topk(top_k).indices, rows.shape[1]).double()
+    balance = rows.shape[1] * (chosen.sum((0, 1)) / len(rows) * rows.softmax(-1).mean(0)).sum()
+    of_family = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    if of_family is not None:
+        detached = tuple(layer.detach() for layer in layers)
+        own = float(of_family(detached, rows.shape[1], top_k))
+        if abs(own - balance.item()) > 1e-5 * balance.item():
+            raise ModelError(
+                f"{type(model).__name__} weighs its experts by a function of its own: its balance loss is {own:.6g}, "
+                f"that of softmax and top {top_k} is {balance.item():.6g}"
+            )
+    return balance, rows.logsumexp(-1).square().mean()
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every gradient, unsharded, in float64 on the CPU. All ranks that hold a parameter call it together."""
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    unsharded = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
+    return {name: g.detach().to("cpu", torch.float64, copy=True) for name, g in unsharded.items()}
+
+
+SMALL_SHARE = 1e-3
+
+
+def gradient_errors(gradients: dict[str, Tensor], stock: Answer) -> dict[str, float]:
+    """The relative error of each of these gradients; infinite for one that is not finite.
+
+    A gradient smaller than a thousandth of all together is compared with that thousandth: of keys' biases without
+    rotary positions, say, it is zero but for rounding.
+    """
+    least = SMALL_SHARE * stock.norm or 1e-30
+    errors: dict[str, float] = {}
+    for name, gradient in gradients.items():
+        exact = stock.gradients.get(name)
+        exact = torch.zeros_like(gradient) if exact is None else exact
+        error = float((gradient - exact).norm() / max(float(exact.norm()), least))
+        errors[name] = error if error == error else float("inf")
+    return errors
+
+
+def missing_errors(held: set[str], stock: Answer) -> dict[str, float]:
+    """The errors of gradients that no rank has."""
+    none = {name: torch.zeros_like(exact) for name, exact in stock.gradients.items() if name not in held}
+    return gradient_errors(none, stock)
+
+
+def loss_error(loss: float, stock: float) -> float:
+    """Relative; infinite for a loss that is not finite."""
+    error = abs(loss - stock) / max(abs(stock), 1e-30)
+    return error if error == error else float("inf")
