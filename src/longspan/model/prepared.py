@@ -16,6 +16,7 @@ from longspan.errors import ModelError
 from longspan.model.adapters import Adapter, adapter_in, model_inside
 from longspan.model.execution import Execution
 from longspan.model.experts.moe import expert_modules, use_experts
+from longspan.model.experts.routing_trial import refuse_routing, try_routing
 from longspan.model.lora.disabled import without_adapter
 from longspan.model.lora.peft_model import redirect
 from longspan.model.lora.refusals import check_adapter, check_equal_adapters
@@ -101,9 +102,10 @@ def prepare(
     assert isinstance(model, PreTrainedModel)  # others were refused
     if fused_norms == "on" or (fused_norms == "auto" and world.device.type == "cuda"):
         fuse_norms(model, required=fused_norms == "on")
+    routing_draws = try_routing(model).draws
     execution = _connect(model, placement, attention_kernel, probe=probe)
     with without_adapter(model) if adapter else nullcontext():  # each rank drops an adapter's inputs for its own rows
-        draws = random_draws(model)
+        draws = random_draws(model) or routing_draws
     rules = CallRules(type(model).__name__, attention_kernel, position_table(model), draws, placement.row_multiple)
     weights = take_weights_to_come(model)
     if world.home.pp > 1:
@@ -134,6 +136,7 @@ def _check(
         raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
     refuse_unsupported(model)
     assert isinstance(model, PreTrainedModel)
+    refuse_routing(model)
     adapter = adapter_in(model)
     if adapter is not None:
         check_adapter(model, adapter, placement.world)

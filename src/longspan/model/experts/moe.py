@@ -171,6 +171,11 @@ def _rows_of(experts: nn.Module, shard: SequenceShard, count: int, world: World)
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 
 
+def mix_all_rows(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sums (R, D) of what each row's experts, which are all here, make of it."""
+    return _mix(experts, x, chosen, weights, None)
+
+
 def _mix(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, channel: Channel | None) -> Tensor:
     """The weighted sums (R, D) of what each row's experts make of it. With a channel, its members split the experts."""
     count, top_k = int(experts.num_experts), chosen.shape[1]  # pyright: ignore[reportArgumentType]

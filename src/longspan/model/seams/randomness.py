@@ -22,6 +22,7 @@ from longspan.model.seams.probe import Probe, run_on_meta
 # Functions of torch that draw for every element; a scalar, which decides whether a layer is left out, is layerdrop's.
 _DRAWS = {"rand_like", "randn_like", "bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_"}
 _DRAWS |= {"exponential_", "gumbel_softmax", "rrelu"}
+_SAMPLE = ("exponential_", "multinomial", "gumbel_softmax")  # one of several, as a router may choose experts
 _NOT_HERE = ("att", "summary", "classifier", "layerdrop")  # keys of dropout in attention, or in heads of other tasks
 
 
@@ -49,8 +50,7 @@ def refuse_randomness(model: nn.Module) -> None:
         config = getattr(model, "config", None)
         raise ModelError(
             f"{rules.architecture} draws at random outside attention in training: {draws}. Each rank would draw for "
-            "its own rows, so that the loss would depend on the layout; before the model is built, set "
-            f"{_keys(config) or 'what makes it do so'} to 0.0 in its configuration (config.json). Attention dropout "
+            f"its own rows, so that the loss would depend on the layout; {_remedy(config, draws)}. Attention dropout "
             "may stay, and evaluation draws nothing"
         )
 
@@ -105,10 +105,19 @@ def _layerdrop(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(f"{key} {value:g}" for key, value in keys.items() if "layerdrop" in key and _positive(value))
 
 
+def _remedy(config: Any, draws: str) -> str:
+    samples = any(f"{function} " in draws for function in _SAMPLE)
+    if samples or not (keys := _keys(config)):
+        return "it does so by its code, and no key of its configuration is known to end that: it can be evaluated alone"
+    return f"before the model is built, set {keys} to 0.0 in its configuration (config.json)"
+
+
 def _keys(config: Any) -> str:
-    """The keys of a configuration that say how much is dropped outside attention, with their values."""
+    """The keys of a configuration that say how much is dropped, or made noisy, outside attention, with their values."""
     values = {} if config is None else config.get_text_config().to_dict()
-    keys = [key for key in values if "layerdrop" in key or ("drop" in key and not any(w in key for w in _NOT_HERE))]
+    words = ("drop", "jitter", "noise")
+    keys = [key for key in values if any(w in key for w in words) and not any(w in key for w in _NOT_HERE)]
+    keys += [key for key in values if "layerdrop" in key and key not in keys]
     return ", ".join(f"{key} ({values[key]:g})" for key in keys if _positive(values[key]))
 
 

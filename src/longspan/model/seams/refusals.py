@@ -1,8 +1,9 @@
 """What a sharded sequence would silently change about a model, read from its configuration and refused.
 
 Each rule is one function from a model to the reasons why it cannot run exactly. `probe.py` adds what only a forward
-pass shows: which layers reach `attend`, and with what. `guard` refuses what a prepared model's own class would do to
-weights that lie on several ranks. Calls of the model are checked in `attention_calls.py`.
+pass shows: which layers reach `attend`, and with what; `experts/routing_trial.py` what only numbers show: how experts
+are chosen. `guard` refuses what a prepared model's own class would do to weights that lie on several ranks. Calls of
+the model are checked in `attention_calls.py`.
 """
 
 import re
@@ -15,9 +16,7 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.seams.rope_by_length import is_by_length
-from longspan.plan.cost.model_shape import read_experts
 
-_EXPERT_FAMILIES = ("qwen3_moe", "gpt_oss", "mixtral", "olmoe", "deepseek_v3")  # shown exact by tests/model/test_moe.py
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -28,7 +27,7 @@ def refuse_unsupported(model: nn.Module) -> None:
             f"prepare takes a transformers model (PreTrainedModel), got {type(model).__name__}; "
             "a model of your own calls longspan.attend itself and needs no prepare"
         )
-    rules = (_architecture, _outputs, _rope, _temperature, _layer_types, _experts, _convolutions)
+    rules = (_architecture, _outputs, _rope, _temperature, _layer_types, _convolutions)
     reasons = [reason for rule in rules for reason in rule(model)]
     if reasons:
         raise ModelError(f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(reasons)}")
@@ -93,16 +92,6 @@ def _layer_types(model: PreTrainedModel) -> Iterator[str]:
     for kind in sorted({str(kind) for kind in types} - set(_LAYER_TYPES)):
         layers = [i for i, layer_type in enumerate(types) if layer_type == kind]
         yield f"layers {_short(layers)} are of type {kind!r}, supported are {' and '.join(_LAYER_TYPES)}"
-
-
-def _experts(model: PreTrainedModel) -> Iterator[str]:
-    """Families whose routing is tested; others may route by more than a row, or compute experts in their own code."""
-    experts, family = read_experts(model.config), model.config.model_type
-    if experts.of_layer > 1 and family not in _EXPERT_FAMILIES:
-        shown = ", ".join(_EXPERT_FAMILIES)
-        yield f"it has experts ({experts.name} {experts.of_layer}), which are supported for {shown}, not {family}"
-    if getattr(model.config, "router_jitter_noise", 0):
-        yield f"router_jitter_noise {model.config.router_jitter_noise} would differ between plans; set it to 0"
 
 
 def _convolutions(model: PreTrainedModel) -> Iterator[str]:
