@@ -133,7 +133,8 @@ def stock_model(config: PreTrainedConfig, dtype: torch.dtype, attention: str = "
 
 def _run(model: PreTrainedModel, document: np.ndarray, *, with_routers: bool) -> Any:
     ids = torch.from_numpy(document)[None]
-    known = inspect.signature(model.forward).parameters
+    wrapper = model.config.get_text_config() is not model.config  # GPT-2 would embed the kinds as tokens
+    known = inspect.signature(model.forward).parameters if wrapper else ()
     more: dict[str, Any] = {name: torch.zeros_like(ids) for name in _TOKEN_KINDS if name in known}
     if with_routers:
         more["output_router_logits"] = True
