@@ -119,7 +119,7 @@ PROBED = {
         r"FalconForCausalLM: transformer.h.0.self_attention, .*\(FalconAttention\) bypasses",
     ),
     "Bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}, r"BloomForCausalLM cannot be probed|bypasses"),
-    "GPT-J": ("GPTJConfig", {}, r"raised RuntimeError: Tensor.item.*; its forward reads values of .*probe=False"),
+    "GPT-J": ("GPTJConfig", {"rotary_dim": 4}, r"transformer.h.0.attn, .* \(GPTJAttention\) bypasses"),
     "Xmod": (
         "XmodConfig",
         {"is_decoder": True},
@@ -130,7 +130,11 @@ PROBED = {
         {"num_experts": 4, "use_sliding_window": True, "sliding_window": 5},
         "model.layers.0.self_attn is a sliding_attention layer but passes no sliding_window",
     ),
-    "Nemotron": ("NemotronConfig", {}, "cannot be probed: .*got no shard.*must hand keyword arguments down"),
+    "no keywords": (
+        "NemotronConfig",
+        {},
+        "cannot be probed: .*got no shard.*must hand keyword arguments down to its dec",
+    ),
     "bidirectional": ("LlamaConfig", {}, "model.layers.0.self_attn is not causal"),
 }
 

@@ -29,6 +29,7 @@ from longspan.model.seams.attention_calls import IMPLEMENTATION, check_call
 from longspan.model.seams.call_rules import CallRules, position_table
 from longspan.model.seams.first_pass import FirstPass
 from longspan.model.seams.fused_norms import fuse_norms
+from longspan.model.seams.layer_arguments import keep_layer_arguments
 from longspan.model.seams.probe import check_kernel, probe_model
 from longspan.model.seams.randomness import random_draws
 from longspan.model.seams.refusals import guard, refuse_unsupported
@@ -150,6 +151,7 @@ def _connect(model: PreTrainedModel, placement: Placement, kernel: str | None, *
     """Have the model's attention, experts and head call this package; a forward pass on the meta device shows it."""
     model.set_attn_implementation(IMPLEMENTATION)
     choose_frequencies_by_document(model)
+    keep_layer_arguments(model)
     use_experts(model)
     calls = probe_model(model) if probe else ()
     dtype = placement.dtype_of(model)

@@ -18,6 +18,7 @@ from longspan.attention.saved_outputs import Recording
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers, layers_of_stages
 from longspan.model.placement.offload import HostOffload, saved_on_host
+from longspan.model.seams.layer_arguments import within_layer
 
 Recompute = Literal["none", "full", "selective"]
 
@@ -88,4 +89,4 @@ def checkpointed(run: Callable[..., Any], *args: Any, selective: bool, offload: 
     contexts = Recording(offload).contexts if selective else noop_context_fn
     # Inside, the checkpoint's own hooks are innermost: those of the offload see the layer's inputs and nothing else.
     with saved_on_host(offload) if offload is not None else nullcontext():
-        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
+        return checkpoint(within_layer(run), *args, use_reentrant=False, context_fn=contexts)

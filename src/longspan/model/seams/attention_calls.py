@@ -2,7 +2,7 @@
 
 `attention` goes through transformers' AttentionInterface under the name "longspan". No mask function is registered
 under that name, so transformers builds no mask: the shard owns masking. Keyword arguments given to the model reach
-every attention call, and the shard is one of them; the model's modules keep no communication state.
+every decoder layer, and the shard is one of them; the model's modules keep no communication state.
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ from longspan.comm import SequenceShard, world_of
 from longspan.errors import ModelError
 from longspan.model.seams.call_rules import call_rules, refuse_positions
 from longspan.model.seams.first_pass import recorded_calls
+from longspan.model.seams.layer_arguments import kernel_of_layer, shard_of_layer
 from longspan.model.seams.probe import Probe, RecordedCall, unknown_tensors
 from longspan.model.seams.randomness import refuse_randomness
 
@@ -43,6 +44,8 @@ def attention(
     Raises ModelError without a shard, with a mask, or with more than one batch row.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if shard is None:  # its layer keeps keyword arguments to itself
+        shard, attention_kernel = shard_of_layer(), attention_kernel or kernel_of_layer()
     if (calls := recorded_calls(shard)) is not None:
         sizes, unknown = (query.shape[-1], value.shape[-1]), unknown_tensors(kwargs)
         calls.append(RecordedCall(module, causal, sliding_window, softcap, s_aux is not None, unknown, *sizes))

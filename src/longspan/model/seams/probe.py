@@ -9,11 +9,9 @@ configurations (`refusals.py`). Which attention kernel a model runs is checked b
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from longspan.attention import AttentionCall, Mask, choose
@@ -21,6 +19,7 @@ from longspan.attention.dropout import Dropout
 from longspan.attention.kernels import named
 from longspan.errors import AttentionError, ModelError
 from longspan.model.layers import decoder_layers
+from longspan.model.seams.meta_pass import run_on_meta
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def probe_model(model: PreTrainedModel) -> tuple[RecordedCall, ...]:
 def _cause(error: Exception) -> str:
     """What an error of a forward pass on the meta device means, and what to do."""
     if isinstance(error, ModelError):  # our attention was reached, and had no shard
-        return "its forward must hand keyword arguments down to attention"
+        return "its forward must hand keyword arguments down to its decoder layers"
     if isinstance(error, RuntimeError) and "meta" in str(error):  # NotImplementedError among them
         return (
             "its forward reads values of tensors, and there are none on the meta device; with probe=False its first "
@@ -78,27 +77,6 @@ def check_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None
     """Raise ModelError, naming the modules, where by the attention calls of a pass the model would not be exact."""
     _refuse_bypass(model, {id(call.module) for call in calls})
     _refuse_features(model, calls)
-
-
-def run_on_meta(model: PreTrainedModel, probe: Probe, **more: Any) -> Any:
-    """What the model's forward returns for two rows, on the meta device, with `more` keyword arguments."""
-    ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False, "shard": probe, **more}
-    with torch.no_grad():
-        return functional_call(model, _on_meta(model), (), inputs, tie_weights=False)
-
-
-def _on_meta(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Meta tensors by name, once for each module's own parameters and buffers.
-
-    A module under two names, as a layer that others share, must be named once: torch would put the first stand-in back
-    in place of the parameter.
-    """
-    return {
-        f"{prefix}.{name}" if prefix else name: torch.empty_like(tensor, device="meta")
-        for prefix, module in model.named_modules()
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    }
 
 
 def _refuse_bypass(model: PreTrainedModel, reached: set[int]) -> None:

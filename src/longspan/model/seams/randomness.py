@@ -17,7 +17,8 @@ from longspan.errors import ModelError, counted
 from longspan.model.adapters import adapter_of
 from longspan.model.parts import modes_restored
 from longspan.model.seams.call_rules import call_rules
-from longspan.model.seams.probe import Probe, run_on_meta
+from longspan.model.seams.meta_pass import run_on_meta
+from longspan.model.seams.probe import Probe
 
 # Functions of torch that draw for every element; a scalar, which decides whether a layer is left out, is layerdrop's.
 _DRAWS = {"rand_like", "randn_like", "bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_"}

@@ -9,6 +9,7 @@ ranks.
 
 from collections.abc import Callable
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.layers import base_name, base_of
-from longspan.model.seams.probe import Probe, run_on_meta
+from longspan.model.layers import base_of
+from longspan.model.seams.meta_pass import run_on_meta
+from longspan.model.seams.probe import Probe
 
 RowLoss = Callable[[Tensor, "OutputHead"], Tensor]
 
@@ -31,6 +33,8 @@ class OutputHead:
 
     def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
         self._model, self._forward = model, forward
+        # Some forwards count the rows of what they are given: Gemma 4 does.
+        self._takes_rows = "inputs_embeds" in signature(forward).parameters
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -43,7 +47,9 @@ class OutputHead:
         return _output_embedding(self._model).weight.shape[0]
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self._forward(_AfterBase(self._model, hidden.unsqueeze(0)), use_cache=False).logits.squeeze(0)
+        x = hidden.unsqueeze(0)
+        rows = {"inputs_embeds": x} if self._takes_rows else {}
+        return self._forward(_AfterBase(self._model, x), use_cache=False, **rows).logits.squeeze(0)
 
 
 def add_row_loss(model: PreTrainedModel, *, probe: bool = True) -> None:
@@ -109,9 +115,25 @@ class _AfterBase:
         self._model, self._hidden = model, hidden
 
     def __getattr__(self, name: str) -> Any:
-        if name == base_name(self._model):
-            return lambda *_, **__: _BaseOutput(self._hidden)
-        return getattr(self._model, name)
+        return _after(getattr(self._model, name), self._hidden)
+
+
+class _BaseStandIn:
+    """A base model, or a model inside it that another forward calls, which answers with given hidden states."""
+
+    def __init__(self, base: PreTrainedModel, hidden: Tensor) -> None:
+        self._base, self._hidden = base, hidden
+
+    def __call__(self, *_: Any, **__: Any) -> "_BaseOutput":
+        return _BaseOutput(self._hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        return _after(getattr(self._base, name), self._hidden)
+
+
+def _after(value: Any, hidden: Tensor) -> Any:
+    """What a forward after the base model sees in place of an attribute: OPT calls its base model's decoder."""
+    return _BaseStandIn(value, hidden) if isinstance(value, PreTrainedModel) else value
 
 
 class _BaseOutput:

@@ -1,0 +1,82 @@
+"""What a decoder layer was called with, for attention inside it that the layer does not hand its keyword arguments to.
+
+Nemotron's and StableLM's layers call attention with arguments of their own. Hooks on every decoder layer note the shard
+and the kernel for as long as the layer runs. Where transformers' checkpoints recompute a layer's forward, in backward
+and perhaps in another thread, hooks do not run again: `within_layer` notes the same there.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.model.layers import decoder_layers
+
+
+class _Running(NamedTuple):
+    layer: nn.Module | None
+    shard: Any
+    attention_kernel: str | None
+    outer: "_Running | None"
+
+
+_running: ContextVar[_Running | None] = ContextVar("longspan_running_layer", default=None)
+
+
+def shard_of_layer() -> Any:
+    """The shard of the decoder layer that is running; None outside of one."""
+    layer = _running.get()
+    return None if layer is None else layer.shard
+
+
+def kernel_of_layer() -> str | None:
+    """The name of the attention kernel that the decoder layer that is running was called with."""
+    layer = _running.get()
+    return None if layer is None else layer.attention_kernel
+
+
+def keep_layer_arguments(model: PreTrainedModel) -> None:
+    """From here on, attention in the model's decoder layers can ask what its layer was called with."""
+    for layer in decoder_layers(model).values():
+        layer.register_forward_pre_hook(_enter, with_kwargs=True)
+        layer.register_forward_hook(_leave, always_call=True)
+
+
+def within_layer(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward, bound to its keyword arguments by `functools.partial`, that notes them whenever it is called.
+
+    Another callable, a layer itself say, is returned as it is.
+    """
+    keywords: Mapping[str, Any] = getattr(run, "keywords", {})
+    return _noting(run, keywords) if "shard" in keywords else run
+
+
+def _noting(run: Callable[..., Any], keywords: Mapping[str, Any]) -> Callable[..., Any]:
+    def noted(*args: Any) -> Any:
+        with _arguments(keywords):
+            return run(*args)
+
+    return noted
+
+
+@contextmanager
+def _arguments(keywords: Mapping[str, Any]) -> Iterator[None]:
+    token = _running.set(_Running(None, keywords["shard"], keywords.get("attention_kernel"), None))
+    try:
+        yield
+    finally:  # recomputation ends with an exception where it has what it needs
+        _running.reset(token)
+
+
+def _enter(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    _running.set(_Running(layer, kwargs.get("shard"), kwargs.get("attention_kernel"), _running.get()))
+
+
+def _leave(layer: nn.Module, *_: Any) -> None:
+    """Also after an error, of an earlier hook perhaps, so that this layer's own is not there."""
+    running = _running.get()
+    if running is not None and running.layer is layer:
+        _running.set(running.outer)

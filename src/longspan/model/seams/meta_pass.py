@@ -1,0 +1,64 @@
+"""A model's forward pass over two rows on the meta device: no memory, no values, and nothing of the model changed.
+
+A forward that reads values, as a loop over the experts that got rows does, gets made-up ones: zeros, and every element
+is taken to be nonzero. Such a pass shows one of the ways that the model may go.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.fx.experimental import _config
+from torch.overrides import TorchFunctionMode
+
+
+def run_on_meta(model: nn.Module, shard: object, **more: Any) -> Any:
+    """What the model's forward returns for two rows, on the meta device, with `more` keyword arguments."""
+    ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False, "shard": shard, **more}
+    settings: Any = _config  # torch.nonzero has no shape there unless all elements are taken to be nonzero
+    with torch.no_grad(), settings.patch(meta_nonzero_assume_all_nonzero=True), _MadeUpValues():
+        return functional_call(model, _on_meta(model), (), inputs, tie_weights=False)
+
+
+def _on_meta(model: nn.Module) -> dict[str, Tensor]:
+    """Meta tensors by name, once for each module's own parameters and buffers.
+
+    A module under two names, as a layer that others share, must be named once: torch would put the first stand-in back
+    in place of the parameter.
+    """
+    return {
+        f"{prefix}.{name}" if prefix else name: torch.empty_like(tensor, device="meta")
+        for prefix, module in model.named_modules()
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    }
+
+
+_READS: dict[Any, Callable[[Tensor], Any]] = {
+    Tensor.item: lambda x: 0.0 if x.is_floating_point() else 0,
+    Tensor.tolist: lambda x: torch.zeros(x.shape, dtype=x.dtype).tolist(),
+    Tensor.__bool__: lambda x: False,
+    Tensor.__int__: lambda x: 0,
+    Tensor.__index__: lambda x: 0,
+    Tensor.__float__: lambda x: 0.0,
+}
+
+
+class _MadeUpValues(TorchFunctionMode):
+    """Answers what reads values of tensors on the meta device with zeros."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _READS and args[0].is_meta:
+            return _READS[func](args[0])
+        if func is Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            args = (args[0], tuple(0 if _is_scalar(i) else i for i in index))
+        return func(*args, **(kwargs or {}))
+
+
+def _is_scalar(index: object) -> bool:
+    return isinstance(index, Tensor) and index.is_meta and index.ndim == 0 and index.dtype != torch.bool

@@ -1,0 +1,133 @@
+"""Tiny models of families that need a seam of their own, and how far a prepared one is from the stock model."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from longspan.comm import World
+from longspan.model import prepare
+from longspan.plan import plan_fixed
+from longspan.train import run_step
+from tests.model.stock import SIZES, VOCABULARY, gradients_of, texts
+
+LENGTHS = (13, 1, 30, 7, 2, 18)
+PLAIN = {name: size for name, size in SIZES.items() if name != "head_dim"}
+QUIET = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "layerdrop": 0.0}
+OPT = PLAIN | QUIET | {"ffn_dim": 48, "max_position_embeddings": 40, "word_embed_proj_dim": 32}
+GEMMA4 = SIZES | {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "global_head_dim": 16,
+    "sliding_window": 5,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "num_kv_shared_layers": 2,
+    "final_logit_softcapping": 3.0,
+}
+DBRX = {
+    "d_model": 32,
+    "n_heads": 4,
+    "n_layers": 2,
+    "max_seq_len": 64,
+    "vocab_size": VOCABULARY,
+    "resid_pdrop": 0.0,
+    "emb_pdrop": 0.0,
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4, "attn_pdrop": 0.0},
+    "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "opt": ("OPTConfig", OPT),
+    "opt, norms after": ("OPTConfig", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 24}),
+    "nemotron": ("NemotronConfig", PLAIN | {"tie_word_embeddings": False}),
+    "stablelm": ("StableLmConfig", PLAIN | {"use_qkv_bias": True, "qk_layernorm": True}),
+    "stablelm, parallel": ("StableLmConfig", PLAIN | {"use_parallel_residual": True}),
+    "gemma4": ("Gemma4TextConfig", GEMMA4),
+    "gemma4 without sharing": (
+        "Gemma4TextConfig",
+        GEMMA4 | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
+    ),
+    "gemma4_unified": ("Gemma4UnifiedTextConfig", GEMMA4),
+    "dbrx": ("DbrxConfig", DBRX),
+}
+
+
+def here(families: Sequence[str]) -> list[str]:
+    """Those that this transformers has."""
+    return [family for family in families if hasattr(transformers, FAMILIES[family][0])]
+
+
+def tiny(family: str, **changes: Any) -> PreTrainedModel:
+    """A model in float64 with random weights, norms and biases among them."""
+    config_class, values = FAMILIES[family]
+    config = getattr(transformers, config_class)(**values | changes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.double()
+
+
+@contextmanager
+def whole_float64() -> Iterator[None]:
+    """Inside, what a model casts to float32 (in norms, softmax) is float64: rows summed in another order are equal."""
+
+    def widened(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            wide = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
+            return function(*(torch.float64 if arg is torch.float32 else arg for arg in args), **wide)
+
+        return call
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Tensor, "float", Tensor.double))
+        stack.enter_context(patch.object(Tensor, "to", widened(Tensor.to)))
+        stack.enter_context(patch.object(F, "softmax", widened(F.softmax)))
+        yield
+
+
+def stock_answer(model: PreTrainedModel, documents: Sequence[np.ndarray]) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of a stock model in training mode that sees documents one by one."""
+    model.train()
+    targets = sum(len(document) - 1 for document in documents)
+    losses: list[Tensor] = []
+    for document in documents:
+        ids = torch.from_numpy(document)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        losses.append(F.cross_entropy(logits[:-1], ids[1:], reduction="sum") / targets)
+    total = torch.stack(losses).sum()
+    total.backward()
+    return total.item(), gradients_of(model)
+
+
+def errors_of(
+    make: Callable[[], PreTrainedModel],
+    world: World,
+    stock: tuple[float, dict[str, Tensor]],
+    *,
+    cp: int,
+    cp_comm_type: str = "p2p",
+    **options: Any,
+) -> tuple[float, float]:
+    """How far loss and gradients of one step are from the stock model's; all ranks call it together."""
+    model = prepare(make(), world, **options)
+    plan = plan_fixed(LENGTHS, world.home, cp=cp, cp_comm_type=cp_comm_type)
+    result = run_step(model, plan, texts(LENGTHS), world)
+    return abs(result.loss / stock[0] - 1), gradient_error(gradients_of(model), stock[1])
+
+
+def gradient_error(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """The largest error of any gradient; infinite where others have one. A bias of keys has none but rounding."""
+    if gradients.keys() != exact.keys():
+        return float("inf")
+    floor = 1e-3 * max(g.abs().max().item() for g in exact.values())
+    return max(((gradients[n] - g).abs().max() / g.abs().max().clamp(min=floor)).item() for n, g in exact.items())
