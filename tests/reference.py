@@ -14,6 +14,7 @@ def dense_attention(
     *,
     causal: bool = True,
     window: int | None = None,
+    chunk: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
     scale: float | None = None,
@@ -27,7 +28,7 @@ def dense_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     documents = zip(*(x.double().split(list(lengths)) for x in (q, k, v)), strict=True)
     out = [
-        _document(*qkv, causal, window, sinks, softcap, scale, factors and factors(d, len(qkv[0]), q.shape[1]))
+        _document(*qkv, causal, window, chunk, sinks, softcap, scale, factors and factors(d, len(qkv[0]), q.shape[1]))
         for d, qkv in enumerate(documents)
     ]
     return torch.cat(out) if out else q.new_zeros((0, q.shape[1], v.shape[2]), dtype=torch.float64)
@@ -39,6 +40,7 @@ def _document(
     v: Tensor,
     causal: bool,
     window: int | None,
+    chunk: int | None,
     sinks: Tensor | None,
     softcap: float | None,
     scale: float,
@@ -55,6 +57,8 @@ def _document(
         hidden |= ago < 0
     if window is not None:
         hidden |= ago >= window
+    if chunk is not None:
+        hidden |= rows[:, None] // chunk != rows // chunk
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:
         extra = sinks.double()[:, None, None].expand(-1, len(q), 1)

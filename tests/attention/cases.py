@@ -106,6 +106,7 @@ class Question:
     dtype: str = "float64"
     causal: bool = True
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     scale: float | None = None
     sinks: bool = False
@@ -114,7 +115,8 @@ class Question:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"causal": self.causal, "window": self.window, "softcap": self.softcap, "scale": self.scale}
+        names = ("causal", "window", "chunk", "softcap", "scale")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,9 @@ def table(slots: int) -> list[Case]:
     cases = cases_of((replace(q, layout=name) for name in names for q in QUESTIONS), WAYS)
     windows = [Question(name, "mha", window=window) for name in ("ragged", "padded") for window in (1, sys.maxsize)]
     cases += cases_of(windows, WAYS)
+    chunks = [Question("ragged", "gqa", chunk=11), Question("padded", "gqa", chunk=1)]
+    chunks += [Question("ragged", "mla", chunk=8, window=5, sinks=True), Question("many documents", "mqa", chunk=24)]
+    cases += cases_of(chunks, WAYS)
     scales = [Question("padded", "gqa", window=window, scale=scale) for window in (None, 5) for scale in (-0.4, 0.0)]
     cases += cases_of([*scales, Question("ragged", "mla", "float32", scale=-0.4, sinks=True)], WAYS)
     padded = [Question(name, "gqa", sinks=True) for name in names]
@@ -187,6 +192,7 @@ def random_cases(slots: int, count: int, seed: int) -> list[Case]:
                 layout=f"drawn {draw.randrange(1 << 30)}",
                 heads=draw.choice(("mha", "gqa", "mqa", "mla")),
                 window=draw.choice((None, 1, 2, 7, 30)),
+                chunk=draw.choice((None, None, 3, 16)),
                 softcap=draw.choice((None, None, 2.0)),
                 sinks=draw.random() < 0.5,
                 dropout=draw.choice((0.0, 0.0, 0.25)),

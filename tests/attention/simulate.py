@@ -48,5 +48,5 @@ def _ring(member: int, degree: int) -> list[int]:
 
 
 def _launches(shares: Partition, member: int, owner: int, mask: Mask, device: torch.device) -> tuple[Launch, ...]:
-    tilings = tiles_between(shares.segments(member), shares.segments(owner), causal=mask.causal, window=mask.window)
+    tilings = tiles_between(shares.segments(member), shares.segments(owner), **mask._asdict())
     return tuple(Launch(tiling, device) for tiling in tilings)

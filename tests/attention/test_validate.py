@@ -50,6 +50,8 @@ BAD = [
     ({"window": True}, "window is True"),
     ({"window": np.float64(4)}, r"window is np.float64\(4.0\)"),
     ({"window": 4, "causal": False}, "needs causal=True"),
+    ({"chunk": 0}, "chunk is 0; it is how many positions of a document see each other, at least 1, or None"),
+    ({"chunk": 4, "causal": False}, "chunk 4 looks back from each position; it needs causal=True"),
     ({"softcap": 0.0}, "softcap is 0.0; give a finite number above 0"),
     ({"softcap": "a"}, "softcap is 'a'; give a finite number above 0"),
     ({"scale": float("nan")}, "scale is nan"),

@@ -38,6 +38,16 @@ def test_windowed_layers_count_their_window(window: int) -> None:
     assert model_flops(shape, lengths) == 6 * shape.weights * sum(lengths) + attention
 
 
+@pytest.mark.parametrize("chunk", [1, 8, 24, 100])
+def test_chunked_layers_count_each_chunk(chunk: int) -> None:
+    kinds = ["chunked_attention", "full_attention"]
+    shape = ModelShape.of(DENSE | {"attention_chunk_size": chunk, "layer_types": kinds})
+    lengths = [40, 24, 3]
+    seen = sum(row % chunk + 1 for n in lengths for row in range(n))
+    attention = 12 * 64 * (sum(pairs(n) for n in lengths) + seen)
+    assert model_flops(shape, lengths) == 6 * shape.weights * sum(lengths) + attention
+
+
 def test_experts_count_as_far_as_a_token_visits_them() -> None:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     weights = 2 * (64 * (64 + 32 + 32) + 64 * 64 + 2 * 3 * 64 * 32 + 64 * 8) + 64 * 512

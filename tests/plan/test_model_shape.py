@@ -104,6 +104,13 @@ def test_wherever_the_configuration_is_kept(place: str, tmp_path: Path) -> None:
             8,
             8,
         ),
+        # Llama 4: the listed layers have experts, one shared, as wide as intermediate_size; others are wider
+        (
+            {"num_experts_per_tok": 1, "num_local_experts": 4, "moe_layers": [1], "intermediate_size_mlp": 20},
+            2 * _ATTENTION + 3 * 8 * 20 + (3 * 8 * 20 + 32) + 800,
+            8,
+            8,
+        ),
     ],
 )
 def test_sizes(changes: dict[str, Any], weights: int, query: int, key: int) -> None:
@@ -124,6 +131,13 @@ def test_a_window_costs_every_token_the_same(changes: dict[str, Any], window_lay
     plain, changed = Cost.for_model(SMALL, tflops=1e-12), Cost.for_model(SMALL | changes, tflops=1e-12)
     assert changed.attention_seconds == 7 * 8 * (2 - window_layers)
     assert changed.linear_seconds - plain.linear_seconds == window_layers * 14 * 8 * 16
+
+
+def test_a_chunk_costs_every_token_half_of_it() -> None:
+    kinds = {"attention_chunk_size": 16, "layer_types": ["chunked_attention", "full_attention"]}
+    plain, changed = Cost.for_model(SMALL, tflops=1e-12), Cost.for_model(SMALL | kinds, tflops=1e-12)
+    assert changed.attention_seconds == 7 * 8
+    assert changed.linear_seconds - plain.linear_seconds == 7 * 8 * 16
 
 
 def test_every_number_of_the_machine_counts() -> None:

@@ -34,6 +34,7 @@ class Arguments(NamedTuple):
 
     causal: bool = True
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     scale: float | None = None
     dropout: float = 0.0
@@ -59,16 +60,17 @@ def packed_call(
     check_features(arguments)
     check_sinks(sinks, q)
     groups, scale = shard.micro_batch.groups, q.shape[2] ** -0.5 if arguments.scale is None else float(arguments.scale)
-    window = None if arguments.window is None else int(arguments.window)
+    window, chunk = (None if x is None else int(x) for x in (arguments.window, arguments.chunk))
+    mask = Mask(arguments.causal, window, chunk).within(shard.micro_batch.lengths)
     call = AttentionCall(
         *(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, q.device),
-        mask=Mask(arguments.causal, window).within(shard.micro_batch.lengths),
+        mask=mask,
         scale=abs(scale) or 1.0,
         sign=(scale > 0) - (scale < 0),
         softcap=None if arguments.softcap is None else float(arguments.softcap),
         dropout=Dropout(arguments.dropout, seed=0) if arguments.dropout > 0 else None,
         max_gather_bytes=arguments.max_gather_bytes,
-        one_document=all(len(group.documents) == 1 for group in groups),
+        one_document=mask.chunk is None and all(len(group.documents) == 1 for group in groups),
     )
     choices = comm_choices(shard, arguments, call)
     gathering = [group for group, choice in zip(groups, choices, strict=True) if choice.cp_comm_type == "all_gather"]
@@ -147,16 +149,19 @@ def _listed(values: dict[str, str]) -> str:
 
 def check_features(arguments: Arguments) -> None:
     """Raise AttentionError for masks and numbers that cannot be computed exactly."""
-    window, dropout = arguments.window, arguments.dropout
+    dropout = arguments.dropout
     if not isinstance(dropout, Real) or not 0 <= dropout < 1:
         raise AttentionError(
             f"dropout is {dropout!r}; give the probability that a weight is dropped, from 0 to below 1"
         )
-    if window is not None:
-        if not is_count(window):
-            raise AttentionError(f"window is {window!r}; it is how many positions a query sees, at least 1, or None")
-        if not arguments.causal:
-            raise AttentionError(f"window {window} looks back from each position; it needs causal=True")
+    for name, value, what in (
+        ("window", arguments.window, "how many positions a query sees"),
+        ("chunk", arguments.chunk, "how many positions of a document see each other"),
+    ):
+        if value is not None and not is_count(value):
+            raise AttentionError(f"{name} is {value!r}; it is {what}, at least 1, or None")
+        if value is not None and not arguments.causal:
+            raise AttentionError(f"{name} {value} looks back from each position; it needs causal=True")
     for name, value in (("softcap", arguments.softcap), ("scale", arguments.scale)):
         if value is None or (isinstance(value, Real) and math.isfinite(value) and (value > 0 or name == "scale")):
             continue

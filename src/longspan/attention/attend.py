@@ -53,6 +53,7 @@ def attend(
     *,
     causal: bool = True,
     window: int | None = None,
+    chunk: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
     scale: float | None = None,
@@ -77,6 +78,7 @@ def attend(
     >>> out = attend(q, k, v, shard, window=4096, layer=3)
 
     `window` w: position p sees p − w + 1 … p; one that reaches over the longest document of the micro-batch is none.
+    `chunk` c: each c positions of a document are as a document of their own, as in Llama 4's chunked layers.
     `sinks` (N,): one logit per query head that takes weight and gives no value. `softcap` c: scores become
     c · tanh(score / c). `scale` is any finite number, H ** −0.5 by default. A row that sees no key (one that pads a
     document out) has output and gradient 0.
@@ -101,6 +103,7 @@ def attend(
     arguments = Arguments(
         causal=causal,
         window=window,
+        chunk=chunk,
         softcap=softcap,
         scale=scale,
         dropout=dropout,

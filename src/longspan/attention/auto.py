@@ -10,6 +10,7 @@ communication attention cannot hide. Every rank computes it from the same intege
 Not weighed: memory, of which all_gather takes more the longer the group's documents are.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -118,11 +119,12 @@ def _name(kind: str, sizes: tuple[int, int]) -> str:
 
 def _facts(group: Group, call: AttentionCall, node_size: int) -> str:
     nodes, documents = len({slot // node_size for slot in group.slots}), len(group.lengths)
-    window = "" if call.mask.window is None else f", window {call.mask.window}"
+    limits = {"window": call.mask.window, "chunk": call.mask.chunk}
+    limited = "".join(f", {name} {limit}" for name, limit in limits.items() if limit is not None)
     return (
         f"{group.degree} members on {nodes} node{'s' * (nodes > 1)} of {node_size} slots; {documents} "
         f"document{'s' * (documents > 1)} of {sum(group.lengths)} rows together, {max(group.lengths)} at most; "
-        f"{call.heads} query and {call.kv_heads} key/value heads{window}"
+        f"{call.heads} query and {call.kv_heads} key/value heads{limited}"
     )
 
 
@@ -153,9 +155,9 @@ def _estimate(
 def _attention_seconds(kind: str, sizes: tuple[int, int], group: Group, call: AttentionCall, machine: Machine) -> float:
     inner, around = sizes
     rows = sum(group.lengths) / around  # of a member of the ring, for heads / inner heads
-    piece = _typical_length(group) / around
+    piece = min(_typical_length(group) / around, call.mask.chunk or math.inf)
     speed = machine.flops_per_second * piece / (piece + machine.half_speed_rows)
-    merged = kind != "all_gather" and not is_narrow(call.mask.window, group.lengths, around)
+    merged = kind != "all_gather" and not is_narrow(call.mask, group.lengths, around)
     merges = machine.merge_passes * (around - 1) if merged else 0
     merged_bytes = merges * rows * call.heads / inner * call.value_size * 4
     computed = _flops(group, call) / group.degree / speed * _busiest(group, call, around)
@@ -180,6 +182,9 @@ def _pairs(stop: Rows, length: Rows, call: AttentionCall) -> Floats:
     rows = np.minimum(stop, length).astype(np.float64)  # the rest pads the document out
     if not call.mask.causal:
         return rows * length
+    if call.mask.chunk is not None:
+        chunks, rest = np.divmod(rows, call.mask.chunk)
+        return (chunks * call.mask.chunk**2 + rest**2) / 2
     limited = rows if call.mask.window is None else np.minimum(rows, call.mask.window)
     return rows * limited - limited**2 / 2
 
@@ -196,7 +201,9 @@ def _typical_length(group: Group) -> float:
 def _flops(group: Group, call: AttentionCall) -> float:
     """Forward and backward of the whole group: 3.5 times the forward's two products."""
     pairs = sum(
-        length * min(length, 2 * (call.mask.window or length)) / (2 if call.mask.causal else 1)
+        length
+        * min(length, 2 * (call.mask.window or length), call.mask.chunk or length)
+        / (2 if call.mask.causal else 1)
         for length in group.lengths
     )
     return 3.5 * 2 * pairs * call.heads * (call.head_size + call.value_size)
@@ -216,5 +223,7 @@ def _block_bytes(kind: str, sizes: tuple[int, int], group: Group, call: Attentio
     foreign_rows = sum(group.lengths) * (around - 1) / around
     if call.mask.window is not None and kind != "all_gather":
         foreign_rows = min(foreign_rows, 2.0 * (call.mask.window - 1) * len(group.lengths))
+    if call.mask.chunk is not None and kind != "all_gather":
+        foreign_rows = min(foreign_rows, float(call.mask.chunk * len(group.lengths)))  # two runs, of half a chunk each
     width = HeadSplit(call.heads, call.kv_heads, inner).member_kv_heads * (call.head_size + call.value_size)
     return foreign_rows * width * (2 * call.dtype.itemsize + max(4, call.dtype.itemsize))

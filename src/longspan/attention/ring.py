@@ -3,7 +3,7 @@
 While a block is computed the next is in flight; two or three blocks are held at a time, whatever the degree. Backward
 walks the ring again instead of keeping the blocks, and each block's gradient travels behind it, home to its owner.
 
-What no query sees is not computed. Under a window that is narrow against the documents it is not sent either, and
+What no query sees is not computed. Under a window, or chunks, narrow against the documents it is not sent either, and
 there is no ring: a member's runs of rows need at most window − 1 rows before each, the window rows, which come straight
 from their owners (`geometry/members.py` says which). They arrive in one exchange and are laid with the member's own
 rows in document order, so that a run sees one band and nothing is merged; their gradients go straight back. A ring

@@ -64,6 +64,10 @@ _FEATURE_ROWS: tuple[tuple[str, str], ...] = (
     ("causal and full attention", "`causal=`; of one document"),
     ("packed documents", "any lengths, any degree; an empty share takes part in communication"),
     ("sliding window", "`window=`, causal; what no query sees is not computed, under a narrow window not sent"),
+    (
+        "chunks",
+        "`chunk=`, causal; every so many positions of a document see each other alone; else as a window",
+    ),
     ("sinks", "`sinks=`; joined once to the sum over all keys, with a gradient over the local rows"),
     ("softcap", "`softcap=`"),
     ("scale", "`scale=`, any finite number; H ** −0.5 by default"),

@@ -23,19 +23,24 @@ _NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 class Mask(NamedTuple):
-    """What a query sees of its document: all keys, those up to its own position, or the last `window` of those."""
+    """What a query sees of its document: all keys, those up to its own position, or of those the last `window`.
+
+    With `chunk` c it sees those of its own chunk: a query at position p those from p − p mod c on.
+    """
 
     causal: bool = True
     window: int | None = None
+    chunk: int | None = None
 
     def within(self, lengths: Sequence[int]) -> "Mask":
-        """The same over documents of these lengths: a window as long as the longest, or longer, hides nothing: none."""
-        hides = self.window is not None and self.window < max(lengths, default=0)
-        return self if hides else Mask(self.causal)
+        """The same over documents of these lengths: a window or chunk of the longest's length hides nothing: none."""
+        longest = max(lengths, default=0)
+        window, chunk = (None if x is None or x >= longest else x for x in (self.window, self.chunk))
+        return Mask(self.causal, window, chunk)
 
 
 class WindowRows(NamedTuple):
-    """The rows that one member's rows see under a narrow window, its own among them, in document order.
+    """The rows that one member's rows see under a narrow window or chunks, its own among them, in document order.
 
     `sends[m]` are the rows of this member that member m sees, none for itself, and `sent` all of those; from member m
     come `receives[m]` rows, and what arrives, member after member, goes to `places`. Of the member's own rows those in
@@ -179,15 +184,15 @@ class Members:
             return Tokens(document, segments.positions, positions())
 
         queries = self.real_segments(self.member)
-        tilings = tiles_between(queries, keys, causal=self.mask.causal, window=self.mask.window)
+        tilings = tiles_between(queries, keys, **self.mask._asdict())
         return tuple(Launch(tiling, self.device, tokens) for tiling in tilings)
 
-    # ---- what they see under a narrow window
+    # ---- what they see under a narrow window or chunks
 
     @cached_property
     def has_narrow_window(self) -> bool:
         """Whether members send each other the rows that are seen, instead of a ring."""
-        return is_narrow(self.mask.window, self.part.group.lengths, self.degree)
+        return is_narrow(self.mask, self.part.group.lengths, self.degree)
 
     @cached_property
     def window_rows(self) -> WindowRows:
@@ -209,10 +214,13 @@ class Members:
         )
 
     def rows_seen_by(self, reader: int) -> Segments:
-        """The rows that one member's rows see under a window, in document order."""
-        assert self.mask.window is not None
+        """The rows that one member's rows see under a window or chunks, in document order."""
+        _, window, chunk = self.mask
+        assert window is not None or chunk is not None
         runs = self.real_segments(reader)
-        start = np.maximum(runs.start - self.mask.window + 1, 0)
+        start = np.zeros_like(runs.start) if window is None else np.maximum(runs.start - window + 1, 0)
+        if chunk is not None:
+            start = np.maximum(start, runs.start - runs.start % chunk)
         same = runs.document[1:] == runs.document[:-1]
         start[1:] = np.where(same, np.maximum(start[1:], runs.stop[:-1]), start[1:])  # begins where the last run ended
         return segments_of(runs.document, start, runs.stop)
@@ -228,19 +236,24 @@ class Members:
         return among, keys.offset[run[among]] + rows[among] - starts[run[among]]
 
 
-def is_narrow(window: int | None, lengths: Sequence[int], degree: int) -> bool:
+def is_narrow(mask: Mask, lengths: Sequence[int], degree: int) -> bool:
     """Whether so little is seen of other members' rows that sending those is cheaper than a ring.
 
-    A bound from lengths alone, and so the same on every member: a document lies in at most 2 · degree runs, each of
-    which sees at most window − 1 rows before it. Narrow: at most half of the rows that would go round a ring, and at
-    most twice the member's own rows, which is what a ring holds of others.
+    Judged from lengths alone, and so the same on every member: a document lies in at most 2 · degree runs, each of
+    which sees at most window − 1 rows before it, or those from the start of its chunk on (taken for equal runs).
+    Narrow: at most half of the rows that would go round a ring, and at most twice the member's own rows, which is what
+    a ring holds of others.
     """
-    if window is None or degree == 1:
+    if degree == 1 or (mask.window is None and mask.chunk is None):
         return False
     rows = np.asarray(lengths, dtype=np.int64)
-    before = min(window - 1, int(rows.max()))
-    foreign_rows = int(np.minimum(2 * degree * before, (degree - 1) * rows).sum())
-    return foreign_rows <= min((degree - 1) / 2, 2) * int(rows.sum())
+    foreign_rows = (degree - 1) * rows
+    if mask.window is not None:
+        foreign_rows = np.minimum(foreign_rows, 2 * degree * min(mask.window - 1, int(rows.max())))
+    if mask.chunk is not None:
+        starts = rows[:, None] * np.arange(1, 2 * degree) // (2 * degree)
+        foreign_rows = np.minimum(foreign_rows, (starts % mask.chunk).sum(1))
+    return int(foreign_rows.sum()) <= min((degree - 1) / 2, 2) * int(rows.sum())
 
 
 def _places(rows: slice | Rows, count: int) -> Rows:

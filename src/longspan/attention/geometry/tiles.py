@@ -122,19 +122,40 @@ class _TileArrays(NamedTuple):
         return _TileArrays(*(column[keep] for column in self))
 
 
-def tiles_between(q: Segments, k: Segments, *, causal: bool, window: int | None = None) -> tuple[Tiling, ...]:
+def tiles_between(
+    q: Segments, k: Segments, *, causal: bool, window: int | None = None, chunk: int | None = None
+) -> tuple[Tiling, ...]:
     """The tilings that cover what the rows of `q` see of the rows of `k`.
 
     Rows see rows of their own document only: all of them, or with `causal` those at positions up to their own, or with
-    `window` w at most the last w of those. Two members of a zigzag or contiguous partition give at most one tiling,
-    with at most one tile a document, as long as there is no window; with one, their number depends on the partition
-    and not on how many documents there are.
+    `window` w at most the last w of those. With `chunk` c every c positions are a document of their own.
+
+    Two members of a zigzag or contiguous partition give at most one tiling, with at most one tile a document, as long
+    as there is no window and no chunk ends inside a run; with a window, their number depends on the partition and not
+    on how many documents there are.
     """
+    if chunk is not None:
+        q, k = _cut_into_chunks(q, k, chunk)
     if window is not None:
         banded = _bands(q, k, window)
         loose = _loosened(banded)
         return min((_launches(arrays) for arrays in (banded, loose, _split(loose))), key=len)
     return _launches(_joined(_prefixes(q, k)) if causal else _wholes(q, k))
+
+
+def _cut_into_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Segments]:
+    """The same rows as runs of chunks, each of which is a document."""
+    longest = max(int(segments.stop.max(initial=0)) for segments in (q, k))
+    return _in_chunks(q, chunk, longest), _in_chunks(k, chunk, longest)
+
+
+def _in_chunks(segments: Segments, chunk: int, longest: int) -> Segments:
+    first, last = segments.start // chunk, -(-segments.stop // chunk)
+    number, of_run = expand(first, last), np.repeat(np.arange(len(segments)), last - first)
+    start = np.maximum(segments.start[of_run], number * chunk)
+    stop = np.minimum(segments.stop[of_run], (number + 1) * chunk)
+    document = segments.document[of_run] * -(-longest // chunk) + number
+    return Segments(document, start, stop, segments.offset[of_run] + start - segments.start[of_run])
 
 
 def _launches(tiles: _TileArrays) -> tuple[Tiling, ...]:

@@ -198,10 +198,11 @@ class Cost(CostFields):
         for name, value in (rates | {"inside_gbps": inside_gbps, "across_gbps": across_gbps}).items():
             if not value > 0:
                 raise PlanError(f"{name} is {value!r}; give a number above 0")
-        full = shape.layers - shape.window_layers
-        in_windows = shape.window_layers * 14 * shape.query_width * shape.window  # documents longer than the window
+        full = shape.layers - shape.window_layers - shape.chunk_layers
+        # For documents longer than the window or chunk, of which a row sees half.
+        seen = shape.window_layers * 14 * shape.window + shape.chunk_layers * 7 * shape.chunk
         return cls(
-            linear_seconds=6 * shape.weights / (tflops * 1e12) + in_windows / (attention_tflops * 1e12),
+            linear_seconds=6 * shape.weights / (tflops * 1e12) + seen * shape.query_width / (attention_tflops * 1e12),
             attention_seconds=full * 7 * shape.query_width / (attention_tflops * 1e12),
             ring_bytes=float(shape.layers * 3 * 2 * shape.key_width * bytes_per_value),
             exchange_bytes=float(shape.layers * 2 * 2 * (shape.query_width + shape.key_width) * bytes_per_value),

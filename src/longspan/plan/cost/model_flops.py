@@ -2,8 +2,9 @@
 
 The convention is that of PaLM (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B): forward and
 backward without recomputation, 6 FLOPs a token for each weight that multiplies it, and attention's two products. Unlike
-there, attention is counted as it is masked: causally over each document's true length, and in windowed layers over the
-window. Of experts the active ones count; the output head counts, the input embedding, norms and padding do not.
+there, attention is counted as it is masked: causally over each document's true length, in windowed layers over the
+window, and in chunked layers inside each chunk. Of experts the active ones count; the output head counts, the input
+embedding, norms and padding do not.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,9 @@ def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = Fal
     """
     pairs = sum(_pairs(length, length) for length in lengths)
     in_windows = sum(_pairs(length, shape.window) for length in lengths) if shape.window_layers else 0
-    pairs_of_layers = (shape.layers - shape.window_layers) * pairs + shape.window_layers * in_windows
+    in_chunks = sum(_pairs_in_chunks(length, shape.chunk) for length in lengths) if shape.chunk_layers else 0
+    pairs_of_layers = (shape.layers - shape.window_layers - shape.chunk_layers) * pairs
+    pairs_of_layers += shape.window_layers * in_windows + shape.chunk_layers * in_chunks
     return (4 if frozen else 6) * shape.weights * sum(lengths) + 12 * shape.query_width * pairs_of_layers
 
 
@@ -47,6 +50,12 @@ def _pairs(length: int, window: int) -> int:
     """Queries and keys of one document that see each other: each row sees itself and up to window - 1 before it."""
     seen = min(length, window)
     return seen * (seen + 1) // 2 + (length - seen) * seen
+
+
+def _pairs_in_chunks(length: int, chunk: int) -> int:
+    """The same where each row sees itself and those before it in its chunk."""
+    chunks, rest = divmod(length, chunk)
+    return chunks * _pairs(chunk, chunk) + _pairs(rest, rest)
 
 
 def peak_tflops(device: str, dtype: str) -> float | None:

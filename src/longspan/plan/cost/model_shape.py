@@ -12,13 +12,14 @@ from typing import Any, NamedTuple, cast
 
 from longspan.errors import PlanError
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _UNPRICED = {  # attributes by which configurations show layers that are none of these
     "kv_lora_rank": "latent attention",
     "mamba_d_state": "state-space layers",
     "linear_num_key_heads": "linear-attention layers",
 }
+_LLAMA4_WIDTH = "intermediate_size_mlp"  # of dense layers; intermediate_size is that of experts, of which one is shared
 _MEASURE = "measure this model with longspan bench calibrate, or give Cost its constants"
 
 
@@ -33,7 +34,7 @@ class ModelShape:
     `weights` multiply every token (active experts alone, the output projection once, no input embedding), of which
     `recomputed_weights` do so again where layers are recomputed (no output projection, and no last product of an MLP);
     `query_width` and `key_width` are heads x head size; `layers` attend to all earlier rows, `window_layers` of them
-    only to the last `window`.
+    only to the last `window`, and `chunk_layers` to those of their own `chunk` positions.
     """
 
     layers: int
@@ -43,6 +44,8 @@ class ModelShape:
     recomputed_weights: int = 0
     window_layers: int = 0
     window: int = 0
+    chunk_layers: int = 0
+    chunk: int = 0
 
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
@@ -58,8 +61,8 @@ class ModelShape:
         query, key = heads * head, (read.count("num_key_value_heads") or heads) * head
         attention = hidden * (query + 2 * key) + query * hidden
         feed_forward = sum(_feed_forward(read, hidden, layer) for layer in range(layers))
-        last = sum(hidden * read.count("intermediate_size") for i in range(layers) if not _visits_experts(read, i))
-        window = _window(read)
+        last = sum(hidden * _dense_width(read) for layer in range(layers) if not _visits_experts(read, layer))
+        window, chunk = _window(read), read.count("attention_chunk_size")
         return cls(
             layers=layers,
             weights=layers * attention + feed_forward + hidden * vocabulary,
@@ -68,23 +71,31 @@ class ModelShape:
             recomputed_weights=layers * attention + feed_forward - last,
             window_layers=_window_layers(read, layers) if window else 0,
             window=window,
+            chunk_layers=_layers_of_type(read, "chunked_attention") if chunk else 0,
+            chunk=chunk,
         )
 
 
 def _feed_forward(read: "_Reader", hidden: int, layer: int) -> int:
     """Weights of one layer's MLP (gate, up, down), or of its router and the experts that a token visits."""
-    dense = read.count("intermediate_size")
     if not _visits_experts(read, layer):
-        return 3 * hidden * dense
+        return 3 * hidden * _dense_width(read)
     visited = read.count("num_experts_per_tok")
-    one = read.count("moe_intermediate_size") or dense
-    shared = read.count("shared_expert_intermediate_size") or read.count("n_shared_experts") * one
+    one = read.count("moe_intermediate_size") or read.count("intermediate_size")
+    shared_experts = 1 if read.count(_LLAMA4_WIDTH) else read.count("n_shared_experts")
+    shared = read.count("shared_expert_intermediate_size") or shared_experts * one
     return 3 * hidden * (visited * one + shared) + hidden * read.experts()[1]
+
+
+def _dense_width(read: "_Reader") -> int:
+    return read.count(_LLAMA4_WIDTH) or read.count("intermediate_size")
 
 
 def _visits_experts(read: "_Reader", layer: int) -> bool:
     if not read.count("num_experts_per_tok"):
         return False
+    if isinstance(listed := read.value("moe_layers"), list):
+        return layer in listed
     dense = cast(Sequence[int], read.value("mlp_only_layers") or ())
     every = read.count("decoder_sparse_step") or 1
     return layer not in dense and (layer + 1) % every == 0 and layer >= read.count("first_k_dense_replace")
@@ -95,8 +106,11 @@ def _window(read: "_Reader") -> int:
 
 
 def _window_layers(read: "_Reader", layers: int) -> int:
-    kinds = read.value("layer_types")
-    return layers if kinds is None else sum(kind == "sliding_attention" for kind in kinds)
+    return layers if read.value("layer_types") is None else _layers_of_type(read, "sliding_attention")
+
+
+def _layers_of_type(read: "_Reader", kind: str) -> int:
+    return sum(layer == kind for layer in read.value("layer_types") or ())
 
 
 def read_query_heads(config: Any) -> int:
