@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = ["--ranks", "4", "--device", "cpu", "--rows", "32", "--hidden", "8", "--repeats", "1"]
 
 
+@pytest.mark.whole
 def test_both_designs_give_the_same_and_every_row_is_recorded(tmp_path: Path) -> None:
     """The bench refuses to time designs that differ."""
     if backend() == "nccl":

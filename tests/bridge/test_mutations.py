@@ -68,6 +68,7 @@ def errs(rank: int, case: Case, world: World) -> bool:
         return True
 
 
+@pytest.mark.whole
 def test_every_change_is_noticed() -> None:
     answers = [any(of_ranks) for of_ranks in zip(*run_ranks(noticed, 6, timeout=240), strict=True)]
     assert not answers[0]

@@ -178,7 +178,10 @@ def _lose_the_steps(state: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("straight", ["qwen3"], indirect=True)
-@pytest.mark.parametrize("change", [None, _swap_moments, _lose_a_moment, _lose_the_steps])
+@pytest.mark.parametrize(
+    "change",
+    [None, _lose_a_moment, *(pytest.param(c, marks=pytest.mark.whole) for c in (_swap_moments, _lose_the_steps))],
+)
 def test_a_moment_in_the_wrong_place_would_be_seen(straight: Any, tmp_path: Path, change: Change | None) -> None:
     _, config, documents = straight
     shutil.copytree(Path(config.run.dir), tmp_path / "run", ignore=shutil.ignore_patterns("step-00000[2-9]"))

@@ -47,8 +47,8 @@ def _curves(rank: int, dtype: torch.dtype, norms: bool) -> dict[str, list[float]
         return {name: _curve(world, name, dtype, norms=norms) for name in ("padded", "fixed", "dynamic")}
 
 
-# One curve in CI; float32 over degrees is in test_step.py.
-CASES = [(torch.float64, True), *(pytest.param(*case, marks=pytest.mark.whole) for case in list(BOUNDS)[1:])]
+# Shorter curves over degrees are in test_step.py.
+CASES = [pytest.param(*case, marks=pytest.mark.whole) for case in BOUNDS]
 
 
 @pytest.mark.parametrize(("dtype", "norms"), CASES, ids=["float64", "float64, norms in float32", "float32"])

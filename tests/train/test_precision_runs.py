@@ -69,6 +69,7 @@ def _dtypes(config: RunConfig) -> set[torch.dtype]:
     }
 
 
+@pytest.mark.whole
 def test_mixed_precision_with_epochs_wsd_and_an_optimizer_by_its_class(tmp_path: Path) -> None:
     keys = {"optimizer": "torch.optim.NAdam", "optimizer_arguments": ("betas=[0.9, 0.95]",)}
     keys |= {"schedule": "wsd", "decay_steps": 2, "epochs": 1.5, "save_every": 3, "lr": 1e-2, "warmup_steps": 1}

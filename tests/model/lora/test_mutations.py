@@ -1,5 +1,7 @@
 """Terms of an adapter that ranks could forget without an error, left out on purpose: the tests would show it."""
 
+import pytest
+
 from longspan.comm import World
 from longspan.layout import Layout
 from longspan.model import prepare
@@ -51,6 +53,7 @@ def _notice(rank: int) -> dict[str, set[str]]:
     return noticed
 
 
+@pytest.mark.whole
 def test_every_term_that_is_left_out_is_noticed() -> None:
     for noticed in run_ranks(_notice, 2, timeout=200):
         assert not noticed["nothing"]

@@ -114,7 +114,7 @@ def step(rank: int, home: Layout, settings: dict[str, Any], wanted: dict[str, An
     [
         (Layout(2), {"max_rows_per_slot": 12}),
         pytest.param(Layout(2, tp=2), {"recompute": True}, marks=pytest.mark.whole),
-        (Layout(2, pp=2), {}),
+        pytest.param(Layout(2, pp=2), {}, marks=pytest.mark.whole),
     ],
     ids=["cp", "tp 2", "pp 2"],
 )

@@ -1,5 +1,6 @@
 """What a loss of one's own could get wrong without an error, put into the code on purpose: the tests would show it."""
 
+import pytest
 import torch
 
 from longspan import DocumentLoss, Group, Layout, MicroBatch, Plan, World, prepare, run_step
@@ -109,6 +110,7 @@ def notice(rank: int) -> dict[str, set[str]]:
     return noticed
 
 
+@pytest.mark.whole
 def test_every_mutation_is_noticed() -> None:
     for noticed in run_ranks(notice, 2):
         assert noticed["nothing"] == set()

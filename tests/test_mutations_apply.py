@@ -1,0 +1,20 @@
+"""Every mutation of the tables names a line of the source as it is: the tables themselves run in `make test-all`."""
+
+import pytest
+
+from tests.attention.test_mutations import MUTATIONS as OF_ATTENTION
+from tests.bridge.test_mutations import MUTATIONS as OF_BRIDGES
+from tests.model.lora.test_mutations import MUTATIONS as OF_ADAPTERS
+from tests.mutation import mutate, restore
+from tests.train.own_loss.test_mutations import MUTATIONS as OF_LOSSES
+
+CHANGES = [
+    *OF_ATTENTION,
+    *OF_BRIDGES,
+    *(change for change, _ in (*OF_ADAPTERS.values(), *OF_LOSSES.values()) if change),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: f"{change[0]}: {change[1]}"[:60])
+def test_a_mutation_changes_one_function(change: tuple[str, str, str]) -> None:
+    restore(mutate(*change))
