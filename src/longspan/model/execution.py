@@ -50,7 +50,10 @@ class Execution:
 
     def _words(self, call: AttentionCall) -> str:
         """The kernel of a layer, and the other one that groups of one document may take."""
-        several, one = (choose(replace(call, one_document=alone), self.kernel).name for alone in (False, True))
+        several, one = (
+            choose(replace(call, one_document=alone and call.mask.chunk is None), self.kernel).name
+            for alone in (False, True)
+        )
         return several if several == one else f"{one} where each group has one document, else {several}"
 
 
@@ -61,8 +64,12 @@ def execution_of(model: nn.Module) -> Execution:
 
 
 def _layers(calls: Sequence[AttentionCall]) -> str:
-    kinds = (f"window of {call.mask.window:,}" if call.mask.window else "full attention" for call in calls)
-    return "layers with " + " and ".join(dict.fromkeys(kinds))
+    return "layers with " + " and ".join(dict.fromkeys(_span(call) for call in calls))
+
+
+def _span(call: AttentionCall) -> str:
+    limits = [f"{name} {x:,}" for name, x in (("window of", call.mask.window), ("chunks of", call.mask.chunk)) if x]
+    return ", ".join(limits) or "full attention"
 
 
 def _features(call: AttentionCall) -> str:

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.experts.moe import expert_modules, mix_all_rows
 from longspan.model.layers import decoder_layers
+from longspan.model.seams.llama4 import scale_queries_by_position
 from longspan.model.small.shrink import shrunken
 from longspan.plan.cost.model_shape import read_experts
 
@@ -94,6 +95,7 @@ def _small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTr
     torch.manual_seed(0)
     settings: Any = {"attn_implementation": _STAND_IN, "experts_implementation": "eager", "dtype": torch.float32}
     model = kind._from_config(small, **settings).double()
+    scale_queries_by_position(model)  # attention's business: it is not tried here
     for parameter in model.parameters():  # biases begin as zeros, which would hide them
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model.train()

@@ -17,6 +17,7 @@ from longspan.errors import ModelError
 from longspan.model.seams.call_rules import call_rules, refuse_positions
 from longspan.model.seams.first_pass import recorded_calls
 from longspan.model.seams.layer_arguments import kernel_of_layer, shard_of_layer
+from longspan.model.seams.llama4 import chunk_of, scaled_by_position
 from longspan.model.seams.probe import Probe, RecordedCall, unknown_tensors
 from longspan.model.seams.randomness import refuse_randomness
 
@@ -48,12 +49,14 @@ def attention(
         shard, attention_kernel = shard_of_layer(), attention_kernel or kernel_of_layer()
     if (calls := recorded_calls(shard)) is not None:
         sizes, unknown = (query.shape[-1], value.shape[-1]), unknown_tensors(kwargs)
-        calls.append(RecordedCall(module, causal, sliding_window, softcap, s_aux is not None, unknown, *sizes))
+        limits = {"window": sliding_window, "chunk": chunk_of(module)}
+        calls.append(RecordedCall(module, causal, softcap, s_aux is not None, unknown, *sizes, **limits))
     if isinstance(shard, Probe):
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
     rows = _checked_shard(module, query, attention_mask, shard)
+    query = scaled_by_position(module, query, rows.position_ids)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, N, H), (T, K, H), (T, K, H)
-    mask = {"causal": causal, "window": sliding_window, "sinks": s_aux, "softcap": softcap}
+    mask = {"causal": causal, "window": sliding_window, "chunk": chunk_of(module), "sinks": s_aux, "softcap": softcap}
     first_head = _first_head(module, q.shape[1], rows) if dropout else 0
     layer = {"layer": layer_index(module), "kernel": attention_kernel, "first_head": first_head}
     return attend(q, k, v, rows, scale=scaling, dropout=dropout, **layer, **mask).unsqueeze(0), None

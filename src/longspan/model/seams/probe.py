@@ -28,12 +28,13 @@ class RecordedCall:
 
     module: nn.Module
     causal: bool
-    window: int | None
     softcap: float | None
     sinks: bool
     unknown: tuple[str, ...]
     head_size: int = 0
     value_size: int = 0
+    window: int | None = None
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +125,8 @@ def _refuse_features(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) ->
             raise ModelError(f"{where} has layer_idx {layer!r}; attend needs the global layer index")
         if call.window is None and types and types[layer] == "sliding_attention":
             raise ModelError(f"{where} is a sliding_attention layer but passes no sliding_window to attention")
+        if call.chunk is None and types and types[layer] == "chunked_attention":
+            raise ModelError(f"{where} is a chunked_attention layer, and its config has no attention_chunk_size")
     softcap = getattr(model.config, "attn_logit_softcapping", None)
     if softcap and any(call.softcap is None for call in calls):
         raise ModelError(f"{_name(model)}: attn_logit_softcapping is {softcap} but does not reach attention")
@@ -152,7 +155,7 @@ def check_kernel(
         named(name)
     calls: dict[AttentionCall, None] = {}
     for of_layer in recorded:
-        sizes, mask = (of_layer.head_size, of_layer.value_size), Mask(window=of_layer.window)
+        sizes, mask = (of_layer.head_size, of_layer.value_size), Mask(window=of_layer.window, chunk=of_layer.chunk)
         call = AttentionCall(1, 1, *sizes, dtype, device, mask, softcap=of_layer.softcap)
         try:
             choose(call, name)

@@ -15,9 +15,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.model.seams.llama4 import has_temperature, is_llama4_temperature
 from longspan.model.seams.rope_by_length import is_by_length
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def refuse_unsupported(model: nn.Module) -> None:
@@ -51,16 +52,12 @@ def _outputs(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _temperature(model: PreTrainedModel) -> Iterator[str]:
-    """Llama 4 counts the rows that it is given, whatever position_ids says."""
-    names = [
-        name
-        for name, module in model.named_modules()
-        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
-    ]
-    if names:
+    """Llama 4's is done by positions here; another module's formula is not known."""
+    modules = model.named_modules()
+    if names := [name for name, module in modules if has_temperature(module) and not is_llama4_temperature(module)]:
         yield (
-            f"{_short(names)} scales queries by a row's number among the local rows, not by its position "
-            "(attn_temperature_tuning)"
+            f"{_short(names)} scales queries by a row's number (attn_temperature_tuning) without floor_scale and "
+            "attn_scale, from which it could be computed by the row's position; set attn_temperature_tuning to False"
         )
 
 
@@ -91,7 +88,7 @@ def _layer_types(model: PreTrainedModel) -> Iterator[str]:
     types = getattr(model.config, "layer_types", None) or []
     for kind in sorted({str(kind) for kind in types} - set(_LAYER_TYPES)):
         layers = [i for i, layer_type in enumerate(types) if layer_type == kind]
-        yield f"layers {_short(layers)} are of type {kind!r}, supported are {' and '.join(_LAYER_TYPES)}"
+        yield f"layers {_short(layers)} are of type {kind!r}, supported are {', '.join(_LAYER_TYPES)}"
 
 
 def _convolutions(model: PreTrainedModel) -> Iterator[str]:
