@@ -56,6 +56,10 @@ def test_degrees_of_the_page_on_evaluation_are_drawn_by_its_command(tmp_path: Pa
     assert (tmp_path / "drawn.svg").read_text() == (ROOT / "docs" / command[1]).read_text()
 
 
+def test_the_page_on_the_doctor_is_one_program(tmp_path: Path) -> None:
+    assert "float64, cp 2, p2p, full recomputation exact" in run_page("doctor.md", tmp_path)
+
+
 def test_the_page_on_planning_is_one_program(tmp_path: Path) -> None:
     assert "x the lower bound" in run_page("planning.md", tmp_path)
 

@@ -1,6 +1,9 @@
 """`longspan doctor`: what it checks, and that something wrong is found."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,6 +11,9 @@ from longspan.attention import KERNELS, PATTERNS
 from longspan.cli import doctor
 from longspan.cli.doctor import Check, rank_checks, version_checks
 from longspan.cli.main import main
+from longspan.doctor.cases import Case
+from longspan.doctor.outcomes import Outcome
+from longspan.doctor.table import found
 from longspan.errors import CommError
 
 FLAT = ["p2p", "all_gather", "a2a", "auto"]
@@ -29,15 +35,16 @@ def test_versions(installed: dict[str, str], good: bool) -> None:
     assert all(check.good is not False for check in version_checks(installed)) == good
 
 
-def _parity(**changes: object) -> dict:
-    parity = {"dtype": "float64", "cp": 2, "cp_comm_type": "p2p", "loss_error": 1e-16, "gradient_error": 1e-15}
-    return parity | {"tolerance": 1e-12, "good": True} | changes
+def _parity(case: Case, **changes: Any) -> dict[str, Any]:
+    outcome = replace(Outcome(case, "exact", 1e-16, 1e-15, "weight", 1e-12), **changes)
+    return outcome.row() | {"found": found(outcome)}
 
 
 def test_ranks() -> None:
     groups = [{"ranks": [0, 1], "kind": "parent", "seconds": 0.01}]
     details = {"ranks": 2, "device": "cpu", "backend": "gloo", "groups": groups}
-    checks = list(rank_checks(details | {"parity": [_parity(), _parity(good=False, loss_error=float("nan"))]}))
+    wrong = _parity(Case(cp=2), status="wrong", loss_error=float("nan"))
+    checks = list(rank_checks(details | {"parity": [_parity(Case(cp=2)), wrong]}))
     assert [check.good for check in checks] == [None, True, False]
     assert checks[0] == Check("group", "parent of 2", "made in 10 ms (2 ranks on cpu, gloo)", None)
     assert "loss nan" in checks[2].found and "allowed 1.0e-12" in checks[1].found
@@ -45,10 +52,8 @@ def test_ranks() -> None:
 
 def test_levels_and_reasons_are_said_once_whatever_the_dtype() -> None:
     levels = "level one, a2a: (0, 1) (2, 3); level two, p2p: (0, 2) (1, 3)"
-    hierarchical = _parity(cp=4, cp_comm_type="a2a+p2p", sizes=(2, 2), levels=(levels,), why=())
-    auto = _parity(
-        cp=4, cp_comm_type="auto", sizes=None, levels=(), why=("a2a cannot", "p2p is chosen: it is the fastest")
-    )
+    hierarchical = _parity(Case(cp=4, cp_comm_type="a2a+p2p", sizes=(2, 2)), levels=(levels,))
+    auto = _parity(Case(cp=4, cp_comm_type="auto"), why=("a2a cannot", "p2p is chosen: it is the fastest"))
     details = {"ranks": 4, "device": "cpu", "backend": "gloo", "groups": []}
     checks = list(rank_checks(details | {"parity": [hierarchical, auto, hierarchical | {"dtype": "float32"}, auto]}))
     assert checks[0].name == "float64, cp 4, a2a+p2p (2, 2)"
@@ -104,3 +109,31 @@ def test_nccl_needs_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         "2 processes on this machine need a GPU each, and it has 1 GPU; start at most 1, or give --backend gloo"
         in capsys.readouterr().out
     )
+
+
+def _qwen3_folder(folder: Path) -> Path:
+    values = {"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (folder / "config.json").write_text(json.dumps({**values, "num_hidden_layers": 36, "head_dim": 128}))
+    return folder
+
+
+def test_a_folder_is_proven(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["doctor", "--model", str(_qwen3_folder(tmp_path)), "--cases", "basic", "--world", "2"]
+    assert main([*command, "--backend", "gloo", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["good"] and {row["status"] for row in result["cases"]} == {"exact"}
+    assert [row["name"] for row in result["cases"]][:2] == ["float64, cp 2, p2p", "float64, cp 2, all_gather"]
+    kernel = result["model"]["kernels"][0]
+    assert kernel["attention"] == "heads of 128" and kernel["layers"] == 36 and kernel["here"].startswith("cpu_flash")
+    assert kernel["on_gpus"].startswith("fa4 (needs")
+
+
+def test_a_refused_model_fails_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", "FalconForCausalLM", "--cases", "basic", "--world", "2"]) == 1
+    out = capsys.readouterr().out
+    assert "NOT proven" in out and "bypasses transformers' AttentionInterface" in out and "✗  float64, cp 2" in out
+
+
+def test_unknown_models_name_near_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", "qwen33"]) == 2
+    assert "'qwen33'; did you mean qwen3" in capsys.readouterr().err

@@ -4,13 +4,13 @@
 ['float64, cp 2, p2p', 'float64, cp 3, p2p']
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from longspan.errors import ConfigError, LayoutError
 from longspan.layout import Layout
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
+from longspan.plan.planners.options import PlanOptions
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 96, 41)  # ragged, some shorter than twice the degree, one without a target
 DTypeName = Literal["float64", "float32", "bfloat16"]
@@ -97,7 +97,7 @@ def _basic(ranks: int) -> list[Case]:
 def _whole(ranks: int) -> list[Case]:
     degrees = [cp for cp in (1, 2, 3, 4) if cp <= ranks]
     widest = degrees[-1]
-    cases = [case for cp in degrees for case in every_type(cp)]
+    cases = [case for cp in degrees for case in every_type(cp) if ranks % cp == 0 or "a2a" not in case.cp_comm_type]
     cases += [
         Case(cp=min(2, widest), plan="several"),
         Case(plan="dynamic"),
@@ -106,7 +106,7 @@ def _whole(ranks: int) -> list[Case]:
         Case(cp=min(2, widest), recompute="full"),
         Case(cp=widest, cp_comm_type="all_gather", recompute="selective"),
     ]
-    return [*cases, *(case for case in _of_other_homes(ranks) if case.tp * case.pp * case.ep <= max(ranks, 2))]
+    return [*cases, *(case for case in _of_other_homes(ranks) if ranks % (case.tp * case.pp * case.ep) == 0)]
 
 
 def _of_other_homes(ranks: int) -> list[Case]:
@@ -131,64 +131,58 @@ def every_type(cp: int) -> list[Case]:
     return [flat["p2p"], flat["all_gather"], flat["a2a"], *hierarchical, flat["auto"]]
 
 
-def plan_of(case: Case, home: Layout, lengths: tuple[int, ...] = LENGTHS, node_size: int = 8) -> Plan:
-    """The plan of a case. Raises LayoutError where the home has fewer slots than its degree."""
+def plan_of(case: Case, home: Layout, *, heads: int | None = None, node_size: int = 8) -> Plan:
+    """The plan of a case, over documents of LENGTHS. Raises LayoutError where the home has fewer slots than its degree.
+
+    With `heads` of queries, PlanError where a type cannot deal them out.
+    """
     if case.cp > home.slots:
         raise LayoutError(f"cp {case.cp} needs as many slots, and the home has {home.slots}; use more ranks")
-    make: dict[str, Callable[..., Plan]] = {"one": _one, "several": _several, "dynamic": _dynamic}
-    return make[case.plan](case, home, lengths, node_size)
+    if case.plan == "several":
+        return _several(case, home)
+    options = PlanOptions(
+        cp_comm_type=case.cp_comm_type,
+        hierarchical_context_parallel_sizes=case.sizes,
+        node_size=node_size,
+        row_multiple=_row_multiple(case),
+        heads=heads,
+    )
+    if case.plan == "dynamic":
+        cap = -(-max(LENGTHS) // home.slots) + 8
+        return plan_dynamic(LENGTHS, home, options=options, max_tokens_per_slot=cap)
+    return plan_fixed(LENGTHS, home, case.cp, options=options) if home.slots % case.cp == 0 else _in_blocks(case, home)
 
 
-def _one(case: Case, home: Layout, lengths: tuple[int, ...], node_size: int) -> Plan:
-    if home.slots % case.cp == 0:
-        return plan_fixed(
-            lengths,
-            home,
-            case.cp,
-            cp_comm_type=case.cp_comm_type,
-            hierarchical_context_parallel_sizes=case.sizes,
-            node_size=node_size,
-            row_multiple=_row_multiple(case),
-        )
+def _in_blocks(case: Case, home: Layout) -> Plan:
+    """One micro-batch of a degree that does not divide the slots."""
     blocks = [tuple(range(first, min(first + case.cp, home.slots))) for first in range(0, home.slots, case.cp)]
     documents: list[list[int]] = [[] for _ in blocks]
-    for document in range(len(lengths)):
+    for document in range(len(LENGTHS)):
         documents[document % len(blocks)].append(document)
-    groups = [_group(case, block, of_block, lengths) for block, of_block in zip(blocks, documents, strict=True)]
-    return _checked(case, home, lengths, MicroBatch(tuple(groups)))
+    groups = [_group(case, block, of_block) for block, of_block in zip(blocks, documents, strict=True)]
+    return _checked(case, home, MicroBatch(tuple(groups)))
 
 
-def _several(case: Case, home: Layout, lengths: tuple[int, ...], node_size: int) -> Plan:
+def _several(case: Case, home: Layout) -> Plan:
     """Slot 0 has documents of its own and shares one; the others idle in the first micro-batch, none works in the last.
 
     Where the home has fewer slots, its last stands for those that it lacks.
     """
-    wide, last = tuple(range(case.cp)), home.slots - 1
-    everyone, rest = tuple(range(home.slots)), list(range(6, len(lengths)))
-    first = MicroBatch((_group(case, (0,), [0, 1], lengths),))
-    second = MicroBatch(
-        (
-            _group(case, wide, [2, 3], lengths),
-            _group(case, (0,), [4], lengths),
-            _group(case, (last,), [5], lengths),
-        )
-    )
-    third = MicroBatch((_group(case, everyone, rest, lengths),))
-    return _checked(case, home, lengths, first, second, third, MicroBatch())
+    everyone, rest = tuple(range(home.slots)), list(range(6, len(LENGTHS)))
+    first = MicroBatch((_group(case, (0,), [0, 1]),))
+    wide, single, last = _group(case, everyone[: case.cp], [2, 3]), _group(case, (0,), [4]), (home.slots - 1,)
+    second = MicroBatch((wide, single, _group(case, last, [5])))
+    third = MicroBatch((_group(case, everyone, rest),))
+    return _checked(case, home, first, second, third, MicroBatch())
 
 
-def _dynamic(case: Case, home: Layout, lengths: tuple[int, ...], node_size: int) -> Plan:
-    cap = -(-max(lengths) // home.slots) + 8
-    return plan_dynamic(lengths, home, max_tokens_per_slot=cap, node_size=node_size, row_multiple=_row_multiple(case))
+def _group(case: Case, slots: tuple[int, ...], documents: list[int]) -> Group:
+    return Group(slots, tuple(documents), tuple(LENGTHS[d] for d in documents), case.cp_comm_type)
 
 
-def _group(case: Case, slots: tuple[int, ...], documents: list[int], lengths: tuple[int, ...]) -> Group:
-    return Group(slots, tuple(documents), tuple(lengths[d] for d in documents), case.cp_comm_type)
-
-
-def _checked(case: Case, home: Layout, lengths: tuple[int, ...], *batches: MicroBatch) -> Plan:
-    more: dict[str, Any] = {"row_multiple": _row_multiple(case)}
-    return Plan(home.slots, lengths, batches, targets=sum(lengths) - len(lengths), **more).check()
+def _checked(case: Case, home: Layout, *batches: MicroBatch) -> Plan:
+    targets = sum(LENGTHS) - len(LENGTHS)
+    return Plan(home.slots, LENGTHS, batches, targets=targets, row_multiple=_row_multiple(case)).check()
 
 
 def _row_multiple(case: Case) -> int:

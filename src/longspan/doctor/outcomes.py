@@ -1,6 +1,5 @@
 """What a proof says of each case, and of the ranks that it ran on."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -61,10 +60,3 @@ class Proof:
     def good(self) -> bool:
         """Whether nothing is wrong, nothing crashed, and the model as such is not refused."""
         return bool(self.outcomes) and all(outcome.good for outcome in self.outcomes)
-
-
-def worst_status(outcomes: Sequence[Outcome]) -> Status:
-    """One word for a model: the worst of its basic cases, and of others unless they are refused."""
-    order: tuple[Status, ...] = ("wrong", "crashed", "not built", "refused")
-    counted = {o.status for o in outcomes if o.case.basic or o.status != "refused"}
-    return next(iter(status for status in order if status in counted), "exact")

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from longspan.comm import run_local
 from longspan.doctor.cases import LENGTHS, Case
@@ -39,7 +40,8 @@ EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
 ROUNDING = 2  # in bfloat16: so many times the stock model's own error
 SECONDS_PER_CASE = 20.0
 
-Launch = Callable[[Callable[[int, Task], WorldFacts], Task, int, float], WorldFacts]
+InWorld = tuple[WorldFacts, dict[int, Outcome]]
+Launch = Callable[[Callable[[int, Task], InWorld], Task, int, float], InWorld]
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,14 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
         documents = documents_for(config, LENGTHS)
     except Exception as error:
         return Proof(tuple(Outcome(case, "not built", message=_text(error)) for case in cases))
-    expected = _Stock(config, documents).expected(cases)
+    expected = Stock(config, documents).expected(cases)
     for number, case in enumerate(cases):
         if isinstance(failure := expected[case.dtype, False], str):
             outcomes[number] = Outcome(case, "not built", message=failure)
     answers = {key: answer for key, answer in expected.items() if isinstance(answer, Expected)}
     for home, numbered in _by_home(cases, ranks.count, outcomes).items():
-        task = Task(config, home, tuple(numbered), answers, documents, ranks.backend, ranks.timeout, show=ranks.show)
+        task = Task(config, home, tuple(numbered), answers, documents, ranks.backend, ranks.timeout)
+        task = replace(task, show=ranks.show, architecture=MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
         outcomes |= _run_home(task, ranks, worlds)
     return Proof(tuple(outcomes[number] for number in range(len(cases))), tuple(worlds))
 
@@ -121,25 +124,31 @@ def _run_home(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[int, O
 
 
 def _run_world(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> tuple[dict[int, Outcome], BaseException | None]:
-    """What one world recorded, and the error that ended it before the last case."""
-    failure: BaseException | None = None
+    """The outcomes in one world, and the error that ended it before the last case."""
     count, seconds = len(task.home.ranks), ranks.timeout + SECONDS_PER_CASE * len(task.cases)
+    launch = ranks.launch or _start
     try:
-        if ranks.launch is None:
-            worlds.append(run_local(run_cases, count, (task,), timeout=seconds, grace=5.0)[0])
-        else:
-            worlds.append(ranks.launch(run_cases, task, count, seconds))
+        world, outcomes = launch(run_cases, task, count, seconds)
     except Exception as error:
-        failure = error
+        return _recorded(task), error
+    worlds.append(world)
+    return outcomes, None
+
+
+def _start(fn: Callable[[int, Task], InWorld], task: Task, count: int, seconds: float) -> InWorld:
+    return run_local(fn, count, (task,), timeout=seconds, grace=5.0)[0]
+
+
+def _recorded(task: Task) -> dict[int, Outcome]:
+    """The outcomes before the error that ended the ranks."""
     record = Path(task.record)
-    lines = record.read_text().splitlines() if record.exists() else []
     cases, outcomes = dict(task.cases), dict[int, Outcome]()
-    for line in lines:
+    for line in record.read_text().splitlines() if record.exists() else []:
         fields: dict[str, Any] = json.loads(line)
         number = fields.pop("number")
         fields |= {name: tuple(fields[name]) for name in ("levels", "why")}
         outcomes[number] = Outcome(cases[number], **fields)
-    return outcomes, failure
+    return outcomes
 
 
 def _of_failure(case: Case, error: BaseException) -> Outcome:
@@ -151,7 +160,7 @@ def _text(error: BaseException) -> str:
     return str(error) if isinstance(error, LongspanError) else f"{type(error).__name__}: {error}"
 
 
-class _Stock:
+class Stock:
     """What the stock model says, by dtype and with or without losses of routers; a text where it cannot run."""
 
     def __init__(self, config: PreTrainedConfig, documents: list[Any]) -> None:

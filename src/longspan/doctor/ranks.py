@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from longspan.attention import choose_type
 from longspan.comm import World
-from longspan.doctor.cases import LENGTHS, Case, plan_of
+from longspan.doctor.cases import Case, plan_of
 from longspan.doctor.outcomes import Outcome, WorldFacts
 from longspan.doctor.shrink import tiny_model
 from longspan.doctor.stock import (
@@ -29,14 +29,18 @@ from longspan.doctor.stock import (
     missing_errors,
     precision,
 )
-from longspan.errors import CommError, LongspanError
+from longspan.doctor.which_model import register
+from longspan.errors import CommError, LongspanError, ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.execution import execution_of
+from longspan.model.experts.moe import router_statistics
+from longspan.model.seams.hint import DOCTOR
 from longspan.plan import Plan
 from longspan.plan.hierarchy import Levels, hierarchical_groups, levels_of
 from longspan.train import run_step
 from longspan.train.evaluation.evaluate import evaluate
+from longspan.train.step_check import check_step
 
 
 @dataclass(frozen=True)
@@ -61,17 +65,22 @@ class Task:
     timeout: float
     record: str = ""  # a file, to which the first rank adds a line for each outcome
     show: bool = False
+    architecture: type | None = None  # of a configuration that transformers does not know
 
 
-def run_cases(rank: int, task: Task) -> WorldFacts:
-    """Run every case in one world and record the outcomes; the first error in a step ends it."""
+def run_cases(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
+    """Run every case in one world and record the outcomes, by number; the first error in a step ends it."""
+    outcomes: dict[int, Outcome] = {}
+    register(task.config, task.architecture)
     with World(task.home, backend=task.backend, timeout=task.timeout) as world:
-        for (dtype, recompute, rows), cases in groupby(task.cases, key=lambda numbered: preparation(numbered[1])):
-            run = _Run(task, world, dtype, recompute, rows)
+        for _, group in groupby(task.cases, key=lambda numbered: preparation(numbered[1])):
+            cases = list(group)
+            run = CaseRun(task, world, cases[0][1])
             for number, case in cases:
-                _record(task, world, number, run.outcome(case))
+                outcomes[number] = run.outcome(case)
+                _record(task, world, number, outcomes[number])
         made = tuple(asdict(record) for record in world.process_groups.made)
-        return WorldFacts(len(task.home.ranks), str(world.device), world.backend, made)
+        return WorldFacts(len(task.home.ranks), str(world.device), world.backend, made), outcomes
 
 
 def preparation(case: Case) -> tuple[str, str, bool]:
@@ -91,37 +100,37 @@ def _record(task: Task, world: World, number: int, outcome: Outcome) -> None:
         print(f"{outcome.case.name}: {outcome.status} ({outcome.seconds:.1f} s)", file=sys.stderr, flush=True)
 
 
-class _Run:
+class CaseRun:
     """One prepared model, or why it was refused, and its cases one after another."""
 
-    def __init__(self, task: Task, world: World, dtype: str, recompute: str, rows: bool) -> None:
-        self.task, self.world, self.dtype = task, world, getattr(torch, dtype)
+    def __init__(self, task: Task, world: World, first: Case) -> None:
+        """Prepare a model as the first of these cases wants it, which all of them do."""
+        self.task, self.world, self.dtype = task, world, getattr(torch, first.dtype)
         self.refusal, self.model = "", nn.Module()
-        self.whole = next(e.whole for (name, _), e in task.expected.items() if name == dtype)
+        self.whole = next(e.whole for (name, _), e in task.expected.items() if name == first.dtype)
         self._began = time.perf_counter()
         try:
             with precision(self.dtype, whole=self.whole):
                 self.model = prepare(
                     tiny_model(task.config, self.dtype),
                     world,
-                    activation_checkpointing=False if recompute == "none" else recompute,
-                    sequence_parallel=rows,
+                    activation_checkpointing=first.recompute,
+                    sequence_parallel=first.sequence_parallel,
                 )
         except LongspanError as error:
             if isinstance(error, CommError):
                 raise
-            self.refusal = str(error)
+            self.refusal = str(error).partition(DOCTOR)[0]  # this is what it names
 
     def outcome(self, case: Case) -> Outcome:
         """Of one case; raises what its step raises, for then other ranks may wait."""
         began, self._began = self._began, time.perf_counter()
         expected = self.task.expected.get((case.dtype, case.router_losses))
-        if self.refusal or expected is None:
-            why = self.refusal or "the stock model gives no losses of routers to compare with"
-            return Outcome(case, "refused", message=why, seconds=time.perf_counter() - began)
         try:
-            plan = plan_of(case, self.task.home, LENGTHS, self.world.node_size)
-        except LongspanError as error:
+            if self.refusal or expected is None:
+                raise ModelError(self.refusal or "the stock model gives no losses of routers to compare with")
+            plan = self._plan(case)
+        except LongspanError as error:  # the same on every rank: nothing was sent yet
             return Outcome(case, "refused", message=str(error), seconds=time.perf_counter() - began)
         with precision(self.dtype, whole=self.whole):
             loss, errors = self._errors(case, plan, expected.answer)
@@ -139,6 +148,15 @@ class _Run:
             levels=tuple(str(_as_ranks(levels_of(group), self.world)) for group in hierarchical_groups(plan)),
             why=self._why(case, plan),
         )
+
+    def _plan(self, case: Case) -> Plan:
+        """The plan of a case. Raises what its step would, on every rank, before it communicates."""
+        heads = getattr(self.task.config.get_text_config(), "num_attention_heads", None)
+        plan = plan_of(case, self.task.home, heads=heads, node_size=self.world.node_size)
+        check_step(self.model, plan, self.task.documents, self.world, backward=not case.evaluation)
+        if case.router_losses:
+            router_statistics(self.model, self.world, plan.tokens, ROUTER)
+        return plan
 
     def _errors(self, case: Case, plan: Plan, stock: Answer) -> tuple[float, dict[str, float]]:
         """Errors of the loss and of each gradient, the worst of all ranks."""

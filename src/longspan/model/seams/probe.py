@@ -19,6 +19,7 @@ from longspan.attention.dropout import Dropout
 from longspan.attention.kernels import named
 from longspan.errors import AttentionError, ModelError
 from longspan.model.layers import decoder_layers
+from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.meta_pass import run_on_meta
 
 
@@ -56,7 +57,7 @@ def probe_model(model: PreTrainedModel) -> tuple[RecordedCall, ...]:
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} cannot be probed: model(input_ids, position_ids=, use_cache=, shard=) on the meta "
-            f"device raised {type(error).__name__}: {error}; {_cause(error)}"
+            f"device raised {type(error).__name__}: {error}; {_cause(error)}{doctor_hint(model)}"
         ) from error
     check_calls(model, tuple(probe.calls))
     return tuple(probe.calls)
@@ -93,6 +94,7 @@ def _refuse_bypass(model: PreTrainedModel, reached: set[int]) -> None:
         raise ModelError(
             f"{_name(model)}: {shown} ({', '.join(kinds)}) bypasses transformers' AttentionInterface and would "
             "attend to the local rows alone; use a model whose attention goes through the interface (Qwen3, Llama, …)"
+            f"{doctor_hint(model)}"
         )
 
 

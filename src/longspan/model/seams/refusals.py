@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.llama4 import has_temperature, is_llama4_temperature
 from longspan.model.seams.rope_by_length import is_by_length
 
@@ -31,7 +32,10 @@ def refuse_unsupported(model: nn.Module) -> None:
     rules = (_architecture, _outputs, _rope, _temperature, _layer_types, _convolutions)
     reasons = [reason for rule in rules for reason in rule(model)]
     if reasons:
-        raise ModelError(f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(reasons)}")
+        raise ModelError(
+            f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(reasons)}"
+            f"{doctor_hint(model)}"
+        )
 
 
 def _architecture(model: PreTrainedModel) -> Iterator[str]:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.layers import base_of
+from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.probe import Probe
 
@@ -80,7 +81,7 @@ def _check(model: PreTrainedModel) -> None:
     if beside := [n for n, p in model.named_parameters() if id(p) not in known]:
         raise ModelError(
             f"{name} has parameters beside its base model and its output embedding ({', '.join(beside[:4])}); its loss "
-            "cannot be taken from the last hidden states"
+            f"cannot be taken from the last hidden states{doctor_hint(model)}"
         )
 
 
@@ -100,6 +101,7 @@ def _try(model: PreTrainedModel) -> None:
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__}: its forward cannot be cut after its base model ({type(error).__name__}: {error})"
+            f"{doctor_hint(model)}"
         ) from error
     shape = (2, _output_embedding(model).weight.shape[0])
     if tuple(made.shape) != shape or not made.requires_grad:

@@ -1,0 +1,152 @@
+"""The comparisons of `longspan doctor`: of a model that is named (`--model`), and of a small Qwen3.
+
+What they compare is in `longspan.doctor`; here are their processes, and what is printed.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedConfig
+
+from longspan.cli.gpu_environment import set_gpu_environment
+from longspan.cli.processes import Processes, processes_of, reports_here, run_on_ranks, under_torchrun, usable_gpus
+from longspan.doctor.cases import Case, CaseSet, DTypeName, cases_named, every_type
+from longspan.doctor.kernels import KernelLine, kernel_lines
+from longspan.doctor.outcomes import Proof
+from longspan.doctor.prove import InWorld, Ranks, run_proof
+from longspan.doctor.shrink import shrunken
+from longspan.doctor.table import found, proof_json, proof_text
+from longspan.doctor.which_model import configuration_of
+from longspan.errors import CommError, LongspanError, counted
+from longspan.model.presets import preset_config
+
+LOCAL_RANKS = 4
+VOCABULARY = 97
+DEGREES = (1, 2, 4)
+_EXACT: dict[str, DTypeName] = {"gloo": "float64", "nccl": "float32"}
+_ROUNDED: dict[str, DTypeName] = {"gloo": "float32", "nccl": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class ProofFlags:
+    """How a named model is proven: those flags of the verb that say so."""
+
+    cases: CaseSet
+    head_size: Literal["auto", "true", "small"]
+    world: int
+    backend: Literal["auto", "gloo", "nccl"]
+    timeout: float
+    json: bool
+
+
+def prove_model(name: str, flags: ProofFlags) -> int:
+    """Prove a model and print what was found. Returns 0 if it is proven, otherwise 1.
+
+    Raises ConfigError for an unknown name, ModelError where no small copy of the model can be made.
+    """
+    began = time.perf_counter()
+    config = configuration_of(name)
+    proofs, models = list[Proof](), list[dict[str, Any]]()
+    for processes in _places(flags):
+        small = shrunken(config, head_size=_head_size(config, flags, processes))
+        models.append(_model(config, small, processes))
+        proofs.append(_run(small, _cases(flags, processes), processes, flags.timeout))
+    proof = Proof(tuple(o for p in proofs for o in p.outcomes), tuple(w for p in proofs for w in p.worlds))
+    seconds = time.perf_counter() - began
+    if reports_here():
+        device = torch.device("cuda" if models[-1]["backend"] == "nccl" else "cpu")
+        lines, note = _kernels(config, device)
+        if flags.json:
+            model = {"name": name, "copies": models, "kernels": [asdict(line) for line in lines], "note": note}
+            print(json.dumps(proof_json(proof, model, seconds), indent=1, ensure_ascii=False))
+        else:
+            heading = [*map(_heading, models), *(f"attention at true sizes: {line}" for line in lines)]
+            print(proof_text(proof, [*heading, *([note] if note else []), ""], seconds))
+    return 0 if proof.good else 1
+
+
+def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
+    """A Qwen3 of two layers at every degree and type in two types of numbers, as a JSON object.
+
+    Raises CommError where the ranks did not end well.
+    """
+    config = preset_config("qwen3-tiny", vocab_size=VOCABULARY)
+    cases = [case for cp in DEGREES if processes.ranks % cp == 0 for case in every_type(cp)]
+    dtypes = (_EXACT[processes.backend], _ROUNDED[processes.backend])
+    proof = _run(config, [replace(case, dtype=dtype) for dtype in dtypes for case in cases], processes, timeout)
+    if not proof.worlds:
+        raise CommError(proof.outcomes[0].message)
+    world = proof.worlds[0]
+    parity = [outcome.row() | {"found": found(outcome)} for outcome in proof.outcomes]
+    return asdict(world) | {"groups": list(world.groups), "parity": parity}
+
+
+def _places(flags: ProofFlags) -> Iterator[Processes]:
+    """The processes of each proof: on the GPUs, or on CPUs; on both where there is one GPU, which has no degrees."""
+    gpus, both = usable_gpus(), False
+    if flags.backend == "auto" and not flags.world and not under_torchrun():
+        both = gpus == 1
+    if gpus == 0 or both or flags.backend == "gloo":
+        yield processes_of(flags.world, "cuda" if flags.backend == "nccl" else "cpu", on_cpus=LOCAL_RANKS)
+    if gpus and flags.backend != "gloo":
+        yield processes_of(flags.world, "cuda", on_gpus=min(gpus, LOCAL_RANKS), for_cpus="--backend gloo")
+
+
+def _head_size(config: PreTrainedConfig, flags: ProofFlags, processes: Processes) -> int | None:
+    """The true one where the flags or GPUs ask for it; None: a small one."""
+    if flags.head_size == "small" or (flags.head_size == "auto" and processes.backend == "gloo"):
+        return None
+    text = config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(size)
+
+
+def _cases(flags: ProofFlags, processes: Processes) -> list[Case]:
+    """The whole set in the type that shows most there: float64 on CPUs, bfloat16 on GPUs; the basic one in another."""
+    main, other = (_EXACT, _ROUNDED) if processes.backend == "gloo" else (_ROUNDED, _EXACT)
+    ranks, backend = processes.ranks, processes.backend
+    cases = [*cases_named(flags.cases, ranks, (main[backend],)), *cases_named("basic", ranks, (other[backend],))]
+    return list(dict.fromkeys(cases))
+
+
+def _run(config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float) -> Proof:
+    set_gpu_environment("")
+    show = reports_here() and sys.stderr.isatty()
+    launch = _on_torchruns_ranks if under_torchrun() else None
+    return run_proof(config, cases, Ranks(processes.ranks, processes.backend, timeout, show, launch))
+
+
+def _on_torchruns_ranks(fn: Any, task: Any, count: int, seconds: float) -> InWorld:
+    return run_on_ranks(fn, (task,), count, seconds)
+
+
+def _model(config: PreTrainedConfig, small: PreTrainedConfig, processes: Processes) -> dict[str, Any]:
+    text = small.get_text_config()
+    return {
+        "model_type": config.model_type,
+        "layers": text.num_hidden_layers,
+        "hidden_size": text.hidden_size,
+        "ranks": processes.ranks,
+        "backend": processes.backend,
+    }
+
+
+def _heading(model: dict[str, Any]) -> str:
+    size = f"{model['layers']} layers, hidden size {model['hidden_size']}"
+    return f"{model['model_type']}, a small copy ({size}) on {counted(model['ranks'], 'rank')} ({model['backend']})"
+
+
+def _kernels(config: PreTrainedConfig, device: torch.device) -> tuple[tuple[KernelLine, ...], str]:
+    """The kernels at the true sizes, or why they are not known."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    try:
+        return kernel_lines(config, device, dtype), ""
+    except LongspanError as error:
+        return (), f"attention at true sizes: {error}"
+    except Exception as error:  # of the model's own code without memory
+        return (), f"attention at true sizes is not known: {type(error).__name__}: {error}"

@@ -1,0 +1,85 @@
+"""Which attention kernel runs a model at its true head sizes: on this machine, and on GPUs where it has none."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from longspan.attention import KERNELS, AttentionCall, Mask, choose
+from longspan.attention.kernels.table import Kernel
+from longspan.errors import AttentionError
+from longspan.model.experts.moe import use_experts
+from longspan.model.seams.attention_calls import IMPLEMENTATION
+from longspan.model.seams.probe import RecordedCall, probe_model
+
+GPU = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class KernelLine:
+    """One kind of attention of a model's layers, the kernel that runs it here, and what runs it on a GPU."""
+
+    attention: str
+    layers: int
+    here: str
+    on_gpus: str
+
+    def __str__(self) -> str:
+        gpu = f"; on a GPU {self.on_gpus}" if self.on_gpus else ""
+        return f"{self.attention} ({self.layers} layers): {self.here}{gpu}"
+
+
+def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> tuple[KernelLine, ...]:
+    """The kinds of attention of a model at its true sizes, which is made without memory, and their kernels.
+
+    Raises what the model's own code raises where it cannot be made or run so, ModelError where it is refused.
+    """
+    calls = probe_model(_without_memory(config))
+    kinds: dict[tuple[int, int, int | None, float | None], list[RecordedCall]] = {}
+    for call in calls:
+        kinds.setdefault((call.head_size, call.value_size, call.window, call.softcap), []).append(call)
+    lines: list[KernelLine] = []
+    for (size, value_size, window, softcap), of_kind in kinds.items():
+        call = AttentionCall(1, 1, size, value_size, dtype, device, Mask(window=window), softcap=softcap)
+        lines.append(KernelLine(_words(of_kind[0]), len(of_kind), _here(call), _on_gpus(call)))
+    return tuple(lines)
+
+
+def _without_memory(config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(type(config).from_dict(config.to_dict()), dtype=torch.bfloat16)
+    model.set_attn_implementation(IMPLEMENTATION)
+    use_experts(model)
+    return model
+
+
+def _words(call: RecordedCall) -> str:
+    sizes = f"heads of {call.head_size}"
+    values = "" if call.value_size == call.head_size else f" with values of {call.value_size}"
+    asks = {"a window": call.window is not None, "a soft cap": call.softcap is not None, "sinks": call.sinks}
+    return ", ".join([sizes + values, *(feature for feature, there in asks.items() if there)])
+
+
+def _here(call: AttentionCall) -> str:
+    where = f"({call.device.type}, {str(call.dtype).removeprefix('torch.')})"
+    try:
+        return f"{choose(call).name} {where}"
+    except AttentionError as error:
+        return f"none {where}: {error}"
+
+
+def _on_gpus(call: AttentionCall) -> str:
+    """The kernels that the table has for it, the first that a GPU has running; "" where `here` is a GPU."""
+    if call.device.type == "cuda":
+        return ""
+    able = list(_able(replace(call, device=GPU, dtype=torch.bfloat16)))
+    words = [kernel.name + (f" (needs {kernel.needs})" if kernel.needs != "nothing" else "") for kernel in able]
+    return ", else ".join(words) or "none"
+
+
+def _able(call: AttentionCall) -> Iterator[Kernel]:
+    """Those that the table gives to it, whatever this machine has."""
+    for kernel in KERNELS:
+        if not replace(kernel, missing=lambda device: "").lacks(call) and not kernel.one_document_only:
+            yield kernel

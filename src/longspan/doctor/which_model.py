@@ -1,0 +1,80 @@
+"""The configuration that `longspan doctor --model` names: of a folder, a class of transformers or a dotted class."""
+
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from longspan.errors import ConfigError
+from longspan.model.hf_folder import read_configuration
+
+
+def configuration_of(name: str) -> PreTrainedConfig:
+    """The configuration of a local folder (or its config.json), or the default one of a class or a model_type.
+
+    >>> configuration_of("Qwen3ForCausalLM").model_type, configuration_of("qwen3").model_type
+    ('qwen3', 'qwen3')
+
+    A dotted class is one of another package, with a `config_class`. Raises ConfigError for an unknown name, with near
+    ones, and for a class that is not the causal language model of its configuration; ModelError for a folder that
+    cannot be read.
+    """
+    path = Path(name)
+    if path.exists() or "/" in name:
+        return _with_causal_model(read_configuration(path), name)
+    if name in CONFIG_MAPPING:
+        return _with_causal_model(CONFIG_MAPPING[name](), name)
+    named: Any = _dotted(name) if "." in name else getattr(transformers, name, None)
+    if isinstance(named, type) and issubclass(named, PreTrainedConfig):
+        return _with_causal_model(named(), name)
+    if not isinstance(named, type) or getattr(named, "config_class", None) is None:
+        raise ConfigError(f"there is no folder, class of transformers or model_type {name!r}; {_near(name)}")
+    return _of_class(named, name)
+
+
+def _of_class(architecture: Any, name: str) -> PreTrainedConfig:
+    config: PreTrainedConfig = architecture.config_class()
+    if "." in name:
+        register(config, architecture)
+    made: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(_with_causal_model(config, name))]
+    if made is architecture:
+        return config
+    raise ConfigError(
+        f"{name} is not the causal language model of {type(config).__name__}, which is {made.__name__}; "
+        f"use --model {made.__name__}"
+    )
+
+
+def register(config: PreTrainedConfig, architecture: type | None) -> None:
+    """Let transformers make this class for its configuration, of a class that it does not know."""
+    if architecture is not None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        AutoModelForCausalLM.register(type(config), architecture)  # pyright: ignore[reportArgumentType]
+
+
+def _dotted(name: str) -> object:
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(import_module(module), attribute, None)
+    except ImportError as error:
+        raise ConfigError(f"{name}: {module} cannot be imported: {error}") from error
+
+
+def _with_causal_model(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"{name}: transformers has no causal language model for {type(config).__name__}; {_near(name)}"
+        )
+    return config
+
+
+def _near(name: str) -> str:
+    """Model types and classes with names like this one."""
+    classes = {str(made) for made in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    known = {word.lower(): word for word in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | dict.fromkeys(classes))}
+    near = get_close_matches(name.rpartition(".")[2].lower(), list(known), n=4, cutoff=0.5)
+    names = f"did you mean {', '.join(known[word] for word in near)}? " if near else ""
+    return f"{names}Give a folder with a config.json, a class such as Qwen3ForCausalLM, or a model_type such as qwen3"

@@ -1,0 +1,154 @@
+"""Proofs: exact models are, changed ones are not, and no error of a model leaves `prove`."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from longspan.comm import World
+from longspan.doctor import prove as proving
+from longspan.doctor.cases import LENGTHS, Case, cases_named
+from longspan.doctor.outcomes import Outcome
+from longspan.doctor.prove import Ranks, prove, run_proof
+from longspan.doctor.ranks import CaseRun, Task
+from longspan.doctor.shrink import shrunken
+from longspan.doctor.stock import documents_for
+from longspan.layout import Layout
+from longspan.model.seams import attention_calls
+from longspan.testing import run_ranks
+
+CASE = Case(cp=2)
+
+
+def small(family: str) -> PreTrainedConfig:
+    """A small copy of the family's default configuration."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    return shrunken(CONFIG_MAPPING[family]())
+
+
+def test_a_mixture_with_sinks_and_windows_is_exact() -> None:
+    outcomes = prove(small("gpt_oss"), cases_named("basic", 3), 3)
+    assert [outcome.status for outcome in outcomes] == ["exact"] * 5
+    assert all(o.gradient_error is not None and 0 < o.gradient_error < 1e-13 for o in outcomes)
+
+
+@contextmanager
+def _changed(owner: Any, name: str, change: Callable[..., Any]) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, change(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _argument(name: str, change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Attention with one of its arguments changed."""
+
+    def changed(attend: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *tensors, **more: attend(*tensors, **{**more, name: change(more[name])})
+
+    return _changed(attention_calls, "attend", changed)  # pyright: ignore[reportReturnType]
+
+
+def _local_temperature() -> Any:
+    from transformers.models.ministral3 import modeling_ministral3
+
+    def by_local_row(scale: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda positions, *more: scale(torch.arange(positions.shape[-1])[None], *more)
+
+    return _changed(modeling_ministral3, "get_llama_4_attn_scale", by_local_row)
+
+
+def _sampled_experts() -> Any:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    def sampled(forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda router, hidden: forward(router, hidden + 0.1 * torch.randn_like(hidden))
+
+    return _changed(Qwen3MoeTopKRouter, "forward", sampled)
+
+
+MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "sinks dropped": ("gpt_oss", lambda: _argument("sinks", lambda sinks: None)),
+    "a window one row wider": ("gpt_oss", lambda: _argument("window", lambda window: window and window + 1)),
+    "scale": ("gpt_oss", lambda: _argument("scale", lambda scale: scale * 1.0001)),
+    "soft cap dropped": ("gemma2", lambda: _argument("softcap", lambda softcap: None)),
+    "temperature by local rows": ("ministral3", _local_temperature),
+    "sampled experts": ("qwen3_moe", _sampled_experts),
+}
+
+
+def _of_mutants(rank: int, tasks: dict[str, Task]) -> dict[str, tuple[Outcome, Outcome]]:
+    """Of each mutant, and of the same family as it is."""
+    outcomes = {}
+    with World(Layout(ranks=2), backend="gloo") as world:
+        for name, (family, mutant) in MUTANTS.items():
+            if family in tasks:
+                as_is = CaseRun(tasks[family], world, CASE).outcome(CASE)
+                with mutant():
+                    outcomes[name] = (as_is, CaseRun(tasks[family], world, CASE).outcome(CASE))
+    return outcomes
+
+
+def _task(config: PreTrainedConfig) -> Task:
+    documents = documents_for(config, LENGTHS)
+    expected = proving.Stock(config, documents).expected([CASE])
+    answers = {key: answer for key, answer in expected.items() if isinstance(answer, proving.Expected)}
+    return Task(config, Layout(ranks=2), ((0, CASE),), answers, documents, "gloo", 60.0)
+
+
+def test_mutants_are_caught() -> None:
+    families = [family for family in {family for family, _ in MUTANTS.values()} if family in CONFIG_MAPPING]
+    outcomes = run_ranks(_of_mutants, 2, {family: _task(small(family)) for family in families})[0]
+    assert len(outcomes) >= len(MUTANTS) - 1
+    for name, (as_is, mutant) in outcomes.items():
+        assert as_is.status == "exact", (name, as_is)
+        assert not mutant.good and mutant.status in ("wrong", "refused"), (name, mutant)
+        assert mutant.status == "refused" or max(mutant.loss_error or 0, mutant.gradient_error or 0) > 1e-7, mutant
+
+
+def test_a_refused_model_is_refused_in_every_case() -> None:
+    proof = run_proof(small("falcon"), (CASE, Case(cp=2, cp_comm_type="a2a")), Ranks(2))
+    assert [o.status for o in proof.outcomes] == ["refused"] * 2 and not proof.good
+    assert [o.good for o in proof.outcomes] == [False, True]
+    assert "bypasses transformers' AttentionInterface" in proof.outcomes[0].message
+
+
+def _leave(rank: int, task: Task) -> Any:
+    """Ranks of which one dies in the second case of the first world."""
+    whole = len(task.cases) == 3
+
+    def dies(outcome: Callable[..., Any]) -> Callable[..., Any]:
+        def of_case(run: CaseRun, case: Case) -> Outcome:
+            if whole and case == task.cases[1][1] and rank == 1:
+                os._exit(7)
+            return outcome(run, case)
+
+        return of_case
+
+    with _changed(CaseRun, "outcome", dies):
+        return _run_cases(rank, task)
+
+
+_run_cases = proving.run_cases
+
+
+def test_a_rank_that_dies_costs_its_case_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proving, "run_cases", _leave)
+    cases = (Case(), Case(cp=2), Case(cp=2, cp_comm_type="all_gather"))
+    proof = run_proof(small("llama"), cases, Ranks(2))
+    assert [o.status for o in proof.outcomes] == ["exact", "crashed", "exact"] and not proof.good
+    assert "rank 1 of 2 left with exit code 7" in proof.outcomes[1].message
+
+
+def test_a_stock_model_that_cannot_run_is_not_built() -> None:
+    config = small("llama")
+    config.hidden_act = "none of these"
+    outcome = prove(config, (CASE,), 2)[0]
+    assert outcome.status == "not built" and "none of these" in outcome.message

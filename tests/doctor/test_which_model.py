@@ -1,0 +1,59 @@
+"""Names of models: folders, classes, model types; and the kernels that their true sizes take."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from longspan.doctor.kernels import kernel_lines
+from longspan.doctor.which_model import configuration_of
+from longspan.errors import ConfigError, ModelError
+
+
+class OwnConfig(LlamaConfig):
+    """Of a model outside transformers."""
+
+    model_type = "own"
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    """A model outside transformers."""
+
+    config_class = OwnConfig
+
+
+def test_a_model_has_many_names(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_hidden_layers": 7}))
+    names = ("qwen3", "Qwen3ForCausalLM", "Qwen3Config", "transformers.Qwen3ForCausalLM", str(tmp_path))
+    configs = [configuration_of(name) for name in names]
+    assert {config.model_type for config in configs} == {"qwen3"} and configs[-1].num_hidden_layers == 7
+    assert isinstance(configuration_of(f"{__name__}.OwnForCausalLM"), OwnConfig)
+
+
+WRONG = [
+    ("mistrall", ConfigError, "no folder, class of transformers or model_type 'mistrall'; did you mean mistral"),
+    ("Qwen3ForCausal", ConfigError, "did you mean .*Qwen3ForCausalLM"),
+    ("BertForMaskedLM", ConfigError, "which is BertLMHeadModel; use --model BertLMHeadModel"),
+    ("clip", ConfigError, "no causal language model for CLIPConfig"),
+    ("no_such_package.Model", ConfigError, "no_such_package cannot be imported"),
+    ("no/such/folder", ModelError, "there is no model folder no/such/folder"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "says"), WRONG)
+def test_names_that_are_refused(name: str, kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says):
+        configuration_of(name)
+
+
+def test_kernels_are_those_of_the_true_head_sizes() -> None:
+    (line,) = kernel_lines(LlamaConfig(num_hidden_layers=3), torch.device("cpu"), torch.float32)
+    assert str(line).startswith("heads of 128 (3 layers): cpu_flash (cpu, float32); on a GPU fa4 (needs the extra")
+    gemma = configuration_of("gemma2")
+    gemma.num_hidden_layers = 2
+    gemma.layer_types = gemma.layer_types[:2]
+    lines = kernel_lines(gemma, torch.device("cpu"), torch.float32)
+    assert [line.attention for line in lines] == ["heads of 256, a window, a soft cap", "heads of 256, a soft cap"]
+    assert {line.here for line in lines} == {"reference (cpu, float32)"}
