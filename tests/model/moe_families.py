@@ -17,6 +17,7 @@ _ALL = (
 FAMILIES = tuple(family for family in _ALL.split() if family in CONFIG_MAPPING)  # an older transformers has fewer
 _SETTINGS: dict[str, dict[str, Any]] = {
     "gemma4_text": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24},
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
     "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_hidden_layers": 4},  # without state-space layers
 }
 

@@ -109,7 +109,8 @@ def router_statistics(
         if coefficients.any:
             raise ModelError(
                 f"{type(model).__name__.removeprefix('FSDP')} has no routers whose losses are known; set the balance "
-                "and z losses (train.router_balance_loss, train.router_z_loss) to 0"
+                "and z losses (train.router_balance_loss, train.router_z_loss) to 0; transformers defines such losses "
+                "where a configuration has router_aux_loss_coef"
             )
         return None
     if coefficients.balance is None:

@@ -3,14 +3,15 @@
 Rows here are pairs (real token, layer with experts); N is their number in the step (`token_layers`): of all
 micro-batches, slots and layers.
 
-    balance = E · Σ_e F_e · P_e      F_e: rows that chose expert e / N;  P_e: mean over the rows of softmax(logits)_e
+    balance = E · Σ_e F_e · P_e      F_e: rows with e of their k most probable / N;  P_e: mean of softmax(logits)_e
     z       = mean over the rows of logsumexp(logits)²
 
-Balance is transformers' `load_balancing_loss_func`, which lays the tokens of all layers end to end (Switch
-Transformer, https://arxiv.org/abs/2101.03961, eq. 4 to 6), of one batch that holds every document of the step; over a
-whole batch it lets experts specialise (https://arxiv.org/abs/2501.11873). z is that of ST-MoE
-(https://arxiv.org/abs/2202.08906, eq. 5), averaged over layers too. Megatron-LM adds its losses up over layers instead:
-multiply its coefficients by the number of layers with experts.
+The k most probable experts by the logits alone are those that a row visits, except where routers choose by a sigmoid or
+with a bias (MiniMax-M2, ERNIE 4.5). Balance is transformers' `load_balancing_loss_func`, which lays the tokens of all
+layers end to end (Switch Transformer, https://arxiv.org/abs/2101.03961, eq. 4 to 6), of one batch that holds every
+document of the step; over a whole batch it lets experts specialise (https://arxiv.org/abs/2501.11873). z is that of
+ST-MoE (https://arxiv.org/abs/2202.08906, eq. 5), averaged over layers too. Megatron-LM adds its losses up over layers
+instead: multiply its coefficients by the number of layers with experts.
 
 F has no gradient but weighs every row's, so it must be known before the first backward pass. A step of one micro-batch
 knows it after its forward pass; of a step of several, all but the first run forward once more beforehand, without a
@@ -69,7 +70,7 @@ class RouterSums:
     def record(self, router: nn.Module, logits: Tensor, weights: Tensor, chosen: Tensor, rows: Tensor) -> Tensor:
         """Record a layer's routing of its real `rows` (R,); returns the weights (T, k), with the losses' gradient."""
         with torch.no_grad():
-            self.by_router[id(router)] = _sums(logits[rows], chosen[rows])
+            self.by_router[id(router)] = _sums(logits[rows], chosen.shape[1])
         if not torch.is_grad_enabled() or not self.statistics.coefficients.any:
             return weights
         return _WithRouterLosses.apply(weights, logits, rows, self.statistics)  # pyright: ignore[reportReturnType]
@@ -116,12 +117,14 @@ def _total(micro_batches: Sequence[RouterSums], experts: int) -> list[float]:
     return torch.stack(sums).sum(0).tolist() if sums else [0.0] * (2 * experts + 1)
 
 
-def _sums(logits: Tensor, chosen: Tensor) -> Tensor:
-    """(2 E + 1,) float64 of rows (R, E) and their experts (R, k)."""
+def _sums(logits: Tensor, top_k: int) -> Tensor:
+    """(2 E + 1,) float64 of rows (R, E) with so many experts each."""
     wide = _wide(logits)
+    each = wide.softmax(-1)
+    chosen = each.topk(top_k, dim=-1).indices
     loads = torch.zeros(logits.shape[1], dtype=torch.float64, device=logits.device)
     loads.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.float64))
-    probabilities = wide.softmax(-1).sum(0, dtype=torch.float64)
+    probabilities = each.sum(0, dtype=torch.float64)
     z = wide.logsumexp(-1).square().sum(dtype=torch.float64)
     return torch.cat([loads, probabilities, z[None]])
 

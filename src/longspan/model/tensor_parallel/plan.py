@@ -27,9 +27,10 @@ COLWISE, ROWWISE = "colwise", "rowwise"
 GATHERED = ("colwise_gather_output", "colwise_rep")
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 EMBEDDING = "embedding_rowwise"
+SPLIT_INPUT = "rowwise_split_input"  # of a linear whose input is whole on every rank
 HEADS = "heads"  # ours: a parameter with one number for each query head
-KNOWN = (COLWISE, ROWWISE, *GATHERED, PARTIAL_GRADIENT, EMBEDDING, HEADS)
-_WITHOUT_EFFECT = ("replicate",)
+KNOWN = (COLWISE, ROWWISE, *GATHERED, SPLIT_INPUT, PARTIAL_GRADIENT, EMBEDDING, HEADS)
+_WITHOUT_EFFECT = ("replicate", "local_params")  # the latter: of a module whose own parameters have their style beside
 
 # gpt-oss has no plan of its own (transformers 5.17 to 5.23).
 _ATTENTION = {"q_proj": COLWISE, "k_proj": COLWISE, "v_proj": COLWISE, "o_proj": ROWWISE, "sinks": HEADS}
@@ -91,7 +92,8 @@ def _find(model: PreTrainedModel, plan: Mapping[re.Pattern[str], str]) -> Iterat
             yield Placed(name, module, style)
         for parameter, _ in module.named_parameters(recurse=False):
             if (style := _style(plan, f"{name}.{parameter}")) is not None:
-                yield Placed(f"{name}.{parameter}", module, style, parameter)
+                of_heads = style == COLWISE and getattr(module, parameter).ndim == 1
+                yield Placed(f"{name}.{parameter}", module, HEADS if of_heads else style, parameter)
 
 
 def _style(plan: Mapping[re.Pattern[str], str], name: str) -> str | None:
@@ -118,14 +120,19 @@ def _sizes(model: PreTrainedModel, placed: list[Placed]) -> dict[str, int]:
     heads = config.num_attention_heads
     sizes = {"query heads": heads, "key/value heads": getattr(config, "num_key_value_heads", None) or heads}
     for name, module, style, parameter in placed:
-        if parameter is None and style in (COLWISE, ROWWISE):
+        if parameter is not None and style == HEADS:
+            sizes["numbers of " + re.sub(r"\.\d+\.", ".*.", name)] = getattr(module, parameter).numel()
+        elif parameter is not None and style != PARTIAL_GRADIENT:
+            shape = tuple(getattr(module, parameter).shape)
+            raise ModelError(f"{name} {shape} has style {style!r}, which is for modules; use tp 1")
+        elif parameter is None and style in (COLWISE, ROWWISE, SPLIT_INPUT):
             linear = base_module(module)
             if not isinstance(linear, nn.Linear):
                 raise ModelError(
                     f"{name} ({type(module).__name__}) has style {style!r}, which is for nn.Linear; use tp 1"
                 )
             width = linear.out_features if style == COLWISE else linear.in_features
-            if ".self_attn." not in name:
+            if ".self_attn." not in name or style == SPLIT_INPUT:
                 sizes["width of " + re.sub(r"\.\d+\.", ".*.", name)] = width
     return sizes
 

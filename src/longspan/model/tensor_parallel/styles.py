@@ -157,6 +157,12 @@ def rowwise(linear: nn.Linear, world: World, *, sequence_parallel: bool) -> None
     wrap_forward(linear, leave=sum_of_outputs(linear, world.key, sequence_parallel=sequence_parallel))
 
 
+def rowwise_of_whole_inputs(linear: nn.Linear, world: World) -> None:
+    """As `rowwise`, of inputs that every rank has whole, as where a norm of all heads came before."""
+    rowwise(linear, world, sequence_parallel=False)
+    wrap_forward(linear, enter=partial(tp_split, world_key=world.key, dim=-1))
+
+
 def slice_inputs(linear: nn.Linear, world: World) -> None:
     """Each rank takes its slice of the inputs; its outputs, without the bias, are its part of a sum."""
     slice_parameter(linear, "weight", 1, world)

@@ -30,6 +30,7 @@ from longspan.model.tensor_parallel.plan import (
     HEADS,
     PARTIAL_GRADIENT,
     ROWWISE,
+    SPLIT_INPUT,
     Placed,
     blocks_of,
     check_sizes,
@@ -44,6 +45,7 @@ from longspan.model.tensor_parallel.styles import (
     columnwise_gathered,
     partial_gradients,
     rowwise,
+    rowwise_of_whole_inputs,
     slice_parameter,
     split_rows_of_experts,
     split_vocabulary,
@@ -85,19 +87,25 @@ def split_over_tp(
     placed = _checked(model, world.home.tp, sequence_parallel=sequence_parallel)
     _ = world.meshes.tp  # made by all ranks together
     _split_vocabulary(model, placed, world, sequence_parallel=sequence_parallel)
-    for _, module, style, parameter in placed:
+    mixtures = _mixtures(model)
+    for name, module, style, parameter in placed:
+        in_parts = sequence_parallel and not name.startswith(mixtures)
         if is_adapted(module) and style in (COLWISE, ROWWISE):
-            split_adapted(module, style, world, sequence_parallel=sequence_parallel)
+            split_adapted(module, style, world, sequence_parallel=in_parts)
         elif style == COLWISE and isinstance(module, nn.Linear):
             columnwise(module, world)
         elif style == ROWWISE and isinstance(module, nn.Linear):
-            rowwise(module, world, sequence_parallel=sequence_parallel)
+            rowwise(module, world, sequence_parallel=in_parts)
+        elif style == SPLIT_INPUT and isinstance(module, nn.Linear):
+            rowwise_of_whole_inputs(module, world)
+        elif style in GATHERED and isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
+            columnwise_gathered(module, world)
         elif style == PARTIAL_GRADIENT:
             partial_gradients(module, world.key, parameter)
         elif style == HEADS and parameter is not None:
             slice_parameter(module, parameter, 0, world)
             wrap_forward(module, views={parameter: local_tensor})
-    _wrap_blocks(model, placed, world, sequence_parallel=sequence_parallel)
+    _wrap_blocks(model, placed, world, whole=mixtures if sequence_parallel else ("",))
     for layer in decoder_layers(model).values():
         for experts in experts_of(layer).values():
             split_rows_of_experts(experts, world.key, sum_gradients=sum_expert_gradients)
@@ -105,12 +113,20 @@ def split_over_tp(
         _split_residuals(model, placed, world)
 
 
-def _wrap_blocks(model: nn.Module, placed: list[Placed], world: World, *, sequence_parallel: bool) -> None:
-    enter: Transform = partial(tp_copy, world_key=world.key)
-    if sequence_parallel:
-        enter = partial(tp_gather, world_key=world.key, dim=ROWS, gradient="partial")
+def _mixtures(model: PreTrainedModel) -> tuple[str, ...]:
+    """Beginnings of the names of what lies in blocks of experts, which get all rows under sequence parallelism too."""
+    layers = decoder_layers(model).items()
+    return tuple(
+        f"{n}.{child}." for n, layer in layers for child, module in layer.named_children() if experts_of(module)
+    )
+
+
+def _wrap_blocks(model: nn.Module, placed: list[Placed], world: World, *, whole: tuple[str, ...]) -> None:
+    """Have split blocks sum the gradients of their inputs; those whose names begin otherwise get parts of the rows."""
+    copied: Transform = partial(tp_copy, world_key=world.key)
+    gathered: Transform = partial(tp_gather, world_key=world.key, dim=ROWS, gradient="partial")
     for name in sorted(blocks_of(placed)):
-        wrap_forward(model.get_submodule(name), enter=enter)
+        wrap_forward(model.get_submodule(name), enter=copied if name.startswith(whole) else gathered)
 
 
 def _split_vocabulary(model: PreTrainedModel, placed: list[Placed], world: World, *, sequence_parallel: bool) -> None:
