@@ -88,7 +88,10 @@ HOMES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "axes", "more"), HOMES, ids=[f"{kind} {axes}" for kind, axes, _ in HOMES])
+@pytest.mark.parametrize(
+    ("kind", "axes", "more"),
+    [pytest.param(*row, id=f"{row[0]} {row[1]}", marks=[pytest.mark.whole] * (row[0] == "no chunks")) for row in HOMES],
+)
 def test_chunks_and_temperature_are_those_of_each_document(
     kind: str, axes: dict[str, int], more: dict[str, Any]
 ) -> None:

@@ -16,7 +16,7 @@ from longspan.model.seams.refusals import refuse_unsupported
 from longspan.model.seams.rope_by_length import choose_frequencies_by_document
 from longspan.plan import Plan
 from longspan.testing import run_ranks
-from tests.model.stock import SIZES, gradients_of, texts, worst
+from tests.model.stock import SIZES, error, gradients_of, texts
 from tests.mutation import mutate, restore
 
 LENGTHS = (61, 17, 40, 16, 9)  # on both sides of the 16 positions of training, and on their edge
@@ -33,6 +33,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama longrope": ("LlamaConfig", {"rope_parameters": LONG, "max_position_embeddings": 64}),
     "llama dynamic": ("LlamaConfig", {"rope_parameters": DYNAMIC, "max_position_embeddings": 16}),
+    "gemma3 longrope": (  # a kind of frequencies for each type of layer
+        "Gemma3TextConfig",
+        {"rope_parameters": {"full_attention": LONG, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}
+        | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7, "query_pre_attn_scalar": 8},
+    ),
+    "moshi dynamic": (  # a rotary module inside each layer
+        "MoshiConfig",
+        {"rope_parameters": DYNAMIC, "max_position_embeddings": 16, "ffn_dim": 48, "audio_vocab_size": 32}
+        | {"num_codebooks": 2, "audio_encoder_config": {"model_type": "mimi"}},
+    ),
     "hunyuan alpha": (
         "HunYuanDenseV1Config",
         {"rope_parameters": DYNAMIC | {"factor": 1.0, "alpha": 1000.0}, "max_position_embeddings": 16},
@@ -97,11 +107,22 @@ HOMES = [
     ("llama longrope", {"ranks": 4, "tp": 2}, {}),
     ("llama dynamic", {"ranks": 4, "pp": 2}, {"activation_checkpointing": "selective"}),
     ("llama dynamic", {"ranks": 4}, {}),
+    ("gemma3 longrope", {"ranks": 2}, {}),
+    ("moshi dynamic", {"ranks": 2}, {"activation_checkpointing": True}),
     ("hunyuan alpha", {"ranks": 2}, {}),
 ]
+IN_CI = ("phi3", "llama", "moshi")
 
 
-@pytest.mark.parametrize(("family", "axes", "more"), HOMES, ids=[f"{f} {a}" for f, a, _ in HOMES])
+@pytest.mark.parametrize(
+    ("family", "axes", "more"),
+    [
+        pytest.param(
+            family, axes, more, id=f"{family} {axes}", marks=[] if family.startswith(IN_CI) else pytest.mark.whole
+        )
+        for family, axes, more in HOMES
+    ],
+)
 def test_every_document_has_the_frequencies_of_its_own_length(
     family: str, axes: dict[str, int], more: dict[str, Any]
 ) -> None:
@@ -110,7 +131,9 @@ def test_every_document_has_the_frequencies_of_its_own_length(
         for name, (found_loss, found) in steps.items():
             assert abs(found_loss - loss) <= 1e-12 * loss, name
             assert found, name
-            assert worst(found, {key: gradients[key] for key in found}) <= 1e-12, name
+            for key, gradient in found.items():
+                in_float32 = "norm" in key and family.startswith(("gemma3", "moshi"))  # as these norms sum it
+                assert error(gradient, gradients[key]) <= (1e-6 if in_float32 else 1e-12), (name, key)
 
 
 # ---- what would be noticed

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from longspan.comm import SequenceShard, to_device
 from longspan.errors import ModelError
 from longspan.layout.segments import Rows, expand
+from longspan.model.seams.layer_arguments import shard_of_layer
 from longspan.model.seams.probe import Probe
 
 _CALL = "_shard_of_call"
@@ -66,7 +67,7 @@ def _forget_shard(parent: nn.Module, args: object, out: object) -> None:
 
 def _forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
     """What the rotary module's class returns for position_ids (1, T), each row by its own document's length."""
-    shard = rotary.__dict__.get(_CALL)
+    shard = rotary.__dict__.get(_CALL) or shard_of_layer()  # a layer may keep keyword arguments to itself
     kind: Any = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]  # pyright: ignore[reportIndexIssue, reportArgumentType]
     if isinstance(shard, Probe) or not is_by_length(kind):
         new: Any = _as_new(rotary)
