@@ -63,13 +63,48 @@ def base_of(model: PreTrainedModel) -> Any:
     return getattr(model, name) if name else model
 
 
+def reads_other_modalities(model: PreTrainedModel) -> bool:
+    """Whether it is a wrapper of a text model and encoders of images or the like, by its configuration."""
+    return model.config.get_text_config() is not model.config
+
+
+def text_name(model: PreTrainedModel) -> str:
+    """Where the text model inside a wrapper of several modalities is; of other models, where the base model is.
+
+    >>> text_name(Gemma3ForConditionalGeneration(config))  # doctest: +SKIP
+    'model.language_model'
+    """
+    if not reads_other_modalities(model):
+        return base_name(model)
+    embedding, inner = model.get_input_embeddings(), ""
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and any(child is embedding for child in module.modules()):
+            inner = name
+    return inner
+
+
+def text_of(model: PreTrainedModel) -> Any:
+    """The text model inside a wrapper of several modalities; any other model itself."""
+    return model.get_submodule(text_name(model)) if reads_other_modalities(model) else model
+
+
+def other_towers(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules beside a wrapper's text model that have parameters: encoders, and what projects their rows."""
+    text = text_of(model)
+    if text is model:
+        return []
+    children = [child for child in base_of(model).children() if not any(module is text for module in child.modules())]
+    return [child for child in children if any(True for _ in child.parameters())]
+
+
 def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The model's decoder layers that are here, by qualified name, in order.
+    """The model's decoder layers that are here, by qualified name, in order; a wrapper's are its text model's.
 
     Raises ModelError where they cannot be found.
     """
     count = model.config.get_text_config().num_hidden_layers
-    for name, module in model.named_modules():
+    inside = text_name(model) if reads_other_modalities(model) else ""
+    for name, module in text_of(model).named_modules(prefix=inside):
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return {f"{name}.{i}": layer for i, layer in enumerate(module) if not isinstance(layer, Absent)}
     raise ModelError(f"{type(model).__name__} has no list of {count} decoder layers (num_hidden_layers) to be found")

@@ -116,12 +116,13 @@ def errors_of(
     *,
     cp: int,
     cp_comm_type: str = "p2p",
+    documents: Sequence[np.ndarray] | None = None,
     **options: Any,
 ) -> tuple[float, float]:
     """How far loss and gradients of one step are from the stock model's; all ranks call it together."""
     model = prepare(make(), world, **options)
     plan = plan_fixed(LENGTHS, world.home, cp=cp, cp_comm_type=cp_comm_type)
-    result = run_step(model, plan, texts(LENGTHS), world)
+    result = run_step(model, plan, texts(LENGTHS) if documents is None else documents, world)
     return abs(result.loss / stock[0] - 1), gradient_error(gradients_of(model), stock[1])
 
 

@@ -23,7 +23,7 @@ from longspan.model.layers import Absent, base_of, layers_of_stages
 from longspan.model.parts import Parts, parts_of
 from longspan.model.pipeline.schedules import ScheduledStage, make_schedule
 from longspan.model.pipeline.settings import PipelineSettings
-from longspan.model.pipeline.stages import Stage, StageInput, cut, refuse_inexact
+from longspan.model.pipeline.stages import Stage, StageInput, cut, refuse_dependent_layers, refuse_inexact
 from longspan.model.pipeline.tied_embedding import TiedEmbedding
 from longspan.model.placement.sharding import reshard
 from longspan.model.seams.call_rules import call_rules
@@ -184,6 +184,7 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: Pip
     parts = parts_of(model)
     layers = layers_of_stages(len(getattr(base_of(model), parts.layers)), pipeline_settings.stages)
     refuse_inexact(model, parts)
+    refuse_dependent_layers(model, parts, layers)
     refuse_shared_over_stages(model, parts, layers)
     return cut(model, parts, layers, pipeline_settings.stages_at(world.coordinates.pp))
 

@@ -9,6 +9,7 @@ pipeline plan (`config.base_model_pp_plan`, module to names of inputs and output
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -16,6 +17,7 @@ from longspan.comm import SequenceShard
 from longspan.errors import ModelError
 from longspan.model.layers import base_of
 from longspan.model.parts import Parts, is_tied, shallow_copy, shallow_module, trace_parts
+from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.probe import Probe
 
 MakeOutput = Callable[[nn.Module, Mapping[str, Any]], Tensor]
@@ -96,6 +98,26 @@ def refuse_inexact(model: PreTrainedModel, parts: Parts) -> None:
             f"{name} changes hidden states outside its embedding, layers and norm (it scales them, say), which every "
             "pipeline stage would repeat; use pp 1"
         )
+
+
+def refuse_dependent_layers(model: PreTrainedModel, parts: Parts, layers: Sequence[range]) -> None:
+    """Raise ModelError where a stage's layers need more of earlier layers than their hidden states.
+
+    Gemma 4's last layers attend to keys and values of earlier ones. `layers` are those of each stage, each of which is
+    run on the meta device; a model that does not run there as a whole is not judged.
+    """
+    hidden = torch.zeros(1, 2, model.config.get_text_config().hidden_size, device="meta")
+    for indices in (range(sum(map(len, layers))), *layers):
+        stage = base_of(shallow_copy(model, parts, indices, first=False, last=False))
+        try:
+            run_on_meta(stage, Probe(), input_ids=None, inputs_embeds=hidden)
+        except Exception as error:  # whatever a forward raises
+            if indices not in layers:
+                return
+            raise ModelError(
+                f"{type(model).__name__}: layers {indices.start} to {indices.stop - 1} do not run without those before "
+                f"them ({type(error).__name__}: {error}), as a pipeline stage would; use pp 1"
+            ) from error
 
 
 def _order(model: PreTrainedModel, parts: Parts) -> list[str]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.model.experts.expert_parallel import check_experts, shard_experts
-from longspan.model.layers import decoder_layers
+from longspan.model.layers import decoder_layers, other_towers
 from longspan.model.placement.recompute import Recomputation
 from longspan.model.placement.sharding import Sharding, shard_over_slots
 from longspan.model.seams.refusals import refuse_shared_layers
@@ -62,7 +62,7 @@ class Placement:
         else:
             if has_experts:
                 shard_experts(model, world, self.sharding.precision(model), reshard=self.sharding.reshard_after_forward)
-            shard_over_slots(decoder_layers(model).values(), world, self.sharding, root=root)
+            shard_over_slots((*decoder_layers(model).values(), *other_towers(model)), world, self.sharding, root=root)
 
     @property
     def row_multiple(self) -> int:

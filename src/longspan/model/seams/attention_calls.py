@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from longspan.attention import attend
 from longspan.comm import SequenceShard, world_of
 from longspan.errors import ModelError
+from longspan.model.layers import reads_other_modalities
 from longspan.model.seams.call_rules import call_rules, refuse_positions
 from longspan.model.seams.first_pass import recorded_calls
 from longspan.model.seams.layer_arguments import kernel_of_layer, shard_of_layer
@@ -120,6 +121,20 @@ def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     if "position_ids" not in inputs:
         raise ModelError(
             f"{type(model).__name__} got no position_ids; the local rows are not consecutive: call {_call(model)}"
+        )
+    if isinstance(model, PreTrainedModel) and reads_other_modalities(model):
+        _refuse_other_modalities(model, inputs)
+
+
+def _refuse_other_modalities(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Through a wrapper of several modalities text alone is exact: its text model sees nothing else."""
+    texts = {"input_ids", "inputs_embeds", "position_ids", "shard"}
+    others = [k for k, value in inputs.items() if k not in texts and isinstance(value, Tensor | list | dict)]
+    if others:
+        raise ModelError(
+            f"{type(model).__name__} got {', '.join(f'{name}=' for name in others)}: through it text alone is exact; "
+            "for images and the like give its encoder and its language model homes of their own "
+            "(longspan.MultimodalModel, docs/bridge.md)"
         )
 
 

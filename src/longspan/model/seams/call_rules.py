@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
-from longspan.model.layers import base_name, base_of, decoder_layers
+from longspan.model.layers import decoder_layers, text_name
 from longspan.plan import MicroBatch
 
 
@@ -34,8 +34,8 @@ def position_table(model: PreTrainedModel) -> PositionTable | None:
     if not isinstance(positions, int):
         return None
     inside = tuple(f"{layer}." for layer in decoder_layers(model))
-    for name, module in base_of(model).named_modules():
-        full = f"{base_name(model)}.{name}".strip(".")
+    for name, module in model.get_submodule(text_name(model)).named_modules():
+        full = f"{text_name(model)}.{name}".strip(".")
         if full.startswith(inside) or module is model.get_input_embeddings():
             continue
         if isinstance(module, nn.Embedding) and module.num_embeddings - getattr(module, "offset", 0) == positions:

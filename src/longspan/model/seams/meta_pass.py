@@ -15,9 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 
 def run_on_meta(model: nn.Module, shard: object, **more: Any) -> Any:
-    """What the model's forward returns for two rows, on the meta device, with `more` keyword arguments."""
+    """What the model's forward returns for two rows, on the meta device; of `more`, None leaves an argument out."""
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
     inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False, "shard": shard, **more}
+    inputs = {name: value for name, value in inputs.items() if value is not None}
     settings: Any = _config  # torch.nonzero has no shape there unless all elements are taken to be nonzero
     with torch.no_grad(), settings.patch(meta_nonzero_assume_all_nonzero=True), _MadeUpValues():
         return functional_call(model, _on_meta(model), (), inputs, tie_weights=False)

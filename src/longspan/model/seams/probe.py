@@ -115,7 +115,8 @@ def _reaches(module: nn.Module, reached: set[int]) -> bool:
 
 def _refuse_features(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
     names = {id(module): name for name, module in model.named_modules()}
-    types = getattr(model.config, "layer_types", None) or []
+    config = model.config.get_text_config()
+    types = getattr(config, "layer_types", None) or []
     for call in calls:
         where = f"{_name(model)}: {names[id(call.module)]}"
         layer = getattr(call.module, "layer_idx", None)
@@ -123,13 +124,13 @@ def _refuse_features(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) ->
             raise ModelError(f"{where} is not causal; only causal decoders are supported")
         if call.unknown:
             raise ModelError(f"{where} passes {', '.join(call.unknown)} to attention, which attend does not take")
-        if layer is None or not 0 <= layer < model.config.num_hidden_layers:
+        if layer is None or not 0 <= layer < config.num_hidden_layers:
             raise ModelError(f"{where} has layer_idx {layer!r}; attend needs the global layer index")
         if call.window is None and types and types[layer] == "sliding_attention":
             raise ModelError(f"{where} is a sliding_attention layer but passes no sliding_window to attention")
         if call.chunk is None and types and types[layer] == "chunked_attention":
             raise ModelError(f"{where} is a chunked_attention layer, and its config has no attention_chunk_size")
-    softcap = getattr(model.config, "attn_logit_softcapping", None)
+    softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap and any(call.softcap is None for call in calls):
         raise ModelError(f"{_name(model)}: attn_logit_softcapping is {softcap} but does not reach attention")
 

@@ -12,9 +12,10 @@ from functools import partial
 from typing import Any, NoReturn
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.model.layers import base_of, reads_other_modalities, text_of
 from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.llama4 import has_temperature, is_llama4_temperature
 from longspan.model.seams.rope_by_length import is_by_length
@@ -29,8 +30,9 @@ def refuse_unsupported(model: nn.Module) -> None:
             f"prepare takes a transformers model (PreTrainedModel), got {type(model).__name__}; "
             "a model of your own calls longspan.attend itself and needs no prepare"
         )
-    rules = (_architecture, _outputs, _rope, _temperature, _layer_types, _convolutions)
-    reasons = [reason for rule in rules for reason in rule(model)]
+    reasons = [reason for rule in (_architecture, _outputs) for reason in rule(model)]
+    of_text = (_rope, _temperature, _layer_types, _convolutions)
+    reasons += [reason for rule in of_text for reason in rule(text_of(model))]
     if reasons:
         raise ModelError(
             f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(reasons)}"
@@ -42,12 +44,22 @@ def _architecture(model: PreTrainedModel) -> Iterator[str]:
     config, name = model.config, type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder, only decoder-only language models are supported"
-    elif config.get_text_config() is not config:
-        yield "it has several towers (a text configuration inside another); prepare takes the language model alone"
-    if head := re.search(r"For(?!CausalLM)[A-Z]\w+$", name):
-        yield f"its head ({head.group()}) reads other rows than its own; use the causal language model"
+        return
+    several = reads_other_modalities(model)
+    head = re.search(r"For(?!CausalLM)[A-Z]\w+$", name)
+    if head and not (several and head.group() == "ForConditionalGeneration"):
+        yield f"its head ({head.group()}) is not a language model's; use {_text_class(model)}"
+    if several and (model.get_output_embeddings() is None or text_of(model) in (model, base_of(model))):
+        yield f"its text model, inside a model of several modalities, is not found; use {_text_class(model)}"
     if getattr(config, "add_cross_attention", False):
         yield "add_cross_attention is set, cross attention is not supported"
+
+
+def _text_class(model: PreTrainedModel) -> str:
+    """The class of the language model alone, by transformers' list of those."""
+    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    config = type(model.config.get_text_config())
+    return classes[config].__name__ if config in classes else "the causal language model"
 
 
 def _outputs(model: PreTrainedModel) -> Iterator[str]:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapters import base_module
-from longspan.model.layers import base_name
+from longspan.model.layers import text_name
 
 COLWISE, ROWWISE = "colwise", "rowwise"
 GATHERED = ("colwise_gather_output", "colwise_rep")
@@ -78,7 +78,7 @@ def _plan_of(model: PreTrainedModel) -> dict[str, str]:
         raise ModelError(
             f"{type(model).__name__} has no tensor-parallel plan (base_model_tp_plan of its configuration); use tp 1"
         )
-    prefix = base_name(model)
+    prefix = text_name(model)
     return {f"{prefix}.{name}": style for name, style in base.items()} | dict(
         getattr(type(model), "_tp_plan", None) or {}
     )

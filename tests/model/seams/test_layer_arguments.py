@@ -1,0 +1,74 @@
+"""Attention finds the shard of the layer that is running: nested, after errors, in other threads, in recomputation."""
+
+from functools import partial
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from longspan.model.seams import layer_arguments
+from longspan.model.seams.layer_arguments import kernel_of_layer, shard_of_layer, within_layer
+
+
+class _Layer(nn.Module):
+    """Notes the shard that attention would find, and calls another layer inside it."""
+
+    def __init__(self, inner: nn.Module | None = None, fails: bool = False) -> None:
+        super().__init__()
+        self.inner, self.fails, self.found = inner, fails, list[Any]()
+        self.register_forward_pre_hook(layer_arguments._enter, with_kwargs=True)
+        self.register_forward_hook(layer_arguments._leave, always_call=True)
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        if self.inner is not None:
+            x = self.inner(x, shard="inner")
+        self.found.append((shard_of_layer(), kernel_of_layer()))
+        if self.fails:
+            raise ValueError("a layer fails")
+        return x.sin()
+
+
+X = torch.ones(2, requires_grad=True)
+
+
+def test_nested_layers_and_none_outside() -> None:
+    inner = _Layer()
+    outer = _Layer(inner)
+    outer(X, shard="outer", attention_kernel="reference")
+    assert inner.found == [("inner", None)] and outer.found == [("outer", "reference")]
+    assert shard_of_layer() is None and kernel_of_layer() is None
+
+
+def test_nothing_is_left_after_an_error() -> None:
+    with pytest.raises(ValueError, match="a layer fails"):
+        _Layer(_Layer(fails=True))(X, shard="outer")
+    assert shard_of_layer() is None
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("an earlier hook fails")
+
+    outer = _Layer(_Layer())
+    outer.inner.register_forward_pre_hook(refuse, prepend=True)  # pyright: ignore[reportOptionalMemberAccess]
+    with pytest.raises(ValueError, match="an earlier hook fails"):
+        outer(X, shard="outer")
+    assert shard_of_layer() is None
+
+
+def test_recomputation_finds_its_own_shard_in_another_thread() -> None:
+    layer = _Layer()
+    outs = [checkpoint(within_layer(partial(layer.forward, shard=i)), X, use_reentrant=False) for i in range(2)]
+    thread = Thread(target=lambda: [out.sum().backward() for out in outs])
+    thread.start()
+    thread.join()
+    assert layer.found == [(i, None) for i in (0, 1, 0, 1)] and shard_of_layer() is None
+    assert within_layer(layer) is layer
+
+
+def test_hooks_alone_would_not_see_recomputation() -> None:
+    """Shows that the test above can fail: transformers' checkpoints call the layer's forward, without its hooks."""
+    layer = _Layer()
+    checkpoint(partial(layer.forward, shard=0), X, use_reentrant=False).sum().backward()
+    assert layer.found == [(None, None)] * 2
