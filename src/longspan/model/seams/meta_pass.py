@@ -13,6 +13,8 @@ from torch.func import functional_call
 from torch.fx.experimental import _config
 from torch.overrides import TorchFunctionMode
 
+VALUES_READ = "the forward read values of tensors on the meta device, which were made up"
+
 
 def run_on_meta(model: nn.Module, shard: object, **more: Any) -> Any:
     """What the model's forward returns for two rows, on the meta device; of `more`, None leaves an argument out."""
@@ -20,8 +22,14 @@ def run_on_meta(model: nn.Module, shard: object, **more: Any) -> Any:
     inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False, "shard": shard, **more}
     inputs = {name: value for name, value in inputs.items() if value is not None}
     settings: Any = _config  # torch.nonzero has no shape there unless all elements are taken to be nonzero
-    with torch.no_grad(), settings.patch(meta_nonzero_assume_all_nonzero=True), _MadeUpValues():
-        return functional_call(model, _on_meta(model), (), inputs, tie_weights=False)
+    values = _MadeUpValues()
+    try:
+        with torch.no_grad(), settings.patch(meta_nonzero_assume_all_nonzero=True), values:
+            return functional_call(model, _on_meta(model), (), inputs, tie_weights=False)
+    except Exception as error:
+        if values.read:
+            error.add_note(VALUES_READ)
+        raise
 
 
 def _on_meta(model: nn.Module) -> dict[str, Tensor]:
@@ -48,12 +56,17 @@ _READS: dict[Any, Callable[[Tensor], Any]] = {
 
 
 class _MadeUpValues(TorchFunctionMode):
-    """Answers what reads values of tensors on the meta device with zeros."""
+    """Answers what reads values of tensors on the meta device with zeros; `read` says whether any were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _READS and args[0].is_meta:
+            self.read = True
             return _READS[func](args[0])
         if func is Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)

@@ -20,7 +20,7 @@ from longspan.attention.kernels import named
 from longspan.errors import AttentionError, ModelError
 from longspan.model.layers import decoder_layers
 from longspan.model.seams.hint import doctor_hint
-from longspan.model.seams.meta_pass import run_on_meta
+from longspan.model.seams.meta_pass import VALUES_READ, run_on_meta
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ def _cause(error: Exception) -> str:
     """What an error of a forward pass on the meta device means, and what to do."""
     if isinstance(error, ModelError):  # our attention was reached, and had no shard
         return "its forward must hand keyword arguments down to its decoder layers"
-    if isinstance(error, RuntimeError) and "meta" in str(error):  # NotImplementedError among them
+    values_read = VALUES_READ in getattr(error, "__notes__", ())
+    if values_read or (isinstance(error, RuntimeError) and "meta" in str(error)):  # NotImplementedError among them
         return (
             "its forward reads values of tensors, and there are none on the meta device; with probe=False its first "
             "pass shows whether its layers attend"
