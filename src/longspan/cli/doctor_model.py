@@ -66,7 +66,7 @@ def prove_model(name: str, flags: ProofFlags) -> int:
             print(json.dumps(proof_json(proof, model, seconds), indent=1, ensure_ascii=False))
         else:
             heading = [*map(_heading, models), *(f"attention at true sizes: {line}" for line in lines)]
-            print(proof_text(proof, [*heading, *([note] if note else []), ""], seconds))
+            print(proof_text(proof, [*heading, *([note] if note else [])], seconds))
     return 0 if proof.good else 1
 
 

@@ -79,6 +79,8 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
     for number, case in enumerate(cases):
         if isinstance(failure := expected[case.dtype, False], str):
             outcomes[number] = Outcome(case, "not built", message=failure)
+        elif case.router_losses and isinstance(failure := expected[case.dtype, True], str):
+            outcomes[number] = Outcome(case, "refused", message=failure)
     answers = {key: answer for key, answer in expected.items() if isinstance(answer, Expected)}
     for home, numbered in _by_home(cases, ranks.count, outcomes).items():
         task = Task(config, home, tuple(numbered), answers, documents, ranks.backend, ranks.timeout)

@@ -144,7 +144,7 @@ def _run(model: PreTrainedModel, document: np.ndarray, *, with_routers: bool) ->
 def _router_logits(output: Any, config: PreTrainedConfig) -> tuple[Tensor, ...]:
     logits = getattr(output, "router_logits", None)
     if not logits:
-        raise ModelError(f"{config.model_type} returns no router_logits, so there are no losses of routers to compare")
+        raise ModelError(f"{config.model_type} returns no router_logits: there are no losses of routers to compare")
     return tuple(layer.flatten(0, -2) for layer in logits if layer is not None)
 
 
