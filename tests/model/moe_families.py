@@ -12,7 +12,7 @@ _ALL = (
     "qwen3_moe gpt_oss mixtral olmoe deepseek_v3 glm4_moe glm4_moe_lite minimax_m2 ernie4_5_moe deepseek_v2 dots1 "
     "granitemoe granitemoeshared granitemoe_swa hunyuan_v1_moe hy_v3 mimo_v2_flash exaone_moe afmoe flex_olmo "
     "cohere2_moe laguna solar_open mellum aria_text axk1 beam flint kolibri1 qwen2_moe gemma4_text granitemoehybrid "
-    "minimax_m3_vl_text"
+    "minimax_m3_vl_text llama4_text"
 )
 FAMILIES = tuple(family for family in _ALL.split() if family in CONFIG_MAPPING)  # an older transformers has fewer
 _SETTINGS: dict[str, dict[str, Any]] = {

@@ -44,6 +44,8 @@ Case = tuple[str, str]  # home, family
 _STYLE = "tensor-parallel style 'mla_kv_a_proj' of model.layers.0.self_attn.kv_a_proj_with_mqa is not supported"
 _NO_PLACE = r"model.layers.0.(self_attn|shared_mlp|router) \(\w+\) has no place in a sequence-parallel region"
 REFUSED: dict[Case, str] = {(home, f): _STYLE for home in ("tp 2", PARTS) for f in ("glm4_moe_lite", "deepseek_v2")}
+REFUSED["ep 2", "llama4_text"] = "the home has ep 2, but Llama4ForCausalLM has no experts to deal out"
+REFUSED["pp 2", "gemma4_text"] = "has parameters that its pipeline plan does not place"
 REFUSED |= {(PARTS, family): _NO_PLACE for family in (
     "olmoe", "deepseek_v3", "minimax_m2", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "afmoe", "flex_olmo",
     "axk1", "flint", "gemma4_text", "granitemoehybrid", "minimax_m3_vl_text",
@@ -51,8 +53,8 @@ REFUSED |= {(PARTS, family): _NO_PLACE for family in (
 
 
 def has_losses(family: str) -> bool:
-    """Whether transformers defines a loss of the family's routers."""
-    return hasattr(family_model(family).config, "router_aux_loss_coef")
+    """Whether transformers defines a loss of the family's routers (Llama 4 has the coefficient, and no such loss)."""
+    return family != "llama4_text" and hasattr(family_model(family).config, "router_aux_loss_coef")
 
 
 def stock_step(family: str) -> MoeStock:
@@ -167,6 +169,7 @@ def _mutated(rank: int) -> dict[str, float | str]:
     return found
 
 
+@pytest.mark.whole
 def test_a_term_that_is_dropped_is_noticed() -> None:
     for name, answer in run_ranks(_mutated, 2, timeout=300)[0].items():
         assert isinstance(answer, str) or answer > 1e-6, (name, answer)

@@ -19,6 +19,7 @@ from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_copy, tp_gather, tp_split
 from longspan.errors import ModelError
 from longspan.model.adapters import is_adapted
+from longspan.model.experts.moe import expert_modules
 from longspan.model.layers import Absent, base_of, decoder_layers
 from longspan.model.local_tensors import local_tensor
 from longspan.model.parts import Parts, trace_parts
@@ -107,7 +108,7 @@ def split_over_tp(
             wrap_forward(module, views={parameter: local_tensor})
     _wrap_blocks(model, placed, world, whole=mixtures if sequence_parallel else ("",))
     for layer in decoder_layers(model).values():
-        for experts in experts_of(layer).values():
+        for experts in expert_modules(layer).values():  # others, as Llama 4's, are whole on every rank
             split_rows_of_experts(experts, world.key, sum_gradients=sum_expert_gradients)
     if sequence_parallel:
         _split_residuals(model, placed, world)
@@ -175,7 +176,7 @@ def _split_residuals(model: PreTrainedModel, placed: list[Placed], world: World)
             wrap_forward(
                 block,
                 enter=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"),
-                leave=partial(tp_split, world_key=key, dim=ROWS),
+                leave=partial(tp_split, world_key=key, dim=-2),  # Llama 4's block returns (T, D)
             )
     norm = _final_norm(model)
     if not isinstance(norm, Absent):
