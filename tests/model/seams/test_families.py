@@ -43,8 +43,8 @@ def test_equals_the_stock_model(family: str, ranks: int) -> None:
 MUTANTS = {
     "a window of one more": (
         "attention_calls",
-        '"window": sliding_window,',
-        '"window": sliding_window and sliding_window + 1,',
+        '"causal": causal, "window": sliding_window,',
+        '"causal": causal, "window": sliding_window and sliding_window + 1,',
     ),
     "no scale": ("attention_calls", "scale=scaling,", "scale=None,"),
     "hidden states of the head": ("row_loss", "_BaseOutput(self._hidden)", "_BaseOutput(self._hidden * 1.001)"),
