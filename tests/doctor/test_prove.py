@@ -37,6 +37,14 @@ def test_a_mixture_with_sinks_and_windows_is_exact() -> None:
     assert all(o.gradient_error is not None and 0 < o.gradient_error < 1e-13 for o in outcomes)
 
 
+def test_the_stock_model_forgets_a_document_before_the_next() -> None:
+    """Rotary frequencies of type "dynamic" grow with the longest document that a stock model saw."""
+    config = small("llama")
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    config.max_position_embeddings = 16
+    assert [outcome.status for outcome in prove(config, [CASE], 2)] == ["exact"]
+
+
 @contextmanager
 def _changed(owner: Any, name: str, change: Callable[..., Any]) -> Iterator[None]:
     before = getattr(owner, name)

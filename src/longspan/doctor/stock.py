@@ -106,7 +106,9 @@ def stock_answer(
     """
     model = stock_model(config, weights, attention).to(compute or weights)  # pyright: ignore[reportArgumentType]
     targets, losses, rows = sum(map(len, documents)) - len(documents), [], []
+    made = _states(model)
     for document in documents:
+        _put_back(made)
         output, ids = _run(model, document, with_routers=router.any), torch.from_numpy(document)
         logits = output.logits[0, :-1]
         logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
@@ -129,6 +131,25 @@ def stock_model(config: PreTrainedConfig, dtype: torch.dtype, attention: str = "
         with suppress(ValueError, AttributeError):  # of experts that compute in the model's own code
             model.set_experts_implementation("eager")
     return model.train()
+
+
+_State = tuple[nn.Module, dict[str, Any], dict[str, Tensor | None]]
+
+
+def _states(model: nn.Module) -> list[_State]:
+    """What modules keep beside their parameters: numbers, texts and buffers."""
+    kept = bool | int | float | str | None
+    return [
+        (module, {n: x for n, x in vars(module).items() if isinstance(x, kept)}, dict(module._buffers))
+        for module in model.modules()
+    ]
+
+
+def _put_back(states: list[_State]) -> None:
+    """Have a model forget the documents that it saw: rotary frequencies of type "dynamic" stay those of the longest."""
+    for module, values, buffers in states:
+        vars(module).update(values)
+        module._buffers.update(buffers)
 
 
 def _run(model: PreTrainedModel, document: np.ndarray, *, with_routers: bool) -> Any:
