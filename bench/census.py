@@ -1,0 +1,139 @@
+"""The census: every causal language model class of transformers, and variants, exact beside the stock model or refused.
+
+    python bench/census.py --out bench/records/census.json                        # goes on where it was ended
+    python bench/census.py --only qwen3 gemma3_text+linear                        # some, without a record
+    python bench/census.py --out bench/records/census.json --redo outdated        # those of another commit again
+    python bench/census.py --out now.json --compare bench/records/census.json     # what got better, what worse
+    python bench/census.py --docs docs/models.md                                  # the page, from the record alone
+
+Small copies in float64 on the CPU, each on three processes (`longspan doctor --model CLASS` does the same for one).
+Exits with 1 where a model is wrong or crashed, or where something is worse than in the record of --compare.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import json
+import multiprocessing
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+RECORD = ROOT / "bench" / "records" / "census.json"
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    from bench.census.page import page
+
+    if options.docs is not None:
+        options.docs.write_text(page(_read(options.out or RECORD)), encoding="utf-8")
+        return 0
+    from bench.census.record import changes, failed
+
+    record = run(options)
+    bad = failed(record)
+    worse = [change for change in changes(_read(options.compare), record)] if options.compare else []
+    print("\n".join([*bad, *map(str, worse)]))
+    return int(bool(bad) or any(change.worse for change in worse))
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the models that the record lacks, and write it after each."""
+    from bench.census.models import names
+    from bench.census.record import as_text
+    from longspan.bench.record import write_record
+    from longspan.cli.machine import machine
+    from longspan.train.versions import versions
+
+    commit = _commit()
+    known = _read(options.out)["models"] if options.out and options.out.exists() else {}
+    about = {"bench": "census", "machine": machine(), "versions": versions(), "commit": commit}
+    record: dict[str, Any] = {**about, "command": "python bench/census.py --out bench/records/census.json"}
+    record["models"] = dict(known)
+    wanted = _chosen(options, names(), known, commit)
+    began = time.perf_counter()
+    for number, (name, row) in enumerate(rows_of(wanted, options.jobs), 1):
+        print(f"{number} of {len(wanted)}, {time.perf_counter() - began:.0f} s: {_line(name, row)}", flush=True)
+        record["models"][name] = row | {"commit": commit}
+        record["models"] = {key: record["models"][key] for key in names() if key in record["models"]}
+        if options.out:
+            write_record(record, options.out, as_text(record))
+    return record
+
+
+def _chosen(options: argparse.Namespace, there: Sequence[str], known: dict[str, Any], commit: str) -> list[str]:
+    """Which to run, in the order asked for. Exits where a name is unknown."""
+    if unknown := [name for name in options.only if name not in there]:
+        raise SystemExit(f"no model of the census is called {', '.join(unknown)}; some are {', '.join(there[:8])}, …")
+    redone = {"none": (), "outdated": [n for n in known if known[n]["commit"] != commit], "all": list(known)}
+    wanted = [n for n in options.only or there if n not in known or n in redone[options.redo]]
+    return wanted[: options.most]
+
+
+def rows_of(names: Sequence[str], jobs: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows, so many at a time, each made in a process of its own kind: one that dies is a crash of its models."""
+    from bench.census.run import row_of
+
+    left = list(names)
+    while left:
+        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            running = {pool.submit(row_of, name): name for name in left[:jobs]}
+            waiting = left[jobs:]
+            while running:
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    name = running.pop(future)
+                    left.remove(name)
+                    yield name, _result(future)
+                if any(isinstance(future.exception(), BrokenProcessPool) for future in done):
+                    break
+                running |= {pool.submit(row_of, name): name for name in waiting[: len(done)]}
+                waiting = waiting[len(done) :]
+
+
+def _result(future: Any) -> dict[str, Any]:
+    if (error := future.exception()) is None:
+        return future.result()
+    died = {"status": "crashed", "message": f"{type(error).__name__}: {error}", "case": "", "parameter": ""}
+    return {"class": "", "heads": [], "ways": {}, "loss_error": None, "gradient_error": None, "seconds": 0.0, **died}
+
+
+def _line(name: str, row: dict[str, Any]) -> str:
+    ways = "".join(f", {way} {cell['status']}" for way, cell in row["ways"].items())
+    errors = f" {row['loss_error']:.0e} {row['gradient_error']:.0e}" if row.get("gradient_error") is not None else ""
+    return f"{name} {row['status']}{errors}{ways} ({row['seconds']} s) {row['message'][:160]}"
+
+
+def _commit() -> str:
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="the record, JSON; what it has already is not run again")
+    parser.add_argument("--only", nargs="+", default=[], help="these models, in this order")
+    parser.add_argument("--most", type=int, default=None, help="so many models at most")
+    parser.add_argument("--redo", choices=("none", "outdated", "all"), default="none")
+    parser.add_argument("--jobs", type=int, default=1, help="models at a time")
+    parser.add_argument("--compare", type=Path, help="another record")
+    parser.add_argument("--docs", type=Path, help="write the page of models from the record, and run nothing")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""What the census runs of one model: a small copy beside the stock model, at degrees, types, tp, pp, ep, router losses."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from longspan.doctor.cases import Case, cases_named
+from longspan.doctor.outcomes import Outcome
+from longspan.doctor.prove import prove
+from longspan.doctor.shrink import shrunken
+from longspan.plan.cost.model_shape import read_experts
+
+from bench.census.models import class_name, default_config, head_kinds
+
+RANKS = 3  # degrees 2 and 3
+ORDER = ("wrong", "crashed", "not built", "refused", "exact")
+Row = dict[str, Any]
+
+
+def row_of(name: str) -> Row:
+    """The row of a model in the record: its status and errors, and those of its other ways to run."""
+    began = time.perf_counter()
+    row: Row = {"class": class_name(name), "heads": [], "status": "not built", "message": "", "ways": {}}
+    try:
+        config = default_config(name)
+        row["heads"] = _heads(config)
+        small = shrunken(config)
+    except Exception as error:  # of a configuration class, and of the stock model
+        row["message"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return row | {"seconds": round(time.perf_counter() - began, 1)}
+    row |= _as_such(prove(small, cases_named("basic", RANKS), RANKS))
+    if row["status"] == "exact":
+        row["ways"] = _other_ways(small)
+    return row | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def _heads(config: Any) -> list[dict[str, Any]]:
+    try:
+        return head_kinds(config)
+    except (ValueError, TypeError, KeyError):  # of a class with several language models
+        return []
+
+
+def _as_such(outcomes: Sequence[Outcome]) -> Row:
+    """The worst of the cases, and what it said."""
+    worst = min(outcomes, key=lambda outcome: (ORDER.index(outcome.status), -_error(outcome)))
+    return {"status": worst.status, "cases": len(outcomes), **_said(worst)}
+
+
+def _other_ways(small: Any) -> dict[str, Row]:
+    """tp and pp; with experts, ep and the losses of routers."""
+    ways = {"tp 2": Case(tp=2), "pp 2": Case(pp=2)}
+    if read_experts(small.get_text_config()).of_layer > 1:
+        ways |= {"ep 2": Case(ep=2, cp=2), "router losses": Case(cp=2, router_losses=True)}
+    outcomes = prove(small, tuple(ways.values()), 2)
+    return {way: {"status": o.status, **_said(o)} for way, o in zip(ways, outcomes, strict=True)}
+
+
+def _said(outcome: Outcome) -> Row:
+    errors = {"loss_error": outcome.loss_error, "gradient_error": outcome.gradient_error}
+    return {"message": outcome.message, "case": outcome.case.name, "parameter": outcome.parameter, **errors}
+
+
+def _error(outcome: Outcome) -> float:
+    return max(outcome.loss_error or 0.0, outcome.gradient_error or 0.0)
