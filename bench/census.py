@@ -26,35 +26,35 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.census.models import names
+from bench.census.page import page
+from bench.census.record import as_text, changes, failed
+from bench.census.run import row_of  # at the top, so that the fork server of the ranks has its imports
+
+from longspan.bench.record import write_record
+from longspan.cli.machine import machine
+from longspan.train.versions import versions
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
 RECORD = ROOT / "bench" / "records" / "census.json"
 
 
 def main() -> int:
     options = _parser().parse_args()
-    from bench.census.page import page
-
     if options.docs is not None:
         options.docs.write_text(page(_read(options.out or RECORD)), encoding="utf-8")
         return 0
-    from bench.census.record import changes, failed
-
     record = run(options)
     bad = failed(record)
-    worse = [change for change in changes(_read(options.compare), record)] if options.compare else []
+    worse = changes(_read(options.compare), record) if options.compare else []
     print("\n".join([*bad, *map(str, worse)]))
     return int(bool(bad) or any(change.worse for change in worse))
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Run the models that the record lacks, and write it after each."""
-    from bench.census.models import names
-    from bench.census.record import as_text
-    from longspan.bench.record import write_record
-    from longspan.cli.machine import machine
-    from longspan.train.versions import versions
-
     commit = _commit()
     known = _read(options.out)["models"] if options.out and options.out.exists() else {}
     about = {"bench": "census", "machine": machine(), "versions": versions(), "commit": commit}
@@ -82,8 +82,6 @@ def _chosen(options: argparse.Namespace, there: Sequence[str], known: dict[str, 
 
 def rows_of(names: Sequence[str], jobs: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows, so many at a time, each made in a process of its own kind: one that dies is a crash of its models."""
-    from bench.census.run import row_of
-
     left = list(names)
     while left:
         with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:

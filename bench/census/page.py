@@ -1,13 +1,212 @@
-"""docs/models.md, made from the record of the census and the table of kernels."""
+"""docs/models.md, made from the record of the census and the table of kernels, and from nothing else."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from bench.census.record import counts
 
-from bench.census.record import WAYS, counts
 from longspan.attention.kernels import KERNELS
+
+COMMAND = "python bench/census.py --docs docs/models.md"
+POPULAR = {
+    "apertus": "Apertus 8B, 70B",
+    "cohere": "Command R",
+    "cohere2": "Command A, R7B",
+    "deepseek_v2": "DeepSeek-V2",
+    "deepseek_v3": "DeepSeek-V3, R1, Kimi K2",
+    "deepseek_v32": "DeepSeek-V3.2",
+    "ernie4_5": "ERNIE 4.5 dense",
+    "ernie4_5_moe": "ERNIE 4.5 A3B, A47B",
+    "exaone4": "EXAONE 4.0",
+    "falcon_h1": "Falcon-H1",
+    "gemma2": "Gemma 2",
+    "gemma3": "Gemma 3 4B, 12B, 27B",
+    "gemma3_text": "Gemma 3 270M, 1B",
+    "gemma3n_text": "Gemma 3n",
+    "gemma4": "Gemma 4",
+    "gemma4_text": "Gemma 4, text",
+    "glm4": "GLM-4 0414",
+    "glm4_moe": "GLM-4.5, 4.6",
+    "gpt2": "GPT-2",
+    "gpt_neox": "Pythia",
+    "gpt_oss": "gpt-oss 20B, 120B",
+    "granite": "Granite 3",
+    "granitemoehybrid": "Granite 4-H",
+    "hunyuan_v1_dense": "Hunyuan 0.5B to 7B",
+    "lfm2": "LFM2",
+    "llama": "Llama 2, 3, many others",
+    "llama4": "Llama 4 Scout, Maverick",
+    "llama4_text": "Llama 4, text",
+    "minimax_m2": "MiniMax-M2",
+    "mistral": "Mistral 7B, Nemo, Small",
+    "mixtral": "Mixtral 8x7B, 8x22B",
+    "nemotron": "Nemotron 4",
+    "nemotron_h": "Nemotron-H, Nano 2",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "olmoe": "OLMoE",
+    "phi": "Phi-1, 2",
+    "phi3": "Phi-3, 3.5, 4",
+    "phimoe": "Phi-3.5-MoE",
+    "qwen2": "Qwen2, Qwen2.5, QwQ",
+    "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B",
+    "qwen3": "Qwen3 dense",
+    "qwen3_5_text": "Qwen3.5, text",
+    "qwen3_moe": "Qwen3 30B-A3B, 235B-A22B",
+    "qwen3_next": "Qwen3-Next",
+    "seed_oss": "Seed-OSS 36B",
+    "smollm3": "SmolLM3",
+    "starcoder2": "StarCoder2",
+}
+_INTRO = """# Models
+
+Which of transformers' causal language models longspan runs, and how that was found out. Every class of transformers'
+registry was made small, with random weights, and run in float64 under FSDP2 at degrees 2 and 3, with `p2p` and
+`all_gather`, in several micro-batches and with full recomputation. Its loss and every gradient were compared with those
+of the stock model, which saw the same documents one by one in one process; exact means a relative error of at most
+1e-12. `a2a` and `a2a+p2p` compute the same sums ([attention](attention.md)). A model that is not exact is refused by
+`prepare`, with the reason; none is run anyway.
+
+`longspan doctor --model FOLDER` does the same for your own model, on your machine.
+
+{figures} `{command}` makes this page from [the record](../bench/records/census.json)
+([as a table](../bench/records/census.md)), which `python bench/census.py --out bench/records/census.json` makes.
+
+## Exact
+
+"Also" names configurations that the census ran beside the defaults of the class. `tp`, `pp` and `ep` say whether homes
+with two tensor-parallel ranks, two stages or two expert-parallel ranks are exact too, "routers" whether the balance and
+z losses of routers are; a dash: it has no experts. "Kernel" is the first of the
+[table of kernels](attention.md#kernels) that takes the head sizes of the class's default configuration on a GPU in
+bfloat16, for each kind of layer; where `fa4` is not installed, it is the next that can.
+
+"""
+_REFUSED = """
+## Refused
+
+What the reasons mean, and what you can do:
+
+"""
+_NOT_BUILT = """
+## Not built
+
+The census could not make or run a small copy of these; `longspan doctor --model` may, of a real folder.
+
+| class | what was said |
+| --- | --- |
+"""
+# What a message says, what it is in a reader's words, and what to do.
+REASONS: tuple[tuple[str, str, str], ...] = (
+    (
+        r"linear_attention|type 'conv'|'mamba|conv1d|\.conv |'hybrid'|recurrent",
+        "recurrent",
+        "Layers that mix rows by a recurrence or a convolution (Mamba, linear attention) need their state from the "
+        "rows before, which other ranks hold; of layers that mix rows, attention alone is exact so far. Use a model whose "
+        "layers are all attention.",
+    ),
+    (
+        r"indexed_attention|compressed|_sparse'",
+        "chosen keys",
+        "Attention to keys that an index chooses, or to compressed ones, is not exact over ranks. Use an earlier "
+        "version of the family that attends to all keys.",
+    ),
+    (
+        r"cross.?attention|encoder_attn|cross_attn",
+        "encoder",
+        "Attention to an encoder's output is not supported. Use a decoder without an encoder.",
+    ),
+    (
+        r"bypass(es)? transformers' AttentionInterface",
+        "own attention",
+        "It computes attention in its own code, where longspan cannot take its place. Use a family that calls "
+        "transformers' AttentionInterface.",
+    ),
+    (
+        r"parameters beside its base model|cannot be cut after its base model",
+        "own head",
+        "Its output is not a function of the last hidden states and the output embedding alone. Use a causal language "
+        "model whose head is one matrix.",
+    ),
+    (r"not causal", "not causal", "Its attention sees later tokens. Use a causal configuration."),
+)
 
 
 def page(record: Mapping[str, Any]) -> str:
-    return ""
+    """The page, as text."""
+    models: Mapping[str, Any] = record["models"]
+    classes = counts(record, variants=False)
+    figures = (
+        f"Of {classes.total()} classes of transformers {record['versions'].get('transformers', '')}, "
+        f"{classes['exact']} are exact and {classes['refused']} refused; {classes['not built']} could not be built by the census, "
+        f"{classes['wrong'] + classes['crashed']} are wrong or failed."
+    )
+    text = _INTRO.format(figures=figures, command=COMMAND)
+    text += "| class | models | also | kernel | tp | pp | ep | routers |\n" + "| --- " * 8 + "|\n"
+    text += "".join(f"| {' | '.join(_exact(name, row, models))} |\n" for name, row in _sorted(models, "exact"))
+    text += _REFUSED + "".join(f"- **{name}**: {words}\n" for _, name, words in REASONS)
+    text += "\n| class | models | reason |\n| --- | --- | --- |\n"
+    for name, row in [*_sorted(models, "refused"), *_sorted(models, "wrong"), *_sorted(models, "crashed")]:
+        text += f"| `{name}` | {POPULAR.get(name, '')} | {_why(row)} |\n"
+    text += (
+        "\n## Not built\n\nThe census could not make or run a small copy of these; `longspan doctor --model` on a real "
+    )
+    text += "folder may.\n\n| class | what was said |\n| --- | --- |\n"
+    return text + "".join(
+        f"| `{name}` | {_cell(row['message'], 160)} |\n" for name, row in _sorted(models, "not built")
+    )
+
+
+def _sorted(models: Mapping[str, Any], status: str) -> list[tuple[str, Any]]:
+    """Models of a status by name; variants stand in their class's row where both are exact."""
+    rows = [(name, row) for name, row in models.items() if row["status"] == status]
+    return sorted((n, r) for n, r in rows if "+" not in n or models.get(n.partition("+")[0], r)["status"] != status)
+
+
+def _exact(name: str, row: Mapping[str, Any], models: Mapping[str, Any]) -> Iterator[str]:
+    also = [other.partition("+")[2] for other in models if other.startswith(name + "+")]
+    exact = [suffix for suffix in also if models[f"{name}+{suffix}"]["status"] == "exact"]
+    yield f"`{name}`"
+    yield POPULAR.get(name, "")
+    yield ", ".join(exact).replace("_", " ")
+    yield ", ".join(dict.fromkeys(kernel_of(kind) for kind in row["heads"]))
+    experts = "ep 2" in row["ways"]
+    for way in ("tp 2", "pp 2", "ep 2", "router losses"):
+        needs_experts = way in ("ep 2", "router losses")
+        yield "–" if needs_experts and not experts else _way(row["ways"].get(way, {}))
+
+
+def _way(cell: Mapping[str, Any]) -> str:
+    return {"exact": "yes", "refused": "no"}.get(cell.get("status", ""), cell.get("status", ""))
+
+
+def kernel_of(kind: Mapping[str, Any]) -> str:
+    """The first kernel that takes this kind of layer on a GPU, and its head sizes."""
+    wanted = {feature for feature in ("window", "softcap") if kind[feature]}
+    query, value = kind["query"], kind["value"]
+    able = (
+        kernel.name
+        for kernel in KERNELS
+        if "cuda" in kernel.devices
+        and torch.bfloat16 in kernel.dtypes
+        and kernel.head_sizes.take(query, value)
+        and wanted <= kernel.features
+    )
+    sizes = str(query) if query == value else f"{query}/{value}"
+    return f"`{next(able)}` ({sizes})"
+
+
+def _why(row: Mapping[str, Any]) -> str:
+    if row["status"] in ("wrong", "crashed"):
+        return f"**{row['status']}**: {_cell(row['message'], 160)}"
+    for pattern, name, _ in REASONS:
+        if re.search(pattern, row["message"]):
+            return name
+    said = re.sub(r"^\w+ cannot run exactly over a sharded sequence: |^\w+: ", "", row["message"])
+    return _cell(said, 240)
+
+
+def _cell(text: str, most: int) -> str:
+    words = " ".join(text.split()).replace("|", "\\|")
+    return words if len(words) <= most else words[:most].rsplit(" ", 1)[0] + " …"

@@ -57,7 +57,7 @@ def as_text(record: Mapping[str, Any]) -> str:
         "",
         f"Classes of the registry: {_counted(counts(record, variants=False))}; variants: "
         f"{_counted(counts(record, variants=True))}. {sum(row['seconds'] for row in models.values()) / 60:.0f} minutes "
-        f"of one process with its ranks. Rows were made at {', '.join(sorted({r['commit'] for r in models.values()}))}.",
+        f"of one process with its ranks. Made at {', '.join(sorted({row['commit'] for row in models.values()}))}.",
         "",
         "Each is a small copy (`longspan.doctor.shrink`) with random weights in float64, beside the stock model that "
         "sees the documents one by one in one process; FSDP2, p2p at cp 2 and 3, all_gather, several micro-batches and "
@@ -73,9 +73,8 @@ def as_text(record: Mapping[str, Any]) -> str:
     lines += [f"| {name} | {row['status']} | {_cell(_how(row))} |" for name, row in others.items()]
     lines += ["", "Ways of exact models that are not exact:", ""]
     for name, row in models.items():
-        lines += [
-            f"- {name}, {way}: {c['status']}, {_how(c)}" for way, c in row["ways"].items() if c["status"] != "exact"
-        ]
+        other = {way: cell for way, cell in row["ways"].items() if cell["status"] != "exact"}
+        lines += [f"- {name}, {way}: {cell['status']}, {_how(cell)}" for way, cell in other.items()]
     return "\n".join(lines) + "\n"
 
 

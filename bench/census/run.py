@@ -1,16 +1,16 @@
-"""What the census runs of one model: a small copy beside the stock model, at degrees, types, tp, pp, ep, router losses."""
+"""What the census runs of one model: a small copy beside the stock model, in several ways."""
 
 import time
 from collections.abc import Sequence
 from typing import Any
+
+from bench.census.models import class_name, default_config, head_kinds
 
 from longspan.doctor.cases import Case, cases_named
 from longspan.doctor.outcomes import Outcome
 from longspan.doctor.prove import prove
 from longspan.doctor.shrink import shrunken
 from longspan.plan.cost.model_shape import read_experts
-
-from bench.census.models import class_name, default_config, head_kinds
 
 RANKS = 3  # degrees 2 and 3
 ORDER = ("wrong", "crashed", "not built", "refused", "exact")
