@@ -60,12 +60,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     about = {"bench": "census", "machine": machine(), "versions": versions(), "commit": commit}
     record: dict[str, Any] = {**about, "command": "python bench/census.py --out bench/records/census.json"}
     record["models"] = dict(known)
+    order = {name: number for number, name in enumerate(names())}
     wanted = _chosen(options, names(), known, commit)
     began = time.perf_counter()
     for number, (name, row) in enumerate(rows_of(wanted, options.jobs), 1):
         print(f"{number} of {len(wanted)}, {time.perf_counter() - began:.0f} s: {_line(name, row)}", flush=True)
+        if options.out and options.out.exists():  # other calls may add to it
+            record["models"] = _read(options.out)["models"]
         record["models"][name] = row | {"commit": commit}
-        record["models"] = {key: record["models"][key] for key in names() if key in record["models"]}
+        record["models"] = dict(sorted(record["models"].items(), key=lambda item: order.get(item[0], len(order))))
         if options.out:
             write_record(record, options.out, as_text(record))
     return record

@@ -103,8 +103,8 @@ REASONS: tuple[tuple[str, str, str], ...] = (
         r"linear_attention|type 'conv'|'mamba|conv1d|\.conv |'hybrid'|recurrent",
         "recurrent",
         "Layers that mix rows by a recurrence or a convolution (Mamba, linear attention) need their state from the "
-        "rows before, which other ranks hold; of layers that mix rows, attention alone is exact so far. Use a model whose "
-        "layers are all attention.",
+        "rows before, which other ranks hold; attention alone is exact so far. Use a model whose layers are "
+        "all attention.",
     ),
     (
         r"indexed_attention|compressed|_sparse'",
@@ -139,7 +139,8 @@ def page(record: Mapping[str, Any]) -> str:
     classes = counts(record, variants=False)
     figures = (
         f"Of {classes.total()} classes of transformers {record['versions'].get('transformers', '')}, "
-        f"{classes['exact']} are exact and {classes['refused']} refused; {classes['not built']} could not be built by the census, "
+        f"{classes['exact']} are exact and {classes['refused']} refused; "
+        f"{classes['not built']} could not be built by the census, "
         f"{classes['wrong'] + classes['crashed']} are wrong or failed."
     )
     text = _INTRO.format(figures=figures, command=COMMAND)
