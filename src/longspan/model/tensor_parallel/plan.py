@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapters import base_module
@@ -116,9 +116,7 @@ def check_sizes(model: PreTrainedModel, placed: list[Placed], tp: int) -> None:
 
 
 def _sizes(model: PreTrainedModel, placed: list[Placed]) -> dict[str, int]:
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    sizes = {"query heads": heads, "key/value heads": getattr(config, "num_key_value_heads", None) or heads}
+    sizes = dict(_heads(model.config.get_text_config()))
     for name, module, style, parameter in placed:
         if parameter is not None and style == HEADS:
             sizes["numbers of " + re.sub(r"\.\d+\.", ".*.", name)] = getattr(module, parameter).numel()
@@ -135,6 +133,18 @@ def _sizes(model: PreTrainedModel, placed: list[Placed]) -> dict[str, int]:
             if ".self_attn." not in name or style == SPLIT_INPUT:
                 sizes["width of " + re.sub(r"\.\d+\.", ".*.", name)] = width
     return sizes
+
+
+def _heads(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
+    """Counts of heads; those of single layers, where a configuration has such, under names of their own."""
+    values: dict[str, Any] = config.to_dict()
+    layers: dict[Any, Mapping[str, Any]] = values.pop("per_layer_config", None) or {}
+    names = [config.attribute_map.get(name, name) for name in ("num_attention_heads", "num_key_value_heads")]
+    for layer, of_layer in {"": {}, **layers}.items():
+        queries, keys = (of_layer.get(name, values.get(name)) for name in names)
+        where = f" of layer {layer}" if of_layer else ""
+        yield f"query heads{where}", int(queries or 0)
+        yield f"key/value heads{where}", int(keys or queries or 0)
 
 
 _FEATURES = 8  # of the trial of a single module: any even number

@@ -24,6 +24,7 @@ from longspan.model.layers import Absent, base_of, decoder_layers
 from longspan.model.local_tensors import local_tensor
 from longspan.model.parts import Parts, trace_parts
 from longspan.model.tensor_parallel.adapted import refuse_adapter, split_adapted
+from longspan.model.tensor_parallel.feature_trial import refuse_mixed_features
 from longspan.model.tensor_parallel.plan import (
     COLWISE,
     EMBEDDING,
@@ -70,6 +71,7 @@ def _checked(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> lis
     refuse_adapter(model, placed)
     check_sizes(model, placed, tp)
     placed += partial_parameters(model, placed)
+    refuse_mixed_features(model, placed)
     if sequence_parallel:
         for name, layer in decoder_layers(model).items():
             _regions(name, layer, placed)
