@@ -3,11 +3,14 @@
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longspan.model.tensor_parallel.feature_trial import mixes_features
-from longspan.model.tensor_parallel.plan import COLWISE, ROWWISE
+from longspan.doctor.shrink import shrunken, tiny_model
+from longspan.errors import ModelError
+from longspan.model.tensor_parallel.feature_trial import mixes_features, refuse_mixed_features
+from longspan.model.tensor_parallel.plan import COLWISE, ROWWISE, placed_styles
 
 BETWEEN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "gated": (lambda gate, up: F.silu(gate) * up, False),
@@ -41,3 +44,12 @@ def test_mixed_features_are_found(name: str, device: str) -> None:
     styles = {id(block.gate): COLWISE, id(block.up): COLWISE, id(block.down): ROWWISE}
     assert mixes_features(block, styles) is mixed
     assert "forward" not in vars(block.gate) and block.down.weight.device.type == device
+
+
+def test_gemma3n_is_refused_before_anything_is_split() -> None:
+    config = pytest.importorskip("transformers.models.gemma3n").Gemma3nTextConfig()
+    model = tiny_model(shrunken(config), torch.float32)
+    with pytest.raises(
+        ModelError, match=r"layers\.0\.mlp \(Gemma3nTextMLP\) computes from all its features .* use tp 1"
+    ):
+        refuse_mixed_features(model, placed_styles(model))

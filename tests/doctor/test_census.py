@@ -1,0 +1,114 @@
+"""Families chosen from the census, one for each kind of attention and a few that must be refused, on two ranks."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from bench.census.models import default_config, head_kinds, names
+from bench.census.page import COMMAND, kernel_of, page
+from bench.census.record import as_text, changes, failed
+
+from longspan.comm import run_local
+from longspan.doctor.cases import Case
+from longspan.doctor.outcomes import Outcome, worst_status
+from longspan.doctor.prove import Ranks, run_proof
+from longspan.doctor.shrink import shrunken
+
+EXACT = {
+    "gpt_oss": "sinks, a window in every other layer, yarn, experts",
+    "gemma2": "soft caps of scores and logits",
+    "gemma3_text": "windows, two kinds of rotary positions",
+    "gemma3n_text": "keys and values shared by the last layers, several streams",
+    "gemma4_text+shared": "head sizes by layer, shared keys and values",
+    "deepseek_v3+yarn": "MLA, groups of experts, a bias of the router",
+    "minicpm3": "MLA, scaled embeddings",
+    "gpt2": "learnt positions, tied weights",
+    "opt": "learnt positions from 2, a decoder inside its base model",
+    "llama+llama3": "llama3's rotary positions",
+    "qwen3+yarn": "yarn, norms of queries and keys",
+    "mistral": "a window in every layer",
+    "cohere2": "layers without positions, parallel blocks",
+    "granite": "multipliers of embeddings, scores, residuals and logits",
+    "nemotron": "layers that do not hand keywords down",
+    "gpt_neox": "attention and network side by side",
+    "mixtral": "experts",
+    "qwen2_moe": "experts and a shared one behind a gate",
+    "phi3+longrope": "frequencies by a document's length",
+}
+REFUSED = {
+    "falcon": "bypasses",
+    "mamba": "linear_attention",
+    "bart": "encoder_attn",
+    "gemma3_text+bidirectional": "not causal",
+    "deepseek_v32": "indexed_attention",
+}
+CASES = (Case(cp=2), Case(cp=2, cp_comm_type="all_gather"), Case(cp=2, plan="several", recompute="full"))
+
+
+def _prove_here(rank: int, models: list[str]) -> dict[str, tuple[Outcome, ...]]:
+    """Every model in turn on the same ranks; the first rank has the outcomes."""
+    found = {}
+    for name in models:
+        ranks = Ranks(2, launch=lambda run, task, count, seconds: run(rank, task))
+        found[name] = run_proof(shrunken(default_config(name)), CASES, ranks).outcomes
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Iterator[dict[str, tuple[Outcome, ...]]]:
+    there = names()
+    models = [name for name in (*EXACT, *REFUSED) if name in there]
+    yield run_local(_prove_here, 2, (models,), timeout=280)[0]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_family_is_exact(name: str, outcomes: dict[str, tuple[Outcome, ...]]) -> None:
+    if name not in outcomes:
+        pytest.skip("this transformers has no such class")
+    assert worst_status(outcomes[name]) == "exact", [outcome.row() for outcome in outcomes[name]]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_is_refused_with_its_reason(name: str, outcomes: dict[str, tuple[Outcome, ...]]) -> None:
+    if name not in outcomes:
+        pytest.skip("this transformers has no such class")
+    assert {outcome.status for outcome in outcomes[name]} == {"refused"}
+    assert REFUSED[name] in outcomes[name][0].message
+
+
+ROOT = Path(__file__).parents[2]
+RECORD = ROOT / "bench" / "records" / "census.json"
+
+
+def test_the_page_and_the_table_are_made_from_the_record() -> None:
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    assert (ROOT / "docs" / "models.md").read_text(encoding="utf-8") == page(record), f"run: {COMMAND}"
+    assert RECORD.with_suffix(".md").read_text(encoding="utf-8") == as_text(record)
+    assert not failed(record)
+
+
+def _record(**status: str) -> dict[str, dict[str, object]]:
+    row = {"loss_error": 0.1, "gradient_error": 0.2, "parameter": "w", "case": "cp 2", "message": "m"}
+    ways = {"tp 2": {"status": "exact", **row}}
+    return {"models": {name: {"status": kind, "ways": ways, **row} for name, kind in status.items()}}
+
+
+def test_what_got_worse_is_said() -> None:
+    old = _record(a="exact", b="refused", c="refused", d="exact", e="wrong")
+    new = _record(a="exact", b="exact", c="wrong", d="refused", f="wrong")
+    found = [(change.what, change.worse) for change in changes(old, new)]
+    assert found == [("b", False), ("c", True), ("d", True)]
+    assert failed(new) == [
+        "c: wrong, loss off by 1.0e-01, w by 2.0e-01 (cp 2)",
+        "f: wrong, loss off by 1.0e-01, w by 2.0e-01 (cp 2)",
+    ]
+    new["models"]["a"] = old["models"]["a"] | {"ways": {"tp 2": {"status": "wrong"}}}
+    assert [str(change) for change in changes(old, new)][0] == "WORSE a, tp 2: exact, now wrong"
+
+
+def test_kernels_are_those_of_the_true_head_sizes() -> None:
+    kinds = head_kinds(default_config("deepseek_v3"))
+    assert [(kind["query"], kind["value"], kind["window"]) for kind in kinds] == [(192, 128, False)]
+    assert kernel_of({"query": 64, "value": 64, "window": True, "softcap": True}) == "`fa4` (64)"
+    assert kernel_of({"query": 1024, "value": 1024, "window": False, "softcap": False}) == "`reference` (1024)"
