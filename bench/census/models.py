@@ -80,6 +80,12 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
 }
 
 
+# Where a class's defaults lack the kinds of layers that its released models have.
+_RELEASED: Mapping[str, dict[str, Any]] = {
+    "lfm2": {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+}
+
+
 def names() -> list[str]:
     """Every class of this transformers' registry, then the variants whose class it has."""
     classes = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -91,7 +97,7 @@ def default_config(name: str) -> PreTrainedConfig:
 
     A class that can be an encoder is a decoder here. Raises what the class itself raises.
     """
-    values = dict(VARIANTS.get(name, {}))
+    values = {**_RELEASED.get(name.partition("+")[0], {}), **VARIANTS.get(name, {})}
     config = CONFIG_MAPPING[name.partition("+")[0]](**values)
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
