@@ -82,6 +82,7 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
 
 # Where a class's defaults lack the kinds of layers that its released models have.
 _RELEASED: Mapping[str, dict[str, Any]] = {
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 30},
     "lfm2": {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
 }
 
