@@ -43,7 +43,7 @@ REFUSED = {
     "gemma3_text+bidirectional": "not causal",
     "deepseek_v32": "indexed_attention",
 }
-CASES = (Case(cp=2), Case(cp=2, cp_comm_type="all_gather"), Case(cp=2, plan="several", recompute="full"))
+CASES = (Case(cp=2, plan="several", recompute="full"), Case(cp=2, cp_comm_type="all_gather"))
 
 
 def _prove_here(rank: int, models: list[str]) -> dict[str, tuple[Outcome, ...]]:
