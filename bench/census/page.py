@@ -92,7 +92,7 @@ What the reasons mean, and what you can do:
 _NOT_BUILT = """
 ## Not built
 
-The census could not make or run a small copy of these; `longspan doctor --model` may, of a real folder.
+The census could not make or run a small copy of these; `longspan doctor --model FOLDER` may, of a real folder.
 
 | class | what was said |
 | --- | --- |
@@ -150,13 +150,8 @@ def page(record: Mapping[str, Any]) -> str:
     text += "\n| class | models | reason |\n| --- | --- | --- |\n"
     for name, row in [*_sorted(models, "refused"), *_sorted(models, "wrong"), *_sorted(models, "crashed")]:
         text += f"| `{name}` | {POPULAR.get(name, '')} | {_why(row)} |\n"
-    text += (
-        "\n## Not built\n\nThe census could not make or run a small copy of these; `longspan doctor --model` on a real "
-    )
-    text += "folder may.\n\n| class | what was said |\n| --- | --- |\n"
-    return text + "".join(
-        f"| `{name}` | {_cell(row['message'], 160)} |\n" for name, row in _sorted(models, "not built")
-    )
+    left = "".join(f"| `{name}` | {_cell(row['message'], 160)} |\n" for name, row in _sorted(models, "not built"))
+    return text + _NOT_BUILT + left
 
 
 def _sorted(models: Mapping[str, Any], status: str) -> list[tuple[str, Any]]:

@@ -37,7 +37,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": _unless("layer_types", ["conv", "full_attention"])},
     "mamba2": {"num_heads": lambda small: small["expand"] * small["hidden_size"] // small["head_dim"]},
     "qwen4_exp_text": _QWEN4_INDEXER,
-    "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 48], "max_position_embeddings": 64},
+    "reformer": {"axial_pos_embds": False},
     "xmod": {"default_language": lambda small: small["languages"][0]},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
 }
