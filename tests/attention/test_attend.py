@@ -43,7 +43,7 @@ def test_parity(slots):
     check(slots, table(slots) + (head_shapes() if slots == 4 else []))
 
 
-@pytest.mark.parametrize("slots", [6, 8])
+@pytest.mark.parametrize("slots", [pytest.param(6, marks=pytest.mark.whole), 8])
 def test_parity_of_wide_groups(slots):
     needs(slots)
     check(slots, wide_table(slots))

@@ -119,6 +119,7 @@ def test_a_resumed_run_goes_on_in_the_same_tensorboard_folder(tmp_path: Path) ->
     assert read.Tags()["tensors"] == ["run/text_summary"]
 
 
+@pytest.mark.whole
 def test_a_resumed_run_goes_on_in_the_same_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

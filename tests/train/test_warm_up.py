@@ -32,7 +32,7 @@ HOMES: dict[str, tuple[int, Mapping[str, object]]] = {
     "stages": (2, {"parallel__pp": 2, "context__context_parallel_size": 1, "context__eval_context_parallel_size": 1}),
     "tensor and experts": (4, MOE | {"parallel__tp": 2, "parallel__ep": 2, "train__optimizer": "sgd"}),
 }
-MARKS = dict.fromkeys(("fsdp, free", "tensor and experts"), pytest.mark.whole)
+MARKS = dict.fromkeys(("fsdp, free", "stages", "tensor and experts"), pytest.mark.whole)
 
 
 def _train(rank: int, config: RunConfig, ranks: int) -> list[str]:

@@ -41,7 +41,7 @@ def test_pairs_on_two_ranks() -> None:
     check(few_pairs())
 
 
-@pytest.mark.parametrize("ranks", CHOSEN)
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=[pytest.mark.whole] * (n > 6)) for n in CHOSEN])
 def test_chosen_cases(ranks: int) -> None:
     check(CHOSEN[ranks])
 

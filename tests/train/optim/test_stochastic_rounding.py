@@ -167,5 +167,6 @@ def _over_ranks(rank: int, root: Path) -> None:
             assert all(torch.equal(straight[key], repeated[key]) for key in straight), name
 
 
+@pytest.mark.whole
 def test_replicas_stay_equal_and_a_resumed_run_repeats_its_bits(tmp_path: Path) -> None:
     run_ranks(_over_ranks, 4, tmp_path, timeout=120)
