@@ -174,7 +174,7 @@ def test_no_page_has_a_program_that_is_not_run() -> None:
     assert with_programs == run_here
 
 
-SHORTEST = ("first.toml", "pipeline.toml")
+SHORTEST = ("first.toml",)
 CONFIGURATIONS = [
     pytest.param(path, id=path.name, marks=[pytest.mark.whole] * (path.name not in SHORTEST))
     for path in sorted((ROOT / "examples").glob("*.toml"))

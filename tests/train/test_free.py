@@ -86,6 +86,7 @@ def _errors(rank: int, home: Layout, options: list[dict[str, object]]) -> dict[t
 WAYS: list[dict[str, object]] = [{}, {"shard_parameters": False}, {"activation_checkpointing": "selective"}]
 
 
+@pytest.mark.whole
 def test_losses_and_gradients_over_four_slots() -> None:
     for found in run_ranks(_errors, 4, Layout(ranks=4), [*WAYS, {"reshard_after_forward": False}]):
         assert max(found.values()) < 1e-12, found

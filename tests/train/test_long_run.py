@@ -78,7 +78,7 @@ def test_plans_have_any_degree_and_idle_slots() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-@pytest.mark.parametrize("steps", [FEWER, pytest.param(STEPS, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("steps", [pytest.param(steps, marks=pytest.mark.whole) for steps in (FEWER, STEPS)])
 def test_later_steps_hold_no_more_than_the_first(steps: int) -> None:
     answers = run_ranks(_steps, HOME.slots, plans(steps), timeout=280)
     for losses, held in answers:

@@ -31,7 +31,7 @@ def test_pairs_are_all_there() -> None:
     assert len(PAIRS) < 2 * max(len(a) * len(b) for a, b in itertools.combinations(AXES, 2))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [pytest.param(ranks, marks=[pytest.mark.whole] * (ranks > 4)) for ranks in RANKS])
 def test_every_pair_of_the_matrix(ranks: int) -> None:
     check([c for c in PAIRS if c.ranks == ranks])
 
@@ -80,10 +80,11 @@ def _mutated(rank: int, dropped: list[Dropped], combinations: list[Combination],
     return found
 
 
-IN_CI = [0, 3]  # a sum over tp, rows on their way to experts
+PARTS = [[0, 3], [1, 2, 4, 5]]  # of the mutations, by their numbers
 
 
-@pytest.mark.parametrize("chosen", [IN_CI, pytest.param([1, 2, 4, 5], marks=pytest.mark.whole)])
+@pytest.mark.whole
+@pytest.mark.parametrize("chosen", PARTS)
 def test_every_dropped_term_is_noticed(chosen: list[int]) -> None:
     dropped, noticed = [MUTATIONS[i][0] for i in chosen], [NOTICED[i] for i in chosen]
     wanted = wanted_of(noticed)

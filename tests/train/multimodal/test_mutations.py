@@ -137,6 +137,7 @@ def _one_rank_skips(rank: int) -> str:
     return ""
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(backend() != "gloo", reason="NCCL ends a stuck process instead of raising in it")
 def test_a_rank_that_skips_the_way_back_is_named() -> None:
     with pytest.raises(CommError) as raised:
