@@ -134,6 +134,30 @@ def stock_answer(
     return Stock([x.detach().cpu() for x in logits], loss.item(), gradients_of(model))
 
 
+def at_random(config: PreTrainedConfig) -> PreTrainedModel:
+    """A stock model in float64 with random weights, norms and biases among them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.double()
+
+
+def dense_answer(model: PreTrainedModel, documents: Sequence[np.ndarray]) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of a stock model in training mode that sees documents one by one."""
+    model.train()
+    targets = sum(len(document) - 1 for document in documents)
+    losses: list[Tensor] = []
+    for document in documents:
+        ids = torch.from_numpy(document)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        losses.append(F.cross_entropy(logits[:-1], ids[1:], reduction="sum") / targets)
+    total = torch.stack(losses).sum()
+    total.backward()
+    return total.item(), gradients_of(model)
+
+
 def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """Every gradient, whole, on the CPU; all ranks call it together."""
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

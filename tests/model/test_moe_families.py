@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longspan.comm import World
+from longspan.doctor.float64 import whole_float64
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
@@ -21,7 +22,6 @@ from longspan.model.experts.router import RouterCoefficients
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
-from tests.model.in_float64 import in_float64
 from tests.model.moe_families import FAMILIES, family_model
 from tests.model.moe_models import MoeStock, router_losses
 from tests.model.stock import gradients_of, texts, worst
@@ -79,7 +79,7 @@ def stock_step(family: str) -> MoeStock:
 def outcomes(rank: int, homes: dict[str, Layout], families: Sequence[str]) -> dict[Case, float | str]:
     """The worst error of a step of each family in each home, both kinds of messages; or why it is refused."""
     answers: dict[Case, float | str] = {}
-    with in_float64():
+    with whole_float64():
         stock = {family: stock_step(family) for family in families}
         for name, home in homes.items():
             with World(home, backend=backend()) as world:

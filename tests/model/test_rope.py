@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
     Phi3Config,
     PreTrainedConfig,
-    PreTrainedModel,
     Qwen3Config,
 )
 
@@ -23,7 +20,7 @@ from longspan import Layout, World, plan_fixed, prepare, run_step
 from longspan.errors import ModelError
 from longspan.model.rope import position_limit, smallest_factor, with_rope_scaling
 from longspan.testing import run_ranks
-from tests.model.stock import SIZES, gradients_of, texts, worst
+from tests.model.stock import SIZES, at_random, dense_answer, gradients_of, texts, worst
 
 LENGTHS = (61, 40, 17, 9)  # beyond the 16 positions of the model
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -34,30 +31,15 @@ def _config(**more: Any) -> PreTrainedConfig:
     return Qwen3Config(**SIZES | {"max_position_embeddings": 16, "tie_word_embeddings": True} | more)
 
 
-def _model(config: PreTrainedConfig) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-        for parameter in model.parameters():
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    return model.double()
-
-
 def _dense(parameters: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss and gradients of stock transformers, document by document, under these rope parameters."""
-    model = _model(_config(rope_parameters=dict(parameters), max_position_embeddings=64))
-    loss = torch.zeros((), dtype=torch.float64)
-    for document in texts(LENGTHS):
-        ids = torch.from_numpy(document)
-        logits = model(input_ids=ids[None], use_cache=False).logits[0]
-        loss = loss + F.cross_entropy(logits[:-1], ids[1:], reduction="sum") / (sum(LENGTHS) - len(LENGTHS))
-    loss.backward()
-    return loss.item(), gradients_of(model)
+    model = at_random(_config(rope_parameters=dict(parameters), max_position_embeddings=64))
+    return dense_answer(model, texts(LENGTHS))
 
 
 def _sharded(rank: int, kind: str, axes: dict[str, int]) -> tuple[dict[int, float], float, dict[str, torch.Tensor]]:
     with World(Layout(ranks=4, **axes)) as world:
-        model = prepare(_model(with_rope_scaling(_config(), kind, 4.0)), world)
+        model = prepare(at_random(with_rope_scaling(_config(), kind, 4.0)), world)
         losses = {}
         for cp in (1, 2, 4):
             if world.home.slots % cp == 0:

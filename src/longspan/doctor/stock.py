@@ -1,8 +1,7 @@
 """What the stock model says about documents that it sees one by one, in one process: loss, routers, every gradient.
 
 Its attention is transformers' eager one, which alone has every model's soft caps and sinks. In float64 the casts to
-float32 inside models (of softmax, norms, routers, rotary angles) are left out, on both sides of a comparison: their
-rounding, which differs with the number of rows, would hide errors below 1e-7 (`WholeFloat64`).
+float32 inside models are left out, on both sides of a comparison (`float64.py`).
 """
 
 import inspect
@@ -15,12 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from longspan.doctor.float64 import whole_float64
 from longspan.doctor.shrink import tiny_model
 from longspan.errors import ModelError
 from longspan.model.experts.router import RouterCoefficients
@@ -45,35 +43,9 @@ class Answer:
         object.__setattr__(self, "norm", sum(squares) ** 0.5)
 
 
-class WholeFloat64(TorchFunctionMode):
-    """Inside, whatever a model would cast to float32 is float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.float:
-            return args[0].double()
-        if func in (Tensor.backward, torch.autograd.backward):
-            return self._backward(*args, **(kwargs or {}))
-        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
-        return func(*args, **kwargs)
-
-    def _backward(self, tensors: Any, gradients: Any = None, retain_graph: bool | None = None, **more: Any) -> None:
-        """torch's own backward without its handling of modes, which leaves them out: recomputation would run so."""
-        gradients = more.get("grad_tensors", gradients)
-        outputs = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-        seeds = gradients if isinstance(gradients, (tuple, list)) else (gradients,) * len(outputs)
-        ones = [torch.ones_like(x) if seed is None else seed for x, seed in zip(outputs, seeds, strict=True)]
-        inputs = more.get("inputs") or ()
-        inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-        with self:
-            _engine_run_backward(
-                outputs, tuple(ones), bool(retain_graph), False, inputs, allow_unreachable=True, accumulate_grad=True
-            )
-
-
 def precision(dtype: torch.dtype, *, whole: bool) -> AbstractContextManager[Any]:
     """The mode that a model of this type is compared in."""
-    return WholeFloat64() if whole and dtype == torch.float64 else nullcontext()
+    return whole_float64() if whole and dtype == torch.float64 else nullcontext()
 
 
 def documents_for(config: PreTrainedConfig, lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:

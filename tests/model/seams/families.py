@@ -1,22 +1,18 @@
 """Tiny models of families that need a seam of their own, and how far a prepared one is from the stock model."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
-import torch
 import transformers
 from torch import Tensor
-from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.model import prepare
 from longspan.plan import plan_fixed
 from longspan.train import run_step
-from tests.model.stock import SIZES, VOCABULARY, gradients_of, texts
+from tests.model.stock import SIZES, VOCABULARY, at_random, gradients_of, texts
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 PLAIN = {name: size for name, size in SIZES.items() if name != "head_dim"}
@@ -68,45 +64,7 @@ def here(families: Sequence[str]) -> list[str]:
 def tiny(family: str, **changes: Any) -> PreTrainedModel:
     """A model in float64 with random weights, norms and biases among them."""
     config_class, values = FAMILIES[family]
-    config = getattr(transformers, config_class)(**values | changes)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-        for parameter in model.parameters():
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    return model.double()
-
-
-@contextmanager
-def whole_float64() -> Iterator[None]:
-    """Inside, what a model casts to float32 (in norms, softmax) is float64: rows summed in another order are equal."""
-
-    def widened(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            wide = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
-            return function(*(torch.float64 if arg is torch.float32 else arg for arg in args), **wide)
-
-        return call
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(Tensor, "float", Tensor.double))
-        stack.enter_context(patch.object(Tensor, "to", widened(Tensor.to)))
-        stack.enter_context(patch.object(F, "softmax", widened(F.softmax)))
-        yield
-
-
-def stock_answer(model: PreTrainedModel, documents: Sequence[np.ndarray]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of a stock model in training mode that sees documents one by one."""
-    model.train()
-    targets = sum(len(document) - 1 for document in documents)
-    losses: list[Tensor] = []
-    for document in documents:
-        ids = torch.from_numpy(document)
-        logits = model(input_ids=ids[None], use_cache=False).logits[0]
-        losses.append(F.cross_entropy(logits[:-1], ids[1:], reduction="sum") / targets)
-    total = torch.stack(losses).sum()
-    total.backward()
-    return total.item(), gradients_of(model)
+    return at_random(getattr(transformers, config_class)(**values | changes))
 
 
 def errors_of(

@@ -6,10 +6,11 @@ from functools import cache, partial
 import pytest
 
 from longspan.comm import World
+from longspan.doctor.float64 import whole_float64
 from longspan.layout import Layout
 from longspan.testing import backend, run_ranks
-from tests.model.seams.families import FAMILIES, LENGTHS, errors_of, here, stock_answer, tiny, whole_float64
-from tests.model.stock import texts
+from tests.model.seams.families import FAMILIES, LENGTHS, errors_of, here, tiny
+from tests.model.stock import dense_answer, texts
 from tests.mutation import mutate, restore
 
 CASES = {2: ((2, "p2p", "full"), (2, "all_gather", "selective")), 3: ((3, "p2p", "full"),)}
@@ -19,7 +20,7 @@ def _errors(rank: int, ranks: int, families: Sequence[str]) -> dict[tuple[object
     errors = {}
     with World(Layout(ranks=ranks), backend=backend()) as world, whole_float64():
         for family in families:
-            stock = stock_answer(tiny(family), texts(LENGTHS))
+            stock = dense_answer(tiny(family), texts(LENGTHS))
             for cp, kind, recompute in CASES[ranks]:
                 errors[family, cp, kind, recompute] = errors_of(
                     partial(tiny, family), world, stock, cp=cp, cp_comm_type=kind, activation_checkpointing=recompute
@@ -54,7 +55,7 @@ MUTANTS = {
 def _mutants(rank: int) -> dict[str, float]:
     errors = {}
     with World(Layout(ranks=2), backend=backend()) as world, whole_float64():
-        stock = stock_answer(tiny("gemma4"), texts(LENGTHS))
+        stock = dense_answer(tiny("gemma4"), texts(LENGTHS))
         for name, (module, old, new) in MUTANTS.items():
             undo = mutate(f"model.seams.{module}", old, new)
             errors[name] = errors_of(partial(tiny, "gemma4"), world, stock, cp=2)[1]

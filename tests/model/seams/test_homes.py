@@ -6,6 +6,7 @@ from functools import cache, partial
 import pytest
 
 from longspan.comm import World
+from longspan.doctor.float64 import whole_float64
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
@@ -17,8 +18,8 @@ from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
 from tests.model.seams import wrappers
-from tests.model.seams.families import LENGTHS, errors_of, gradient_error, here, stock_answer, tiny, whole_float64
-from tests.model.stock import gradients_of, texts
+from tests.model.seams.families import LENGTHS, errors_of, gradient_error, here, tiny
+from tests.model.stock import dense_answer, gradients_of, texts
 
 EXACT_OVER_TP = here(["nemotron", "gemma4", "gemma4 without sharing"])
 EXACT_OVER_STAGES = here(["nemotron", "stablelm", "gemma4 without sharing"])
@@ -36,10 +37,10 @@ def _over_tp(rank: int) -> dict[str, tuple[float, float]]:
     errors = {}
     with World(Layout(ranks=2, tp=2), backend=backend()) as world, whole_float64():
         for family in EXACT_OVER_TP:
-            stock = stock_answer(tiny(family), texts(LENGTHS))
+            stock = dense_answer(tiny(family), texts(LENGTHS))
             errors[family] = errors_of(partial(tiny, family), world, stock, cp=1)
         documents = wrappers.plain_texts()
-        stock = stock_answer(wrappers.tiny("gemma3"), documents)
+        stock = dense_answer(wrappers.tiny("gemma3"), documents)
         errors["gemma3"] = errors_of(partial(wrappers.tiny, "gemma3"), world, stock, cp=1, documents=documents)
     return errors
 
@@ -54,7 +55,7 @@ def _over_stages(rank: int) -> dict[str, tuple[float, float, int]]:
     errors = {}
     with World(Layout(ranks=2, pp=2), backend=backend()) as world, whole_float64():
         for family in EXACT_OVER_STAGES:
-            loss, exact = stock_answer(tiny(family), texts(LENGTHS))
+            loss, exact = dense_answer(tiny(family), texts(LENGTHS))
             model = prepare(tiny(family), world, activation_checkpointing="full")
             plan = plan_fixed(LENGTHS, world.home, cp=1, max_tokens_per_slot=40)
             result, gradients = run_step(model, plan, texts(LENGTHS), world), gradients_of(model)

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Llama4TextConfig, PreTrainedModel
 from transformers.models.llama4 import modeling_llama4
 
@@ -16,7 +15,7 @@ from longspan.model.seams.probe import RecordedCall, check_calls
 from longspan.model.seams.refusals import refuse_unsupported
 from longspan.plan import Plan
 from longspan.testing import run_ranks
-from tests.model.stock import SIZES, gradients_of, texts, worst
+from tests.model.stock import SIZES, dense_answer, gradients_of, texts, worst
 from tests.mutation import mutate, restore
 
 LENGTHS = (61, 40, 17, 9)
@@ -52,16 +51,6 @@ def _rotated(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.view_as_real(x).flatten(3).to(inputs[0].dtype) for x in turned)
 
 
-def _dense(kind: str) -> tuple[float, dict[str, Tensor]]:
-    model, loss = _model(kind), torch.zeros((), dtype=torch.float64)
-    for document in texts(LENGTHS):
-        ids = torch.from_numpy(document)
-        logits = model(input_ids=ids[None], use_cache=False).logits[0]
-        loss = loss + F.cross_entropy(logits[:-1], ids[1:], reduction="sum") / (sum(LENGTHS) - len(LENGTHS))
-    loss.backward()
-    return loss.item(), gradients_of(model)
-
-
 def _plans(home: Layout) -> dict[str, Plan]:
     types = ("p2p", "all_gather") if home.slots % 2 else ("p2p", "all_gather", "a2a")
     plans = {kind: plan_fixed(LENGTHS, home, cp=home.slots, cp_comm_type=kind) for kind in types}
@@ -95,7 +84,7 @@ HOMES = [
 def test_chunks_and_temperature_are_those_of_each_document(
     kind: str, axes: dict[str, int], more: dict[str, Any]
 ) -> None:
-    loss, gradients = _dense(kind)
+    loss, gradients = dense_answer(_model(kind), texts(LENGTHS))
     for steps in run_ranks(_sharded, axes["ranks"], kind, axes, more):
         for name, (found_loss, found) in steps.items():
             assert abs(found_loss - loss) <= 1e-12 * loss, name

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan import Layout, World, plan_fixed, plan_padded, prepare, run_step
 from longspan.errors import ModelError
@@ -16,7 +16,7 @@ from longspan.model.seams.refusals import refuse_unsupported
 from longspan.model.seams.rope_by_length import choose_frequencies_by_document
 from longspan.plan import Plan
 from longspan.testing import run_ranks
-from tests.model.stock import SIZES, error, gradients_of, texts
+from tests.model.stock import SIZES, at_random, error, gradients_of, texts
 from tests.mutation import mutate, restore
 
 LENGTHS = (61, 17, 40, 16, 9)  # on both sides of the 16 positions of training, and on their edge
@@ -60,12 +60,7 @@ def _config(family: str) -> PreTrainedConfig:
 
 
 def _model(family: str) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(_config(family), attn_implementation="sdpa")
-        for parameter in model.parameters():
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    return model.double()
+    return at_random(_config(family))
 
 
 def _dense(family: str) -> tuple[float, dict[str, Tensor]]:

@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor
 
 from longspan.comm import World, bind
+from longspan.doctor.float64 import whole_float64
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, save_model
@@ -18,9 +19,9 @@ from longspan.model.seams.refusals import refuse_unsupported
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from tests.model.seams.families import LENGTHS, errors_of, stock_answer, whole_float64
+from tests.model.seams.families import LENGTHS, errors_of
 from tests.model.seams.wrappers import here, plain_texts, tiny
-from tests.model.stock import weights_of
+from tests.model.stock import dense_answer, weights_of
 
 CASES = {2: ((2, "p2p", "full", True), (2, "all_gather", "none", False)), 3: ((3, "p2p", "full", True),)}
 MORE = ("gemma3", "gemma4")  # by copies, and over three ranks
@@ -30,7 +31,7 @@ def _errors(rank: int, ranks: int, names: Sequence[str]) -> dict[tuple[object, .
     errors, documents = {}, plain_texts()
     with World(Layout(ranks=ranks), backend=backend()) as world, whole_float64():
         for name in names:
-            stock = stock_answer(tiny(name), documents)
+            stock = dense_answer(tiny(name), documents)
             for cp, kind, recompute, shard in CASES[ranks][: None if name in MORE else 1]:
                 options = {"activation_checkpointing": recompute, "shard_parameters": shard, "documents": documents}
                 make = partial(tiny, name)
