@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from bench.census.record import counts
 
-from longspan.attention.kernels import KERNELS
+from longspan.attention import AttentionCall, Mask
+from longspan.doctor.kernels import GPU, kernels_on_gpus
 
 COMMAND = "python bench/census.py --docs docs/models.md"
 POPULAR = {
@@ -79,8 +80,8 @@ of the stock model, which saw the same documents one by one in one process; exac
 "Also" names configurations that the census ran beside the defaults of the class. `tp`, `pp` and `ep` say whether homes
 with two tensor-parallel ranks, two stages or two expert-parallel ranks are exact too, "routers" whether the balance and
 z losses of routers are; a dash: it has no experts. "Kernel" is the first of the
-[table of kernels](attention.md#kernels) that takes the head sizes of the class's default configuration on a GPU in
-bfloat16, for each kind of layer; where `fa4` is not installed, it is the next that can.
+[table of kernels](attention.md#kernels) that takes several documents at the head sizes of the class's default
+configuration on a GPU in bfloat16, for each kind of layer; where `fa4` is not installed, it is the next that can.
 
 """
 _REFUSED = """
@@ -178,19 +179,12 @@ def _way(cell: Mapping[str, Any]) -> str:
 
 
 def kernel_of(kind: Mapping[str, Any]) -> str:
-    """The first kernel that takes this kind of layer on a GPU, and its head sizes."""
-    wanted = {feature for feature in ("window", "softcap") if kind[feature]}
-    query, value = kind["query"], kind["value"]
-    able = (
-        kernel.name
-        for kernel in KERNELS
-        if "cuda" in kernel.devices
-        and torch.bfloat16 in kernel.dtypes
-        and kernel.head_sizes.take(query, value)
-        and wanted <= kernel.features
-    )
+    """The first kernel that takes several documents of this kind of layer on a GPU, and its head sizes."""
+    query, value, window = kind["query"], kind["value"], 1 if kind["window"] else None
+    softcap = 1.0 if kind["softcap"] else None
+    call = AttentionCall(1, 1, query, value, torch.bfloat16, GPU, Mask(window=window), softcap=softcap)
     sizes = str(query) if query == value else f"{query}/{value}"
-    return f"`{next(able)}` ({sizes})"
+    return f"`{kernels_on_gpus(call)[0].name}` ({sizes})"
 
 
 def _why(row: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from longspan.comm import run_local
 from longspan.doctor.cases import Case
 from longspan.doctor.outcomes import Outcome
 from longspan.doctor.prove import Ranks, run_proof
-from longspan.doctor.shrink import shrunken
+from longspan.model.small.shrink import shrunken
 
 EXACT = {
     "gpt_oss": "sinks, a window in every other layer, yarn, experts",

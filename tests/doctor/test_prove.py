@@ -15,10 +15,10 @@ from longspan.doctor.cases import LENGTHS, Case, cases_named
 from longspan.doctor.outcomes import Outcome
 from longspan.doctor.prove import Ranks, prove, run_proof
 from longspan.doctor.ranks import CaseRun, Task
-from longspan.doctor.shrink import shrunken
 from longspan.doctor.stock import documents_for
 from longspan.layout import Layout
 from longspan.model.seams import attention_calls
+from longspan.model.small.shrink import shrunken
 from longspan.testing import run_ranks
 
 CASE = Case(cp=2)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longspan.doctor.shrink import shrunken, tiny_model
 from longspan.errors import ModelError
+from longspan.model.small.shrink import shrunken, tiny_model
 from longspan.model.tensor_parallel.feature_trial import mixes_features, refuse_mixed_features
 from longspan.model.tensor_parallel.plan import COLWISE, ROWWISE, placed_styles
 

@@ -19,11 +19,11 @@ from longspan.doctor.cases import Case, CaseSet, DTypeName, cases_named, every_t
 from longspan.doctor.kernels import KernelLine, kernel_lines
 from longspan.doctor.outcomes import Proof
 from longspan.doctor.prove import InWorld, Ranks, run_proof
-from longspan.doctor.shrink import shrunken
 from longspan.doctor.table import found, proof_json, proof_text
 from longspan.doctor.which_model import configuration_of
 from longspan.errors import CommError, LongspanError, counted
 from longspan.model.presets import preset_config
+from longspan.model.small.shrink import shrunken
 
 LOCAL_RANKS = 4
 VOCABULARY = 97

@@ -1,6 +1,5 @@
 """Which attention kernel runs a model at its true head sizes: on this machine, and on GPUs where it has none."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -73,13 +72,12 @@ def _on_gpus(call: AttentionCall) -> str:
     """The kernels that the table has for it, the first that a GPU has running; "" where `here` is a GPU."""
     if call.device.type == "cuda":
         return ""
-    able = list(_able(replace(call, device=GPU, dtype=torch.bfloat16)))
+    able = kernels_on_gpus(call)
     words = [kernel.name + (f" (needs {kernel.needs})" if kernel.needs != "nothing" else "") for kernel in able]
     return ", else ".join(words) or "none"
 
 
-def _able(call: AttentionCall) -> Iterator[Kernel]:
-    """Those that the table gives to it, whatever this machine has."""
-    for kernel in KERNELS:
-        if not replace(kernel, missing=lambda device: "").lacks(call) and not kernel.one_document_only:
-            yield kernel
+def kernels_on_gpus(call: AttentionCall) -> list[Kernel]:
+    """Those that the table gives to such a call of several documents in bfloat16 on a GPU, whatever is here."""
+    on_gpu = replace(call, device=GPU, dtype=torch.bfloat16)
+    return [k for k in KERNELS if not replace(k, missing=lambda device: "").lacks(on_gpu) and not k.one_document_only]

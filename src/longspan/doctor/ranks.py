@@ -18,7 +18,6 @@ from longspan.attention import choose_type
 from longspan.comm import World
 from longspan.doctor.cases import Case, plan_of
 from longspan.doctor.outcomes import Outcome, WorldFacts
-from longspan.doctor.shrink import tiny_model
 from longspan.doctor.stock import (
     NO_ROUTER,
     ROUTER,
@@ -36,6 +35,7 @@ from longspan.model import prepare
 from longspan.model.execution import execution_of
 from longspan.model.experts.moe import router_statistics
 from longspan.model.seams.hint import DOCTOR
+from longspan.model.small.shrink import tiny_model
 from longspan.plan import Plan
 from longspan.plan.hierarchy import Levels, hierarchical_groups, levels_of
 from longspan.train import run_step

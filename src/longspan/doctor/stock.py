@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.doctor.float64 import whole_float64
-from longspan.doctor.shrink import tiny_model
 from longspan.errors import ModelError
 from longspan.model.experts.router import RouterCoefficients
+from longspan.model.small.shrink import tiny_model
 from longspan.plan.cost.model_shape import read_experts
 
 ROUTER = RouterCoefficients(balance=0.5, z=0.1)

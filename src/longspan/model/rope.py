@@ -74,6 +74,14 @@ def with_rope_scaling(config: PreTrainedConfig, kind: str, factor: float) -> Pre
     return config
 
 
+def rope_types(rope: Any) -> set[str]:
+    """The types that a configuration's rotary parameters name, of all layers or of each type of layer."""
+    if not isinstance(rope, Mapping):
+        return set()
+    nested = (rope_types(values) for values in rope.values())
+    return {str(rope[key]) for key in ("rope_type", "type") if key in rope}.union(*nested)
+
+
 def _flat_parameters(config: PreTrainedConfig) -> Mapping[str, Any] | None:
     """The rotary parameters that all layers share, None where there are none or each type of layer has its own."""
     parameters = getattr(config, "rope_parameters", None)

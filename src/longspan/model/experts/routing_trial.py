@@ -141,11 +141,9 @@ def _run(model: PreTrainedModel, order: Tensor) -> _Pass:
             hooks.callback(hook.remove)
         places = torch.full((1, len(order)), 3)
         out = model(input_ids=order[None], position_ids=places, use_cache=False)[0][0]
-    named = dict(model.named_parameters())
-    wanted = [parameter for parameter in named.values() if parameter.requires_grad]
-    gradients = torch.autograd.grad((out * upstream[order]).sum(), wanted, allow_unused=True)
-    names = (name for name, parameter in named.items() if parameter.requires_grad)
-    by_parameter: dict[str, Tensor | None] = dict(zip(names, gradients, strict=True))
+    wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    gradients = torch.autograd.grad((out * upstream[order]).sum(), list(wanted.values()), allow_unused=True)
+    by_parameter: dict[str, Tensor | None] = dict(zip(wanted, gradients, strict=True))
     return _Pass(out.detach(), by_parameter, of_modules)
 
 

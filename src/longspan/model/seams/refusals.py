@@ -16,6 +16,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.layers import base_of, reads_other_modalities, text_of
+from longspan.model.rope import rope_types
 from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.llama4 import has_temperature, is_llama4_temperature
 from longspan.model.seams.rope_by_length import is_by_length
@@ -81,23 +82,13 @@ def _rope(model: PreTrainedModel) -> Iterator[str]:
     """Frequencies by the longest position of a call are chosen document by document where a module says its type."""
     if any(hasattr(module, "rope_type") for module in model.modules()):
         return
-    for kind in sorted(filter(is_by_length, _rope_types(model.config))):
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    for kind in sorted(filter(is_by_length, rope_types(rope))):
         yield (
             f"rope type {kind!r} chooses frequencies by the longest position of a call, and no module of the model has "
             "a rope_type that says where; use default, linear, llama3 or yarn"
         )
-
-
-def _rope_types(owner: object) -> set[str]:
-    kind = getattr(owner, "rope_type", None)
-    types: set[str] = {kind} if isinstance(kind, str) else set(kind.values()) if isinstance(kind, dict) else set()
-    parameters = getattr(owner, "rope_parameters", None) or getattr(owner, "rope_scaling", None)
-    if not isinstance(parameters, dict):
-        return types
-    for values in (parameters, *parameters.values()):  # one set of values, or one for each layer type
-        if isinstance(values, dict):
-            types.add(str(values.get("rope_type", values.get("type", "default"))))
-    return types
 
 
 def _layer_types(model: PreTrainedModel) -> Iterator[str]:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from longspan.model.rope import rope_types
+
 WINDOW, CHUNK, SCALED_FROM, POSITIONS = 5, 7, 16, 512
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
@@ -179,14 +181,6 @@ def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     if isinstance(rope := values.get("rope_parameters"), Mapping):
         small["rope_parameters"] = _small_rope(rope, small, sizes)
     return small
-
-
-def rope_types(rope: Any) -> set[str]:
-    """The types of rotary positions of a configuration, of all kinds of layers."""
-    if not isinstance(rope, Mapping):
-        return set()
-    nested = [rope_types(entry) for entry in rope.values() if isinstance(entry, Mapping)]
-    return {str(rope[key]) for key in ("rope_type", "type") if key in rope}.union(*nested)
 
 
 def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:

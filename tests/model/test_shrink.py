@@ -8,8 +8,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from longspan.doctor.shrink import shrunken, tiny_model
 from longspan.errors import ModelError
+from longspan.model.small.shrink import shrunken, tiny_model
 
 LONGEST = 96  # tokens of the longest document of a proof
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "truncate": False}
