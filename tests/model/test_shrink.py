@@ -141,11 +141,14 @@ def test_layers_keep_one_of_every_kind() -> None:
     ]
 
 
-def test_a_true_head_size() -> None:
-    assert shrunken(_config("gemma-3-27b"), head_size=128).get_text_config().head_dim == 128
+def test_true_heads_are_those_of_the_model_in_every_layer() -> None:
+    assert shrunken(_config("gemma-3-27b"), true_heads=True).get_text_config().head_dim == 128
+    deepseek = shrunken(_config("deepseek-v3"), true_heads=True)
+    assert (deepseek.qk_nope_head_dim, deepseek.qk_rope_head_dim, deepseek.v_head_dim) == (128, 64, 128)
+    phi3 = shrunken(CONFIG_MAPPING["phi3"](), true_heads=True)  # has no head_dim
+    assert phi3.hidden_size // phi3.num_attention_heads == 96
     gemma4 = pytest.importorskip("transformers.models.gemma4").Gemma4TextConfig()
-    small = shrunken(gemma4, head_size=256)
-    model = tiny_model(small, torch.float32)
+    model = tiny_model(shrunken(gemma4, true_heads=True), torch.float32)
     assert [layer.self_attn.head_dim for layer in model.model.layers] == [256, 512]
 
 

@@ -53,7 +53,7 @@ def prove_model(name: str, flags: ProofFlags) -> int:
     config = configuration_of(name)
     proofs, models = list[Proof](), list[dict[str, Any]]()
     for processes in _places(flags):
-        small = shrunken(config, head_size=_head_size(config, flags, processes))
+        small = shrunken(config, true_heads=_true_heads(flags, processes))
         models.append(_model(config, small, processes))
         proofs.append(_run(small, _cases(flags, processes), processes, flags.timeout))
     proof = Proof(tuple(o for p in proofs for o in p.outcomes), tuple(w for p in proofs for w in p.worlds))
@@ -97,13 +97,9 @@ def _places(flags: ProofFlags) -> Iterator[Processes]:
         yield processes_of(flags.world, "cuda", on_gpus=min(gpus, LOCAL_RANKS), for_cpus="--backend gloo")
 
 
-def _head_size(config: PreTrainedConfig, flags: ProofFlags, processes: Processes) -> int | None:
-    """The true one where the flags or GPUs ask for it; None: a small one."""
-    if flags.head_size == "small" or (flags.head_size == "auto" and processes.backend == "gloo"):
-        return None
-    text = config.get_text_config()
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(size)
+def _true_heads(flags: ProofFlags, processes: Processes) -> bool:
+    """Whether the flags or GPUs ask for heads as large as the model's."""
+    return flags.head_size == "true" or (flags.head_size == "auto" and processes.backend == "nccl")
 
 
 def _cases(flags: ProofFlags, processes: Processes) -> list[Case]:

@@ -37,6 +37,7 @@ class Launch:
         self.q_rows = _on(tiling.q_rows(), device)
         self.k_rows = _on(tiling.k_rows(), device)
         self._tokens = tokens
+        self._blocks: dict[tuple[int, bool], Tensor] = {}
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
@@ -56,6 +57,15 @@ class Launch:
         """The most query rows and the most key rows of a tile."""
         queries, keys = (self.tiling.bounds[:, 1::2] - self.tiling.bounds[:, ::2]).max(0).tolist()
         return queries, keys
+
+    def blocks(self, rows: int, *, of_keys: bool) -> Tensor:
+        """The tiles cut into blocks of so many rows, or of keys, the costliest first: tile and first row in it (n, 2).
+
+        A kernel whose programs take one block each keeps all multiprocessors busy to the end this way. int32.
+        """
+        if (rows, of_keys) not in self._blocks:
+            self._blocks[rows, of_keys] = to_device(self.tiling.blocks(rows, of_keys=of_keys), self.device)
+        return self._blocks[rows, of_keys]
 
     @cached_property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor]:

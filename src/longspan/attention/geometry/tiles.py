@@ -99,6 +99,23 @@ class Tiling:
         bounds = np.stack([stops - sizes, stops], axis=2).reshape(-1, 4)
         return Tiling(bounds, self.left, self.right)
 
+    def blocks(self, rows: int, *, of_keys: bool) -> npt.NDArray[np.int32]:
+        """Every tile cut into blocks of `rows` query rows, or of keys: the tile and the block's first row in it (n, 2).
+
+        Those that meet the most keys (or rows) come first.
+        """
+        sizes = self.bounds[:, 1::2] - self.bounds[:, ::2]
+        own, other = sizes[:, int(of_keys)], sizes[:, int(not of_keys)]
+        counts = -(-own // rows)
+        tile = np.repeat(np.arange(len(self)), counts)
+        start = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
+        before, after = (self.right, self.left) if of_keys else (self.left, self.right)
+        aligned = start + (other - own)[tile]  # the row or key of the other side that its first one is aligned to
+        low = 0 if before is None else np.maximum(aligned - before, 0)
+        high = other[tile] if after is None else np.minimum(aligned + rows + after, other[tile])
+        order = np.argsort(low - high, kind="stable")
+        return np.stack([tile, start], axis=1)[order].astype(np.int32)
+
     def __len__(self) -> int:
         return len(self.bounds)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import AttentionCall
-from longspan.attention.kernels import cpu_flash, cudnn, fa4, reference, torch_flash
+from longspan.attention.kernels import cpu_flash, cudnn, fa4, reference, torch_flash, triton_flash
 from longspan.errors import AttentionError
 
 FEATURES = ("window", "softcap", "dropout")  # that some kernels lack; masks, sinks and scale are everybody's
@@ -107,7 +107,7 @@ KERNELS: tuple[Kernel, ...] = (
         forward=fa4.forward,
         backward=fa4.backward,
         features=frozenset({"window", "softcap"}),
-        head_sizes=HeadSizes(largest=128),  # 192 and 256 were not compared with dense attention
+        head_sizes=HeadSizes(largest=256),
         packed="one variable-length call",
         needs="the extra `fa4`; compute capability 9 to 11",
         missing=fa4.missing,
@@ -136,6 +136,18 @@ KERNELS: tuple[Kernel, ...] = (
         packed="one variable-length call",
         needs="compute capability 8.0",
         missing=_flash_missing,
+    ),
+    Kernel(
+        name="triton_flash",
+        devices=("cuda",),
+        dtypes=_HALF,
+        forward=triton_flash.forward,
+        backward=triton_flash.backward,
+        features=frozenset({"window", "softcap"}),
+        head_sizes=HeadSizes(largest=triton_flash.LARGEST),
+        packed="one launch",
+        needs="compute capability 8.0; triton, which torch's builds for GPUs bring",
+        missing=triton_flash.missing,
     ),
     Kernel(
         name="cpu_flash",

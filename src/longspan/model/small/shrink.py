@@ -1,7 +1,7 @@
 """Small copies of models: a configuration of the same class and kinds of layers at widths of tens, and weights for it.
 
 What a copy cannot show: anything that needs the true sizes, such as the kernels of a GPU at a true head size
-(`head_size` asks for that one), or the numbers of trained weights.
+(`true_heads` keeps those), or the numbers of trained weights.
 """
 
 import logging
@@ -19,23 +19,24 @@ from longspan.model.small.overrides import OVERRIDES
 from longspan.model.small.small_values import SCALED_FROM, Sizes, alternatives, small_values
 
 MOST_PARAMETERS = 4_000_000  # of a copy with small heads
+_TIMES_WITH_TRUE_HEADS = 256  # heads of 256 instead of 16, squared
 _LEFT_OUT = ("quantization_config", "auto_map", "torch_dtype", "dtype", "id2label", "label2id", "_name_or_path")
 _LEFT_OUT += ("transformers_version", "architectures", "attn_implementation", "_attn_implementation")
 
 
-def shrunken(config: PreTrainedConfig, *, head_size: int | None = None, experts: int = 4) -> PreTrainedConfig:
+def shrunken(config: PreTrainedConfig, *, true_heads: bool = False, experts: int = 4) -> PreTrainedConfig:
     """A configuration of the same class and of every kind of layer of `config`, at widths of tens.
 
     It has two to six layers, one of each kind at least, and keeps rope types, windows, sinks, soft caps, experts and
     switches; windows and chunks are shorter, and scalings begin earlier, than the documents of a proof are long.
-    Dropout is left out. `head_size` None: small ones.
+    Dropout is left out. `true_heads`: heads as large as those of `config`, of queries, keys and values, in every layer.
 
     >>> shrunken(Qwen3Config()).hidden_size
     48
 
     Raises ModelError where no small copy of the class can be made, with what its construction said.
     """
-    sizes = Sizes(head_size=head_size or Sizes.head_size, experts=experts)
+    sizes = Sizes(true_heads=true_heads, experts=experts)
     said: list[str] = []
     for attempt in alternatives(sizes):
         try:
@@ -103,7 +104,7 @@ def _check(config: PreTrainedConfig, sizes: Sizes) -> None:
     with torch.device("meta"), _quiet():
         model = _made(config, "sdpa")
     count = sum(p.numel() for p in model.parameters())
-    most = MOST_PARAMETERS * max(1, sizes.head_size // Sizes.head_size) ** 2
+    most = MOST_PARAMETERS * (_TIMES_WITH_TRUE_HEADS if sizes.true_heads else 1)
     if count > most:
         name, largest = max(model.named_parameters(), key=lambda item: item[1].numel())
         raise ModelError(

@@ -18,6 +18,8 @@ _HEADS += ("attention_heads", "num_decoder_attention_heads", "num_encoder_attent
 _HEADS += ("num_query_groups", "linear_num_heads", "num_attention_heads_per_layer")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads")
 _HEAD_SIZES = ("head_dim", "swa_head_dim", "kv_channels", "d_head", "dim_head", "attention_head_size", "d_kv")
+_HEAD_SIZES += ("global_head_dim",)
+_OF_LATENTS = ("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _PICKED = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
 _GROUPS = ("n_group", "num_expert_group")
@@ -50,9 +52,13 @@ _FIXED = {  # what they count has no kinds: state sizes, ranks, chunks of kernel
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a small copy: `head_size` of a query head, `heads` of them, `experts` of a mixture, `vocabulary`."""
+    """The sizes of a small copy: `head_size` of a query head, `heads` of them, `experts` of a mixture, `vocabulary`.
+
+    With `true_heads` those that a configuration has, in place of `head_size`.
+    """
 
     head_size: int = 16
+    true_heads: bool = False
     heads: int = 4
     experts: int = 4
     vocabulary: int = 61
@@ -65,10 +71,13 @@ class _Rules:
     """The rules for one configuration: what its hidden size, heads and experts were, and what they become."""
 
     def __init__(self, values: Mapping[str, Any], sizes: Sizes):
-        self.values, self.sizes = values, sizes
+        self.values = values
         self.hidden = _first(values, _HIDDEN)
         self.heads = _first(values, _HEADS)
         self.head_size = _first(values, _HEAD_SIZES)
+        if sizes.true_heads and self.hidden and self.heads:
+            sizes = replace(sizes, head_size=self.head_size or self.hidden // self.heads)
+        self.sizes = sizes
         self.experts = _first(values, _EXPERTS)
         full = sizes.heads * sizes.head_size
         own = bool(self.head_size and self.hidden and self.heads and self.heads * self.head_size != self.hidden)
@@ -111,13 +120,15 @@ class _Rules:
             "original_max_position_embeddings": SCALED_FROM,
             **_FIXED,
         }
+        if self.sizes.true_heads and name in _OF_LATENTS:
+            return value
         if name in simple:
             return simple[name]
         if name in _KV_HEADS:
             return self._kv_heads(name, value)
         if name in _HEAD_SIZES:
             if value == self.values.get("qk_rope_head_dim"):
-                return _FIXED["qk_rope_head_dim"]
+                return value if self.sizes.true_heads else _FIXED["qk_rope_head_dim"]
             return self.sizes.head_size * (value // self.head_size if self.head_size else 1) or self.sizes.head_size
         return self._derived(name, value)
 
@@ -179,7 +190,7 @@ def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
             layer: {name: rules.small(name, value) for name, value in entry.items()} for layer, entry in layers.items()
         }
     if isinstance(rope := values.get("rope_parameters"), Mapping):
-        small["rope_parameters"] = _small_rope(rope, small, sizes)
+        small["rope_parameters"] = _small_rope(rope, small, rules.sizes)
     return small
 
 

@@ -1,0 +1,186 @@
+"""FlashAttention in Triton, for what torch's kernels and FlashAttention-4 lack: heads up to 512, soft caps.
+
+All tiles of a launch at once, under every mask that tiles have; grouped heads are its own. Programs own blocks of rows
+or of keys, so that nothing is added by two of them and results are the same bits each time. Source of the algorithm:
+FlashAttention 2 (https://arxiv.org/abs/2307.08691). In backward one kernel gives dq and another dk and dv; where heads
+are larger than 256, whose two sums no multiprocessor can hold, it runs once for each.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longspan.attention.call import AttentionCall, Saved
+from longspan.attention.geometry.launch import Launch
+
+_PAIRS = 16  # (row, head) pairs whose sums one program takes
+LARGEST = 512
+
+
+class Blocks(NamedTuple):
+    """How a kernel is launched: rows and keys of a block, warps, stages of loads in flight."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By the head's width (a power of two), the fastest on an H200 first; where a device's shared memory is too small, the
+# next.
+FORWARD = {
+    64: (Blocks(64, 64, 4, 3), Blocks(64, 32, 4, 2)),
+    128: (Blocks(64, 64, 4, 3), Blocks(64, 32, 4, 2)),
+    256: (Blocks(128, 64, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)),
+    512: (Blocks(64, 32, 8, 2), Blocks(32, 32, 4, 1), Blocks(16, 16, 4, 1)),
+}
+QUERY_GRADIENTS = {
+    64: (Blocks(128, 64, 8, 3), Blocks(64, 32, 4, 2)),
+    128: (Blocks(128, 64, 8, 3), Blocks(64, 32, 4, 2)),
+    256: (Blocks(128, 64, 8, 1), Blocks(64, 32, 4, 1), Blocks(32, 16, 4, 1)),
+    512: (Blocks(64, 32, 8, 1), Blocks(32, 16, 4, 1), Blocks(16, 16, 4, 1)),
+}
+KEY_GRADIENTS = {
+    64: (Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2)),
+    128: (Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2)),
+    256: (Blocks(32, 64, 8, 2), Blocks(16, 32, 4, 1)),
+    512: (Blocks(32, 64, 8, 1), Blocks(16, 32, 4, 1), Blocks(16, 16, 4, 1)),
+}
+_SMALLEST, _BOTH_SUMS = 64, 256  # narrowest width of the tables; the widest head whose dk and dv are made together
+_fitting: dict[Any, int] = {}  # by kernel, width, dtype and device, which of its blocks fits
+
+
+@cache
+def missing(device: torch.device) -> str:
+    """What this installation or device lacks for the kernel; "" where nothing."""
+    if find_spec("triton") is None:
+        return "needs triton, which torch's builds for GPUs bring"
+    major, minor = torch.cuda.get_device_capability(device)
+    return "" if major >= 8 else f"needs compute capability 8.0, got {major}.{minor}"
+
+
+@cache
+def _kernels() -> Any:
+    return import_module("longspan.attention.kernels.triton_flash_kernels")
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N) float32."""
+    assert call.dropout is None
+    q, k, v = (_in_order(x) for x in (q, k, v))
+    out = q.new_empty((*q.shape[:2], v.shape[2]))
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    numbers = (*_strides(q, k, v, out), *lse.stride())
+
+    def launched(blocks: Blocks) -> None:
+        listed = launch.blocks(blocks.rows, of_keys=False)
+        _kernels().forward[len(listed), q.shape[1]](
+            *(q, k, v, out, lse, listed, *launch.cu_seqlens, q.shape[1] // k.shape[1], *_scores(launch, call)),
+            *numbers,
+            **_constants(q, v, launch, call),
+            **_launch_constants(blocks),
+        )
+
+    _with_fitting("forward", FORWARD, q, v, launched)
+    return out, lse
+
+
+def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
+    assert call.dropout is None
+    q, k, v, dout = (_in_order(x) for x in (saved.q, saved.k, saved.v, dout))
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    delta = _deltas(dout, _in_order(saved.out))
+    tensors = (q, k, v, dout, saved.lse, delta)
+    strides = (*_strides(q, k, v, dout), *saved.lse.stride(), delta.stride(0))
+    shared = (*launch.cu_seqlens, q.shape[1] // k.shape[1], *_scores(launch, call), *strides)
+    constants = _constants(q, v, launch, call)
+
+    def of_queries(blocks: Blocks) -> None:
+        listed = launch.blocks(blocks.rows, of_keys=False)
+        _kernels().query_gradients[len(listed), q.shape[1]](
+            *(*tensors, dq, listed, *shared, *_strides(dq)), **constants, **_launch_constants(blocks)
+        )
+
+    def of_keys(blocks: Blocks) -> None:
+        listed = launch.blocks(blocks.keys, of_keys=True)
+        apart = constants["WIDTH"] + constants["V_WIDTH"] > 2 * _BOTH_SUMS
+        for wants in ((True, False), (False, True)) if apart else ((True, True),):
+            _kernels().key_gradients[len(listed), k.shape[1]](
+                *(*tensors, dk, dv, listed, *shared, *_strides(dk, dv)),
+                WANTS_K=wants[0],
+                WANTS_V=wants[1],
+                **constants,
+                **_launch_constants(blocks),
+            )
+
+    _with_fitting("query_gradients", QUERY_GRADIENTS, q, v, of_queries)
+    _with_fitting("key_gradients", KEY_GRADIENTS, q, v, of_keys)
+    return dq, dk, dv
+
+
+def _with_fitting(
+    name: str, table: Mapping[int, tuple[Blocks, ...]], q: Tensor, v: Tensor, launched: Callable[[Blocks], None]
+) -> None:
+    """Launch with the first blocks of the table for which the device has the shared memory."""
+    known = (name, _width(q), _width(v), q.dtype, q.device)
+    of_width = table[max(_SMALLEST, _width(q), _width(v))]
+    for index in range(_fitting.get(known, 0), len(of_width)):
+        try:
+            launched(of_width[index])
+        except _kernels().OutOfResources:
+            if index + 1 == len(of_width):
+                raise
+            continue
+        _fitting[known] = index
+        return
+
+
+def _deltas(dout: Tensor, out: Tensor) -> Tensor:
+    """dout · out (T, N) in float32."""
+    rows, heads, size = out.shape
+    delta = out.new_empty((rows, heads), dtype=torch.float32)
+    _kernels().deltas[(-(-rows * heads // _PAIRS),)](
+        *(dout, out, delta, rows * heads, heads, size, *_strides(dout, out)), PAIRS=_PAIRS, WIDTH=_width(out)
+    )
+    return delta
+
+
+def _scores(launch: Launch, call: AttentionCall) -> tuple[float, float, int, int]:
+    """Scale, soft cap and mask as the kernels take them; which of them there are is a constant."""
+    return call.scale, call.softcap or 1.0, launch.left or 0, launch.right or 0
+
+
+def _constants(q: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> dict[str, Any]:
+    return {
+        "HAS_CAP": call.softcap is not None,
+        "HAS_LEFT": launch.left is not None,
+        "HAS_RIGHT": launch.right is not None,
+        "SIZE": q.shape[2],
+        "V_SIZE": v.shape[2],
+        "WIDTH": _width(q),
+        "V_WIDTH": _width(v),
+    }
+
+
+def _launch_constants(blocks: Blocks) -> dict[str, int]:
+    return {"ROWS": blocks.rows, "KEYS": blocks.keys, "num_warps": blocks.warps, "num_stages": blocks.stages}
+
+
+def _width(x: Tensor) -> int:
+    """The head's size as Triton takes it: a power of two, 16 at least."""
+    return max(16, 1 << (x.shape[2] - 1).bit_length())
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    """By row and by head of each."""
+    return tuple(stride for x in tensors for stride in x.stride()[:2])
+
+
+def _in_order(x: Tensor) -> Tensor:
+    return x if x.stride(2) == 1 else x.contiguous()

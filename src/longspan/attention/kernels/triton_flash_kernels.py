@@ -1,0 +1,331 @@
+"""Triton kernels of `triton_flash.py`, which alone imports this module: CPU builds of torch lack triton.
+
+A program owns a block of rows (or of keys) of one tile and head, and walks the keys (or rows) that it meets. `blocks`
+(n, 2) lists them: tile and first row in it. Row i of a tile of `rows` rows and `keys` keys is aligned to key
+i + keys − rows; it sees `left` keys before that one and `right` after it.
+"""
+
+# pyright: basic, reportMissingImports=false
+
+import triton
+import triton.language as tl
+from triton.runtime.errors import OutOfResources as OutOfResources
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _capped(scores, softcap):
+    """softcap · tanh(scores / softcap), by the sigmoid that Triton has."""
+    return softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+
+
+@triton.jit
+def _seen(aligned, key, keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """Whether a row that is aligned to the key `aligned` sees `key` of so many `keys`."""
+    seen = key < keys
+    if HAS_LEFT:
+        seen = seen & (key >= aligned - left)
+    if HAS_RIGHT:
+        seen = seen & (key <= aligned + right)
+    return seen
+
+
+@triton.jit
+def _loaded(x, row, row_stride, rows, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows of a head, whose elements are in order; zeros beyond the last row and the head's size."""
+    column = tl.arange(0, WIDTH)
+    at = x + row.to(tl.int64)[:, None] * row_stride + column[None, :]
+    return tl.load(at, mask=(row < rows)[:, None] & (column < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def _store(x, row, row_stride, rows, values, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    column = tl.arange(0, WIDTH)
+    at = x + row.to(tl.int64)[:, None] * row_stride + column[None, :]
+    tl.store(at, values.to(x.dtype.element_ty), mask=(row < rows)[:, None] & (column < SIZE)[None, :])
+
+
+@triton.jit
+def forward(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    blocks,
+    q_ends,
+    k_ends,
+    group,
+    scale,
+    softcap,
+    left,
+    right,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    out_row,
+    out_head,
+    lse_row,
+    lse_head,
+    HAS_CAP: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """out and lse of ROWS rows: one pass over their keys with a running largest score (FlashAttention 2)."""
+    tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
+    head = tl.program_id(1)
+    kv_head = head // group
+    q_start, k_start = tl.load(q_ends + tile), tl.load(k_ends + tile)
+    rows, keys = tl.load(q_ends + tile + 1) - q_start, tl.load(k_ends + tile + 1) - k_start
+    q += q_start.to(tl.int64) * q_row + head * q_head
+    k += k_start.to(tl.int64) * k_row + kv_head * k_head
+    v += k_start.to(tl.int64) * v_row + kv_head * v_head
+    out += q_start.to(tl.int64) * out_row + head * out_head
+    lse += q_start.to(tl.int64) * lse_row + head * lse_head
+
+    row = start + tl.arange(0, ROWS)
+    aligned = row + (keys - rows)
+    q_block = _loaded(q, row, q_row, rows, SIZE, WIDTH)
+    first = start + keys - rows
+    low, high = 0, keys
+    if HAS_LEFT:
+        low = tl.maximum(first - left, 0) // KEYS * KEYS
+    if HAS_RIGHT:
+        high = tl.minimum(first + ROWS + right, keys)
+    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    result = tl.zeros((ROWS, V_WIDTH), tl.float32)
+    for at in range(low, high, KEYS):
+        key = at + tl.arange(0, KEYS)
+        k_block = _loaded(k, key, k_row, keys, SIZE, WIDTH)
+        scores = tl.dot(q_block, tl.trans(k_block)) * scale
+        if HAS_CAP:
+            scores = _capped(scores, softcap)
+        seen = _seen(aligned[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
+        scores = tl.where(seen, scores * _LOG2_E, float("-inf"))
+        higher = tl.maximum(largest, tl.max(scores, 1))
+        top = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen nothing yet
+        weights = tl.exp2(scores - top[:, None])
+        faded = tl.exp2(largest - top)
+        total = total * faded + tl.sum(weights, 1)
+        v_block = _loaded(v, key, v_row, keys, V_SIZE, V_WIDTH)
+        result = tl.dot(weights.to(v_block.dtype), v_block, result * faded[:, None])
+        largest = higher
+    _store(out, row, out_row, rows, result / total[:, None], V_SIZE, V_WIDTH)
+    tl.store(lse + row * lse_row, largest / _LOG2_E + tl.log(total), mask=row < rows)
+
+
+@triton.jit
+def deltas(
+    dout,
+    out,
+    delta,
+    pairs,
+    heads,
+    size,
+    dout_row,
+    dout_head,
+    out_row,
+    out_head,
+    PAIRS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """delta (T, N) of contiguous float32: dout · out of PAIRS rows and heads."""
+    pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    row, head = pair // heads, pair % heads
+    column = tl.arange(0, WIDTH)
+    inside = (pair < pairs)[:, None] & (column < size)[None, :]
+    of_dout = tl.load(dout + (row * dout_row + head * dout_head)[:, None] + column[None, :], mask=inside, other=0.0)
+    of_out = tl.load(out + (row * out_row + head * out_head)[:, None] + column[None, :], mask=inside, other=0.0)
+    products = of_dout.to(tl.float32) * of_out.to(tl.float32)
+    tl.store(delta + pair, tl.sum(products, 1), mask=pair < pairs)
+
+
+@triton.jit
+def query_gradients(
+    q,
+    k,
+    v,
+    dout,
+    lse,
+    delta,
+    dq,
+    blocks,
+    q_ends,
+    k_ends,
+    group,
+    scale,
+    softcap,
+    left,
+    right,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    dout_row,
+    dout_head,
+    lse_row,
+    lse_head,
+    delta_row,
+    dq_row,
+    dq_head,
+    HAS_CAP: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """dq of ROWS rows, from the log-sum-exp over the keys of all blocks."""
+    tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
+    head = tl.program_id(1)
+    kv_head = head // group
+    q_start, k_start = tl.load(q_ends + tile), tl.load(k_ends + tile)
+    rows, keys = tl.load(q_ends + tile + 1) - q_start, tl.load(k_ends + tile + 1) - k_start
+    q += q_start.to(tl.int64) * q_row + head * q_head
+    k += k_start.to(tl.int64) * k_row + kv_head * k_head
+    v += k_start.to(tl.int64) * v_row + kv_head * v_head
+    dout += q_start.to(tl.int64) * dout_row + head * dout_head
+    dq += q_start.to(tl.int64) * dq_row + head * dq_head
+    lse += q_start.to(tl.int64) * lse_row + head * lse_head
+    delta += q_start.to(tl.int64) * delta_row + head
+
+    row = start + tl.arange(0, ROWS)
+    aligned = row + (keys - rows)
+    q_block = _loaded(q, row, q_row, rows, SIZE, WIDTH)
+    dout_block = _loaded(dout, row, dout_row, rows, V_SIZE, V_WIDTH)
+    row_lse = tl.load(lse + row * lse_row, mask=row < rows, other=0.0) * _LOG2_E
+    row_delta = tl.load(delta + row * delta_row, mask=row < rows, other=0.0)
+    first = start + keys - rows
+    low, high = 0, keys
+    if HAS_LEFT:
+        low = tl.maximum(first - left, 0) // KEYS * KEYS
+    if HAS_RIGHT:
+        high = tl.minimum(first + ROWS + right, keys)
+    result = tl.zeros((ROWS, WIDTH), tl.float32)
+    for at in range(low, high, KEYS):
+        key = at + tl.arange(0, KEYS)
+        k_block = _loaded(k, key, k_row, keys, SIZE, WIDTH)
+        scores = tl.dot(q_block, tl.trans(k_block)) * scale
+        slope = 1.0
+        if HAS_CAP:
+            scores = _capped(scores, softcap)
+            slope = 1.0 - (scores / softcap) * (scores / softcap)
+        seen = _seen(aligned[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
+        weights = tl.where(seen, tl.exp2(scores * _LOG2_E - row_lse[:, None]), 0.0)
+        v_block = _loaded(v, key, v_row, keys, V_SIZE, V_WIDTH)
+        dscores = weights * (tl.dot(dout_block, tl.trans(v_block)) - row_delta[:, None]) * slope
+        result = tl.dot(dscores.to(k_block.dtype), k_block, result)
+    _store(dq, row, dq_row, rows, result * scale, SIZE, WIDTH)
+
+
+@triton.jit
+def key_gradients(
+    q,
+    k,
+    v,
+    dout,
+    lse,
+    delta,
+    dk,
+    dv,
+    blocks,
+    q_ends,
+    k_ends,
+    group,
+    scale,
+    softcap,
+    left,
+    right,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    dout_row,
+    dout_head,
+    lse_row,
+    lse_head,
+    delta_row,
+    dk_row,
+    dk_head,
+    dv_row,
+    dv_head,
+    HAS_CAP: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    WANTS_K: tl.constexpr,
+    WANTS_V: tl.constexpr,
+    SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """dk, dv or both of KEYS keys: all query heads of theirs one after another, so that nothing is added at once."""
+    tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
+    kv_head = tl.program_id(1)
+    q_start, k_start = tl.load(q_ends + tile), tl.load(k_ends + tile)
+    rows, keys = tl.load(q_ends + tile + 1) - q_start, tl.load(k_ends + tile + 1) - k_start
+    q += q_start.to(tl.int64) * q_row
+    k += k_start.to(tl.int64) * k_row + kv_head * k_head
+    dout += q_start.to(tl.int64) * dout_row
+    lse += q_start.to(tl.int64) * lse_row
+    delta += q_start.to(tl.int64) * delta_row
+
+    key, shift = start + tl.arange(0, KEYS), keys - rows
+    k_block = _loaded(k, key, k_row, keys, SIZE, WIDTH)
+    low, high = 0, rows
+    if HAS_RIGHT:
+        low = tl.maximum(start - shift - right, 0) // ROWS * ROWS
+    if HAS_LEFT:
+        high = tl.minimum(start + KEYS - shift + left, rows)
+    if WANTS_K:
+        v += k_start.to(tl.int64) * v_row + kv_head * v_head
+        v_block = _loaded(v, key, v_row, keys, V_SIZE, V_WIDTH)
+        of_k = tl.zeros((KEYS, WIDTH), tl.float32)
+    if WANTS_V:
+        of_v = tl.zeros((KEYS, V_WIDTH), tl.float32)
+    for head in range(kv_head * group, kv_head * group + group):
+        for at in range(low, high, ROWS):
+            row = at + tl.arange(0, ROWS)
+            aligned = row + shift
+            q_block = _loaded(q + head * q_head, row, q_row, rows, SIZE, WIDTH)
+            dout_block = _loaded(dout + head * dout_head, row, dout_row, rows, V_SIZE, V_WIDTH)
+            row_lse = tl.load(lse + head * lse_head + row * lse_row, mask=row < rows, other=0.0) * _LOG2_E
+            scores = tl.dot(k_block, tl.trans(q_block)) * scale
+            slope = 1.0
+            if HAS_CAP:
+                scores = _capped(scores, softcap)
+                slope = 1.0 - (scores / softcap) * (scores / softcap)
+            seen = _seen(aligned[None, :], key[:, None], keys, left, right, HAS_LEFT, HAS_RIGHT)
+            weights = tl.where(seen, tl.exp2(scores * _LOG2_E - row_lse[None, :]), 0.0)
+            if WANTS_V:
+                of_v = tl.dot(weights.to(dout_block.dtype), dout_block, of_v)
+            if WANTS_K:
+                row_delta = tl.load(delta + row * delta_row + head, mask=row < rows, other=0.0)
+                dscores = weights * (tl.dot(v_block, tl.trans(dout_block)) - row_delta[None, :]) * slope
+                of_k = tl.dot(dscores.to(q_block.dtype), q_block, of_k)
+    if WANTS_K:
+        dk += k_start.to(tl.int64) * dk_row + kv_head * dk_head
+        _store(dk, key, dk_row, keys, of_k * scale, SIZE, WIDTH)
+    if WANTS_V:
+        dv += k_start.to(tl.int64) * dv_row + kv_head * dv_head
+        _store(dv, key, dv_row, keys, of_v, V_SIZE, V_WIDTH)
