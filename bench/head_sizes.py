@@ -5,7 +5,8 @@
 Layers: each kernel of the support table that can, forward and backward in bfloat16, over one document of `--rows` rows
 and over eight that are packed; errors of smaller ones beside dense attention in float64, and beside dense attention in
 bfloat16. Families: `longspan doctor --model FOLDER --head-size true --backend nccl` of each, with a config.json, on as
-many ranks as there are GPUs (4 at most). The record is written after each part; a second run goes on with what is missing.
+many ranks as there are GPUs (4 at most). The record is written after each part; a second run goes on with what is
+missing.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,7 @@ def main() -> int:
     flags.add_argument("--rows", type=int, default=16384)
     flags.add_argument("--families", default=",".join(FAMILIES), help="model types; empty: none")
     flags.add_argument("--layers", action=argparse.BooleanOptionalAction, default=True, help="measure kernels")
+    flags.add_argument("--cases", default="whole", choices=("whole", "basic"), help="of the doctor")
     flags.add_argument("--at-once", type=int, default=AT_ONCE, help="families proven beside each other")
     flags.add_argument("--out", type=Path)
     options = flags.parse_args()
@@ -103,7 +106,7 @@ def main() -> int:
     done = {row["family"] for row in record.setdefault("families", [])}
     wanted = [name for name in options.families.split(",") if name and name not in done]
     with ThreadPoolExecutor(options.at_once) as pool:
-        for row in pool.map(proven, wanted):
+        for row in pool.map(partial(proven, cases=options.cases), wanted):
             record["families"].append(row)
             _keep(record, options.out)
     print(text_of(record))
@@ -199,11 +202,11 @@ def _launch(layer: Layer, lengths: tuple[int, ...]) -> Launch:
     return Launch(Tiling.of(Tile(end - n, end, end - n, end, left, 0) for end, n in ends), GPU)
 
 
-def proven(family: str) -> dict[str, Any]:
+def proven(family: str, cases: str) -> dict[str, Any]:
     """What `longspan doctor --model` says of a family at its true head sizes on the GPUs here."""
     with tempfile.TemporaryDirectory() as folder:
         CONFIG_MAPPING[family](**FAMILIES[family]).save_pretrained(folder)
-        words = ["--model", folder, "--head-size", "true", "--backend", "nccl", "--json"]
+        words = ["--model", folder, "--head-size", "true", "--backend", "nccl", "--cases", cases, "--json"]
         command = [sys.executable, "-m", "longspan", "doctor", *words]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if not ran.stdout.startswith("{"):

@@ -5,6 +5,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from longspan.attention.geometry import tiles
 from longspan.attention.geometry.tiles import Tile, Tiling, tiles_between
@@ -49,6 +51,33 @@ def wanted(q, k, causal, window):
 def whole(lengths):
     lengths = np.asarray(lengths)
     return Segments(np.arange(len(lengths)), np.zeros_like(lengths), lengths, np.cumsum(lengths) - lengths)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    degree=st.integers(1, 4),
+    window=st.none() | st.integers(1, 40),
+    size=st.sampled_from((1, 3, 16)),
+    of_keys=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_blocks_hold_every_row_once_the_costliest_first(lengths, degree, window, size, of_keys):
+    shares = Partition.zigzag(lengths, degree)
+    tilings = tiles_between(shares.segments(0), shares.segments(degree - 1), causal=True, window=window)
+    for tiling in tilings:
+        held, costs = [], []
+        for tile, start in tiling.blocks(size, of_keys=of_keys):
+            t = tiling.tiles[tile]
+            stop = min(start + size, t.keys if of_keys else t.queries)
+            held += [(int(tile), row) for row in range(start, stop)]
+            own = seen([Tiling.of([t])], t.q_stop, t.k_stop)[t.q_start :, t.k_start :]
+            met = np.flatnonzero((own[:, start:stop] if of_keys else own[start:stop].T).any(1))
+            costs.append(met.max() - met.min() + 1)
+            # A last block that is not full is counted as if it were, to the end of the tile.
+        assert sorted(held) == [
+            (i, row) for i, t in enumerate(tiling.tiles) for row in range(t.keys if of_keys else t.queries)
+        ]
+        assert all(later <= earlier + size - 1 for earlier, later in pairwise(costs)), (tiling, costs)
 
 
 @pytest.mark.parametrize("make", [Partition.zigzag, Partition.contiguous], ids=["zigzag", "contiguous"])
