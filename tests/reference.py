@@ -19,19 +19,20 @@ def dense_attention(
     softcap: float | None = None,
     scale: float | None = None,
     factors: Callable[[int, int, int], Tensor] | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Attention inside each document of packed rows; differentiable, in float64.
+    """Attention inside each document of packed rows; differentiable, in float64, or in another type to see its error.
 
     q (S, N, H), k (S, K, H), v (S, K, Hv), sinks (N,) -> (S, N, Hv). `factors` (of document, rows, heads) gives what
     dropout multiplies its weights by: (N, rows, rows).
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    documents = zip(*(x.double().split(list(lengths)) for x in (q, k, v)), strict=True)
+    documents = zip(*(x.to(dtype).split(list(lengths)) for x in (q, k, v)), strict=True)
     out = [
         _document(*qkv, causal, window, chunk, sinks, softcap, scale, factors and factors(d, len(qkv[0]), q.shape[1]))
         for d, qkv in enumerate(documents)
     ]
-    return torch.cat(out) if out else q.new_zeros((0, q.shape[1], v.shape[2]), dtype=torch.float64)
+    return torch.cat(out) if out else q.new_zeros((0, q.shape[1], v.shape[2]), dtype=dtype)
 
 
 def _document(
@@ -61,7 +62,7 @@ def _document(
         hidden |= rows[:, None] // chunk != rows // chunk
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:
-        extra = sinks.double()[:, None, None].expand(-1, len(q), 1)
+        extra = sinks.to(q.dtype)[:, None, None].expand(-1, len(q), 1)
         scores = torch.cat([scores, extra], dim=-1)
     weights = scores.softmax(-1)[..., : len(k)]
     if factors is not None:

@@ -134,8 +134,8 @@ def dense_errors(dtype, heads, lengths, device, **options):
     )
     results = []
     for kind in (dtype, torch.float64):
-        leaves = [x.to(kind).requires_grad_() for x in qkv]
-        out = dense_attention(*leaves, lengths, **options)
+        leaves = [x.detach().to(kind, copy=True).requires_grad_() for x in qkv]
+        out = dense_attention(*leaves, lengths, dtype=kind, **options)
         out.backward(dout.to(kind))
         results.append([out.detach(), *(x.grad for x in leaves)])
     return [relative_error(rounded, exact) for rounded, exact in zip(*results, strict=True)]

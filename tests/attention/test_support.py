@@ -73,8 +73,8 @@ LACKING = [
     ),
     (
         "fa4",
-        needing(torch.bfloat16, 192, 128),
-        "needs a head size of at most 128, got 192 with values of 128",
+        needing(torch.bfloat16, 264, 128),
+        "needs a head size of at most 256, got 264 with values of 128",
     ),
     ("torch_flash", needing(torch.bfloat16, 264), "needs a head size of at most 256, got 264"),
     (

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from transformers import Qwen3Config
 
 from longspan.cli import doctor_model, processes
 from longspan.cli.doctor_model import ProofFlags
@@ -31,8 +30,7 @@ def test_places(gpus: int, flags: ProofFlags, places: list[tuple[int, str]], mon
     for place in made:
         dtypes = list(dict.fromkeys(case.dtype for case in doctor_model._cases(flags, place)))
         assert dtypes == (["float64", "float32"] if place.backend == "gloo" else ["bfloat16", "float32"])
-        size = doctor_model._head_size(Qwen3Config(head_dim=96), flags, place)
-        assert size == (None if place.backend == "gloo" else 96)
+        assert doctor_model._true_heads(flags, place) == (place.backend == "nccl")
 
 
 def test_text_and_json() -> None:

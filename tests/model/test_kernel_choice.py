@@ -63,7 +63,11 @@ def test_the_named_kernel_is_what_every_layer_runs() -> None:
 
 
 REFUSED = [
-    ("mistral", "fa5", "kernel 'fa5' is unknown; use one of fa4, cudnn, torch_flash, cpu_flash, reference"),
+    (
+        "mistral",
+        "fa5",
+        "kernel 'fa5' is unknown; use one of fa4, cudnn, torch_flash, triton_flash, cpu_flash, reference",
+    ),
     (
         "mistral",
         MISSING,
