@@ -24,16 +24,18 @@ from longspan.plan import MicroBatch
 class Derived:
     """What is worked out from a shard once and freed with it; it is no part of the shard's value.
 
-    `attention` belongs to the attention room and `recorded_calls` to the model's seams: only they know its type.
+    `attention` and `chains` belong to the rooms of attention and state-space layers and `recorded_calls` to the model's
+    seams: only they know their types.
     `spliced` are rows that take the places of token embeddings: (local rows (n,), rows (n, D)) of every modality.
     """
 
-    __slots__ = ("attention", "packed_order", "real_rows", "recorded_calls", "spliced")
+    __slots__ = ("attention", "chains", "packed_order", "real_rows", "recorded_calls", "spliced")
 
     def __init__(self) -> None:
         self.packed_order: tuple[tuple[int, ...], Tensor] | None = None  # for these starts of the slots' rows
         self.real_rows: Tensor | None = None
         self.attention: Any = None
+        self.chains: Any = None
         self.recorded_calls: Any = None
         self.spliced: tuple[tuple[Tensor, Tensor], ...] = ()
 

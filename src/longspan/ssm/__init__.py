@@ -1,0 +1,6 @@
+"""State-space layers over a sharded sequence: scans whose state passes from rank to rank, and causal convolutions."""
+
+from longspan.ssm.conv import causal_conv
+from longspan.ssm.state_pass import linear_scan
+
+__all__ = ["causal_conv", "linear_scan"]

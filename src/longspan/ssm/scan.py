@@ -1,0 +1,140 @@
+"""The recurrence on runs of local rows, chunk by chunk in torch's own operations; differentiable, any device.
+
+With G the cumulative log-decay inside a chunk and P_ij = exp(G_i − G_j): T = (I + tril₋₁(β k_i · P_ij k_j))⁻¹,
+u = T β v, w = T β k e^G, new = u − w S, o = (q e^G) S + tril(q_i · P_ij k_j) new, S ← e^{G_last} S +
+(k e^{G_last − G})ᵀ new. Everything but the last two steps is computed for all chunks of all runs at once; those go
+through chunks in order, with all runs that have another chunk side by side.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longspan.comm import to_device
+from longspan.layout.segments import Rows, expand
+
+CHUNK = 32
+_CHUNK_BY_CHANNEL = 16  # where each key number has a decay of its own: pairs of rows times key numbers are held
+
+
+class _Chunks(NamedTuple):
+    """Runs cut into chunks, first chunks of all runs first: which local rows they hold, and how to come back.
+
+    `rows` (N · C,) into [local rows | a zero row], `back` (T,) into the N · C rows; `sizes[j]` runs have a chunk j, and
+    these come first in `order` (R,), the runs from the longest to the shortest.
+    """
+
+    rows: Tensor
+    back: Tensor
+    sizes: list[int]
+    order: Tensor
+    inverse: Tensor
+
+
+def _chunks(lengths: Rows, chunk: int, device: torch.device) -> _Chunks:
+    counts = -(-lengths // chunk)
+    order = np.argsort(-counts, kind="stable")
+    starts = (np.cumsum(lengths) - lengths)[order]
+    sizes = [int((counts[order] > j).sum()) for j in range(int(counts.max(initial=0)))]
+    total = int(lengths.sum())
+    pieces, back = [np.zeros(0, dtype=np.int64)], np.empty(total, dtype=np.int64)
+    laid = 0
+    for j, size in enumerate(sizes):
+        first = starts[:size] + j * chunk
+        held = np.minimum(lengths[order][:size] - j * chunk, chunk)
+        rows = np.full((size, chunk), total, dtype=np.int64)
+        inside = np.arange(chunk) < held[:, None]
+        rows[inside] = expand(first, first + held)
+        back[rows[inside]] = laid + np.flatnonzero(inside.reshape(-1))
+        pieces.append(rows.reshape(-1))
+        laid += size * chunk
+    indices = (np.concatenate(pieces), back, order, np.argsort(order, kind="stable"))
+    rows, back, order, inverse = (to_device(np.ascontiguousarray(x), device) for x in indices)
+    return _Chunks(rows, back, sizes, order, inverse)
+
+
+def scan(
+    q: Tensor | None, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, initial: Tensor, lengths: Rows
+) -> tuple[Tensor, Tensor]:
+    """o (T, H, V) of all runs and the final state (R, H, K, V) of each, from `initial` (R, H, K, V).
+
+    `lengths` (R,): rows of each run, one after another. Without q there is no o: an empty tensor.
+    """
+    if not len(k):
+        return v[:0] + 0 * k.sum() * g.sum(), initial + 0 * (k.sum() + g.sum())
+    chunk = CHUNK if g.shape[-1] == 1 else _CHUNK_BY_CHANNEL
+    chunks = _chunks(lengths, chunk, k.device)
+
+    def cut(x: Tensor) -> Tensor:  # (N, H, C, ·)
+        wide = torch.cat([x, x.new_zeros((1, *x.shape[1:]))]).index_select(0, chunks.rows)
+        return wide.view(-1, chunk, *x.shape[1:]).transpose(1, 2)
+
+    k, v, decay = cut(k), cut(v), cut(g).cumsum(2)
+    lower = torch.ones(chunk, chunk, dtype=torch.bool, device=k.device).tril()
+    last = decay[:, :, -1:]  # (N, H, 1, K or 1)
+    new, state_share = v, None
+    if beta is not None:
+        weight = cut(beta.unsqueeze(-1))
+        system = _products(weight * k, k, decay, lower).tril(-1) + torch.eye(chunk, dtype=k.dtype, device=k.device)
+        right = torch.cat([weight * v, weight * k * decay.exp()], -1)
+        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        new, state_share = solved.split([v.shape[-1], k.shape[-1]], -1)
+    inner = None if q is None else _products(cut(q), k, decay, lower)
+    reading = None if q is None else cut(q) * decay.exp()
+    writing, fading = (k * (last - decay).exp()).mT, last.exp().mT  # (N, H, K, C), (N, H, K or 1, 1)
+
+    state, outs, done = initial.index_select(0, chunks.order), [v[:0, :, :, : v.shape[-1]]], 0
+    for size in chunks.sizes:
+        here = slice(done, done + size)
+        entering = state[:size]
+        values = new[here] if state_share is None else new[here] - state_share[here] @ entering
+        if reading is not None and inner is not None:
+            outs.append(reading[here] @ entering + inner[here] @ values)
+        leaving = fading[here] * entering + writing[here] @ values
+        state = torch.cat([leaving, state[size:]])
+        done += size
+    final = state.index_select(0, chunks.inverse)
+    if q is None:
+        return v[:0, 0, :, :], final
+    laid_out = torch.cat(outs).transpose(1, 2).flatten(0, 1)
+    return laid_out.index_select(0, chunks.back), final
+
+
+def _products(a: Tensor, b: Tensor, decay: Tensor, lower: Tensor) -> Tensor:
+    """a_i · exp(decay_i − decay_j) b_j of the pairs i ≥ j of each chunk: (N, H, C, C), 0 elsewhere."""
+    if decay.shape[-1] == 1:
+        faded = (decay - decay.mT).masked_fill(~lower, -torch.inf).exp()
+        return (a @ b.mT) * faded
+    faded = (decay.unsqueeze(3) - decay.unsqueeze(2)).masked_fill(~lower[:, :, None], -torch.inf).exp()
+    return torch.einsum("nhic,nhjc,nhijc->nhij", a, b, faded)
+
+
+def summaries(
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, lengths: Rows, leaving: Rows, carrying: Rows
+) -> tuple[Tensor, Tensor]:
+    """B (n, H, K, V) of the runs `leaving` and M (m, H, K, K or 1) of the runs `carrying`, of S_out = M S_in + B.
+
+    The columns [v | 0] from the state [0 | I] are [B | M] of the delta rule; without one M is a number for each head.
+    """
+    heads, size, width = k.shape[1], k.shape[2], v.shape[2]
+    wanted = np.union1d(leaving, carrying)
+    starts = (np.cumsum(lengths) - lengths)[wanted]
+    rows = to_device(expand(starts, starts + lengths[wanted]), k.device)
+    k, v, g = (x.index_select(0, rows) for x in (k, v, g))
+    beta = None if beta is None else beta.index_select(0, rows)
+    at = [to_device(np.searchsorted(wanted, runs), k.device) for runs in (leaving, carrying)]
+    zero = k.new_zeros((len(wanted), heads, size, width))
+    if beta is None:
+        runs = to_device(np.repeat(np.arange(len(wanted)), lengths[wanted]), k.device)
+        total = g.new_zeros((len(wanted), heads, 1)).index_add_(0, runs, g)
+        state = scan(None, k, v, g, None, zero, lengths[wanted])[1]
+        return state.index_select(0, at[0]), total.exp().unsqueeze(-1).index_select(0, at[1])
+    if not len(carrying):
+        state = scan(None, k, v, g, beta, zero, lengths[wanted])[1]
+        return state.index_select(0, at[0]), zero.new_zeros((0, heads, size, size))
+    unit = torch.eye(size, dtype=k.dtype, device=k.device).expand(len(wanted), heads, size, size)
+    wide = torch.cat([v, v.new_zeros((len(v), heads, size))], -1)
+    state = scan(None, k, wide, g, beta, torch.cat([zero, unit], -1), lengths[wanted])[1]
+    return state[..., :width].index_select(0, at[0]), state[..., width:].index_select(0, at[1])
