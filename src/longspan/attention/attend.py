@@ -8,7 +8,7 @@ k, v, out and the log-sum-exp of the local rows, or, where heads were exchanged 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, are_deterministic_algorithms_enabled
@@ -24,8 +24,8 @@ from longspan.attention.ring import ring_backward, ring_forward
 from longspan.attention.saved_outputs import active_recording
 from longspan.attention.sums.rows import accumulation_dtype, as_dtype, taken
 from longspan.comm import SequenceShard
+from longspan.comm.graphs import outside_graphs
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 Forward = Callable[[Tensor, Tensor, Tensor, Members, AttentionCall], tuple[Tensor, list[Saved]]]
 Backward = Callable[[Tensor, Sequence[Saved], Members, AttentionCall], Gradients]
 
@@ -39,12 +39,7 @@ PATTERNS: dict[str, tuple[Forward, Backward]] = {
 }
 
 
-def _outside_graphs(fn: Function) -> Function:
-    """torch.compile ends its graph before this call and begins another after it."""
-    return cast(Function, torch.compiler.disable(fn))
-
-
-@_outside_graphs
+@outside_graphs
 def attend(
     q: Tensor,
     k: Tensor,

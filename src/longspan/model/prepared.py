@@ -31,6 +31,7 @@ from longspan.model.seams.first_pass import FirstPass
 from longspan.model.seams.fused_norms import fuse_norms
 from longspan.model.seams.layer_arguments import keep_layer_arguments
 from longspan.model.seams.llama4 import scale_queries_by_position
+from longspan.model.seams.mixer_calls import shard_mixers
 from longspan.model.seams.probe import check_kernel, probe_model
 from longspan.model.seams.randomness import random_draws
 from longspan.model.seams.refusals import guard, refuse_unsupported
@@ -153,6 +154,7 @@ def _connect(model: PreTrainedModel, placement: Placement, kernel: str | None, *
     model.set_attn_implementation(IMPLEMENTATION)
     choose_frequencies_by_document(model)
     scale_queries_by_position(model)
+    shard_mixers(model)
     keep_layer_arguments(model)
     use_experts(model)
     calls = probe_model(model) if probe else ()

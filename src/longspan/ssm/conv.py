@@ -13,11 +13,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from longspan.comm import Handle, SequenceShard
+from longspan.comm.graphs import outside_graphs
 from longspan.errors import LayoutError
 from longspan.ssm.chains import Chains, chains_of
 
 
-@torch.compiler.disable
+@outside_graphs
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, shard: SequenceShard) -> Tensor:
     """y_t = Σ_i weight[:, W − 1 − i] · x_{t − i} + bias inside each document: x (T, C), weight (C, W) -> (T, C).
 

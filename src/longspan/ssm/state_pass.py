@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.comm import SequenceShard
+from longspan.comm.graphs import outside_graphs
 from longspan.errors import LayoutError
 from longspan.layout.segments import Rows
 from longspan.ssm.chains import Chains, Passing, chains_of, on_device
@@ -35,7 +36,7 @@ class _Inputs(NamedTuple):
         return _Inputs(*(None if x is None else x[start:stop] for x in self))  # pyright: ignore[reportArgumentType]
 
 
-@torch.compiler.disable
+@outside_graphs
 def linear_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shard: SequenceShard) -> Tensor:
     """o_t = q_tᵀ S_t of S_t = (I − β_t k_t k_tᵀ) Diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ, from S = 0 in each document.
 

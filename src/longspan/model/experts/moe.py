@@ -7,9 +7,10 @@ by every slot in every micro-batch, dummy ones included. In a layer they come af
 that of the next layer, forward and (reversed) backward, on every rank alike, whatever the groups of the micro-batch:
 that one order is why ranks cannot wait for each other in a circle.
 
-transformers hands the shard to attention and not to the block of experts behind it: a hook on attention, which runs
-again where a layer is recomputed, binds it for the rest of the layer. What experts compute is in `experts.py`, losses
-of routers in `router.py`. Not covered: capacities (no row is dropped), and experts that do not use the interface.
+transformers hands the shard to attention and not to the block of experts behind it: a hook on attention, or on a mixer,
+which runs again where a layer is recomputed, binds it for the rest of the layer. What experts compute is in
+`experts.py`, losses of routers in `router.py`. Not covered: capacities (no row is dropped), and experts that do not use
+the interface.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,7 @@ from longspan.errors import ModelError
 from longspan.model.experts.experts import Loads, run_experts
 from longspan.model.experts.router import RouterCoefficients, RouterStatistics, RouterSums
 from longspan.model.layers import decoder_layers
+from longspan.model.seams.mixers import is_mixer
 from longspan.model.seams.probe import Probe
 
 IMPLEMENTATION = "longspan"
@@ -76,7 +78,7 @@ def use_experts(model: PreTrainedModel) -> None:
     for layer in decoder_layers(model).values():
         if expert_modules(layer):
             for child in layer.children():
-                if type(child).__name__.endswith("Attention"):
+                if type(child).__name__.endswith("Attention") or is_mixer(child):
                     child.register_forward_pre_hook(_keep_layer_arguments, with_kwargs=True)
     for router in router_modules(model).values():
         router.register_forward_hook(_record_routing)

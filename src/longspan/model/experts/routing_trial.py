@@ -3,8 +3,8 @@
 Over a sharded sequence a rank has some of the rows, in an order of its own. What a model computes outside attention is
 then exact if a row's output, and what it adds to gradients, are its own: not so with experts of a limited capacity,
 experts that choose rows, sums over a batch, or numbers drawn at random. In place of attention stands a function of each
-row alone; attention itself is judged in `seams/`. Experts that `experts_forward` takes over are compared with their
-class's own forward. Models without experts are not tried.
+row alone, and so in place of mixers' scans; both are judged in `seams/`. Experts that `experts_forward` takes over are
+compared with their class's own forward. Models without experts are not tried.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,6 +21,8 @@ from longspan.errors import ModelError
 from longspan.model.experts.moe import expert_modules, mix_all_rows
 from longspan.model.layers import decoder_layers
 from longspan.model.seams.llama4 import scale_queries_by_position
+from longspan.model.seams.mixer_calls import ROWS_ALONE, redirect
+from longspan.model.seams.mixers import mixers_of
 from longspan.model.small.shrink import shrunken
 from longspan.plan.cost.model_shape import read_experts
 
@@ -96,6 +98,8 @@ def _small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTr
     settings: Any = {"attn_implementation": _STAND_IN, "experts_implementation": "eager", "dtype": torch.float32}
     model = kind._from_config(small, **settings).double()
     scale_queries_by_position(model)  # attention's business: it is not tried here
+    for mixer in mixers_of(model).values():
+        redirect(mixer, lambda *_: ROWS_ALONE)
     for parameter in model.parameters():  # biases begin as zeros, which would hide them
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model.train()

@@ -1,7 +1,7 @@
 """What a decoder layer was called with, for attention inside it that the layer does not hand its keyword arguments to.
 
-Nemotron's and StableLM's layers call attention with arguments of their own. Hooks on every decoder layer note the shard
-and the kernel for as long as the layer runs. Where transformers' checkpoints recompute a layer's forward, in backward
+Nemotron's and StableLM's layers call attention with arguments of their own, and Mamba 2's language model its layers.
+Hooks on the model and on every decoder layer note the shard and the kernel for as long as they run. Where transformers' checkpoints recompute a layer's forward, in backward
 and perhaps in another thread, hooks do not run again: `within_layer` notes the same there.
 """
 
@@ -39,8 +39,8 @@ def kernel_of_layer() -> str | None:
 
 
 def keep_layer_arguments(model: PreTrainedModel) -> None:
-    """From here on, attention in the model's decoder layers can ask what its layer was called with."""
-    for layer in decoder_layers(model).values():
+    """From here on, attention in the model's decoder layers can ask what its layer, or the model, was called with."""
+    for layer in (model, *decoder_layers(model).values()):
         layer.register_forward_pre_hook(_enter, with_kwargs=True)
         layer.register_forward_hook(_leave, always_call=True)
 
@@ -51,7 +51,9 @@ def within_layer(run: Callable[..., Any]) -> Callable[..., Any]:
     Another callable, a layer itself say, is returned as it is.
     """
     keywords: Mapping[str, Any] = getattr(run, "keywords", {})
-    return _noting(run, keywords) if "shard" in keywords else run
+    if "shard" not in keywords and (running := _running.get()) is not None:
+        keywords = {"shard": running.shard, "attention_kernel": running.attention_kernel}
+    return _noting(run, keywords) if keywords.get("shard") is not None else run
 
 
 def _noting(run: Callable[..., Any], keywords: Mapping[str, Any]) -> Callable[..., Any]:
@@ -72,7 +74,11 @@ def _arguments(keywords: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _enter(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    _running.set(_Running(layer, kwargs.get("shard"), kwargs.get("attention_kernel"), _running.get()))
+    outer = _running.get()
+    shard, kernel = kwargs.get("shard"), kwargs.get("attention_kernel")
+    if shard is None and outer is not None:  # the model keeps keyword arguments from its layers
+        shard, kernel = outer.shard, outer.attention_kernel
+    _running.set(_Running(layer, shard, kernel, outer))
 
 
 def _leave(layer: nn.Module, *_: Any) -> None:

@@ -21,6 +21,7 @@ from longspan.errors import AttentionError, ModelError
 from longspan.model.layers import decoder_layers
 from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.meta_pass import VALUES_READ, run_on_meta
+from longspan.model.seams.mixers import mixers_of
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def _cause(error: Exception) -> str:
 
 def check_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
     """Raise ModelError, naming the modules, where by the attention calls of a pass the model would not be exact."""
-    _refuse_bypass(model, {id(call.module) for call in calls})
+    mixers = {id(mixer) for mixer in mixers_of(model).values()}  # which find the shard, or fail
+    _refuse_bypass(model, mixers | {id(call.module) for call in calls})
     _refuse_features(model, calls)
 
 

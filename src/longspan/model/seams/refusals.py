@@ -15,10 +15,11 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.layers import base_of, reads_other_modalities, text_of
+from longspan.model.layers import base_of, decoder_layers, reads_other_modalities, text_of
 from longspan.model.rope import rope_types
 from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.llama4 import has_temperature, is_llama4_temperature
+from longspan.model.seams.mixers import is_mixer, mixers_of
 from longspan.model.seams.rope_by_length import is_by_length
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -93,14 +94,18 @@ def _rope(model: PreTrainedModel) -> Iterator[str]:
 
 def _layer_types(model: PreTrainedModel) -> Iterator[str]:
     types = getattr(model.config, "layer_types", None) or []
+    mixing = {i for i, layer in enumerate(decoder_layers(model).values()) if any(map(is_mixer, layer.modules()))}
     for kind in sorted({str(kind) for kind in types} - set(_LAYER_TYPES)):
-        layers = [i for i, layer_type in enumerate(types) if layer_type == kind]
+        layers = [i for i, layer_type in enumerate(types) if layer_type == kind and i not in mixing]
+        if not layers:
+            continue
         yield f"layers {_short(layers)} are of type {kind!r}, supported are {', '.join(_LAYER_TYPES)}"
 
 
 def _convolutions(model: PreTrainedModel) -> Iterator[str]:
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)]
-    if names:
+    known = tuple(f"{name}." for name in mixers_of(model))
+    convolutions = (name for name, module in model.named_modules() if isinstance(module, nn.Conv1d))
+    if names := [name for name in convolutions if not name.startswith(known)]:
         yield f"{_short(names)} mixes neighbouring rows outside attention (Conv1d)"
 
 

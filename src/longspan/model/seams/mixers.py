@@ -1,0 +1,54 @@
+"""State-space layers of transformers ("mixers"), recognised by what their forward calls.
+
+Gated delta nets, Kimi's delta attention, Mamba 2 and short convolutions, of whatever family. A module with a
+convolution whose forward calls anything that is not known here is no mixer that is known, and `refusals.py` names it.
+How a mixer that is known runs over a sharded sequence: `mixer_calls.py`.
+"""
+
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+_SCANS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")
+_CONVOLUTION = "causal_conv1d_fn"
+_KNOWN = frozenset({
+    _CONVOLUTION,
+    *_SCANS,
+    "mamba2_split_conv1d_scan_combined",
+    "apply_mask_to_padding_states",  # there is no mask
+    "causal_conv1d_update",  # and what follows: steps of generation, with a cache
+    "torch_recurrent_gated_delta_rule",
+    "recurrent_kimi_delta_attention",
+    "mamba2_selective_state_update",
+})  # fmt: skip
+
+
+def mixers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The mixers of a model that are known, by name."""
+    return {name: module for name, module in model.named_modules() if is_mixer(module)}
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Whether its class's forward is that of a mixer which is known here: a causal convolution, and a scan or none."""
+    convolutions = [child for child in module.children() if isinstance(child, nn.Conv1d)]
+    if not convolutions:
+        return False
+    called = _functions_of(own_forward(module))
+    return _CONVOLUTION in called and called <= _KNOWN
+
+
+def own_forward(module: nn.Module) -> FunctionType:
+    """The forward that its class defines, inside what transformers wraps around it."""
+    forward: Any = type(module).forward
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    return forward
+
+
+def _functions_of(forward: Any) -> set[str]:
+    """Names of functions of its module that a forward calls."""
+    if not isinstance(forward, FunctionType):
+        return set()
+    found = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
+    return {name for name, value in found.items() if callable(value) and not isinstance(value, type)}
