@@ -31,6 +31,7 @@ from longspan.errors import ModelError
 from longspan.model.experts.experts import Loads, run_experts
 from longspan.model.experts.router import RouterCoefficients, RouterStatistics, RouterSums
 from longspan.model.layers import decoder_layers
+from longspan.model.seams.layer_arguments import router_of_layer, shard_of_layer
 from longspan.model.seams.mixers import is_mixer
 from longspan.model.seams.probe import Probe
 
@@ -77,9 +78,9 @@ def use_experts(model: PreTrainedModel) -> None:
     model.set_experts_implementation(IMPLEMENTATION)
     for layer in decoder_layers(model).values():
         if expert_modules(layer):
-            for child in layer.children():
-                if type(child).__name__.endswith("Attention") or is_mixer(child):
-                    child.register_forward_pre_hook(_keep_layer_arguments, with_kwargs=True)
+            before = [c for c in layer.children() if type(c).__name__.endswith("Attention") or is_mixer(c)]
+            for child in before or layer.children():  # a layer of nothing but experts
+                child.register_forward_pre_hook(_keep_layer_arguments, with_kwargs=True)
     for router in router_modules(model).values():
         router.register_forward_hook(_record_routing)
     if hasattr(model.config, "output_router_logits"):
@@ -122,8 +123,10 @@ def router_statistics(
 
 
 def _keep_layer_arguments(attention: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    shard = kwargs.get("shard")
-    _layer_arguments.set(None if shard is None else _LayerArguments(shard, kwargs.get("router")))
+    shard, router = kwargs.get("shard"), kwargs.get("router")
+    if shard is None:
+        shard, router = shard_of_layer(), router_of_layer()
+    _layer_arguments.set(None if shard is None else _LayerArguments(shard, router))
 
 
 def _record_routing(router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:

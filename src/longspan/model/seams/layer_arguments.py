@@ -1,8 +1,9 @@
 """What a decoder layer was called with, for attention inside it that the layer does not hand its keyword arguments to.
 
 Nemotron's and StableLM's layers call attention with arguments of their own, and Mamba 2's language model its layers.
-Hooks on the model and on every decoder layer note the shard and the kernel for as long as they run. Where transformers' checkpoints recompute a layer's forward, in backward
-and perhaps in another thread, hooks do not run again: `within_layer` notes the same there.
+Hooks on the model and on every decoder layer note the shard, the kernel and what follows routers for as long as they
+run. Where transformers' checkpoints recompute a layer's forward, in backward and perhaps in another thread, hooks do
+not run again: `within_layer` notes the same there.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ class _Running(NamedTuple):
     layer: nn.Module | None
     shard: Any
     attention_kernel: str | None
+    router: Any
     outer: "_Running | None"
 
 
@@ -38,6 +40,12 @@ def kernel_of_layer() -> str | None:
     return None if layer is None else layer.attention_kernel
 
 
+def router_of_layer() -> Any:
+    """What follows the routers of the pass that is running; None where nothing does."""
+    layer = _running.get()
+    return None if layer is None else layer.router
+
+
 def keep_layer_arguments(model: PreTrainedModel) -> None:
     """From here on, attention in the model's decoder layers can ask what its layer, or the model, was called with."""
     for layer in (model, *decoder_layers(model).values()):
@@ -52,7 +60,7 @@ def within_layer(run: Callable[..., Any]) -> Callable[..., Any]:
     """
     keywords: Mapping[str, Any] = getattr(run, "keywords", {})
     if "shard" not in keywords and (running := _running.get()) is not None:
-        keywords = {"shard": running.shard, "attention_kernel": running.attention_kernel}
+        keywords = {"shard": running.shard, "attention_kernel": running.attention_kernel, "router": running.router}
     return _noting(run, keywords) if keywords.get("shard") is not None else run
 
 
@@ -66,7 +74,8 @@ def _noting(run: Callable[..., Any], keywords: Mapping[str, Any]) -> Callable[..
 
 @contextmanager
 def _arguments(keywords: Mapping[str, Any]) -> Iterator[None]:
-    token = _running.set(_Running(None, keywords["shard"], keywords.get("attention_kernel"), None))
+    kernel, router = keywords.get("attention_kernel"), keywords.get("router")
+    token = _running.set(_Running(None, keywords["shard"], kernel, router, None))
     try:
         yield
     finally:  # recomputation ends with an exception where it has what it needs
@@ -75,10 +84,10 @@ def _arguments(keywords: Mapping[str, Any]) -> Iterator[None]:
 
 def _enter(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     outer = _running.get()
-    shard, kernel = kwargs.get("shard"), kwargs.get("attention_kernel")
+    shard, kernel, router = (kwargs.get(name) for name in ("shard", "attention_kernel", "router"))
     if shard is None and outer is not None:  # the model keeps keyword arguments from its layers
-        shard, kernel = outer.shard, outer.attention_kernel
-    _running.set(_Running(layer, shard, kernel, outer))
+        shard, kernel, router = outer.shard, outer.attention_kernel, outer.router
+    _running.set(_Running(layer, shard, kernel, router, outer))
 
 
 def _leave(layer: nn.Module, *_: Any) -> None:

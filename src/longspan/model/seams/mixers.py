@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+ROWS_ALONE = ("mlp", "moe")  # types of layers in which rows do not meet, as Nemotron-H names them
 _SCANS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")
 _CONVOLUTION = "causal_conv1d_fn"
 _KNOWN = frozenset({

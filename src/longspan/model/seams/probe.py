@@ -21,7 +21,7 @@ from longspan.errors import AttentionError, ModelError
 from longspan.model.layers import decoder_layers
 from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.meta_pass import VALUES_READ, run_on_meta
-from longspan.model.seams.mixers import mixers_of
+from longspan.model.seams.mixers import ROWS_ALONE, mixers_of
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,10 @@ def check_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None
 
 def _refuse_bypass(model: PreTrainedModel, reached: set[int]) -> None:
     bypassing: list[str] = []
-    for name, layer in decoder_layers(model).items():
+    types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    for index, (name, layer) in enumerate(decoder_layers(model).items()):
+        if index < len(types) and types[index] in ROWS_ALONE:
+            continue
         if not any(id(module) in reached for module in layer.modules()):
             bypassing.append(next((f"{name}.{child}" for child, _ in _attention_modules(layer)), name))
         else:

@@ -19,7 +19,7 @@ from longspan.model.layers import base_of, decoder_layers, reads_other_modalitie
 from longspan.model.rope import rope_types
 from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.llama4 import has_temperature, is_llama4_temperature
-from longspan.model.seams.mixers import is_mixer, mixers_of
+from longspan.model.seams.mixers import ROWS_ALONE, is_mixer, mixers_of
 from longspan.model.seams.rope_by_length import is_by_length
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -95,7 +95,7 @@ def _rope(model: PreTrainedModel) -> Iterator[str]:
 def _layer_types(model: PreTrainedModel) -> Iterator[str]:
     types = getattr(model.config, "layer_types", None) or []
     mixing = {i for i, layer in enumerate(decoder_layers(model).values()) if any(map(is_mixer, layer.modules()))}
-    for kind in sorted({str(kind) for kind in types} - set(_LAYER_TYPES)):
+    for kind in sorted({str(kind) for kind in types} - {*_LAYER_TYPES, *ROWS_ALONE}):
         layers = [i for i, layer_type in enumerate(types) if layer_type == kind and i not in mixing]
         if not layers:
             continue
