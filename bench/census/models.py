@@ -135,5 +135,5 @@ def _head_sizes(values: Mapping[str, Any]) -> tuple[int, int]:
         return values["qk_nope_head_dim"] + values["qk_rope_head_dim"], values["v_head_dim"]
     heads = values.get("num_attention_heads") or values.get("n_head") or values.get("n_heads")
     width = values.get("hidden_size") or values.get("n_embd") or values.get("d_model") or 0
-    size = values.get("head_dim") or (width // heads if heads else 0)
+    size = (values.get("head_dim") or width // heads) if heads else 0  # Mamba 2 has heads, and no attention
     return size, values.get("v_head_dim") or size

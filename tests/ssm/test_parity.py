@@ -1,12 +1,169 @@
-"""Scans and convolutions at every degree equal the recurrences row by row."""
+"""Scans and convolutions at every degree equal the recurrences row by row; each document is its own."""
+
+from typing import Any
 
 import pytest
+import torch
 
-from longspan.testing import run_ranks
-from tests.ssm.parity import LENGTHS, measure
+from longspan import Group, Layout, MicroBatch, World, bind
+from longspan.comm.groups.channel import Channel
+from longspan.errors import LayoutError
+from longspan.ssm import causal_conv, linear_scan
+from longspan.testing import backend, run_ranks
+from tests.mutation import mutate, restore
+from tests.ssm.parity import LENGTHS, batches, measure, scan_error
+from tests.ssm.recurrence import inputs
+
+IN_CI = {
+    1: ("ragged", "one row"),
+    3: ("one document", "ragged", "shorter than the convolution"),
+    8: ("long and short",),
+}
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("slots", IN_CI)
 def test_outputs_and_gradients_are_those_of_the_recurrence(slots: int) -> None:
-    for worst in run_ranks(measure, slots, slots, tuple(LENGTHS)):
+    for worst in run_ranks(measure, slots, slots, IN_CI[slots]):
+        assert len(worst) >= 20 and max(worst.values()) <= 1e-11, max(worst.items(), key=lambda item: item[1])
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("seed", [0, 7, 11])
+@pytest.mark.parametrize("slots", [1, 2, 3, 4, 8])
+def test_the_whole_table(slots: int, seed: int) -> None:
+    for worst in run_ranks(measure, slots, slots, tuple(LENGTHS), seed):
         assert len(worst) >= 100 and max(worst.values()) <= 1e-11, max(worst.items(), key=lambda item: item[1])
+
+
+# ---- each document is its own
+
+
+def _changed(rank: int) -> tuple[bool, bool]:
+    """Whether the rows of other documents keep their bits where one changes, of a scan and of a convolution."""
+    lengths, changed = (19, 40, 2, 23), 1
+    with World(Layout(ranks=3), backend=backend()) as world:
+        batch = MicroBatch((Group((0, 1, 2), (0, 1, 2, 3), lengths, partition="contiguous"),))
+        shard = bind(batch, world)
+        others = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)) != changed
+        kept = shard.scatter(others)
+        outs = []
+        for seed in (0, 1):
+            given = [x.detach() for x in inputs("delta", sum(lengths), 2, 4, 3) if x is not None]
+            if seed:
+                given = [torch.where(others.view(-1, *[1] * (x.ndim - 1)), x, 0.5 * x) for x in given]
+            local = [shard.scatter(x) for x in given]
+            conv = causal_conv(local[2].flatten(1), torch.ones(6, 4, dtype=torch.float64), None, shard)
+            outs.append((linear_scan(*local, shard), conv))  # pyright: ignore[reportCallIssue]
+        same = [torch.equal(a[kept], b[kept]) and not torch.equal(a, b) for a, b in zip(*outs, strict=True)]
+        return same[0] or not (~kept).any().item(), same[1] or not (~kept).any().item()
+
+
+def test_other_documents_keep_their_bits() -> None:
+    assert all(all(same) for same in run_ranks(_changed, 3))
+
+
+# ---- what is dropped is noticed
+
+MUTANTS = {
+    "a document's start": (
+        "chains",
+        "first = np.diff(document, prepend=-1) != 0",
+        "first = np.arange(len(order)) == 0",
+    ),
+    "decay of what entered": ("state_pass", "_moved(transition_of(before[:count]), state[:count]) + given", "given"),
+    "states that enter": ("state_pass", "_keep(entering, state, held[runs[:count]])", "pass"),
+    "gradients of later runs": ("state_pass", "given[:going_on] += _moved(", "given[:going_on] += 0 * _moved("),
+    "gradients at final states": ("state_pass", "(self._dout, leaving))", "(self._dout, 0 * leaving))"),
+    "decay of a chunk": ("scan", "leaving = fading[here] * entering", "leaving = entering"),
+    "chunks before": ("scan", "new[here] - state_share[here] @ entering", "new[here]"),
+    "gradients of rows before": ("conv", "total.index_add_(0, rows, handle.wait())", "handle.wait()"),
+    "rows before": ("conv", "torch.cat([x, before, ", "torch.cat([x, 0 * before, "),
+}
+
+
+def _mutants(rank: int, names: tuple[str, ...]) -> dict[str, float]:
+    worst = {}
+    for name in names:
+        module, old, new = MUTANTS[name]
+        undo = mutate(f"ssm.{module}", old, new)
+        try:
+            worst[name] = max(measure(rank, 3, ("ragged",), quick=True).values())
+        except (AssertionError, IndexError, ValueError, RuntimeError):
+            worst[name] = 1.0
+        restore(undo)
+    return worst
+
+
+def test_what_is_dropped_is_noticed() -> None:
+    of_ranks = run_ranks(_mutants, 3, tuple(MUTANTS))
+    assert all(max(worst[name] for worst in of_ranks) > 1e-4 for name in MUTANTS), of_ranks
+
+
+# ---- what travels does not depend on the rows
+
+
+def _bytes(rank: int, sizes: tuple[int, ...]) -> dict[int, int]:
+    """Bytes that this rank gives in one scan, forward and backward, by the rows of a document."""
+    given: dict[int, int] = {}
+    gather = Channel.all_gather_rows
+    with World(Layout(ranks=4), backend=backend()) as world:
+        for rows in sizes:
+            count = [0]
+
+            def counted(self: Channel, x: torch.Tensor, *args: Any, count: list[int] = count) -> Any:
+                count[0] += x.nbytes
+                return gather(self, x, *args)
+
+            Channel.all_gather_rows = counted
+            for batch in (MicroBatch((Group((0, 1, 2, 3), (0,), (rows,), partition="contiguous"),)),):
+                scan_error("delta", (rows,), bind(batch, world), world)
+            Channel.all_gather_rows = gather
+            given[rows] = count[0]
+    return given
+
+
+def test_bytes_do_not_depend_on_the_rows() -> None:
+    of_ranks = run_ranks(_bytes, 4, (64, 256))
+    state, transition = 2 * 4 * 3 * 8, 2 * 4 * 4 * 8
+    assert [given[64] for given in of_ranks] == [
+        state,
+        2 * (state + transition),
+        2 * (state + transition),
+        state,
+    ]
+    assert all(given[64] == given[256] for given in of_ranks)
+
+
+# ---- wrong input
+
+
+def _wrong(rank: int) -> list[str]:
+    messages = []
+    with World(Layout(ranks=1), backend=backend()) as world:
+        shard = bind(next(iter(batches((5, 2), 1, "zigzag").values())), world)
+        q, k, v, g, beta = (x for x in inputs("delta by channel", 7, 2, 4, 3))
+        assert q is not None and k is not None and v is not None and beta is not None
+        calls = (
+            lambda: linear_scan(q[:6], k, v, g, beta, shard),
+            lambda: linear_scan(q, k, v, g[..., :2], beta, shard),
+            lambda: linear_scan(q, k, v, g, None, shard),
+            lambda: causal_conv(v, torch.ones(3, 4), None, shard),
+            lambda: causal_conv(v.flatten(1), torch.ones(3, 4), None, shard),
+        )
+        for call in calls:
+            try:
+                call()
+            except LayoutError as error:
+                messages.append(str(error))
+    return messages
+
+
+def test_tensors_that_do_not_fit_are_refused_with_their_shapes() -> None:
+    (messages,) = run_ranks(_wrong, 1)
+    assert messages == [
+        "linear_scan got q of (6, 2, 4), wanted (7, 2, 4); the shard holds 7 rows",
+        "linear_scan got 2 decays a head; give 1, or 4, one for each key number",
+        "linear_scan got g of (7, 2, 4), wanted (7, 2, 1); the shard holds 7 rows",
+        "causal_conv got x of (7, 2, 3); the shard holds 7 rows: (T, C)",
+        "causal_conv got weight of (3, 4) for 6 channels: (C, W)",
+    ]

@@ -1,0 +1,122 @@
+"""Families with state-space layers equal the stock model: loss and every gradient, at several degrees, in every home.
+
+Their scans are compared with recurrences row by row in tests/ssm.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from longspan.comm import run_local
+from longspan.doctor.cases import Case
+from longspan.doctor.outcomes import Outcome
+from longspan.doctor.prove import Ranks, prove, run_proof
+from longspan.errors import ModelError
+from longspan.model.seams.mixers import is_mixer, mixers_of
+from longspan.model.seams.refusals import refuse_unsupported
+from longspan.model.small.shrink import shrunken, tiny_model
+from tests.mutation import mutate, restore
+
+FAMILIES = {
+    "qwen3_next": "gated delta nets, attention and experts",
+    "qwen3_5_text": "the same, of another class",
+    "qwen3_5_moe_text": "with experts",
+    "olmo_hybrid": "betas up to 2",
+    "kimi_linear": "a decay for each number of a key, MLA",
+    "bamba": "Mamba 2 and attention",
+    "mamba2": "Mamba 2 alone; its language model hands no keywords down",
+    "granitemoehybrid": "Mamba 2, attention, experts",
+    "nemotron_h": "Mamba 2, attention, experts and MLPs, each a layer",
+    "falcon_h1": "Mamba 2 and attention side by side",
+    "lfm2": "short convolutions",
+    "lfm2_moe": "and experts",
+}
+IN_CI = ("qwen3_next", "kimi_linear", "mamba2", "nemotron_h", "falcon_h1", "lfm2")
+CASES = (Case(cp=3, plan="several", recompute="full"), Case(cp=3, cp_comm_type="all_gather"), Case(plan="dynamic"))
+HOMES = (Case(tp=2, cp=2), Case(pp=2, cp=2, plan="several"), Case(ep=2, cp=2), Case(cp=4, evaluation=True))
+
+
+def here(families: Sequence[str]) -> list[str]:
+    """Those that this transformers has."""
+    return [family for family in families if family in CONFIG_MAPPING]
+
+
+def _prove_here(rank: int, families: Sequence[str]) -> dict[str, tuple[Outcome, ...]]:
+    found = {}
+    for family in families:
+        ranks = Ranks(3, launch=lambda run, task, count, seconds: run(rank, task))
+        found[family] = run_proof(shrunken(CONFIG_MAPPING[family]()), CASES, ranks).outcomes
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Iterator[dict[str, tuple[Outcome, ...]]]:
+    yield run_local(_prove_here, 3, (here(IN_CI),), timeout=280)[0]
+
+
+@pytest.mark.parametrize("family", IN_CI)
+def test_a_family_is_exact(family: str, outcomes: dict[str, tuple[Outcome, ...]]) -> None:
+    if family not in outcomes:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    for outcome in outcomes[family]:
+        assert outcome.status == "exact", (outcome.case.name, outcome)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("family", here(tuple(FAMILIES)))
+def test_every_family_in_every_home(family: str) -> None:
+    """tp, pp and ep where the class has a plan; what it has not is refused."""
+    for outcome in prove(shrunken(CONFIG_MAPPING[family]()), [*CASES, *HOMES], 4):
+        assert outcome.good, (outcome.case.name, outcome)
+
+
+# ---- what is dropped is noticed
+
+MUTANTS = {
+    "a scan's step": ("k * step.unsqueeze(-1), v, (step * A)", "k, v, (step * A)"),
+    "D": ("out if D is None else out + D.unsqueeze(-1) * v", "out"),
+    "a convolution's activation": ("y if activation is None else ACT2FN[activation](y)", "y"),
+}
+
+
+def _mutants(rank: int, names: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        undo = mutate("model.seams.mixer_calls", *MUTANTS[name])
+        ranks = Ranks(2, launch=lambda run, task, count, seconds: run(rank, task))
+        (outcome,) = run_proof(shrunken(CONFIG_MAPPING["bamba"]()), [Case(cp=2)], ranks).outcomes
+        found[name] = outcome.status
+        restore(undo)
+    return found
+
+
+def test_what_is_dropped_is_noticed() -> None:
+    found = run_local(_mutants, 2, (tuple(MUTANTS),), timeout=120)[0]
+    assert found == dict.fromkeys(MUTANTS, "wrong")
+
+
+# ---- what is not known is refused
+
+
+def _stock(family: str) -> PreTrainedModel:
+    return tiny_model(shrunken(CONFIG_MAPPING[family]()), torch.float32)
+
+
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba", "zamba"])
+def test_mamba_1_is_refused_by_name(family: str) -> None:
+    with pytest.raises(ModelError, match=r"conv1d.*mixes neighbouring rows outside attention"):
+        refuse_unsupported(_stock(family))
+
+
+def test_keys_and_classes_stay() -> None:
+    model = _stock("qwen3_5_text")
+    assert list(mixers_of(model)) == [f"model.layers.{i}.linear_attn" for i in _linear_layers(model)]
+    assert not any(is_mixer(module) for module in _stock("llama").modules())
+
+
+def _linear_layers(model: PreTrainedModel) -> list[int]:
+    return [i for i, kind in enumerate(model.config.layer_types) if kind == "linear_attention"]
