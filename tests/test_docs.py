@@ -62,6 +62,13 @@ def test_the_page_on_the_doctor_is_one_program(capsys: pytest.CaptureFixture[str
     assert "float64, cp 2, p2p, full recomputation exact" in capsys.readouterr().out
 
 
+def test_the_page_on_hybrids_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/hybrid.md").read_text()
+    (block,), (_, said) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL), page.split("```\n\n```\n")
+    exec(compile(block, "docs/hybrid.md", "exec"), {"__name__": "docs"})
+    assert capsys.readouterr().out == said.partition("```")[0]
+
+
 def test_the_page_on_planning_is_one_program(tmp_path: Path) -> None:
     assert "x the lower bound" in run_page("planning.md", tmp_path)
 
@@ -170,7 +177,7 @@ def test_no_page_has_a_program_that_is_not_run() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     with_programs = {page.stem for page in pages if "```python" in page.read_text()}
     run_here = {"attention", "bridge", "evaluation", "gpu", "losses", "own-loop", "parallelism", "planning", "tour"}
-    run_here |= {"README", "doctor", "fine-tuning"}
+    run_here |= {"README", "doctor", "fine-tuning", "hybrid"}
     assert with_programs == run_here
 
 

@@ -8,7 +8,7 @@ import torch
 from longspan import Group, Layout, MicroBatch, World, bind
 from longspan.comm.groups.channel import Channel
 from longspan.errors import LayoutError
-from longspan.ssm import causal_conv, linear_scan
+from longspan.ssm import causal_conv, linear_scan, state_bytes
 from longspan.testing import backend, run_ranks
 from tests.mutation import mutate, restore
 from tests.ssm.parity import LENGTHS, batches, measure, scan_error
@@ -132,6 +132,17 @@ def test_bytes_do_not_depend_on_the_rows() -> None:
         state,
     ]
     assert all(given[64] == given[256] for given in of_ranks)
+    group = Group((0, 1, 2, 3), (0,), (64,), partition="contiguous")
+    forward = state_bytes(group, heads=2, key_size=4, value_size=3, bytes_per_number=8)
+    assert 2 * forward == sum(given[64] for given in of_ranks)
+
+
+def test_bytes_under_zigzag_grow_with_the_documents() -> None:
+    sizes = {"heads": 32, "key_size": 128, "value_size": 128}
+    for documents, kinds in ((1, {"contiguous": 10, "zigzag": 22}), (32, {"contiguous": 0, "zigzag": 32 * 22})):
+        for partition, mebibytes in kinds.items():
+            group = Group((0, 1, 2, 3), tuple(range(documents)), (65536 // documents,) * documents, partition=partition)
+            assert state_bytes(group, **sizes) == mebibytes << 20, (documents, partition)
 
 
 # ---- wrong input

@@ -57,6 +57,19 @@ def _qwen3(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: in
     }
 
 
+# Three layers of a linear-time mixer, then one of attention, as the published models have them.
+_HYBRID = _TINY | {"num_hidden_layers": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+_DELTA_NET = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 24,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+}
+_MAMBA2 = {"mamba_n_heads": 16, "mamba_d_head": 24, "mamba_d_state": 32, "mamba_n_groups": 1, "mamba_expand": 2}
+_EXPERTS = {"moe_intermediate_size": 192, "num_experts": 8, "num_experts_per_tok": 2}
+_SHARED = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 192, "shared_intermediate_size": 192}
+
 _MOE = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
 
 PRESETS: dict[str, Preset] = {
@@ -72,6 +85,14 @@ PRESETS: dict[str, Preset] = {
         _TINY
         | {"intermediate_size": 192, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
+    ),
+    "qwen3-next-tiny": Preset(
+        "Qwen3NextConfig", _HYBRID | _DELTA_NET | _EXPERTS | {"shared_expert_intermediate_size": 192}
+    ),
+    "bamba-tiny": Preset("BambaConfig", _HYBRID | _MAMBA2 | {"attn_layer_indices": [3]}),
+    "granite-hybrid-tiny": Preset(
+        "GraniteMoeHybridConfig",
+        _HYBRID | _MAMBA2 | _SHARED | {"layer_types": [*["linear_attention"] * 3, "full_attention"]},
     ),
     "qwen3-0.6b": Preset("Qwen3Config", _qwen3(1024, 28, 16, 8, 3072, tie_word_embeddings=True)),
     "qwen3-4b": Preset("Qwen3Config", _qwen3(2560, 36, 32, 8, 9728, tie_word_embeddings=True)),

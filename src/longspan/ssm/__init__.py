@@ -2,5 +2,6 @@
 
 from longspan.ssm.conv import causal_conv
 from longspan.ssm.state_pass import linear_scan
+from longspan.ssm.volume import state_bytes
 
-__all__ = ["causal_conv", "linear_scan"]
+__all__ = ["causal_conv", "linear_scan", "state_bytes"]

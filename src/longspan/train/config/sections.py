@@ -26,8 +26,9 @@ class ModelConfig:
     """The model: a local Hugging Face folder, or random weights of a configuration or a preset."""
 
     preset: str = ""
-    """Random weights: qwen3-tiny, llama-tiny, qwen3-deep-tiny (4 layers), qwen3-moe-tiny, gpt-oss-tiny (8 experts), or
-    published sizes: qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-30b-a3b; empty: qwen3-tiny, unless path or config is set."""
+    """Random weights: qwen3-tiny, llama-tiny, qwen3-deep-tiny (4 layers), qwen3-moe-tiny, gpt-oss-tiny (8 experts),
+    qwen3-next-tiny, bamba-tiny, granite-hybrid-tiny (hybrids), or published sizes: qwen3-0.6b, qwen3-4b, qwen3-8b,
+    qwen3-30b-a3b; empty: qwen3-tiny, unless path or config is set."""
     path: str = ""
     """A local Hugging Face folder with config.json and safetensors: its weights are trained on."""
     config: str = ""
