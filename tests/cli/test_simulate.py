@@ -52,6 +52,7 @@ def test_flags_are_those_that_are_pinned() -> None:
     assert sorted(field.name for field in dataclasses.fields(SimulateFlags)) == sorted(FLAGS)
 
 
+@pytest.mark.whole
 def test_the_case_of_8192_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", "--world", "8192", "--tp", "2", "--pp", "4", "--same", "1024x8192", "--which-eval-degree"]
     assert main(words) == 0

@@ -97,6 +97,7 @@ def test_losses_and_gradients_of_replicas() -> None:
         assert max(found.values()) < 1e-12, found
 
 
+@pytest.mark.whole
 def test_losses_and_gradients_over_eight_slots() -> None:
     for found in run_ranks(_errors, 8, Layout(ranks=8), WAYS[:1]):
         assert max(found.values()) < 1e-12, found

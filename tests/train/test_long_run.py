@@ -70,6 +70,7 @@ def _run(model: nn.Module, world: World, plans: list[Plan]) -> tuple[list[float]
     return losses, held
 
 
+@pytest.mark.whole
 def test_plans_have_any_degree_and_idle_slots() -> None:
     batches = [batch for plan in plans(FEWER) for batch in plan.micro_batches]
     groups = {group.slots for batch in batches for group in batch.groups}
