@@ -21,6 +21,7 @@ from longspan.train import figures as figures_module
 from longspan.train.config.sections import ContextConfig, RunConfig
 from longspan.train.figures import StepFigures, figures_of
 from longspan.train.run.records.facts import RunFacts, facts_text
+from longspan.train.run.records.facts_of import _mixers
 from tests.report.runs import FACTS
 
 CONFIG = {
@@ -64,6 +65,14 @@ def test_the_lines_of_a_run_on_cpus_and_what_is_not_known() -> None:
     assert lines["devices"] == "4 processes on 2 CPU cores, gloo" and "priced" not in lines["plans"]
     assert lines["attention"] == "p2p; kernel chosen in the first pass"
     assert (lines["no MFU"], lines["caution"]) == ("model FLOPs are not counted: no sizes", "slow")
+
+
+def test_a_hybrid_says_what_its_partition_sends() -> None:
+    hybrid = Execution(torch.float32, torch.float32, torch.float32, (), mixers=3)
+    assert "two states a document and slot" in _mixers(hybrid, "zigzag") and "contiguous" in _mixers(hybrid, "zigzag")
+    lines = dict(facts(mixers=_mixers(hybrid, "contiguous")).lines())
+    assert lines["mixers"].startswith("3 state-space layers in torch's operations; at most one state")
+    assert _mixers(replace(hybrid, mixers=0), "zigzag") == ""
 
 
 def test_facts_of_another_release_are_left_out() -> None:

@@ -18,7 +18,7 @@ class Execution:
     """Types of parameters, of what layers compute in and of sums of gradients, and the attention calls of the layers.
 
     `calls` are the different ones, none for a model that was not probed; `kernel` is the one that was asked for by
-    name. `prepare` leaves it on the model.
+    name; `mixers` counts state-space layers. `prepare` leaves it on the model.
 
     >>> execution_of(prepare(model, world)).kernels
     ('cpu_flash',)
@@ -29,6 +29,7 @@ class Execution:
     reduce_dtype: torch.dtype
     calls: tuple[AttentionCall, ...]
     kernel: str | None = None
+    mixers: int = 0
 
     @property
     def kernels(self) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from longspan.model.seams.fused_norms import fuse_norms
 from longspan.model.seams.layer_arguments import keep_layer_arguments
 from longspan.model.seams.llama4 import scale_queries_by_position
 from longspan.model.seams.mixer_calls import shard_mixers
+from longspan.model.seams.mixers import mixers_of
 from longspan.model.seams.probe import check_kernel, probe_model
 from longspan.model.seams.randomness import random_draws
 from longspan.model.seams.refusals import guard, refuse_unsupported
@@ -162,7 +163,7 @@ def _connect(model: PreTrainedModel, placement: Placement, kernel: str | None, *
     checked = check_kernel(model, kernel, calls, device=placement.world.device, dtype=dtype)
     model.config.use_cache = False
     add_row_loss(model, probe=probe)
-    return Execution(model.dtype, dtype, placement.reduce_dtype_of(model), checked, kernel)
+    return Execution(model.dtype, dtype, placement.reduce_dtype_of(model), checked, kernel, len(mixers_of(model)))
 
 
 def _cut_and_place(model: PreTrainedModel, placement: Placement, pipeline_settings: PipelineSettings) -> PipelineModel:

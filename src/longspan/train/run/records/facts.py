@@ -19,8 +19,8 @@ class RunFacts:
 
     `parameters_of_rank` is that of the rank that holds most; `trained` counts an adapter's parameters, 0 without one;
     `peak_tflops` is a device's in the type that it computes in, None where it is not known; `evaluated` is why
-    evaluations have their degree, where their cost chose it; `caution` is what a user of these devices would want to
-    change, "" for nothing.
+    evaluations have their degree, where their cost chose it; `mixers` is how state-space layers run, "" without any;
+    `caution` is what a user of these devices would want to change, "" for nothing.
     """
 
     model: str
@@ -56,6 +56,7 @@ class RunFacts:
     report: str
     trained: int = 0
     evaluated: str = ""
+    mixers: str = ""
     caution: str = ""
 
     def lines(self) -> Iterator[tuple[str, str]]:
@@ -69,6 +70,8 @@ class RunFacts:
         yield "devices", self._devices()
         yield "home", ", ".join((*_degrees(self.home), *(["sequence-parallel"] if self.sequence_parallel else [])))
         yield "attention", f"{self.comm_types}; kernel {'; '.join(self.kernels) or 'chosen in the first pass'}"
+        if self.mixers:
+            yield "mixers", self.mixers
         yield "plans", self.plans + (f"; priced for {self.priced_for}" if self.priced_for else "")
         for reason in self.evaluated.splitlines():
             yield "evaluation", reason.removeprefix("evaluation ")

@@ -37,6 +37,7 @@ def facts_of(run: TrainingRun) -> RunFacts:
         **_steps(run),
         report=str(run.dir / "report.html"),
         evaluated="\n".join(run.why_degrees),
+        mixers=_mixers(execution, config.context.partition),
         caution=execution.why_slow(),
     )
 
@@ -85,6 +86,16 @@ def _parameters(run: TrainingRun) -> tuple[int, int, int]:
 def _types(execution: Execution) -> dict[str, str]:
     names = ("parameter_dtype", "compute_dtype", "reduce_dtype")
     return {name: str(getattr(execution, name)).removeprefix("torch.") for name in names}
+
+
+def _mixers(execution: Execution, partition: str) -> str:
+    """How state-space layers run; "" where there are none."""
+    if not execution.mixers:
+        return ""
+    layers = f"{counted(execution.mixers, 'state-space layer')} in torch's operations"
+    if partition == "contiguous":
+        return f"{layers}; at most one state a slot and group is sent"
+    return f"{layers}; two states a document and slot are sent, at most one in all with context.partition contiguous"
 
 
 def _devices(world: World) -> dict[str, Any]:
