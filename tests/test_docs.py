@@ -104,6 +104,11 @@ def test_the_page_on_losses_is_one_program(tmp_path: Path) -> None:
     assert re.fullmatch(r"loss -?0\.0\d+; of pairs 0\.6931, \d micro-batches twice", printed), printed
 
 
+def test_the_page_on_multi_token_prediction_is_one_program(tmp_path: Path) -> None:
+    losses = [float(x) for x in re.findall(r"\d+\.\d+", run_page("mtp.md", tmp_path, cwd=tmp_path))]
+    assert len(losses) == 3 and max(losses) < 3.0
+
+
 @pytest.mark.whole
 def test_examples_of_losses_learn() -> None:
     margin, won = re.findall(r"after: reward margin (\S+), preferred in (\d+)%", run(ROOT / "examples/dpo.py"))[0]
@@ -177,7 +182,7 @@ def test_no_page_has_a_program_that_is_not_run() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     with_programs = {page.stem for page in pages if "```python" in page.read_text()}
     run_here = {"attention", "bridge", "evaluation", "gpu", "losses", "own-loop", "parallelism", "planning", "tour"}
-    run_here |= {"README", "doctor", "fine-tuning", "hybrid"}
+    run_here |= {"README", "doctor", "fine-tuning", "hybrid", "mtp"}
     assert with_programs == run_here
 
 

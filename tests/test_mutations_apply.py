@@ -5,6 +5,7 @@ import pytest
 from tests.attention.test_mutations import MUTATIONS as OF_ATTENTION
 from tests.bridge.test_mutations import MUTATIONS as OF_BRIDGES
 from tests.model.lora.test_mutations import MUTATIONS as OF_ADAPTERS
+from tests.model.mtp.test_mutations import MUTATIONS as OF_DEPTHS
 from tests.model.test_moe_families import MUTATIONS as OF_EXPERTS
 from tests.mutation import mutate, restore
 from tests.train.own_loss.test_mutations import MUTATIONS as OF_LOSSES
@@ -12,6 +13,7 @@ from tests.train.own_loss.test_mutations import MUTATIONS as OF_LOSSES
 CHANGES = [
     *OF_ATTENTION,
     *OF_BRIDGES,
+    *OF_DEPTHS.values(),
     *(mutation[2:] for mutation in OF_EXPERTS.values()),
     *(change for change, _ in (*OF_ADAPTERS.values(), *OF_LOSSES.values()) if change),
 ]

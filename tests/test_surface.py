@@ -17,7 +17,7 @@ NAMES = [
     *("Plan", "MicroBatch", "Group", "Cost", "PlanAhead", "plan_fixed", "plan_padded", "plan_dynamic"),
     *("World", "SequenceShard", "bind", "attend", "Bridge", "LongspanError"),
     *("load_model", "prepare", "save_model", "run_step", "evaluate", "token_log_probs", "Document", "DocumentLoss"),
-    "without_adapter",
+    *("without_adapter", "add_mtp", "MtpLoss"),
     *("Item", "ItemDocuments", "Encoder", "MultimodalModel", "prepare_encoder"),
 ]
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from longspan.layout import Partition as Partition
     from longspan.model import Encoder as Encoder
     from longspan.model import MultimodalModel as MultimodalModel
+    from longspan.model import add_mtp as add_mtp
     from longspan.model import load_model as load_model
     from longspan.model import prepare as prepare
     from longspan.model import prepare_encoder as prepare_encoder
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from longspan.plan.items import Item as Item
     from longspan.train import Document as Document
     from longspan.train import DocumentLoss as DocumentLoss
+    from longspan.train import MtpLoss as MtpLoss
     from longspan.train import evaluate as evaluate
     from longspan.train import run_step as run_step
     from longspan.train import token_log_probs as token_log_probs

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.layers import Absent, base_name, base_of
+from longspan.model.mtp.depths import PREFIX, depths_of
 
 
 @dataclass(frozen=True)
@@ -95,11 +96,11 @@ def _depend(values: Any, tensors: Sequence[Tensor]) -> bool:
 
 def shallow_copy(model: PreTrainedModel, parts: Parts, layers: range, *, first: bool, last: bool) -> PreTrainedModel:
     """The model with stand-ins for what this stage does not hold; modules without parameters are copied."""
-    tied = is_tied(model)
+    tied, embeds = is_tied(model), embeds_at_the_end(model)
     stage = shallow_module(model)
     base = shallow_module(base_of(model))
     stage._modules[base_name(model)] = base
-    here = dict.fromkeys(parts.before, first or (tied and last)) | dict.fromkeys(parts.after, last)
+    here = dict.fromkeys(parts.before, first or (embeds and last)) | dict.fromkeys(parts.after, last)
     for name, module in base.named_children():
         if name == parts.layers:
             base._modules[name] = _some_layers(module, layers)
@@ -107,10 +108,9 @@ def shallow_copy(model: PreTrainedModel, parts: Parts, layers: range, *, first: 
             base._modules[name] = module if here[name] else Absent()
         else:
             base._modules[name] = copy.deepcopy(module)  # rotary embeddings: buffers alone
-    if not (last or (tied and first)):
-        for name, _ in list(model.named_children()):
-            if name != base_name(model):
-                stage._modules[name] = Absent()
+    for name, _ in list(model.named_children()):
+        if name != base_name(model) and not (last or (tied and first and name != PREFIX)):
+            stage._modules[name] = Absent()
     return stage
 
 
@@ -136,6 +136,11 @@ def is_tied(model: PreTrainedModel) -> bool:
     """Whether the embedding and the head are one parameter."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return head is not None and head.weight is embedding.weight
+
+
+def embeds_at_the_end(model: PreTrainedModel) -> bool:
+    """Whether what comes after the layers needs the embedding: a head that is tied to it, or multi-token prediction."""
+    return is_tied(model) or bool(depths_of(model))
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from longspan.model.experts.routing_trial import refuse_routing, try_routing
 from longspan.model.lora.disabled import without_adapter
 from longspan.model.lora.peft_model import redirect
 from longspan.model.lora.refusals import check_adapter, check_equal_adapters
+from longspan.model.mtp.refusals import refuse_mtp
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.placement.placement import Placement
@@ -142,6 +143,7 @@ def _check(
     assert isinstance(model, PreTrainedModel)
     refuse_routing(model)
     adapter = adapter_in(model)
+    refuse_mtp(model, adapter, sequence_parallel=placement.sequence_parallel)
     if adapter is not None:
         check_adapter(model, adapter, placement.world)
     placement.check(model, pipeline_settings.stages)

@@ -24,6 +24,8 @@ from longspan.model.adapters import Adapter, adapter_entries, adapter_of, model_
 from longspan.model.hf_folder import no_progress_bars
 from longspan.model.load import torch_dtype
 from longspan.model.lora.save import write_adapter
+from longspan.model.mtp.add import add_mtp
+from longspan.model.mtp.depths import depths_of
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.state import groups_of_all_stages
@@ -132,6 +134,8 @@ def _opened(model: PreTrainedModel | PipelineModel, partial: Path, dtype: torch.
     architecture = model.architecture if isinstance(model, PipelineModel) else type(model)
     stock = next(kind for kind in architecture.__mro__ if not issubclass(kind, FSDPModule))
     empty = empty_model(stock_configuration(model.config), dtype or next(model.parameters()).dtype, stock)
+    if depths := model.depths if isinstance(model, PipelineModel) else len(depths_of(model)):
+        add_mtp(empty, depths)
     empty.generation_config = model.generation_config
     return empty
 

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,9 +33,9 @@ from longspan.train.loss import GivenLogits
 from longspan.train.reading.local_batch import padding_batch
 from longspan.train.reading.read_rows import LocalBatch
 
-# Of a batch, its last hidden states (T, D) and what makes logits of some of them: the sum of losses, with a gradient
-# where gradients are enabled.
-Measure = Callable[[LocalBatch, Tensor, Any], Tensor]
+# Of a batch, its last hidden states (T, D), what makes logits of some of them, and the hidden states of depths of
+# multi-token prediction: the sum of losses, with a gradient where gradients are enabled.
+Measure = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +44,8 @@ class Passes:
 
     `measure` sees the rows of every micro-batch and returns the sum of their losses, of which gradients are divided by
     `divisor`. `routing` are the statistics of the routers of a model with experts; `keywords` goes to every call of the
-    model. `frees_parameters`: whether passes without backward free at their end what FSDP2 has gathered; otherwise the
-    caller does.
+    model; `depths` of multi-token prediction run where there is a loss. `frees_parameters`: whether passes without
+    backward free at their end what FSDP2 has gathered; otherwise the caller does.
     """
 
     model: nn.Module
@@ -56,14 +57,15 @@ class Passes:
     routing: RouterStatistics | None = None
     keywords: Mapping[str, Any] = field(default_factory=dict)
     frees_parameters: bool = True
+    depths: int = 0
 
     def mean(self, loss_sum: Tensor) -> Tensor:
         """A sum over rows as its part of the step's loss."""
         return loss_sum / self.divisor
 
-    def row_loss(self, batch: LocalBatch) -> Callable[[Tensor, Any], Tensor]:
-        """The loss that a prepared model makes of its last hidden states (T, D) and its head."""
-        return lambda hidden, head: self.measure(batch, hidden, head)
+    def row_loss(self, batch: LocalBatch) -> Callable[..., Tensor]:
+        """The loss that a prepared model makes of its last hidden states (T, D) and its head, and of its depths'."""
+        return lambda hidden, head, *deeper: self.measure(batch, hidden, head, *deeper)
 
     def arguments(self, *, counting: bool = False) -> dict[str, Any]:
         """Keyword arguments of one more call of the model: with experts, what collects their routers' statistics."""
@@ -123,13 +125,13 @@ def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
                 total += loss.detach()
     if passes.backward and free and (fsdp_modules(model) or not batches):
         # Over sharded parameters this pass sums the gradients of all slots, which all enter it.
-        _loss(passes, padding_batch(passes.plan, passes.world)).backward()
+        _loss(passes, padding_batch(passes.plan, passes.world, passes.depths)).backward()
     return total
 
 
 def _loss(passes: Passes, batch: LocalBatch) -> Tensor:
     """The sum of the losses of the local rows; a model of the caller's own returns logits (1, T, V)."""
-    inputs = _inputs(batch) | passes.arguments()
+    inputs = _inputs(batch) | passes.arguments() | _future_ids(passes, batch)
     if is_prepared(passes.model):
         return passes.model(**inputs, row_loss=passes.row_loss(batch))
     out = passes.model(**inputs)
@@ -151,6 +153,13 @@ def _inputs(batch: LocalBatch) -> dict[str, Any]:
     return {"input_ids": ids, "position_ids": shard.position_ids[None], "shard": shard}
 
 
+def _future_ids(passes: Passes, batch: LocalBatch) -> dict[str, Tensor]:
+    """The ids (depths, T) that depths of multi-token prediction read; nothing where none run."""
+    if not passes.depths:
+        return {}
+    return {"future_ids": to_device(np.stack([rows.ids for rows in batch.deeper]), batch.shard.device)}
+
+
 def _run_pipeline(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     """The passes of a model in stages; returns the sum of the loss on ranks of the last stage, 0 elsewhere.
 
@@ -163,7 +172,7 @@ def _run_pipeline(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
             model.run([_stage_input(passes, batch, None) for batch in batches], backward=False)
     passes.fix_loads()
     count = model.pipeline_settings.enough_micro_batches(len(batches)) if passes.backward else len(batches)
-    padding = [padding_batch(passes.plan, passes.world) for _ in range(count - len(batches))]
+    padding = [padding_batch(passes.plan, passes.world, passes.depths) for _ in range(count - len(batches))]
     model.run([_stage_input(passes, batch, total) for batch in (*batches, *padding)], backward=passes.backward)
     return total
 
@@ -178,7 +187,7 @@ def _stage_input(passes: Passes, batch: LocalBatch, total: Tensor | None) -> Sta
     def make_output(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
         if total is None:
             return part(**arguments, row_loss=lambda hidden, _: hidden.new_zeros((), dtype=torch.float64))
-        loss = part(**arguments, row_loss=passes.row_loss(batch))
+        loss = part(**arguments, **_future_ids(passes, batch), row_loss=passes.row_loss(batch))
         total.add_(loss.detach())
         return passes.mean(loss)
 

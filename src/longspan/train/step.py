@@ -28,6 +28,7 @@ from longspan.plan import Plan
 from longspan.train.document import NO_TARGET
 from longspan.train.encoding import items_of, read_encoding
 from longspan.train.gradients import check_finite, clip_gradients, square_sum_of_modules
+from longspan.train.mtp_loss import MtpLoss, WithDepths, check_mtp, count_targets
 from longspan.train.own_loss.document_loss import DocumentLoss
 from longspan.train.own_loss.step_loss import step_loss
 from longspan.train.own_loss.token_loss import LossFunction
@@ -45,6 +46,7 @@ class StepResult:
     documents' rows; `rows` those that this rank computed, padding included; `grad_norm` (before clipping) is None
     without a backward pass. `router`: balance and z of a model with experts, without their coefficients; they are not
     in `loss`. `forward_twice`: micro-batches that a DocumentLoss ran forward once more, for sets in several of them.
+    `mtp_losses`: the mean cross entropy of each depth of multi-token prediction, without its weight; not in `loss`.
     """
 
     loss: float
@@ -58,6 +60,7 @@ class StepResult:
     router: RouterLosses | None = None
     divisor: float = 1.0
     forward_twice: int = 0
+    mtp_losses: tuple[float, ...] = ()
 
 
 def run_step(
@@ -73,6 +76,7 @@ def run_step(
     router: RouterCoefficients | None = None,
     loss: LossFunction | DocumentLoss | None = None,
     divisor: float | None = None,
+    mtp: MtpLoss | None = None,
 ) -> StepResult:
     """Run every micro-batch of a plan and return the loss: a sum over targets, divided by the plan's targets.
 
@@ -95,7 +99,8 @@ def run_step(
     a DocumentLoss).
 
     `loss_chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes). `router` holds the
-    weights of the routers' losses in the gradient (None: those of the model's configuration).
+    weights of the routers' losses in the gradient (None: those of the model's configuration); `mtp` runs the depths of
+    multi-token prediction that `add_mtp` gave the model, and puts their losses into the gradient.
 
     All ranks call it together, with the same plan. Raises PlanError for a plan that does not fit the home or the
     documents, CommError where ranks hold different plans, DataError for documents that cannot be read or hold ids
@@ -113,19 +118,28 @@ def run_step(
         world.step = step
     terms = step_loss(loss, divisor, plan, world, loss_chunk_rows)
     terms.check(language_model, backward=backward)
+    depths = check_mtp(mtp, language_model, world, items)
     routing = router_statistics(language_model, world, plan.tokens, router)
-    batches = read_local_batches(language_model, plan, documents, world, items)
+    batches = read_local_batches(language_model, plan, documents, world, items, depths)
     encoding = read_encoding(model, plan, documents, items, backward=backward)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
+    with_depths = None
+    if mtp is not None:
+        targets, settings = (
+            count_targets(batches, depths, language_model, world),
+            {"chunk_rows": loss_chunk_rows, "world": world},
+        )
+        with_depths = WithDepths(terms.measure, mtp, targets, divisor=terms.divisor, **settings)
     passes = Passes(
         model=language_model,
         plan=plan,
         world=world,
         backward=backward,
-        measure=terms.measure,
+        measure=with_depths or terms.measure,
         divisor=terms.divisor,
         routing=routing,
+        depths=depths,
     )
     with nullcontext() if encoding is None else encoding.around(plan.micro_batches, batches):
         loss_sum = terms.look_ahead(passes, batches) + run_passes(passes, batches)
@@ -145,7 +159,9 @@ def _summed_over_ranks(passes: Passes, batches: Sequence[LocalBatch], loss_sum: 
     model, plan, world, routing = passes.model, passes.plan, passes.world, passes.routing
     makes_loss = not isinstance(model, PipelineModel) or any(stage.last for stage in model.stages)
     targets = sum((batch.labels != NO_TARGET).sum() for batch in batches) if makes_loss else 0
-    of_slot = [loss_sum, float(targets), *(routing.sums() if routing else [])]
+    with_depths = passes.measure if isinstance(passes.measure, WithDepths) else None
+    of_depths = with_depths.sums() if with_depths else []
+    of_slot = [loss_sum, float(targets), *of_depths, *(routing.sums() if routing else [])]
     once = of_slot if world.coordinates.tp == 0 else [0.0] * len(of_slot)  # its tensor-parallel ranks hold the same
     squares, loss_sum, counted, *sums = world.control.sum_over_ranks([squares, *once], "loss and gradient norm")
     if counted != plan.targets:
@@ -161,8 +177,9 @@ def _summed_over_ranks(passes: Passes, batches: Sequence[LocalBatch], loss_sum: 
         seconds=0.0,
         rows=sum(batch.shard.local_rows for batch in batches),
         micro_batches=len(plan.micro_batches),
-        router=routing.losses(sums) if routing else None,
+        router=routing.losses(sums[passes.depths :]) if routing else None,
         divisor=passes.divisor,
+        mtp_losses=with_depths.means(sums[: passes.depths]) if with_depths else (),
     )
 
 

@@ -31,6 +31,7 @@ from longspan.errors import ModelError
 from longspan.model.experts.experts import Loads, run_experts
 from longspan.model.experts.router import RouterCoefficients, RouterStatistics, RouterSums
 from longspan.model.layers import decoder_layers
+from longspan.model.mtp.depths import PREFIX, mtp_blocks
 from longspan.model.seams.layer_arguments import router_of_layer, shard_of_layer
 from longspan.model.seams.mixers import is_mixer
 from longspan.model.seams.probe import Probe
@@ -54,8 +55,11 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def router_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The routers beside those modules, by qualified name; they return (logits, weights, chosen experts)."""
-    return dict(_routers(model))
+    """The routers beside those modules, by qualified name; they return (logits, weights, chosen experts).
+
+    Those of multi-token prediction are left out: some of their rows have no token, which no statistic may count.
+    """
+    return {name: router for name, router in _routers(model) if not name.startswith(f"{PREFIX}.")}
 
 
 def _routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -76,7 +80,7 @@ def use_experts(model: PreTrainedModel) -> None:
     if not expert_modules(model):
         return
     model.set_experts_implementation(IMPLEMENTATION)
-    for layer in decoder_layers(model).values():
+    for layer in (*decoder_layers(model).values(), *mtp_blocks(model).values()):
         if expert_modules(layer):
             before = [c for c in layer.children() if type(c).__name__.endswith("Attention") or is_mixer(c)]
             for child in before or layer.children():  # a layer of nothing but experts

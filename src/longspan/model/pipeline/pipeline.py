@@ -20,6 +20,7 @@ from longspan.comm.failure.watch import is_backend_error
 from longspan.errors import ModelError
 from longspan.model.experts.moe import router_sizes
 from longspan.model.layers import Absent, base_of, layers_of_stages
+from longspan.model.mtp.depths import depths_of
 from longspan.model.parts import Parts, parts_of
 from longspan.model.pipeline.schedules import ScheduledStage, make_schedule
 from longspan.model.pipeline.settings import PipelineSettings
@@ -68,6 +69,7 @@ class PipelineModel(nn.Module):
         _ = world.channels.pipeline  # makes its group, on all ranks together
         self.vocabulary_size: int = model.config.get_text_config().vocab_size
         self.routers = router_sizes(model)
+        self.depths = len(depths_of(model))  # of multi-token prediction, which is on the last stage
         self._schedules: dict[tuple[int, bool], _Schedule] = {}
         for stage in self.stages:
             _graft(self, stage.model, shared=_shared(stage.model))

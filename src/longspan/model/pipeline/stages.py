@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
 from longspan.model.layers import base_of
-from longspan.model.parts import Parts, is_tied, shallow_copy, shallow_module, trace_parts
+from longspan.model.parts import Parts, embeds_at_the_end, is_tied, shallow_copy, shallow_module, trace_parts
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.probe import Probe
 
@@ -44,7 +44,7 @@ class Stage(nn.Module):
     """One stage of a model: hidden states (1, T, D) of the stage before, or token ids, to those of its last layer.
 
     `index` of `count` in model order; `layers` are global indices. `model` is the copy with stand-ins. `tied`: the
-    embedding and the head are one parameter in the whole model.
+    embedding is on the first and on the last stage, for the head or for multi-token prediction.
     """
 
     def __init__(self, model: PreTrainedModel, index: int, layers: Sequence[range], *, tied: bool) -> None:
@@ -131,9 +131,10 @@ def _order(model: PreTrainedModel, parts: Parts) -> list[str]:
 def cut(model: PreTrainedModel, parts: Parts, layers: Sequence[range], mine: Sequence[int]) -> tuple[Stage, ...]:
     """This rank's stages of a model, whose other modules are freed: afterwards the model itself is of no use.
 
-    The first and the last stage both hold the embedding and the head where they are tied, each a parameter of its own.
+    The first and the last stage both hold the embedding and the head where they are tied, each a parameter of its own,
+    and the embedding alone where multi-token prediction needs it.
     """
-    tied, last = is_tied(model), len(layers) - 1
+    tied, last = embeds_at_the_end(model), len(layers) - 1
     stages: list[Stage] = []
     for index in mine:
         part = shallow_copy(model, parts, layers[index], first=index == 0, last=index == last)
@@ -148,9 +149,12 @@ def cut(model: PreTrainedModel, parts: Parts, layers: Sequence[range], mine: Seq
 
 
 def _untie_from_first(model: PreTrainedModel) -> None:
-    """Give a last stage that shares its rank with the first one an embedding and a head of its own, tied."""
+    """Give a last stage that shares its rank with the first one an embedding, and a head tied to it, of its own."""
+    tied = is_tied(model)
     embedding, head = shallow_module(model.get_input_embeddings()), shallow_module(model.get_output_embeddings())
     weight = embedding.weight
-    embedding.weight = head.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+    embedding.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
     model.set_input_embeddings(embedding)
-    model.set_output_embeddings(head)
+    if tied:
+        head.weight = embedding.weight
+        model.set_output_embeddings(head)

@@ -1,4 +1,6 @@
-"""An embedding that is tied to the head: the first and the last stage of a pipeline hold a copy each, kept bit-equal.
+"""An embedding that both ends of a pipeline need: the first and the last stage hold a copy each, kept bit-equal.
+
+The last one needs it for a head that is tied to it, or for multi-token prediction.
 
 The gradients of both copies are summed once a step, before the gradient norm and the optimizer, which then do the same
 to both. Where one rank holds both stages (a V schedule), the optimizer knows the first stage's copy alone, and the
@@ -31,7 +33,7 @@ class TiedEmbedding:
     @property
     def last(self) -> nn.Parameter | None:
         """The last stage's copy."""
-        return None if self._last is None else _weight(self._last.model.get_output_embeddings())
+        return None if self._last is None else _weight(self._last.model.get_input_embeddings())
 
     @property
     def counted_elsewhere(self) -> nn.Parameter | None:
@@ -63,7 +65,9 @@ def _add_other_copy(parameter: nn.Parameter, world: World) -> None:
     """Add the gradient of the other end of the pipeline; the order of two addends does not matter."""
     pipeline = world.channels.pipeline
     other = pipeline.degree - 1 - pipeline.index
-    assert parameter.grad is not None and other != pipeline.index
+    assert other != pipeline.index
+    if parameter.grad is None:  # of a last stage that made no use of it in this step
+        parameter.grad = torch.zeros_like(parameter)
     gradient = local_tensor(parameter.grad).contiguous()
     arriving = torch.empty_like(gradient)
     pipeline.exchange([(other, gradient)], [(other, arriving)], "sum of the tied embedding's gradients").wait()

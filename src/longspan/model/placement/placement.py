@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.model.experts.expert_parallel import check_experts, shard_experts
 from longspan.model.layers import decoder_layers, other_towers
+from longspan.model.mtp.depths import depths_of
 from longspan.model.placement.recompute import Recomputation
 from longspan.model.placement.sharding import Sharding, shard_over_slots
 from longspan.model.seams.refusals import refuse_shared_layers
@@ -62,7 +63,8 @@ class Placement:
         else:
             if has_experts:
                 shard_experts(model, world, self.sharding.precision(model), reshard=self.sharding.reshard_after_forward)
-            shard_over_slots((*decoder_layers(model).values(), *other_towers(model)), world, self.sharding, root=root)
+            blocks = (*decoder_layers(model).values(), *other_towers(model), *depths_of(model))
+            shard_over_slots(blocks, world, self.sharding, root=root)
 
     @property
     def row_multiple(self) -> int:

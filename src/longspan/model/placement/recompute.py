@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from longspan.attention.saved_outputs import Recording
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers, layers_of_stages
+from longspan.model.mtp.depths import mtp_blocks
 from longspan.model.placement.offload import HostOffload, saved_on_host
 from longspan.model.seams.layer_arguments import within_layer
 
@@ -70,11 +71,15 @@ class Recomputation:
                 )
 
     def apply(self, model: PreTrainedModel) -> None:
-        """Recompute the layers that are here, a whole model's or a stage's, which may be fewer than `layers`."""
+        """Recompute the layers that are here, a whole model's or a stage's, which may be fewer than `layers`.
+
+        Those of multi-token prediction come after the others.
+        """
         if self.kind == "none":
             return
         offload = HostOffload() if self.offload else None
-        for index, layer in enumerate([*decoder_layers(model).values()][: self.layers or None]):
+        layers = [*decoder_layers(model).values(), *mtp_blocks(model).values()]
+        for index, layer in enumerate(layers[: self.layers or None]):
             module: Any = layer  # the attributes that transformers' gradient_checkpointing_enable sets, in 5.17 to 5.23
             module._gradient_checkpointing_func = partial(
                 checkpointed, selective=self.kind == "selective", offload=offload, first=index == 0

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.model.layers import decoder_layers
+from longspan.model.mtp.depths import mtp_blocks
 
 
 class _Running(NamedTuple):
@@ -48,7 +49,7 @@ def router_of_layer() -> Any:
 
 def keep_layer_arguments(model: PreTrainedModel) -> None:
     """From here on, attention in the model's decoder layers can ask what its layer, or the model, was called with."""
-    for layer in (model, *decoder_layers(model).values()):
+    for layer in (model, *decoder_layers(model).values(), *mtp_blocks(model).values()):
         layer.register_forward_pre_hook(_enter, with_kwargs=True)
         layer.register_forward_hook(_leave, always_call=True)
 

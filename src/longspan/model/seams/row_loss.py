@@ -5,6 +5,9 @@ are the last hidden states, and `head`, an OutputHead, makes the logits (t, V) o
 through the root module, so that FSDP2's hooks run and the head's parameters are gathered inside. What is made of the
 rows is said in `train/loss.py`; the head module itself knows how the vocabulary is split over tensor-parallel
 ranks.
+
+With `future_ids=` (depths, T) a model with depths of multi-token prediction runs them too, and `fn(hidden, head,
+*deeper)` gets the hidden states (T, D) of each.
 """
 
 from collections.abc import Callable
@@ -18,11 +21,12 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.layers import base_of
+from longspan.model.mtp.depths import deeper_states, depths_of, last_layer_arguments, refuse_bypass
 from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.probe import Probe
 
-RowLoss = Callable[[Tensor, "OutputHead"], Tensor]
+RowLoss = Callable[..., Tensor]  # of (hidden, head, *deeper)
 
 
 class OutputHead:
@@ -62,11 +66,17 @@ def add_row_loss(model: PreTrainedModel, *, probe: bool = True) -> None:
     forward = type(model).forward
 
     @wraps(forward)
-    def with_row_loss(*args: Any, row_loss: RowLoss | None = None, **kwargs: Any) -> Any:
+    def with_row_loss(
+        *args: Any, row_loss: RowLoss | None = None, future_ids: Tensor | None = None, **kwargs: Any
+    ) -> Any:
         if row_loss is None:
             return forward(model, *args, **kwargs)
-        hidden = base_of(model)(*args, **kwargs).last_hidden_state.squeeze(0)  # (T, D)
-        return row_loss(hidden, OutputHead(model, forward))
+        head = OutputHead(model, forward)
+        if future_ids is None:
+            return row_loss(base_of(model)(*args, **kwargs).last_hidden_state.squeeze(0), head)  # (T, D)
+        with last_layer_arguments(model) as arguments:
+            hidden = base_of(model)(*args, **kwargs).last_hidden_state  # (1, T, D)
+        return row_loss(hidden.squeeze(0), head, *deeper_states(model, hidden, future_ids, arguments))
 
     model.forward = with_row_loss
     if probe:
@@ -77,7 +87,7 @@ def _check(model: PreTrainedModel) -> None:
     name, head = type(model).__name__, model.get_output_embeddings()
     if head is None or base_of(model) is model:
         raise ModelError(f"{name} has no output embedding over a base model; use a causal language model")
-    known = {id(p) for module in (base_of(model), head) for p in module.parameters()}
+    known = {id(p) for module in (base_of(model), head, *depths_of(model)) for p in module.parameters()}
     if beside := [n for n, p in model.named_parameters() if id(p) not in known]:
         raise ModelError(
             f"{name} has parameters beside its base model and its output embedding ({', '.join(beside[:4])}); its loss "
@@ -92,17 +102,20 @@ def _output_embedding(model: PreTrainedModel) -> Any:
 def _try(model: PreTrainedModel) -> None:
     """Two rows must come out as two rows of logits that depend on the hidden states."""
 
-    def logits(hidden: Tensor, head: OutputHead) -> Tensor:
+    def logits(hidden: Tensor, head: OutputHead, *deeper: Tensor) -> Tensor:
         with torch.enable_grad():
-            return head(hidden.detach().requires_grad_())
+            return head((deeper or (hidden,))[-1].detach().requires_grad_())
 
+    depths, probe = depths_of(model), Probe()
+    deeper = {"future_ids": torch.zeros(len(depths), 2, dtype=torch.long, device="meta")} if depths else {}
     try:
-        made = run_on_meta(model, Probe(), row_loss=logits)
+        made = run_on_meta(model, probe, row_loss=logits, **deeper)
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__}: its forward cannot be cut after its base model ({type(error).__name__}: {error})"
             f"{doctor_hint(model)}"
         ) from error
+    refuse_bypass(model, [call.module for call in probe.calls])
     shape = (2, _output_embedding(model).weight.shape[0])
     if tuple(made.shape) != shape or not made.requires_grad:
         raise ModelError(

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.adapters import base_module
 from longspan.model.layers import text_name
+from longspan.model.mtp.depths import PREFIX
 
 COLWISE, ROWWISE = "colwise", "rowwise"
 GATHERED = ("colwise_gather_output", "colwise_rep")
@@ -79,8 +80,11 @@ def _plan_of(model: PreTrainedModel) -> dict[str, str]:
             f"{type(model).__name__} has no tensor-parallel plan (base_model_tp_plan of its configuration); use tp 1"
         )
     prefix = text_name(model)
-    return {f"{prefix}.{name}": style for name, style in base.items()} | dict(
-        getattr(type(model), "_tp_plan", None) or {}
+    inside_layers = {inside: style for name, style in base.items() if (inside := name.partition(".*.")[2])}
+    return (
+        {f"{prefix}.{name}": style for name, style in base.items()}
+        | {f"{PREFIX}.layers.*.mtp_block.{inside}": style for inside, style in inside_layers.items()}
+        | dict(getattr(type(model), "_tp_plan", None) or {})
     )
 
 

@@ -22,6 +22,7 @@ from longspan.model.adapters import is_adapted
 from longspan.model.experts.moe import expert_modules
 from longspan.model.layers import Absent, base_of, decoder_layers
 from longspan.model.local_tensors import local_tensor
+from longspan.model.mtp.depths import mtp_blocks
 from longspan.model.parts import Parts, trace_parts
 from longspan.model.tensor_parallel.adapted import refuse_adapter, split_adapted
 from longspan.model.tensor_parallel.feature_trial import refuse_mixed_features
@@ -109,7 +110,7 @@ def split_over_tp(
             slice_parameter(module, parameter, 0, world)
             wrap_forward(module, views={parameter: local_tensor})
     _wrap_blocks(model, placed, world, whole=mixtures if sequence_parallel else ("",))
-    for layer in decoder_layers(model).values():
+    for layer in (*decoder_layers(model).values(), *mtp_blocks(model).values()):
         for experts in expert_modules(layer).values():  # others, as Llama 4's, are whole on every rank
             split_rows_of_experts(experts, world.key, sum_gradients=sum_expert_gradients)
     if sequence_parallel:

@@ -56,10 +56,20 @@ def _leaves_first_dim(operation: Any) -> bool:
 
 
 class FolderWeights:
-    """What the safetensors files of a folder hold, for a model of these names and shapes."""
+    """What the safetensors files of a folder hold, for a model of these names and shapes.
 
-    def __init__(self, folder: Path, files: Sequence[Path], model: PreTrainedModel) -> None:
-        self._folder, self._files, self._config = folder, files, model.config
+    `rename` is from the files' names to those of a folder that `save_model` writes.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        files: Sequence[Path],
+        model: PreTrainedModel,
+        *,
+        rename: Callable[[str], str] = lambda key: key,
+    ) -> None:
+        self._folder, self._files, self._config, self._rename = folder, files, model.config, rename
         self._shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
         self._conversions: list[Any] = get_model_conversion_mapping(model)
         self._prefix = model.base_model_prefix
@@ -73,10 +83,7 @@ class FolderWeights:
         Raises ModelError for tensors of other shapes than the model's, and for files that cannot be read.
         """
         with ExitStack() as stack:
-            slices = dict[str, Any]()
-            for file in self._files:
-                opened = stack.enter_context(_open(file))
-                slices.update({name: opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118
+            slices = self._slices(stack)
             for name, recipe in self._recipes(slices).items():
                 if recipe.converter is not None:
                     yield from self._convert(name, recipe, slices, wanted)
@@ -84,6 +91,19 @@ class FolderWeights:
                     ((key,),) = recipe.sources.values()
                     self._check_shape(name, slices[key].get_shape())
                     yield name, slices[key][part.block or ...].to(part.dtype)
+
+    def names(self) -> set[str]:
+        """The model's parameters that the files have."""
+        with ExitStack() as stack:
+            return set(self._recipes(self._slices(stack)))
+
+    def _slices(self, stack: ExitStack) -> dict[str, Any]:
+        """The files' tensors, by the names that `rename` gives theirs."""
+        slices = dict[str, Any]()
+        for file in self._files:
+            opened = stack.enter_context(_open(file))
+            slices.update({self._rename(name): opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118
+        return slices
 
     def _recipes(self, slices: _Slices) -> dict[str, _Recipe]:
         """For each of the model's parameters that the files have, by its first name, in the order of layers."""

@@ -1,7 +1,7 @@
 """Random weights of a configuration, drawn a decoder layer at a time as transformers initialises them."""
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 
 import torch
@@ -32,7 +32,7 @@ class RandomWeights:
         for path, module in self._units():
             names = {f"{path}.{name}".lstrip("."): name for name, _ in module.named_parameters()}
             if not names.keys().isdisjoint(wanted):
-                drawn = self._draw(path, module, device)
+                drawn = draw(path, module, device, seed=self._seed, initialise=self._model._init_weights)
                 for name, inside in names.items():
                     if part := wanted.get(name):
                         yield name, drawn.get_parameter(inside).detach()[part.block].to(part.dtype)
@@ -48,14 +48,20 @@ class RandomWeights:
                 alone._modules.clear()
                 yield path, alone
 
-    @torch.no_grad()
-    def _draw(self, path: str, module: nn.Module, device: torch.device) -> nn.Module:
-        drawn = deepcopy(module).to_empty(device=device).float()
-        devices = [] if device.type == "cpu" else [device]
-        with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-            torch.manual_seed(_seed_of(path, self._seed))
-            drawn.apply(self._model._init_weights)  # children before parents, as transformers does
-        return drawn
+
+@torch.no_grad()
+def draw(
+    path: str, module: nn.Module, device: torch.device, *, seed: int, initialise: Callable[[nn.Module], None]
+) -> nn.Module:
+    """A copy of a module with random weights in float32, a function of `seed` and its name; buffers begin at 0."""
+    drawn = deepcopy(module).to_empty(device=device).float()
+    for buffer in drawn.buffers():
+        buffer.zero_()
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(_seed_of(path, seed))
+        drawn.apply(initialise)  # children before parents, as transformers does
+    return drawn
 
 
 def _seed_of(path: str, seed: int) -> int:

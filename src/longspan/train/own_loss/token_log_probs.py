@@ -74,7 +74,7 @@ def log_probs_of_passes(passes: Passes, batches: Sequence[LocalBatch], chunk_row
     Entered by all ranks.
     """
     collected = _Collected(passes.plan.lengths, chunk_rows)
-    run_passes(replace(passes, backward=False, routing=None, measure=collected), batches)
+    run_passes(replace(passes, backward=False, routing=None, measure=collected, depths=0), batches)
     return collected.over_ranks(passes.world)
 
 

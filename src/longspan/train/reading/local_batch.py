@@ -19,27 +19,28 @@ from longspan.train.document import NO_TARGET
 from longspan.train.reading.read_rows import LocalBatch, NamesOfValues, read_rows
 
 _HINT = (
-    "A plan must be made from the same lengths and settings on every rank, and loss= and divisor= be given on all "
-    "ranks or on none"
+    "A plan must be made from the same lengths and settings on every rank, and loss=, divisor= and mtp= be given on "
+    "all ranks or on none"
 )
 
 
-def padding_batch(plan: Plan, world: World) -> LocalBatch:
+def padding_batch(plan: Plan, world: World, depths: int = 0) -> LocalBatch:
     """A micro-batch without documents, for all slots to enter together."""
-    return _padding_rows(_with_padding(MicroBatch(), plan, world))
+    batch = _padding_rows(_with_padding(MicroBatch(), plan, world))
+    return batch._replace(deeper=(batch,) * depths)
 
 
 def read_local_batches(
-    model: nn.Module, plan: Plan, documents: Any, world: World, items: ItemTable | None = None
+    model: nn.Module, plan: Plan, documents: Any, world: World, items: ItemTable | None = None, depths: int = 0
 ) -> list[LocalBatch]:
     """Bind every micro-batch and read this rank's rows; where any rank cannot read, every rank raises DataError.
 
     Each slot reads the rows that it computes; its ranks of stages in the middle read none. The places of `items` are
-    neither inputs nor targets.
+    neither inputs nor targets. `depths` of multi-token prediction read as many tokens further ahead.
     """
     batches, failure = list[LocalBatch](), None
     try:
-        batches = batches_of(model, plan, documents, world, plan.micro_batches, items)
+        batches = batches_of(model, plan, documents, world, plan.micro_batches, items, depths)
     except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
         failure = reading_error(error, world)
     if world.control.agree(plan.digest(), flag=failure is not None, hint=_HINT):  # it has no plan if it cannot read it
@@ -54,6 +55,7 @@ def batches_of(
     world: World,
     micro_batches: Iterable[MicroBatch],
     items: ItemTable | None = None,
+    depths: int = 0,
 ) -> list[LocalBatch]:
     """Some micro-batches of a plan with this rank's rows, read without the other ranks."""
     reads = not isinstance(model, PipelineModel) or model.reads_tokens
@@ -62,7 +64,7 @@ def batches_of(
         if plan.mode == "free" and not micro_batch.groups_of(world.slot):
             continue  # in lockstep a slot runs all of them, empty ones too
         shard = _with_padding(micro_batch, plan, world)
-        batches.append(read_rows(documents, shard, vocabulary, items, names) if reads else _padding_rows(shard))
+        batches.append(read_rows(documents, shard, vocabulary, items, names, depths) if reads else _padding_rows(shard))
     return batches
 
 

@@ -25,13 +25,15 @@ class LocalBatch(NamedTuple):
     """One micro-batch as this rank runs it: its shard, its token ids (T,) and its labels (T,), on the host.
 
     `values` (T,) by name are what documents say of the tokens that are predicted (`document.py`); there are none where
-    no document on this rank does.
+    no document on this rank does. `deeper` are the same rows for each depth of multi-token prediction: at depth d, row
+    t holds the id of token t + d and the label and values of token t + d + 1.
     """
 
     shard: SequenceShard
     ids: Rows
     labels: Rows
     values: Mapping[str, npt.NDArray[np.float64]] = {}
+    deeper: tuple["LocalBatch", ...] = ()
 
 
 def read_inputs_and_labels(
@@ -71,21 +73,22 @@ def read_rows(
     vocabulary: int | None = None,
     items: ItemTable | None = None,
     names: NamesOfValues | None = None,
+    depths: int = 0,
 ) -> LocalBatch:
     """All that a rank needs of its rows of one micro-batch; as `read_inputs_and_labels`, with documents' values.
 
-    `names` are shared by the micro-batches of a step.
+    `names` are shared by the micro-batches of a step; `depths` is how many tokens further ahead are read.
     """
-    reader = _Reader(documents, shard.local_rows, vocabulary, items, names or NamesOfValues())
+    reader = _Reader(documents, shard.local_rows, vocabulary, items, names or NamesOfValues(), depths)
     for part in shard.parts:
         if part.index < 0:
             continue
         for local, start, stop, offset in part.segments():
-            stop = min(stop, part.group.lengths[local])  # a document laid out longer than it is ends in padding
+            length = part.group.lengths[local]
+            stop = min(stop, length)  # a document laid out longer than it is ends in padding
             if stop > start:
-                last = stop == part.group.lengths[local]
-                reader.read(part.group.documents[local], start, stop, part.start + offset, last=last)
-    return LocalBatch(shard, reader.ids, reader.labels, reader.values)
+                reader.read(part.group.documents[local], start, stop, part.start + offset, length=length)
+    return reader.batch(shard)
 
 
 def target_rows(batch: LocalBatch) -> Rows:
@@ -109,26 +112,34 @@ class _Reader:
     """Reads runs of documents into arrays over local rows (T,)."""
 
     def __init__(
-        self, documents: Any, rows: int, vocabulary: int | None, items: ItemTable | None, names: NamesOfValues
+        self,
+        documents: Any,
+        rows: int,
+        vocabulary: int | None,
+        items: ItemTable | None,
+        names: NamesOfValues,
+        depths: int,
     ) -> None:
         self._documents, self._vocabulary, self._items = documents, vocabulary, items
-        self.ids = np.zeros(rows, dtype=np.int64)
-        self.labels = np.full(rows, NO_TARGET, dtype=np.int64)
-        self.values = dict[str, npt.NDArray[np.float64]]()
         self._names = names
+        self._at_depth = [_Arrays(rows) for _ in range(depths + 1)]
 
-    def read(self, document: int, start: int, stop: int, row: int, *, last: bool) -> None:
+    def batch(self, shard: SequenceShard) -> LocalBatch:
+        """What was read."""
+        first, *deeper = (LocalBatch(shard, rows.ids, rows.labels, rows.values) for rows in self._at_depth)
+        return first._replace(deeper=tuple(deeper))
+
+    def read(self, document: int, start: int, stop: int, row: int, *, length: int) -> None:
         """Read positions from start to stop of a document into the rows from `row` on."""
-        end = stop if last else stop + 1  # the last row of a document predicts nothing
+        end = min(stop + len(self._at_depth), length)  # a row predicts nothing where its document ends before
         hidden = None if self._items is None else self._items.covered(document, start, end)
         positions = np.arange(start, end)
         tokens = self._tokens(document, positions, hidden)
-        self.ids[row : row + stop - start] = tokens[: stop - start]
-        predicted = slice(row, row + len(tokens) - 1)
-        self.labels[predicted] = self._labels(document, positions[1:], tokens[1:], hidden)
-        for name, numbers in self._values(document, positions[1:]).items():
-            ones = float(name == WEIGHTS)
-            self.values.setdefault(name, np.full(len(self.ids), ones))[predicted] = numbers
+        labels = self._labels(document, positions[1:], tokens[1:], hidden)
+        values = self._values(document, positions[1:])
+        for depth, rows in enumerate(self._at_depth):
+            ahead = slice(depth, depth + stop - start)
+            rows.fill(row, tokens[ahead], labels[ahead], {name: numbers[ahead] for name, numbers in values.items()})
 
     def _tokens(self, document: int, positions: Rows, hidden: npt.NDArray[np.bool_] | None) -> Rows:
         """Token ids at some positions, 0 where they are hidden. Raises DataError for what cannot be token ids."""
@@ -179,6 +190,24 @@ class _Reader:
                 f"document {document} holds {what} {ids[at]} at position {positions[at]}, the model's vocabulary is "
                 f"0 to {'…' if size is None else size - 1}; use the tokenizer that belongs to the model"
             )
+
+
+class _Arrays:
+    """The rows of one depth, while they are read."""
+
+    def __init__(self, rows: int) -> None:
+        self.ids = np.zeros(rows, dtype=np.int64)
+        self.labels = np.full(rows, NO_TARGET, dtype=np.int64)
+        self.values = dict[str, npt.NDArray[np.float64]]()
+
+    def fill(self, row: int, ids: Rows, labels: Rows, values: Mapping[str, npt.NDArray[np.float64]]) -> None:
+        """Put them into the rows from `row` on; as many labels and values as there are."""
+        self.ids[row : row + len(ids)] = ids
+        predicted = slice(row, row + len(labels))
+        self.labels[predicted] = labels
+        for name, numbers in values.items():
+            ones = float(name == WEIGHTS)
+            self.values.setdefault(name, np.full(len(self.ids), ones))[predicted] = numbers
 
 
 def _check_integers(document: int, values: npt.NDArray[Any], positions: Rows, what: str) -> None:

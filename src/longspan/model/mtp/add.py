@@ -1,0 +1,110 @@
+"""`add_mtp`: give a causal language model depths of multi-token prediction before it is prepared.
+
+Refused, for now: models of several modalities, adapters, and a state-space layer as the last one. `prepare` refuses
+sequence parallelism.
+"""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from longspan.errors import ModelError
+from longspan.model.adapters import adapter_in
+from longspan.model.layers import base_of, decoder_layers, reads_other_modalities
+from longspan.model.mtp.depths import PREFIX, MtpDepth, MtpDepths, depths_of
+from longspan.model.mtp.weights import draw_depths, read_depths
+from longspan.model.prepared import is_prepared
+from longspan.model.seams.mixers import mixers_of
+
+
+def add_mtp(
+    model: PreTrainedModel, depths: int = 1, *, weights: str | Path | None = None, seed: int = 0
+) -> PreTrainedModel:
+    """Give a Hugging Face causal language model depths of multi-token prediction; returns the same model.
+
+    >>> model = prepare(add_mtp(load_model("Qwen3-8B"), depths=1), world)
+    >>> result = run_step(model, plan, documents, world, optimizer, mtp=MtpLoss(weight=0.3))
+    >>> result.loss, result.mtp_losses
+
+    A depth has a decoder layer like the model's last one, with random weights as transformers initialises them, a
+    function of the configuration and `seed` alone; or those of a folder: `weights`, one that `save_model` wrote
+    (`mtp.layers.0.…`) or that is published with them (`model.layers.61.…` after the 61 layers of DeepSeek-V3). They
+    are parameters of the model, under `mtp.`; embedding and head are the model's own. Without `mtp=` the model trains
+    and answers as before.
+
+    Raises ModelError for a model that cannot have them, and for a folder that lacks their weights.
+    """
+    _check(model, depths)
+    *_, last = decoder_layers(model).values()
+    mtp = MtpDepths([_depth(model, last) for _ in range(depths)])
+    model.add_module(PREFIX, mtp)
+    mtp.train(model.training)
+    try:
+        draw_depths(model, mtp, seed) if weights is None else read_depths(model, mtp, Path(weights))
+    except ModelError:
+        del model.mtp  # as it was
+        raise
+    return model
+
+
+def _check(model: PreTrainedModel, depths: int) -> None:
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(f"add_mtp takes a transformers model (PreTrainedModel), got {name}")
+    if isinstance(depths, bool) or not isinstance(depths, int) or depths < 1:
+        raise ModelError(
+            f"add_mtp got depths={depths!r}; give a number from 1: tokens that are predicted beyond the next"
+        )
+    if is_prepared(model):
+        raise ModelError(f"this {name} was prepared already; call add_mtp before prepare, which places its parameters")
+    if hasattr(model, PREFIX):
+        depth = len(depths_of(model))
+        has = f"multi-token prediction of depth {depth}" if depth else f"a module at {PREFIX!r}"
+        raise ModelError(f"{name} has {has} already; add depths once, to a stock model")
+    if model.get_output_embeddings() is None or base_of(model) is model:
+        raise ModelError(f"{name} has no output embedding over a base model; use a causal language model")
+    if reads_other_modalities(model):
+        raise ModelError(f"{name} is a model of several modalities; give add_mtp the causal language model alone")
+    if adapter_in(model) is not None:
+        raise ModelError(f"{name} has an adapter, which alone would be trained; merge it, then call add_mtp")
+    last, layer = list(decoder_layers(model).items())[-1]
+    if mixers := [f"{last}.{path} ({type(mixer).__name__})" for path, mixer in mixers_of(layer).items()]:
+        raise ModelError(
+            f"{name}: {', '.join(mixers)} is a state-space layer, and a depth of multi-token prediction is like the "
+            "last layer, with attention; use a model whose last layer attends"
+        )
+
+
+def _depth(model: PreTrainedModel, last: nn.Module) -> MtpDepth:
+    """A depth with copies of the model's last layer and last norm, whose weights are overwritten."""
+    norm, size = _last_norm(model), model.config.get_text_config().hidden_size
+    weight = next(last.parameters())
+    eh_proj = nn.Linear(2 * size, size, bias=False, device=weight.device, dtype=model.dtype)
+    norms = _copy(norm), _copy(norm), _copy(norm)
+    return MtpDepth(_copy(last), norms, eh_proj)
+
+
+def _copy(module: nn.Module) -> Any:
+    """A copy that shares configurations with the model: they say which attention function its layers call."""
+    configs = [
+        config for inner in module.modules() if isinstance(config := vars(inner).get("config"), PreTrainedConfig)
+    ]
+    return deepcopy(module, {id(config): config for config in configs})
+
+
+def _last_norm(model: PreTrainedModel) -> nn.Module:
+    """The norm after the decoder layers."""
+    children = list(base_of(model).named_children())
+    if isinstance(norm := getattr(base_of(model), "norm", None), nn.Module):
+        return norm
+    norms = [child for _, child in children if type(child).__name__.lower().endswith("norm")]
+    if not norms:
+        raise ModelError(
+            f"{type(model).__name__} has no norm after its decoder layers to be found in its base model "
+            f"({', '.join(name for name, _ in children)}), and depths of multi-token prediction need its kind; train "
+            "it without them"
+        )
+    return norms[-1]

@@ -1,0 +1,119 @@
+"""The depths of multi-token prediction (DeepSeek-V3, https://arxiv.org/abs/2412.19437, §2.2) behind a causal model.
+
+Depth d predicts token t + d + 1 at row t, of the hidden states of depth d − 1 and the token t + d:
+
+    x = eh_proj [enorm(embedding of token t + d) ; hnorm(hidden of depth d − 1)]
+    hidden of depth d = post_norm(block(x))
+
+Depth 0 is the model itself, its hidden states those after its last norm. Embedding and head are the model's own. Names
+and formulas are those of transformers' `MtpLayer`, which serves generation and cannot train (5.17 to 5.23).
+
+Rows stay where they are, at their own positions, so that a block is called with whatever the model gave its last
+decoder layer in the same pass: shard, rotary embeddings, kernel. Which ids are whose is in `train/reading`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from longspan.errors import ModelError
+from longspan.model.layers import decoder_layers
+
+PREFIX = "mtp"  # of the depths' weights in a state_dict and in files
+
+
+class MtpDepth(nn.Module):
+    """One depth: norms, a projection of twice the hidden size, and a decoder layer of the model's class."""
+
+    def __init__(self, block: nn.Module, norms: tuple[nn.Module, nn.Module, nn.Module], eh_proj: nn.Linear) -> None:
+        super().__init__()
+        self.enorm, self.hnorm, self.post_norm = norms
+        self.eh_proj = eh_proj
+        self.mtp_block = block
+
+    def forward(self, embedded: Tensor, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Embeddings of later tokens and hidden states of the depth before, (1, T, D) each, to hidden states."""
+        x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
+        out = self.mtp_block(x, *args, **kwargs)
+        return self.post_norm(out if isinstance(out, Tensor) else out[0])
+
+
+class MtpDepths(nn.Module):
+    """All depths of a model, its attribute `mtp`."""
+
+    def __init__(self, depths: list[MtpDepth]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(depths)
+
+
+def depths_of(model: nn.Module) -> tuple[MtpDepth, ...]:
+    """The depths that `add_mtp` gave a model, in order; none for another model."""
+    mtp = model._modules.get(PREFIX)
+    return tuple(depth for depth in mtp.layers if isinstance(depth, MtpDepth)) if isinstance(mtp, MtpDepths) else ()
+
+
+def mtp_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The decoder layers of a model's depths, by qualified name."""
+    return {f"{PREFIX}.layers.{i}.mtp_block": depth.mtp_block for i, depth in enumerate(depths_of(model))}
+
+
+class LayerArguments:
+    """What the model gave its last decoder layer beside hidden states; filled while a pass runs."""
+
+    def __init__(self) -> None:
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: Mapping[str, Any] = {}
+
+    def note(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Forward pre-hook of the layer."""
+        self.args = args[1:]
+        # Routers of depths are not counted: some of their rows have no token.
+        self.kwargs = {name: value for name, value in kwargs.items() if name not in ("hidden_states", "router")}
+
+
+def refuse_bypass(model: nn.Module, reached: Sequence[nn.Module]) -> None:
+    """Raise ModelError for a depth in which no module was among those that reached our attention in a pass."""
+    for name, block in mtp_blocks(model).items():
+        if not any(module is inner for inner in block.modules() for module in reached):
+            raise ModelError(
+                f"{type(model).__name__}: {name} ({type(block).__name__}) reaches no attention over the sharded "
+                "sequence; train the model without add_mtp"
+            )
+
+
+@contextmanager
+def last_layer_arguments(model: PreTrainedModel) -> Iterator[LayerArguments]:
+    """Notes what the model's last decoder layer is called with inside."""
+    arguments = LayerArguments()
+    *_, last = decoder_layers(model).values()
+    handle = last.register_forward_pre_hook(arguments.note, with_kwargs=True, prepend=True)
+    try:
+        yield arguments
+    finally:
+        handle.remove()
+
+
+def deeper_states(
+    model: PreTrainedModel, hidden: Tensor, future_ids: Tensor, arguments: LayerArguments
+) -> tuple[Tensor, ...]:
+    """The hidden states (T, D) of each depth, of the model's last ones (1, T, D) and ids (depths, T) of later tokens.
+
+    Raises ModelError where the last layer was given what is of its own rows: a depth has none of that.
+    """
+    if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((arguments.args, dict(arguments.kwargs)))):
+        raise ModelError(
+            f"{type(model).__name__.removeprefix('FSDP')} gives its last decoder layer, beside hidden states, tensors "
+            "that depend on its parameters (inputs or keys of other layers), which a depth of multi-token prediction "
+            "has not; train it without mtp="
+        )
+    embedding: Any = model.get_input_embeddings()
+    states = list[Tensor]()
+    for depth, ids in zip(depths_of(model), future_ids, strict=True):
+        hidden = depth(embedding(ids[None]), hidden, *arguments.args, **arguments.kwargs)
+        states.append(hidden.squeeze(0))
+    return tuple(states)

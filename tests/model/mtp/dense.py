@@ -1,0 +1,92 @@
+"""Multi-token prediction written plainly: one process, the stock model and its depths on each document by itself."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from longspan.model.mtp.add import add_mtp
+from tests.model.deep import deep
+from tests.model.stock import gradients_of, tiny
+
+LENGTHS = (13, 1, 30, 7, 2, 18, 3, 9)
+WEIGHT = 0.7
+
+
+def with_depths(family: str, depths: int, layers: int = 2) -> PreTrainedModel:
+    """A tiny model in float64 with depths, none of whose weights stands at one or at nothing."""
+    if layers == 2:
+        model = tiny(family, torch.float64, attention="eager", vocabulary=64)
+    else:
+        model = deep(family, torch.float64, layers, vocabulary=64)
+    add_mtp(model, depths)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if name.startswith("mtp."):
+                parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The main loss, the loss of each depth, and the gradient of their weighted sum."""
+
+    loss: float
+    mtp_losses: tuple[float, ...]
+    gradients: dict[str, Tensor]
+
+
+def dense(model: Any, documents: Sequence[np.ndarray], masks: Sequence[np.ndarray], weights: Sequence[float]) -> Answer:
+    """Depth by depth each document gets shorter: its rows without a later token are left out.
+
+    `masks[i]` says which tokens of document i are targets, `weights[i]` what their losses count.
+    """
+    depths = list(model.mtp.layers)
+    sums: list[Any] = [0.0] * (1 + len(depths))
+    counts = [0] * (1 + len(depths))
+    for document, mask, weight in zip(documents, masks, weights, strict=True):
+        ids, targets = torch.from_numpy(document), torch.from_numpy(mask)
+        hidden = model.model(input_ids=ids[None], use_cache=False).last_hidden_state
+        for depth in range(1 + len(depths)):
+            if depth:
+                hidden = _next(model, depths[depth - 1], hidden[:, :-1], ids[depth:])
+            if len(ids) > depth:
+                labels, known = ids[depth + 1 :], targets[depth + 1 :]
+                losses = F.cross_entropy(_logits(model, hidden)[0, :-1], labels, reduction="none")
+                sums[depth] = sums[depth] + weight * losses[known].sum()
+                counts[depth] += int(known.sum())
+            else:
+                break
+    means = [total / max(count, 1) for total, count in zip(sums, counts, strict=True)]
+    (means[0] + WEIGHT / len(depths) * sum(means[1:])).backward()
+    return Answer(float(means[0]), tuple(map(float, means[1:])), gradients_of(model))
+
+
+def _next(model: Any, depth: Any, hidden: Tensor, ids: Tensor) -> Tensor:
+    """One depth on the rows that have a later token; positions are those of the tokens, as in transformers."""
+    if not len(ids):
+        return hidden
+    later = model.get_input_embeddings()(ids[None])
+    x = F.linear(torch.cat([depth.enorm(later), depth.hnorm(hidden)], -1), depth.eh_proj.weight)
+    positions = torch.arange(len(ids))[None] + 1
+    layer, config = depth.mtp_block, model.config
+    types = getattr(config, "layer_types", None)
+    full = types is not None and types[-1] == "full_attention"
+    window = None if full else getattr(config, "sliding_window", None)
+    age = positions[0, :, None] - positions[0, None, :]
+    hidden_rows = (age < 0) | (age >= (window or len(ids)))
+    mask = torch.zeros(age.shape, dtype=x.dtype).masked_fill(hidden_rows, torch.finfo(x.dtype).min)
+    rotary = model.model.rotary_emb(x, positions)
+    out = layer(x, attention_mask=mask[None, None], position_embeddings=rotary, position_ids=positions)
+    return depth.post_norm(out)
+
+
+def _logits(model: Any, hidden: Tensor) -> Tensor:
+    logits, cap = model.lm_head(hidden), getattr(model.config, "final_logit_softcapping", None)
+    return logits if cap is None else cap * torch.tanh(logits / cap)

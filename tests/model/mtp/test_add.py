@@ -1,0 +1,201 @@
+"""Adding depths: which weights they get, what is saved and read again, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from longspan import Layout, MtpLoss, World, add_mtp, load_model, plan_fixed, prepare, run_step, save_model
+from longspan.errors import CommError, LongspanError, LossError, ModelError
+from longspan.model import preset_config
+from longspan.testing import run_ranks
+from longspan.train import build_optimizer, load_checkpoint, save_checkpoint
+from tests.model.mtp.dense import LENGTHS, with_depths
+from tests.model.seams.families import FAMILIES
+from tests.model.stock import at_random, config_of, texts, tiny, weights_of
+
+
+def _depths(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x for name, x in weights.items() if name.startswith("mtp.")}
+
+
+def test_names_are_under_one_prefix_and_embedding_and_head_are_the_models_own() -> None:
+    stock, model = tiny("llama"), add_mtp(tiny("llama"), 2)
+    assert list(model.state_dict())[: len(stock.state_dict())] == list(stock.state_dict())
+    added = [name for name in model.state_dict() if name not in stock.state_dict()]
+    layer = [f"mtp_block.{name}" for name in model.model.layers[1].state_dict()]
+    inside = [*layer, "eh_proj.weight", *(f"{norm}.weight" for norm in ("enorm", "hnorm", "post_norm"))]
+    assert sorted(added) == sorted(f"mtp.layers.{depth}.{name}" for depth in (0, 1) for name in inside)
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    assert torch.equal(model(ids).logits, stock(ids).logits)
+
+
+def test_drawn_weights_depend_on_the_seed_alone() -> None:
+    def drawn(seed: int, *, sharded: bool) -> dict[str, Tensor]:
+        with World(Layout(ranks=1), backend="gloo") as world:
+            model = add_mtp(load_model(preset="qwen3-tiny", vocab_size=64, sharded=sharded), 2, seed=seed)
+            return _depths(weights_of(prepare(model, world)))
+
+    first, again, other = drawn(0, sharded=False), drawn(0, sharded=True), drawn(1, sharded=False)
+    assert all(torch.equal(first[name], again[name]) for name in first) and first.keys() == again.keys()
+    changed = [name for name in first if not torch.equal(first[name], other[name])]
+    assert len(changed) == sum("proj" in name for name in first)
+    assert all(x.eq(1).all() for name, x in first.items() if name.endswith("norm.weight"))
+    assert not torch.equal(first["mtp.layers.0.eh_proj.weight"], first["mtp.layers.1.eh_proj.weight"])
+
+
+HOMES = {
+    "cp": Layout(ranks=2),
+    "tp": Layout(ranks=2, tp=2),
+    "pp": Layout(ranks=2, pp=2),
+    "ep": Layout(ranks=2, ep=2),
+}
+
+
+def _model(home: Layout) -> PreTrainedModel:
+    return (with_depths("qwen3-moe", 2, layers=3) if home.ep > 1 else with_depths("llama", 2)).float()
+
+
+def _saved(rank: int, home: Layout, folder: Path) -> dict[str, Tensor]:
+    """A model that was trained for a step, saved both ways, and its weights that are here."""
+    with World(home) as world:
+        model = prepare(_model(home), world)
+        optimizer = build_optimizer(model, "adamw", lr=1e-2)
+        plan = plan_fixed(LENGTHS, home, cp=home.slots)
+        run_step(model, plan, texts(LENGTHS), world, optimizer, mtp=MtpLoss())
+        save_model(model, folder / "model", world)
+        save_checkpoint(folder / "checkpoint", model, optimizer, world, step=1)
+        return weights_of(model)
+
+
+def _read(
+    rank: int, home: Layout, saved_under: Layout, folder: Path, sharded: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights of a folder, and those of a checkpoint."""
+    with World(home) as world:
+        model = add_mtp(load_model(folder / "model", sharded=sharded), 2, weights=folder / "model")
+        read = weights_of(prepare(model, world))
+        other = prepare(_model(saved_under), world)
+        load_checkpoint(folder / "checkpoint" / "step-000001", other, build_optimizer(other, "adamw", lr=1e-2), world)
+        return read, weights_of(other)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_saved_depths_are_read_again_and_stock_transformers_reads_the_rest(home: str, tmp_path: Path) -> None:
+    saved = {name: x for weights in run_ranks(_saved, 2, HOMES[home], tmp_path) for name, x in weights.items()}
+    last = "model.layers.2." if home == "ep" else "model.layers.1."
+    assert len(_depths(saved)) == 2 * (4 + sum(name.startswith(last) for name in saved))
+    for there, sharded in (("cp", False), (home, True)):
+        read = run_ranks(_read, 2, HOMES[there], HOMES[home], tmp_path, sharded)
+        for weights in (weights for both in read for weights in both):
+            assert all(torch.equal(x, saved[name]) for name, x in weights.items())
+        assert saved.keys() == {name for weights, _ in read for name in weights}
+    stock = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "model").named_parameters())
+    assert stock.keys() == saved.keys() - _depths(saved).keys()
+    assert all(torch.equal(x, saved[name]) for name, x in stock.items())
+
+
+def _deepseek(layers: int) -> PreTrainedModel:
+    """DeepSeek-V3 whose layers but the first have experts."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 16}
+    config = config_of("deepseek-v3")
+    config.update(experts | {"num_hidden_layers": layers})
+    config.mlp_layer_types = ["dense"] + ["sparse"] * (layers - 1)
+    return at_random(config)
+
+
+def test_depths_are_read_under_the_names_that_they_are_published_with(tmp_path: Path) -> None:
+    """A depth's block is the layer after a model's last one: stock transformers writes one of a model with one more."""
+    deeper = _deepseek(3)
+    deeper.save_pretrained(tmp_path)
+    own = {name: torch.full((32,), i + 2.0) for i, name in enumerate(("enorm", "hnorm", "shared_head.norm"))}
+    published: dict[str, Tensor] = {f"model.layers.2.{name}.weight": x for name, x in own.items()}
+    published["model.layers.2.eh_proj.weight"] = torch.randn(32, 64)
+    published["model.layers.2.embed_tokens.weight"] = torch.zeros(2)  # copies of the model's own, which are not read
+    files = load_file(tmp_path / "model.safetensors")
+    assert "model.layers.2.mlp.experts.3.gate_proj.weight" in files
+    save_file(files | published, tmp_path / "model.safetensors")
+    read = add_mtp(_deepseek(2), 1, weights=tmp_path).state_dict()
+    for name, x in deeper.model.layers[2].state_dict().items():
+        assert torch.equal(read[f"mtp.layers.0.mtp_block.{name}"], x), name
+    for ours, theirs in (("enorm", "enorm"), ("hnorm", "hnorm"), ("post_norm", "shared_head.norm")):
+        assert torch.equal(read[f"mtp.layers.0.{ours}.weight"], own[theirs].double())
+    assert torch.equal(read["mtp.layers.0.eh_proj.weight"], published["model.layers.2.eh_proj.weight"].double())
+    with pytest.raises(ModelError, match=r"lacks \d+ of \d+ .*mtp\.layers\.1\..*or model\.layers\.2\..*fewer depths"):
+        add_mtp(_deepseek(2), 2, weights=tmp_path)
+    save_file(files | published | {"model.layers.2.enorm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"mtp.layers.0.enorm.weight is \(3,\) in the files, \(32,\)"):
+        add_mtp(_deepseek(2), 1, weights=tmp_path)
+
+
+def test_what_cannot_have_depths_is_refused() -> None:
+    ends_in_a_scan = preset_config("qwen3-next-tiny", vocab_size=64)
+    ends_in_a_scan.update({"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]})
+    refused: list[tuple[Any, Any, str]] = [
+        (torch.nn.Linear(2, 2), 1, "takes a transformers model .* got Linear"),
+        (tiny("qwen3"), 0, "depths=0; give a number from 1"),
+        (tiny("qwen3"), True, "depths=True"),
+        (add_mtp(tiny("qwen3")), 1, "has multi-token prediction of depth 1 already"),
+        (load_model(config=ends_in_a_scan), 1, r"layers\.1\.\w+ \(\w+\) is a state-space layer"),
+        (tiny("qwen3").model, 1, "no output embedding over a base model"),
+    ]
+    for model, depths, message in refused:
+        with pytest.raises(ModelError, match=message):
+            add_mtp(model, depths)
+    with pytest.raises(LossError, match="weight of an MtpLoss is -1; give a number from 0"):
+        MtpLoss(weight=-1)
+
+
+def _refused(rank: int) -> str:
+    with World(HOMES["tp"]) as world, pytest.raises(ModelError) as error:
+        prepare(add_mtp(tiny("qwen3"), 2), world, sequence_parallel=True)
+    return str(error.value)
+
+
+def test_sequence_parallelism_is_refused() -> None:
+    for message in run_ranks(_refused, 2):
+        assert "depth 2, whose norms and projections take all of a slot's rows; use sequence_parallel=False" in message
+
+
+def _steps(rank: int) -> list[str]:
+    """What a step says of each wrong mtp=."""
+    messages = list[str]()
+    with World(Layout(ranks=2)) as world:
+        model, bare = prepare(add_mtp(tiny("qwen3")), world), prepare(tiny("qwen3"), world)
+        plan: Any = plan_fixed(LENGTHS, world.home, cp=2)
+        wrong: list[tuple[Any, Any]] = [(bare, MtpLoss()), (model, 0.3), (model, MtpLoss(rank + 0.1))]
+        for which, mtp in (*wrong, (model, MtpLoss() if rank else None)):
+            try:
+                run_step(which, plan, texts(LENGTHS), world, mtp=mtp)
+            except LongspanError as error:
+                messages.append(f"{type(error).__name__}: {error}")
+        with pytest.raises(ModelError, match="was prepared already; call add_mtp before prepare"):
+            add_mtp(bare)
+    return messages
+
+
+def test_steps_refuse_what_is_no_loss_of_their_model() -> None:
+    for bare, number, unequal, missing in run_ranks(_steps, 2):
+        assert bare.startswith(ModelError.__name__) and "0 depths" in bare and "longspan.add_mtp(model" in bare
+        assert number.startswith(LossError.__name__) and "mtp is 0.3; give MtpLoss(weight=0.3)" in number
+        assert unequal.startswith(CommError.__name__) and "different losses of multi-token prediction" in unequal
+        assert missing.startswith(CommError.__name__) and "mtp=" in missing
+
+
+def _refused_in_the_step(rank: int) -> str:
+    family, values = FAMILIES["gemma4"]
+    with World(Layout(ranks=1)) as world:
+        model = prepare(add_mtp(load_model(config=getattr(transformers, family)(**values))), world)
+        run_step(model, plan_fixed((5,), world.home, cp=1), [list(range(5))], world)
+        with pytest.raises(ModelError, match="gives its last decoder layer, beside hidden states, tensors") as error:
+            run_step(model, plan_fixed((5,), world.home, cp=1), [list(range(5))], world, mtp=MtpLoss())
+    return str(error.value)
+
+
+def test_a_last_layer_that_gets_what_earlier_ones_made_is_refused() -> None:
+    assert "train it without mtp=" in run_ranks(_refused_in_the_step, 1)[0]

@@ -1,0 +1,66 @@
+"""What multi-token prediction could get wrong without an error, put into the code: the test would show it."""
+
+from longspan import Layout, MtpLoss, World, plan_fixed, prepare, run_step
+from longspan.doctor.float64 import whole_float64
+from longspan.testing import run_ranks
+from tests.model.mtp.dense import LENGTHS, WEIGHT, dense, with_depths
+from tests.model.stock import gradients_of, texts, worst
+from tests.mutation import mutate, restore
+
+ROWS, LOSS, DEPTHS = "train.reading.read_rows", "train.mtp_loss", "model.mtp.depths"
+MUTATIONS: dict[str, tuple[str, str, str]] = {
+    "ids shifted by one less": (ROWS, "tokens[ahead]", "tokens[max(depth - 1, 0) :][: stop - start]"),
+    "labels shifted by one less": (ROWS, "labels[ahead]", "labels[max(depth - 1, 0) :][: stop - start]"),
+    "ids of the segment alone": (ROWS, "stop + len(self._at_depth)", "stop + 1"),
+    "ids over the ends of segments and documents": (
+        "train.passes",
+        "np.stack([rows.ids for rows in batch.deeper])",
+        "np.stack([np.roll(batch.ids, -1 - depth) for depth in range(passes.depths)])",
+    ),
+    "labels over the ends of segments and documents": (
+        LOSS,
+        "self._cross_entropy(rows, states",
+        "self._cross_entropy(rows._replace(labels=__import__('numpy').roll(batch.labels, -1 - depth)), states",
+    ),
+    "targets of every token": (LOSS, "(batch.deeper[d].labels != NO_TARGET).sum()", "len(batch.labels)"),
+    "targets of this slot": (
+        LOSS,
+        'world.control.sum_over_stages(local, "targets of multi-token prediction")',
+        "local",
+    ),
+    "the depths' sum in place of their mean": (LOSS, "mtp.weight / len(targets)", "mtp.weight"),
+    "not multiplied by what the sum is divided by": (LOSS, "* divisor / max", "/ max"),
+    "depths in the loss": (LOSS, "share * (loss - loss.detach())", "share * loss"),
+    "every depth from the model's hidden states": (DEPTHS, "        hidden = depth(", "        last = depth("),
+    "the hidden states first": (
+        DEPTHS,
+        "[self.enorm(embedded), self.hnorm(hidden)]",
+        "[self.hnorm(hidden), self.enorm(embedded)]",
+    ),
+    "no last norm": (DEPTHS, "self.post_norm(out if", "(out if"),
+}
+
+
+def _errors(rank: int) -> dict[str, float]:
+    """The largest error of a step by what is wrong; of a change that raises, infinity."""
+    errors, documents = dict[str, float](), texts(LENGTHS)
+    with World(Layout(ranks=2)) as world, whole_float64():
+        masks = [ids >= 0 for ids in documents]
+        exact = dense(with_depths("qwen3", 2).train(), documents, masks, [1.0] * len(documents))
+        model = prepare(with_depths("qwen3", 2), world)
+        plan = plan_fixed(LENGTHS, world.home, cp=2, max_tokens_per_slot=24)
+        for name, mutation in {"nothing": None, **MUTATIONS}.items():
+            undo = mutate(*mutation) if mutation else []
+            model.zero_grad()
+            result = run_step(model, plan, documents, world, mtp=MtpLoss(weight=WEIGHT))
+            losses = zip((result.loss, *result.mtp_losses), (exact.loss, *exact.mtp_losses), strict=True)
+            of_losses = max(abs(loss / there - 1) for loss, there in losses)
+            errors[name] = max(of_losses, worst(gradients_of(model), exact.gradients))
+            restore(undo)
+    return errors
+
+
+def test_mutations_are_noticed() -> None:
+    for errors in run_ranks(_errors, 2):
+        assert errors.pop("nothing") < 1e-11
+        assert all(error > 1e-6 for error in errors.values()), errors
