@@ -85,7 +85,7 @@ def _read(
         return read, weights_of(other)
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", ["cp", *(pytest.param(home, marks=pytest.mark.whole) for home in ("tp", "pp", "ep"))])
 def test_saved_depths_are_read_again_and_stock_transformers_reads_the_rest(home: str, tmp_path: Path) -> None:
     saved = {name: x for weights in run_ranks(_saved, 2, HOMES[home], tmp_path) for name, x in weights.items()}
     last = "model.layers.2." if home == "ep" else "model.layers.1."

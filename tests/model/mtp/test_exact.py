@@ -154,13 +154,13 @@ def _errors(rank: int, home: Layout, cases: list[Case]) -> dict[str, float]:
     ("home", "cases"),
     [
         (Layout(ranks=1), FEW),
-        (Layout(ranks=2), CASES),
+        pytest.param(Layout(ranks=2), CASES, marks=pytest.mark.whole),
         (Layout(ranks=3), FEW),
         (Layout(ranks=2, dp_replicate=2), FEW),
         (Layout(ranks=4, tp=2), SPLIT),
         (Layout(ranks=2, ep=2), EXPERTS),
         (Layout(ranks=2, pp=2), STAGES),
-        (Layout(ranks=4, pp=2), STAGES),
+        pytest.param(Layout(ranks=4, pp=2), STAGES, marks=pytest.mark.whole),
     ],
     ids=[
         "1 slot",
