@@ -21,7 +21,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
 from longspan.model.adapters import Adapter, adapter_entries, adapter_of, model_inside
-from longspan.model.add_mtp import add_mtp
+from longspan.model.add_depths import add_mtp
 from longspan.model.hf_folder import no_progress_bars
 from longspan.model.load import torch_dtype
 from longspan.model.lora.save import write_adapter

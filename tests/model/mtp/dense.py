@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from longspan.model.add_mtp import add_mtp
+from longspan.model.add_depths import add_mtp
 from tests.model.deep import deep
 from tests.model.stock import gradients_of, tiny
 
