@@ -1,0 +1,148 @@
+"""What token ids and positions of a vision-language model say of images: integers alone, from its configuration.
+
+    tokens = image_tokens(AutoConfig.from_pretrained(folder))
+    rows = tokens.rows((1, 4, 6))                       # of an image of 4 x 6 patches
+    positions = tokens.positions(ids, grids)            # (3, T) of a whole document, None where they are plain
+
+Positions are those of the model's own `get_rope_index`. Neither pixels nor weights are looked at.
+"""
+
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import MODEL_MAPPING, AutoModel, PreTrainedConfig
+
+from longspan.errors import DataError, ModelError, counted
+
+Grid = tuple[int, int, int]
+_IMAGE = 1  # of mm_token_type_ids: text 0, image 1, video 2
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """One image as the model folder's own image processor makes it: what `read(index)` gives and an encoder takes.
+
+    `pixels` are (patches, C · t · p²) beside a `grid` (t, h, w) of patches (Qwen), or without one (n, 3, H, W), n being
+    the tiles of the image (LLaVA: 1).
+    """
+
+    pixels: Tensor
+    grid: Grid | None = None
+
+
+@dataclass(frozen=True)
+class ImageTokens:
+    """What ids and positions of a vision-language model say of images; integers only, from its configuration.
+
+    `placeholder` is the id at whose places rows of images stand (image_token_id); `merge` the merged patches a side: a
+    grid (t, h, w) of patches makes t · h · w / merge² rows. Models without grids make `fixed_rows` for every image.
+    """
+
+    placeholder: int
+    merge: int = 1
+    fixed_rows: int | None = None
+    config: PreTrainedConfig | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def has_grids(self) -> bool:
+        """Whether the rows of an image depend on its grid of patches."""
+        return self.fixed_rows is None
+
+    def rows(self, grid: Grid | None) -> int:
+        """The rows, and placeholders, of one image. Raises DataError for a grid that the model does not merge."""
+        if self.fixed_rows is not None:
+            return self.fixed_rows
+        if grid is None or len(grid) != 3 or any(side < 1 for side in grid) or any(s % self.merge for s in grid[1:]):
+            raise DataError(
+                f"an image has the grid of patches {grid}; give (t, h, w), h and w multiples of {self.merge} "
+                "(spatial_merge_size), as the model folder's own image processor makes them"
+            )
+        return int(np.prod(grid)) // self.merge**2
+
+    def positions(self, ids: npt.NDArray[Any], grids: npt.NDArray[Any]) -> npt.NDArray[np.int64] | None:
+        """The positions (3, T) of a whole document, ids (T,) and grids (images, 3); None where they are plain.
+
+        They are plain in models without positions in three parts (M-RoPE), and in documents without images. Raises
+        DataError for placeholders that are not those of the grids, and for images that no token stands between.
+        """
+        model = _model_class(self.config)
+        if model is None or not hasattr(model, "get_rope_index") or not len(grids):
+            return None
+        ids, grids = np.asarray(ids, dtype=np.int64), np.asarray(grids, dtype=np.int64)
+        kinds = (ids == self.placeholder).astype(np.int32)
+        self._check(kinds, grids)
+        bare = model.__new__(model)  # the method reads the configuration and nothing else of the model
+        object.__setattr__(bare, "config", self.config)
+        made: Any = bare.get_rope_index(
+            torch.from_numpy(ids)[None],
+            mm_token_type_ids=torch.from_numpy(kinds * _IMAGE)[None],
+            image_grid_thw=torch.from_numpy(grids),
+        )
+        return made[0][:, 0].numpy()
+
+    def _check(self, kinds: npt.NDArray[np.int32], grids: npt.NDArray[np.int64]) -> None:
+        """Runs of placeholders are what positions are counted by: one run for each image, of its rows."""
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], kinds, [0]])))
+        runs = (edges[1::2] - edges[::2]).tolist()
+        rows = [self.rows(tuple(grid)) for grid in grids.tolist()]
+        if runs != rows:
+            raise DataError(
+                f"the document has {counted(len(runs), 'run')} of placeholders (token id {self.placeholder}) of "
+                f"{runs[:8]} tokens, its {counted(len(rows), 'image')} make {rows[:8]} rows; positions are counted by "
+                "run: put every image's placeholders between tokens of text, as the model's processor does"
+            )
+
+
+def image_tokens(config: PreTrainedConfig) -> ImageTokens:
+    """What a model of this configuration takes for images. Raises ModelError for one that has no images.
+
+    >>> image_tokens(AutoConfig.from_pretrained("Qwen3-VL-8B")).rows((1, 4, 6))  # doctest: +SKIP
+    6
+    """
+    placeholder = getattr(config, "image_token_id", None)
+    placeholder = getattr(config, "image_token_index", None) if placeholder is None else placeholder
+    vision = getattr(config, "vision_config", None)
+    if not isinstance(placeholder, int) or vision is None:
+        raise ModelError(
+            f"{type(config).__name__} has no image_token_id and vision_config, so it says nothing of images; use the "
+            "configuration of a model from images and text to text"
+        )
+    merge = getattr(vision, "spatial_merge_size", None)
+    if merge is not None and _takes_grids(config):
+        return ImageTokens(placeholder, merge, config=config)
+    return ImageTokens(placeholder, fixed_rows=_rows_of_one(config, vision), config=config)
+
+
+def _model_class(config: PreTrainedConfig | None) -> Any:
+    """The class of the model below the head."""
+    mapping: Any = MODEL_MAPPING
+    return mapping[type(config)] if type(config) in mapping else None
+
+
+def _takes_grids(config: PreTrainedConfig) -> bool:
+    features = getattr(_model_class(config), "get_image_features", None)
+    return features is not None and "image_grid_thw" in signature(features).parameters
+
+
+def _rows_of_one(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:
+    """The rows of an image of the configuration's size, which the model's own code makes without memory."""
+    size: Any = getattr(vision, "image_size", None)
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    name = type(config).__name__
+    if not isinstance(height, int) or not isinstance(width, int):
+        raise ModelError(f"{name}: its vision_config has no image_size, so rows of an image are not known")
+    try:
+        with torch.device("meta"), torch.no_grad():
+            model: Any = AutoModel.from_config(config)
+            pixels = torch.zeros(1, getattr(vision, "num_channels", 3), height, width, dtype=model.dtype)
+            return len(model.get_image_features(pixel_values=pixels, return_dict=True).pooler_output[0])
+    except Exception as error:  # whatever a model's own code raises
+        raise ModelError(
+            f"{name}: get_image_features of one image of {height} x {width} pixels raised {type(error).__name__}: "
+            f"{error}; so its rows are not known"
+        ) from error
