@@ -1,5 +1,6 @@
 """The lower bound: literal values of the research model, and that no plan whatever beats it."""
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from longspan.errors import PlanError
 from longspan.plan import Cost, Mode, Plan, lower_bound_seconds
+from longspan.plan.cost.state_cost import StateCost
 from tests.plan.cases import bounded, plans
 
 CASES = [  # lengths, slots, cap, area, longest
@@ -68,6 +70,11 @@ def test_no_plan_beats_it(mode: Mode, data: st.DataObject) -> None:
         across_bytes_per_second=data.draw(st.sampled_from([1e6, 40e9, 9e11])),
         micro_batch_seconds=data.draw(st.sampled_from([0.0, 1e-2, 1.0])),
     )
+    if data.draw(st.booleans()):
+        partition = data.draw(st.sampled_from(["zigzag", "contiguous"]))
+        cost = replace(
+            cost, states=StateCost(summary_seconds=1e-5, state_bytes=1e6, step_seconds=1e-3, partition=partition)
+        )
     if data.draw(st.booleans()):
         cost = cost.forward_only()
     cost = cost.under(data.draw(st.sampled_from(["p2p", "all_gather", "a2a", "a2a+p2p"])), data.draw(st.integers(1, 4)))

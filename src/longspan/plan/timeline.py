@@ -25,6 +25,7 @@ class GroupTable:
 
     micro_batch: Ints  # (G,)
     degree: Ints  # (G,)
+    documents: Ints  # (G,)
     tokens: Ints  # (G,) laid-out rows
     squares: Ints  # (G,) sum of squared laid-out rows of a document
     group: Ints  # (E,) of each membership
@@ -42,6 +43,7 @@ class GroupTable:
         return cls(
             micro_batch=_ints([m for m, _ in groups]),
             degree=degree,
+            documents=counts,
             tokens=_segment_sums(rows, counts),
             squares=_segment_sums(rows * rows, counts),
             group=np.repeat(np.arange(len(groups)), degree),
@@ -52,6 +54,11 @@ class GroupTable:
     def rows(self) -> Ints:
         """The most rows that one member of each group holds (G,)."""
         return -(-self.tokens // self.degree)
+
+    def seconds(self, cost: Cost, node_size: int) -> Floats:
+        """Seconds that each group takes of each of its slots (G,)."""
+        inside = self.inside(node_size)
+        return cost.group_seconds(self.tokens, self.squares, self.degree, inside, self.documents)
 
     def inside(self, node_size: int) -> NDArray[np.bool_]:
         """Whether all slots of each group share a node (G,)."""
@@ -109,7 +116,7 @@ def timeline(
 ) -> Timeline:
     """When each slot works in each micro-batch; slot ids must be below `slots` (`Plan.check` says so by name)."""
     table, count = GroupTable.of(micro_batches), len(micro_batches)
-    seconds = cost.group_seconds(table.tokens, table.squares, table.degree, table.inside(node_size))
+    seconds = table.seconds(cost, node_size)
     busy = _per_slot(table, seconds, count, slots)
     rows = _per_slot(table, table.rows, count, slots).astype(np.int64)
     if mode == "lockstep":

@@ -95,7 +95,7 @@ def plan_bars(plan: Plan, cost: Cost | None = None, unit: Unit = "seconds") -> P
 def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:
     """Seconds that each group takes of each of its slots, per micro-batch, without the micro-batch's launches."""
     table = GroupTable.of(plan.micro_batches)
-    seconds = cost.group_seconds(table.tokens, table.squares, table.degree, table.inside(plan.node_size))
+    seconds = table.seconds(cost, plan.node_size)
     return np.split(seconds, np.cumsum([len(m.groups) for m in plan.micro_batches])[:-1]) if plan.micro_batches else []
 
 

@@ -88,8 +88,9 @@ def _waits(cost: Cost, length: int, degree: NDArray[np.int64], speed: NDArray[np
         swap = swap + cost.ring_step_seconds * (swapping > 1)
     else:
         swapping, swap = np.ones_like(degree), np.zeros(len(degree))
+    states = (cost.states.step_seconds if cost.states else 0.0) * (degree > 1)  # what they send depends on others too
     turn = cost.ring_bytes * length * (1 / swapping - 1 / degree) / speed
     if cost.cp_comm_type == "all_gather":
-        return turn + cost.ring_step_seconds * (degree > 1)
+        return turn + cost.ring_step_seconds * (degree > 1) + states
     hidden = cost.attention_seconds * float(length) ** 2 / degree
-    return swap + np.maximum(turn - hidden, 0.0) + cost.ring_step_seconds * (degree / swapping - 1)
+    return swap + np.maximum(turn - hidden, 0.0) + cost.ring_step_seconds * (degree / swapping - 1) + states

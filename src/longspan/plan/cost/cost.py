@@ -17,6 +17,7 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.cost.cost_fields import CostFields
 from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.cost.state_cost import StateCost
 
 FORWARD_ALONE = "forward passes alone"
 # What forward takes of forward and backward together: 2 of 6 FLOPs for each weight; 2 of 7 products of attention; keys
@@ -55,8 +56,9 @@ class Cost(CostFields):
     `passes` "forward" is the cost of an evaluation, which `forward_only` makes: of what was measured forward alone,
     `forward`, where that is known. `cp_comm_type` is the type that groups are priced under, "p2p" as a ring ("auto"
     too), of which a2a+p2p exchanges heads between `a2a_size` slots; `exchange_bytes` are those of a row's queries,
-    keys, values and outputs and of their gradients, which a2a exchanges. Raises PlanError for a value that is negative
-    or not finite.
+    keys, values and outputs and of their gradients, which a2a exchanges. `states` are the costs of a hybrid's
+    state-space layers in groups, whose partition they know; None for models without. Raises PlanError for a value that
+    is negative or not finite.
     """
 
     def forward_only(self) -> "Cost":
@@ -71,7 +73,10 @@ class Cost(CostFields):
         shares = {name: value * FORWARD_SHARES.get(name, 1.0) for name, value in self.constants().items()}
         constants = self.forward.constants() if self.forward else shares
         source = self.source and f"{self.source}; {FORWARD_ALONE}"
-        return dataclasses.replace(self, **constants, source=source, passes="forward", forward=None)
+        states = self.states and self.states.forward_only()
+        if self.states and self.forward and self.forward.states:  # measured, or before recomputation
+            states = self.forward.states.dealt(self.states.partition)
+        return dataclasses.replace(self, **constants, source=source, passes="forward", forward=None, states=states)
 
     def under(self, cp_comm_type: str | Sequence[str], a2a_size: int = 1) -> "Cost":
         """This cost for groups of a communication type, or of the type that most layers of a list have.
@@ -82,45 +87,62 @@ class Cost(CostFields):
         kinds = [cp_comm_type] if isinstance(cp_comm_type, str) else list(cp_comm_type)
         return dataclasses.replace(self, cp_comm_type=max(kinds, key=kinds.count), a2a_size=a2a_size)
 
+    def dealt(self, partition: str) -> "Cost":
+        """This cost for groups of a partition, which matters to the states of a hybrid alone."""
+        return dataclasses.replace(self, states=self.states.dealt(partition)) if self.states else self
+
     def work_seconds(self, tokens: ArrayLike, squares: ArrayLike) -> NDArray[np.float64]:
         """Seconds of documents on one slot without communication: `tokens` is their sum, `squares` that of squares."""
         return self.linear_seconds * _floats(tokens) + self.attention_seconds * _floats(squares)
 
     def group_seconds(
-        self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike, inside: ArrayLike
+        self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike, inside: ArrayLike, documents: ArrayLike = 1
     ) -> NDArray[np.float64]:
         """Seconds that a group takes of each of its slots, without `micro_batch_seconds`; arguments broadcast.
 
         `tokens` and `squares` are the sums of its documents' rows and of their squares (padding included); `inside`
-        says that all its slots share a node. Attention hides a ring's traffic, but neither that of all_gather nor the
-        exchanges of a2a, each of which waits like one step of a ring (4 x H200, packed rows, degree 4: a2a took 0.5 to
-        0.9 ms a layer beyond kernels and wire, bench/records/attention-time-packed-4xH200.md; a step is 0.6 ms there).
+        says that all its slots share a node, and `documents`, which counts for states, how many they are. Attention
+        hides a ring's traffic, but neither that of all_gather nor the exchanges of a2a, each of which waits like one
+        step of a ring (4 x H200, packed rows, degree 4: a2a took 0.5 to 0.9 ms a layer beyond kernels and wire,
+        bench/records/attention-time-packed-4xH200.md; a step is 0.6 ms there).
         """
         tokens, degree = _floats(tokens), _floats(degree)
         speed = np.where(inside, self.inside_bytes_per_second, self.across_bytes_per_second)
-        attention = self.attention_seconds * _floats(squares) / degree
-        around = degree / self._exchanging(degree)
+        squares, around = _floats(squares), degree / self._exchanging(degree)
+        attention = self.attention_seconds * squares / degree
+        if self.states:
+            attention = attention * self.states.busiest(tokens, squares, around)
         ring = self.ring_bytes * tokens * (around - 1) / degree / speed
         attention = attention + ring if self.cp_comm_type == "all_gather" else np.maximum(attention, ring)
-        return (
+        seconds = (
             self.linear_seconds * tokens / degree
             + (attention + self._exchange_seconds(tokens, degree, speed))
-            + self.latency_seconds(degree)
+            + self._latency_of_attention(degree)
         )
+        if self.states is None:
+            return seconds
+        return seconds + self.states.seconds((tokens, squares, _floats(documents)), degree, speed)
 
     def latency_seconds(self, degree: ArrayLike) -> NDArray[np.float64]:
         """Seconds that a group of this degree waits for messages however few rows they carry."""
         degree = _floats(degree)
+        states = self.states.step_seconds * (degree > 1) if self.states else 0.0
+        return self._latency_of_attention(degree) + states
+
+    def _latency_of_attention(self, degree: NDArray[np.float64]) -> NDArray[np.float64]:
         exchanging = self._exchanging(degree)
         steps = np.minimum(degree - 1, 1) if self.cp_comm_type == "all_gather" else degree / exchanging - 1
         return self.ring_step_seconds * (steps + (exchanging > 1))
 
-    def group_bytes(self, tokens: ArrayLike, degree: ArrayLike) -> NDArray[np.float64]:
+    def group_bytes(self, tokens: ArrayLike, degree: ArrayLike, documents: ArrayLike = 1) -> NDArray[np.float64]:
         """Bytes that all slots of a group put on the wire."""
         tokens, degree = _floats(tokens), _floats(degree)
         exchanging = self._exchanging(degree)
         ring = self.ring_bytes * tokens * (degree / exchanging - 1)
-        return ring + self.exchange_bytes * tokens * (exchanging - 1) / exchanging
+        sent = ring + self.exchange_bytes * tokens * (exchanging - 1) / exchanging
+        if self.states is None:
+            return sent
+        return sent + self.states.wire_bytes(_floats(documents), tokens, degree) * (degree - 1)
 
     def _exchanging(self, degree: NDArray[np.float64]) -> NDArray[np.float64]:
         """How many slots exchange heads for rows; the others of a group stand in a ring with these."""
@@ -175,34 +197,40 @@ class Cost(CostFields):
         *,
         tflops: float,
         attention_tflops: float | None = None,
+        scan_tflops: float | None = None,
         inside_gbps: float = 350.0,
         across_gbps: float = 40.0,
         bytes_per_value: int = 2,
         ring_step_latency: float = 10e-6,
         micro_batch_seconds: float = 10e-3,
+        depths: int = 0,
     ) -> "Cost":
         """The cost of a model on a machine: 6 FLOPs per token for each active weight, 7 x width for causal attention.
 
         >>> cost = Cost.for_model("Qwen3-8B/config.json", tflops=400, inside_gbps=350, across_gbps=40)  # doctest: +SKIP
 
         `config` is a transformers configuration, an object or dict like one, a config.json or its folder. `tflops` is
-        what a slot (its tensor-parallel ranks together) sustains, in 1e12 FLOP/s, and `attention_tflops` what it does
-        in attention, where that differs; `inside_gbps` and `across_gbps` what it sends to another slot of its node and
-        elsewhere, in 1e9 bytes/s; `ring_step_latency` the seconds of a step of the ring in one layer;
-        `bytes_per_value` of keys and values. Raises PlanError naming attributes that are missing, or that show layers
+        what a slot (its tensor-parallel ranks together) sustains, in 1e12 FLOP/s, `attention_tflops` and `scan_tflops`
+        what it does in attention and in the scans of state-space layers, where that differs; `inside_gbps` and
+        `across_gbps` what it sends to another slot of its node and elsewhere, in 1e9 bytes/s; `ring_step_latency` the
+        seconds of a step of the ring in one layer; `bytes_per_value` of keys and values; `depths` of multi-token
+        prediction are those of `add_mtp`. Raises PlanError naming attributes that are missing, or that show layers
         which cannot be priced so.
         """
-        shape = ModelShape.of(config)
+        shape = ModelShape.of(config, depths=depths)
         attention_tflops = tflops if attention_tflops is None else attention_tflops
-        rates = {"tflops": tflops, "attention_tflops": attention_tflops}
+        scan_tflops = tflops if scan_tflops is None else scan_tflops
+        rates = {"tflops": tflops, "attention_tflops": attention_tflops, "scan_tflops": scan_tflops}
         for name, value in (rates | {"inside_gbps": inside_gbps, "across_gbps": across_gbps}).items():
             if not value > 0:
                 raise PlanError(f"{name} is {value!r}; give a number above 0")
         full = shape.layers - shape.window_layers - shape.chunk_layers
         # For documents longer than the window or chunk, of which a row sees half.
         seen = shape.window_layers * 14 * shape.window + shape.chunk_layers * 7 * shape.chunk
+        states = StateCost.of(shape, scan_tflops=scan_tflops, step_latency=ring_step_latency)
+        in_windows = seen * shape.query_width / (attention_tflops * 1e12)
         return cls(
-            linear_seconds=6 * shape.weights / (tflops * 1e12) + seen * shape.query_width / (attention_tflops * 1e12),
+            linear_seconds=6 * shape.weights / (tflops * 1e12) + in_windows + (states.scan_seconds if states else 0.0),
             attention_seconds=full * 7 * shape.query_width / (attention_tflops * 1e12),
             ring_bytes=float(shape.layers * 3 * 2 * shape.key_width * bytes_per_value),
             exchange_bytes=float(shape.layers * 2 * 2 * (shape.query_width + shape.key_width) * bytes_per_value),
@@ -211,6 +239,7 @@ class Cost(CostFields):
             ring_step_seconds=shape.layers * 2 * ring_step_latency,
             micro_batch_seconds=micro_batch_seconds,
             source=f"the model at {tflops:g} TFLOP/s",
+            states=states,
         )
 
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self, cast, get_args
 
 from longspan.errors import PlanError
+from longspan.plan.cost.state_cost import StateCost
 
 Passes = Literal["forward and backward", "forward"]
 PRICED_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p", "auto")
 
 DEFAULT_SOURCE = "Qwen3-8B on GPUs of 400 TFLOP/s"
-_NOT_CONSTANTS = ("source", "passes", "forward", "cp_comm_type", "a2a_size")
+_NOT_CONSTANTS = ("source", "passes", "forward", "cp_comm_type", "a2a_size", "states")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class CostFields:
     forward: "Self | None" = None
     cp_comm_type: str = "p2p"
     a2a_size: int = 1
+    states: StateCost | None = None
 
     def __post_init__(self) -> None:
         if self.source is None:
@@ -77,7 +79,8 @@ class CostFields:
             if name not in ("ring_bytes", "exchange_bytes")
         }
         forward = self.forward and self.forward.scaled(factor, source)
-        return dataclasses.replace(self, **constants, source=source, forward=forward)
+        states = self.states and self.states.scaled(factor)
+        return dataclasses.replace(self, **constants, source=source, forward=forward, states=states)
 
     def to_json(self) -> dict[str, Any]:
         """The constants and the source by name, for a JSON document; `Cost.from_json` gives an equal cost back."""
@@ -85,7 +88,8 @@ class CostFields:
         said = {name: getattr(self, name) for name in ("passes", "cp_comm_type", "a2a_size")}
         unusual = {name: value for name, value in said.items() if value != usual[name]}
         forward = {"forward": self.forward.to_json()} if self.forward else {}
-        return self.constants() | {"source": self.source or ""} | unusual | forward
+        states = {"states": dataclasses.asdict(self.states)} if self.states else {}
+        return self.constants() | {"source": self.source or ""} | unusual | states | forward
 
     @classmethod
     def from_json(cls, values: Any) -> Self:
@@ -97,6 +101,8 @@ class CostFields:
         fields: dict[str, Any] = {"source": "a file that does not name its machine"} | constants
         if fields.get("forward"):
             fields["forward"] = cls.from_json(fields["forward"])
+        if fields.get("states"):
+            fields["states"] = StateCost.from_json(fields["states"])
         return cls(**fields)
 
 

@@ -10,6 +10,8 @@ from longspan.plan.cost.model_shape import ModelShape
 # exchanges that show, optimizer and waiting.
 H200_ATTENTION_TFLOPS = 600.0
 H200_TFLOPS = 450.0
+# Of scans of state-space layers there is no record: an assumption, for products as narrow as a head.
+H200_SCAN_TFLOPS = 100.0
 # Of a group's ring in one layer, one way: what sharded attention takes beyond its kernels, 2 ms forward and backward at
 # degree 4 and 16K or 64K packed rows (bench/records/attention-time-packed-4xH200.md).
 H200_RING_STEP_SECONDS = 300e-6
@@ -25,7 +27,7 @@ CPU_GBPS = 1.0
 CPU_RING_STEP_SECONDS = 500e-6
 
 
-def cost_on_h200(config: Any) -> Cost:
+def cost_on_h200(config: Any, *, depths: int = 0) -> Cost:
     """The cost of a model, as in `Cost.for_model`, by what H200s were measured to sustain.
 
     Forward passes alone, which are short, are also priced by what the host takes to launch them.
@@ -33,21 +35,31 @@ def cost_on_h200(config: Any) -> Cost:
     >>> plan = plan_dynamic(lengths, home, cost=cost_on_h200("Qwen3-8B/config.json"))  # doctest: +SKIP
     """
     cost = Cost.for_model(
-        config, tflops=H200_TFLOPS, attention_tflops=H200_ATTENTION_TFLOPS, ring_step_latency=H200_RING_STEP_SECONDS
+        config,
+        tflops=H200_TFLOPS,
+        attention_tflops=H200_ATTENTION_TFLOPS,
+        scan_tflops=H200_SCAN_TFLOPS,
+        ring_step_latency=H200_RING_STEP_SECONDS,
+        depths=depths,
     )
-    launch = ModelShape.of(config).layers * H200_LAUNCH_SECONDS
+    launch = ModelShape.of(config, depths=depths).decoder_layers * H200_LAUNCH_SECONDS
     forward = replace(cost.forward_only(), launch_seconds=launch)
     return replace(cost, source=H200_SOURCE, forward=forward)
 
 
-def cost_on_cpus(config: Any) -> Cost:
+def cost_on_cpus(config: Any, *, depths: int = 0) -> Cost:
     """How the parts of a model's plans compare on CPUs, of which no machine was measured: `source` is "".
 
     >>> cost_on_cpus("Qwen3-8B/config.json").source  # doctest: +SKIP
     ''
     """
     cost = Cost.for_model(
-        config, tflops=CPU_TFLOPS, inside_gbps=CPU_GBPS, across_gbps=CPU_GBPS, ring_step_latency=CPU_RING_STEP_SECONDS
+        config,
+        tflops=CPU_TFLOPS,
+        inside_gbps=CPU_GBPS,
+        across_gbps=CPU_GBPS,
+        ring_step_latency=CPU_RING_STEP_SECONDS,
+        depths=depths,
     )
     return replace(cost, source="")
 
@@ -60,19 +72,22 @@ def with_recomputation(cost: Cost, config: Any, kind: str, layers: int = 0, *, f
     Forward is a third of what a layer's weights take (2 FLOPs of 6), and of "full" 2 products in attention of 7, one of
     the ring's two passes and a third of its bytes. torch stops before the last product of a dense layer, from which
     nothing is kept. Of `frozen` weights, under adapters, gradients are not computed: 2 FLOPs of 6. An evaluation
-    recomputes nothing: its `forward_only` is that of the model's cost.
+    recomputes nothing: its `forward_only` is that of the model's cost. State-space layers run again under either kind.
     """
     if kind == "none" and not frozen:
         return cost
     shape, forward = ModelShape.of(config), cost.forward_only()
-    share = min(layers or shape.layers, shape.layers) / shape.layers if kind != "none" else 0.0
+    share = min(layers or shape.decoder_layers, shape.decoder_layers) / shape.decoder_layers if kind != "none" else 0.0
     full = share if kind == "full" else 0.0
+    scans = cost.states.scan_seconds if cost.states else 0.0
+    weights = (cost.linear_seconds - scans) * (1 + (share * shape.recomputed_weights / shape.weights - frozen) * 2 / 6)
     return replace(
         cost,
-        linear_seconds=cost.linear_seconds * (1 + (share * shape.recomputed_weights / shape.weights - frozen) * 2 / 6),
+        linear_seconds=weights + scans * (1 + share / 3),
         attention_seconds=cost.attention_seconds * (1 + full * 2 / 7),
         ring_step_seconds=cost.ring_step_seconds * (1 + full / 2),
         ring_bytes=cost.ring_bytes * (1 + full / 3),
         exchange_bytes=cost.exchange_bytes * (1 + full / 2),
+        states=cost.states and cost.states.recomputed(share),
         forward=forward,
     )

@@ -4,7 +4,8 @@ The convention is that of PaLM (Chowdhery et al. 2022, https://arxiv.org/abs/220
 backward without recomputation, 6 FLOPs a token for each weight that multiplies it, and attention's two products. Unlike
 there, attention is counted as it is masked: causally over each document's true length, in windowed layers over the
 window, and in chunked layers inside each chunk. Of experts the active ones count; the output head counts, the input
-embedding, norms and padding do not.
+embedding, norms and padding do not. A state-space layer counts by its recurrence, row by row: the products of a row
+with its state, not those of the chunks in which kernels compute them.
 """
 
 from collections.abc import Sequence
@@ -36,14 +37,17 @@ def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = Fal
     587040
 
     Attention takes 2 FLOPs for each pair of a query and a key that it sees, value of the query width and product (of
-    queries and keys, of weights and values), and backward twice that: 12 x query width x pairs.
+    queries and keys, of weights and values), and backward twice that: 12 x query width x pairs. A state-space layer
+    takes 3 times its `MixerShape.scan_flops` for each row.
     """
     pairs = sum(_pairs(length, length) for length in lengths)
     in_windows = sum(_pairs(length, shape.window) for length in lengths) if shape.window_layers else 0
     in_chunks = sum(_pairs_in_chunks(length, shape.chunk) for length in lengths) if shape.chunk_layers else 0
     pairs_of_layers = (shape.layers - shape.window_layers - shape.chunk_layers) * pairs
     pairs_of_layers += shape.window_layers * in_windows + shape.chunk_layers * in_chunks
-    return (4 if frozen else 6) * shape.weights * sum(lengths) + 12 * shape.query_width * pairs_of_layers
+    scans = 3 * shape.mixer_layers * shape.mixer.scan_flops if shape.mixer else 0
+    of_rows = (4 if frozen else 6) * shape.weights + scans
+    return of_rows * sum(lengths) + 12 * shape.query_width * pairs_of_layers
 
 
 def _pairs(length: int, window: int) -> int:

@@ -1,25 +1,19 @@
 """What a model's configuration says of its work per token: weights that multiply, widths of queries, keys and values.
 
-For decoders of attention and (gated) MLP layers, dense or with experts, as transformers describes them. State-space,
-linear-attention and latent-attention layers are not priced from a configuration: measure them instead.
+For decoders of attention, state-space and MLP layers, dense or with experts, as transformers describes them. Mamba 1,
+Zamba's shared layers and latent attention (but Kimi's) are not priced from a configuration: measure them instead.
 """
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from longspan.errors import PlanError
+from longspan.plan.cost.config_reader import ConfigReader
+from longspan.plan.cost.layer_kinds import ATTENTION, MIXING, LayerKind, layer_kinds, layer_types, window_of
+from longspan.plan.cost.layer_weights import Weights, attention_weights, feed_forward_weights, latent, widths_of
+from longspan.plan.cost.mixer_shape import MixerShape, mixer_of
 
-_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_UNPRICED = {  # attributes by which configurations show layers that are none of these
-    "kv_lora_rank": "latent attention",
-    "mamba_d_state": "state-space layers",
-    "linear_num_key_heads": "linear-attention layers",
-}
-_LLAMA4_WIDTH = "intermediate_size_mlp"  # of dense layers; intermediate_size is that of experts, of which one is shared
+_STATES = ("mamba_d_state", "ssm_state_size", "state_size")  # by which configurations show state-space layers
 _MEASURE = "measure this model with longspan bench calibrate, or give Cost its constants"
 
 
@@ -31,10 +25,11 @@ class ModelShape:
     >>> ModelShape.of(config | {"vocab_size": 1000}).weights
     145920
 
-    `weights` multiply every token (active experts alone, the output projection once, no input embedding), of which
-    `recomputed_weights` do so again where layers are recomputed (no output projection, and no last product of an MLP);
-    `query_width` and `key_width` are heads x head size; `layers` attend to all earlier rows, `window_layers` of them
-    only to the last `window`, and `chunk_layers` to those of their own `chunk` positions.
+    `weights` multiply every token (active experts alone, the output projection once for each token that is predicted,
+    no input embedding), of which `recomputed_weights` do so again where layers are recomputed (no output projection,
+    and no last product of an MLP); `query_width` and `key_width` are heads x head size; `layers` attend to all earlier
+    rows, `window_layers` of them only to the last `window`, and `chunk_layers` to those of their own `chunk` positions;
+    `mixer_layers` are `mixer`. All stand in `decoder_layers` (0: as many as attend).
     """
 
     layers: int
@@ -46,71 +41,75 @@ class ModelShape:
     window: int = 0
     chunk_layers: int = 0
     chunk: int = 0
+    mixer_layers: int = 0
+    mixer: MixerShape | None = None
+    decoder_layers: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "decoder_layers", self.decoder_layers or self.layers)
 
     @classmethod
-    def of(cls, config: Any) -> "ModelShape":
+    def of(cls, config: Any, *, depths: int = 0) -> "ModelShape":
         """The shape of a transformers configuration, an object or dict like one, a config.json or its folder.
 
-        Raises PlanError naming the attributes that are missing, are no counts, or show layers that are not priced.
+        With so many `depths` of multi-token prediction (`add_mtp`): each a layer like the last, a projection and the
+        output projection once more. Raises PlanError naming the attributes that are missing, are no counts, or show
+        layers that are not priced.
         """
-        read = _Reader.of(config)
-        names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-        hidden, layers, heads, vocabulary = read.counts(*names, one_of=("intermediate_size", "moe_intermediate_size"))
-        read.refuse_unpriced()
-        head = read.count("head_dim") or hidden // heads
-        query, key = heads * head, (read.count("num_key_value_heads") or heads) * head
-        attention = hidden * (query + 2 * key) + query * hidden
-        feed_forward = sum(_feed_forward(read, hidden, layer) for layer in range(layers))
-        last = sum(hidden * _dense_width(read) for layer in range(layers) if not _visits_experts(read, layer))
-        window, chunk = _window(read), read.count("attention_chunk_size")
+        read = ConfigReader.of(config)
+        mixer = _checked_mixer(read)
+        kinds = layer_kinds(read)
+        kinds += kinds[-1:] * depths
+        hidden, window, chunk = read.count("hidden_size"), window_of(read), read.count("attention_chunk_size")
+        layers = [_weights(read, kind, mixer) for kind in kinds]
+        attention = [kind.attention for kind in kinds if kind.attention]
+        widths = widths_of(read) if attention else (0, 0)
+        outside = hidden * read.count("vocab_size") * (1 + depths) + 2 * hidden * hidden * depths
         return cls(
-            layers=layers,
-            weights=layers * attention + feed_forward + hidden * vocabulary,
-            query_width=query,
-            key_width=key,
-            recomputed_weights=layers * attention + feed_forward - last,
-            window_layers=_window_layers(read, layers) if window else 0,
+            layers=len(attention),
+            weights=sum(layer.all for layer in layers) + outside,
+            query_width=widths[0],
+            key_width=widths[1],
+            recomputed_weights=sum(layer.all - layer.last for layer in layers),
+            window_layers=attention.count("sliding_attention") if window else 0,
             window=window,
-            chunk_layers=_layers_of_type(read, "chunked_attention") if chunk else 0,
+            chunk_layers=attention.count("chunked_attention") if chunk else 0,
             chunk=chunk,
+            mixer_layers=sum(kind.mixes for kind in kinds),
+            mixer=mixer if any(kind.mixes for kind in kinds) else None,
+            decoder_layers=len(kinds),
         )
 
 
-def _feed_forward(read: "_Reader", hidden: int, layer: int) -> int:
-    """Weights of one layer's MLP (gate, up, down), or of its router and the experts that a token visits."""
-    if not _visits_experts(read, layer):
-        return 3 * hidden * _dense_width(read)
-    visited = read.count("num_experts_per_tok")
-    one = read.count("moe_intermediate_size") or read.count("intermediate_size")
-    shared_experts = 1 if read.count(_LLAMA4_WIDTH) else read.count("n_shared_experts")
-    shared = read.count("shared_expert_intermediate_size") or shared_experts * one
-    return 3 * hidden * (visited * one + shared) + hidden * read.experts()[1]
+def _weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> Weights:
+    """Of a whole layer; its last product is that of its MLP, and of its mixer or attention where it has neither."""
+    parts: list[Weights] = []
+    if kind.attention:
+        parts.append(attention_weights(read))
+    if kind.mixes and mixer:
+        parts.append(Weights(mixer.weights, mixer.last))
+    if kind.feeds:
+        parts.append(feed_forward_weights(read, kind.feeds))
+    last = parts[-1].last if kind.feeds or not (kind.attention and kind.mixes) else 0
+    return Weights(sum(part.all for part in parts), last)
 
 
-def _dense_width(read: "_Reader") -> int:
-    return read.count(_LLAMA4_WIDTH) or read.count("intermediate_size")
-
-
-def _visits_experts(read: "_Reader", layer: int) -> bool:
-    if not read.count("num_experts_per_tok"):
-        return False
-    if isinstance(listed := read.value("moe_layers"), list):
-        return layer in listed
-    dense = cast(Sequence[int], read.value("mlp_only_layers") or ())
-    every = read.count("decoder_sparse_step") or 1
-    return layer not in dense and (layer + 1) % every == 0 and layer >= read.count("first_k_dense_replace")
-
-
-def _window(read: "_Reader") -> int:
-    return 0 if read.value("use_sliding_window") is False else read.count("sliding_window")
-
-
-def _window_layers(read: "_Reader", layers: int) -> int:
-    return layers if read.value("layer_types") is None else _layers_of_type(read, "sliding_attention")
-
-
-def _layers_of_type(read: "_Reader", kind: str) -> int:
-    return sum(layer == kind for layer in read.value("layer_types") or ())
+def _checked_mixer(read: ConfigReader) -> MixerShape | None:
+    """The state-space layer of a configuration. Raises PlanError for layers that are not priced, and missing counts."""
+    mixer, types, kinds = mixer_of(read), layer_types(read), layer_kinds(read)
+    unpriced: list[str] = []
+    if latent(read) and not (mixer and read.count("v_head_dim")):
+        unpriced.append("latent attention")
+    if mixer is None and read.value(*_STATES) is not None:
+        unpriced.append(f"state-space layers{f' of {read.family}' if read.family else ''}, Mamba 1 or shared ones")
+    known = {*ATTENTION, "mlp", "moe", *((*MIXING, "hybrid") if mixer else ())}
+    unpriced += [f"layers of type {kind!r}" for kind in sorted({*types} - known)]
+    if unpriced:
+        raise PlanError(f"{read.where} has {' and '.join(unpriced)}, which no configuration prices; {_MEASURE}")
+    attends = ["num_attention_heads"] * (not kinds or any(kind.attention for kind in kinds))
+    feeds = ("intermediate_size", "moe_intermediate_size") if not kinds or any(kind.feeds for kind in kinds) else ()
+    read.require("hidden_size", *["num_hidden_layers"] * (not types), *attends, "vocab_size", one_of=feeds)
+    return mixer
 
 
 def read_query_heads(config: Any) -> int:
@@ -121,12 +120,24 @@ def read_query_heads(config: Any) -> int:
 
     Raises PlanError where it does not say them.
     """
-    read = _Reader.of(config)
+    read = ConfigReader.of(config)
     if not (heads := read.count("num_attention_heads")):
         raise PlanError(
             f"{read.where} has no num_attention_heads, which limit the degrees of a2a; name a model that has"
         )
     return heads
+
+
+def has_mixers(config: Any) -> bool:
+    """Whether a configuration is one of a hybrid, with state-space layers that are priced.
+
+    >>> has_mixers({"num_hidden_layers": 2, "conv_L_cache": 3, "full_attn_idxs": [1]})
+    True
+
+    Raises PlanError for what is no configuration.
+    """
+    read = ConfigReader.of(config)
+    return mixer_of(read) is not None and any(kind.mixes for kind in layer_kinds(read))
 
 
 class ExpertCounts(NamedTuple):
@@ -145,71 +156,6 @@ def read_experts(config: Any) -> ExpertCounts:
 
     Raises PlanError for what is no count.
     """
-    read = _Reader.of(config)
+    read = ConfigReader.of(config)
     name, count = read.experts()
     return ExpertCounts(count, name, read.count("num_experts_per_tok") if count else 0)
-
-
-class _Reader:
-    """Attributes of a configuration, whatever it is kept in."""
-
-    def __init__(self, config: Any, where: str) -> None:
-        self._config, self.where = config, where
-
-    @classmethod
-    def of(cls, config: Any) -> "_Reader":
-        where = type(config).__name__
-        if isinstance(config, (str, Path)):
-            config, where = _from_file(Path(config))
-        read = cls(config, where)
-        text = read.value("text_config")  # of a model that also sees or hears
-        return read if text is None else cls(text, f"text_config of {where}")
-
-    def value(self, name: str) -> Any:
-        """The attribute; None where there is none."""
-        config = self._config
-        return cast(dict[str, Any], config).get(name) if isinstance(config, dict) else getattr(config, name, None)
-
-    def count(self, name: str) -> int:
-        """The attribute as a count; 0 where it is missing or None."""
-        value = self.value(name)
-        if value is None:
-            return 0
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            said = repr(value)
-            raise PlanError(f"{name} of {self.where} is {said[:40]}{'…' * (len(said) > 40)}; it must be a count")
-        return value
-
-    def experts(self) -> tuple[str, int]:
-        """The name and the count of a layer's experts; "" and 0 without experts."""
-        return next(((name, count) for name in _EXPERTS if (count := self.count(name))), ("", 0))
-
-    def counts(self, *names: str, one_of: Sequence[str]) -> tuple[int, ...]:
-        """Attributes that a model cannot be without, and one of others."""
-        missing = [name for name in names if not self.count(name)]
-        if not any(self.count(name) for name in one_of):
-            missing.append(" or ".join(one_of))
-        if missing:
-            raise PlanError(f"{self.where} has no {', no '.join(missing)}; the cost of a model needs them")
-        return tuple(self.count(name) for name in names)
-
-    def refuse_unpriced(self) -> None:
-        """Raise PlanError for layers whose time is not that of attention and an MLP."""
-        unpriced = [what for name, what in _UNPRICED.items() if self.value(name) is not None]
-        kinds: list[str] = sorted({str(kind) for kind in self.value("layer_types") or ()} - set(_LAYER_TYPES))
-        if unpriced or kinds:
-            what = " and ".join([*unpriced, *(f"layers of type {kind!r}" for kind in kinds)])
-            raise PlanError(f"{self.where} has {what}, which no configuration prices; {_MEASURE}")
-
-
-def _from_file(path: Path) -> tuple[Any, str]:
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PlanError(f"cannot read a model's configuration from {file}: {error.strerror}") from error
-    except ValueError as error:
-        raise PlanError(f"cannot read a model's configuration from {file}: it is not JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise PlanError(f"{file} holds no model's configuration: it is not an object")
-    return cast(dict[str, Any], values), str(file)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from longspan.plan.dynamic.draft import step_seconds
 from longspan.plan.dynamic.grouping import micro_batch_of
@@ -30,6 +31,25 @@ class SideBySide:
     slots: list[tuple[int, ...]]
     slowest: int  # group
     seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Sizes:
+    """Rows of groups, the sums of their squared lengths, and their documents: arrays (groups,)."""
+
+    tokens: Ints
+    squares: Ints
+    documents: Ints
+
+    @classmethod
+    def of(cls, problem: Problem, groups: list[list[int]]) -> "_Sizes":
+        columns = (problem.tokens, problem.squares, problem.counts)
+        return cls(*(np.array([int(x[items].sum()) for items in groups], dtype=np.int64) for x in columns))
+
+    def seconds(self, problem: Problem, degrees: Ints, inside: NDArray[np.bool_] | bool) -> Floats:
+        """Seconds of each group at each degree: (groups, degrees)."""
+        tokens, squares, documents = (x[:, None] for x in (self.tokens, self.squares, self.documents))
+        return problem.request.cost.group_seconds(tokens, squares, degrees, inside, documents)
 
 
 def plan_few(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
@@ -104,9 +124,8 @@ def _moves(arrangement: SideBySide) -> Iterator[list[list[int]]]:
 
 def _arranged(problem: Problem, groups: list[list[int]]) -> SideBySide | None:
     """Groups on as many slots each as let the slowest end earliest, the widest first, inside blocks where they fit."""
-    tokens = np.array([int(problem.tokens[items].sum()) for items in groups], dtype=np.int64)
-    squares = np.array([int(problem.squares[items].sum()) for items in groups], dtype=np.int64)
-    widths = _widths(problem, tokens, squares)
+    sizes = _Sizes.of(problem, groups)
+    widths = _widths(problem, sizes)
     if widths is None:
         return None
     free, slots, seconds = FreeSlots(problem.blocks, problem.degrees), list[tuple[int, ...]](), list[float]()
@@ -115,13 +134,13 @@ def _arranged(problem: Problem, groups: list[list[int]]) -> SideBySide | None:
         parts = free.take(int(widths[g]))
         inside_node = len(parts) == 1 and problem.in_one_node(*parts[0])
         slots.append(slots_of(parts))
-        seconds.append(float(problem.request.cost.group_seconds(tokens[g], squares[g], int(widths[g]), inside_node)))
+        seconds.append(float(sizes.seconds(problem, np.array([[widths[g]]]), inside_node)[g, 0]))
     return SideBySide([groups[g] for g in order], slots, seconds.index(max(seconds)), max(seconds))
 
 
-def _widths(problem: Problem, tokens: Ints, squares: Ints) -> Ints | None:
+def _widths(problem: Problem, sizes: _Sizes) -> Ints | None:
     """The fewest slots of each group (groups,) with which all end at the earliest possible time; None: no room."""
-    seconds = _seconds(problem, tokens, squares)
+    seconds = _seconds(problem, sizes)
     times = np.unique(seconds[np.isfinite(seconds)])
     low, high, widths = 0, len(times), None
     degrees = np.array(problem.degrees, dtype=np.int64)
@@ -136,11 +155,9 @@ def _widths(problem: Problem, tokens: Ints, squares: Ints) -> Ints | None:
     return widths
 
 
-def _seconds(problem: Problem, tokens: Ints, squares: Ints) -> Floats:
-    """Seconds of each group (its rows, the sum of its squared lengths) at each degree: (groups, degrees); inf where
-    its rows are over the cap.
-    """
+def _seconds(problem: Problem, sizes: _Sizes) -> Floats:
+    """Seconds of each group at each degree: (groups, degrees); inf where its rows are over the cap."""
     degrees = np.array(problem.degrees, dtype=np.int64)
     inside_node = degrees <= problem.widest_in_node
-    seconds = problem.request.cost.group_seconds(tokens[:, None], squares[:, None], degrees, inside_node)
-    return np.where(-(-tokens[:, None] // degrees) <= problem.cap, seconds, np.inf)
+    seconds = sizes.seconds(problem, degrees, inside_node)
+    return np.where(-(-sizes.tokens[:, None] // degrees) <= problem.cap, seconds, np.inf)

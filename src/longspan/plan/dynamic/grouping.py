@@ -43,8 +43,9 @@ class _FilledBins:
         flat = np.array([item for b in order for item in bins.fillers[b]], dtype=np.int64)
         column = np.arange(len(flat)) - np.repeat(np.cumsum(self.count) - self.count, self.count)
         row = np.repeat(np.arange(len(self.index)), self.count)
-        self.tokens, self.squares = np.zeros((2, len(self.index), most), dtype=np.int64)
+        self.tokens, self.squares, counts = np.zeros((3, len(self.index), most), dtype=np.int64)
         self.tokens[row, column], self.squares[row, column] = problem.tokens[flat], problem.squares[flat]
+        counts[row, column] = problem.counts[flat]
         self.work = problem.request.cost.work_seconds(self.tokens, self.squares)
         self.width = np.array(bins.width, dtype=np.int64)[self.index]
         node, start = problem.request.node_size, np.array(bins.start, dtype=np.int64)[self.index]
@@ -53,6 +54,7 @@ class _FilledBins:
         first = np.zeros((len(self.index), 1), dtype=np.int64)
         self.head_tokens = np.concatenate((first, np.cumsum(self.tokens, axis=1)), axis=1)
         self.head_squares = np.concatenate((first, np.cumsum(self.squares, axis=1)), axis=1)
+        self.head_counts = np.concatenate((first, np.cumsum(counts, axis=1)), axis=1)
         self.problem = problem
 
     def _anchors(self, draft: Draft) -> None:
@@ -81,8 +83,9 @@ class _FilledBins:
         problem, p = self.problem, np.minimum(shared, self.count[rows])
         tokens = self.head_tokens[rows, p] + self.anchor_tokens[rows]
         squares = self.head_squares[rows, p] + self.anchor_squares[rows]
-        width = self.width[rows]
-        group = problem.request.cost.group_seconds(tokens, squares, width, self.in_one_node[rows])
+        width, documents = self.width[rows], self.head_counts[rows, p] + self.merged[rows]
+        inside = self.in_one_node[rows]
+        group = problem.request.cost.group_seconds(tokens, squares, width, inside, np.maximum(documents, 1))
         start = self.base_seconds[rows] + np.where(tokens > 0, group, 0.0)
         shared_rows = self.base_rows[rows] - (-tokens // width)
         outside = np.arange(int(self.width.max())) >= width[:, None]

@@ -102,6 +102,11 @@ class Problem:
         )
 
     @cached_property
+    def counts(self) -> Ints:
+        """Documents of each item (items,)."""
+        return np.array([len(documents) for documents in self.documents], dtype=np.int64)
+
+    @cached_property
     def work(self) -> Floats:
         """Seconds of each item on one slot, without communication (items,)."""
         return self.request.cost.work_seconds(self.tokens, self.squares)

@@ -187,7 +187,8 @@ class Packer:
         tokens, squares = np.zeros((2, count), dtype=np.int64)
         np.add.at(tokens, bins, rows)
         np.add.at(squares, bins, rows * rows)
-        return np.where(tokens > 0, self.request.cost.group_seconds(tokens, squares, self.cp, inside), 0.0)
+        documents = np.bincount(bins, minlength=count)
+        return np.where(tokens > 0, self.request.cost.group_seconds(tokens, squares, self.cp, inside, documents), 0.0)
 
     def _count(self, assignment: Ints) -> int:
         return self._rounded_up(1 + int(assignment.max()) // len(self.inside))

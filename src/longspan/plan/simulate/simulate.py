@@ -118,6 +118,7 @@ def shared_by(cost: Cost, tp: int) -> Cost:
         attention_seconds=cost.attention_seconds / tp,
         ring_bytes=cost.ring_bytes / tp,
         exchange_bytes=cost.exchange_bytes / tp,
+        states=cost.states and cost.states.shared_by(tp),
         forward=cost.forward and shared_by(cost.forward, tp),
     )
 
@@ -160,6 +161,6 @@ def _peak_rows(rows: NDArray[np.int64], run: PipelineRun, parts: int) -> NDArray
 def _sent_bytes(plan: Plan, cost: Cost) -> tuple[float, float]:
     """Bytes that all groups put on links inside and between nodes."""
     table = GroupTable.of(plan.micro_batches)
-    sent = cost.group_bytes(table.tokens, table.degree)
+    sent = cost.group_bytes(table.tokens, table.degree, table.documents)
     inside = table.inside(plan.node_size)
     return float(sent[inside].sum()), float(sent[~inside].sum())

@@ -1,0 +1,84 @@
+"""Attributes of a model's configuration, whatever it is kept in: an object or dict like transformers', or a file."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from longspan.errors import PlanError
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+class ConfigReader:
+    """Reads a transformers configuration, of the language model of one that also sees or hears.
+
+    >>> ConfigReader.of({"text_config": {"hidden_size": 64}}).count("hidden_size")
+    64
+    """
+
+    def __init__(self, config: Any, where: str) -> None:
+        self._config, self.where = config, where
+
+    @classmethod
+    def of(cls, config: Any) -> "ConfigReader":
+        """Of an object or dict, a config.json or its folder. Raises PlanError for a file that holds none."""
+        where = type(config).__name__
+        if isinstance(config, (str, Path)):
+            config, where = _from_file(Path(config))
+        read = cls(config, where)
+        text = read.value("text_config")
+        return read if text is None else cls(text, f"text_config of {where}")
+
+    @property
+    def family(self) -> str:
+        """The model type; "" where it is not said."""
+        return str(self.value("model_type") or "")
+
+    def value(self, *names: str) -> Any:
+        """The first of these attributes that is there; None where none is."""
+        for name in names:
+            config = self._config
+            value = cast(dict[str, Any], config).get(name) if isinstance(config, dict) else getattr(config, name, None)
+            if value is not None:
+                return value
+        return None
+
+    def count(self, *names: str) -> int:
+        """The first of these attributes that is there, as a count; 0 where none is. Raises PlanError for no count."""
+        value = self.value(*names)
+        if value is None:
+            return 0
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            name, said = next(name for name in names if self.value(name) is not None), repr(value)
+            raise PlanError(f"{name} of {self.where} is {said[:40]}{'…' * (len(said) > 40)}; it must be a count")
+        return value
+
+    def inside(self, name: str) -> "ConfigReader":
+        """A configuration inside this one; an empty one where there is none."""
+        return ConfigReader(self.value(name) or {}, f"{name} of {self.where}")
+
+    def experts(self) -> tuple[str, int]:
+        """The name and the count of a layer's experts; "" and 0 without experts."""
+        return next(((name, count) for name in _EXPERTS if (count := self.count(name))), ("", 0))
+
+    def require(self, *names: str, one_of: Sequence[str] = ()) -> None:
+        """Raise PlanError where one of these counts is missing, or all of `one_of`."""
+        missing = [name for name in names if not self.count(name)]
+        if one_of and not any(self.count(name) for name in one_of):
+            missing.append(" or ".join(one_of))
+        if missing:
+            raise PlanError(f"{self.where} has no {', no '.join(missing)}; the cost of a model needs them")
+
+
+def _from_file(path: Path) -> tuple[Any, str]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"cannot read a model's configuration from {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise PlanError(f"cannot read a model's configuration from {file}: it is not JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise PlanError(f"{file} holds no model's configuration: it is not an object")
+    return cast(dict[str, Any], values), str(file)

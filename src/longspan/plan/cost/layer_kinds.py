@@ -1,0 +1,102 @@
+"""Which layers of a model attend, mix rows by a recurrence or a convolution, and visit an MLP or experts.
+
+Configurations say it in many ways: a list of types, indices of those that attend, a pattern of letters, an interval.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+from longspan.plan.cost.config_reader import ConfigReader
+
+ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+MIXING = ("linear_attention", "conv")
+_OLDER_NAMES = {"mamba": "linear_attention", "attention": "full_attention", "sliding": "sliding_attention"}
+_LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+_INTERVAL = 4  # of a configuration of Qwen's hybrids that names none
+
+
+class LayerKind(NamedTuple):
+    """What a layer does: `attention` is its kind, "" without; `mixes` rows; `feeds` an MLP ("dense") or "experts"."""
+
+    attention: str
+    mixes: bool
+    feeds: str
+
+
+def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
+    """The layers of a configuration, in order. Which types are priced is `model_shape.py`'s business."""
+    types = layer_types(read)
+    count = read.count("num_hidden_layers") or len(types)
+    windowed = bool(window_of(read)) and not types
+    alone = any(kind in ("mlp", "moe") for kind in types)  # attention, mixers and MLPs each are layers of their own
+    usual = "sliding_attention" if windowed else ATTENTION[0]
+    return tuple(_kind(read, layer, types[layer] if layer < len(types) else usual, alone) for layer in range(count))
+
+
+def layer_types(read: ConfigReader) -> list[str]:
+    """The type of each layer by today's names; empty where the configuration says none: all attend."""
+    if (types := _said(read)) is None:
+        types = _implied(read, read.count("num_hidden_layers"))
+    return [_OLDER_NAMES.get(kind, kind) for kind in types]
+
+
+def window_of(read: ConfigReader) -> int:
+    """The window of sliding layers; 0 where it is not used."""
+    return 0 if read.value("use_sliding_window") is False else read.count("sliding_window")
+
+
+def _kind(read: ConfigReader, layer: int, kind: str, alone: bool) -> LayerKind:
+    both = kind == "hybrid"  # attention and a mixer side by side
+    attention = ATTENTION[0] if both else kind if kind in ATTENTION else ""
+    mixes = both or kind in MIXING
+    if alone:
+        return LayerKind(attention, mixes, {"mlp": "dense", "moe": "experts"}.get(kind, ""))
+    if _is_mamba2(read):
+        return LayerKind(attention, mixes, "")
+    return LayerKind(attention, mixes, "experts" if _visits_experts(read, layer) else "dense")
+
+
+def _said(read: ConfigReader) -> list[str] | None:
+    for name in ("layer_types", "layers_block_type"):
+        if isinstance(types := read.value(name), (list, tuple)):
+            return [str(kind) for kind in cast(Sequence[Any], types)]
+    if isinstance(pattern := read.value("hybrid_override_pattern"), str):
+        return [_LETTERS.get(letter, letter) for letter in pattern]
+    return None
+
+
+def _implied(read: ConfigReader, layers: int) -> list[str]:
+    """Of configurations that name no types: by what else they say."""
+    linear = read.inside("linear_attn_config")  # of Kimi, whose layers count from 1
+    attending = read.value("attn_layer_indices", "full_attn_idxs")
+    if (full := linear.value("full_attn_layers")) is not None:
+        attending = [layer - 1 for layer in full]
+    if attending is not None:
+        other = "conv" if read.count("conv_L_cache") else "linear_attention"
+        return ["full_attention" if layer in attending else other for layer in range(layers)]
+    if read.count("mamba_d_ssm"):
+        return ["hybrid"] * layers
+    if read.count("linear_num_value_heads"):
+        every = read.count("full_attention_interval") or _INTERVAL
+        return ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    if read.count("mamba_n_heads") or _is_mamba2(read):
+        return ["linear_attention"] * layers
+    return []
+
+
+def _is_mamba2(read: ConfigReader) -> bool:
+    """Whether this is Mamba 2 itself, whose layers are mixers and nothing else."""
+    return bool(read.count("state_size") and read.count("num_heads"))
+
+
+def _visits_experts(read: ConfigReader, layer: int) -> bool:
+    if not read.count("num_experts_per_tok", "num_experts_per_token") or read.value("num_local_experts") == 0:
+        return False
+    if isinstance(listed := read.value("moe_layers"), list):
+        return layer in cast(list[int], listed)
+    if isinstance(listed := read.value("mlp_layer_types"), list):
+        return cast(list[str], listed)[layer] == "sparse"
+    dense = cast(Sequence[int], read.value("mlp_only_layers") or ())
+    every = read.count("decoder_sparse_step") or 1
+    first = read.count("first_k_dense_replace", "num_dense_layers")
+    return layer not in dense and (layer + 1) % every == 0 and layer >= first

@@ -1,0 +1,152 @@
+"""The sizes of a state-space layer: gated delta nets, Kimi's delta attention, Mamba 2, short convolutions.
+
+Not priced: Mamba 1, whose recurrence has a decay for each channel and state, and Zamba's shared layers.
+"""
+
+from dataclasses import dataclass
+
+from longspan.plan.cost.config_reader import ConfigReader
+
+CHUNK = 64  # rows of a chunk of the scan, by which its products are counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerShape:
+    """One state-space layer: what a row costs in it, and what its state weighs.
+
+    >>> shape = MixerShape(kind="gated delta net", weights=1000, heads=32, key_size=128, value_size=128, delta=True)
+    >>> shape.scan_flops, round(shape.summary_flops / shape.chunked_flops, 2)
+    (3145728, 0.73)
+
+    `weights` multiply each row (projections, and the convolution's `channels` x `width`), those of the `last` product
+    among them. The state is `heads` matrices of `key_size` x `value_size`, none of a short convolution; under a delta
+    rule (`delta`) a run of rows moves it by a matrix a head, else by a number.
+    """
+
+    kind: str
+    weights: int
+    last: int = 0
+    heads: int = 0
+    key_size: int = 0
+    value_size: int = 0
+    delta: bool = False
+    channels: int = 0
+    width: int = 1
+
+    @property
+    def state(self) -> int:
+        """Numbers of a state."""
+        return self.heads * self.key_size * self.value_size
+
+    @property
+    def transition(self) -> int:
+        """Numbers of what a run does to a state; one number a head travels as `key_size` equal ones."""
+        return self.heads * self.key_size * (self.key_size if self.delta else 1)
+
+    @property
+    def halo(self) -> int:
+        """Numbers of the rows before a run that its convolution reads."""
+        return self.channels * (self.width - 1)
+
+    @property
+    def scan_flops(self) -> int:
+        """Of a row forward, by the recurrence itself: the products kᵀ S, k vᵀ and qᵀ S; without a delta rule two."""
+        return (6 if self.delta else 4) * self.state
+
+    @property
+    def chunked_flops(self) -> int:
+        """The same in chunks, as kernels compute it: three (two) products with the state, others inside the chunk."""
+        inside = 6 * self.key_size + 4 * self.value_size if self.delta else 2 * (self.key_size + self.value_size)
+        return self.scan_flops + self.heads * CHUNK * inside
+
+    @property
+    def summary_flops(self) -> int:
+        """Of a row forward in the pass that gives a run's final state from none, and what the run does to a state."""
+        if self.delta:
+            return 4 * self.heads * self.key_size * (self.key_size + self.value_size)
+        return 2 * self.state
+
+
+def mixer_of(read: ConfigReader) -> MixerShape | None:
+    """The state-space layer of a configuration; None where it has none that is priced."""
+    hidden = read.count("hidden_size")
+    linear = read.inside("linear_attn_config")
+    if read.count("linear_num_value_heads"):
+        return _gated_delta_net(read, hidden)
+    if heads := linear.count("num_heads") or read.count("linear_num_heads"):
+        size = linear.count("head_dim") or read.count("linear_head_dim")
+        return _kimi(
+            hidden, heads, size, linear.count("short_conv_kernel_size") or read.count("linear_conv_kernel_dim")
+        )
+    if read.count("conv_L_cache"):
+        width = read.count("conv_L_cache")
+        weights = 4 * hidden * hidden + hidden * width
+        return MixerShape(kind="short convolution", weights=weights, last=hidden * hidden, channels=hidden, width=width)
+    return _mamba2(read, hidden)
+
+
+def _gated_delta_net(read: ConfigReader, hidden: int) -> MixerShape:
+    names = ("linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
+    read.require("hidden_size", *names)
+    key_heads, heads = read.count("linear_num_key_heads"), read.count("linear_num_value_heads")
+    key_size, value_size = read.count("linear_key_head_dim"), read.count("linear_value_head_dim")
+    keys, values, width = key_heads * key_size, heads * value_size, read.count("linear_conv_kernel_dim")
+    channels = 2 * keys + values
+    return MixerShape(
+        kind="gated delta net",
+        weights=hidden * (2 * keys + 3 * values + 2 * heads) + channels * width,  # q k; v, gate, out; beta and decay
+        last=hidden * values,
+        heads=heads,
+        key_size=key_size,
+        value_size=value_size,
+        delta=True,
+        channels=channels,
+        width=width,
+    )
+
+
+def _kimi(hidden: int, heads: int, size: int, width: int) -> MixerShape:
+    inner = heads * size
+    gates = 2 * size * (hidden + inner)  # decay and output gate, each of two narrow products
+    return MixerShape(
+        kind="Kimi delta attention",
+        weights=hidden * (4 * inner + heads) + gates + 3 * inner * width,
+        last=hidden * inner,
+        heads=heads,
+        key_size=size,
+        value_size=size,
+        delta=True,
+        channels=3 * inner,
+        width=width,
+    )
+
+
+def _mamba2(read: ConfigReader, hidden: int) -> MixerShape | None:
+    """By the names of Bamba and Granite, of Nemotron-H, or of Mamba 2 itself; None for those of Mamba 1 and Zamba."""
+    heads = read.count("mamba_n_heads", "mamba_num_heads") or (
+        read.count("num_heads") if read.count("state_size") else 0
+    )
+    if not heads or read.value("n_mamba_heads", "mamba_ngroups") is not None:
+        return None
+    states = read.count("mamba_d_state", "ssm_state_size", "state_size")
+    groups, width = read.count("mamba_n_groups", "n_groups"), read.count("mamba_d_conv", "conv_kernel")
+    inner = _inner(read, hidden, heads)
+    channels = inner + 2 * groups * states
+    return MixerShape(
+        kind="Mamba 2",
+        weights=hidden * (inner + channels + heads) + channels * width + inner * hidden,  # gate, x B C, dt; out
+        last=inner * hidden,
+        heads=heads,
+        key_size=states,
+        value_size=inner // heads,
+        channels=channels,
+        width=width,
+    )
+
+
+def _inner(read: ConfigReader, hidden: int, heads: int) -> int:
+    """Numbers of a row between a Mamba 2 layer's projections."""
+    size = read.value("mamba_d_head", "mamba_head_dim", "head_dim")
+    if isinstance(size, int):
+        return heads * size
+    return read.count("mamba_d_ssm") or read.count("mamba_expand", "expand") * hidden

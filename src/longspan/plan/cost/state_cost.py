@@ -1,0 +1,153 @@
+"""What state-space layers add to a group of several slots: summaries of runs, states on the wire, a wait.
+
+Runs of rows and what each gives the others follow from how a group's rows are dealt out (`longspan.ssm`): under
+"zigzag" a document has two runs on every slot, under "contiguous" each boundary between slots cuts one document at
+most. A contiguous group's causal attention, where it is no all-to-all, is uneven besides (`busiest`).
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.errors import PlanError
+from longspan.plan.cost.model_shape import ModelShape
+
+Floats = NDArray[np.float64]
+
+PARTITIONS = ("zigzag", "contiguous")
+_STATE_SIZE = 4  # bytes of a number of a state
+# What forward takes of both passes: a third of the products; states go round once in either pass.
+_FORWARD = {
+    "scan_seconds": 1 / 3,
+    "summary_seconds": 1 / 3,
+    "state_bytes": 1 / 2,
+    "transition_bytes": 1 / 2,
+    "step_seconds": 1 / 2,
+}
+_DIVIDED = ("scan_seconds", "summary_seconds", "state_bytes", "transition_bytes")  # by tensor-parallel ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateCost:
+    """Seconds and bytes of the state-space layers of a model, all of them, forward and backward.
+
+    >>> cost = StateCost(state_bytes=100.0, transition_bytes=50.0)
+    >>> float(cost.wire_bytes(1.0, 65536.0, 4.0)), float(cost.dealt("contiguous").wire_bytes(1.0, 65536.0, 4.0))
+    (850.0, 400.0)
+
+    `scan_seconds` of a row's recurrence are part of `Cost.linear_seconds`; `summary_seconds` are added for each row of
+    a run that other slots need the state of. `state_bytes` are those of a run's state, `transition_bytes` of what a run
+    does to one; the few rows that convolutions hand on are not counted. `step_seconds` is the latency of one exchange
+    in every layer. `partition` is that of the groups. Raises PlanError for a value that is negative or not finite.
+    """
+
+    scan_seconds: float = 0.0
+    summary_seconds: float = 0.0
+    state_bytes: float = 0.0
+    transition_bytes: float = 0.0
+    step_seconds: float = 0.0
+    partition: str = "zigzag"
+
+    def __post_init__(self) -> None:
+        if self.partition not in PARTITIONS:
+            raise PlanError(f"partition of a cost is {self.partition!r}; use one of {', '.join(PARTITIONS)}")
+        for name, value in self.constants().items():
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not math.isfinite(value) or value < 0:
+                raise PlanError(f"states.{name} is {value!r}; give a finite number of at least 0")
+
+    @classmethod
+    def of(cls, shape: ModelShape, *, scan_tflops: float, step_latency: float) -> "StateCost | None":
+        """Of a model's state-space layers, at so many TFLOP/s of scans; None where it has none.
+
+        States and transitions travel in float32, in forward and in backward.
+        """
+        mixer, layers = shape.mixer, shape.mixer_layers
+        if mixer is None:
+            return None
+        scan, summary = (
+            3 * layers * flops / (scan_tflops * 1e12) for flops in (mixer.chunked_flops, mixer.summary_flops)
+        )
+        return cls(
+            scan_seconds=scan,
+            summary_seconds=summary,
+            state_bytes=float(layers * 2 * mixer.state * _STATE_SIZE),
+            transition_bytes=float(layers * 2 * mixer.transition * _STATE_SIZE),
+            step_seconds=layers * 2 * step_latency,
+        )
+
+    def constants(self) -> dict[str, Any]:
+        """The constants by name."""
+        return {name: value for name, value in vars(self).items() if name != "partition"}
+
+    def dealt(self, partition: str) -> "StateCost":
+        """This cost for groups of a partition."""
+        return dataclasses.replace(self, partition=partition)
+
+    def forward_only(self) -> "StateCost":
+        """The cost of forward passes alone."""
+        return self._times(_FORWARD)
+
+    def shared_by(self, tp: int) -> "StateCost":
+        """The cost of a rank, where tensor-parallel ranks share the heads."""
+        return self._times(dict.fromkeys(_DIVIDED, 1 / tp))
+
+    def recomputed(self, share: float) -> "StateCost":
+        """The cost where a share of the layers runs forward again in backward, its exchanges included."""
+        return self._times({name: 1 + share * part for name, part in _FORWARD.items()})
+
+    def scaled(self, factor: float) -> "StateCost":
+        """The cost of a machine on which everything takes `factor` times as long."""
+        return self._times({name: factor for name in self.constants() if name.endswith("_seconds")})
+
+    def _times(self, factors: dict[str, float]) -> "StateCost":
+        return dataclasses.replace(
+            self, **{name: value * factors.get(name, 1) for name, value in self.constants().items()}
+        )
+
+    def seconds(self, rows: tuple[Floats, Floats, Floats], degree: Floats, speed: Floats) -> Floats:
+        """Seconds that a group's states take of each slot; `rows` are `tokens`, their `squares`, and the documents."""
+        tokens, squares, documents = rows
+        shared = degree > 1
+        summarised = tokens / degree
+        if self.partition == "contiguous":  # of the run that a boundary ends, in documents of the typical row's length
+            summarised = np.minimum(summarised, squares / np.maximum(tokens, 1) * (degree - 1) / degree)
+        wire = self.wire_bytes(documents, tokens, degree) * (degree - 1) / degree / speed
+        return np.where(shared, self.summary_seconds * summarised + wire + self.step_seconds, 0.0)
+
+    def wire_bytes(self, documents: Floats | float, tokens: Floats | float, degree: Floats | float) -> Floats:
+        """Bytes of states and transitions that the slots of a group give, each to all others."""
+        states, transitions = self._given(np.asarray(documents), np.asarray(tokens), np.asarray(degree))
+        return self.state_bytes * states + self.transition_bytes * transitions
+
+    def _given(self, documents: Floats, tokens: Floats, degree: Floats) -> tuple[Floats, Floats]:
+        """States and transitions: every run but a document's last leaves a state, and but its first a transition."""
+        if self.partition == "contiguous":
+            return degree - 1, np.maximum(degree - 1 - documents, 0)
+        runs = np.minimum(2 * degree - 1, tokens / np.maximum(documents, 1))
+        cut = degree > 1
+        return np.where(cut, documents * (runs - 1), 0), np.where(cut, documents * np.maximum(runs - 2, 0), 0)
+
+    def busiest(self, tokens: Floats, squares: Floats, around: Floats) -> Floats | float:
+        """Attention of the busiest slot in a ring of `around`, over the mean of its slots.
+
+        A document that spans c slots end to end gives its last slot 2 - 1 / c times the mean: c here is that of a
+        typical row's document.
+        """
+        if self.partition == "zigzag":
+            return 1.0
+        spanned = np.maximum(around * squares / np.maximum(tokens, 1) ** 2, 1.0)
+        return 2 - 1 / spanned
+
+    @classmethod
+    def from_json(cls, values: Any) -> "StateCost":
+        """A cost from a JSON object. Raises PlanError for other constants."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        constants = cast(dict[str, Any], values) if isinstance(values, dict) else {"": values}
+        if not all(name in names for name in constants):
+            raise PlanError(f"states of a cost is an object with some of {', '.join(names)}; got {values!r}")
+        return cls(**constants)

@@ -1,0 +1,183 @@
+"""Weights and FLOPs of models with state-space layers: from the configuration, and as torch counts them."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from longspan.errors import PlanError
+from longspan.model import load_model, preset_config
+from longspan.model.add_depths import add_mtp
+from longspan.model.seams.mixer_calls import ROWS_ALONE, redirect
+from longspan.model.seams.mixers import mixers_of
+from longspan.model.small.shrink import shrunken, tiny_model
+from longspan.plan import Cost
+from longspan.plan.cost.config_reader import ConfigReader
+from longspan.plan.cost.layer_kinds import layer_types
+from longspan.plan.cost.mixer_shape import MixerShape
+from longspan.plan.cost.model_flops import model_flops
+from longspan.plan.cost.model_shape import ModelShape, has_mixers
+
+ROWS = 16
+FAMILIES = {
+    "qwen3_next": "gated delta net",
+    "qwen3_5_text": "gated delta net",
+    "qwen3_5_moe_text": "gated delta net",
+    "olmo_hybrid": "gated delta net",
+    "kimi_linear": "Kimi delta attention",
+    "bamba": "Mamba 2",
+    "mamba2": "Mamba 2",
+    "granitemoehybrid": "Mamba 2",
+    "nemotron_h": "Mamba 2",
+    "falcon_h1": "Mamba 2",
+    "lfm2_moe": "short convolution",
+    "lfm2": "",  # its small copy has attention alone
+    "qwen2_moe": "",
+    "granitemoeshared": "",
+}
+
+
+def products(model: Any) -> tuple[int, int]:
+    """FLOPs of a row in matrices of weights, and of all rows in attention, forward, as torch counts them."""
+    model.set_experts_implementation("eager")
+    model.set_attn_implementation("eager")
+    for mixer in mixers_of(model).values():
+        redirect(mixer, lambda shard, batch, rows: ROWS_ALONE)  # the scan is counted by hand
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model(input_ids=torch.arange(ROWS)[None] % 10, use_cache=False)
+    of_attention = sum(n for name, n in counted.get_flop_counts()["Global"].items() if "bmm" in str(name))
+    return (counted.get_total_flops() - of_attention) // ROWS, of_attention
+
+
+def convolutions(model: nn.Module) -> int:
+    return sum(x.numel() for mixer in mixers_of(model).values() for x in mixer.parameters() if x.ndim == 3)
+
+
+@cache
+def small(family: str) -> PreTrainedConfig:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    return shrunken(CONFIG_MAPPING[family]())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_those_that_multiply_a_row(family: str) -> None:
+    config = small(family)
+    model, shape = tiny_model(config, torch.float32), ModelShape.of(config)
+    mixers = len(mixers_of(model))
+    of_weights, of_attention = products(model)
+    assert 2 * (shape.weights - convolutions(model)) == of_weights
+    assert 4 * ROWS**2 * shape.query_width * shape.layers == of_attention
+    assert (shape.mixer_layers, shape.mixer.kind if shape.mixer else "") == (mixers, FAMILIES[family])
+    assert shape.decoder_layers == config.num_hidden_layers and has_mixers(config) == bool(mixers)
+    assert ModelShape.of(config.to_dict()) == shape  # as a config.json says it
+
+
+def by_rows(mixer: MixerShape) -> int:
+    """FLOPs of one row in the recurrence of one layer, its products written out."""
+    heads, key, value = mixer.heads, mixer.key_size, mixer.value_size
+    if not heads:
+        return 0
+    state, k, q, v = (torch.zeros(heads, *shape) for shape in ((key, value), (1, key), (1, key), (1, value)))
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return torch.bmm(a, b)
+
+    with FlopCounterMode(display=False) as counted:
+        new = v - product(k, state) if mixer.delta else v
+        product(q, state + product(k.mT, new))
+    return counted.get_total_flops()
+
+
+LFM2 = {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], "hidden_size": 64}
+LFM2 |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 61}
+
+
+def presets() -> dict[str, PreTrainedConfig]:
+    tiny = {
+        name: preset_config(name, vocab_size=61) for name in ("qwen3-next-tiny", "bamba-tiny", "granite-hybrid-tiny")
+    }
+    return tiny | {"lfm2": CONFIG_MAPPING["lfm2"](**LFM2, bos_token_id=1, eos_token_id=2, pad_token_id=0)}
+
+
+@pytest.mark.parametrize("name", presets())
+def test_a_step_s_flops_are_those_of_projections_attention_and_the_recurrence(name: str) -> None:
+    config = presets()[name]
+    model, shape, lengths = tiny_model(config, torch.float32), ModelShape.of(config), (40, 24, 1)
+    of_weights, _ = products(model)
+    pairs = sum(n * (n + 1) // 2 for n in lengths)
+    assert shape.mixer and shape.mixer_layers == 3 and shape.layers == 1
+    forward = (of_weights + 2 * convolutions(model) + 3 * by_rows(shape.mixer)) * sum(lengths)
+    forward += 4 * shape.query_width * pairs
+    assert model_flops(shape, lengths) == 3 * forward
+
+
+def test_a_depth_costs_a_layer_a_projection_and_a_head() -> None:
+    model = load_model(preset="qwen3-tiny", vocab_size=64)
+    plain = ModelShape.of(model.config)
+    add_mtp(model, depths=2)
+    hidden = model.config.hidden_size
+    added = sum(p.numel() for p in model.mtp.parameters() if p.ndim == 2) + 2 * hidden * 64
+    deeper = ModelShape.of(model.config, depths=2)
+    assert deeper.weights - plain.weights == added
+    assert (deeper.layers, deeper.decoder_layers) == (plain.layers + 2, plain.decoder_layers + 2)
+    of_layer = plain.recomputed_weights // plain.decoder_layers
+    assert deeper.recomputed_weights == plain.recomputed_weights + 2 * of_layer
+    assert (
+        Cost.for_model(model.config, tflops=1.0, depths=2).ring_bytes
+        > Cost.for_model(model.config, tflops=1).ring_bytes
+    )
+
+
+QWEN: dict[str, Any] = {"linear_num_value_heads": 4, "num_hidden_layers": 4}
+M, A = "linear_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("values", "types"),
+    [
+        ({"layer_types": ["mamba", "attention"]}, [M, A]),
+        ({"layers_block_type": [M, "moe", A, "mlp"]}, [M, "moe", A, "mlp"]),
+        ({"hybrid_override_pattern": "M-E*"}, [M, "mlp", "moe", A]),
+        ({"num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_n_heads": 8}, [M, A, M]),
+        ({"num_hidden_layers": 2, "mamba_n_heads": 8}, [M, M]),
+        ({"num_hidden_layers": 3, "full_attn_idxs": [2], "conv_L_cache": 3}, ["conv", "conv", A]),
+        (QWEN, [M, M, M, A]),
+        (QWEN | {"full_attention_interval": 2}, [M, A, M, A]),
+        ({"num_hidden_layers": 2, "linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1]}}, [M, A]),
+        ({"num_hidden_layers": 2, "mamba_n_heads": 8, "mamba_d_ssm": 64}, ["hybrid"] * 2),
+        ({"num_hidden_layers": 2, "state_size": 8, "num_heads": 4}, [M, M]),
+        ({"num_hidden_layers": 2}, []),
+    ],
+)
+def test_types_of_layers_in_every_spelling(values: dict[str, Any], types: list[str]) -> None:
+    assert layer_types(ConfigReader.of(values)) == types
+
+
+REFUSED = {
+    "zamba2": "state-space layers of zamba2",
+    "jamba": "of jamba",
+    "mamba": "of mamba",
+    "minimax": "layers of type",
+}
+
+
+@pytest.mark.parametrize("family", [*REFUSED, "falcon_mamba", "recurrent_gemma"])
+def test_what_has_no_price_is_named(family: str) -> None:
+    with pytest.raises(
+        PlanError, match=REFUSED.get(family, "has .*layers of .*, which no configuration prices; measure")
+    ):
+        ModelShape.of(CONFIG_MAPPING[family]())
+
+
+def test_a_mixer_without_its_sizes_is_refused() -> None:
+    with pytest.raises(
+        PlanError, match="has no linear_num_key_heads, no linear_key_head_dim, no linear_value_head_dim"
+    ):
+        ModelShape.of({"hidden_size": 8, "linear_num_value_heads": 2, "vocab_size": 9, "num_hidden_layers": 2})
