@@ -35,6 +35,9 @@ class ExportFlags:
     merge: Switch = False
     """Of a run that trains an adapter ([lora]): its base model with the adapter added to the weights, for stock
     transformers alone. Without it the adapter, for stock peft."""
+    mtp: Literal["published", "own", "none"] = "published"
+    """Depths of multi-token prediction of a run with [mtp]: published (under the names of published models of the
+    family, where it has such), own (mtp.layers.0 and so on, which longspan reads), or none: they are left out."""
     overwrite: Switch = False
     """Replace the model in a folder that holds one; other files in it stay."""
     json: Switch = False
@@ -49,7 +52,14 @@ def main(argv: Sequence[str]) -> int:
 
     log = partial(print, file=sys.stderr if flags.json else sys.stdout, flush=True)
     written = export_checkpoint(
-        run_dir, checkpoint, Path(flags.folder), log, dtype=flags.dtype, overwrite=flags.overwrite, merge=flags.merge
+        run_dir,
+        checkpoint,
+        Path(flags.folder),
+        log,
+        dtype=flags.dtype,
+        overwrite=flags.overwrite,
+        merge=flags.merge,
+        mtp=flags.mtp,
     )
     print(as_json(written.row()) if flags.json else _text(written))
     return 0

@@ -1,7 +1,6 @@
 """`add_mtp`: give a causal language model depths of multi-token prediction before it is prepared.
 
-Refused, for now: models of several modalities, adapters, and a state-space layer as the last one. `prepare` refuses
-sequence parallelism.
+Refused, for now: models of several modalities, and adapters. `prepare` refuses sequence parallelism.
 """
 
 from copy import deepcopy
@@ -17,7 +16,6 @@ from longspan.model.layers import base_of, decoder_layers, reads_other_modalitie
 from longspan.model.mtp.depths import PREFIX, MtpDepth, MtpDepths, depths_of
 from longspan.model.mtp.weights import draw_depths, read_depths
 from longspan.model.prepared import is_prepared
-from longspan.model.seams.mixers import mixers_of
 
 
 def add_mtp(
@@ -70,12 +68,6 @@ def _check(model: PreTrainedModel, depths: int) -> None:
         raise ModelError(f"{name} is a model of several modalities; give add_mtp the causal language model alone")
     if adapter_in(model) is not None:
         raise ModelError(f"{name} has an adapter, which alone would be trained; merge it, then call add_mtp")
-    last, layer = list(decoder_layers(model).items())[-1]
-    if mixers := [f"{last}.{path} ({type(mixer).__name__})" for path, mixer in mixers_of(layer).items()]:
-        raise ModelError(
-            f"{name}: {', '.join(mixers)} is a state-space layer, and a depth of multi-token prediction is like the "
-            "last layer, with attention; use a model whose last layer attends"
-        )
 
 
 def _depth(model: PreTrainedModel, last: nn.Module) -> MtpDepth:

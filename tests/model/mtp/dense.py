@@ -11,16 +11,38 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from longspan.model.add_depths import add_mtp
+from longspan.model.presets import preset_config
+from longspan.model.seams.mixers import mixers_of
 from tests.model.deep import deep
-from tests.model.stock import gradients_of, tiny
+from tests.model.stock import at_random, gradients_of, tiny
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 3, 9)
 WEIGHT = 0.7
 
 
+# Two layers, of which the last is attention or a scan: preset, and what says which.
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-next": ("qwen3-next-tiny", {"layer_types": ["linear_attention", "full_attention"]}),
+    "qwen3-next, a scan last": ("qwen3-next-tiny", {"layer_types": ["full_attention", "linear_attention"]}),
+    "bamba, a scan last": ("bamba-tiny", {"attn_layer_indices": [0]}),
+}
+
+
+def _hybrid(family: str) -> PreTrainedModel:
+    preset, types = HYBRIDS[family]
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    small = {"mamba_n_heads": 4, "mamba_d_head": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    config: Any = preset_config(preset, vocab_size=64)
+    config.update(sizes | {key: value for key, value in small.items() if hasattr(config, key)} | types)
+    config._experts_implementation = "eager"
+    return at_random(config)
+
+
 def with_depths(family: str, depths: int, layers: int = 2) -> PreTrainedModel:
     """A tiny model in float64 with depths, none of whose weights stands at one or at nothing."""
-    if layers == 2:
+    if family in HYBRIDS:
+        model = _hybrid(family)
+    elif layers == 2:
         model = tiny(family, torch.float64, attention="eager", vocabulary=64)
     else:
         model = deep(family, torch.float64, layers, vocabulary=64)
@@ -83,7 +105,9 @@ def _next(model: Any, depth: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     hidden_rows = (age < 0) | (age >= (window or len(ids)))
     mask = torch.zeros(age.shape, dtype=x.dtype).masked_fill(hidden_rows, torch.finfo(x.dtype).min)
     rotary = model.model.rotary_emb(x, positions)
-    out = layer(x, attention_mask=mask[None, None], position_embeddings=rotary, position_ids=positions)
+    causal = None if mixers_of(layer) else mask[None, None]
+    out = layer(x, attention_mask=causal, position_embeddings=rotary, position_ids=positions)
+    out = out if isinstance(out, Tensor) else out[0]
     return depth.post_norm(out)
 
 

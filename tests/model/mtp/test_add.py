@@ -6,18 +6,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longspan import Layout, MtpLoss, World, add_mtp, load_model, plan_fixed, prepare, run_step, save_model
 from longspan.errors import CommError, LongspanError, LossError, ModelError
-from longspan.model import preset_config
 from longspan.testing import run_ranks
 from longspan.train import build_optimizer, load_checkpoint, save_checkpoint
 from tests.model.mtp.dense import LENGTHS, with_depths
 from tests.model.seams.families import FAMILIES
-from tests.model.stock import at_random, config_of, texts, tiny, weights_of
+from tests.model.stock import texts, tiny, weights_of
 
 
 def _depths(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -100,48 +98,12 @@ def test_saved_depths_are_read_again_and_stock_transformers_reads_the_rest(home:
     assert all(torch.equal(x, saved[name]) for name, x in stock.items())
 
 
-def _deepseek(layers: int) -> PreTrainedModel:
-    """DeepSeek-V3 whose layers but the first have experts."""
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 16}
-    config = config_of("deepseek-v3")
-    config.update(experts | {"num_hidden_layers": layers})
-    config.mlp_layer_types = ["dense"] + ["sparse"] * (layers - 1)
-    return at_random(config)
-
-
-def test_depths_are_read_under_the_names_that_they_are_published_with(tmp_path: Path) -> None:
-    """A depth's block is the layer after a model's last one: stock transformers writes one of a model with one more."""
-    deeper = _deepseek(3)
-    deeper.save_pretrained(tmp_path)
-    own = {name: torch.full((32,), i + 2.0) for i, name in enumerate(("enorm", "hnorm", "shared_head.norm"))}
-    published: dict[str, Tensor] = {f"model.layers.2.{name}.weight": x for name, x in own.items()}
-    published["model.layers.2.eh_proj.weight"] = torch.randn(32, 64)
-    published["model.layers.2.embed_tokens.weight"] = torch.zeros(2)  # copies of the model's own, which are not read
-    files = load_file(tmp_path / "model.safetensors")
-    assert "model.layers.2.mlp.experts.3.gate_proj.weight" in files
-    save_file(files | published, tmp_path / "model.safetensors")
-    read = add_mtp(_deepseek(2), 1, weights=tmp_path).state_dict()
-    for name, x in deeper.model.layers[2].state_dict().items():
-        assert torch.equal(read[f"mtp.layers.0.mtp_block.{name}"], x), name
-    for ours, theirs in (("enorm", "enorm"), ("hnorm", "hnorm"), ("post_norm", "shared_head.norm")):
-        assert torch.equal(read[f"mtp.layers.0.{ours}.weight"], own[theirs].double())
-    assert torch.equal(read["mtp.layers.0.eh_proj.weight"], published["model.layers.2.eh_proj.weight"].double())
-    with pytest.raises(ModelError, match=r"lacks \d+ of \d+ .*mtp\.layers\.1\..*or model\.layers\.2\..*fewer depths"):
-        add_mtp(_deepseek(2), 2, weights=tmp_path)
-    save_file(files | published | {"model.layers.2.enorm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"mtp.layers.0.enorm.weight is \(3,\) in the files, \(32,\)"):
-        add_mtp(_deepseek(2), 1, weights=tmp_path)
-
-
 def test_what_cannot_have_depths_is_refused() -> None:
-    ends_in_a_scan = preset_config("qwen3-next-tiny", vocab_size=64)
-    ends_in_a_scan.update({"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]})
     refused: list[tuple[Any, Any, str]] = [
         (torch.nn.Linear(2, 2), 1, "takes a transformers model .* got Linear"),
         (tiny("qwen3"), 0, "depths=0; give a number from 1"),
         (tiny("qwen3"), True, "depths=True"),
         (add_mtp(tiny("qwen3")), 1, "has multi-token prediction of depth 1 already"),
-        (load_model(config=ends_in_a_scan), 1, r"layers\.1\.\w+ \(\w+\) is a state-space layer"),
         (tiny("qwen3").model, 1, "no output embedding over a base model"),
     ]
     for model, depths, message in refused:

@@ -40,6 +40,7 @@ class Case:
     labelled: bool = False
     layers: int = 2
     settings: tuple[tuple[str, Any], ...] = ()
+    plans: tuple[str, ...] = ()  # none: all
 
 
 FEW = [Case(), Case(depths=3)]
@@ -54,6 +55,11 @@ CASES = [
     Case(settings=(("shard_parameters", False),)),
     Case(settings=(("activation_checkpointing", "selective"), ("offload_activations", True))),
     Case(settings=(("probe", False), ("reshard_after_forward", False))),
+]
+HYBRID = [
+    Case("qwen3-next, a scan last", plans=("one cp", "dynamic")),
+    Case("bamba, a scan last", settings=(("activation_checkpointing", "full"),)),
+    Case("qwen3-next", depths=1, labelled=True),
 ]
 SPLIT = [
     Case(),
@@ -132,6 +138,8 @@ def _errors(rank: int, home: Layout, cases: list[Case]) -> dict[str, float]:
             targets = sum(int(mask[1:].sum()) for mask in _masks(case))
             model = prepare(with_depths(case.family, case.depths, case.layers), world, **dict(case.settings))
             for name, plan in _plans(world.home, targets).items():
+                if case.plans and name not in case.plans:
+                    continue
                 result = run_step(model, plan, documents, world, mtp=mtp)
                 pairs = zip((result.loss, *result.mtp_losses), (exact.loss, *exact.mtp_losses), strict=True)
                 losses = max(abs(loss / max(loss_there, 1e-30) - 1) for loss, loss_there in pairs)
@@ -156,6 +164,8 @@ def _errors(rank: int, home: Layout, cases: list[Case]) -> dict[str, float]:
         (Layout(ranks=1), FEW),
         pytest.param(Layout(ranks=2), CASES, marks=pytest.mark.whole),
         (Layout(ranks=3), FEW),
+        (Layout(ranks=2), HYBRID[:1]),
+        pytest.param(Layout(ranks=3), HYBRID, marks=pytest.mark.whole),
         (Layout(ranks=2, dp_replicate=2), FEW),
         (Layout(ranks=4, tp=2), SPLIT),
         (Layout(ranks=2, ep=2), EXPERTS),
@@ -166,6 +176,8 @@ def _errors(rank: int, home: Layout, cases: list[Case]) -> dict[str, float]:
         "1 slot",
         "2 slots",
         "3 slots",
+        "a hybrid on 2 slots",
+        "hybrids on 3 slots",
         "2 replicas",
         "2 slots of tp 2",
         "2 slots of ep 2",

@@ -23,8 +23,7 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers
-
-PREFIX = "mtp"  # of the depths' weights in a state_dict and in files
+from longspan.model.mtp.names import PREFIX
 
 
 class MtpDepth(nn.Module):
@@ -77,7 +76,7 @@ class LayerArguments:
 
 
 def refuse_bypass(model: nn.Module, reached: Sequence[nn.Module]) -> None:
-    """Raise ModelError for a depth in which no module was among those that reached our attention in a pass."""
+    """Raise ModelError for a depth in which no module is among those that reach our attention, or are mixers."""
     for name, block in mtp_blocks(model).items():
         if not any(module is inner for inner in block.modules() for module in reached):
             raise ModelError(

@@ -24,6 +24,7 @@ from longspan.model.layers import base_of
 from longspan.model.mtp.depths import deeper_states, depths_of, last_layer_arguments, refuse_bypass
 from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.meta_pass import run_on_meta
+from longspan.model.seams.mixers import mixers_of
 from longspan.model.seams.probe import Probe
 
 RowLoss = Callable[..., Tensor]  # of (hidden, head, *deeper)
@@ -115,7 +116,7 @@ def _try(model: PreTrainedModel) -> None:
             f"{type(model).__name__}: its forward cannot be cut after its base model ({type(error).__name__}: {error})"
             f"{doctor_hint(model)}"
         ) from error
-    refuse_bypass(model, [call.module for call in probe.calls])
+    refuse_bypass(model, [*(call.module for call in probe.calls), *mixers_of(model).values()])
     shape = (2, _output_embedding(model).weight.shape[0])
     if tuple(made.shape) != shape or not made.requires_grad:
         raise ModelError(

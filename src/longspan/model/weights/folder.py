@@ -58,7 +58,8 @@ def _leaves_first_dim(operation: Any) -> bool:
 class FolderWeights:
     """What the safetensors files of a folder hold, for a model of these names and shapes.
 
-    `rename` is from the files' names to those of a folder that `save_model` writes.
+    `rename` is from the files' names to those of a folder that `save_model` writes, `view` gives what a file's tensor
+    is read as.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class FolderWeights:
         model: PreTrainedModel,
         *,
         rename: Callable[[str], str] = lambda key: key,
+        view: Callable[[str, Any], Any] = lambda key, tensor: tensor,
     ) -> None:
-        self._folder, self._files, self._config, self._rename = folder, files, model.config, rename
+        self._folder, self._files, self._config = folder, files, model.config
+        self._rename, self._view = rename, view
         self._shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
         self._conversions: list[Any] = get_model_conversion_mapping(model)
         self._prefix = model.base_model_prefix
@@ -102,7 +105,8 @@ class FolderWeights:
         slices = dict[str, Any]()
         for file in self._files:
             opened = stack.enter_context(_open(file))
-            slices.update({self._rename(name): opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118
+            for name in opened.keys():  # noqa: SIM118
+                slices[self._rename(name)] = self._view(name, opened.get_slice(name))
         return slices
 
     def _recipes(self, slices: _Slices) -> dict[str, _Recipe]:

@@ -1,5 +1,6 @@
 """Random weights of a configuration, drawn a decoder layer at a time as transformers initialises them."""
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers
 from longspan.model.weights.empty import stored_buffers
 from longspan.model.weights.held import HeldPart
@@ -53,14 +55,24 @@ class RandomWeights:
 def draw(
     path: str, module: nn.Module, device: torch.device, *, seed: int, initialise: Callable[[nn.Module], None]
 ) -> nn.Module:
-    """A copy of a module with random weights in float32, a function of `seed` and its name; buffers begin at 0."""
+    """A copy of a module with random weights in float32, a function of `seed` and its name; buffers begin at 0.
+
+    Raises ModelError for parameters that `initialise`, a model's own function, leaves as they were in memory.
+    """
     drawn = deepcopy(module).to_empty(device=device).float()
+    for parameter in drawn.parameters():
+        parameter.fill_(math.nan)
     for buffer in drawn.buffers():
         buffer.zero_()
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(_seed_of(path, seed))
         drawn.apply(initialise)  # children before parents, as transformers does
+    if left := [name for name, parameter in drawn.named_parameters() if parameter.isnan().any()]:
+        raise ModelError(
+            f"{path}: {', '.join(left[:4])} ({type(module).__name__}) get no random values by the model's own "
+            "_init_weights; read weights from a folder"
+        )
     return drawn
 
 

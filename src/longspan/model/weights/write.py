@@ -6,7 +6,7 @@ writer holds one file's tensors and one layer, and never the whole model.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,14 +37,22 @@ class WeightWriter:
     ...     writer.write(group)
     >>> written = writer.finish()
 
-    Tensors are written in the dtypes that `empty` has for them, or in their own without `cast`. Raises ModelError for a
+    Tensors are written in the dtypes that `empty` has for them, or in their own without `cast`, under
+    stock names, which `rename` changes. Raises ModelError for a
     name that the model has not, another shape, and, when finished, for names that never came.
     """
 
     def __init__(
-        self, folder: Path, empty: PreTrainedModel, *, cast: bool = True, file_bytes: int = FILE_BYTES
+        self,
+        folder: Path,
+        empty: PreTrainedModel,
+        *,
+        cast: bool = True,
+        file_bytes: int = FILE_BYTES,
+        rename: Callable[[str], str] = lambda name: name,
     ) -> None:
         self._folder, self._empty, self._cast, self._limit = folder, empty, cast, file_bytes
+        self._rename = rename
         self._wanted = dict(empty.state_dict())
         self._left_out = _second_names(empty) | set(empty._keys_to_ignore_on_save or ())
         self._to_come = self._wanted.keys() - self._left_out
@@ -60,7 +68,7 @@ class WeightWriter:
         for name, tensor in revert_weight_conversion(self._empty, kept).items():
             if self._file and sum(x.nbytes for x in self._file.values()) + tensor.nbytes > self._limit:
                 self._flush()
-            self._file[name] = tensor.contiguous()
+            self._file[self._rename(name)] = tensor.contiguous()
 
     def finish(self) -> Written:
         """Write what is left, and the index where there is more than one file."""

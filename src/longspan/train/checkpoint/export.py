@@ -32,6 +32,7 @@ from longspan.train.checkpoint.export_adapter import (
     saved_adapter,
     write_saved_adapter,
 )
+from longspan.train.checkpoint.export_depths import ExportedDepths, MtpNames
 from longspan.train.checkpoint.files import (
     check_contents,
     check_sizes,
@@ -81,11 +82,14 @@ def export_checkpoint(
     dtype: str = "auto",
     overwrite: bool = False,
     merge: bool = False,
+    mtp: MtpNames = "published",
 ) -> Exported:
     """Write a checkpoint (None: the run's newest good one) to a folder that stock transformers loads.
 
     Of a run that trains an adapter ([lora]) that is a folder that stock peft loads, or with `merge` one of the base
     model with the adapter added to its weights.
+
+    `mtp`: whether depths of multi-token prediction are written, and under which names (`export_depths.py`).
 
     `dtype` is that of the files: "auto", that of the run's model/ folder, or a name. Raises CheckpointError for a
     checkpoint that is missing, damaged or of another model, and ModelError for a folder that is not empty, unless it
@@ -103,6 +107,7 @@ def export_checkpoint(
         refuse_merge(run_dir)
     checkpoint = _checked(run_dir / "checkpoints", checkpoint, log)
     empty = empty_model(config, torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype))
+    depths = ExportedDepths.of(run, empty, mtp, log)
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -114,8 +119,10 @@ def export_checkpoint(
             written = write_saved_adapter(saved, partial, run_dir, kind)
         else:
             kind = empty.dtype
-            groups = merged_groups(saved, run, config, run_dir) if saved is not None else _groups(checkpoint, empty)
-            written = _write(partial, empty, _saying(groups, log), run_dir)
+            groups = (
+                merged_groups(saved, run, config, run_dir) if saved is not None else _groups(checkpoint, empty, depths)
+            )
+            written = _write(partial, empty, _saying(groups, log), run_dir, depths)
         _publish(partial, folder)
     except ModelError as error:
         raise CheckpointError(f"checkpoint {checkpoint} does not fit the run's model: {error}") from error
@@ -125,9 +132,11 @@ def export_checkpoint(
     return Exported(str(folder), str(checkpoint), step, name, **written._asdict())
 
 
-def _write(partial: Path, empty: PreTrainedModel, groups: Iterator[dict[str, Tensor]], run_dir: Path) -> Written:
+def _write(
+    partial: Path, empty: PreTrainedModel, groups: Iterator[dict[str, Tensor]], run_dir: Path, depths: ExportedDepths
+) -> Written:
     """Write the weights of a whole model, and what belongs beside them."""
-    writer = WeightWriter(partial, empty, file_bytes=FILE_BYTES)
+    writer = WeightWriter(partial, empty, file_bytes=FILE_BYTES, rename=depths.rename)
     for group in groups:
         writer.write(group)
     written = writer.finish()
@@ -162,9 +171,9 @@ def _checked(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
     return newest
 
 
-def _groups(checkpoint: Path, empty: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
-    """The weights of a checkpoint, those of a layer together, as they were stored."""
-    stored = _stored(checkpoint)
+def _groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDepths) -> Iterator[dict[str, Tensor]]:
+    """The weights of a checkpoint that are exported, those of a layer together, as they were stored."""
+    stored = {name: entry for name, entry in _stored(checkpoint).items() if not depths.leaves_out(name)}
     wanted = dict(empty.state_dict())
     if more := sorted(stored.keys() - wanted.keys()):
         raise ModelError(f"it has {len(more)} weights that the model has not: {', '.join(more[:4])}")

@@ -1,0 +1,130 @@
+"""Names of the depths' weights in files: ours, and those under which models are published with them.
+
+ours            mtp.layers.0.enorm, hnorm, eh_proj, post_norm, and mtp_block.… (transformers' `MtpLayer`)
+DeepSeek, GLM   model.layers.61.enorm, hnorm, eh_proj, shared_head.norm, and the layer's own names, after 61 layers
+Qwen            mtp.pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm, and mtp.layers.0.… (Qwen3-Next, Qwen3.5)
+MiMo            model.mtp_layers.0.token_layernorm, hidden_layernorm, input_proj, final_layernorm, and the layer's own
+
+MiMo's projection takes the hidden states first, so that the halves of its columns are exchanged when it is read (as in
+vLLM's `mimo_mtp.py` beside `qwen3_next_mtp.py` and `deepseek_mtp.py`).
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from longspan.errors import ModelError
+from longspan.model.hf_folder import weight_files
+
+PREFIX = "mtp"  # of the depths' weights in a state_dict and in files
+_OURS = ("enorm.", "hnorm.", "eh_proj.", "post_norm.")
+_MIMO: dict[str, str] = dict(
+    zip(("token_layernorm.", "hidden_layernorm.", "input_proj.", "final_layernorm."), _OURS, strict=True)
+)
+_QWEN: dict[str, str] = dict(zip(("pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc.", "norm."), _OURS, strict=True))
+_MIMO_PROJECTION = re.compile(r"model\.mtp_layers\.\d+\.input_proj\.weight")
+_AFTER_LAYERS = frozenset({"deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"})
+_LIKE_QWEN = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mellum"})
+
+
+def own_name(key: str, layers: int) -> str:
+    """Our name for a depth's weight in files of a model of so many layers; another key as it is.
+
+    >>> own_name("model.layers.61.mlp.up_proj.weight", layers=61)
+    'mtp.layers.0.mtp_block.mlp.up_proj.weight'
+    >>> own_name("model.layers.61.shared_head.norm.weight", layers=61), own_name("mtp.norm.weight", layers=48)
+    ('mtp.layers.0.post_norm.weight', 'mtp.layers.0.post_norm.weight')
+    >>> own_name("model.mtp_layers.0.input_proj.weight", layers=36)
+    'mtp.layers.0.eh_proj.weight'
+    """
+    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", key):
+        depth, inside = int(match[1]) - layers, match[2].replace("shared_head.norm.", "post_norm.", 1)
+        return key if depth < 0 else _named(depth, inside)
+    if match := re.fullmatch(r"model\.mtp_layers\.(\d+)\.(.*)", key):
+        return _named(int(match[1]), _replaced(match[2], _MIMO))
+    if match := re.fullmatch(r"mtp\.layers\.(\d+)\.(.*)", key):
+        return key if match[2].startswith("mtp_block.") else _named(int(match[1]), match[2])
+    bare = key.removeprefix(f"{PREFIX}.")
+    return _named(0, inside) if bare != key and (inside := _replaced(bare, _QWEN)) != bare else key
+
+
+def as_ours(key: str, tensor: Any) -> Any:
+    """A file's tensor, of which safetensors reads parts, with the columns in our order."""
+    return _HalvesExchanged(tensor) if _MIMO_PROJECTION.fullmatch(key) else tensor
+
+
+def published_names(model_type: str, layers: int, depths: int) -> Callable[[str], str] | None:
+    """From our names to those that a family's models are published with; None where it has none.
+
+    >>> published_names("deepseek_v3", 61, 1)("mtp.layers.0.mtp_block.mlp.up_proj.weight")
+    'model.layers.61.mlp.up_proj.weight'
+    >>> published_names("qwen3_next", 48, 1)("mtp.layers.0.eh_proj.weight")
+    'mtp.fc.weight'
+    """
+    if model_type in _AFTER_LAYERS:
+        return lambda name: _after_layers(name, layers)
+    return _like_qwen if model_type in _LIKE_QWEN and depths == 1 else None
+
+
+def depths_in(folder: Path, layers: int) -> int:
+    """How many depths a folder's files have weights of, for a model of so many layers; 0 without safetensors.
+
+    Raises ModelError for files that are missing or cannot be read.
+    """
+    found, names = set[int](), list[str]()
+    for file in weight_files(folder):
+        if file.suffix != ".safetensors":
+            return 0
+        try:
+            with safe_open(file, framework="pt") as opened:
+                names += opened.keys()
+        except Exception as error:  # safetensors raises errors of its own kind
+            raise ModelError(f"{file} cannot be read: {error}") from error
+    for name in names:
+        if match := re.fullmatch(rf"{PREFIX}\.layers\.(\d+)\.eh_proj\.weight", own_name(name, layers)):
+            found.add(int(match[1]))
+    return next(depth for depth in range(len(found) + 1) if depth not in found)
+
+
+class _HalvesExchanged:
+    """A matrix in a file, whose second half of columns comes first."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> Any:
+        """As in the file."""
+        return self._tensor.get_shape()
+
+    def __getitem__(self, block: Any) -> Tensor:
+        whole: Tensor = self._tensor[...]
+        return torch.cat(whole.chunk(2, dim=1)[::-1], dim=1)[block]
+
+
+def _named(depth: int, inside: str) -> str:
+    return f"{PREFIX}.layers.{depth}.{'' if inside.startswith(_OURS) else 'mtp_block.'}{inside}"
+
+
+def _replaced(name: str, begins: dict[str, str]) -> str:
+    return next((ours + name.removeprefix(theirs) for theirs, ours in begins.items() if name.startswith(theirs)), name)
+
+
+def _after_layers(name: str, layers: int) -> str:
+    match = re.fullmatch(rf"{PREFIX}\.layers\.(\d+)\.(.*)", name)
+    if match is None:
+        return name
+    inside = match[2].removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.", 1)
+    return f"model.layers.{layers + int(match[1])}.{inside}"
+
+
+def _like_qwen(name: str) -> str:
+    inside = name.removeprefix(f"{PREFIX}.layers.0.")
+    if inside == name:
+        return name
+    ours = _replaced(inside, {ours: theirs for theirs, ours in _QWEN.items()})
+    return f"{PREFIX}.{ours}" if ours != inside else f"{PREFIX}.layers.0.{inside.removeprefix('mtp_block.')}"

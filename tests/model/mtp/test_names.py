@@ -1,0 +1,126 @@
+"""Depths read, and written, under the names that models are published with."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from longspan import Layout, World, add_mtp, load_model, prepare
+from longspan.errors import ModelError
+from longspan.model import preset_config
+from longspan.model.mtp.names import depths_in, own_name, published_names
+from tests.model.stock import at_random, config_of, weights_of
+
+NORMS = {
+    "DeepSeek": ("model.layers.2.", ("enorm", "hnorm", "shared_head.norm", "eh_proj")),
+    "MiMo": ("model.mtp_layers.0.", ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj")),
+    "Qwen": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")),
+}
+OURS = ("enorm", "hnorm", "post_norm", "eh_proj")
+# The layer's own names, and a model of so many layers.
+LAYERS = {"DeepSeek": "model.layers.2.", "MiMo": "model.mtp_layers.0.", "Qwen": "mtp.layers.0."}
+
+
+def _deepseek(layers: int) -> PreTrainedModel:
+    """DeepSeek-V3 whose layers but the first have experts."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 16}
+    config = config_of("deepseek-v3")
+    config.update(experts | {"num_hidden_layers": layers})
+    config.mlp_layer_types = ["dense"] + ["sparse"] * (layers - 1)
+    return at_random(config)
+
+
+def _qwen2(layers: int) -> PreTrainedModel:
+    """MiMo-7B is a Qwen2 with a depth."""
+    config = config_of("qwen2")
+    config.update({"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers})
+    return at_random(config)
+
+
+def _qwen3_next(layers: int) -> PreTrainedModel:
+    """A gated delta net, then attention, with experts."""
+    config = preset_config("qwen3-next-tiny", vocab_size=64)
+    types = ["linear_attention", *["full_attention"] * (layers - 1)]
+    config.update({"num_hidden_layers": layers, "layer_types": types, "hidden_size": 32})
+    return at_random(config)
+
+
+MODELS = {"DeepSeek": _deepseek, "MiMo": _qwen2, "Qwen": _qwen3_next}
+
+
+def _published(family: str, folder: Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """A folder with a depth whose layer is the last one of a deeper model, as stock transformers writes it.
+
+    Returns that model and what else the depth has, by the names in the files.
+    """
+    deeper, (prefix, names) = MODELS[family](3), NORMS[family]
+    deeper.save_pretrained(folder)
+    files = load_file(folder / "model.safetensors")
+    size = deeper.config.hidden_size
+    own: dict[str, Tensor] = {f"{prefix}{name}.weight": torch.full((size,), i + 2.0) for i, name in enumerate(names)}
+    own[f"{prefix}{names[-1]}.weight"] = torch.randn(size, 2 * size)
+    files = {name.replace("model.layers.2.", LAYERS[family]): x for name, x in files.items()}
+    files["model.layers.2.embed_tokens.weight"] = torch.zeros(2)  # copies of the model's own, which are not read
+    save_file(files | own, folder / "model.safetensors")
+    return deeper, own
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_depths_are_read_under_the_names_that_they_are_published_with(family: str, tmp_path: Path) -> None:
+    deeper, own = _published(family, tmp_path)
+    assert depths_in(tmp_path, layers=2) == 1
+    model = add_mtp(MODELS[family](2), 1, weights=tmp_path)
+    read, (prefix, names) = model.state_dict(), NORMS[family]
+    for name, x in deeper.model.layers[2].state_dict().items():
+        assert torch.equal(read[f"mtp.layers.0.mtp_block.{name}"], x), name
+    for ours, theirs in zip(OURS[:3], names, strict=False):
+        assert torch.equal(read[f"mtp.layers.0.{ours}.weight"], own[f"{prefix}{theirs}.weight"].double())
+    embedding, hidden = torch.randn(2, 5, deeper.config.hidden_size, dtype=torch.float64)
+    order = (hidden, embedding) if family == "MiMo" else (embedding, hidden)  # as the models' own code has it
+    wanted = F.linear(torch.cat(order, -1), own[f"{prefix}{names[-1]}.weight"].double())
+    found = model.mtp.layers[0].eh_proj(torch.cat((embedding, hidden), -1))
+    assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_folder_with_fewer_depths_or_other_shapes_is_refused(tmp_path: Path) -> None:
+    _published("DeepSeek", tmp_path)
+    with pytest.raises(ModelError, match=r"lacks \d+ of \d+ .*mtp\.layers\.1\..*or model\.layers\.2\..*fewer depths"):
+        add_mtp(_deepseek(2), 2, weights=tmp_path)
+    files = load_file(tmp_path / "model.safetensors")
+    save_file(files | {"model.layers.2.enorm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"mtp.layers.0.enorm.weight is \(3,\) in the files, \(32,\)"):
+        add_mtp(_deepseek(2), 1, weights=tmp_path)
+
+
+def test_depths_of_a_sharded_model_are_read_a_part_at_a_time(tmp_path: Path) -> None:
+    _published("MiMo", tmp_path / "MiMo")
+    _qwen2(2).save_pretrained(tmp_path / "two")
+    wanted = add_mtp(_qwen2(2), 1, weights=tmp_path / "MiMo").state_dict()
+    with World(Layout(ranks=1), backend="gloo") as world:
+        model = add_mtp(load_model(tmp_path / "two", dtype="float64", sharded=True), 1, weights=tmp_path / "MiMo")
+        read = weights_of(prepare(model, world))
+    assert all(torch.equal(x, wanted[name]) for name, x in read.items() if name.startswith("mtp."))
+
+
+@pytest.mark.parametrize(("model_type", "depths"), [("deepseek_v3", 2), ("qwen3_next", 1)])
+def test_published_names_are_those_that_are_read(model_type: str, depths: int) -> None:
+    inside = ("enorm", "hnorm", "eh_proj", "post_norm", "mtp_block.mlp.up_proj", "mtp_block.self_attn.q_proj")
+    names = [f"mtp.layers.{depth}.{name}.weight" for depth in range(depths) for name in inside]
+    written = published_names(model_type, 4, depths)
+    assert written is not None and not {*map(written, names)} & {*names}
+    assert [own_name(written(name), layers=4) for name in names] == names
+    assert written("model.layers.3.mlp.up_proj.weight") == "model.layers.3.mlp.up_proj.weight"
+    assert published_names("qwen3_next", 4, 2) is None and published_names("llama", 4, 1) is None
+
+
+def test_stock_transformers_reads_what_is_published(tmp_path: Path) -> None:
+    """It leaves the depth out, in silence."""
+    _published("Qwen", tmp_path)
+    config = _qwen3_next(2).config
+    config.save_pretrained(tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert len(stock.model.layers) == 2
