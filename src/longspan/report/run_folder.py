@@ -7,7 +7,7 @@ here.
 
 import json
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ TRAIN_COLUMNS = (
     "router_balance_loss",
     "router_z_loss",
 )
+MTP_LOSS = "mtp_loss_"  # and the number of a depth: columns that a run may have
 MAX_PLANS = 8  # in the report; the first and last saved and some between
 
 
@@ -85,7 +86,7 @@ class RunFolder:
         return cls(
             path=path,
             step=np.array(steps, np.int64),
-            train={name: np.array([number(train[s].get(name)) for s in steps]) for name in TRAIN_COLUMNS},
+            train={name: np.array([number(train[s].get(name)) for s in steps]) for name in _columns(train.values())},
             evaluations=tuple(evaluations[key] for key in sorted(evaluations)),
             final=tuple(_final_rows(summary, steps[-1] if steps else 0)),
             passkey=passkey_grids(rows),
@@ -133,6 +134,11 @@ def _json_object(path: Path, notes: list[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         notes.append(f"{path.name} could not be read")
     return value if isinstance(value, dict) else {}
+
+
+def _columns(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The columns of all runs, and those of depths of multi-token prediction that the rows have."""
+    return [*TRAIN_COLUMNS, *sorted({name for row in rows for name in row if name.startswith(MTP_LOSS)})]
 
 
 def _final_rows(summary: dict[str, Any], last_step: int) -> Iterator[EvalRow]:

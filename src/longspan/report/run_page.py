@@ -12,7 +12,7 @@ from longspan.report.evaluation_sections import both_widths, evaluation_sections
 from longspan.report.evaluations.passkey_section import passkey_section
 from longspan.report.evaluations.rows import last_rows
 from longspan.report.markup import section, tag, text
-from longspan.report.run_folder import RunFolder
+from longspan.report.run_folder import MTP_LOSS, RunFolder
 from longspan.report.series import bytes_text, number_text, seconds_text, smooth
 from longspan.train.run.records.facts import RunFacts
 
@@ -183,3 +183,9 @@ def _small_charts(run: RunFolder) -> Iterator[Chart]:
     for title, name in (("Router balance loss", "router_balance_loss"), ("Router z-loss", "router_z_loss")):
         if len(_finite(run.train[name])):
             yield Chart(title, curves(name, 1), "before its weight")
+    if depths := [name for name in run.train if name.startswith(MTP_LOSS)]:
+        lines = [
+            Series(f"depth {name.removeprefix(MTP_LOSS)}", run.step, smooth(run.train[name], window), color)
+            for color, name in enumerate(depths)
+        ]
+        yield Chart("Multi-token prediction", tuple(lines), "nats per predicted token", y_format="loss")

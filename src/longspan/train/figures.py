@@ -59,6 +59,8 @@ def figures_of(config: RunConfig, model: nn.Module, world: World, cost: Cost) ->
     device, shape, uncounted = device_name(world), None, ""
     try:
         shape = ModelShape.of(model.config)
+        if config.mtp.depths:
+            shape, uncounted = None, "of depths of multi-token prediction (mtp.depths)"
     except PlanError as error:
         uncounted = str(error)
     return StepFigures(

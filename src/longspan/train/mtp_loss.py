@@ -22,6 +22,7 @@ from longspan.errors import LossError, ModelError, shortened
 from longspan.model.mtp.depths import depths_of
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plan.items import ItemTable
+from longspan.train.config.sections import RunConfig
 from longspan.train.document import NO_TARGET
 from longspan.train.loss import CrossEntropy, Head
 from longspan.train.passes import Measure
@@ -44,6 +45,11 @@ class MtpLoss:
         weight: Any = self.weight
         if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight) or weight < 0:
             raise LossError(f"the weight of an MtpLoss is {shortened(weight)}; give a number from 0: 0.3, say")
+
+
+def mtp_loss(config: RunConfig) -> MtpLoss | None:
+    """What the steps of a run are given as `mtp=`: by its [mtp]; None without depths."""
+    return MtpLoss(config.mtp.loss_weight) if config.mtp.depths else None
 
 
 def check_mtp(mtp: MtpLoss | None, model: nn.Module, world: World, items: ItemTable | None) -> int:

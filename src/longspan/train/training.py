@@ -29,8 +29,10 @@ from longspan.plan import Cost, Plan
 from longspan.train.config.eval_set import EvalConfig
 from longspan.train.config.precision import compute_dtype
 from longspan.train.config.sections import RunConfig
+from longspan.train.depths import with_depths
 from longspan.train.figures import StepFigures, figures_of
 from longspan.train.memory.model_fits import check_model_fits
+from longspan.train.mtp_loss import mtp_loss
 from longspan.train.optim.on_shards import check_on_shards
 from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, groups_of
 from longspan.train.optim.schedule import Schedule
@@ -52,19 +54,22 @@ def configuration_of(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
 def loaded_model(config: RunConfig, vocabulary: int, configuration: PreTrainedConfig | None = None) -> PreTrainedModel:
     """The model that [model] names, of this configuration instead of its own where one is given; not yet prepared.
 
-    Weights are read or drawn once it is prepared, except for tiny presets', which are drawn here.
+    Weights are read or drawn once it is prepared, except for tiny presets', which are drawn here. It has the depths of
+    [mtp].
     """
     configuration = configuration or configuration_of(config, vocabulary)
     if config.model.path:
-        return load_model(config.model.path, config=configuration, dtype=config.model.dtype, sharded=None)
+        model = load_model(config.model.path, config=configuration, dtype=config.model.dtype, sharded=None)
+        return with_depths(config, model)
     tiny = config.model.preset_name and not PRESETS[config.model.preset_name].rows
     dtype, seed = config.model.dtype, config.train.seed
-    return load_model(config=configuration, dtype=dtype, seed=seed, sharded=not tiny)
+    return with_depths(config, load_model(config=configuration, dtype=dtype, seed=seed, sharded=not tiny))
 
 
 def unread_model(config: RunConfig, configuration: PreTrainedConfig) -> PreTrainedModel:
     """A model of this configuration whose weights come from a checkpoint once it is prepared: none is read or drawn."""
     model = load_model(config=configuration, dtype=config.model.dtype, sharded=True)
+    with_depths(config, model, read=False)
     leave_to_checkpoint(model)
     return model
 
@@ -192,6 +197,7 @@ class Training:
             step=step + 1,
             loss_chunk_rows=config.loss_chunk_rows,
             router=self.router,
+            mtp=mtp_loss(self.config),
         )
 
 

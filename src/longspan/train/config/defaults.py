@@ -135,6 +135,8 @@ def settings_line(config: RunConfig) -> str:
     ]
     if config.lora.rank:
         words.append(f"[lora] rank = {config.lora.rank}, alpha = {config.lora.alpha or 2 * config.lora.rank:g}")
+    if config.mtp.depths:
+        words.append(f"[mtp] depths = {config.mtp.depths}, loss_weight = {config.mtp.loss_weight:g}")
     context = config.context
     keys = {key: f"eval_{key}" for key in _SHOWN["context"]}
     other = [

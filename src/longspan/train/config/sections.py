@@ -19,6 +19,7 @@ from longspan.train.config.bounds import (
     bounds_of,
 )
 from longspan.train.config.eval_set import EvalConfig
+from longspan.train.config.mtp_section import MtpSection
 
 
 @dataclass(frozen=True)
@@ -300,6 +301,7 @@ class RunConfig:
     context: ContextConfig = field(default_factory=ContextConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     lora: LoraSection = field(default_factory=LoraSection)
+    mtp: MtpSection = field(default_factory=MtpSection)
     run: RunSection = field(default_factory=RunSection)
     eval: tuple[EvalConfig, ...] = ()
 

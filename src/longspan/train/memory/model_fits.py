@@ -15,6 +15,7 @@ from longspan.comm import World
 from longspan.errors import ConfigError, counted
 from longspan.layout import Layout
 from longspan.model.layers import decoder_layers
+from longspan.model.mtp.depths import mtp_blocks
 from longspan.train.all_ranks import on_every_rank
 from longspan.train.config.sections import RunConfig
 
@@ -97,7 +98,7 @@ def _numel(model: nn.Module, home: Layout) -> dict[str, float]:
 
 def _gathered(config: RunConfig, model: PreTrainedModel, home: Layout) -> float:
     """Numbers that a rank holds gathered at a time: the root's with the largest layer, or all where all stay."""
-    layers = tuple(decoder_layers(model))
+    layers = (*decoder_layers(model), *mtp_blocks(model))
     by_layer, root = dict.fromkeys(layers, 0.0), 0.0
     for name, numel in _numel(model, home).items():
         layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)

@@ -24,11 +24,12 @@ from longspan.plan import Plan
 from longspan.train.config.sections import RunConfig
 from longspan.train.disk import write_atomically
 from longspan.train.memory.live_bytes import LiveBytes
+from longspan.train.mtp_loss import mtp_loss
 from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.step import run_step
 
 TOO_MANY_FILE = "max_tokens_per_slot.too_many.json"
-# Keys on which the rows of a slot depend, beside all of [model], [parallel] and [lora].
+# Keys on which the rows of a slot depend, beside all of [model], [parallel], [lora] and [mtp].
 _DEPENDS_ON = {
     "data": ("tokenizer", "vocab_size"),
     "context": (
@@ -86,10 +87,10 @@ def _measured(config: RunConfig, model: nn.Module, world: World, plan: Plan, doc
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
         before = torch.cuda.memory_allocated(world.device)
-        run_step(model, plan, documents, world, loss_chunk_rows=config.train.loss_chunk_rows)
+        run_step(model, plan, documents, world, loss_chunk_rows=config.train.loss_chunk_rows, mtp=mtp_loss(config))
         return torch.cuda.max_memory_allocated(world.device) - before
     with LiveBytes() as counted:
-        run_step(model, plan, documents, world, loss_chunk_rows=config.train.loss_chunk_rows)
+        run_step(model, plan, documents, world, loss_chunk_rows=config.train.loss_chunk_rows, mtp=mtp_loss(config))
     return counted.peak
 
 
@@ -146,6 +147,7 @@ def remembered(
 def memory_keys(config: RunConfig) -> dict[str, Any]:
     """The keys of a configuration on which the rows depend, with their values as JSON keeps them."""
     values = asdict(config)
-    names = {"model": values["model"], "parallel": values["parallel"], "lora": values["lora"], **_DEPENDS_ON}
+    names = {"model": values["model"], "parallel": values["parallel"], "lora": values["lora"], "mtp": values["mtp"]}
+    names |= _DEPENDS_ON
     keys = {f"{section}.{key}": values[section][key] for section in names for key in names[section]}
     return json.loads(json.dumps(keys))

@@ -13,6 +13,7 @@ from longspan.train.run.checks.data import check_data
 from longspan.train.run.checks.eval_sets import check_eval_sets
 from longspan.train.run.checks.lora import check_lora
 from longspan.train.run.checks.model import check_model, check_preset
+from longspan.train.run.checks.mtp import check_mtp_section
 from longspan.train.run.checks.numbers import check_numbers
 from longspan.train.run.checks.optimizer import check_optimizer
 from longspan.train.run.checks.packs import check_packs
@@ -33,6 +34,7 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     home = home_of(config.parallel, ranks)
     check_precision(config)
     check_lora(config)
+    check_mtp_section(config)
     check_parallel(config, home)
     check_memory(config)
     check_pipeline(config)

@@ -18,7 +18,14 @@ from longspan.train.data.order.source import FIRST_ORDER, ORDER
 _FIXED_SECTIONS = ("model", "data", "lora")
 # A checkpoint holds the parameters in model.dtype, and documents are the same wherever their tokens are kept.
 _FREE_KEYS = ("model.compute_dtype", "data.cache", "data.workers")
-_FIXED_KEYS = ("train.seed", "train.tokens_per_step", "train.optimizer", "train.optimizer_arguments")
+_FIXED_KEYS = (
+    "mtp.depths",
+    "mtp.weights",
+    "train.seed",
+    "train.tokens_per_step",
+    "train.optimizer",
+    "train.optimizer_arguments",
+)
 
 
 def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path | None:

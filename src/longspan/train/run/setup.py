@@ -27,6 +27,7 @@ from longspan.train.data.documents import Corpus, Documents
 from longspan.train.data.order.source import ORDER, Mixture
 from longspan.train.data.pack_order import PackOrder
 from longspan.train.data.step_order import StepOrder
+from longspan.train.depths import depths_line
 from longspan.train.disk import write_atomically
 from longspan.train.evaluation.auto_degree import with_degrees
 from longspan.train.memory.rows_that_fit import with_rows_that_fit
@@ -224,6 +225,8 @@ def _prepared_for(
     named = on_every_rank(world, lambda: configuration_of(config, rows), ModelError)
     check_tokenizer(config, named, size)
     fit = configuration_for(named, config.model, *longest, log)
+    if config.mtp.depths and not resumed:
+        log(on_every_rank(world, lambda: depths_line(config, fit), ModelError))
     load = unread_model if resumed and not config.lora.rank else partial(loaded_model, vocabulary=rows)
     model = on_every_rank(world, lambda: load(config, configuration=fit), ModelError)
     keep = partial(keep_model_files, Path(config.run.dir), config.model, fit, type(model).__name__, log)

@@ -21,6 +21,7 @@ from longspan.plan.timeline import slot_rows
 from longspan.train.all_ranks import LogLine
 from longspan.train.data.synthetic import synthetic_documents
 from longspan.train.memory.live_bytes import peak_memory_bytes
+from longspan.train.mtp_loss import mtp_loss
 from longspan.train.step import run_step
 from longspan.train.training import Training
 from longspan.train.warm_up.kinds import Kind, largest_micro_batch, on_all_slots, plan_of, smallest_of_each_kind
@@ -99,9 +100,9 @@ def _connect(training: Training, plans: Sequence[Plan]) -> None:
 def _run(training: Training, plan: Plan, *, backward: bool) -> None:
     model, chunk = training.model, training.config.train.loss_chunk_rows
     documents = synthetic_documents(plan.lengths, vocabulary_size(model) or 2)
-    router = training.router if backward else None
+    router, mtp = (training.router, mtp_loss(training.config)) if backward else (None, None)
     plan = replace(plan, targets=plan.tokens - len(plan.lengths))  # of made documents, which mask nothing
-    run_step(model, plan, documents, training.world, backward=backward, loss_chunk_rows=chunk, router=router)
+    run_step(model, plan, documents, training.world, backward=backward, loss_chunk_rows=chunk, router=router, mtp=mtp)
 
 
 def _memory(device: torch.device) -> str:

@@ -19,8 +19,9 @@ class RunFacts:
 
     `parameters_of_rank` is that of the rank that holds most; `trained` counts an adapter's parameters, 0 without one;
     `peak_tflops` is a device's in the type that it computes in, None where it is not known; `evaluated` is why
-    evaluations have their degree, where their cost chose it; `mixers` is how state-space layers run, "" without any;
-    `caution` is what a user of these devices would want to change, "" for nothing.
+    evaluations have their degree, where their cost chose it; `mixers` is how state-space layers run, `mtp` which tokens
+    further ahead are predicted, "" without any; `caution` is what a user of these devices would want to change, "" for
+    nothing.
     """
 
     model: str
@@ -57,6 +58,7 @@ class RunFacts:
     trained: int = 0
     evaluated: str = ""
     mixers: str = ""
+    mtp: str = ""
     caution: str = ""
 
     def lines(self) -> Iterator[tuple[str, str]]:
@@ -72,6 +74,8 @@ class RunFacts:
         yield "attention", f"{self.comm_types}; kernel {'; '.join(self.kernels) or 'chosen in the first pass'}"
         if self.mixers:
             yield "mixers", self.mixers
+        if self.mtp:
+            yield "mtp", self.mtp
         yield "plans", self.plans + (f"; priced for {self.priced_for}" if self.priced_for else "")
         for reason in self.evaluated.splitlines():
             yield "evaluation", reason.removeprefix("evaluation ")

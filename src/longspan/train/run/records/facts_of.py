@@ -8,6 +8,7 @@ from longspan.launch.launch import usable_cores
 from longspan.model.execution import Execution, execution_of
 from longspan.model.local_tensors import local_tensor
 from longspan.plan.cost.model_shape import read_experts
+from longspan.train.config.mtp_section import MtpSection
 from longspan.train.figures import device_name
 from longspan.train.gradients import counted_parameters
 from longspan.train.plans import PlanChoice
@@ -38,6 +39,7 @@ def facts_of(run: TrainingRun) -> RunFacts:
         report=str(run.dir / "report.html"),
         evaluated="\n".join(run.why_degrees),
         mixers=_mixers(execution, config.context.partition),
+        mtp=_mtp(config.mtp),
         caution=execution.why_slow(),
     )
 
@@ -96,6 +98,12 @@ def _mixers(execution: Execution, partition: str) -> str:
     if partition == "contiguous":
         return f"{layers}; at most one state a slot and group is sent"
     return f"{layers}; two states a document and slot are sent, at most one in all with context.partition contiguous"
+
+
+def _mtp(mtp: MtpSection) -> str:
+    """Which tokens further ahead are predicted; "" for none."""
+    depths = counted(mtp.depths, "depth")
+    return f"{depths} of multi-token prediction, loss weight {mtp.loss_weight:g}" if mtp.depths else ""
 
 
 def _devices(world: World) -> dict[str, Any]:

@@ -1,0 +1,35 @@
+"""Whether the keys of [mtp] fit each other and the rest of a run; which weights a folder has is checked with it."""
+
+from pathlib import Path
+
+from longspan.errors import ConfigError
+from longspan.train.config.bounds import AUTO
+from longspan.train.config.mtp_section import RANDOM, MtpSection
+from longspan.train.config.sections import RunConfig
+
+
+def check_mtp_section(config: RunConfig) -> None:
+    """Raise ConfigError for depths of multi-token prediction that cannot be trained so, and for keys of none."""
+    mtp = config.mtp
+    if not mtp.depths:
+        if mtp != MtpSection():
+            raise ConfigError(
+                f"[mtp] has loss_weight {mtp.loss_weight:g} and weights {mtp.weights!r}, and mtp.depths is 0: there is "
+                "no multi-token prediction; set mtp.depths = 1, say, or leave them out"
+            )
+        return
+    if mtp.weights not in (AUTO, RANDOM) and not Path(mtp.weights).is_dir():
+        raise ConfigError(
+            f"mtp.weights is {mtp.weights!r}, which is no folder; name one with weights of depths, {AUTO!r} or "
+            f"{RANDOM!r}"
+        )
+    if config.lora.rank:
+        raise ConfigError(
+            f"mtp.depths is {mtp.depths} and lora.rank is {config.lora.rank}: an adapter would be trained alone; leave "
+            "one of them out"
+        )
+    if config.parallel.sequence_parallel:
+        raise ConfigError(
+            f"mtp.depths is {mtp.depths} and parallel.sequence_parallel is true: depths take all of a slot's rows; set "
+            "parallel.sequence_parallel = false"
+        )
