@@ -58,9 +58,7 @@ def figures_of(config: RunConfig, model: nn.Module, world: World, cost: Cost) ->
     """The figures of a prepared model on this world's devices; `cost` is what its plans are priced by."""
     device, shape, uncounted = device_name(world), None, ""
     try:
-        shape = ModelShape.of(model.config)
-        if config.mtp.depths:
-            shape, uncounted = None, "of depths of multi-token prediction (mtp.depths)"
+        shape = ModelShape.of(model.config, depths=config.mtp.depths)
     except PlanError as error:
         uncounted = str(error)
     return StepFigures(

@@ -48,7 +48,8 @@ def cost_of_run(config: RunConfig, model_config: Any, say: Callable[[str], None]
     if context.cost:
         return cost_of(context)
     try:
-        cost = cost_on_h200(model_config) if gpu else cost_on_cpus(model_config)
+        on_device = cost_on_h200 if gpu else cost_on_cpus
+        cost = on_device(model_config, depths=config.mtp.depths)
         layers = train.recompute_layers * config.parallel.pp  # of each stage
         frozen = config.lora.rank > 0
         return with_recomputation(cost, model_config, train.activation_checkpointing, layers, frozen=frozen)
