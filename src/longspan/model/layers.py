@@ -35,11 +35,22 @@ def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
 
 
 class Absent(nn.Module):
-    """Stands where another rank holds a module, and hands its first input on."""
+    """Stands where another rank holds a module, and hands its first input on.
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    Of `module` it has the texts and numbers, which a forward around it may read; it returns `outputs` values, the
+    others None, as a tuple, or with 0 the input alone.
+    """
+
+    def __init__(self, module: nn.Module | None = None, outputs: int = 0) -> None:
+        super().__init__()
+        for name, value in ({} if module is None else vars(module)).items():
+            if isinstance(value, str | int) and name != "training" and not name.startswith("_"):
+                setattr(self, name, value)
+        self.outputs = outputs
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The first input as it is."""
-        return x
+        return (x, *[None] * (self.outputs - 1)) if self.outputs else x
 
 
 def base_name(model: PreTrainedModel) -> str:

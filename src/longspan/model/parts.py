@@ -2,8 +2,8 @@
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,11 +19,27 @@ from longspan.model.mtp.depths import PREFIX, depths_of
 
 @dataclass(frozen=True)
 class Parts:
-    """Where a model's parts are, by name inside its base model: modules before the layers, the layers, those after."""
+    """Where a model's parts are, by name inside its base model: modules before the layers, the layers, those after.
+
+    `outputs`: how many values a layer returns in a tuple; 0: a tensor.
+    """
 
     before: tuple[str, ...]
     layers: str
     after: tuple[str, ...]
+    outputs: int = 0
+
+
+_FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "embedding_norm")
+
+
+def usual_parts(model: PreTrainedModel) -> tuple[str, ...]:
+    """The names of the embedding, the list of layers and the norm after them in the base model, where it has them."""
+    base = base_of(model)
+    embedding = [name for name, module in base.named_children() if module is model.get_input_embeddings()]
+    layers = [name for name, module in base.named_children() if isinstance(module, nn.ModuleList)]
+    norms = [name for name in _FINAL_NORMS if isinstance(getattr(base, name, None), nn.Module)]
+    return (*embedding[:1], *layers[:1], *norms[:1])
 
 
 def parts_of(model: PreTrainedModel) -> Parts:
@@ -32,7 +48,7 @@ def parts_of(model: PreTrainedModel) -> Parts:
     Raises ModelError for a model that has neither, or that keeps parameters elsewhere in its base model.
     """
     base, name = base_of(model), type(model).__name__
-    order: list[str] = [*(getattr(model.config, "base_model_pp_plan", None) or ("embed_tokens", "layers", "norm"))]
+    order: list[str] = [*(getattr(model.config, "base_model_pp_plan", None) or usual_parts(model))]
     lists = [part for part in order if isinstance(getattr(base, part, None), nn.ModuleList)]
     if base is model or len(lists) != 1 or any(not isinstance(getattr(base, part, None), nn.Module) for part in order):
         raise ModelError(
@@ -40,11 +56,21 @@ def parts_of(model: PreTrainedModel) -> Parts:
             f"has {', '.join(n for n, _ in base.named_children())}; use pp 1"
         )
     at = order.index(lists[0])
-    parts = Parts(tuple(order[:at]), lists[0], tuple(order[at + 1 :]))
+    parts = with_outputs(model, Parts(tuple(order[:at]), lists[0], tuple(order[at + 1 :])))
     if beside := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in order]:
         raise ModelError(
             f"{name} has parameters that its pipeline plan does not place ({', '.join(beside[:4])}); use pp 1"
         )
+    return parts
+
+
+def with_outputs(model: PreTrainedModel, parts: Parts) -> Parts:
+    """The parts with the number of values that the base model's forward takes from a layer, as a pass shows."""
+    for outputs in (0, 1, 2):
+        with suppress(Exception):  # whatever a forward raises of layers that return something else
+            _, out, (x, *_) = _trace(model, found := replace(parts, outputs=outputs))
+            if out.shape == x.shape:
+                return found
     return parts
 
 
@@ -64,25 +90,32 @@ def trace_parts(model: PreTrainedModel, parts: Parts, **more: Any) -> tuple[list
     `more` are keyword arguments of the forward. Returns the calls of its parts, and whether the hidden states came out
     bit by bit as they went in; on the meta device, whether they came out in their shape.
     """
+    calls, out, returned = _trace(model, parts, **more)
+    x = returned[0]
+    equal = out.shape == x.shape and (x.is_meta or torch.equal(out, x))
+    return calls, equal and not _depend([out], returned[:-1])
+
+
+def _trace(model: PreTrainedModel, parts: Parts, **more: Any) -> tuple[list[PartCall], Tensor, list[Tensor]]:
+    """(calls of parts, last hidden states, the hidden states given and those that each call returned)."""
     bare = base_of(shallow_copy(model, parts, range(0), first=False, last=False))
     size = model.config.get_text_config().hidden_size
     device = next((buffer.device for buffer in bare.buffers()), torch.device("cpu"))  # of the rotary frequencies
     x = torch.linspace(-1, 1, 2 * size, device=device).view(1, 2, size).requires_grad_()
     returned, calls = [x], list[PartCall]()
 
-    def note(part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
+    def note(part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         calls.append(PartCall(part, _depend([args, kwargs], returned[:-1])))
-        returned.append(out.detach().requires_grad_())
-        return returned[-1]
+        first = out[0] if isinstance(out, tuple) else out
+        returned.append(first.detach().requires_grad_())
+        return (returned[-1], *out[1:]) if isinstance(out, tuple) else returned[-1]
 
     for name, module in bare.named_modules():
         if isinstance(module, Absent):
             module.register_forward_hook(partial(note, name), with_kwargs=True)
     with torch.enable_grad():
         positions = torch.arange(2, device=device)[None]
-        out = bare(inputs_embeds=x, position_ids=positions, use_cache=False, **more)[0]
-        equal = out.shape == x.shape and (device.type == "meta" or torch.equal(out, x))
-        return calls, equal and not _depend([out], returned[:-1])
+        return calls, bare(inputs_embeds=x, position_ids=positions, use_cache=False, **more)[0], returned
 
 
 def _depend(values: Any, tensors: Sequence[Tensor]) -> bool:
@@ -103,7 +136,7 @@ def shallow_copy(model: PreTrainedModel, parts: Parts, layers: range, *, first: 
     here = dict.fromkeys(parts.before, first or (embeds and last)) | dict.fromkeys(parts.after, last)
     for name, module in base.named_children():
         if name == parts.layers:
-            base._modules[name] = _some_layers(module, layers)
+            base._modules[name] = _some_layers(module, layers, parts.outputs)
         elif name in here:
             base._modules[name] = module if here[name] else Absent()
         else:
@@ -114,11 +147,11 @@ def shallow_copy(model: PreTrainedModel, parts: Parts, layers: range, *, first: 
     return stage
 
 
-def _some_layers(layers: nn.Module, indices: range) -> nn.ModuleList:
+def _some_layers(layers: nn.Module, indices: range, outputs: int) -> nn.ModuleList:
     some: nn.ModuleList = shallow_module(layers)
-    for i, name in enumerate(layers._modules):
+    for i, (name, layer) in enumerate(layers._modules.items()):
         if i not in indices:
-            some._modules[name] = Absent()
+            some._modules[name] = Absent(layer, outputs)
     return some
 
 

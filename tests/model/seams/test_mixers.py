@@ -4,11 +4,12 @@ Their scans are compared with recurrences row by row in tests/ssm.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan.comm import run_local
@@ -35,9 +36,26 @@ FAMILIES = {
     "lfm2": "short convolutions",
     "lfm2_moe": "and experts",
 }
+BOTH_KINDS: dict[str, dict[str, Any]] = {  # where a class's defaults have layers of one kind alone
+    "bamba": {"num_hidden_layers": 2, "attn_layer_indices": [1]},
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+}
 IN_CI = ("qwen3_next", "kimi_linear", "mamba2", "nemotron_h", "falcon_h1", "lfm2")
 CASES = (Case(cp=3, plan="several", recompute="full"), Case(cp=3, cp_comm_type="all_gather"), Case(plan="dynamic"))
-HOMES = (Case(tp=2, cp=2), Case(pp=2, cp=2, plan="several"), Case(ep=2, cp=2), Case(cp=4, evaluation=True))
+HOMES = (
+    Case(tp=2, cp=2),
+    Case(tp=2, cp=2, sequence_parallel=True),
+    Case(tp=2, cp=2, plan="several", recompute="full"),
+    Case(pp=2, cp=2, plan="several"),
+    Case(ep=2, cp=2),
+    Case(cp=4, evaluation=True),
+)
+
+
+def small_config(family: str) -> PreTrainedConfig:
+    """A small configuration with mixers, and attention where the family has it."""
+    return shrunken(CONFIG_MAPPING[family](**BOTH_KINDS.get(family, {})))
 
 
 def here(families: Sequence[str]) -> list[str]:
@@ -49,7 +67,7 @@ def _prove_here(rank: int, families: Sequence[str]) -> dict[str, tuple[Outcome, 
     found = {}
     for family in families:
         ranks = Ranks(3, launch=lambda run, task, count, seconds: run(rank, task))
-        found[family] = run_proof(shrunken(CONFIG_MAPPING[family]()), CASES, ranks).outcomes
+        found[family] = run_proof(small_config(family), CASES, ranks).outcomes
     return found
 
 
@@ -70,7 +88,7 @@ def test_a_family_is_exact(family: str, outcomes: dict[str, tuple[Outcome, ...]]
 @pytest.mark.parametrize("family", here(tuple(FAMILIES)))
 def test_every_family_in_every_home(family: str) -> None:
     """tp, pp and ep where the class has a plan; what it has not is refused."""
-    for outcome in prove(shrunken(CONFIG_MAPPING[family]()), [*CASES, *HOMES], 4):
+    for outcome in prove(small_config(family), [*CASES, *HOMES], 4):
         assert outcome.good, (outcome.case.name, outcome)
 
 
@@ -88,7 +106,7 @@ def _mutants(rank: int, names: Sequence[str]) -> dict[str, str]:
     for name in names:
         undo = mutate("model.seams.mixer_calls", *MUTANTS[name])
         ranks = Ranks(2, launch=lambda run, task, count, seconds: run(rank, task))
-        (outcome,) = run_proof(shrunken(CONFIG_MAPPING["bamba"]()), [Case(cp=2)], ranks).outcomes
+        (outcome,) = run_proof(small_config("bamba"), [Case(cp=2)], ranks).outcomes
         found[name] = outcome.status
         restore(undo)
     return found
@@ -103,7 +121,7 @@ def test_what_is_dropped_is_noticed() -> None:
 
 
 def _stock(family: str) -> PreTrainedModel:
-    return tiny_model(shrunken(CONFIG_MAPPING[family]()), torch.float32)
+    return tiny_model(small_config(family), torch.float32)
 
 
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba", "zamba"])

@@ -65,6 +65,16 @@ def tp_gather(x: Tensor, world_key: int, dim: int, *, gradient: Gradient) -> Ten
     return _apply(x, lambda x: _gathered(x, world_key, dim, "gather over tp"), backward)
 
 
+def tp_gather_parameter(x: Tensor, world_key: int) -> Tensor:
+    """Every rank's rows of a parameter end to end; a partial gradient is summed as in `tp_copy_parameter`."""
+
+    def backward(gradient: Tensor) -> Tensor:
+        part = _summed_slice(wide(gradient), world_key, 0, "sum of parameters' gradients over tp")
+        return part.to(gradient.dtype)
+
+    return _apply(x, lambda x: _gathered(x, world_key, 0, "gather of parameters over tp"), backward)
+
+
 def tp_split(x: Tensor, world_key: int, dim: int) -> Tensor:
     """This rank's slice of a tensor that every rank holds; backward gathers the slices' gradients."""
     dim = dim % x.ndim

@@ -14,7 +14,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.multimodal.split_trial import SplitTrial
 from longspan.model.multimodal.tp_plan import QKV, Part
-from longspan.model.tensor_parallel.plan import ROWWISE
+from longspan.model.tensor_parallel.family_plans import ROWWISE
 from longspan.model.tensor_parallel.styles import (
     columnwise,
     columnwise_of_three,

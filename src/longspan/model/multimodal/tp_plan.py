@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from longspan.errors import ModelError
-from longspan.model.tensor_parallel.plan import COLWISE, ROWWISE
+from longspan.model.tensor_parallel.family_plans import COLWISE, ROWWISE
 
 QKV, REPLICATED = "qkv", "replicated"
 STYLES = (COLWISE, ROWWISE, QKV, REPLICATED)

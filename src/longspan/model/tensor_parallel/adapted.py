@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.adapters import adapter_in, is_adapted, is_copied, peft_modules
-from longspan.model.tensor_parallel.plan import COLWISE, ROWWISE, Placed
+from longspan.model.tensor_parallel.family_plans import COLWISE, ROWWISE
+from longspan.model.tensor_parallel.plan import Placed
 from longspan.model.tensor_parallel.styles import (
     columnwise,
     partial_gradients,

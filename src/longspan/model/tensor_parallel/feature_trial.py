@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from longspan.errors import ModelError
-from longspan.model.tensor_parallel.plan import COLWISE, ROWWISE, Placed, blocks_of
+from longspan.model.tensor_parallel.family_plans import COLWISE, ROWWISE
+from longspan.model.tensor_parallel.plan import Placed, blocks_of
 
 _FEATURES = 64  # of a trial: an even number, large enough for some to pass a threshold of the largest twentieth
 

@@ -1,8 +1,7 @@
-"""Which tensor-parallel style each module of a model gets: transformers' own plan, or ours where it has none.
+"""Which tensor-parallel style each module of a model gets, by its plan (`family_plans.py`).
 
-A plan maps qualified names, `*` for a layer's number, to styles. Experts (modules named "experts") are left out of it:
-their rows are split over the tensor-parallel ranks, whatever their parameters look like. The styles themselves are in
-`styles.py`.
+Experts (modules named "experts") are left out of it: their rows are split over the tensor-parallel ranks, whatever
+their parameters look like. Mixers have a style of their own (`mixers.py`). The other styles are in `styles.py`.
 
 A split block may have parameters that the plan does not name. Between column-wise and row-wise linears a rank holds
 some of the features, so that what is applied there gets a partial gradient on every rank: it is summed where the module
@@ -21,21 +20,24 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapters import base_module
-from longspan.model.layers import text_name
-from longspan.model.mtp.depths import PREFIX
+from longspan.model.seams.mixers import mixers_of
+from longspan.model.tensor_parallel.family_plans import (
+    COLWISE,
+    EMBEDDING,
+    GATHERED,
+    HEADS,
+    MIXER,
+    PACKED,
+    PARTIAL_GRADIENT,
+    ROWWISE,
+    SPLIT_INPUT,
+    plan_of,
+)
+from longspan.model.tensor_parallel.mixer_parts import mixer_parts
 
-COLWISE, ROWWISE = "colwise", "rowwise"
-GATHERED = ("colwise_gather_output", "colwise_rep")
-PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
-EMBEDDING = "embedding_rowwise"
-SPLIT_INPUT = "rowwise_split_input"  # of a linear whose input is whole on every rank
-HEADS = "heads"  # ours: a parameter with one number for each query head
-KNOWN = (COLWISE, ROWWISE, *GATHERED, SPLIT_INPUT, PARTIAL_GRADIENT, EMBEDDING, HEADS)
+KNOWN = (COLWISE, ROWWISE, PACKED, *GATHERED, SPLIT_INPUT, PARTIAL_GRADIENT, EMBEDDING, HEADS, MIXER)
+_PLACE = re.compile(r"\.\d+\.")
 _WITHOUT_EFFECT = ("replicate", "local_params")  # the latter: of a module whose own parameters have their style beside
-
-# gpt-oss has no plan of its own (transformers 5.17 to 5.23).
-_ATTENTION = {"q_proj": COLWISE, "k_proj": COLWISE, "v_proj": COLWISE, "o_proj": ROWWISE, "sinks": HEADS}
-_OUR_PLANS = {"gpt_oss": {f"layers.*.self_attn.{name}": style for name, style in _ATTENTION.items()}}
 
 
 class Placed(NamedTuple):
@@ -52,7 +54,7 @@ def placed_styles(model: PreTrainedModel) -> list[Placed]:
 
     Raises ModelError for a model without a plan, and for a style that is not known, naming both.
     """
-    plan = {re.compile(re.escape(k).replace(r"\*", r"\d+")): style for k, style in _plan_of(model).items()}
+    plan = {re.compile(re.escape(k).replace(r"\*", r"\d+")): style for k, style in plan_of(model).items()}
     placed = list(_find(model, plan))
     if unknown := sorted({f"{p.style!r} of {p.name}" for p in placed if p.style not in KNOWN}):
         raise ModelError(
@@ -63,8 +65,9 @@ def placed_styles(model: PreTrainedModel) -> list[Placed]:
 
 
 def blocks_of(placed: Sequence[Placed]) -> set[str]:
-    """Modules whose input goes to column-wise linears, by name: attention and MLP."""
-    return {name.rpartition(".")[0] for name, _, style, _ in placed if style == COLWISE}
+    """Modules whose input every rank takes whole, for its heads or features, by name: attention, MLP and mixers."""
+    blocks = {name.rpartition(".")[0] for name, _, style, _ in placed if style in (COLWISE, PACKED)}
+    return blocks | {name for name, _, style, _ in placed if style == MIXER}
 
 
 def experts_of(layer: nn.Module) -> dict[str, nn.Module]:
@@ -72,25 +75,14 @@ def experts_of(layer: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in layer.named_modules() if name.rpartition(".")[2] == "experts"}
 
 
-def _plan_of(model: PreTrainedModel) -> dict[str, str]:
-    config = model.config.get_text_config()
-    base = getattr(config, "base_model_tp_plan", None) or _OUR_PLANS.get(config.model_type)
-    if base is None:
-        raise ModelError(
-            f"{type(model).__name__} has no tensor-parallel plan (base_model_tp_plan of its configuration); use tp 1"
-        )
-    prefix = text_name(model)
-    inside_layers = {inside: style for name, style in base.items() if (inside := name.partition(".*.")[2])}
-    return (
-        {f"{prefix}.{name}": style for name, style in base.items()}
-        | {f"{PREFIX}.layers.*.mtp_block.{inside}": style for inside, style in inside_layers.items()}
-        | dict(getattr(type(model), "_tp_plan", None) or {})
-    )
-
-
 def _find(model: PreTrainedModel, plan: Mapping[re.Pattern[str], str]) -> Iterator[Placed]:
+    mixers = mixers_of(model)
+    inside = tuple(f"{name}." for name in mixers)
     for name, module in model.named_modules():
-        if ".experts." in f".{name}.":
+        if ".experts." in f".{name}." or name.startswith(inside):
+            continue
+        if name in mixers:
+            yield Placed(name, module, MIXER)
             continue
         if (style := _style(plan, name)) is not None:
             yield Placed(name, module, style)
@@ -122,20 +114,23 @@ def check_sizes(model: PreTrainedModel, placed: list[Placed], tp: int) -> None:
 def _sizes(model: PreTrainedModel, placed: list[Placed]) -> dict[str, int]:
     sizes = dict(_heads(model.config.get_text_config()))
     for name, module, style, parameter in placed:
-        if parameter is not None and style == HEADS:
-            sizes["numbers of " + re.sub(r"\.\d+\.", ".*.", name)] = getattr(module, parameter).numel()
+        if style == MIXER:
+            heads = mixer_parts(name, module, tp=1).heads
+            sizes |= {f"{what} of {_PLACE.sub('.*.', name)}": size for what, size in heads.items()}
+        elif parameter is not None and style == HEADS:
+            sizes["numbers of " + _PLACE.sub(".*.", name)] = getattr(module, parameter).numel()
         elif parameter is not None and style != PARTIAL_GRADIENT:
             shape = tuple(getattr(module, parameter).shape)
             raise ModelError(f"{name} {shape} has style {style!r}, which is for modules; use tp 1")
-        elif parameter is None and style in (COLWISE, ROWWISE, SPLIT_INPUT):
+        elif parameter is None and style in (COLWISE, ROWWISE, PACKED, SPLIT_INPUT):
             linear = base_module(module)
             if not isinstance(linear, nn.Linear):
                 raise ModelError(
                     f"{name} ({type(module).__name__}) has style {style!r}, which is for nn.Linear; use tp 1"
                 )
-            width = linear.out_features if style == COLWISE else linear.in_features
+            width = {COLWISE: linear.out_features, PACKED: linear.out_features // 2}.get(style, linear.in_features)
             if ".self_attn." not in name or style == SPLIT_INPUT:
-                sizes["width of " + re.sub(r"\.\d+\.", ".*.", name)] = width
+                sizes["width of " + _PLACE.sub(".*.", name)] = width
     return sizes
 
 

@@ -20,26 +20,36 @@ from longspan.comm.moves.tp_collectives import tp_copy, tp_gather, tp_split
 from longspan.errors import ModelError
 from longspan.model.adapters import is_adapted
 from longspan.model.experts.moe import expert_modules
-from longspan.model.layers import Absent, base_of, decoder_layers
+from longspan.model.layers import Absent, decoder_layers
 from longspan.model.local_tensors import local_tensor
 from longspan.model.mtp.depths import mtp_blocks
-from longspan.model.parts import Parts, trace_parts
 from longspan.model.tensor_parallel.adapted import refuse_adapter, split_adapted
-from longspan.model.tensor_parallel.feature_trial import refuse_mixed_features
-from longspan.model.tensor_parallel.plan import (
+from longspan.model.tensor_parallel.family_plans import (
     COLWISE,
     EMBEDDING,
     GATHERED,
     HEADS,
+    MIXER,
+    PACKED,
     PARTIAL_GRADIENT,
     ROWWISE,
     SPLIT_INPUT,
+)
+from longspan.model.tensor_parallel.feature_trial import refuse_mixed_features
+from longspan.model.tensor_parallel.mixers import check_mixer, columnwise_packed, split_mixer
+from longspan.model.tensor_parallel.plan import (
     Placed,
     blocks_of,
     check_sizes,
     experts_of,
     partial_parameters,
     placed_styles,
+)
+from longspan.model.tensor_parallel.residual_rows import (
+    final_norm_name,
+    refuse_other_rows,
+    regions,
+    split_residuals,
 )
 from longspan.model.tensor_parallel.styles import (
     ROWS,
@@ -62,7 +72,7 @@ def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_par
     if tp > 1:
         _checked(model, tp, sequence_parallel=sequence_parallel)
         if sequence_parallel:
-            _refuse_other_rows(model)
+            refuse_other_rows(model)
     elif sequence_parallel:
         raise ModelError("sequence_parallel splits rows over tensor-parallel ranks, the home has tp 1; leave it out")
 
@@ -71,12 +81,15 @@ def _checked(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> lis
     placed = placed_styles(model)
     refuse_adapter(model, placed)
     check_sizes(model, placed, tp)
+    for name, module, style, _ in placed:
+        if style == MIXER:
+            check_mixer(name, module, tp)
     placed += partial_parameters(model, placed)
     refuse_mixed_features(model, placed)
     if sequence_parallel:
         for name, layer in decoder_layers(model).items():
-            _regions(name, layer, placed)
-        _final_norm(model)
+            regions(name, layer, placed)
+        final_norm_name(model)
     return placed
 
 
@@ -96,8 +109,12 @@ def split_over_tp(
         in_parts = sequence_parallel and not name.startswith(mixtures)
         if is_adapted(module) and style in (COLWISE, ROWWISE):
             split_adapted(module, style, world, sequence_parallel=in_parts)
+        elif style == MIXER:
+            split_mixer(name, module, world, sequence_parallel=in_parts)
         elif style == COLWISE and isinstance(module, nn.Linear):
             columnwise(module, world)
+        elif style == PACKED and isinstance(module, nn.Linear):
+            columnwise_packed(module, world)
         elif style == ROWWISE and isinstance(module, nn.Linear):
             rowwise(module, world, sequence_parallel=in_parts)
         elif style == SPLIT_INPUT and isinstance(module, nn.Linear):
@@ -114,7 +131,7 @@ def split_over_tp(
         for experts in expert_modules(layer).values():  # others, as Llama 4's, are whole on every rank
             split_rows_of_experts(experts, world.key, sum_gradients=sum_expert_gradients)
     if sequence_parallel:
-        _split_residuals(model, placed, world)
+        split_residuals(model, placed, world)
 
 
 def _mixtures(model: PreTrainedModel) -> tuple[str, ...]:
@@ -164,69 +181,3 @@ def _vocabulary_modules(model: PreTrainedModel) -> tuple[nn.Linear | None, nn.Em
     head: Any = model.get_output_embeddings()
     embedding: Any = model.get_input_embeddings()
     return (head if isinstance(head, nn.Linear) else None, embedding if isinstance(embedding, nn.Embedding) else None)
-
-
-# ---- sequence-parallel regions
-
-
-def _split_residuals(model: PreTrainedModel, placed: list[Placed], world: World) -> None:
-    key = world.key
-    for name, layer in decoder_layers(model).items():
-        norms, mixtures = _regions(name, layer, placed)
-        for norm in norms:
-            partial_gradients(norm, key)
-        for block in mixtures:
-            wrap_forward(
-                block,
-                enter=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"),
-                leave=partial(tp_split, world_key=key, dim=-2),  # Llama 4's block returns (T, D)
-            )
-    norm = _final_norm(model)
-    if not isinstance(norm, Absent):
-        partial_gradients(norm, key)
-        wrap_forward(norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
-
-
-def _regions(name: str, layer: nn.Module, placed: list[Placed]) -> tuple[list[nn.Module], list[nn.Module]]:
-    """(modules that work on single rows of the residual, blocks of experts) among a decoder layer's children."""
-    rowwise_modules, mixtures, blocks = list[nn.Module](), list[nn.Module](), blocks_of(placed)
-    for child, module in layer.named_children():
-        if experts_of(module):
-            mixtures.append(module)
-        elif not any(True for _ in module.children()):
-            rowwise_modules.append(module)
-        elif f"{name}.{child}" not in blocks:
-            raise ModelError(
-                f"{name}.{child} ({type(module).__name__}) has no place in a sequence-parallel region: it is neither "
-                "in the tensor-parallel plan nor a norm nor a block of experts; use sequence_parallel=False"
-            )
-    return rowwise_modules, mixtures
-
-
-def _final_norm(model: PreTrainedModel) -> nn.Module:
-    norm = getattr(base_of(model), "norm", None)
-    if not isinstance(norm, nn.Module):
-        raise ModelError(
-            f"{type(base_of(model)).__name__} has no module `norm` after its layers, where sequence-parallel rows "
-            "are gathered; use sequence_parallel=False"
-        )
-    return norm
-
-
-def _refuse_other_rows(model: PreTrainedModel) -> None:
-    """Raise ModelError where rows would not be parts from the embedding to the last layer and whole after the norm."""
-    base, name = base_of(model), type(model).__name__
-    embedding = next(child for child, module in base.named_children() if module is model.get_input_embeddings())
-    layers = next(child for child, _ in base.named_children() if isinstance(base.get_submodule(child), nn.ModuleList))
-    parts = Parts((embedding,), layers, ("norm",))
-    if beside := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in (embedding, layers, "norm")]:
-        raise ModelError(
-            f"{name} has parameters outside its embedding, layers and norm ({', '.join(beside[:4])}), which have no "
-            "place in a sequence-parallel region; use sequence_parallel=False"
-        )
-    order = [call.part for call in trace_parts(model, parts)[0]]
-    if order.count("norm") != 1 or order[-1] != "norm":
-        raise ModelError(
-            f"{name} calls norm {order.count('norm')} times in a forward pass, as {', '.join(order)}; sequence "
-            "parallelism gathers rows in it, once, after the layers: use sequence_parallel=False"
-        )

@@ -1,0 +1,82 @@
+"""The tensor-parallel plans of models: transformers' own, what it lacks for families that it has a part of, and ours.
+
+A name ends at a module, or at a parameter of one; `*` is a layer's number. What lies inside a mixer is left out: its
+heads are split as a whole (`mixers.py`).
+"""
+
+from collections.abc import Mapping
+
+from transformers import PreTrainedModel
+
+from longspan.errors import ModelError
+from longspan.model.layers import text_name
+from longspan.model.mtp.depths import PREFIX
+
+COLWISE, ROWWISE = "colwise", "rowwise"
+GATHERED = ("colwise_gather_output", "colwise_rep")
+PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
+EMBEDDING = "embedding_rowwise"
+SPLIT_INPUT = "rowwise_split_input"  # of a linear whose input is whole on every rank
+PACKED = "packed_colwise"  # of a linear that makes two things of equal width, such as a gate and what it weighs
+HEADS = "heads"  # ours: a parameter with one number for each query head
+MIXER = "mixer"  # ours: a state-space layer, whose heads or channels are split
+
+_ATTENTION = {"q_proj": COLWISE, "k_proj": COLWISE, "v_proj": COLWISE, "o_proj": ROWWISE}
+_GATED = {"gate_proj": COLWISE, "up_proj": COLWISE, "down_proj": ROWWISE}
+_LFM2_NORMS = {"q_layernorm": PARTIAL_GRADIENT, "k_layernorm": PARTIAL_GRADIENT}
+_LFM2_ATTENTION = {"q_proj": COLWISE, "k_proj": COLWISE, "v_proj": COLWISE, "out_proj": ROWWISE} | _LFM2_NORMS
+_LATENT_ATTENTION = {  # of Kimi: keys and values of all heads from one latent row
+    **dict.fromkeys(("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"), PARTIAL_GRADIENT),
+    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj"), COLWISE),
+    "o_proj": ROWWISE,
+}
+
+
+def _in_layers(**modules: Mapping[str, str]) -> dict[str, str]:
+    """The plan of modules inside every layer; "__" stands for a dot."""
+    return {
+        f"layers.*.{module.replace('__', '.')}.{name}": style
+        for module, styles in modules.items()
+        for name, style in styles.items()
+    }
+
+
+_ENDS = {"embed_tokens": EMBEDDING, "embeddings": EMBEDDING}
+_LFM2 = _in_layers(self_attn=_LFM2_ATTENTION, feed_forward={"w1": COLWISE, "w3": COLWISE, "w2": ROWWISE})
+_OURS: dict[str, dict[str, str]] = {  # what transformers 5.17 to 5.23 lacks
+    "bamba": _ENDS | _in_layers(self_attn=_ATTENTION, feed_forward=_GATED),
+    "falcon_h1": _ENDS | _in_layers(self_attn=_ATTENTION, feed_forward=_GATED),
+    "gpt_oss": _in_layers(self_attn=_ATTENTION | {"sinks": HEADS}),
+    "granitemoehybrid": _in_layers(self_attn=_ATTENTION, shared_mlp={"input_linear": PACKED, "output_linear": ROWWISE}),
+    "kimi_linear": _in_layers(self_attn=_LATENT_ATTENTION),
+    "lfm2": _ENDS | _LFM2,
+    "lfm2_moe": _LFM2,
+    "mamba2": _ENDS,
+    "nemotron_h": _in_layers(
+        mixer=_ATTENTION | {"up_proj": COLWISE, "down_proj": ROWWISE},
+        mixer__shared_experts={"up_proj": COLWISE, "down_proj": ROWWISE},
+    ),
+}
+_HEAD = {"lm_head": GATHERED[0]}
+
+
+def plan_of(model: PreTrainedModel) -> dict[str, str]:
+    """The style of every module and parameter that has one, by its name in the model.
+
+    Raises ModelError for a model without a plan.
+    """
+    config = model.config.get_text_config()
+    theirs, ours = getattr(config, "base_model_tp_plan", None), _OURS.get(config.model_type)
+    if not theirs and ours is None:
+        raise ModelError(
+            f"{type(model).__name__} has no tensor-parallel plan (base_model_tp_plan of its configuration); use tp 1"
+        )
+    base = {**(ours or {}), **(theirs or {})}
+    prefix = text_name(model)
+    inside_layers = {inside: style for name, style in base.items() if (inside := name.partition(".*.")[2])}
+    return (
+        {f"{prefix}.{name}": style for name, style in base.items()}
+        | {f"{PREFIX}.layers.*.mtp_block.{inside}": style for inside, style in inside_layers.items()}
+        | ({} if ours is None else _HEAD)
+        | dict(getattr(type(model), "_tp_plan", None) or {})
+    )

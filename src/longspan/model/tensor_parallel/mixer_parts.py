@@ -1,0 +1,214 @@
+"""How the parameters of a mixer divide over tensor-parallel ranks: heads or channels; names and integers alone.
+
+A rank has consecutive heads. A projection, or a convolution, may make several things for all heads, one after another,
+as [gate | x | B | C | dt] in Mamba 2: a rank's rows of it are then several runs. B and C of Mamba 2 belong to a group
+of heads; ranks that share a group have its rows each, and a rank has a group twice where its heads do not fill whole
+groups evenly.
+
+Not divided: projections to low ranks (Kimi's gates) and norms of single heads, which every rank applies to its heads.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from longspan.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Even:
+    """Rows of which every rank has an equal slice."""
+
+    size: int
+
+    def runs(self, tp: int, rank: int) -> tuple[range, ...]:
+        """This rank's rows."""
+        part = self.size // tp
+        return (range(rank * part, (rank + 1) * part),)
+
+
+@dataclass(frozen=True)
+class OfGroups:
+    """Rows of groups of heads, `width` each: a rank has those of its heads' groups, in the order of its heads."""
+
+    groups: int
+    width: int
+    heads: int
+
+    @property
+    def size(self) -> int:
+        """All rows."""
+        return self.groups * self.width
+
+    def heads_together(self, tp: int) -> int:
+        """How many neighbouring heads of a rank share one group, on every rank."""
+        return math.gcd(self.heads // tp, self.heads // self.groups)
+
+    def count(self, tp: int) -> int:
+        """The number of groups that a rank has, counting one again where it has it twice."""
+        return self.heads // tp // self.heads_together(tp)
+
+    def runs(self, tp: int, rank: int) -> tuple[range, ...]:
+        """This rank's rows; the runs of one group are equal."""
+        first, together = rank * (self.heads // tp), self.heads_together(tp)
+        heads = range(first, first + self.heads // tp, together)
+        groups = [head // (self.heads // self.groups) for head in heads]
+        return tuple(range(group * self.width, (group + 1) * self.width) for group in groups)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Parts one after another in one dim of a parameter."""
+
+    parts: tuple[Even | OfGroups, ...]
+
+    @property
+    def size(self) -> int:
+        """All rows."""
+        return sum(part.size for part in self.parts)
+
+    def runs(self, tp: int, rank: int) -> tuple[range, ...]:
+        """This rank's rows, part after part."""
+        runs, start = list[range](), 0
+        for part in self.parts:
+            runs += [range(start + run.start, start + run.stop) for run in part.runs(tp, rank)]
+            start += part.size
+        return tuple(runs)
+
+    def pieces(self, tp: int, rank: int) -> tuple[list[int], list[int]]:
+        """(sizes of consecutive pieces of all rows, which of them are this rank's rows, in its order)."""
+        runs = self.runs(tp, rank)
+        cuts = sorted({0, self.size, *(run.start for run in runs), *(run.stop for run in runs)})
+        order = [i for run in runs for i in range(cuts.index(run.start), cuts.index(run.stop))]
+        return [end - start for start, end in itertools.pairwise(cuts)], order
+
+
+def packed(size: int, count: int) -> Fused:
+    """So many things of equal size, each for all heads or features."""
+    return Fused((Even(size // count),) * count)
+
+
+@dataclass(frozen=True)
+class MixerParts:
+    """What a tensor-parallel rank has of a mixer.
+
+    `heads` is what tp must divide, by name; `rows` says of children and own tensors how their dim of that size divides;
+    `whole` are those that every rank applies to its heads; `output` is the projection back; `attributes` are the
+    mixer's own numbers, as on a rank. `norm_groups`: of how many equal parts of its features the mixer's `norm` takes
+    means, where it has features of all heads.
+    """
+
+    heads: Mapping[str, int]
+    rows: Mapping[str, Even | Fused]
+    attributes: Mapping[str, int]
+    output: str = "out_proj"
+    whole: tuple[str, ...] = ()
+    norm_groups: int | None = field(default=None, kw_only=True)
+
+
+def mixer_parts(name: str, mixer: nn.Module, tp: int) -> MixerParts:
+    """The parts of a mixer that is recognised by its attributes.
+
+    Raises ModelError, naming it, for another one, and for a parameter of it that has no place.
+    """
+    kind = next((kind for attributes, kind in _KINDS if all(hasattr(mixer, a) for a in attributes)), None)
+    if kind is None:
+        raise ModelError(
+            f"{name} ({type(mixer).__name__}) is none of the mixers whose heads are split over tensor-parallel ranks "
+            "(gated delta nets, Kimi's delta attention, Mamba 2, short convolutions); use tp 1"
+        )
+    parts = kind(mixer, tp)
+    placed = (*parts.rows, *parts.whole, parts.output)
+    for parameter, tensor in mixer.named_parameters():
+        place = next((p for p in placed if parameter == p or parameter.startswith(f"{p}.")), None)
+        rows = parts.rows.get(place or "")
+        if place is None or (rows is not None and rows.size not in tensor.shape):
+            raise ModelError(
+                f"{name}.{parameter} {tuple(tensor.shape)} of {type(mixer).__name__} is not known, so that it is not "
+                "known how it divides over tensor-parallel ranks; use tp 1"
+            )
+    return parts
+
+
+def _delta_net(mixer: Any, tp: int) -> MixerParts:
+    """Gated delta nets: of Qwen3-Next, whose projections go key head by key head; of Qwen3.5 and OLMo Hybrid."""
+    keys, values, heads = Even(mixer.key_dim), Even(mixer.value_dim), Even(mixer.num_v_heads)
+    queries_keys_values = Fused((keys, keys, values))
+    rows = {
+        "in_proj_qkvz": Even(2 * keys.size + 2 * values.size),
+        "in_proj_ba": Even(2 * heads.size),
+        "in_proj_qkv": queries_keys_values,
+        "conv1d": queries_keys_values,
+        **dict.fromkeys(("in_proj_z", "v_proj", "g_proj"), values),
+        **dict.fromkeys(("q_proj", "k_proj"), keys),
+        **dict.fromkeys(("in_proj_a", "in_proj_b", "a_proj", "b_proj", "A_log", "dt_bias"), heads),
+    }
+    numbers = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
+    return MixerParts(
+        {"key heads": mixer.num_k_heads, "value heads": mixer.num_v_heads},
+        rows,
+        {number: getattr(mixer, number) // tp for number in numbers},
+        "out_proj" if hasattr(mixer, "out_proj") else "o_proj",
+        ("norm", "o_norm"),
+    )
+
+
+def _kimi(mixer: Any, tp: int) -> MixerParts:
+    width, heads = Even(mixer.qkv_dim), Even(mixer.num_heads)
+    of_width = ("q_proj", "k_proj", "v_proj", "g_b_proj", "forget_gate.f_b_proj", "forget_gate.dt_bias")
+    rows = {
+        **dict.fromkeys(of_width, width),
+        **dict.fromkeys(("b_proj", "forget_gate.A_log"), heads),
+        "conv1d": packed(3 * width.size, 3),
+    }
+    attributes = {number: getattr(mixer, number) // tp for number in ("num_heads", "qkv_dim", "conv_dim")}
+    return MixerParts({"heads": heads.size}, rows, attributes, "o_proj", ("g_a_proj", "forget_gate.f_a_proj", "o_norm"))
+
+
+def _mamba2(mixer: Any, tp: int) -> MixerParts:
+    """[gate | x | B | C | dt], and the convolution of [x | B | C]."""
+    inner, heads = Even(mixer.intermediate_size), Even(mixer.num_heads)
+    states = OfGroups(mixer.n_groups, mixer.ssm_state_size, mixer.num_heads)
+    projected = Fused((inner, inner, states, states, heads))
+    groups = states.count(tp)
+    width = groups * states.width
+    attributes = {
+        "num_heads": heads.size // tp,
+        "intermediate_size": inner.size // tp,
+        "n_groups": groups,
+        "conv_dim": inner.size // tp + 2 * width,
+        "groups_time_state_size": width,  # of Falcon-H1
+    }
+    rows = {
+        "in_proj": projected,
+        "mup_vector": projected,
+        "conv1d": Fused((inner, states, states)),
+        **dict.fromkeys(("A_log", "D", "dt_bias"), heads),
+        "norm": inner,
+    }
+    return MixerParts({"heads": heads.size}, rows, attributes, norm_groups=mixer.n_groups)
+
+
+def _short_convolution(mixer: Any, tp: int) -> MixerParts:
+    channels = mixer.conv.in_channels
+    return MixerParts({"channels": channels}, {"in_proj": packed(3 * channels, 3), "conv": Even(channels)}, {})
+
+
+_KINDS: Sequence[tuple[tuple[str, ...], Callable[[Any, int], MixerParts]]] = (
+    (("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv1d"), _delta_net),
+    (("qkv_dim", "forget_gate", "conv1d"), _kimi),
+    (("ssm_state_size", "n_groups", "num_heads", "intermediate_size", "in_proj", "conv1d"), _mamba2),
+    (("conv", "in_proj", "out_proj"), _short_convolution),
+)
+
+
+def tensors_of(mixer: nn.Module, place: str) -> Iterator[tuple[nn.Module, str]]:
+    """(owner, name) of the parameters and buffers at this place: a child's, or one of the mixer's own or a child's."""
+    for name, _ in (*mixer.named_parameters(), *mixer.named_buffers()):
+        if name == place or name.startswith(f"{place}."):
+            owner, _, attribute = name.rpartition(".")
+            yield mixer.get_submodule(owner), attribute

@@ -1,0 +1,87 @@
+"""Sequence parallelism: norms and residuals of rows / tp of a slot's rows, from the embedding to the norm at the end.
+
+Which modules of a decoder layer work on single rows, which get all rows, and what is refused because rows would not be
+parts from the embedding to the last layer and whole after the norm.
+"""
+
+from functools import partial
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.comm.moves.tp_collectives import tp_gather, tp_split
+from longspan.errors import ModelError
+from longspan.model.layers import Absent, base_of, decoder_layers
+from longspan.model.parts import Parts, trace_parts, usual_parts, with_outputs
+from longspan.model.tensor_parallel.plan import Placed, blocks_of, experts_of
+from longspan.model.tensor_parallel.styles import ROWS, partial_gradients, wrap_forward
+
+
+def split_residuals(model: PreTrainedModel, placed: list[Placed], world: World) -> None:
+    """Have norms sum their gradients, and what needs all rows get them; the norm at the end gives all rows."""
+    key = world.key
+    for name, layer in decoder_layers(model).items():
+        norms, whole = regions(name, layer, placed)
+        for norm in norms:
+            partial_gradients(norm, key)
+        for block in whole:
+            wrap_forward(
+                block,
+                enter=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"),
+                leave=partial(tp_split, world_key=key, dim=-2),  # Llama 4's block returns (T, D)
+            )
+    norm = getattr(base_of(model), final_norm_name(model))
+    if not isinstance(norm, Absent):
+        partial_gradients(norm, key)
+        wrap_forward(norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
+
+
+def regions(name: str, layer: nn.Module, placed: list[Placed]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """(modules that work on single rows of the residual, those that get all rows) among a decoder layer's children.
+
+    The latter are blocks of experts, and attention whose heads every rank computes, as the plan may say. Blocks whose
+    heads or features are split gather rows themselves.
+    """
+    rowwise_modules, whole, blocks = list[nn.Module](), list[nn.Module](), blocks_of(placed)
+    for child, module in layer.named_children():
+        here = f"{name}.{child}"
+        if experts_of(module) or (here not in blocks and type(module).__name__.endswith("Attention")):
+            whole.append(module)
+        elif not any(True for _ in module.children()):
+            rowwise_modules.append(module)
+        elif here not in blocks:
+            raise ModelError(
+                f"{here} ({type(module).__name__}) has no place in a sequence-parallel region: it is neither "
+                "in the tensor-parallel plan nor a norm nor a block of experts; use sequence_parallel=False"
+            )
+    return rowwise_modules, whole
+
+
+def final_norm_name(model: PreTrainedModel) -> str:
+    """The name of the norm after the layers in the base model. Raises ModelError where there is none."""
+    names = usual_parts(model)
+    if len(names) != 3:
+        raise ModelError(
+            f"{type(base_of(model)).__name__} has {', '.join(names)}, and no embedding, list of layers and norm after "
+            "them, where sequence-parallel rows are split and gathered; use sequence_parallel=False"
+        )
+    return names[-1]
+
+
+def refuse_other_rows(model: PreTrainedModel) -> None:
+    """Raise ModelError where rows would not be parts from the embedding to the last layer and whole after the norm."""
+    base, name, norm = base_of(model), type(model).__name__, final_norm_name(model)
+    embedding, layers = usual_parts(model)[:2]
+    parts = with_outputs(model, Parts((embedding,), layers, (norm,)))
+    if beside := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in (embedding, layers, norm)]:
+        raise ModelError(
+            f"{name} has parameters outside its embedding, layers and norm ({', '.join(beside[:4])}), which have no "
+            "place in a sequence-parallel region; use sequence_parallel=False"
+        )
+    order = [call.part for call in trace_parts(model, parts)[0]]
+    if order.count(norm) != 1 or order[-1] != norm:
+        raise ModelError(
+            f"{name} calls {norm} {order.count(norm)} times in a forward pass, as {', '.join(order)}; sequence "
+            "parallelism gathers rows in it, once, after the layers: use sequence_parallel=False"
+        )
