@@ -31,6 +31,7 @@ from longspan.model.seams.call_rules import CallRules, position_table
 from longspan.model.seams.first_pass import FirstPass
 from longspan.model.seams.fused_norms import fuse_norms
 from longspan.model.seams.layer_arguments import keep_layer_arguments
+from longspan.model.seams.layer_numbers import number_layers
 from longspan.model.seams.llama4 import scale_queries_by_position
 from longspan.model.seams.mixer_calls import shard_mixers
 from longspan.model.seams.mixers import mixers_of
@@ -155,6 +156,7 @@ def _check(
 def _connect(model: PreTrainedModel, placement: Placement, kernel: str | None, *, probe: bool) -> Execution:
     """Have the model's attention, experts and head call this package; a forward pass on the meta device shows it."""
     model.set_attn_implementation(IMPLEMENTATION)
+    number_layers(model)
     choose_frequencies_by_document(model)
     scale_queries_by_position(model)
     shard_mixers(model)

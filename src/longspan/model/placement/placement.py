@@ -16,6 +16,7 @@ from longspan.model.layers import decoder_layers, other_towers
 from longspan.model.mtp.depths import depths_of
 from longspan.model.placement.recompute import Recomputation
 from longspan.model.placement.sharding import Sharding, shard_over_slots
+from longspan.model.placement.shared_blocks import shared_blocks
 from longspan.model.seams.refusals import refuse_shared_layers
 from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel, split_over_tp
 from longspan.model.weights.empty import is_empty
@@ -34,7 +35,8 @@ class Placement:
         """Raise ModelError where a whole model that goes into so many stages cannot be placed so."""
         self.sharding.check(model.dtype)
         if self.sharding.parameters or self.sequence_parallel:
-            refuse_shared_layers(model, decoder_layers(model))
+            layers = decoder_layers(model)
+            refuse_shared_layers(model, layers, () if self.sequence_parallel else shared_blocks(layers))
         refuse_tensor_parallel(model, self.world, sequence_parallel=self.sequence_parallel)
         check_experts(model, self.world.home, shard_parameters=self.sharding.parameters)
         self.recomputation.check(model, stages)
@@ -63,7 +65,8 @@ class Placement:
         else:
             if has_experts:
                 shard_experts(model, world, self.sharding.precision(model), reshard=self.sharding.reshard_after_forward)
-            blocks = (*decoder_layers(model).values(), *other_towers(model), *depths_of(model))
+            layers = decoder_layers(model)
+            blocks = (*shared_blocks(layers), *layers.values(), *other_towers(model), *depths_of(model))
             shard_over_slots(blocks, world, self.sharding, root=root)
 
     @property

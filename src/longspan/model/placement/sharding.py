@@ -64,9 +64,16 @@ def _bits(dtype: torch.dtype) -> int:
 
 
 def shard_over_slots(
-    blocks: Iterable[nn.Module], world: World, sharding: Sharding, *, root: nn.Module, cast_block_inputs: bool = True
+    blocks: Iterable[nn.Module | list[nn.Module]],
+    world: World,
+    sharding: Sharding,
+    *,
+    root: nn.Module,
+    cast_block_inputs: bool = True,
 ) -> None:
     """Shard each block, then what remains of the root, over all slots. All ranks call it together.
+
+    A block of several modules is gathered and freed as one: they may share parameters.
 
     `root` is what will be called: a model itself, or the pipeline stage around it, with the blocks inside. Every
     tensor that the root is called with is cast to the compute dtype, and with `cast_block_inputs` those of blocks.
@@ -173,8 +180,7 @@ def replicas_summed_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 def _reduced_together(modules: Sequence[FSDPModule]) -> Iterator[Any]:
     """FSDP2's groups of parameters whose gradients are one message: in torch 2.11 one at most for each module."""
-    for module in modules:
-        state: Any = module._get_fsdp_state()
+    for state in dict.fromkeys(module._get_fsdp_state() for module in modules):  # modules may have one together
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         yield from (group for group in groups if group is not None)
 

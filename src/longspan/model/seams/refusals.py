@@ -7,7 +7,7 @@ the model are checked in `attention_calls.py`.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -114,17 +114,21 @@ def _short(items: list[int] | list[str], limit: int = 4) -> str:
     return f"{head}, … ({len(items)} in all)" if len(items) > limit else head
 
 
-def refuse_shared_layers(model: PreTrainedModel, layers: Iterable[str]) -> None:
+def refuse_shared_layers(
+    model: PreTrainedModel, layers: Iterable[str], blocks: Sequence[Sequence[nn.Module]] = ()
+) -> None:
     """Raise ModelError where a decoder layer, of these names, shares parameters with another or with what is around it.
 
-    FSDP2 shards each layer, and sequence parallelism sums its gradients, as if they were its own.
+    FSDP2 shards each layer, and sequence parallelism sums its gradients, as if they were its own; but for `blocks`,
+    each of several modules with the same parameters.
     """
+    together = {id(parameter) for modules in blocks for parameter in modules[0].parameters()}
     owner: dict[int, tuple[str, str]] = {}
     prefixes = [f"{layer}." for layer in layers]
     for name, parameter in model.named_parameters(remove_duplicate=False):
         layer = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
         first, there = owner.setdefault(id(parameter), (name, layer))
-        if there != layer:
+        if there != layer and not (layer and there and id(parameter) in together):
             raise ModelError(
                 f"{type(model).__name__}: {name} is {first}, and layers that share parameters are not sharded or split "
                 "over rows; use shard_parameters=False and sequence_parallel=False, or give each layer its own"

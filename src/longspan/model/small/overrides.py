@@ -39,5 +39,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": _QWEN4_INDEXER,
     "reformer": {"axial_pos_embds": False},
     "xmod": {"default_language": lambda small: small["languages"][0]},
+    "zamba2": {  # two layers of the same shared block
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+    },
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
 }

@@ -1,0 +1,39 @@
+"""Blocks that decoder layers have together, each as a module of its own with the same parameters, as in Zamba 2.
+
+FSDP2 gathers the modules of such a block together, from the first that runs to the last, and sums its gradients once.
+"""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+
+def shared_blocks(layers: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
+    """Modules of different layers with the same parameters, all of them shared: one list for each set of parameters.
+
+    The outermost such modules; one that two layers both hold, itself, is left out.
+    """
+    users: dict[int, set[str]] = {}
+    for name, layer in layers.items():
+        for parameter in layer.parameters():
+            users.setdefault(id(parameter), set()).add(name)
+    groups: dict[tuple[int, ...], dict[int, nn.Module]] = {}
+    for layer in layers.values():
+        for module in _shared_inside(layer, users):
+            groups.setdefault(_parameters(module), {})[id(module)] = module
+    return [list(group.values()) for key, group in groups.items() if len(group) == len(users[key[0]])]
+
+
+def _shared_inside(module: nn.Module, users: Mapping[int, set[str]]) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for child in module.children():
+        layers = {frozenset(users[parameter]) for parameter in _parameters(child)}
+        if len(layers) == 1 and len(next(iter(layers))) > 1:
+            found.append(child)
+        else:
+            found += _shared_inside(child, users)
+    return found
+
+
+def _parameters(module: nn.Module) -> tuple[int, ...]:
+    return tuple(id(parameter) for parameter in module.parameters())

@@ -1,0 +1,19 @@
+"""The layer index of attention that its model gives none: Zamba 2's shared blocks have -1, one in each layer."""
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from longspan.model.layers import decoder_layers
+
+
+def number_layers(model: PreTrainedModel) -> None:
+    """From here on, a module with `layer_idx` -1 has the index of the decoder layer that it is in, if of one alone."""
+    found: dict[int, tuple[Any, set[int]]] = {}
+    for index, layer in enumerate(decoder_layers(model).values()):
+        for module in layer.modules():
+            if getattr(module, "layer_idx", None) == -1:
+                found.setdefault(id(module), (module, set()))[1].add(index)
+    for module, indices in found.values():
+        if len(indices) == 1:
+            module.layer_idx = indices.pop()
