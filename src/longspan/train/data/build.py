@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from longspan.train.data.rows.lines import rows_line, special_line, unseen_line
 from longspan.train.data.rows.sample import RowSettings
 from longspan.train.data.store.builder import Recipe, build_documents
 from longspan.train.data.store.cache import NONE, Cache, cache_folder, cannot_keep
+from longspan.train.data.store.images import ImageTable
 from longspan.train.data.store.manifest import Manifest
 from longspan.train.data.store.record import FILE, Record, read_record
 from longspan.train.data.store.sources import CorpusFile, KnownSums, LogLine, Source, differences
@@ -192,7 +194,15 @@ class _CorpusOfRun:
 
     def _changed_files(self) -> list[str]:
         before = None if self._old is None else self._old.sources(self._folder)
-        return [] if before is None else differences(before, self._sources)
+        changes = [] if before is None else differences(before, self._sources)
+        return changes or list(islice(self._changed_images(), 3))
+
+    def _changed_images(self) -> Iterator[str]:
+        """The images that are not what they were when the documents were made."""
+        if self._old is None or not (self._folder / self._old.documents).is_dir():
+            return
+        if (images := ImageTable.of(self._folder / self._old.documents)) is not None:
+            yield from images.changed()
 
     def _own_tokenizer(self, *, changed: bool) -> TextTokenizer:
         """The tokenizer that was trained for the run, or is trained now."""
@@ -276,6 +286,8 @@ def _is_whole(folder: Path) -> bool:
         manifest = Manifest.from_json((folder / FILE).read_text(encoding="utf-8"))
         if manifest.dtype:
             Corpus(folder)
+        if (images := ImageTable.of(folder)) is not None:
+            return next(images.changed(), None) is None
     except (DataError, OSError, KeyError, TypeError, ValueError):
         return False
     return True

@@ -8,7 +8,7 @@ writes.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from longspan.errors import DataError
 from longspan.train.data.rows.sample import RowSettings
 from longspan.train.data.store.arrays import mapped
 from longspan.train.data.store.encoder import labels_of
+from longspan.train.data.store.images import ImageTable
 from longspan.train.data.store.manifest import Manifest, SourceLines
 from longspan.train.data.store.record import FILE, Record, read_record
 from longspan.train.data.store.sources import Source
@@ -60,6 +61,7 @@ class Corpus:
                 raise
             raise DataError(f"{place} is not a corpus: {error}; remove it and it is built again") from error
         self.rows_read = 0
+        self.selects: Callable[[Corpus, tuple[int, ...]], Documents] = Documents  # with images: image_documents.py
 
     def _open(self, place: Path, folder: Path, record: Record | None) -> None:
         text = (place / FILE).read_text(encoding="utf-8")
@@ -73,6 +75,7 @@ class Corpus:
         zero = np.broadcast_to(np.int16(0), len(self.lengths))
         self.source_of: npt.NDArray[Any] = mapped(several) if several.is_file() else zero
         self.targets: npt.NDArray[Any] | None = mapped(masked) if masked.is_file() else None
+        self.images = ImageTable.of(place)
         if manifest.dtype:
             tokens = manifest.tokens if older is None else int(mapped(place / "offsets.npy")[-1])
             self._tokens: StoredTokens | StreamedTokens = StoredTokens(place, manifest, tokens)
@@ -93,11 +96,15 @@ class Corpus:
 
     def select(self, documents: Sequence[int]) -> "Documents":
         """These documents, numbered from 0: what a plan of their lengths calls its documents."""
-        return Documents(self, tuple(documents))
+        return self.selects(self, tuple(documents))
 
     def origin(self, document: int) -> str:
         """Name of the source file that a document was cut from."""
-        return self.sources[int(self._origins[document])].name
+        return self.sources[self.file_of(document)].name
+
+    def file_of(self, document: int) -> int:
+        """The number of that file among `sources`."""
+        return int(self._origins[document])
 
     def read(self, document: int, positions: Rows) -> Rows:
         """Token ids of a document at positions that it has."""

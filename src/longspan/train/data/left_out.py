@@ -32,11 +32,18 @@ class LeftOut:
     blank_turns: int = 0  # of assistants, with neither text nor tool calls
 
 
-def parts_of(length: int, codes: npt.NDArray[np.int64] | None, longest: int, counts: Counter[str]) -> list[slice]:
+def parts_of(
+    length: int,
+    codes: npt.NDArray[np.int64] | None,
+    longest: int,
+    counts: Counter[str],
+    uncut: Sequence[tuple[int, int]] = (),
+) -> list[slice]:
     """The documents that a row of so many tokens becomes: of at most `longest` tokens (0: one); counts fields of
-    LeftOut. Where tokens have `codes`, a part in which none but the first is predicted is no document."""
+    LeftOut. Where tokens have `codes`, a part in which none but the first is predicted is no document. Each of the
+    `uncut` spans (start, stop), ascending and none longer than `longest`, stays in one part."""
     step = longest or max(length, 1)
-    whole = [slice(start, min(start + step, length)) for start in range(0, length, step)]
+    whole = _cut(length, step, uncut)
     parts = [part for part in whole if part.stop - part.start >= SHORTEST]
     lost = length - sum(part.stop - part.start for part in parts)
     if codes is not None:
@@ -48,6 +55,17 @@ def parts_of(length: int, codes: npt.NDArray[np.int64] | None, longest: int, cou
     elif length < SHORTEST:
         counts.update(short_texts=1)
     counts.update(lost_tokens=lost)
+    return parts
+
+
+def _cut(length: int, step: int, uncut: Sequence[tuple[int, int]]) -> list[slice]:
+    """Parts of at most `step` tokens; one that would end inside an uncut span ends before it."""
+    parts, start = list[slice](), 0
+    while start < length:
+        stop = min(start + step, length)
+        stop = next((a for a, b in uncut if start < a < stop < b), stop)
+        parts.append(slice(start, stop))
+        start = stop
     return parts
 
 

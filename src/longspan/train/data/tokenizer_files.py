@@ -24,6 +24,9 @@ _TOKENIZER = (
     "chat_template.jinja",
     "chat_template.json",
     "additional_chat_templates",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 GENERATION = "generation_config.json"
 

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import World
-from longspan.errors import ConfigError
+from longspan.errors import ConfigError, DataError
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plan import Cost
 from longspan.train.all_ranks import LogLine, is_first_rank, on_every_rank
@@ -88,6 +88,10 @@ def _fit(
     made = isinstance(name.documents, PasskeyDocuments)
     cut_by = "--passkey.lengths of at most" if made else "--max-document-tokens"
     configuration = fit_positions(checked, longest, origin, scaled=scaled, log=log, cut_by=cut_by)
+    folder = checked.tokenizer.folder
+    sets = on_every_rank(
+        world, lambda: tuple(of_name.with_images(configuration, folder) for of_name in sets), DataError
+    )
     first, heads = request.subjects[0], query_heads(configuration)
     context = first.config.context if first.weights.run_dir is None else with_rows_of_run(first.config).context
     config = replace(checked.subject.config, context=context)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from transformers import PreTrainedConfig
 
 from longspan.comm import World
 from longspan.errors import DataError
@@ -25,6 +26,7 @@ from longspan.train.data.build import (
     what_is_left_out,
 )
 from longspan.train.data.documents import Corpus, Documents
+from longspan.train.data.image_documents import with_images
 from longspan.train.data.rows.lines import special_line
 from longspan.train.data.step_order import some_documents
 from longspan.train.data.store.builder import build_documents
@@ -61,7 +63,11 @@ class NamedDocuments:
         if not 0 < count < len(ids):
             return self
         spread = tuple(ids[i * len(ids) // count] for i in range(count))
-        return replace(self, documents=Documents(self.documents.corpus, spread))
+        return replace(self, documents=self.documents.corpus.select(spread))
+
+    def with_images(self, model: PreTrainedConfig, folder: Path | None) -> "NamedDocuments":
+        """The set with the images of its documents, for a model of this configuration (`image_documents.py`)."""
+        return self if folder is None else replace(self, documents=with_images(self.documents, model, folder))
 
 
 def held_out_documents(run_dir: Path, config: RunConfig) -> NamedDocuments:

@@ -12,6 +12,7 @@ from longspan.train.all_ranks import LogLine, on_every_rank, on_first_rank
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.build import CorpusSettings, ensure_corpus
 from longspan.train.data.documents import Corpus
+from longspan.train.data.image_documents import show_images
 from longspan.train.data.rows.kinds import shown_kind
 from longspan.train.data.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
 from longspan.train.data.tokenizer_files import vocabulary_files
@@ -37,7 +38,7 @@ def shared_corpus(config: RunConfig, world: World, model: PreTrainedConfig, *, r
         log(f"corpus: {corpus_line(built, [path for _, path in CorpusSettings(config.data).paths()])}")
 
     on_first_rank(world, build, DataError)
-    return on_every_rank(world, lambda: open_corpus(directory / "corpus"), DataError)
+    return on_every_rank(world, lambda: show_images(open_corpus(directory / "corpus"), model, directory), DataError)
 
 
 def corpus_line(corpus: Corpus, paths: Sequence[str]) -> str:
@@ -47,6 +48,8 @@ def corpus_line(corpus: Corpus, paths: Sequence[str]) -> str:
     if set(manifest.kinds) != {"text"}:
         parts.append(f"{counted(manifest.rows, 'row')} of {', '.join(map(shown_kind, dict.fromkeys(manifest.kinds)))}")
     parts += [counted(len(corpus), "document"), counted(int(corpus.lengths.sum()), "token")]
+    if manifest.images:
+        parts.append(counted(manifest.images, "image"))
     if corpus.targets is not None:
         parts.append(f"{int(corpus.targets.sum()):,} of them targets")
     return ", ".join(parts)

@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import World
-from longspan.errors import ModelError, RunFolderError, counted
+from longspan.errors import ConfigError, DataError, ModelError, RunFolderError, counted
 from longspan.model.hf_folder import weight_files
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.randomness import refuse_randomness
@@ -93,6 +93,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     order = step_order_of(config, corpus, version=order_version(checkpoint, world))
     log(documents_line(config, order))
     sets = open_sets(config, corpus, corpus.select(order.evaluation), world, log)
+    sets = on_every_rank(world, lambda: tuple(evaluated.with_images(named, directory) for evaluated in sets), DataError)
     asked, config = config, with_steps_of_epochs(config, order, log)
     for line in source_lines(config, order):
         log(line)
@@ -177,6 +178,11 @@ def step_order_of(config: RunConfig, corpus: Corpus, *, version: int = ORDER) ->
     )
     if not data.pack_to:
         return order
+    if corpus.manifest.images:
+        raise ConfigError(
+            f"data.pack_to is {data.pack_to}, and packs are cut wherever they are full, in images too; set it to 0: "
+            "documents with images stay whole, and micro-batches hold several of them without padding"
+        )
     return PackOrder(order, pack_to=data.pack_to, tokens_per_step=tokens, across=data.pack_attention == "across")
 
 

@@ -19,8 +19,8 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
     "marks are counted with the others": (f"{ROWS}.fields", "removed += len(match.group())", "removed += 0"),
     "tokens by where they end": (f"{ROWS}.chat", "(begins < stop) & (ends > start)",
                                  "(begins < stop) & (ends >= start)"),
-    "the beginning of text twice": (f"{ROWS}.chat", "rendered.text, add_special_tokens=False",
-                                    "chr(65) + rendered.text, add_special_tokens=False"),
+    "the beginning of text twice": (f"{ROWS}.chat", "text, add_special_tokens=False",
+                                    "chr(65) + text, add_special_tokens=False"),
 }  # fmt: skip
 
 

@@ -18,7 +18,8 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 class Chunk(NamedTuple):
     """Rows of the file `name`, the first of which is number `first` (from 0) and stands at `position`.
 
-    `data` are lines, a text, or a table as Arrow streams it; `end` is how many bytes of the file are read by now.
+    `data` are lines, a text, or a table as Arrow streams it; `end` is how many bytes of the file are read by now;
+    `folder` is the file's.
     """
 
     form: Literal["lines", "text", "table"]
@@ -27,6 +28,7 @@ class Chunk(NamedTuple):
     position: int
     data: bytes
     end: int
+    folder: str = ""
 
 
 class PlacedRow(NamedTuple):
@@ -42,7 +44,7 @@ def rows_of(chunk: Chunk) -> Iterator[PlacedRow]:
     Raises UnicodeDecodeError for a text that is not UTF-8.
     """
     if chunk.form == "text":
-        yield PlacedRow(0, Row(chunk.name, {"text": chunk.data.decode("utf-8-sig")}))
+        yield PlacedRow(0, Row(chunk.name, {"text": chunk.data.decode("utf-8-sig")}, chunk.folder))
     elif chunk.form == "table":
         yield from _rows_of_table(chunk)
     else:
@@ -51,12 +53,12 @@ def rows_of(chunk: Chunk) -> Iterator[PlacedRow]:
             position, data = len(BYTE_ORDER_MARK), data[len(BYTE_ORDER_MARK) :]
         for number, line in enumerate(data.split(b"\n"), chunk.first + 1):
             if line.strip():
-                yield PlacedRow(position, row_of_line(line, f"{chunk.name}, line {number}"))
+                yield PlacedRow(position, row_of_line(line, f"{chunk.name}, line {number}", chunk.folder))
             position += len(line) + 1
 
 
-def row_of_line(line: bytes, where: str) -> Row | BadRow:
-    """The row of a line of JSON, or why it is none."""
+def row_of_line(line: bytes, where: str, folder: str = "") -> Row | BadRow:
+    """The row of a line of JSON in a file of this folder, or why it is none."""
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -69,7 +71,7 @@ def row_of_line(line: bytes, where: str) -> Row | BadRow:
         return BadRow(
             where, f'needs an object, such as {{"text": …}}; found {kind_of_value(record)}: {_beginning(line)}'
         )
-    return Row(where, record)
+    return Row(where, record, folder)
 
 
 def without_nulls(value: Any) -> Any:
@@ -84,7 +86,7 @@ def _rows_of_table(chunk: Chunk) -> Iterator[PlacedRow]:
 
     for batch in pyarrow.ipc.open_stream(chunk.data):
         for number, record in enumerate(batch.to_pylist(), chunk.first):
-            yield PlacedRow(number, Row(f"{chunk.name}, row {number + 1}", without_nulls(record)))
+            yield PlacedRow(number, Row(f"{chunk.name}, row {number + 1}", without_nulls(record), chunk.folder))
 
 
 def _beginning(line: bytes) -> str:

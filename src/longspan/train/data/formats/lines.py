@@ -31,7 +31,7 @@ class LineFile:
             first, position = 0, 0
             while data := lines.read(CHUNK_BYTES):
                 data += lines.readline()
-                yield Chunk("lines", self.name, first, position, data, raw.tell())
+                yield Chunk("lines", self.name, first, position, data, raw.tell(), folder_of(self.path))
                 first, position = first + data.count(b"\n"), position + len(data)
 
     def row_at(self, position: int) -> Row | BadRow:
@@ -41,7 +41,7 @@ class LineFile:
                 self._stream = self._opened()
             _forward(self._stream, position, seekable=not self._compressed)
             line = self._stream.readline()
-        return row_of_line(line.removeprefix(BYTE_ORDER_MARK), f"{self.name}, byte {position}")
+        return row_of_line(line.removeprefix(BYTE_ORDER_MARK), f"{self.name}, byte {position}", folder_of(self.path))
 
     @property
     def _compressed(self) -> bool:
@@ -64,12 +64,17 @@ class TextFile:
         """Its text."""
         with readable(self.name, self.path):
             data = self.path.read_bytes()
-        yield Chunk("text", self.name, 0, 0, data, len(data))
+        yield Chunk("text", self.name, 0, 0, data, len(data), folder_of(self.path))
 
     def row_at(self, position: int) -> Row | BadRow:
         """Its text."""
         (chunk,) = self.chunks()
-        return Row(self.name, {"text": chunk.data.decode("utf-8-sig")})
+        return Row(self.name, {"text": chunk.data.decode("utf-8-sig")}, chunk.folder)
+
+
+def folder_of(path: Path) -> str:
+    """The folder of a file, absolute."""
+    return str(path.absolute().parent)
 
 
 @contextmanager

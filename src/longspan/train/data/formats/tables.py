@@ -9,7 +9,7 @@ from typing import Any
 
 from longspan.errors import DataError
 from longspan.train.data.formats.chunk import CHUNK_BYTES, Chunk, without_nulls
-from longspan.train.data.formats.lines import readable
+from longspan.train.data.formats.lines import folder_of, readable
 from longspan.train.data.formats.packages import needed
 from longspan.train.data.rows.sample import Row
 
@@ -30,7 +30,7 @@ class ParquetFile:
                 rows = max(1, CHUNK_BYTES * group.num_rows // max(group.total_byte_size, 1))
                 for batch in self._file.iter_batches(batch_size=min(rows, 1 << 16), row_groups=[number]):
                     end = size * (first + len(batch)) // meta.num_rows
-                    yield Chunk("table", self.name, first, first, _streamed(batch), end)
+                    yield Chunk("table", self.name, first, first, _streamed(batch), end, folder_of(self.path))
                     first += len(batch)
 
     def row_at(self, position: int) -> Row:
@@ -38,7 +38,7 @@ class ParquetFile:
         with readable(self.name, self.path):
             group = bisect_right(self._ends, position) - 1
             (record,) = self._group(group).slice(position - self._ends[group], 1).to_pylist()
-        return Row(f"{self.name}, row {position + 1}", without_nulls(record))
+        return Row(f"{self.name}, row {position + 1}", without_nulls(record), folder_of(self.path))
 
     @cached_property
     def _file(self) -> Any:
@@ -69,13 +69,14 @@ class ArrowFile:
             step = max(1, CHUNK_BYTES * len(batch) // max(batch.nbytes, 1))
             for start in range(0, len(batch), step):
                 piece = batch.slice(start, step)
-                yield Chunk("table", self.name, first, first, _streamed(piece), size * (first + len(piece)) // rows)
+                end = size * (first + len(piece)) // rows
+                yield Chunk("table", self.name, first, first, _streamed(piece), end, folder_of(self.path))
                 first += len(piece)
 
     def row_at(self, position: int) -> Row:
         """The row of this number."""
         (record,) = self._table.slice(position, 1).to_pylist()
-        return Row(f"{self.name}, row {position + 1}", without_nulls(record))
+        return Row(f"{self.name}, row {position + 1}", without_nulls(record), folder_of(self.path))
 
     @cached_property
     def _table(self) -> Any:

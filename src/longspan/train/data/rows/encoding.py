@@ -12,13 +12,17 @@ from functools import cached_property
 from typing import Any
 
 from longspan.errors import DataError
+from longspan.train.data.images.image_file import ImageFile
+from longspan.train.data.images.processor import has_processor
 from longspan.train.data.rows.chat import ChatEncoding
 from longspan.train.data.rows.kinds import Kind, kind_of
 from longspan.train.data.rows.messages import messages_of
+from longspan.train.data.rows.named_images import has_images, row_and_images
+from longspan.train.data.rows.placeholders import RowImages
 from longspan.train.data.rows.plain import completion_sample, encode_texts, token_sample
 from longspan.train.data.rows.sample import BadRow, Row, RowSettings, Sample
 from longspan.train.data.rows.template import ChatTemplate
-from longspan.train.data.rows.values import RowError, needed
+from longspan.train.data.rows.values import RowError, needed, string
 from longspan.train.data.tokenizer import TextTokenizer
 from longspan.train.document import NO_TARGET
 
@@ -45,7 +49,7 @@ class RowEncoding:
 
     def encode(self, rows: Sequence[Row]) -> list[Sample | BadRow]:
         """What becomes of the rows, in their order; a conversation that is split gives a sample for each turn."""
-        if self.kind == "text":
+        if self.kind == "text" and not any(has_images(row.values) for row in rows):
             return encode_texts(rows, self.tokenizer.parsing(self.settings.parse_special_tokens))
         return [result for i, row in enumerate(rows) for result in self._encoded(i, row)]
 
@@ -58,6 +62,8 @@ class RowEncoding:
             with suppress(DataError):  # prompts that are strings need no template
                 template = astuple(self._chat.template)
         decides = [self.kind, tokenizer, astuple(self.settings), template]
+        if self.images is not None:
+            decides.append(self.images.digest)
         return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
 
     @property
@@ -65,29 +71,65 @@ class RowEncoding:
         """The tokenizer's chat template. Raises DataError where it has none."""
         return self._chat.template
 
+    @cached_property
+    def images(self) -> RowImages | None:
+        """How images become placeholders; None where the tokenizer's folder has no image processor."""
+        if not has_processor(self.tokenizer.folder):
+            return None
+        template = None
+        with suppress(DataError):  # texts need none
+            template = ChatTemplate.of(self.tokenizer, self.settings.date_string)
+        return RowImages(self.tokenizer, template)
+
     def _encoded(self, i: int, row: Row) -> list[Sample | BadRow]:
         try:
-            samples = [sample._replace(row=i) for sample in self._samples(row.values)]
+            samples = [sample._replace(row=i) for sample in self._samples(row)]
         except RowError as error:
             return [BadRow(row.where, str(error), error.masked)]
         return [_masked(row) if _has_no_target(sample) else sample for sample in samples]
 
-    def _samples(self, values: Mapping[str, Any]) -> list[Sample]:
+    def _samples(self, row: Row) -> list[Sample]:
+        values, images = self._with_images(row)
         if self.kind == "messages":
-            return self._chat.samples(values)
+            return self._chat.samples(values, images=images)
+        if self.kind == "text" and images and self.images is not None:
+            return [self.images.text_sample(values, images)]
+        if self.kind == "text":
+            tokenizer = self.tokenizer.parsing(self.settings.parse_special_tokens)
+            return [Sample(tokenizer.encode([string(needed(values, "text"), "text")])[0])]
         if self.kind == "input_ids":
             return [token_sample(values, self.tokenizer.size)]
         prompt, completion = needed(values, "prompt"), needed(values, "completion")
         if isinstance(prompt, list) or isinstance(completion, list):
-            before = messages_of(prompt, "prompt")
-            both = [*before, *messages_of(completion, "completion")]
-            return self._chat.samples({**values, "messages": both}, first_target=len(before))
+            before, said = (
+                messages_of(part, name, images=self.images is not None)
+                for part, name in ((prompt, "prompt"), (completion, "completion"))
+            )
+            both = [*before, *said]
+            return self._chat.samples({**values, "messages": both}, first_target=len(before), images=images)
+        if images:
+            raise RowError("images stand beside prompt and completion as strings; write these as lists of messages")
         return [completion_sample(values, self.tokenizer.parsing(self.settings.parse_special_tokens))]
 
     @cached_property
     def _chat(self) -> ChatEncoding:
         template = ChatTemplate.of(self.tokenizer, self.settings.date_string)
-        return ChatEncoding(self.tokenizer, template, self.settings)
+        return ChatEncoding(self.tokenizer, template, self.settings, self.images)
+
+    def _with_images(self, row: Row) -> tuple[Mapping[str, Any], list[ImageFile]]:
+        """A row's values, in which images are parts of messages without more, and the images in their order."""
+        values = row.values
+        if self.images is None:
+            if has_images(values):
+                raise RowError(
+                    f"it has images, and the folder of the tokenizer ({self.tokenizer.folder}) has no image processor; "
+                    "train a model that takes images, from its folder with preprocessor_config.json, or leave them out"
+                )
+            return values, []
+        changed, images = row_and_images(row)
+        if images and self.kind == "input_ids":
+            raise RowError("images stand beside input_ids; give text or messages, whose placeholders are made here")
+        return changed, images
 
 
 def _has_no_target(sample: Sample) -> bool:

@@ -6,26 +6,32 @@ from typing import Any
 from longspan.train.data.rows.values import RowError, kind_of_value, shown
 
 
-def messages_of(value: Any, name: str = "messages") -> list[dict[str, Any]]:
-    """Messages, each an object with a role. Raises RowError for anything else, and for parts that are no text."""
+def messages_of(value: Any, name: str = "messages", *, images: bool = False) -> list[dict[str, Any]]:
+    """Messages, each an object with a role. Raises RowError for anything else, and for parts that are no text.
+
+    With `images` a part may be one.
+    """
     if not isinstance(value, list) or not value:
         raise RowError(
             f'"{name}" is {"empty" if value == [] else kind_of_value(value)}; give a list of objects with role and '
             "content"
         )
-    return [_message(message, f"{name}[{i}]") for i, message in enumerate(value)]
+    return [_message(message, f"{name}[{i}]", images) for i, message in enumerate(value)]
 
 
-def _message(message: Any, name: str) -> dict[str, Any]:
+def _message(message: Any, name: str, images: bool) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         hint = "; from and value are called role and content here" if _is_sharegpt(message) else ""
         raise RowError(f"{name} needs an object with a string role; found {shown(message)}{hint}")
     content = message.get("content")
     if isinstance(content, list):
         for k, part in enumerate(content):
+            if images and part == {"type": "image"}:
+                continue
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
                 kind = part.get("type", "no text") if isinstance(part, dict) else kind_of_value(part)
-                raise RowError(f"{name}.content[{k}] is {kind}; only parts of text are read")
+                read = "text and images" if images else "text"
+                raise RowError(f"{name}.content[{k}] is {kind}; only parts of {read} are read")
     elif content is not None and not isinstance(content, str):
         raise RowError(f"{name}.content is {kind_of_value(content)}; give a string: {shown(content)}")
     _check_calls(message.get("tool_calls"), f"{name}.tool_calls")

@@ -11,10 +11,14 @@ Turns = Literal["together", "split"]
 
 
 class Row(NamedTuple):
-    """One row of data as a file has it, and where it stands: `Row("chat.jsonl, line 7", {"messages": […]})`."""
+    """One row of data as a file has it, and where it stands: `Row("chat.jsonl, line 7", {"messages": […]})`.
+
+    `folder` is that of its file, where relative paths of images begin.
+    """
 
     where: str
     values: Mapping[str, Any]
+    folder: str = ""
 
 
 class Unseen(NamedTuple):
@@ -24,6 +28,23 @@ class Unseen(NamedTuple):
     unseen_thoughts: int = 0
     unseen_texts: int = 0
     blank_turns: int = 0
+
+
+class SampleImage(NamedTuple):
+    """An image of a document: `rows` placeholders, of which the first stands at `start` and the last before `stop`.
+
+    `grid` is that of its patches (0, 0, 0: it has none). It is that `number` of the images of its row, from 0: the file
+    `path`, or bytes of the row where that is empty; `bytes` and `modified_ns` are what that was like when it was read.
+    """
+
+    start: int
+    stop: int
+    rows: int
+    grid: tuple[int, int, int]
+    number: int
+    path: str
+    bytes: int
+    modified_ns: int
 
 
 class Sample(NamedTuple):
@@ -37,6 +58,7 @@ class Sample(NamedTuple):
     labels: npt.NDArray[np.int64] | None = None
     row: int = 0
     unseen: Unseen = Unseen()
+    images: tuple[SampleImage, ...] = ()
 
 
 class BadRow(NamedTuple):

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from longspan.errors import DataError
+from longspan.train.data.images.processor import has_processor, load_processor
 from longspan.train.data.rows.kinds import rows_hold
 from longspan.train.data.rows.values import RowError
 from longspan.train.data.tokenizer import TextTokenizer
@@ -62,6 +63,8 @@ class ChatTemplate:
                 "the folder of a chat model's with data.tokenizer or model.path"
             )
         stock: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if not stock.chat_template and has_processor(folder):
+            stock.chat_template = load_processor(folder.absolute()).stock.chat_template
         if not stock.chat_template:
             raise DataError(
                 f"{rows_hold('messages')}, and the tokenizer in {folder} has no chat template; put its "

@@ -19,6 +19,7 @@ from longspan.train.data.formats.row_file import row_file
 from longspan.train.data.left_out import SHORTEST, LeftOut
 from longspan.train.data.store.arrays import GrowingArray, GrowingCodes
 from longspan.train.data.store.encoder import Encoded, Encoder, Notes, Piece
+from longspan.train.data.store.images import ImageWriter
 from longspan.train.data.store.manifest import Manifest, SourceLines
 from longspan.train.data.store.sources import CorpusFile, LogLine, Source
 from longspan.train.data.store.workers import cores, encoded_batches
@@ -56,7 +57,14 @@ class Recipe:
         digest = hashlib.sha256(json.dumps([VERSION, digests, self.longest, self.skip_bad]).encode())
         for file, source in zip(self.files, self.sources, strict=True):
             digest.update(f"{file.source} {source.sha256} {source.name}\n".encode())
+            if self.images:  # paths of images begin there
+                digest.update(f"{file.path.absolute().parent}\n".encode())
         return digest.hexdigest()
+
+    @property
+    def images(self) -> bool:
+        """Whether rows may have images."""
+        return any(encoding.images is not None for encoding in self.encodings)
 
     @property
     def encoder(self) -> Encoder:
@@ -106,6 +114,7 @@ class _Writer:
         self._source_of_file = np.array([file.source for file in recipe.files], dtype=np.int16)
         self._tokens = (folder / "tokens.bin").open("wb") if recipe.stored else None
         self._codes, self._masked = GrowingCodes(folder / "codes.bin"), False
+        self._images = ImageWriter(folder) if recipe.images else None
         self._notes = Notes()
         self.tokens = self._targets = 0
 
@@ -115,8 +124,9 @@ class _Writer:
     def __exit__(self, *_: object) -> None:
         for column in (*self._columns.values(), self._codes):
             column.close()
-        if self._tokens is not None:
-            self._tokens.close()
+        for file in (self._tokens, self._images):
+            if file is not None:
+                file.close()
 
     def add(self, encoded: Encoded) -> None:
         """Write the documents of some rows behind the others."""
@@ -129,6 +139,8 @@ class _Writer:
             "positions": encoded.positions,
             "starts": encoded.starts,
         }
+        if self._images is not None:
+            self._images.append(encoded.images, self._columns["lengths"].count)
         for name, column in self._columns.items():
             column.append(values[name])
         self._masked |= encoded.codes is not None
@@ -150,6 +162,7 @@ class _Writer:
             rows=notes.rows,
             documents=self._columns["lengths"].count,
             tokens=self.tokens,
+            images=0 if self._images is None else self._images.count,
             targets=self._targets,
             skipped=tuple(notes.skipped),
             special=dict(notes.special.most_common()),

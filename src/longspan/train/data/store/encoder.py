@@ -12,7 +12,8 @@ import numpy.typing as npt
 from longspan.errors import DataError
 from longspan.train.data.formats.chunk import Chunk, rows_of
 from longspan.train.data.left_out import parts_of
-from longspan.train.data.rows.sample import BadRow, Row, Sample
+from longspan.train.data.rows.sample import BadRow, Row, Sample, SampleImage
+from longspan.train.data.store.images import PlacedImage
 from longspan.train.document import NO_TARGET
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Encoded(NamedTuple):
     """The documents of some pieces: `ids` and `codes` end to end (T,), the others one for each document (D,).
 
     `positions` and `starts` say where a document's row stands in its file, and with which of the row's tokens it
-    begins. `codes` are None where every token is predicted as itself.
+    begins. `codes` are None where every token is predicted as itself. `images` stand in documents counted from 0.
     """
 
     ids: npt.NDArray[Any]
@@ -65,6 +66,7 @@ class Encoded(NamedTuple):
     positions: Rows
     starts: Rows
     notes: Notes
+    images: Sequence[PlacedImage] = ()
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class _Documents:
         self._encoder = encoder
         self._ids, self._codes = list[npt.NDArray[Any]](), list[npt.NDArray[Any] | None]()
         self._each = list[tuple[int, int, int, int, int]]()  # length, targets, file, position, start
+        self._images = list[PlacedImage]()
         self._notes = Notes()
 
     def rows_of(self, piece: Piece) -> Iterator[tuple[int, Row | BadRow]]:
@@ -136,7 +139,15 @@ class _Documents:
         if ids.size and not (ids.min() >= 0 and ids.max() <= limit):
             self.add_bad(BadRow(where, f"token ids {ids.min()} to {ids.max()}; give ids from 0 to {limit}"))
             return
-        for part in parts_of(len(ids), codes, self._encoder.longest, self._notes.left_out):
+        uncut = [(image.start, image.stop) for image in sample.images]
+        longest = self._encoder.longest
+        if longest and (large := max((stop - start for start, stop in uncut), default=0)) > longest:
+            limit = f"max_document_tokens is {longest}, and an image is not cut; raise it, or set it to 0"
+            self.add_bad(BadRow(where, f"an image takes {large} tokens: {limit}"))
+            return
+        for part in parts_of(len(ids), codes, longest, self._notes.left_out, uncut):
+            inside = (image for image in sample.images if part.start <= image.start < part.stop)
+            self._images += (PlacedImage(len(self._each), _moved(image, -part.start), place[1]) for image in inside)
             code = None if codes is None else codes[part].copy()
             if code is not None:
                 code[0] = OWN_TOKEN  # never predicted: it stands for nothing
@@ -166,7 +177,11 @@ class _Documents:
         ids = np.concatenate([np.zeros(0, np.int64), *self._ids]).astype(self._encoder.dtype)
         table = np.array(self._each, dtype=np.int64).reshape(-1, 5)
         lengths, targets, files, positions, starts = (column.copy() for column in table.T)
-        return Encoded(ids, codes, lengths, targets, files, positions, starts, self._notes)
+        return Encoded(ids, codes, lengths, targets, files, positions, starts, self._notes, self._images)
+
+
+def _moved(image: SampleImage, by: int) -> SampleImage:
+    return image._replace(start=image.start + by, stop=image.stop + by)
 
 
 def codes_of(sample: Sample) -> Rows | None:

@@ -37,6 +37,7 @@ class Manifest:
     documents: int = 0
     tokens: int = 0
     targets: int = 0
+    images: int = 0
     skipped: tuple[str, ...] = ()
     parse_special_tokens: bool = False
     opening: tuple[str, ...] | None = None

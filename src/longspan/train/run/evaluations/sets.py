@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from transformers import PreTrainedConfig
 
 from longspan.comm import World
 from longspan.errors import DataError, counted
@@ -20,6 +21,7 @@ from longspan.train.config.passkey_settings import PASSKEY
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.build import CorpusSettings, ensure_corpus
 from longspan.train.data.documents import Corpus, Documents
+from longspan.train.data.image_documents import with_images
 from longspan.train.data.step_order import some_documents
 from longspan.train.data.tokenizer import load_tokenizer
 from longspan.train.disk import naming_file
@@ -52,6 +54,10 @@ class EvaluationSet:
         lengths = self.documents.lengths
         longest = max(range(len(lengths)), key=lengths.__getitem__)
         return int(lengths[longest]), self.documents.origin(longest)
+
+    def with_images(self, model: PreTrainedConfig, folder: Path) -> "EvaluationSet":
+        """The set with the images of its documents, for a model of this configuration (`image_documents.py`)."""
+        return replace(self, documents=with_images(self.documents, model, folder))
 
     def line(self) -> str:
         """How much it holds, for the console."""

@@ -1,0 +1,86 @@
+"""Pixels of a corpus's images, read by the rank that encodes them; those of a coming step in threads, ahead of it."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+
+from longspan.errors import DataError
+from longspan.model.vision.image_tokens import ImageInput
+from longspan.train.data.formats.row_file import row_file
+from longspan.train.data.images.image_file import ImageFile
+from longspan.train.data.images.processor import Processor
+from longspan.train.data.rows.named_images import images_of_row
+from longspan.train.data.rows.sample import BadRow
+from longspan.train.data.rows.values import RowError
+from longspan.train.data.store.images import ImageTable, PlacedImage
+from longspan.train.data.store.sources import Source
+
+THREADS = 4
+_MOST = 4096  # images that are read ahead and not yet asked for; the oldest are dropped
+
+
+class ImageReader:
+    """Reads images of a corpus: `reader(number)` gives what an encoder takes, `ahead(numbers)` begins to read some.
+
+    `file_of` says in which of the `sources` a document's row stands. Raises DataError, naming file and row, for an
+    image that is gone, broken, or other than when the corpus was made. `read` counts the images that were read here.
+    """
+
+    def __init__(
+        self, table: ImageTable, processor: Processor, sources: Sequence[Source], file_of: Callable[[int], int]
+    ) -> None:
+        self._table, self._processor, self._sources, self._file_of = table, processor, sources, file_of
+        self._ahead, self._lock = OrderedDict[int, Future[ImageInput]](), Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self.read = 0
+
+    def __call__(self, number: int) -> ImageInput:
+        """What the encoder is given for an image."""
+        with self._lock:
+            begun = self._ahead.pop(number, None)
+        return self._input(number) if begun is None else begun.result()
+
+    def ahead(self, numbers: Iterable[int]) -> None:
+        """Begin to read these images, in threads; errors are raised when they are asked for."""
+        self._pool = self._pool or ThreadPoolExecutor(THREADS, "longspan-images")
+        with self._lock:
+            for number in numbers:
+                if number not in self._ahead:
+                    self._ahead[number] = self._pool.submit(self._input, number)
+            while len(self._ahead) > _MOST:
+                self._ahead.popitem(last=False)[1].cancel()
+
+    def _input(self, number: int) -> ImageInput:
+        placed = self._table[number]
+        try:
+            pixels, grid = self._processor.pixels(self._file(placed).load())
+        except (DataError, RowError) as error:
+            raise DataError(f"{self._where(placed)}: {error}") from error
+        self.read += 1
+        if (grid or (0, 0, 0)) != placed.image.grid:
+            raise DataError(
+                f"{self._where(placed)}: its patches are {grid} and were {placed.image.grid} when the corpus was made; "
+                "restore it, or start a run in a new folder"
+            )
+        return ImageInput(pixels, grid)
+
+    def _file(self, placed: PlacedImage) -> ImageFile:
+        """Where the image's bytes are: a file, or its row, which is read again."""
+        if placed.image.path:
+            return ImageFile(placed.image.path)
+        source = self._sources[self._file_of(placed.document)]
+        row = row_file(source.name, Path(source.path)).row_at(placed.position)
+        images = [] if isinstance(row, BadRow) else images_of_row(row)
+        if placed.image.number >= len(images):
+            raise DataError("its row is another one than when the corpus was made; restore the file")
+        return images[placed.image.number]
+
+    def _where(self, placed: PlacedImage) -> str:
+        name = self._sources[self._file_of(placed.document)].name
+        kind = "row" if name.endswith((".parquet", ".arrow")) else "the line at byte"
+        number = placed.position + 1 if kind == "row" else placed.position
+        return f"image {placed.image.number + 1} of {name}, {kind} {number}" + f" ({placed.image.path})" * bool(
+            placed.image.path
+        )

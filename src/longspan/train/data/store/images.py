@@ -1,0 +1,131 @@
+"""Where images stand in documents, and where their bytes are: arrays in files beside those of documents."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from longspan.train.data.rows.sample import SampleImage
+from longspan.train.data.store.arrays import GrowingArray, mapped
+
+_COLUMNS = {
+    "document": "<i8",
+    "start": "<i4",
+    "stop": "<i4",
+    "rows": "<i4",
+    "time": "<i4",
+    "height": "<i4",
+    "width": "<i4",
+    "number": "<i4",
+    "bytes": "<i8",
+    "modified_ns": "<i8",
+    "position": "<i8",
+}
+_PATHS, _ENDS = "image_paths.jsonl", "image_paths.npy"
+
+
+class PlacedImage(NamedTuple):
+    """An image of document number `document`, whose row stands at `position` of its file."""
+
+    document: int
+    image: SampleImage
+    position: int
+
+
+class ImageWriter:
+    """The files of a folder's images, which are written from their beginnings to their ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._columns = {name: GrowingArray(_file(folder, name), dtype) for name, dtype in _COLUMNS.items()}
+        self._paths, self._ends = (folder / _PATHS).open("wb"), GrowingArray(folder / _ENDS, "<i8")
+
+    def append(self, images: Sequence[PlacedImage], documents: int) -> None:
+        """Write the images of further documents, of which so many are there already."""
+        table = np.array([_row(placed, documents) for placed in images], dtype=np.int64).reshape(-1, len(_COLUMNS))
+        for column, values in zip(self._columns.values(), table.T, strict=True):
+            column.append(values)
+        for placed in images:
+            self._paths.write(json.dumps(placed.image.path).encode() + b"\n")
+            self._ends.append(np.array([self._paths.tell()]))
+
+    @property
+    def count(self) -> int:
+        """How many images there are."""
+        return self._ends.count
+
+    def close(self) -> None:
+        """Let the files be whole."""
+        for column in (*self._columns.values(), self._ends):
+            column.close()
+        self._paths.close()
+
+
+class ImageTable:
+    """The images of a folder of documents, in the order of documents and of their places; files that are mapped."""
+
+    def __init__(self, folder: Path) -> None:
+        self._columns: dict[str, npt.NDArray[Any]] = {name: mapped(_file(folder, name)) for name in _COLUMNS}
+        self._ends = mapped(folder / _ENDS)
+        self._paths = np.memmap(folder / _PATHS, mode="r") if len(self._ends) else np.zeros(0, np.uint8)
+
+    @classmethod
+    def of(cls, folder: Path) -> "ImageTable | None":
+        """The images of a folder; None where it was made without."""
+        return cls(folder) if (folder / _ENDS).is_file() else None
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def of_document(self, document: int) -> range:
+        """The numbers of a document's images."""
+        first, last = np.searchsorted(self._columns["document"], (document, document + 1)).tolist()
+        return range(first, last)
+
+    def __getitem__(self, number: int) -> PlacedImage:
+        at = {name: int(column[number]) for name, column in self._columns.items()}
+        image = SampleImage(
+            at["start"],
+            at["stop"],
+            at["rows"],
+            (at["time"], at["height"], at["width"]),
+            at["number"],
+            self.path(number),
+            at["bytes"],
+            at["modified_ns"],
+        )
+        return PlacedImage(at["document"], image, at["position"])
+
+    def path(self, number: int) -> str:
+        """The file of an image; empty where its bytes are in a row."""
+        begin = int(self._ends[number - 1]) if number else 0
+        return str(json.loads(self._paths[begin : int(self._ends[number])].tobytes()))
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """The values of all images: rows, or one side of a grid, say."""
+        return self._columns[name]
+
+    def changed(self) -> Iterator[str]:
+        """The files of images that are gone, or other than they were, each with what is wrong."""
+        stamps = zip(self._columns["bytes"].tolist(), self._columns["modified_ns"].tolist(), strict=True)
+        for number, stamp in enumerate(stamps):
+            path = self.path(number)
+            try:
+                stat = Path(path).stat() if path else None
+            except OSError as error:
+                yield f"image {path} cannot be read ({error.strerror})"
+                continue
+            if stat is not None and (stat.st_size, stat.st_mtime_ns) != stamp:
+                yield f"image {path} has changed"
+
+
+def _file(folder: Path, column: str) -> Path:
+    return folder / f"image_{column}.npy"
+
+
+def _row(placed: PlacedImage, documents: int) -> tuple[int, ...]:
+    image = placed.image
+    place = (documents + placed.document, image.start, image.stop, image.rows, *image.grid)
+    return (*place, image.number, image.bytes, image.modified_ns, placed.position)

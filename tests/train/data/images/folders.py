@@ -1,0 +1,69 @@
+"""Small model folders with the processors of Qwen2.5-VL and LLaVA, and a data set of small images."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+QWEN_TOKENS = ("<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_PARTS = "{% for c in m.content %}{% if c.type == 'image' %}IMAGE{% else %}{{ c.text }}{% endif %}{% endfor %}"
+_TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}PARTS"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def qwen_folder(folder: Path, **sizes: Any) -> Path:
+    """A folder with the processor of Qwen2.5-VL: patches of 4, merged by 2, so that 8 x 8 pixels are a row."""
+    sizes = {"size": {"shortest_edge": 64, "longest_edge": 4096}} | sizes
+    image = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, **sizes)
+    template = _TURNS.replace("PARTS", _PARTS).replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
+    return _saved(folder, image, QWEN_TOKENS, template, {"processor_class": "Qwen2_5_VLProcessor"})
+
+
+def llava_folder(folder: Path) -> Path:
+    """A folder with the processor of LLaVA: every image becomes 16 x 16 pixels in 16 patches."""
+    image = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    settings = {"processor_class": "LlavaProcessor", "patch_size": 4, "num_additional_image_tokens": 1}
+    template = _TURNS.replace("PARTS", _PARTS).replace("IMAGE", "<image>")
+    kind = {"vision_feature_select_strategy": "default", "image_token": "<image>"}
+    return _saved(folder, image, ("<|im_start|>", "<image>"), template, settings | kind)
+
+
+def write_images(folder: Path, sizes: list[tuple[int, int]], seed: int = 0) -> list[str]:
+    """Images of these sizes (height, width) of noise; their names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator, names = np.random.default_rng(seed), []
+    for number, (height, width) in enumerate(sizes):
+        pixels = generator.integers(0, 255, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+        names.append(f"{number}.png")
+    return names
+
+
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
+    """Rows as lines of JSON."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def _saved(folder: Path, image: Any, tokens: tuple[str, ...], template: str, settings: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    engine = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=engine, eos_token="<|im_end|>", additional_special_tokens=list(tokens)
+    )
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    image.save_pretrained(folder)
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    return folder
