@@ -8,6 +8,7 @@ from tests.model.lora.test_mutations import MUTATIONS as OF_ADAPTERS
 from tests.model.mtp.test_mutations import MUTATIONS as OF_DEPTHS
 from tests.model.test_moe_families import MUTATIONS as OF_EXPERTS
 from tests.model.test_split_mixers import MUTANTS as OF_SPLIT_MIXERS
+from tests.model.vision.test_mutations import MUTATIONS as OF_IMAGES
 from tests.mutation import mutate, restore
 from tests.train.own_loss.test_mutations import MUTATIONS as OF_LOSSES
 
@@ -16,6 +17,7 @@ CHANGES = [
     *OF_BRIDGES,
     *OF_DEPTHS.values(),
     *OF_SPLIT_MIXERS.values(),
+    *OF_IMAGES.values(),
     *(mutation[2:] for mutation in OF_EXPERTS.values()),
     *(change for change, _ in (*OF_ADAPTERS.values(), *OF_LOSSES.values()) if change),
 ]

@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from longspan.layout import Packing as Packing
     from longspan.layout import Partition as Partition
     from longspan.model import Encoder as Encoder
+    from longspan.model import EncoderHome as EncoderHome
+    from longspan.model import ImageInput as ImageInput
     from longspan.model import MultimodalModel as MultimodalModel
     from longspan.model import add_mtp as add_mtp
+    from longspan.model import image_tokens as image_tokens
     from longspan.model import load_model as load_model
     from longspan.model import prepare as prepare
     from longspan.model import prepare_encoder as prepare_encoder

@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from longspan.errors import DataError, counted
 from longspan.layout import Partition
@@ -21,14 +22,19 @@ class ItemDocuments:
 
     `tokens[d]` has a length and is indexed by an int64 array of positions; `read(i)`, or `read[i]`, is what the encoder
     is given for `items[i]`, asked of the ranks that encode it, whereas `items` are known to every rank. What stands at
-    the positions of an item is neither embedded nor predicted. A document may have labels (`longspan.Document`). Raises
-    DataError for items that do not fit.
+    the positions of an item is neither embedded nor predicted. A document may have labels (`longspan.Document`).
+    `positions(d)` gives a document's positions in several parts (M-RoPE), an int64 array (3 or 4, T), or None where
+    they are plain; attention sees the plain ones always. Raises DataError for items that do not fit.
     """
 
     def __init__(
-        self, tokens: Sequence[Any], items: Sequence[Item], read: Callable[[int], Any] | Sequence[Any]
+        self,
+        tokens: Sequence[Any],
+        items: Sequence[Item],
+        read: Callable[[int], Any] | Sequence[Any],
+        positions: Callable[[int], npt.NDArray[np.int64] | None] | None = None,
     ) -> None:
-        self.tokens, self.items, self._read = tokens, tuple(items), read
+        self.tokens, self.items, self._read, self._positions = tokens, tuple(items), read, positions
         self.lengths = tuple(len(tokens[document]) for document in range(len(tokens)))
         count = None if callable(read) else len(read)
         if count is not None and count != len(self.items):
@@ -51,6 +57,10 @@ class ItemDocuments:
     def read(self, item: int) -> Any:
         """What the encoder is given for an item."""
         return self._read(item) if callable(self._read) else self._read[item]
+
+    def positions(self, document: int) -> npt.NDArray[np.int64] | None:
+        """The positions of a document in several parts (3 or 4, T); None where they are plain."""
+        return None if self._positions is None else self._positions(document)
 
     def __len__(self) -> int:
         return len(self.tokens)

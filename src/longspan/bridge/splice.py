@@ -1,4 +1,4 @@
-"""Rows of other modules among the local token embeddings, by local row: the whole sequence is never built."""
+"""Rows of other modules among the local hidden states, by local row: the whole sequence is never built."""
 
 from torch import Tensor
 
@@ -13,3 +13,10 @@ def splice(embeddings: Tensor, shard: SequenceShard) -> Tensor:
     for places, rows in shard.derived.spliced:
         embeddings = embeddings.index_copy(1, places, rows.to(embeddings.dtype)[None])
     return embeddings
+
+
+def add_rows(hidden: Tensor, shard: SequenceShard, layer: int) -> Tensor:
+    """Hidden states (1, T, D) that a decoder layer returned, with what `shard.derived.added` has for it added."""
+    for places, rows in shard.derived.added.get(layer, ()):
+        hidden = hidden.index_add(1, places, rows.to(hidden.dtype)[None])
+    return hidden

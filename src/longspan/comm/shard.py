@@ -26,10 +26,11 @@ class Derived:
 
     `attention` and `chains` belong to the rooms of attention and state-space layers and `recorded_calls` to the model's
     seams: only they know their types.
-    `spliced` are rows that take the places of token embeddings: (local rows (n,), rows (n, D)) of every modality.
+    `spliced` are rows that take the places of token embeddings: (local rows (n,), rows (n, D)) of every modality;
+    `added` by decoder layer those that are added to what the layer returns.
     """
 
-    __slots__ = ("attention", "chains", "packed_order", "real_rows", "recorded_calls", "spliced")
+    __slots__ = ("added", "attention", "chains", "packed_order", "real_rows", "recorded_calls", "spliced")
 
     def __init__(self) -> None:
         self.packed_order: tuple[tuple[int, ...], Tensor] | None = None  # for these starts of the slots' rows
@@ -38,6 +39,7 @@ class Derived:
         self.chains: Any = None
         self.recorded_calls: Any = None
         self.spliced: tuple[tuple[Tensor, Tensor], ...] = ()
+        self.added: dict[int, tuple[tuple[Tensor, Tensor], ...]] = {}
 
 
 class SequenceShard(Immutable):

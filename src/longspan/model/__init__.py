@@ -14,10 +14,13 @@ if TYPE_CHECKING:
     from longspan.model.multimodal.multimodal_model import Encoder as Encoder
     from longspan.model.multimodal.multimodal_model import MultimodalModel as MultimodalModel
     from longspan.model.multimodal.prepare_encoder import prepare_encoder as prepare_encoder
-    from longspan.model.prepared import is_prepared as is_prepared
-    from longspan.model.prepared import prepare as prepare
+    from longspan.model.prepare_model import prepare as prepare
     from longspan.model.presets import PRESETS as PRESETS
     from longspan.model.presets import preset_config as preset_config
     from longspan.model.save import save_model as save_model
+    from longspan.model.seams.call_rules import is_prepared as is_prepared
+    from longspan.model.vision.image_tokens import ImageInput as ImageInput
+    from longspan.model.vision.image_tokens import image_tokens as image_tokens
+    from longspan.model.vision.join import EncoderHome as EncoderHome
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -15,7 +15,7 @@ from longspan.model.adapters import adapter_in
 from longspan.model.layers import base_of, decoder_layers, reads_other_modalities
 from longspan.model.mtp.depths import PREFIX, MtpDepth, MtpDepths, depths_of
 from longspan.model.mtp.weights import draw_depths, read_depths
-from longspan.model.prepared import is_prepared
+from longspan.model.seams.call_rules import is_prepared
 
 
 def add_mtp(

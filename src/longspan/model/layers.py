@@ -99,6 +99,12 @@ def text_of(model: PreTrainedModel) -> Any:
     return model.get_submodule(text_name(model)) if reads_other_modalities(model) else model
 
 
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The model with the decoder layers: a wrapper's text model, or of other models what `base_of` gives."""
+    name = text_name(model)
+    return model.get_submodule(name) if name else model
+
+
 def other_towers(model: PreTrainedModel) -> list[nn.Module]:
     """The modules beside a wrapper's text model that have parameters: encoders, and what projects their rows."""
     text = text_of(model)

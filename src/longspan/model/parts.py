@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.layers import Absent, base_name, base_of
+from longspan.model.layers import Absent, decoder_of, other_towers, text_name
 from longspan.model.mtp.depths import PREFIX, depths_of
 
 
@@ -35,7 +35,7 @@ _FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "embedding_norm")
 
 def usual_parts(model: PreTrainedModel) -> tuple[str, ...]:
     """The names of the embedding, the list of layers and the norm after them in the base model, where it has them."""
-    base = base_of(model)
+    base = decoder_of(model)
     embedding = [name for name, module in base.named_children() if module is model.get_input_embeddings()]
     layers = [name for name, module in base.named_children() if isinstance(module, nn.ModuleList)]
     norms = [name for name in _FINAL_NORMS if isinstance(getattr(base, name, None), nn.Module)]
@@ -47,8 +47,9 @@ def parts_of(model: PreTrainedModel) -> Parts:
 
     Raises ModelError for a model that has neither, or that keeps parameters elsewhere in its base model.
     """
-    base, name = base_of(model), type(model).__name__
-    order: list[str] = [*(getattr(model.config, "base_model_pp_plan", None) or usual_parts(model))]
+    base, name = decoder_of(model), type(model).__name__
+    config = model.config.get_text_config()
+    order: list[str] = [*(getattr(config, "base_model_pp_plan", None) or usual_parts(model))]
     lists = [part for part in order if isinstance(getattr(base, part, None), nn.ModuleList)]
     if base is model or len(lists) != 1 or any(not isinstance(getattr(base, part, None), nn.Module) for part in order):
         raise ModelError(
@@ -57,6 +58,12 @@ def parts_of(model: PreTrainedModel) -> Parts:
         )
     at = order.index(lists[0])
     parts = with_outputs(model, Parts(tuple(order[:at]), lists[0], tuple(order[at + 1 :])))
+    if towers := other_towers(model):
+        raise ModelError(
+            f"{name} has encoders of other modalities ({', '.join(type(tower).__name__ for tower in towers[:4])}), "
+            "which pipeline stages have no place for; use longspan.prepare(model, world, encoder=Layout(...)), which "
+            "gives them a home of their own, or pp 1"
+        )
     if beside := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in order]:
         raise ModelError(
             f"{name} has parameters that its pipeline plan does not place ({', '.join(beside[:4])}); use pp 1"
@@ -98,7 +105,7 @@ def trace_parts(model: PreTrainedModel, parts: Parts, **more: Any) -> tuple[list
 
 def _trace(model: PreTrainedModel, parts: Parts, **more: Any) -> tuple[list[PartCall], Tensor, list[Tensor]]:
     """(calls of parts, last hidden states, the hidden states given and those that each call returned)."""
-    bare = base_of(shallow_copy(model, parts, range(0), first=False, last=False))
+    bare = decoder_of(shallow_copy(model, parts, range(0), first=False, last=False))
     size = model.config.get_text_config().hidden_size
     device = next((buffer.device for buffer in bare.buffers()), torch.device("cpu"))  # of the rotary frequencies
     x = torch.linspace(-1, 1, 2 * size, device=device).view(1, 2, size).requires_grad_()
@@ -130,9 +137,10 @@ def _depend(values: Any, tensors: Sequence[Tensor]) -> bool:
 def shallow_copy(model: PreTrainedModel, parts: Parts, layers: range, *, first: bool, last: bool) -> PreTrainedModel:
     """The model with stand-ins for what this stage does not hold; modules without parameters are copied."""
     tied, embeds = is_tied(model), embeds_at_the_end(model)
-    stage = shallow_module(model)
-    base = shallow_module(base_of(model))
-    stage._modules[base_name(model)] = base
+    stage = base = shallow_module(model)
+    for name in filter(None, text_name(model).split(".")):  # a wrapper's text model is inside its base model
+        base._modules[name] = shallow_module(base._modules[name])
+        base = base._modules[name]
     here = dict.fromkeys(parts.before, first or (embeds and last)) | dict.fromkeys(parts.after, last)
     for name, module in base.named_children():
         if name == parts.layers:
@@ -142,7 +150,7 @@ def shallow_copy(model: PreTrainedModel, parts: Parts, layers: range, *, first: 
         else:
             base._modules[name] = copy.deepcopy(module)  # rotary embeddings: buffers alone
     for name, _ in list(model.named_children()):
-        if name != base_name(model) and not (last or (tied and first and name != PREFIX)):
+        if name != text_name(model).partition(".")[0] and not (last or (tied and first and name != PREFIX)):
             stage._modules[name] = Absent()
     return stage
 

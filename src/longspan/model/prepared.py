@@ -1,4 +1,4 @@
-"""`prepare`: bring a Hugging Face model under a home; `model(input_ids, position_ids=, shard=)` then runs any plan.
+"""A language model under a home: `model(input_ids, position_ids=, shard=)` then runs any plan.
 
 What a call may hold is said in `seams/attention_calls.py`, what becomes of the layers in `placement/placement.py`, and
 what a model may not do in `seams/refusals.py` and `seams/probe.py`.
@@ -27,7 +27,7 @@ from longspan.model.placement.placement import Placement
 from longspan.model.placement.recompute import Recomputation
 from longspan.model.placement.sharding import Sharding
 from longspan.model.seams.attention_calls import IMPLEMENTATION, check_call
-from longspan.model.seams.call_rules import CallRules, position_table
+from longspan.model.seams.call_rules import CallRules, is_prepared, position_table
 from longspan.model.seams.first_pass import FirstPass
 from longspan.model.seams.fused_norms import fuse_norms
 from longspan.model.seams.layer_arguments import keep_layer_arguments
@@ -43,7 +43,7 @@ from longspan.model.seams.row_loss import add_row_loss
 from longspan.model.weights.fill import take_weights_to_come
 
 
-def prepare(
+def prepare_language_model(
     model: PreTrainedModel | nn.Module,
     world: World,
     *,
@@ -60,37 +60,7 @@ def prepare(
     pipeline_schedule: str = "1f1b",
     sequence_parallel: bool = False,
 ) -> PreTrainedModel | PipelineModel:
-    """Bring a Hugging Face causal language model under the world's home; returns the same model.
-
-    >>> model = prepare(Qwen3ForCausalLM(config), world)
-    >>> shard = bind(plan.micro_batches[0], world).with_padding()
-    >>> logits = model(input_ids=ids[None], position_ids=shard.position_ids[None], shard=shard).logits  # (1, T, V)
-
-    All ranks call it together, with equal weights. `shard_parameters` shards them over the slots with FSDP2, otherwise
-    every rank keeps a copy; `reshard_after_forward` frees a layer's gathered parameters between forward and backward;
-    `activation_checkpointing` recomputes each decoder layer in backward: "full" (or True) all of it, "selective" all
-    but attention, whose output is kept; `recompute_layers` does so for that many of a stage's layers alone, the first
-    (0: each); `offload_activations` keeps in the host's memory what recomputation starts from. `compute_dtype`
-    (bfloat16, say) is what FSDP2 computes in, over parameters and gradient sums in their own type. `attention_kernel`
-    names a row of `longspan.attention.KERNELS`; without it each call takes the first that can. `fused_norms` runs RMS
-    norms as one kernel (`fused_norms.py`): "on", "off", or "auto": on GPUs, those that can. `probe=False` skips the
-    trial forward pass on the meta device that shows whether every layer reaches `attend`; the model's first pass then
-    shows it, and raises ModelError.
-
-    Where `home.pp` is above 1, this rank's stages are cut out, `virtual_stages` of them, and returned as a
-    PipelineModel; the rest of the model is freed. `pipeline_schedule` is "1f1b" (interleaved with several virtual
-    stages), "gpipe", "zero_bubble" or "zbv" (two virtual stages, folded). Parameters then stay gathered from the first
-    forward to the last backward pass of a step, whatever `reshard_after_forward` says.
-
-    Where `home.tp` is above 1, heads, widths and vocabulary are split over the tensor-parallel ranks of a slot by the
-    model's plan; with `sequence_parallel`, norms and residuals hold rows / tp of a slot's rows, which must be a
-    multiple of tp: plan with `row_multiple=home.tp`.
-
-    Of a PeftModel with a LoRA adapter the transformers model inside it is prepared and returned: its adapter alone is
-    trained and saved, and `longspan.without_adapter(model)` leaves it out for a while.
-
-    A model that draws at random outside attention in training, as by `resid_pdrop`, is evaluated as it is; training it
-    is refused.
+    """Bring a causal language model, or a wrapper of one for text alone, under the world's home; see `prepare`.
 
     Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
     """
@@ -155,7 +125,7 @@ def _check(
 
 def _connect(model: PreTrainedModel, placement: Placement, kernel: str | None, *, probe: bool) -> Execution:
     """Have the model's attention, experts and head call this package; a forward pass on the meta device shows it."""
-    model.set_attn_implementation(IMPLEMENTATION)
+    model.set_attn_implementation(_of_text(model))
     number_layers(model)
     choose_frequencies_by_document(model)
     scale_queries_by_position(model)
@@ -168,6 +138,13 @@ def _connect(model: PreTrainedModel, placement: Placement, kernel: str | None, *
     model.config.use_cache = False
     add_row_loss(model, probe=probe)
     return Execution(model.dtype, dtype, placement.reduce_dtype_of(model), checked, kernel, len(mixers_of(model)))
+
+
+def _of_text(model: PreTrainedModel) -> str | dict[str, str]:
+    """Our attention for a wrapper's text model and not for its towers, which see images whole."""
+    config, text = model.config, model.config.get_text_config()
+    names = [name for name in config.sub_configs if getattr(config, name, None) is text]
+    return {"": IMPLEMENTATION, **dict.fromkeys(names, IMPLEMENTATION)} if names else IMPLEMENTATION
 
 
 def _cut_and_place(model: PreTrainedModel, placement: Placement, pipeline_settings: PipelineSettings) -> PipelineModel:
@@ -188,11 +165,6 @@ def _keep(prepared: PreTrainedModel | PipelineModel, rules: CallRules, execution
     guard(prepared, rules.architecture)
     # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
     prepared.register_forward_pre_hook(check_call, with_kwargs=True, prepend=True)
-
-
-def is_prepared(model: nn.Module) -> bool:
-    """Whether `prepare` has brought this model under a home."""
-    return hasattr(model, "call_rules")
 
 
 def refuse_unprepared(model: nn.Module) -> None:

@@ -26,7 +26,7 @@ from longspan.model.placement.sharding import (
     replicas_summed_at_last,
     reshard,
 )
-from longspan.model.prepared import is_prepared
+from longspan.model.seams.call_rules import is_prepared
 from longspan.model.seams.first_pass import awaits_first_pass
 from longspan.plan import Plan
 from longspan.train.loss import GivenLogits
@@ -150,7 +150,14 @@ def _forward_alone(passes: Passes, batches: Sequence[LocalBatch], *, counting: b
 def _inputs(batch: LocalBatch) -> dict[str, Any]:
     shard = batch.shard
     ids = to_device(batch.ids, shard.device)[None]  # (1, T)
-    return {"input_ids": ids, "position_ids": shard.position_ids[None], "shard": shard}
+    return {"input_ids": ids, "position_ids": shard.position_ids[None], "shard": shard} | _positions(batch)
+
+
+def _positions(batch: LocalBatch) -> dict[str, Tensor]:
+    """Positions (n, 1, T) that documents bring in several parts; nothing where they are the shard's."""
+    if batch.positions is None:
+        return {}
+    return {"position_ids": to_device(batch.positions, batch.shard.device)[:, None]}
 
 
 def _future_ids(passes: Passes, batch: LocalBatch) -> dict[str, Tensor]:
@@ -191,4 +198,4 @@ def _stage_input(passes: Passes, batch: LocalBatch, total: Tensor | None) -> Sta
         total.add_(loss.detach())
         return passes.mean(loss)
 
-    return StageInput(batch.shard, ids, make_output, passes.arguments(counting=total is None))
+    return StageInput(batch.shard, ids, make_output, passes.arguments(counting=total is None) | _positions(batch))

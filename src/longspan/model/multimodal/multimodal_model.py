@@ -10,19 +10,23 @@ input embedding, so that its own forward is untouched.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.bridge.splice import splice
+from longspan.bridge.splice import add_rows, splice
 from longspan.comm import SequenceShard, World
 from longspan.errors import ModelError
+from longspan.layout import Layout
 from longspan.layout.layout import short
+from longspan.model.layers import decoder_layers
 from longspan.model.multimodal.prepare_encoder import check_prepared
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.prepared import is_prepared
+from longspan.model.seams.call_rules import is_prepared
+from longspan.model.seams.layer_arguments import shard_of_layer
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 
 
@@ -39,6 +43,9 @@ class Encoder:
     in waves of at most `max_rows_per_slot` rows a slot. `recompute` encodes each wave again before its backward pass
     instead of keeping what that needs. An encoder of which no parameter requires a gradient is frozen: nothing flows
     back to it, and in training it stays in the mode that it is in.
+
+    With `deep_layers` L its rows are (n, D · (1 + L)): the first D enter at the input embedding, and part k is added to
+    what decoder layer k returns, k from 0 (DeepStack, https://arxiv.org/abs/2406.04334).
     """
 
     module: nn.Module
@@ -47,6 +54,7 @@ class Encoder:
     max_cp: int = 1
     cost: Cost = DEFAULT_COST
     recompute: bool = False
+    deep_layers: int = 0
 
     @property
     def frozen(self) -> bool:
@@ -72,7 +80,7 @@ class MultimodalModel(nn.Module):
             )
         for modality, encoder in encoders.items():
             _check_encoder(modality, encoder)
-            _check_home(modality, encoder, world)
+            check_encoder_home(modality, encoder.world.home, world)
             check_prepared(encoder.module, encoder.world)
         _check_shared({**{f"the encoder of {name}": x.module for name, x in encoders.items()}, _MODEL: language_model})
         self.encoder_settings, self.world = dict(encoders), world
@@ -81,8 +89,10 @@ class MultimodalModel(nn.Module):
         self.config: Any = language_model.config
         self.training = language_model.training  # encoders keep the modes of their modules
         _ = world.channels.everyone  # makes its group, on all ranks together
-        for root, embedding in _embeddings(language_model):
-            _SpliceHook(root, embedding, tuple(encoders.values()))
+        _check_deep_layers(encoders, language_model)
+        for root, inside in _first_parts(language_model):
+            _SpliceHook(root, inside.get_input_embeddings(), tuple(encoders.values()))
+            _add_after_layers(inside, max((encoder.deep_layers for encoder in encoders.values()), default=0))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raises ModelError: a step goes through both modules with `run_step` or `evaluate`."""
@@ -102,8 +112,9 @@ def _check_encoder(modality: str, encoder: object) -> None:
         raise ModelError(f"{modality!r} names a modality, and parameters; give a name without dots")
 
 
-def _check_home(modality: str, encoder: Encoder, world: World) -> None:
-    home, encoder_home = world.home, encoder.world.home
+def check_encoder_home(modality: str, encoder_home: Layout, world: World) -> None:
+    """Raise ModelError for a home that is not over the language model's ranks, or has pipeline stages."""
+    home = world.home
     if sorted(home.ranks) != sorted(encoder_home.ranks):
         raise ModelError(
             f"the encoder of {modality} is over ranks {short(encoder_home.ranks)}, the language model over "
@@ -153,12 +164,41 @@ def modules_and_worlds(model: nn.Module, world: World) -> list[tuple[nn.Module, 
     return [(model.language_model, world), *encoders]
 
 
-def _embeddings(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """What is called with a shard, and the input embedding inside it; nothing where the embedding is elsewhere."""
+def _first_parts(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
+    """What is called with a shard, and the model with the input embedding; nothing where the embedding is elsewhere."""
     if isinstance(model, PipelineModel):
-        yield from ((stage, stage.model.get_input_embeddings()) for stage in model.stages if stage.first)
+        yield from ((stage, stage.model) for stage in model.stages if stage.first)
     else:
-        yield model, model.get_input_embeddings()
+        yield model, model
+
+
+def _check_deep_layers(encoders: Mapping[str, Encoder], model: PreTrainedModel | PipelineModel) -> None:
+    """Raise ModelError, on every rank, where rows would be added to layers of a later pipeline stage."""
+    if isinstance(model, PipelineModel):
+        here, where = len(model.layers_of_stages[0]), f"the first of {len(model.layers_of_stages)} pipeline stages has"
+    else:
+        here, where = model.config.get_text_config().num_hidden_layers, "the language model has"
+    for modality, encoder in encoders.items():
+        if encoder.deep_layers > here:
+            raise ModelError(
+                f"rows of the encoder of {modality} are added after {encoder.deep_layers} decoder layers, and {where} "
+                f"{here}; use fewer stages (pp x virtual stages)"
+            )
+
+
+def _add_after_layers(model: PreTrainedModel, count: int) -> None:
+    """Have the first layers return their hidden states with the rows that their shard has for them added."""
+    for index, layer in enumerate([*decoder_layers(model).values()][:count]):
+        layer.register_forward_hook(partial(_add_to_output, index), with_kwargs=True)
+
+
+def _add_to_output(index: int, layer: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> Any:
+    shard = kwargs.get("shard") or shard_of_layer()
+    if not isinstance(shard, SequenceShard):
+        return out
+    if isinstance(out, tuple):
+        return (add_rows(out[0], shard, index), *out[1:])
+    return add_rows(out, shard, index)
 
 
 class _SpliceHook:

@@ -19,7 +19,7 @@ from longspan.comm import SequenceShard, World, world_of
 from longspan.comm.failure.watch import is_backend_error
 from longspan.errors import ModelError
 from longspan.model.experts.moe import router_sizes
-from longspan.model.layers import Absent, base_of, layers_of_stages
+from longspan.model.layers import Absent, decoder_of, layers_of_stages, text_name
 from longspan.model.mtp.depths import depths_of
 from longspan.model.parts import Parts, parts_of
 from longspan.model.pipeline.schedules import ScheduledStage, make_schedule
@@ -62,6 +62,7 @@ class PipelineModel(nn.Module):
         # What the whole model is, whatever stages are here.
         self.config, self.generation_config, self.architecture = model.config, model.generation_config, type(model)
         self.stages = tuple(stages)  # a tuple: not by these names
+        self.layers_of_stages = self.stages[0].layers_of_stages  # of all stages, whatever are here
         self.pipeline_settings, self.dtype = pipeline_settings, dtype
         self.tied_embedding = TiedEmbedding(self.stages)
         self.probed = True  # whether the attention calls of all layers have been seen and judged
@@ -81,7 +82,7 @@ class PipelineModel(nn.Module):
         memo = set[nn.Module]() if memo is None else memo
         yield from super().named_modules(memo, prefix, remove_duplicate)
         for stage in self.stages:
-            for name, module in (("", stage), (".model", stage.model), (".base_model", base_of(stage.model))):
+            for name, module in (("", stage), (".model", stage.model), (".base_model", decoder_of(stage.model))):
                 if module not in memo:
                     memo.add(module)
                     yield f"{prefix}{'.' if prefix else ''}stages.{stage.index}{name}", module
@@ -153,7 +154,9 @@ class PipelineModel(nn.Module):
     @torch.no_grad()
     def forward(self, *, input_ids: Tensor, position_ids: Tensor, shard: SequenceShard, **kwargs: Any) -> Any:
         """Logits (1, T, V) of one micro-batch's local rows, on every rank of the pipeline, without a gradient."""
-        if not torch.equal(position_ids[0], shard.position_ids):
+        if position_ids.ndim == 3:
+            kwargs["position_ids"] = position_ids
+        elif not torch.equal(position_ids[0], shard.position_ids):
             raise ModelError("position_ids are not those of the shard; use position_ids=shard.position_ids[None]")
         logits: list[Tensor] = []
 
@@ -184,7 +187,7 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: Pip
     Raises ModelError or PlanError, before anything is changed, for what would not be exact or not fit.
     """
     parts = parts_of(model)
-    layers = layers_of_stages(len(getattr(base_of(model), parts.layers)), pipeline_settings.stages)
+    layers = layers_of_stages(len(getattr(decoder_of(model), parts.layers)), pipeline_settings.stages)
     refuse_inexact(model, parts)
     refuse_dependent_layers(model, parts, layers)
     refuse_shared_over_stages(model, parts, layers)
@@ -196,7 +199,7 @@ def refuse_shared_over_stages(model: PreTrainedModel, parts: Parts, layers: Sequ
 
     `layers` are those of each stage. Parts of one stage may share; an embedding tied to the head is kept equal.
     """
-    base, owner = base_of(model), dict[int, tuple[str, int]]()
+    base, owner = decoder_of(model), dict[int, tuple[str, int]]()
     before = [part for part in parts.before if getattr(base, part) is not model.get_input_embeddings()]
     inside = [(f"{parts.layers}.{i}", stage) for stage, indices in enumerate(layers) for i in indices]
     after = [(part, len(layers) - 1) for part in parts.after]
@@ -233,9 +236,10 @@ def _origin(error: BaseException) -> BaseException | None:
 
 
 def _shared(model: PreTrainedModel) -> set[nn.Module]:
-    """The modules of a stage's copy that every stage has a copy of: its base model and its list of layers."""
-    base = base_of(model)
-    return {base, getattr(base, parts_of(model).layers)}
+    """The modules of a stage's copy that every stage has a copy of: those around its layers, and their list."""
+    path = text_name(model).split(".")
+    around = {model.get_submodule(".".join(path[: i + 1])) for i in range(len(path))}
+    return {*around, getattr(decoder_of(model), parts_of(model).layers)}
 
 
 def _graft(into: nn.Module, source: nn.Module, *, shared: set[nn.Module]) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
-from longspan.model.layers import base_of
+from longspan.model.layers import decoder_of
 from longspan.model.parts import Parts, embeds_at_the_end, is_tied, shallow_copy, shallow_module, trace_parts
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.probe import Probe
@@ -50,6 +50,7 @@ class Stage(nn.Module):
     def __init__(self, model: PreTrainedModel, index: int, layers: Sequence[range], *, tied: bool) -> None:
         super().__init__()
         self.index, self.count, self.layers, self.tied = index, len(layers), layers[index], tied
+        self.layers_of_stages = tuple(layers)
         self.model, self.training = model, model.training
 
     @property
@@ -69,7 +70,7 @@ class Stage(nn.Module):
         inputs |= stage_input.keywords
         if self.last:
             return stage_input.make_output(self.model, inputs)
-        return base_of(self.model)(**inputs).last_hidden_state
+        return decoder_of(self.model)(**inputs).last_hidden_state
 
 
 def refuse_inexact(model: PreTrainedModel, parts: Parts) -> None:
@@ -108,7 +109,7 @@ def refuse_dependent_layers(model: PreTrainedModel, parts: Parts, layers: Sequen
     """
     hidden = torch.zeros(1, 2, model.config.get_text_config().hidden_size, device="meta")
     for indices in (range(sum(map(len, layers))), *layers):
-        stage = base_of(shallow_copy(model, parts, indices, first=False, last=False))
+        stage = decoder_of(shallow_copy(model, parts, indices, first=False, last=False))
         try:
             run_on_meta(stage, Probe(), input_ids=None, inputs_embeds=hidden)
         except Exception as error:  # whatever a forward raises
@@ -122,7 +123,7 @@ def refuse_dependent_layers(model: PreTrainedModel, parts: Parts, layers: Sequen
 
 def _order(model: PreTrainedModel, parts: Parts) -> list[str]:
     """The parts that hidden states go through, in order: not the embedding, which token ids go through."""
-    base = base_of(model)
+    base = decoder_of(model)
     before = [part for part in parts.before if getattr(base, part) is not model.get_input_embeddings()]
     layers = [f"{parts.layers}.{i}" for i in range(len(getattr(base, parts.layers)))]
     return [*before, *layers, *parts.after]

@@ -93,6 +93,11 @@ class CallRules:
             )
 
 
+def is_prepared(model: nn.Module) -> bool:
+    """Whether `prepare` has brought this model under a home."""
+    return hasattr(model, "call_rules")
+
+
 def call_rules(model: nn.Module) -> CallRules:
     """The rules of a prepared model; those of another one refuse nothing."""
     return getattr(model, "call_rules", None) or CallRules(type(model).__name__)

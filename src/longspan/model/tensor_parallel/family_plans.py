@@ -41,6 +41,7 @@ def _in_layers(**modules: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+_OF_HEADS = {"q_norm": PARTIAL_GRADIENT, "k_norm": PARTIAL_GRADIENT}
 _ENDS = {"embed_tokens": EMBEDDING, "embeddings": EMBEDDING}
 _LFM2 = _in_layers(self_attn=_LFM2_ATTENTION, feed_forward={"w1": COLWISE, "w3": COLWISE, "w2": ROWWISE})
 _OURS: dict[str, dict[str, str]] = {  # what transformers 5.17 to 5.23 lacks
@@ -56,6 +57,8 @@ _OURS: dict[str, dict[str, str]] = {  # what transformers 5.17 to 5.23 lacks
         mixer=_ATTENTION | {"up_proj": COLWISE, "down_proj": ROWWISE},
         mixer__shared_experts={"up_proj": COLWISE, "down_proj": ROWWISE},
     ),
+    "qwen3_vl_moe_text": _in_layers(self_attn=_OF_HEADS),
+    "qwen3_vl_text": _in_layers(self_attn=_ATTENTION | _OF_HEADS, mlp=_GATED),
 }
 _HEAD = {"lm_head": GATHERED[0]}
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_gather, tp_split
 from longspan.errors import ModelError
-from longspan.model.layers import Absent, base_of, decoder_layers
+from longspan.model.layers import Absent, decoder_layers, decoder_of
 from longspan.model.parts import Parts, trace_parts, usual_parts, with_outputs
 from longspan.model.tensor_parallel.plan import Placed, blocks_of, experts_of
 from longspan.model.tensor_parallel.styles import ROWS, partial_gradients, wrap_forward
@@ -31,7 +31,7 @@ def split_residuals(model: PreTrainedModel, placed: list[Placed], world: World) 
                 enter=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"),
                 leave=partial(tp_split, world_key=key, dim=-2),  # Llama 4's block returns (T, D)
             )
-    norm = getattr(base_of(model), final_norm_name(model))
+    norm = getattr(decoder_of(model), final_norm_name(model))
     if not isinstance(norm, Absent):
         partial_gradients(norm, key)
         wrap_forward(norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
@@ -63,7 +63,7 @@ def final_norm_name(model: PreTrainedModel) -> str:
     names = usual_parts(model)
     if len(names) != 3:
         raise ModelError(
-            f"{type(base_of(model)).__name__} has {', '.join(names)}, and no embedding, list of layers and norm after "
+            f"{type(decoder_of(model)).__name__} has {', '.join(names)}, and no embedding, list of layers and norm after "
             "them, where sequence-parallel rows are split and gathered; use sequence_parallel=False"
         )
     return names[-1]
@@ -71,7 +71,7 @@ def final_norm_name(model: PreTrainedModel) -> str:
 
 def refuse_other_rows(model: PreTrainedModel) -> None:
     """Raise ModelError where rows would not be parts from the embedding to the last layer and whole after the norm."""
-    base, name, norm = base_of(model), type(model).__name__, final_norm_name(model)
+    base, name, norm = decoder_of(model), type(model).__name__, final_norm_name(model)
     embedding, layers = usual_parts(model)[:2]
     parts = with_outputs(model, Parts((embedding,), layers, (norm,)))
     if beside := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in (embedding, layers, norm)]:

@@ -121,7 +121,7 @@ def image_tokens(config: PreTrainedConfig) -> ImageTokens:
 def _model_class(config: PreTrainedConfig | None) -> Any:
     """The class of the model below the head."""
     mapping: Any = MODEL_MAPPING
-    return mapping[type(config)] if type(config) in mapping else None
+    return mapping.get(type(config), None)
 
 
 def _takes_grids(config: PreTrainedConfig) -> bool:
@@ -138,8 +138,8 @@ def _rows_of_one(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:
         raise ModelError(f"{name}: its vision_config has no image_size, so rows of an image are not known")
     try:
         with torch.device("meta"), torch.no_grad():
-            model: Any = AutoModel.from_config(config)
-            pixels = torch.zeros(1, getattr(vision, "num_channels", 3), height, width, dtype=model.dtype)
+            model: Any = AutoModel.from_config(config).to(torch.float32)  # pyright: ignore[reportArgumentType]
+            pixels = torch.zeros(1, getattr(vision, "num_channels", 3), height, width).to(next(model.parameters()))
             return len(model.get_image_features(pixel_values=pixels, return_dict=True).pooler_output[0])
     except Exception as error:  # whatever a model's own code raises
         raise ModelError(

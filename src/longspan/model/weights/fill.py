@@ -44,6 +44,10 @@ class WeightsToCome:
             names[id(parameter)].append(name)
         self._first_name = {name: same[0] for same in names.values() for name in same}
 
+    def of(self, part: nn.Module) -> "WeightsToCome":
+        """The same source for a part of the model, whose parameters have the names that they have in the whole."""
+        return WeightsToCome(part, self.source)
+
     def fill(self, models: Sequence[nn.Module], world: World) -> None:
         """Allocate the parameters of a model, or of its stages that are here, on the world's device, and fill them.
 
@@ -86,6 +90,11 @@ def leave_to_checkpoint(model: nn.Module) -> None:
     """Have `prepare` read or draw nothing: every weight is not a number until a checkpoint is loaded."""
     if (weights := vars(model).get("weights_to_come")) is not None:
         weights.source = _LeftToCheckpoint()
+
+
+def weights_to_come_of(model: nn.Module) -> WeightsToCome | None:
+    """What will fill the model; None where its parameters have values."""
+    return vars(model).get("weights_to_come")
 
 
 def take_weights_to_come(model: nn.Module) -> WeightsToCome | None:

@@ -127,10 +127,12 @@ class ModalityPass:
                 f"the encoder returned {output.shape[0]} rows for {names}, whose placeholders take {wave.rows} "
                 f"positions here (rank {self.world.rank}); spans of an item and the rows of its encoder must agree"
             )
-        if output.shape[1] != self.width:
+        deep = self.encoder.deep_layers
+        if output.shape[1] != self.width * (1 + deep):
+            parts = f", and {deep} parts more are added in layers" if deep else ""
             return ModelError(
                 f"the encoder makes rows of width {output.shape[1]} for {names}, the language model embeds tokens in "
-                f"{self.width}; end the encoder with a projector to {self.width}"
+                f"{self.width}{parts}; end the encoder with a projector to {self.width * (1 + deep)}"
             )
         return None
 
@@ -150,7 +152,16 @@ class ModalityPass:
                 continue
             shard = by_micro_batch[id(micro_batch)]
             leaf = self._leaf(self.plan.wave_of_row[needed.row], arrived, starts).requires_grad_(self.trains)
-            shard.derived.spliced += ((to_device(needed.local, shard.device), leaf),)
+            self._give(shard, to_device(needed.local, shard.device), leaf)
+
+    def _give(self, shard: SequenceShard, places: Tensor, leaf: Tensor) -> None:
+        """Rows for these local rows: what enters at the embedding, and what is added after each of the first layers."""
+        with torch.set_grad_enabled(self.trains):
+            first, *deeper = leaf.split(self.width, -1) if self.encoder.deep_layers else (leaf,)
+        derived = shard.derived
+        derived.spliced += ((places, first),)
+        for layer, rows in enumerate(deeper):
+            derived.added[layer] = (*derived.added.get(layer, ()), (places, rows))
 
     def _leaf(self, wave_of_row: Rows, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
         """The rows of one micro-batch from those of all waves, each of which goes on at `starts`."""

@@ -16,6 +16,7 @@ from longspan.model.prepared import vocabulary_size
 from longspan.plan import MicroBatch, Plan
 from longspan.plan.items import ItemTable
 from longspan.train.document import NO_TARGET
+from longspan.train.reading.read_positions import positions_of_rows
 from longspan.train.reading.read_rows import LocalBatch, NamesOfValues, read_rows
 
 _HINT = (
@@ -64,7 +65,8 @@ def batches_of(
         if plan.mode == "free" and not micro_batch.groups_of(world.slot):
             continue  # in lockstep a slot runs all of them, empty ones too
         shard = _with_padding(micro_batch, plan, world)
-        batches.append(read_rows(documents, shard, vocabulary, items, names, depths) if reads else _padding_rows(shard))
+        batch = read_rows(documents, shard, vocabulary, items, names, depths) if reads else _padding_rows(shard)
+        batches.append(batch._replace(positions=positions_of_rows(documents, shard)))
     return batches
 
 

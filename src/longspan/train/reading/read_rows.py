@@ -26,7 +26,8 @@ class LocalBatch(NamedTuple):
 
     `values` (T,) by name are what documents say of the tokens that are predicted (`document.py`); there are none where
     no document on this rank does. `deeper` are the same rows for each depth of multi-token prediction: at depth d, row
-    t holds the id of token t + d and the label and values of token t + d + 1.
+    t holds the id of token t + d and the label and values of token t + d + 1. `positions` (n, T) are those that
+    documents bring in several parts (`read_positions.py`), None where they are the shard's.
     """
 
     shard: SequenceShard
@@ -34,6 +35,7 @@ class LocalBatch(NamedTuple):
     labels: Rows
     values: Mapping[str, npt.NDArray[np.float64]] = {}
     deeper: tuple["LocalBatch", ...] = ()
+    positions: Rows | None = None
 
 
 def read_inputs_and_labels(

@@ -1,0 +1,112 @@
+"""`prepare`: bring a Hugging Face model under a home, and the encoder of a vision-language model under one of its own.
+
+How a language model is prepared is in `prepared.py`, how images reach it in `vision/`.
+"""
+
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.layout import Layout
+from longspan.model.adapters import model_inside
+from longspan.model.multimodal.multimodal_model import MultimodalModel, check_encoder_home
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.prepared import prepare_language_model
+from longspan.model.vision.join import IMAGE, EncoderHome, joined
+from longspan.model.vision.take_apart import apart
+from longspan.model.weights.fill import weights_to_come_of
+
+
+class PrepareOptions(TypedDict, total=False):
+    """How a model is brought under a home; `prepare` says what each means."""
+
+    shard_parameters: bool
+    reshard_after_forward: bool
+    activation_checkpointing: bool | str
+    offload_activations: bool
+    recompute_layers: int
+    compute_dtype: torch.dtype | None
+    attention_kernel: str | None
+    fused_norms: Literal["auto", "on", "off"]
+    probe: bool
+    virtual_stages: int
+    pipeline_schedule: str
+    sequence_parallel: bool
+
+
+@overload
+def prepare(
+    model: PreTrainedModel | nn.Module, world: World, *, encoder: None = None, **options: Unpack[PrepareOptions]
+) -> PreTrainedModel | PipelineModel: ...
+
+
+@overload
+def prepare(
+    model: PreTrainedModel | nn.Module,
+    world: World,
+    *,
+    encoder: Layout | World | EncoderHome,
+    **options: Unpack[PrepareOptions],
+) -> MultimodalModel: ...
+
+
+def prepare(
+    model: PreTrainedModel | nn.Module,
+    world: World,
+    *,
+    encoder: Layout | World | EncoderHome | None = None,
+    **options: Unpack[PrepareOptions],
+) -> PreTrainedModel | PipelineModel | MultimodalModel:
+    """Bring a Hugging Face causal language model under the world's home; returns the same model.
+
+    >>> model = prepare(Qwen3ForCausalLM(config), world)
+    >>> shard = bind(plan.micro_batches[0], world).with_padding()
+    >>> logits = model(input_ids=ids[None], position_ids=shard.position_ids[None], shard=shard).logits  # (1, T, V)
+
+    All ranks call it together, with equal weights. `shard_parameters` shards them over the slots with FSDP2, otherwise
+    every rank keeps a copy; `reshard_after_forward` frees a layer's gathered parameters between forward and backward;
+    `activation_checkpointing` recomputes each decoder layer in backward: "full" (or True) all of it, "selective" all
+    but attention, whose output is kept; `recompute_layers` does so for that many of a stage's layers alone, the first
+    (0: each); `offload_activations` keeps in the host's memory what recomputation starts from. `compute_dtype`
+    (bfloat16, say) is what FSDP2 computes in, over parameters and gradient sums in their own type. `attention_kernel`
+    names a row of `longspan.attention.KERNELS`; without it each call takes the first that can. `fused_norms` runs RMS
+    norms as one kernel (`fused_norms.py`): "on", "off", or "auto": on GPUs, those that can. `probe=False` skips the
+    trial forward pass on the meta device that shows whether every layer reaches `attend`; the model's first pass then
+    shows it, and raises ModelError.
+
+    Where `home.pp` is above 1, this rank's stages are cut out, `virtual_stages` of them, and returned as a
+    PipelineModel; the rest of the model is freed. `pipeline_schedule` is "1f1b" (interleaved with several virtual
+    stages), "gpipe", "zero_bubble" or "zbv" (two virtual stages, folded). Parameters then stay gathered from the first
+    forward to the last backward pass of a step, whatever `reshard_after_forward` says.
+
+    Where `home.tp` is above 1, heads, widths and vocabulary are split over the tensor-parallel ranks of a slot by the
+    model's plan; with `sequence_parallel`, norms and residuals hold rows / tp of a slot's rows, which must be a
+    multiple of tp: plan with `row_multiple=home.tp`.
+
+    With `encoder`, a model from images and text to text becomes a MultimodalModel: its tower and projector run under
+    that home, a Layout over the same ranks whose world is left with this one, or its open World, and the rest under the
+    world's. Settings of the encoder are those of the language model, or those of an `EncoderHome`.
+
+    Of a PeftModel with a LoRA adapter the transformers model inside it is prepared and returned: its adapter alone is
+    trained and saved, and `longspan.without_adapter(model)` leaves it out for a while.
+
+    A model that draws at random outside attention in training, as by `resid_pdrop`, is evaluated as it is; training it
+    is refused.
+
+    Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
+    """
+    if encoder is None:
+        return prepare_language_model(model, world, **options)
+    same: dict[str, Any] = {name: value for name, value in options.items() if name in _OF_BOTH}
+    settings, inside = EncoderHome.of(encoder, **same), model_inside(model)
+    check_encoder_home(IMAGE, settings.layout, world)
+    weights = weights_to_come_of(inside)
+    with apart(inside) as parts:
+        language_model = prepare_language_model(model, world, **options)
+        return joined(parts, language_model, world, settings, weights)
+
+
+_OF_BOTH = ("shard_parameters", "compute_dtype")  # settings that a home given as a Layout takes from the language model

@@ -1,0 +1,39 @@
+"""What encoding an image takes, by its rows, from a model's vision configuration and its tower."""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from longspan.model.multimodal.blocks import encoder_blocks
+from longspan.plan.cost.cost import Cost
+from longspan.plan.items.encoder_cost import encoder_cost
+
+_LAYERS = ("depth", "num_hidden_layers")
+_WIDTHS = ("embed_dim", "hidden_size")  # Qwen2-VL says hidden_size of the language model's width
+
+
+def image_cost(config: PreTrainedConfig, encoder: nn.Module) -> Cost:
+    """The cost of an image's rows, for `Encoder(cost=…)`: linear layers, attention in windows and over the whole image.
+
+    `encoder` is the whole tower and projector, before it is sharded.
+    """
+    vision: Any = getattr(config, "vision_config", None)
+    width, layers = _first(vision, _WIDTHS), _first(vision, _LAYERS)
+    in_blocks = sum(p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
+    merge = getattr(vision, "spatial_merge_size", None) or 1
+    full, window = getattr(vision, "fullatt_block_indexes", None), getattr(vision, "window_size", None)
+    windows = layers - len(full) if full is not None and window else 0
+    return encoder_cost(
+        in_blocks,
+        width,
+        layers - windows,
+        window_layers=windows,
+        window=(window // vision.patch_size) ** 2 if windows else 0,
+        patches_per_row=merge**2,
+    )
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int:
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), 0)

@@ -1,0 +1,98 @@
+"""The two modules of a vision-language model under homes of their own, joined again as one model.
+
+    model = longspan.prepare(load_model("Qwen3-VL-8B"), world, encoder=Layout(ranks=8))
+
+Where the encoder's home is given as a Layout, its world is opened beside the language model's and left with it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.errors import ModelError
+from longspan.layout import Layout
+from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
+from longspan.model.multimodal.prepare_encoder import prepare_encoder
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.vision.image_cost import image_cost
+from longspan.model.vision.take_apart import VisionParts
+from longspan.model.weights.fill import WeightsToCome
+from longspan.plan.cost.cost import Cost
+
+IMAGE = "image"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderHome:
+    """Where the tower and projector of a vision-language model run, and how images are dealt out to it.
+
+    `home` is a Layout, or the open World of one, over the language model's ranks. The others are those of `Encoder` and
+    of `prepare_encoder`; without a `cost`, images are priced by the model's vision configuration.
+    """
+
+    home: Layout | World
+    max_rows_per_slot: int | None = None
+    recompute: bool = False
+    cost: Cost | None = None
+    shard_parameters: bool = True
+    activation_checkpointing: bool | str = False
+    compute_dtype: Any = None
+    tp_plan: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def layout(self) -> Layout:
+        """The home itself."""
+        return self.home if isinstance(self.home, Layout) else self.home.home
+
+    @classmethod
+    def of(cls, encoder: "Layout | World | EncoderHome", **same: Any) -> "EncoderHome":
+        """The home that `prepare(encoder=…)` was given; of a bare one, the rest is the `same` as the language model's.
+
+        Raises ModelError for something else.
+        """
+        if isinstance(encoder, EncoderHome):
+            return encoder
+        if not isinstance(encoder, Layout | World):
+            raise ModelError(
+                f"encoder is a {type(encoder).__name__}; give a Layout over the language model's ranks, its open "
+                "World, or EncoderHome(home=…) with settings"
+            )
+        return cls(home=encoder, **same)
+
+
+def joined(
+    parts: VisionParts,
+    language_model: PreTrainedModel | PipelineModel,
+    world: World,
+    settings: EncoderHome,
+    weights: WeightsToCome | None,
+) -> MultimodalModel:
+    """A prepared language model and the images' encoder, brought under its home, as one model.
+
+    `weights` are what fills parameters of the meta device. All ranks call it together.
+    """
+    encoder_world = world.beside(settings.home) if isinstance(settings.home, Layout) else settings.home
+    if weights is not None:
+        weights.of(parts.encoder).fill([parts.encoder], encoder_world)
+    cost = settings.cost or image_cost(language_model.config, parts.encoder)
+    module: nn.Module = prepare_encoder(
+        parts.encoder,
+        encoder_world,
+        shard_parameters=settings.shard_parameters,
+        activation_checkpointing=settings.activation_checkpointing,
+        compute_dtype=settings.compute_dtype,
+        tp_plan=settings.tp_plan,
+    )
+    encoder = Encoder(
+        module=module,
+        world=encoder_world,
+        max_rows_per_slot=settings.max_rows_per_slot,
+        recompute=settings.recompute,
+        cost=cost,
+        deep_layers=parts.deep_layers,
+    )
+    return MultimodalModel({IMAGE: encoder}, language_model, world)

@@ -1,0 +1,92 @@
+"""A model from images and text to text as two modules that share its weights: what makes rows of images, and the rest.
+
+    parts = take_apart(LlavaForConditionalGeneration(config))
+    parts.encoder                       # ImageEncoder: the tower and the projector, under the model's own names
+    parts.language_model                # the same model object, without them
+
+What is taken is what stands beside the text model in the base model. No weight is copied or renamed.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.errors import ModelError
+from longspan.model.adapters import peft_modules
+from longspan.model.layers import base_name, base_of, other_towers, reads_other_modalities, text_of
+from longspan.model.parts import shallow_module
+from longspan.model.vision.image_encoder import ImageEncoder
+from longspan.model.vision.image_tokens import ImageTokens, image_tokens
+
+
+@dataclass(frozen=True)
+class VisionParts:
+    """The two modules of a vision-language model, and what its ids and positions say of images.
+
+    `deep_layers` decoder layers get a part of every image row added to what they return (DeepStack).
+    """
+
+    encoder: ImageEncoder
+    language_model: PreTrainedModel
+    tokens: ImageTokens
+
+    @property
+    def deep_layers(self) -> int:
+        """How many parts a row has beside the one at the embedding."""
+        return self.encoder.deep_layers
+
+
+def check_vision(model: nn.Module) -> None:
+    """Raise ModelError, before anything is changed, for a model that has no parts for images."""
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel) or not reads_other_modalities(model) or not other_towers(model):
+        raise ModelError(
+            f"{name} has no tower and projector for images beside a text model, and encoder= gives them a home; "
+            "use prepare without encoder=, or MultimodalModel with an encoder of your own (docs/bridge.md)"
+        )
+    if not hasattr(base_of(model), "get_image_features"):
+        raise ModelError(
+            f"{name} has no get_image_features, by which its tower and projector are called; use prepare without "
+            "encoder= for text alone"
+        )
+    if adapted := [n for tower in other_towers(model) for n in peft_modules(tower)]:
+        raise ModelError(
+            f"{name}: an adapter is in its tower or projector ({', '.join(adapted[:3])}), and adapters are trained in "
+            "the language model alone; give LoraConfig target_modules of the language model, or exclude_modules"
+        )
+    image_tokens(model.config)
+
+
+def take_apart(model: PreTrainedModel) -> VisionParts:
+    """The parts of a vision-language model; afterwards the model itself is the language model, without towers.
+
+    Raises ModelError for a model that has none.
+    """
+    check_vision(model)
+    base, text, towers = base_of(model), text_of(model), other_towers(model)
+    shell = shallow_module(base)
+    for name, child in list(base.named_children()):
+        if child in towers:
+            del base._modules[name]
+        elif any(module is text for module in child.modules()):
+            del shell._modules[name]
+    encoder = ImageEncoder(shell, base_name(model))
+    return VisionParts(encoder, model, image_tokens(model.config))
+
+
+@contextmanager
+def apart(model: nn.Module) -> Iterator[VisionParts]:
+    """The parts of a vision-language model, which after an error is whole again."""
+    check_vision(model)
+    assert isinstance(model, PreTrainedModel)
+    base = base_of(model)
+    modules = dict(base._modules)
+    try:
+        yield take_apart(model)
+    except BaseException:
+        base._modules.clear()
+        base._modules.update(modules)
+        raise

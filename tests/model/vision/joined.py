@@ -1,0 +1,77 @@
+"""Steps of tiny vision-language models under homes of two modules, compared with the stock model."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from longspan import Layout, MultimodalModel, Plan, World, plan_dynamic, plan_fixed, prepare, run_step
+from longspan.doctor.float64 import whole_float64
+from longspan.model.vision.image_tokens import image_tokens
+from longspan.testing import backend
+from tests.model.stock import gradients_of
+from tests.model.vision.documents import Answer, documents_of
+from tests.model.vision.models import config_of, tiny
+
+BOUND = 1e-11
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model under two homes and a plan: `cp` 0 is a dynamic one; `options` are those of `prepare`."""
+
+    name: str
+    home: Layout
+    encoder: Layout
+    cp: int = 0
+    documents: str = "mixed"
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Short, for the ids of tests."""
+        home, encoder = self.home, self.encoder
+        degrees = f"tp {home.tp} pp {home.pp} cp {self.cp or 'dynamic'} of {len(home.ranks)}, encoder tp {encoder.tp}"
+        return " ".join([self.name, degrees, self.documents, *dict(self.options)])
+
+    def plan(self, lengths: Sequence[int], targets: int) -> Plan:
+        """A plan of several micro-batches."""
+        multiple = self.home.tp if dict(self.options).get("sequence_parallel") else 1
+        options: dict[str, Any] = {"targets": targets, "row_multiple": multiple}
+        if self.cp:
+            return plan_fixed(lengths, self.home, cp=self.cp, max_tokens_per_slot=-(-56 // self.cp), **options)
+        return plan_dynamic(lengths, self.home, max_tokens_per_slot=max(28, 56 // self.home.slots), **options)
+
+
+def errors_of(cases: Sequence[Case], answers: Mapping[tuple[str, str], Answer]) -> Callable[[int], dict[str, float]]:
+    """A function of a rank: the largest error of each case."""
+    return _Errors(cases, answers)
+
+
+@dataclass(frozen=True)
+class _Errors:
+    cases: Sequence[Case]
+    answers: Mapping[tuple[str, str], Answer]
+
+    def __call__(self, rank: int) -> dict[str, float]:
+        return {case.label: max(step(case, self.answers[case.name, case.documents]).values()) for case in self.cases}
+
+
+def step(case: Case, answer: Answer) -> dict[str, float]:
+    """The errors of one step."""
+    with whole_float64(), World(case.home, backend=backend(), timeout=60) as world:
+        model = prepare(tiny(case.name), world, encoder=case.encoder, probe=False, **dict(case.options))
+        documents = documents_of(image_tokens(config_of(case.name)), case.documents)
+        result = run_step(model, case.plan(documents.lengths, documents.targets), documents, world)
+        return answer.errors(result.loss, own_names(model, gradients_of(model), world))
+
+
+def own_names(model: MultimodalModel, tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
+    """Tensors of all stages by the names that parameters have in the stock model."""
+    parts = world.control.gather_objects(dict(tensors)) if world.home.pp > 1 else [tensors]
+    return {
+        name.removeprefix("encoders.image.").removeprefix("language_model."): x
+        for part in parts
+        for name, x in part.items()
+    }

@@ -1,0 +1,103 @@
+"""Tiny vision-language models in float64 with random weights: patches of 2 to 4 pixels, towers of few layers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+
+IMAGE = 60  # the id of a placeholder
+TEXT: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 62,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+TOKENS = {"image_token_id": IMAGE, "video_token_id": 59, "vision_start_token_id": 57, "vision_end_token_id": 56}
+VIT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+PIXELS = VIT | {"image_size": 8, "patch_size": 4}
+QWEN: dict[str, Any] = {"hidden_size": 16, "depth": 3, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32}
+QWEN |= {"patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2}
+DEEP = QWEN | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+GATED = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+
+# By name: the configuration's class, and its values.
+MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "llava-clip": (
+        "LlavaConfig",
+        {
+            "text_config": TEXT | {"model_type": "llama"},
+            "vision_config": PIXELS | {"model_type": "clip_vision_model"},
+            "image_token_id": IMAGE,
+        },
+    ),
+    "llava-siglip": (
+        "LlavaConfig",
+        {
+            "text_config": TEXT | {"model_type": "qwen2"},
+            "vision_config": PIXELS | {"model_type": "siglip_vision_model"},
+            "image_token_id": IMAGE,
+            "vision_feature_select_strategy": "full",
+            "vision_feature_layer": -1,
+        },
+    ),
+    "qwen2-vl": (
+        "Qwen2VLConfig",
+        {
+            "text_config": TEXT | MROPE,
+            "vision_config": {k: v for k, v in QWEN.items() if k not in ("intermediate_size", "out_hidden_size")}
+            | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
+        }
+        | TOKENS,
+    ),
+    "qwen2.5-vl": (
+        "Qwen2_5_VLConfig",
+        {"text_config": TEXT | MROPE, "vision_config": QWEN | {"window_size": 8, "fullatt_block_indexes": [1]}}
+        | TOKENS,
+    ),
+    "qwen3-vl": (
+        "Qwen3VLConfig",
+        {"text_config": TEXT | MROPE | {"head_dim": 8}, "vision_config": DEEP, "tie_word_embeddings": True} | TOKENS,
+    ),
+    "qwen3-vl-untied": (
+        "Qwen3VLConfig",
+        {"text_config": TEXT | MROPE | {"head_dim": 8}, "vision_config": DEEP} | TOKENS,
+    ),
+    "qwen3.5": (
+        "Qwen3_5Config",
+        {
+            "text_config": TEXT | GATED | {"head_dim": 8, "rope_parameters": MROPE["rope_parameters"]},
+            "vision_config": QWEN | {"num_position_embeddings": 16},
+        }
+        | TOKENS,
+    ),
+}
+
+
+def here() -> list[str]:
+    """Those that this transformers has."""
+    return [name for name, (config, _) in MODELS.items() if hasattr(transformers, config)]
+
+
+def config_of(name: str) -> PreTrainedConfig:
+    """Its configuration."""
+    config_class, values = MODELS[name]
+    return getattr(transformers, config_class)(**values)
+
+
+def tiny(name: str) -> PreTrainedModel:
+    """A model in float64 with random weights, norms and biases among them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config_of(name), attn_implementation="sdpa")
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.double()

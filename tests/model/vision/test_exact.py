@@ -1,0 +1,60 @@
+"""Vision-language models under any plan: loss and every gradient are those of the stock model, document by document."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+
+from longspan.layout import Layout
+from longspan.testing import run_ranks
+from tests.model.vision.documents import answer_of
+from tests.model.vision.joined import BOUND, Case, errors_of
+from tests.model.vision.models import here
+
+FEW = [
+    Case("llava-clip", Layout(2), Layout(2), cp=2),
+    Case("qwen2.5-vl", Layout(2, tp=2), Layout(2), cp=1),
+    Case("qwen3-vl", Layout(2), Layout(2, tp=2)),
+    Case("qwen3-vl", Layout(2, pp=2), Layout(2), cp=1, options=(("activation_checkpointing", True),)),
+]
+
+
+def all_of(ranks: int) -> list[Case]:
+    """Every model under the plans of so many ranks."""
+    one, names = Layout(ranks), here()
+    cases = [Case(name, one, one, cp) for name in names for cp in (0, ranks)]
+    cases += [Case(name, one, one, 1, "text") for name in names]
+    if ranks == 2:
+        tp = [name for name in names if name != "qwen3.5"]
+        cases += [Case(name, Layout(2, tp=2), Layout(2, tp=2), 1) for name in tp]
+        cases += [Case(name, Layout(2, pp=2), one, 1) for name in names if name != "qwen3.5"]
+        cases += [Case(name, one, one, 2, options=(("shard_parameters", False),)) for name in names]
+    if ranks == 4:
+        cases += [
+            Case("qwen3-vl", Layout(4, tp=2), Layout(4, tp=2), 2, options=(("sequence_parallel", True),)),
+            Case("qwen3-vl-untied", Layout(4, pp=2, tp=2), Layout(4), 1),
+            Case("qwen2.5-vl", Layout(4, pp=2), Layout(4, tp=2), 2, options=(("virtual_stages", 2),)),
+        ]
+    return cases
+
+
+@cache
+def _errors(ranks: int, cases: tuple[Case, ...]) -> dict[str, float]:
+    answers = {key: answer_of(*key) for key in {(case.name, case.documents) for case in cases}}
+    results: list[dict[str, float]] = run_ranks(errors_of(cases, answers), ranks)
+    return {label: max(errors[label] for errors in results) for label in results[0]}
+
+
+def _check(ranks: int, cases: Sequence[Case]) -> None:
+    errors = _errors(ranks, tuple(cases))
+    assert errors and max(errors.values()) < BOUND, errors
+
+
+def test_a_step_is_that_of_the_stock_model() -> None:
+    _check(2, FEW)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_model_under_every_plan(ranks: int) -> None:
+    _check(ranks, all_of(ranks))

@@ -1,0 +1,50 @@
+"""What ids and positions say of images, from configurations alone."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from longspan.errors import DataError, ModelError
+from longspan.model.vision.image_tokens import ImageTokens, image_tokens
+from tests.model.vision.documents import raw
+from tests.model.vision.models import IMAGE, config_of, here, tiny
+
+ROWS = {"llava-clip": 4, "llava-siglip": 4}  # of every image; others by grid
+
+
+@pytest.mark.parametrize("name", here())
+def test_rows_are_those_that_the_model_makes(name: str) -> None:
+    tokens = image_tokens(config_of(name))
+    assert tokens == ImageTokens(IMAGE, 1 if name in ROWS else 2, ROWS.get(name))
+    assert tokens.rows((1, 4, 6)) == ROWS.get(name, 6)
+
+
+@pytest.mark.parametrize("name", [name for name in here() if name not in ROWS])
+def test_positions_are_those_of_the_model(name: str) -> None:
+    tokens, base = image_tokens(config_of(name)), tiny(name).model
+    for document in raw(tokens):
+        grids = np.array([image.grid for image in document.images])
+        made = tokens.positions(document.ids, grids)
+        if not len(grids):
+            assert made is None
+            continue
+        ids = torch.from_numpy(document.ids)[None]
+        wanted, _ = base.get_rope_index(ids, (ids == IMAGE).int(), image_grid_thw=torch.from_numpy(grids))
+        assert made is not None and np.array_equal(made, wanted[:, 0].numpy())
+
+
+def test_plain_positions() -> None:
+    assert image_tokens(config_of("llava-clip")).positions(np.array([1, 60, 60, 60, 60, 2]), np.zeros((1, 3))) is None
+
+
+def test_what_does_not_fit_is_named_with_both_counts() -> None:
+    tokens = image_tokens(config_of("qwen3-vl"))
+    with pytest.raises(
+        DataError, match=r"has 1 run of placeholders \(token id 60\) of \[8\] tokens, its 2 images make"
+    ):
+        tokens.positions(np.array([1, *[60] * 8, 2]), np.array([(1, 4, 4), (1, 4, 4)]))
+    with pytest.raises(DataError, match=r"grid of patches \(1, 3, 4\); give \(t, h, w\), h and w multiples of 2"):
+        tokens.rows((1, 3, 4))
+    with pytest.raises(ModelError, match="Qwen3Config has no image_token_id and vision_config"):
+        image_tokens(Qwen3Config())
