@@ -10,6 +10,7 @@ from longspan.model.seams.call_rules import is_prepared
 from longspan.model.vision.image_cost import image_cost
 from longspan.model.vision.take_apart import apart, take_apart
 from longspan.testing import run_ranks
+from tests.model.seams.wrappers import tiny as wrapper
 from tests.model.stock import tiny as text_model
 from tests.model.vision.models import here, tiny
 
@@ -44,6 +45,12 @@ def _refused(model: PreTrainedModel | nn.Module, encoder: object) -> str:
 
 def test_refusals() -> None:
     assert "Qwen3ForCausalLM has no tower and projector for images" in _refused(text_model("qwen3"), Layout(1))
+    assert "tokens of an image see each other in its mask, which knows them by token_type_ids" in _refused(
+        wrapper("gemma3"), Layout(1)
+    )
+    assert "Mistral3ForConditionalGeneration (mistral3) cannot be given images" in _refused(
+        wrapper("mistral3"), Layout(1)
+    )
     assert "encoder is a int; give a Layout over the language model's ranks" in _refused(tiny("llava-clip"), 2)
     assert "is over ranks (0, 1), the language model over (0)" in _refused(tiny("llava-clip"), Layout(2))
 

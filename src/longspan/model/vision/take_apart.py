@@ -21,6 +21,17 @@ from longspan.model.parts import shallow_module
 from longspan.model.vision.image_encoder import ImageEncoder
 from longspan.model.vision.image_tokens import ImageTokens, image_tokens
 
+EXACT = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+_SEES_IMAGES = (
+    "tokens of an image see each other in its mask, which knows them by {}, whereas a shard's mask is causal among them"
+)
+_REASONS = {
+    "gemma3": _SEES_IMAGES.format("token_type_ids"),
+    "gemma4": _SEES_IMAGES.format("mm_token_type_ids"),
+    "paligemma": _SEES_IMAGES.format("token_type_ids"),
+    "mllama": "its layers attend across to its images",
+}
+
 
 @dataclass(frozen=True)
 class VisionParts:
@@ -47,10 +58,11 @@ def check_vision(model: nn.Module) -> None:
             f"{name} has no tower and projector for images beside a text model, and encoder= gives them a home; "
             "use prepare without encoder=, or MultimodalModel with an encoder of your own (docs/bridge.md)"
         )
-    if not hasattr(base_of(model), "get_image_features"):
+    if (kind := model.config.model_type) not in EXACT:
+        reason = _REASONS.get(kind, "it is not among the models that are compared with the stock model with images")
         raise ModelError(
-            f"{name} has no get_image_features, by which its tower and projector are called; use prepare without "
-            "encoder= for text alone"
+            f"{name} ({kind}) cannot be given images: {reason}; use prepare without encoder= for text alone, or one of "
+            f"{', '.join(EXACT)}"
         )
     if adapted := [n for tower in other_towers(model) for n in peft_modules(tower)]:
         raise ModelError(
