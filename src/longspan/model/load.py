@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from longspan.errors import ModelError
 from longspan.model.hf_folder import no_progress_bars, read_configuration, weight_files
 from longspan.model.prepared import vocabulary_size
 from longspan.model.presets import PRESETS, preset_config
-from longspan.model.weights.empty import empty_model
+from longspan.model.weights.empty import empty_model, images_class
 from longspan.model.weights.fill import fill_when_prepared
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.random import RandomWeights
@@ -31,6 +37,7 @@ def load_model(
     seed: int = 0,
     vocab_size: int | None = None,
     sharded: bool | None = False,
+    images: bool = False,
 ) -> PreTrainedModel:
     """A causal language model on the CPU: from a local folder, or with random weights of a configuration or a preset.
 
@@ -41,6 +48,9 @@ def load_model(
     With `sharded`, parameters have no memory until `prepare` has decided which part this rank keeps; it then reads that
     part from the folder's safetensors files, or draws it, on the world's device, so that no rank ever holds the whole.
     None: sharded where the folder's files are safetensors, of which parts can be read alone, and for random weights.
+
+    With `images`, and where a configuration stands for no causal language model, it is the model from images and text
+    to text (AutoModelForImageTextToText): give it to `prepare(model, world, encoder=Layout(…))`.
 
     `config` beside `path` is used in place of the folder's config.json. Random weights are a function of the
     configuration and `seed` alone: the same on every rank, whatever the world (and, with `sharded`, of the kind of
@@ -53,13 +63,16 @@ def load_model(
         folder = Path(path)
         changed = read_configuration(Path(config)) if isinstance(config, str | Path) else config
         sharded = weight_files(folder)[0].suffix == ".safetensors" if sharded is None else sharded
-        model = _to_be_read(folder, changed, kind) if sharded else _from_folder(folder, changed, kind)
+        with_images = images_class(changed or read_configuration(folder), images)
+        read = _to_be_read if sharded else _from_folder
+        model = read(folder, changed, kind, with_images)
         return _fitting(model, path, vocab_size)
     if config is None:
         config = _preset(preset, vocab_size)
     elif not isinstance(config, PreTrainedConfig):
         config = read_configuration(Path(config))
-    model = _drawn(config, kind, seed) if sharded is False else _to_be_drawn(config, kind, seed)
+    draw = _drawn if sharded is False else _to_be_drawn
+    model = draw(config, kind, seed, images_class(config, images))
     return _fitting(model, config._name_or_path or preset or "the configuration", vocab_size)
 
 
@@ -87,29 +100,33 @@ def _preset(preset: str | None, vocab_size: int | None) -> PreTrainedConfig:
     return preset_config(preset, vocab_size=vocab_size)
 
 
-def _drawn(config: PreTrainedConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+def _drawn(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_images: Any) -> PreTrainedModel:
+    automatic = AutoModelForCausalLM if with_images is None else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32)
+        model = automatic.from_config(deepcopy(config), dtype=torch.float32)
     for parameter in model.parameters():  # drawn in float32, so that every dtype holds the same numbers, rounded
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
     return model
 
 
-def _to_be_drawn(config: PreTrainedConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+def _to_be_drawn(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_images: Any) -> PreTrainedModel:
     """A model without memory for its parameters, and what draws them."""
-    model = empty_model(config, dtype)
+    model = empty_model(config, dtype, with_images)
     fill_when_prepared(model, RandomWeights(model, seed))
     return model
 
 
-def _from_folder(folder: Path, config: PreTrainedConfig | None, dtype: torch.dtype) -> PreTrainedModel:
+def _from_folder(
+    folder: Path, config: PreTrainedConfig | None, dtype: torch.dtype, with_images: Any
+) -> PreTrainedModel:
     weight_files(folder)
+    automatic = AutoModelForCausalLM if with_images is None else AutoModelForImageTextToText
     changed = {} if config is None else {"config": config}
     try:
         with no_progress_bars():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = automatic.from_pretrained(
                 folder, dtype=dtype, local_files_only=True, output_loading_info=True, **changed
             )
     except Exception as error:  # json, safetensors, torch, huggingface_hub and transformers each raise their own
@@ -123,7 +140,7 @@ def _from_folder(folder: Path, config: PreTrainedConfig | None, dtype: torch.dty
     return model
 
 
-def _to_be_read(folder: Path, config: PreTrainedConfig | None, dtype: torch.dtype) -> PreTrainedModel:
+def _to_be_read(folder: Path, config: PreTrainedConfig | None, dtype: torch.dtype, with_images: Any) -> PreTrainedModel:
     """The folder's model without memory for its parameters, and what fills them."""
     files = weight_files(folder)
     if files[0].suffix != ".safetensors":
@@ -133,7 +150,7 @@ def _to_be_read(folder: Path, config: PreTrainedConfig | None, dtype: torch.dtyp
         )
     config = config or read_configuration(folder)
     try:
-        model = empty_model(config, dtype)
+        model = empty_model(config, dtype, with_images)
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # json, huggingface_hub and transformers each raise their own

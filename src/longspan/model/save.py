@@ -4,10 +4,10 @@ Training checkpoints, which hold optimizer state and stay sharded, are not in th
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial as partial_of
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,16 @@ from longspan.model.hf_folder import no_progress_bars
 from longspan.model.load import torch_dtype
 from longspan.model.lora.save import write_adapter
 from longspan.model.mtp.depths import depths_of
-from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.state import groups_of_all_stages
+from longspan.model.vision.image_encoder import ImageEncoder
 from longspan.model.weights.empty import empty_model
 from longspan.model.weights.write import WeightWriter, unit_of
 
 
 def save_model(
-    model: PreTrainedModel | PipelineModel,
+    model: PreTrainedModel | PipelineModel | MultimodalModel,
     folder: str | Path,
     world: World,
     tokenizer: Any = None,
@@ -46,24 +47,23 @@ def save_model(
     The home's first rank writes safetensors, configuration and tokenizer next to `folder` and renames, so an
     interrupted save leaves what was there. It is sent a decoder layer at a time, so no rank holds the whole model.
     `dtype` is that of the files, the parameters' own by default. Of a model with an adapter the adapter alone is
-    written, as stock peft loads it. Raises ModelError on every rank where writing failed.
+    written, as stock peft loads it. A vision-language model (`prepare(…, encoder=…)`) is written whole, under its own
+    class and names. Raises ModelError on every rank where writing failed.
     """
-    if isinstance(model, MultimodalModel):
-        raise ModelError(
-            "a MultimodalModel is no model of transformers'; save model.language_model, and encoders by "
-            "save_checkpoint(folder, model, …)"
-        )
+    encoders = _encoders_of(model)
+    model = model.language_model if isinstance(model, MultimodalModel) else model
     model, writes, target = _prepared(model), world.rank == world.home.ranks[0], Path(folder)
     kind = None if dtype is None else torch_dtype(dtype)
 
     if (adapter := adapter_of(model)) is not None:
+        _refuse_trained(encoders)
         _save_adapter(model, adapter, target, world, tokenizer, kind)
         return
     partial = target.with_name(f"{target.name}.partial")
     told = partial_of(_told, target)
     empty = result_or_first_error(world, lambda: _opened(model, partial, kind) if writes else None, told)
     writer = None if empty is None else WeightWriter(partial, empty, cast=kind is not None)
-    for group in _groups(model, world):
+    for group in chain(_groups(model, world), *(_groups_of(e.module.state_dict(), writes=writes) for e in encoders)):
         result_or_first_error(world, lambda group=group: None if writer is None else writer.write(group), told)
 
     def finish() -> None:
@@ -73,6 +73,28 @@ def save_model(
             put_in_place(partial, target)
 
     result_or_first_error(world, finish, told)
+
+
+def _encoders_of(model: Any) -> list[Encoder]:
+    """The encoders that are parts of the language model's own class. Raises ModelError for others."""
+    if not isinstance(model, MultimodalModel):
+        return []
+    encoders = [*model.encoder_settings.values()]
+    if others := [name for name, e in model.encoder_settings.items() if not isinstance(e.module, ImageEncoder)]:
+        raise ModelError(
+            f"a MultimodalModel with an encoder of one's own ({', '.join(others)}) is no model of transformers'; save "
+            "model.language_model, and encoders by save_checkpoint(folder, model, …)"
+        )
+    return encoders
+
+
+def _refuse_trained(encoders: Sequence[Encoder]) -> None:
+    """An adapter's folder has no place for an encoder that was trained beside it."""
+    if any(not encoder.frozen for encoder in encoders):
+        raise ModelError(
+            "the model has an adapter and its encoder is trained, and a folder of an adapter holds no encoder; freeze "
+            "it (requires_grad_(False)) before prepare, or keep both by save_checkpoint(folder, model, …)"
+        )
 
 
 def _prepared(model: Any) -> PreTrainedModel | PipelineModel:
@@ -120,8 +142,11 @@ def _groups(model: PreTrainedModel | PipelineModel, world: World) -> Iterator[di
     if isinstance(model, PipelineModel):
         yield from groups_of_all_stages(model, world)
         return
-    writes = world.rank == world.home.ranks[0]
-    state = adapter_entries(model, model.state_dict())
+    yield from _groups_of(adapter_entries(model, model.state_dict()), writes=world.rank == world.home.ranks[0])
+
+
+def _groups_of(state: Mapping[str, Tensor], *, writes: bool) -> Iterator[dict[str, Tensor]]:
+    """The same of the `state_dict` of a module that is whole on every slot."""
     for _, group in groupby(state.items(), lambda entry: unit_of(entry[0])):
         whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in group}
         yield {name: x.detach().cpu() for name, x in whole.items()} if writes else {}

@@ -154,7 +154,7 @@ SAID: dict[str, tuple[type[LongspanError], str]] = {
         r"built over a world of Layout.*tp=2.*, but given one of .*tp=1.*; pass the world of its lang",
     ),
     "world of an evaluation": (ModelError, r"built over a world of .*, but given one of"),
-    "saved": (ModelError, r"a MultimodalModel is no model of transformers'; save model.language_model"),
+    "saved": (ModelError, r"a MultimodalModel with an encoder of one's own"),
     "dots": (ModelError, r"'image.0' names a modality, and parameters; give a name without dots"),
     "shared": (
         ModelError,

@@ -8,8 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import swap_tensors
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import build_glob_alternation
+
+from longspan.errors import ModelError
 
 
 def empty_model(
@@ -29,6 +37,24 @@ def empty_model(
     for name, tensor in (*model.named_parameters(), *stored_buffers(model)):
         tensor.data = tensor.data.to(apart.get(name, dtype if tensor.is_floating_point() else tensor.dtype))
     return model
+
+
+def images_class(config: PreTrainedConfig, images: bool = True) -> Any:
+    """The class from images and text to text of a configuration; None where the causal language model is meant.
+
+    That is: without `images`, where there is one.
+    """
+    mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if not images and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    if type(config) in mapping:
+        return mapping[type(config)]
+    if images:
+        raise ModelError(
+            f"{type(config).__name__} stands for no model from images and text to text (AutoModelForImageTextToText); "
+            "load it without images=True"
+        )
+    return None
 
 
 def _dtypes_apart(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
