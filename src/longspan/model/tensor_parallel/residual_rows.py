@@ -63,8 +63,8 @@ def final_norm_name(model: PreTrainedModel) -> str:
     names = usual_parts(model)
     if len(names) != 3:
         raise ModelError(
-            f"{type(decoder_of(model)).__name__} has {', '.join(names)}, and no embedding, list of layers and norm after "
-            "them, where sequence-parallel rows are split and gathered; use sequence_parallel=False"
+            f"{type(decoder_of(model)).__name__} has {', '.join(names)}, and no embedding, list of layers and norm "
+            "after them, where sequence-parallel rows are split and gathered; use sequence_parallel=False"
         )
     return names[-1]
 
