@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.layers import decoder_layers
+from longspan.model.layers import decoder_layers, other_towers
 from longspan.model.weights.empty import stored_buffers
 from longspan.model.weights.held import HeldPart
 
@@ -31,24 +31,28 @@ class RandomWeights:
     def read(self, wanted: Mapping[str, HeldPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """The wanted part of each parameter, by name; buffers have the values that their modules are made with."""
         yield from ((name, buffer) for name, buffer in stored_buffers(self._model) if name in wanted)
-        for path, module in self._units():
+        for path, module, initialise in self._units():
             names = {f"{path}.{name}".lstrip("."): name for name, _ in module.named_parameters()}
             if not names.keys().isdisjoint(wanted):
-                drawn = draw(path, module, device, seed=self._seed, initialise=self._model._init_weights)
+                drawn = draw(path, module, device, seed=self._seed, initialise=initialise)
                 for name, inside in names.items():
                     if part := wanted.get(name):
                         yield name, drawn.get_parameter(inside).detach()[part.block].to(part.dtype)
 
-    def _units(self) -> Iterator[tuple[str, nn.Module]]:
-        """What is drawn at once: each layer, whose modules may scale each other's weights, and each module outside."""
+    def _units(self) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], None]]]:
+        """What is drawn at once, and by what: each layer, whose modules may scale each other's weights, each tower of a
+        wrapper, which is a model of its own, and each module outside."""
         layers = decoder_layers(self._model)
-        yield from layers.items()
-        inside = {module for layer in layers.values() for module in layer.modules()}
+        towers = {module for module in other_towers(self._model) if isinstance(module, PreTrainedModel)}
+        own = self._model._init_weights
+        yield from ((path, layer, own) for path, layer in layers.items())
+        yield from ((n, module, module._init_weights) for n, module in self._model.named_modules() if module in towers)
+        inside = {module for unit in (*layers.values(), *towers) for module in unit.modules()}
         for path, module in self._model.named_modules():
             if module not in inside and any(True for _ in module.parameters(recurse=False)):
                 alone = deepcopy(module)
                 alone._modules.clear()
-                yield path, alone
+                yield path, alone, own
 
 
 @torch.no_grad()
