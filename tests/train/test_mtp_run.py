@@ -135,10 +135,6 @@ WRONG = {
     "a weight below none": ({"mtp.depths": 1, "mtp.loss_weight": -0.5}, "mtp.loss_weight is -0.5"),
     "no folder": ({"mtp.depths": 1, "mtp.weights": "nowhere"}, "'nowhere', which is no folder"),
     "an adapter": ({"mtp.depths": 1, "lora.rank": 4}, "lora.rank is 4"),
-    "sequence parallelism": (
-        {"mtp.depths": 1, "parallel.tp": 2, "parallel.sequence_parallel": True},
-        "parallel.sequence_parallel is true",
-    ),
 }
 
 

@@ -1,6 +1,6 @@
 """`add_mtp`: give a causal language model depths of multi-token prediction before it is prepared.
 
-Refused, for now: models of several modalities, and adapters. `prepare` refuses sequence parallelism.
+Refused, for now: models of several modalities, and adapters.
 """
 
 from copy import deepcopy

@@ -114,7 +114,7 @@ def _check(
     assert isinstance(model, PreTrainedModel)
     refuse_routing(model)
     adapter = adapter_in(model)
-    refuse_mtp(model, adapter, sequence_parallel=placement.sequence_parallel)
+    refuse_mtp(model, adapter)
     if adapter is not None:
         check_adapter(model, adapter, placement.world)
     placement.check(model, pipeline_settings.stages)

@@ -113,17 +113,6 @@ def test_what_cannot_have_depths_is_refused() -> None:
         MtpLoss(weight=-1)
 
 
-def _refused(rank: int) -> str:
-    with World(HOMES["tp"]) as world, pytest.raises(ModelError) as error:
-        prepare(add_mtp(tiny("qwen3"), 2), world, sequence_parallel=True)
-    return str(error.value)
-
-
-def test_sequence_parallelism_is_refused() -> None:
-    for message in run_ranks(_refused, 2):
-        assert "depth 2, whose norms and projections take all of a slot's rows; use sequence_parallel=False" in message
-
-
 def _steps(rank: int) -> list[str]:
     """What a step says of each wrong mtp=."""
     messages = list[str]()

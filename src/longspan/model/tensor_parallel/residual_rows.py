@@ -13,6 +13,7 @@ from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_gather, tp_split
 from longspan.errors import ModelError
 from longspan.model.layers import Absent, decoder_layers, decoder_of
+from longspan.model.mtp.depths import depths_of, mtp_blocks
 from longspan.model.parts import Parts, trace_parts, usual_parts, with_outputs
 from longspan.model.tensor_parallel.plan import Placed, blocks_of, experts_of
 from longspan.model.tensor_parallel.styles import ROWS, partial_gradients, wrap_forward
@@ -21,7 +22,12 @@ from longspan.model.tensor_parallel.styles import ROWS, partial_gradients, wrap_
 def split_residuals(model: PreTrainedModel, placed: list[Placed], world: World) -> None:
     """Have norms sum their gradients, and what needs all rows get them; the norm at the end gives all rows."""
     key = world.key
-    for name, layer in decoder_layers(model).items():
+    for depth in depths_of(model):
+        for module in (depth.enorm, depth.hnorm, depth.eh_proj, depth.post_norm):
+            partial_gradients(module, key)
+        wrap_forward(depth.hnorm, enter=partial(tp_split, world_key=key, dim=ROWS))
+        wrap_forward(depth.post_norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
+    for name, layer in layers_and_depths(model).items():
         norms, whole = regions(name, layer, placed)
         for norm in norms:
             partial_gradients(norm, key)
@@ -35,6 +41,11 @@ def split_residuals(model: PreTrainedModel, placed: list[Placed], world: World) 
     if not isinstance(norm, Absent):
         partial_gradients(norm, key)
         wrap_forward(norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
+
+
+def layers_and_depths(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The decoder layers that are here, and those of depths of multi-token prediction, by name."""
+    return decoder_layers(model) | mtp_blocks(model)
 
 
 def regions(name: str, layer: nn.Module, placed: list[Placed]) -> tuple[list[nn.Module], list[nn.Module]]:

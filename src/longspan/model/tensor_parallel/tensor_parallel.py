@@ -20,9 +20,8 @@ from longspan.comm.moves.tp_collectives import tp_copy, tp_gather, tp_split
 from longspan.errors import ModelError
 from longspan.model.adapters import is_adapted
 from longspan.model.experts.moe import expert_modules
-from longspan.model.layers import Absent, decoder_layers
+from longspan.model.layers import Absent
 from longspan.model.local_tensors import local_tensor
-from longspan.model.mtp.depths import mtp_blocks
 from longspan.model.tensor_parallel.adapted import refuse_adapter, split_adapted
 from longspan.model.tensor_parallel.family_plans import (
     COLWISE,
@@ -47,6 +46,7 @@ from longspan.model.tensor_parallel.plan import (
 )
 from longspan.model.tensor_parallel.residual_rows import (
     final_norm_name,
+    layers_and_depths,
     refuse_other_rows,
     regions,
     split_residuals,
@@ -87,7 +87,7 @@ def _checked(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> lis
     placed += partial_parameters(model, placed)
     refuse_mixed_features(model, placed)
     if sequence_parallel:
-        for name, layer in decoder_layers(model).items():
+        for name, layer in layers_and_depths(model).items():
             regions(name, layer, placed)
         final_norm_name(model)
     return placed
@@ -127,7 +127,7 @@ def split_over_tp(
             slice_parameter(module, parameter, 0, world)
             wrap_forward(module, views={parameter: local_tensor})
     _wrap_blocks(model, placed, world, whole=mixtures if sequence_parallel else ("",))
-    for layer in (*decoder_layers(model).values(), *mtp_blocks(model).values()):
+    for layer in layers_and_depths(model).values():
         for experts in expert_modules(layer).values():  # others, as Llama 4's, are whole on every rank
             split_rows_of_experts(experts, world.key, sum_gradients=sum_expert_gradients)
     if sequence_parallel:
@@ -136,7 +136,7 @@ def split_over_tp(
 
 def _mixtures(model: PreTrainedModel) -> tuple[str, ...]:
     """Beginnings of the names of what lies in blocks of experts, which get all rows under sequence parallelism too."""
-    layers = decoder_layers(model).items()
+    layers = layers_and_depths(model).items()
     return tuple(
         f"{n}.{child}." for n, layer in layers for child, module in layer.named_children() if experts_of(module)
     )

@@ -28,8 +28,3 @@ def check_mtp_section(config: RunConfig) -> None:
             f"mtp.depths is {mtp.depths} and lora.rank is {config.lora.rank}: an adapter would be trained alone; leave "
             "one of them out"
         )
-    if config.parallel.sequence_parallel:
-        raise ConfigError(
-            f"mtp.depths is {mtp.depths} and parallel.sequence_parallel is true: depths take all of a slot's rows; set "
-            "parallel.sequence_parallel = false"
-        )
