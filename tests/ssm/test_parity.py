@@ -73,7 +73,7 @@ MUTANTS = {
     "decay of what entered": ("state_pass", "_moved(transition_of(before[:count]), state[:count]) + given", "given"),
     "states that enter": ("state_pass", "_keep(entering, state, held[runs[:count]])", "pass"),
     "gradients of later runs": ("state_pass", "given[:going_on] += _moved(", "given[:going_on] += 0 * _moved("),
-    "gradients at final states": ("state_pass", "(self._dout, leaving))", "(self._dout, 0 * leaving))"),
+    "gradients at final states": ("kernels.by_torch", "(self._dout, leaving))", "(self._dout, 0 * leaving))"),
     "decay of a chunk": ("scan", "leaving = fading[here] * entering", "leaving = entering"),
     "chunks before": ("scan", "new[here] - state_share[here] @ entering", "new[here]"),
     "gradients of rows before": ("conv", "total.index_add_(0, rows, handle.wait())", "handle.wait()"),

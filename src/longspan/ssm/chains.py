@@ -16,6 +16,7 @@ from torch import Tensor
 from longspan.comm import SequenceShard, ShardPart, to_device, world_of
 from longspan.comm.groups.channel import Channel
 from longspan.layout.segments import Rows, expand
+from longspan.ssm.kernels.runs import LocalRuns
 
 Flags = npt.NDArray[np.bool_]
 
@@ -70,6 +71,12 @@ class Chains:
     def lengths(self) -> Rows:
         """Rows of each of this member's runs, in held order."""
         return (self.runs.stop - self.runs.start)[self.mine]
+
+    @cached_property
+    def local_runs(self) -> LocalRuns:
+        """This member's runs, as kernels take them."""
+        shared = (self.runs.place > 0) | ~self.runs.last
+        return LocalRuns(self.lengths, self.device, shared[self.mine])
 
     @cached_property
     def forward(self) -> "Passing":
@@ -153,7 +160,7 @@ class Halo:
     `sends[m]` of this member's rows go to member m, those of `rows` one after another; `receives[m]` arrive. A row
     that this member needs and holds itself goes the same way. `source` (T + runs · width,) is what a convolution
     reads: for each run the rows before it, then its own, as rows of [local rows | arrived rows | one zero row];
-    `kept` (T,) are the places of the local rows in it.
+    `kept` (T,) are the places of the local rows in it, `before` (runs · width,) those before each run alone.
     """
 
     def __init__(self, chains: Chains, width: int) -> None:
@@ -166,8 +173,10 @@ class Halo:
         self.receives = np.bincount(owners[me], minlength=chains.degree).tolist()
         rows = [runs.offset[run[i]] + at[i] - runs.start[run[i]] for (run, at), i in zip(needs, leaving, strict=True)]
         self.rows = to_device(np.concatenate(rows), chains.device)
-        source, kept = self._source(chains, needs[me], owners[me])
+        before = self._before(chains, needs[me], owners[me])
+        source, kept = self._source(chains, before)
         self.source, self.kept = to_device(source, chains.device), to_device(kept, chains.device)
+        self.before = to_device(before.reshape(-1), chains.device)
 
     @property
     def travels(self) -> bool:
@@ -186,23 +195,26 @@ class Halo:
         at = np.searchsorted(runs.document * stride + runs.start, document * stride + position, side="right") - 1
         return at, position
 
-    def _source(self, chains: Chains, needs: tuple[Rows, Rows], owners: Rows) -> tuple[Rows, Rows]:
+    def _before(self, chains: Chains, needs: tuple[Rows, Rows], owners: Rows) -> Rows:
+        """(runs, width): rows of [local rows | arrived rows | one zero row] before each run."""
         runs, mine, width = self._runs, chains.mine, self._width
         rows = int(chains.lengths.sum())
         arrived = np.empty(len(owners), dtype=np.int64)  # rows arrive member after member
         arrived[np.argsort(owners, kind="stable")] = np.arange(len(owners))
-        zero = rows + len(owners)
-        before = np.full((len(mine), width), zero, dtype=np.int64)
+        before = np.full((len(mine), width), rows + len(owners), dtype=np.int64)
         sizes = np.minimum(runs.start[mine], width)
         columns = np.concatenate([[0], np.cumsum(sizes)])
         for run, size in enumerate(sizes.tolist()):
             before[run, width - size :] = rows + arrived[columns[run] : columns[run] + size]
+        return before
+
+    def _source(self, chains: Chains, before: Rows) -> tuple[Rows, Rows]:
         ends = np.cumsum(chains.lengths)
         pieces = [
             x for i, end in enumerate(ends.tolist()) for x in (before[i], np.arange(end - chains.lengths[i], end))
         ]
         source = np.concatenate([np.zeros(0, dtype=np.int64), *pieces])
-        return source, np.flatnonzero(source < rows)
+        return source, np.flatnonzero(source < int(chains.lengths.sum()))
 
 
 def chains_of(shard: SequenceShard) -> tuple[Chains, ...]:

@@ -16,12 +16,14 @@ from longspan.comm import Handle, SequenceShard
 from longspan.comm.graphs import outside_graphs
 from longspan.errors import LayoutError
 from longspan.ssm.chains import Chains, chains_of
+from longspan.ssm.kernels import fla
 
 
 @outside_graphs
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, shard: SequenceShard) -> Tensor:
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, shard: SequenceShard, *, silu: bool = False) -> Tensor:
     """y_t = Σ_i weight[:, W − 1 − i] · x_{t − i} + bias inside each document: x (T, C), weight (C, W) -> (T, C).
 
+    `silu` applies that activation to y. Half precision on a GPU runs by flash-linear-attention's kernel where it is.
     Every member of a group that has a part here makes the same call, and enters backward. Raises LayoutError for
     tensors that do not fit the shard or each other, before any communication.
     """
@@ -35,18 +37,43 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, shard: SequenceS
     parts = []
     for chain, before in zip(chains, arrived, strict=True):
         own = x[chain.part.start : chain.part.stop]
-        parts.append(_of_part(own, before, weight, bias, chain, width))
+        of_part = _by_fla if len(own) and not fla.lacks(x.dtype, x.device, 2, 2) else _by_torch
+        parts.append(of_part(own, before, (weight, bias), chain, silu))
     return torch.cat(parts) if parts else x
 
 
-def _of_part(x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None, chains: Chains, width: int) -> Tensor:
+Parameters = tuple[Tensor, Tensor | None]  # weight (C, W), bias (C,)
+
+
+def _by_torch(x: Tensor, before: Tensor, parameters: Parameters, chains: Chains, silu: bool) -> Tensor:
     """One convolution over all runs, each behind the rows before it."""
+    weight, bias = parameters
+    width = weight.shape[1] - 1
     halo, rows = chains.halo(width), torch.cat([x, before, x.new_zeros((1, x.shape[1]))])
     if not len(x):
         return rows[:0]  # others wait for this member's part of backward
     laid_out = rows.index_select(0, halo.source)
     y = F.conv1d(laid_out.t().unsqueeze(0), weight.unsqueeze(1), bias, groups=x.shape[1])
-    return y.squeeze(0).t().index_select(0, halo.kept - width)
+    y = y.squeeze(0).t().index_select(0, halo.kept - width)
+    return F.silu(y) if silu else y
+
+
+def _by_fla(x: Tensor, before: Tensor, parameters: Parameters, chains: Chains, silu: bool) -> Tensor:
+    """The rows before each run are its state, of which the kernel reads all but the first column."""
+    weight, bias = parameters
+    halo, runs = chains.halo(weight.shape[1] - 1), chains.local_runs
+    edge = torch.cat([before, x.new_zeros((1, x.shape[1]))]).index_select(0, halo.before - len(x))  # all of it arrived
+    state = F.pad(edge.view(len(runs.lengths), -1, x.shape[1]).transpose(1, 2), (1, 0)).contiguous()
+    y, _ = fla.function("modules.causal_conv1d.ops", "causal_conv1d")(
+        x.unsqueeze(0),
+        weight,
+        bias,
+        initial_state=state,
+        activation="silu" if silu else None,
+        cu_seqlens=runs.ends,
+        chunk_indices=runs.chunk_indices,
+    )
+    return y.squeeze(0)
 
 
 class _Exchange(torch.autograd.Function):

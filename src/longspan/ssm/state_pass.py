@@ -9,7 +9,7 @@ Networks" (arXiv 2412.06464); Dao and Gu, "Transformers are SSMs" (arXiv 2405.21
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,42 +20,44 @@ from longspan.comm.graphs import outside_graphs
 from longspan.errors import LayoutError
 from longspan.layout.segments import Rows
 from longspan.ssm.chains import Chains, Passing, chains_of, on_device
-from longspan.ssm.scan import scan, summaries
-
-
-class _Inputs(NamedTuple):
-    """q, k (T, H, K), v (T, H, V), g (T, H, K or 1), beta (T, H) or None."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor | None
-
-    def rows(self, start: int, stop: int) -> "_Inputs":
-        return _Inputs(*(None if x is None else x[start:stop] for x in self))  # pyright: ignore[reportArgumentType]
+from longspan.ssm.kernels import TORCH, Inputs, Kernel, Recurrence, choose
+from longspan.ssm.kernels.call import Forward, Saved, state_dtype
 
 
 @outside_graphs
-def linear_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shard: SequenceShard) -> Tensor:
-    """o_t = q_tᵀ S_t of S_t = (I − β_t k_t k_tᵀ) Diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ, from S = 0 in each document.
+def linear_scan(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shard: SequenceShard, scale: float = 1.0
+) -> Tensor:
+    """o_t = scale · q_tᵀ S_t, S_t = (I − β_t k_t k_tᵀ) Diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ, from S = 0 in a document.
 
-    q, k (T, H, K), v (T, H, V), g (T, H, K) or (T, H, 1) of log-decays, beta (T, H) -> (T, H, V), in the dtype of v.
-    Without beta the term −β k kᵀ is absent and β is 1: Mamba 2, where g has one number a head. Computed in float32
-    (float64 for float64). Every member of a group that has a part here makes the same call, and enters backward.
-    Raises LayoutError for tensors that do not fit the shard or each other, before any communication.
+    q, k (T, G, K), v (T, H, V), g (T, H, K) or (T, H, 1) of log-decays, beta (T, H) -> (T, H, V), in the dtype of v;
+    head h reads head h // (H // G) of q and k. Without beta the term −β k kᵀ is absent and β is 1: Mamba 2, where g
+    has one number a head. Half precision on a GPU runs by the kernels of flash-linear-attention where they can;
+    everything else in torch's operations, in float32 (float64 for float64). Every member of a group that has a part
+    here makes the same call, and enters backward. Raises LayoutError for tensors that do not fit the shard or each
+    other, before any communication.
     """
     _check(q, k, v, g, beta, shard)
-    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
-    given = [None if x is None else x.to(dtype) for x in (q, k, v, g, beta)]
-    return _StatePass.apply(chains_of(shard), *given).to(v.dtype)  # pyright: ignore[reportOptionalMemberAccess]
+    kernel = kernel_of(v, k.shape[-1], delta=beta is not None, by_channel=g.shape[-1] > 1)
+    wide = state_dtype(v.dtype)
+    rows = v.dtype if kernel.half else wide
+    dtypes = (rows, rows, rows, wide, wide)
+    given = [
+        None if x is None else x.to(dtype).contiguous() for x, dtype in zip((q, k, v, g, beta), dtypes, strict=True)
+    ]
+    return _StatePass.apply(chains_of(shard), kernel, scale, *given).to(v.dtype)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def kernel_of(v: Tensor, key_size: int, *, delta: bool, by_channel: bool = False) -> Kernel:
+    """The kernel that `linear_scan` takes for values like these, (T, H, V)."""
+    return choose(Recurrence(v.dtype, v.device, key_size, v.shape[-1], delta=delta, by_channel=by_channel))
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shard: SequenceShard) -> None:
-    rows, (heads, size) = shard.local_rows, k.shape[1:]
+    rows, (groups, size), heads = shard.local_rows, k.shape[1:], v.shape[1]
     wanted: dict[str, tuple[tuple[int, ...], Tensor]] = {
-        "q": ((rows, heads, size), q),
-        "k": ((rows, heads, size), k),
+        "q": ((rows, groups, size), q),
+        "k": ((rows, groups, size), k),
         "v": ((rows, heads, v.shape[-1]), v),
         "g": ((rows, heads, 1 if beta is None else g.shape[-1]), g),
     }
@@ -66,57 +68,73 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shar
             raise LayoutError(
                 f"linear_scan got {name} of {tuple(x.shape)}, wanted {shape}; the shard holds {rows} rows"
             )
+    if heads % groups:
+        raise LayoutError(
+            f"linear_scan got {groups} heads of keys for {heads} heads of values; they have to divide them"
+        )
     if g.shape[-1] not in (1, size):
         raise LayoutError(f"linear_scan got {g.shape[-1]} decays a head; give 1, or {size}, one for each key number")
 
 
 class _StatePass(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, chains: tuple[Chains, ...], *given: Tensor) -> Tensor:
-        inputs = _Inputs(*given)
-        sent = [_Sent(c, inputs.rows(c.part.start, c.part.stop)) for c in chains]
-        outs, entering = [inputs.v[:0]], []
-        for part in sent:
+    def forward(ctx: Any, chains: tuple[Chains, ...], kernel: Kernel, scale: float, *given: Tensor) -> Tensor:
+        inputs = Inputs(*given)
+        parts = [inputs.rows(c.part.start, c.part.stop) for c in chains]
+        begun = [_of(kernel, c).forward(part, c.local_runs, scale) for part, c in zip(parts, chains, strict=True)]
+        sent = [_Sent(c, part, scan) for c, part, scan in zip(chains, parts, begun, strict=True)]
+        outs, kept = [inputs.v[:0]], list[tuple[Tensor, ...]]()
+        for part, scan in zip(sent, begun, strict=True):
             states = part.entering()
-            entering.append(states)
-            outs.append(scan(*part.inputs, states, part.chains.lengths)[0])
-        ctx.save_for_backward(*given)
-        ctx.sent, ctx.states = [(part.chains, part.transitions) for part in sent], entering
+            outs.append(scan.outputs(states))
+            kept.append((part.transitions, states, *scan.kept))
+        ctx.save_for_backward(*given, *(x for tensors in kept for x in tensors))
+        ctx.chains, ctx.kernel, ctx.scale, ctx.counts = chains, kernel, scale, [len(tensors) for tensors in kept]
         return torch.cat(outs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        inputs, dout = _Inputs(*ctx.saved_tensors), gradients[0]
+        tensors = ctx.saved_tensors  # once: recomputation gives them no second time
+        inputs, rest, dout = Inputs(*tensors[:5]), list(tensors[5:]), gradients[0]
         totals = [None if x is None else torch.zeros_like(x) for x in inputs]
-        parts = zip(ctx.sent, ctx.states, strict=True)
-        for (chains, transitions), states in reversed(list(parts)):
+        for chains, count in reversed(list(zip(ctx.chains, ctx.counts, strict=True))):
+            transitions, states, *kept = rest[len(rest) - count :]
+            del rest[len(rest) - count :]
             start, stop = chains.part.start, chains.part.stop
-            local = _Local(inputs.rows(start, stop), states, chains, dout[start:stop])
-            leaving = _gathered_gradients(chains, local.owed, transitions)
-            for total, part in zip((x for x in totals if x is not None), local.gradients(leaving), strict=True):
+            saved = Saved(states, tuple(kept), dout[start:stop])
+            local = _of(ctx.kernel, chains).backward(inputs.rows(start, stop), chains.local_runs, ctx.scale, saved)
+            owed = _Owed(chains, states, transitions, local.owed)
+            local.prepare()
+            found = local.gradients(owed.leaving())
+            for total, part in zip((x for x in totals if x is not None), found, strict=True):
                 total[start:stop] = part
-        return None, *totals
+        return None, None, None, *totals
+
+
+def _of(kernel: Kernel, chains: Chains) -> Kernel:
+    """The kernel; torch's operations where this member has no rows."""
+    return kernel if len(chains.lengths) else TORCH
 
 
 class _Sent:
     """The summaries of one part's runs, on their way to the members."""
 
-    def __init__(self, chains: Chains, inputs: _Inputs) -> None:
-        self.chains, self.inputs, self.transitions = chains, inputs, inputs.k.new_zeros(0)
-        self._passing, self._handle = chains.forward, None
+    def __init__(self, chains: Chains, inputs: Inputs, scan: Forward) -> None:
+        self.chains, self.inputs = chains, inputs
+        self.transitions = inputs.k.new_zeros(0)
+        self._passing = chains.forward
         if not self._passing.any:
             return
-        _, k, v, g, beta = inputs
-        passing = self._passing
-        states, transitions = summaries(k, v, g, beta, chains.lengths, passing.leaving, passing.carrying)
+        states, transitions = scan.summaries(self._passing.leaving, self._passing.carrying)
         self.transitions = transitions  # backward gives them once more
-        self._gathered = _Gathered(chains, passing, states, transitions, "states of runs")
+        self._gathered = _Gathered(chains, self._passing, states, transitions, "states of runs")
 
     def entering(self) -> Tensor:
         """The state (R, H, K, V) that enters each run of this member."""
-        k, v = self.inputs.k, self.inputs.v
-        entering = v.new_zeros((len(self.chains.mine), *k.shape[1:], v.shape[2]))
+        v = self.inputs.v
+        shape = (len(self.chains.mine), *self.inputs.state_shape)
+        entering = v.new_zeros(shape, dtype=state_dtype(v.dtype))
         if not self._passing.any:
             return entering
         table, held = self._passing.own_chains, self._passing.held
@@ -131,48 +149,35 @@ class _Sent:
         return entering
 
 
-class _Local:
-    """The scan of one part's runs, once more, with gradients; `owed` is what its outputs owe to entering states."""
+class _Owed:
+    """What outputs owe to the states that entered runs, on its way to the members."""
 
-    def __init__(self, inputs: _Inputs, states: Tensor, chains: Chains, dout: Tensor) -> None:
-        self._dout = dout
-        with torch.enable_grad():
-            self._leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
-            start = states.detach().requires_grad_()
-            self._out, self._final = scan(*_Inputs(*self._leaves), start, chains.lengths)  # pyright: ignore
-        self.owed = states[:0]
+    def __init__(self, chains: Chains, states: Tensor, transitions: Tensor, owed: Callable[[Rows], Tensor]) -> None:
+        self._chains, self._zero = chains, states
         if chains.backward.any:
-            (owed,) = torch.autograd.grad(self._out, start, dout, retain_graph=True, allow_unused=True)
-            self.owed = torch.zeros_like(states) if owed is None else owed
+            runs = chains.backward.leaving
+            own = owed(runs) if len(runs) else states[:0]
+            what = "gradients of states of runs"
+            self._gathered = _Gathered(chains, chains.backward, own, transitions, what)
 
-    def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
-        """Of the inputs, with the gradient (R, H, K, V) at each run's final state."""
-        leaves = [x for x in self._leaves if x is not None]
-        if not len(self._dout):
-            return tuple(torch.zeros_like(x) for x in leaves)
-        return torch.autograd.grad((self._out, self._final), leaves, (self._dout, leaving))
-
-
-def _gathered_gradients(chains: Chains, owed: Tensor, transitions: Tensor) -> Tensor:
-    """The gradient (R, H, K, V) at the final state of each run of this member."""
-    passing = chains.backward
-    leaving = owed.new_zeros((len(chains.mine), *owed.shape[1:]))
-    if not passing.any:
+    def leaving(self) -> Tensor:
+        """The gradient (R, H, K, V) at the final state of each run of this member."""
+        passing, leaving = self._chains.backward, torch.zeros_like(self._zero)
+        if not passing.any:
+            return leaving
+        state_of, transition_of = self._gathered.wait()
+        table, held = passing.own_chains, passing.held
+        gradient = leaving[:0]
+        for place in range(table.shape[1] - 1, 0, -1):
+            runs = table[:, place]
+            count = int((runs >= 0).sum())
+            going_on = len(gradient)  # chains with a run after this one, which come first
+            given = state_of(runs[:count])
+            if going_on:
+                given[:going_on] += _moved(transition_of(runs[:going_on]), gradient, transposed=True)
+            gradient = given
+            _keep(leaving, gradient, held[table[:count, place - 1]])
         return leaving
-    own = owed.index_select(0, on_device(passing.leaving, owed.device))
-    state_of, transition_of = _Gathered(chains, passing, own, transitions, "gradients of states of runs").wait()
-    table, held = passing.own_chains, passing.held
-    gradient = leaving[:0]
-    for place in range(table.shape[1] - 1, 0, -1):
-        runs = table[:, place]
-        count = int((runs >= 0).sum())
-        going_on = len(gradient)  # chains with a run after this one, which come first
-        given = state_of(runs[:count])
-        if going_on:
-            given[:going_on] += _moved(transition_of(runs[:going_on]), gradient, transposed=True)
-        gradient = given
-        _keep(leaving, gradient, held[table[:count, place - 1]])
-    return leaving
 
 
 class _Gathered:

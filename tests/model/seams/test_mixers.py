@@ -98,9 +98,9 @@ def test_every_family_in_every_home(family: str) -> None:
 # ---- what is dropped is noticed
 
 MUTANTS = {
-    "a scan's step": ("k * step.unsqueeze(-1), v, (step * A)", "k, v, (step * A)"),
+    "a scan's step": ("(v * step.unsqueeze(-1))", "(1.0 * v)"),
     "D": ("out if D is None else out + D.unsqueeze(-1) * v", "out"),
-    "a convolution's activation": ("y if activation is None else ACT2FN[activation](y)", "y"),
+    "a convolution's activation": ("convolution(x, weight, bias, silu)", "convolution(x, weight, bias, False)"),
 }
 
 

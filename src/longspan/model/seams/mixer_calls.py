@@ -24,10 +24,11 @@ from longspan.errors import ModelError
 from longspan.model.seams.layer_arguments import shard_of_layer
 from longspan.model.seams.mixers import mixers_of, own_forward
 from longspan.model.seams.probe import Probe
-from longspan.ssm import causal_conv, linear_scan
+from longspan.ssm import causal_conv, kernel_of, linear_scan, unit
+from longspan.ssm.kernels.call import state_dtype
 
-Convolution = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+Convolution = Callable[[Tensor, Tensor, Tensor | None, bool], Tensor]
+Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 _EPSILON = 1e-6  # of the norm of queries and keys, as in flash-linear-attention
 
 
@@ -60,20 +61,26 @@ class OverShard:
                 f"{self.name} got {batch} x {rows} rows; the shard is one packed row of {shard.local_rows}"
             )
         return Rows(
-            lambda x, weight, bias: causal_conv(x, weight, bias, shard),
-            lambda q, k, v, g, beta: linear_scan(q, k, v, g, beta, shard),
+            lambda x, weight, bias, silu: causal_conv(x, weight, bias, shard, silu=silu),
+            lambda q, k, v, g, beta, scale: linear_scan(q, k, v, g, beta, shard, scale),
         )
 
 
-def _alone(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
+def _alone(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
     """A scan whose rows are documents of their own."""
-    out = (q * k).sum(-1, keepdim=True) * v
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    out = scale * (q * k).sum(-1, keepdim=True) * v
     return out if beta is None else out * beta.unsqueeze(-1)
 
 
+def _convolved_alone(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    y = x * weight[:, -1] + (0 if bias is None else bias)
+    return F.silu(y) if silu else y
+
+
 # For passes that show shapes; and for rows that see themselves alone, by which what is around a mixer can be tried.
-_SHAPES = Rows(lambda x, weight, bias: torch.empty_like(x), lambda q, k, v, g, beta: torch.empty_like(v))
-ROWS_ALONE = Rows(lambda x, weight, bias: x * weight[:, -1] + (0 if bias is None else bias), _alone)
+_SHAPES = Rows(lambda x, weight, bias, silu: torch.empty_like(x), lambda q, k, v, g, beta, scale: torch.empty_like(v))
+ROWS_ALONE = Rows(_convolved_alone, _alone)
 RowsOf = Callable[[object, int, int], Rows]
 
 
@@ -90,8 +97,9 @@ def calls_of(rows_of: RowsOf) -> dict[str, Callable[..., Any]]:
     ) -> Tensor:
         """hidden_states (1, C, T), weight (C, W) -> (1, C, T)."""
         x = hidden_states.to(weight.dtype).squeeze(0).t()
-        y = rows_of(shard, len(hidden_states), len(x)).convolution(x, weight, bias)
-        y = y if activation is None else ACT2FN[activation](y)
+        silu = activation in ("silu", "swish")
+        y = rows_of(shard, len(hidden_states), len(x)).convolution(x, weight, bias, silu)
+        y = y if activation is None or silu else ACT2FN[activation](y)
         return y.to(hidden_states.dtype).t().unsqueeze(0)
 
     def delta_rule(
@@ -108,14 +116,11 @@ def calls_of(rows_of: RowsOf) -> dict[str, Callable[..., Any]]:
         """query, key (1, T, K heads, K), value (1, T, H, V), g (1, T, H) or (1, T, H, K), beta (1, T, H)."""
         _refuse_state(initial_state)
         rows = rows_of(shard, len(query), query.shape[1])
-        dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
-        q, k, v, decay, weight = (x.squeeze(0).to(dtype) for x in (query, key, value, g, beta))
+        q, k, v, decay, weight = (x.squeeze(0) for x in (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
-            q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPSILON) for x in (q, k))
-        groups = v.shape[1] // k.shape[1]
-        q, k = ((x if groups == 1 else x.repeat_interleave(groups, 1)) for x in (q * q.shape[-1] ** -0.5, k))
-        out = rows.scan(q, k, v, decay if decay.ndim == 3 else decay.unsqueeze(-1), weight)
-        return out.to(query.dtype).unsqueeze(0), None
+            q, k = unit(q, _EPSILON), unit(k, _EPSILON)
+        decay = decay if decay.ndim == 3 else decay.unsqueeze(-1)
+        return rows.scan(q, k, v, decay, weight, q.shape[-1] ** -0.5).to(query.dtype).unsqueeze(0), None
 
     def mamba2(
         x: Tensor,
@@ -137,13 +142,13 @@ def calls_of(rows_of: RowsOf) -> dict[str, Callable[..., Any]]:
         if z is not None:
             raise ModelError("a Mamba 2 layer gives its gate to the scan (z), which no known layer does")
         rows = rows_of(shard, len(x), x.shape[1])
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        v, step, k, q = (t.squeeze(0).to(dtype) for t in (x, dt, B, C))
-        step = step if dt_bias is None else step + dt_bias
+        wide = state_dtype(x.dtype)
+        v, step, k, q = (t.squeeze(0) for t in (x, dt, B, C))
+        step = step.to(wide) if dt_bias is None else step.to(wide) + dt_bias
         step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
-        groups = v.shape[1] // k.shape[1]
-        k, q = (t.repeat_interleave(groups, 1) for t in (k, q))
-        out = rows.scan(q, k * step.unsqueeze(-1), v, (step * A).unsqueeze(-1), None)
+        half = kernel_of(v, k.shape[-1], delta=False).half
+        values = (v * step.unsqueeze(-1)).to(v.dtype if half else wide)
+        out = rows.scan(q, k, values, (step * A).unsqueeze(-1), None, 1.0)
         out = out if D is None else out + D.unsqueeze(-1) * v
         return out.to(x.dtype).unsqueeze(0)
 

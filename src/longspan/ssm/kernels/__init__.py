@@ -1,0 +1,7 @@
+"""Kernels of linear recurrences over a rank's own runs of rows."""
+
+from longspan.ssm.kernels.call import Inputs, Kernel, Recurrence
+from longspan.ssm.kernels.runs import LocalRuns
+from longspan.ssm.kernels.table import KERNELS, TORCH, choose
+
+__all__ = ["KERNELS", "TORCH", "Inputs", "Kernel", "LocalRuns", "Recurrence", "choose"]

@@ -1,0 +1,106 @@
+"""What a kernel of linear recurrences is given, and what it offers to the exchange of states."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from longspan.layout.segments import Rows
+from longspan.ssm.kernels.runs import LocalRuns
+
+
+class Inputs(NamedTuple):
+    """q, k (T, G, K), v (T, H, V), g (T, H, K or 1), beta (T, H) or None; head h of v reads head h // (H // G) of k."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None
+
+    def rows(self, start: int, stop: int) -> "Inputs":
+        """These rows of all of them."""
+        return Inputs(*(None if x is None else x[start:stop] for x in self))  # pyright: ignore[reportArgumentType]
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """(H, K, V)."""
+        return self.v.shape[1], self.k.shape[2], self.v.shape[2]
+
+
+class Recurrence(NamedTuple):
+    """The kind of a recurrence, by which a kernel is chosen: dtype and device of v, and sizes of a head.
+
+    `delta`: whether there is a term −β k kᵀ; `by_channel`: whether each key number has a decay of its own.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    key_size: int
+    value_size: int
+    delta: bool
+    by_channel: bool
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """That of states, of folds, and on the wire: float64 for float64, float32 otherwise."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Forward(Protocol):
+    """The forward pass over some runs."""
+
+    def summaries(self, leaving: Rows, carrying: Rows) -> tuple[Tensor, Tensor]:
+        """B (n, H, K, V) of the runs `leaving` and M (m, H, K, K or 1) of the runs `carrying`, S_out = M S_in + B."""
+        ...
+
+    def outputs(self, states: Tensor) -> Tensor:
+        """o (T, H, V), from the states (R, H, K, V) that enter the runs."""
+        ...
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """What backward needs besides inputs and entering states."""
+        ...
+
+
+class Backward(Protocol):
+    """The backward pass over some runs."""
+
+    def owed(self, runs: Rows) -> Tensor:
+        """(n, H, K, V): gradients of the outputs to the states that enter these runs, final states having none."""
+        ...
+
+    def prepare(self) -> None:
+        """What may be done while gradients of states travel."""
+        ...
+
+    def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
+        """Of each input that is not None, with the gradient (R, H, K, V) at each run's final state."""
+        ...
+
+
+class Saved(NamedTuple):
+    """What a backward pass is given: entering states (R, H, K, V), what forward kept, gradients of the outputs."""
+
+    states: Tensor
+    kept: tuple[Tensor, ...]
+    dout: Tensor
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel by its name.
+
+    `lacks(recurrence)` says what it would need and does not have, "" for nothing; `half` whether it takes q, k and v in
+    half precision as they are. `forward(inputs, runs, scale)` and `backward(inputs, runs, scale, saved)` begin passes,
+    in which q is multiplied by `scale`.
+    """
+
+    name: str
+    lacks: Callable[[Recurrence], str]
+    forward: Callable[[Inputs, LocalRuns, float], Forward]
+    backward: Callable[[Inputs, LocalRuns, float, Saved], Backward]
+    half: bool = False

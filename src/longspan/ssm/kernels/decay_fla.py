@@ -1,0 +1,123 @@
+"""Recurrences of one decay a head without a delta term (Mamba 2): chunks by flash-linear-attention, states by our own.
+
+What a chunk adds to the state is one product for all heads that share keys (kᵀ times the faded values), worked out
+once: the sums over chunks that follow are cheap, so that a run's summary costs little beside its scan. Source of the
+chunks: Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060) §6.
+"""
+
+import torch
+from torch import Tensor
+
+from longspan.layout.segments import Rows
+from longspan.ssm.kernels import fla
+from longspan.ssm.kernels.call import Inputs, Recurrence, Saved
+from longspan.ssm.kernels.delta_fla import batch_of_one, of_inputs
+from longspan.ssm.kernels.delta_states import cumulative, indices
+from longspan.ssm.kernels.faded_sums import faded_sums
+from longspan.ssm.kernels.runs import CHUNK, LocalRuns
+
+
+def lacks(recurrence: Recurrence) -> str:
+    """What it would need; "" for nothing."""
+    if recurrence.delta:
+        return "a recurrence without a delta term"
+    return fla.lacks(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
+
+
+class _Decays:
+    """Sums of log-decays (base 2) inside chunks: g (1, T, H), those of whole chunks, and what is left of each row."""
+
+    def __init__(self, g: Tensor, runs: LocalRuns) -> None:
+        self.g = g
+        self.whole = g.squeeze(0).index_select(0, runs.last_rows)  # (N, H)
+        self._of_row = runs.chunk_of_row
+
+    def to_end(self) -> Tensor:
+        """What is left of each row at its chunk's end: (T, H, 1)."""
+        return torch.exp2(self.whole.index_select(0, self._of_row) - self.g.squeeze(0)).unsqueeze(-1)
+
+    def from_start(self) -> Tensor:
+        """What is left at each row of the state that entered its chunk: (T, H, 1)."""
+        return torch.exp2(self.g.squeeze(0)).unsqueeze(-1)
+
+
+class DecayForward:
+    """A forward pass; see `Forward`."""
+
+    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
+        self._inputs, self._runs, self._scale = inputs, runs, scale
+        self._decays = _Decays(cumulative(inputs.g.squeeze(-1), runs), runs)
+        self._added = added(inputs.k, inputs.v, self._decays.to_end(), runs)
+        self.kept = (self._decays.g,)
+
+    def summaries(self, leaving: Rows, carrying: Rows) -> tuple[Tensor, Tensor]:
+        """See `Forward`."""
+        heads, size, width = self._inputs.state_shape
+        zero = self._inputs.k.new_zeros((len(self._runs.lengths), heads, size, width), dtype=torch.float32)
+        states = faded_sums(self._added, self._decays.whole, zero, self._runs)
+        runs = torch.arange(len(zero), device=zero.device).repeat_interleave(self._runs.chunk_ends.diff())
+        total = zero.new_zeros((len(zero), heads)).index_add_(0, runs, self._decays.whole.float())
+        leaving, carrying = (torch.from_numpy(x).to(zero.device) for x in (leaving, carrying))  # pyright: ignore
+        return states[leaving], torch.exp2(total)[carrying, :, None, None]
+
+    def outputs(self, states: Tensor) -> Tensor:
+        """See `Forward`."""
+        q, k, v, _ = batch_of_one(self._inputs)
+        h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))
+        faded_sums(self._added, self._decays.whole, states, self._runs, into=h)
+        out = fla.function("ops.common.chunk_o", "chunk_fwd_o")
+        given = {"q": q, "k": k, "v": v, "h": h, "g": self._decays.g}
+        return out(**given, scale=self._scale, chunk_size=CHUNK, **indices(self._runs)).squeeze(0)
+
+
+class DecayBackward:
+    """A backward pass; see `Backward`."""
+
+    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: Saved) -> None:
+        self._inputs, self._runs, self._scale, self._saved = inputs, runs, scale, saved
+        self._decays = _Decays(saved.kept[0], runs)
+        self._do = saved.dout.to(inputs.v.dtype).contiguous()
+        self._read = added(inputs.q, self._do, scale * self._decays.from_start(), runs)
+        self._h = inputs.v[:0]
+
+    def owed(self, runs: Rows) -> Tensor:
+        """See `Backward`."""
+        zero = torch.zeros_like(self._saved.states)
+        owed = faded_sums(self._read, self._decays.whole, zero, self._runs, backwards=True)
+        return owed[torch.from_numpy(runs).to(owed.device)]
+
+    def prepare(self) -> None:
+        """The states of chunks, once more."""
+        _, k, v, _, _ = self._inputs
+        self._h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))
+        sums = added(k, v, self._decays.to_end(), self._runs)
+        faded_sums(sums, self._decays.whole, self._saved.states, self._runs, into=self._h)
+
+    def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
+        """See `Backward`."""
+        q, k, v, _ = batch_of_one(self._inputs)
+        dh = torch.empty_like(self._h)
+        faded_sums(self._read, self._decays.whole, leaving, self._runs, into=dh, backwards=True)
+        given = {"q": q, "k": k, "g": self._decays.g, "do": self._do.unsqueeze(0), "dh": dh, "scale": self._scale}
+        shared = {"chunk_size": CHUNK, **indices(self._runs)}
+        reading = fla.function("ops.common.chunk_o", "chunk_bwd_dqkwg")
+        dq, dk, _, dg = reading(**given, v=v, h=self._h, **shared)
+        dv = fla.function("ops.common.chunk_o", "chunk_bwd_dv")(**given, **shared)
+        dg = cumulative(dg.squeeze(0), self._runs, reverse=True).unsqueeze(-1)
+        return of_inputs((dq, dk, dv, dg), self._inputs)
+
+
+def added(keys: Tensor, values: Tensor, weight: Tensor, runs: LocalRuns) -> Tensor:
+    """Σ of key ⊗ weight · value over a chunk: (T, G, K), (T, H, V), (T, H, 1) -> (N, G, K, H / G · V), float32.
+
+    Heads that share keys lie side by side, so that there is one product for them.
+    """
+    groups, size = keys.shape[1:]
+    faded = (values * weight).to(values.dtype)
+    rows = []
+    for x in (keys, faded):
+        if runs.padded is not None:
+            x = torch.cat([x, x.new_zeros((1, *x.shape[1:]))]).index_select(0, runs.padded)
+        rows.append(x.reshape(runs.chunks, CHUNK, groups, -1).transpose(1, 2).flatten(0, 1))  # (N · G, C, ·)
+    sums = torch.bmm(rows[0].mT, rows[1], out_dtype=torch.float32)
+    return sums.view(runs.chunks, groups, size, -1)

@@ -1,0 +1,106 @@
+"""Long runs cut into pieces that are scanned side by side, where a delta rule's heads alone would leave a GPU idle.
+
+A scan goes through a run's chunks one after another, a head a program or two. Pieces of a run are to the run what the
+runs of a document are to the document (`state_pass.py`): each is an affine map [B | M] of the state that enters it, and
+folding these in order gives the run's own map, and the states that enter its pieces.
+"""
+
+import numpy as np
+from torch import Tensor
+
+from longspan.comm import to_device
+from longspan.layout.segments import Rows
+from longspan.ssm.kernels.runs import CHUNK, LocalRuns
+
+_AT_ONCE = 128  # pieces times heads that fill a GPU
+_SHORTEST = 8 * CHUNK
+
+
+class Pieces:
+    """Pieces of the runs that share a document with others; other runs are one piece each.
+
+    `runs` are the pieces as runs. What concerns maps is of the pieces from `first` to before `stop` alone, between
+    which those of shared runs lie.
+    """
+
+    def __init__(self, runs: LocalRuns, heads: int) -> None:
+        most = -(-_AT_ONCE // heads)
+        sizes = [_cut(int(n), most) if s else [int(n)] for n, s in zip(runs.lengths, runs.shared, strict=True)]
+        counts = np.array([len(cut) for cut in sizes])
+        self.runs = LocalRuns(np.array([n for cut in sizes for n in cut], dtype=np.int64), runs.device)
+        self._starts = np.cumsum(counts) - counts
+        self._counts = counts
+        with_maps = np.flatnonzero(runs.shared)
+        self.first = int(self._starts[with_maps[0]]) if len(with_maps) else 0
+        self.stop = int((self._starts + counts)[with_maps[-1]]) if len(with_maps) else 0
+
+    @property
+    def cut(self) -> bool:
+        """Whether any run has several pieces."""
+        return bool((self._counts > 1).any())
+
+    def maps_of_runs(self, maps: Tensor, runs: Rows, width: int) -> Tensor:
+        """[B | M] (n, H, K, V + K) of some shared runs from those of pieces; V is `width`."""
+        found = maps[self._at(self._starts[runs] - self.first, maps)]
+        for place in range(1, int(self._counts[runs].max(initial=1))):
+            some = np.flatnonzero(self._counts[runs] > place)
+            at, mine = self._at(some, maps), maps[self._at(self._starts[runs[some]] + place - self.first, maps)]
+            moved = mine[..., width:] @ found[at]
+            moved[..., :width] += mine[..., :width]
+            found[at] = moved
+        return found
+
+    def entering(self, states: Tensor, maps: Tensor | None) -> Tensor:
+        """The state that enters each piece, from those (R, H, K, V) that enter runs."""
+        if maps is None or not self.cut:
+            return states
+        width = states.shape[-1]
+        entering = states.new_empty((len(self.runs.lengths), *states.shape[1:]))
+        entering[self._at(self._starts, states)] = states
+        for place in range(1, int(self._counts.max())):
+            before = self._starts[self._counts > place] + place - 1
+            mine = maps[self._at(before - self.first, maps)]
+            moved = mine[..., width:] @ entering[self._at(before, states)] + mine[..., :width]
+            entering[self._at(before + 1, states)] = moved
+        return entering
+
+    def owed_by_runs(self, owed: Tensor, transitions: Tensor, runs: Rows) -> Tensor:
+        """Gradients (n, H, K, V) at the states that enter some shared runs, from those at the states of pieces."""
+        last = self._starts[runs] + self._counts[runs] - 1
+        found = owed[self._at(last - self.first, owed)]
+        for place in range(1, int(self._counts[runs].max(initial=1))):
+            some = np.flatnonzero(self._counts[runs] > place)
+            at, mine = self._at(some, owed), self._at(last[some] - place - self.first, owed)
+            found[at] = transitions[mine].mT @ found[at] + owed[mine]
+        return found
+
+    def leaving(self, leaving: Tensor, owed: Tensor | None, transitions: Tensor) -> Tensor:
+        """The gradient at each piece's final state, from those (R, H, K, V) at the final states of runs."""
+        if owed is None or not self.cut:
+            return leaving
+        last = self._starts + self._counts - 1
+        found = leaving.new_empty((len(self.runs.lengths), *leaving.shape[1:]))
+        found[self._at(last, leaving)] = leaving
+        for place in range(1, int(self._counts.max())):
+            after = last[self._counts > place] - place + 1
+            mine = self._at(after - self.first, leaving)
+            found[self._at(after - 1, leaving)] = transitions[mine].mT @ found[self._at(after, leaving)] + owed[mine]
+        return found
+
+    def _at(self, rows: Rows, like: Tensor) -> Tensor:
+        return to_device(np.ascontiguousarray(rows), like.device)
+
+
+def _cut(rows: int, most: int) -> list[int]:
+    """Rows of the pieces of a run: whole chunks but for the last, nearly equal, at most so many."""
+    chunks = -(-rows // CHUNK)
+    count = max(1, min(most, rows // _SHORTEST))
+    ends = [min(rows, CHUNK * (chunks * (i + 1) // count)) for i in range(count)]
+    return np.diff([0, *ends]).tolist()
+
+
+def pieces_of(runs: LocalRuns, heads: int) -> Pieces:
+    """The pieces of these runs, worked out once."""
+    if heads not in runs.pieces:
+        runs.pieces[heads] = Pieces(runs, heads)
+    return runs.pieces[heads]

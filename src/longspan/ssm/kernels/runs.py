@@ -1,0 +1,92 @@
+"""A rank's own runs of rows as kernels take them: indices on the device, worked out once for all layers."""
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from longspan.comm import to_device
+from longspan.layout.segments import Rows
+
+Flags = npt.NDArray[np.bool_]
+CHUNK = 64  # rows of a chunk of the kernels of flash-linear-attention
+
+
+class LocalRuns:
+    """Runs of rows, one after another: `lengths` (R,) of each; `shared`, whether its document has others."""
+
+    def __init__(self, lengths: Rows, device: torch.device, shared: Flags | None = None) -> None:
+        self.lengths, self.device = lengths, device
+        self.shared = np.zeros(len(lengths), dtype=bool) if shared is None else shared
+        self.pieces: dict[int, Any] = {}  # by heads
+        self.rows = int(lengths.sum())
+        self._chunks = -(-lengths // CHUNK)
+
+    @property
+    def starts(self) -> Rows:
+        """The first row of each run."""
+        return np.cumsum(self.lengths) - self.lengths
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """(R + 1,) int64: where runs begin, and the end of the last."""
+        return self._device(np.concatenate([[0], np.cumsum(self.lengths)]))
+
+    @cached_property
+    def chunk_indices(self) -> Tensor:
+        """(N, 2) int64: the run of each chunk, and its number in the run."""
+        return self._device(np.stack([self._run_of_chunk, self._place_of_chunk], 1))
+
+    @cached_property
+    def chunk_ends(self) -> Tensor:
+        """(R + 1,) int64: where the chunks of runs begin among all, and the number of them."""
+        return self._device(np.concatenate([[0], np.cumsum(self._chunks)]))
+
+    @cached_property
+    def chunk_of_row(self) -> Tensor:
+        """(T,) int64."""
+        return self._device(np.repeat(np.arange(len(self._first_rows)), self._sizes))
+
+    @cached_property
+    def last_rows(self) -> Tensor:
+        """(N,) int64: the last row of each chunk."""
+        return self._device(self._first_rows + self._sizes - 1)
+
+    @cached_property
+    def padded(self) -> Tensor | None:
+        """(N · CHUNK,) int64 into [rows | a zero row]: chunks of full size; None where all are."""
+        if (self._sizes == CHUNK).all():
+            return None
+        rows = self._first_rows[:, None] + np.arange(CHUNK)
+        return self._device(np.where(np.arange(CHUNK) < self._sizes[:, None], rows, self.rows).reshape(-1))
+
+    @property
+    def chunks(self) -> int:
+        """N, of all runs."""
+        return len(self._first_rows)
+
+    def between(self, first: int, last: int) -> "LocalRuns":
+        """The runs from `first` to `last`, both included, as runs of their own rows."""
+        return LocalRuns(self.lengths[first : last + 1], self.device)
+
+    @cached_property
+    def _run_of_chunk(self) -> Rows:
+        return np.repeat(np.arange(len(self.lengths)), self._chunks)
+
+    @cached_property
+    def _place_of_chunk(self) -> Rows:
+        return np.arange(int(self._chunks.sum())) - np.repeat(np.cumsum(self._chunks) - self._chunks, self._chunks)
+
+    @cached_property
+    def _first_rows(self) -> Rows:
+        return self.starts[self._run_of_chunk] + self._place_of_chunk * CHUNK
+
+    @cached_property
+    def _sizes(self) -> Rows:
+        return np.minimum(self.lengths[self._run_of_chunk] - self._place_of_chunk * CHUNK, CHUNK)
+
+    def _device(self, rows: Rows) -> Tensor:
+        return to_device(np.ascontiguousarray(rows), self.device)

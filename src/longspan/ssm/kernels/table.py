@@ -1,0 +1,18 @@
+"""The kernels of linear recurrences, the first that can do one is used."""
+
+from longspan.ssm.kernels import decay_fla, delta_fla, kimi_fla
+from longspan.ssm.kernels.by_torch import TorchBackward, TorchForward
+from longspan.ssm.kernels.call import Kernel, Recurrence
+
+TORCH = Kernel("torch", lambda _: "", TorchForward, TorchBackward)
+KERNELS = (
+    Kernel("fla", delta_fla.lacks, delta_fla.DeltaForward, delta_fla.DeltaBackward, half=True),
+    Kernel("fla", kimi_fla.lacks, kimi_fla.KimiForward, kimi_fla.KimiBackward, half=True),
+    Kernel("fla", decay_fla.lacks, decay_fla.DecayForward, decay_fla.DecayBackward, half=True),
+    TORCH,
+)
+
+
+def choose(recurrence: Recurrence) -> Kernel:
+    """The first kernel that can do this recurrence."""
+    return next(kernel for kernel in KERNELS if not kernel.lacks(recurrence))
