@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from longspan.comm import SequenceShard, ShardPart, to_device, world_of
 from longspan.comm.groups.channel import Channel
@@ -222,8 +221,3 @@ def chains_of(shard: SequenceShard) -> tuple[Chains, ...]:
     if shard.derived.chains is None:
         shard.derived.chains = tuple(Chains(part, shard.device) for part in shard.parts)
     return shard.derived.chains
-
-
-def on_device(rows: Rows, device: torch.device) -> Tensor:
-    """Row numbers as an index."""
-    return to_device(np.ascontiguousarray(rows), device)

@@ -19,9 +19,10 @@ from longspan.comm import SequenceShard
 from longspan.comm.graphs import outside_graphs
 from longspan.errors import LayoutError
 from longspan.layout.segments import Rows
-from longspan.ssm.chains import Chains, Passing, chains_of, on_device
+from longspan.ssm.chains import Chains, Passing, chains_of
 from longspan.ssm.kernels import TORCH, Inputs, Kernel, Recurrence, choose
 from longspan.ssm.kernels.call import Forward, Saved, state_dtype
+from longspan.ssm.kernels.runs import on_device
 
 
 @outside_graphs

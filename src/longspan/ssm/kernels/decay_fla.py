@@ -14,7 +14,7 @@ from longspan.ssm.kernels.call import Inputs, Recurrence, Saved
 from longspan.ssm.kernels.delta_fla import batch_of_one, of_inputs
 from longspan.ssm.kernels.delta_states import cumulative, indices
 from longspan.ssm.kernels.faded_sums import faded_sums
-from longspan.ssm.kernels.runs import CHUNK, LocalRuns
+from longspan.ssm.kernels.runs import CHUNK, LocalRuns, on_device
 
 
 def lacks(recurrence: Recurrence) -> str:
@@ -55,10 +55,9 @@ class DecayForward:
         heads, size, width = self._inputs.state_shape
         zero = self._inputs.k.new_zeros((len(self._runs.lengths), heads, size, width), dtype=torch.float32)
         states = faded_sums(self._added, self._decays.whole, zero, self._runs)
-        runs = torch.arange(len(zero), device=zero.device).repeat_interleave(self._runs.chunk_ends.diff())
-        total = zero.new_zeros((len(zero), heads)).index_add_(0, runs, self._decays.whole.float())
-        leaving, carrying = (torch.from_numpy(x).to(zero.device) for x in (leaving, carrying))  # pyright: ignore
-        return states[leaving], torch.exp2(total)[carrying, :, None, None]
+        total = zero.new_zeros((len(zero), heads)).index_add_(0, self._runs.run_of_chunk, self._decays.whole.float())
+        at = [on_device(rows, zero.device) for rows in (leaving, carrying)]
+        return states[at[0]], torch.exp2(total)[at[1], :, None, None]
 
     def outputs(self, states: Tensor) -> Tensor:
         """See `Forward`."""
@@ -84,7 +83,7 @@ class DecayBackward:
         """See `Backward`."""
         zero = torch.zeros_like(self._saved.states)
         owed = faded_sums(self._read, self._decays.whole, zero, self._runs, backwards=True)
-        return owed[torch.from_numpy(runs).to(owed.device)]
+        return owed[on_device(runs, owed.device)]
 
     def prepare(self) -> None:
         """The states of chunks, once more."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from longspan.layout.segments import Rows
 from longspan.ssm.kernels import fla
 from longspan.ssm.kernels.pieces import Pieces
-from longspan.ssm.kernels.runs import CHUNK, LocalRuns
+from longspan.ssm.kernels.runs import CHUNK, LocalRuns, on_device
 
 _MODULE = "ops.common.chunk_delta_h"
 Named = dict[str, Tensor]
@@ -40,7 +40,7 @@ class DeltaStates:
             return none[..., : self._width], none[..., self._width :]
         either = np.union1d(leaving, carrying)
         maps = self._pieces.maps_of_runs(self.maps, either, self._width)
-        at = [torch.from_numpy(np.searchsorted(either, runs)).to(maps.device) for runs in (leaving, carrying)]
+        at = [on_device(np.searchsorted(either, runs), maps.device) for runs in (leaving, carrying)]
         return maps[at[0]][..., : self._width], maps[at[1]][..., self._width :]
 
     def of_chunks(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,6 +4,7 @@ Kernels are called part by part, since states are exchanged between the parts. S
 flash-linear-attention, `fla.ops` of fla-core 0.6; names moved between versions, so that one is demanded here.
 """
 
+import warnings
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -50,9 +51,12 @@ def lacks(dtype: torch.dtype, device: torch.device, key_size: int, value_size: i
     return missing(device)
 
 
+@cache
 def function(module: str, name: str) -> Any:
     """`fla.MODULE.NAME`."""
-    return getattr(import_module(f"fla.{module}"), name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ImportWarning)  # it names other packages that it could use
+        return getattr(import_module(f"fla.{module}"), name)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -8,9 +8,8 @@ folding these in order gives the run's own map, and the states that enter its pi
 import numpy as np
 from torch import Tensor
 
-from longspan.comm import to_device
 from longspan.layout.segments import Rows
-from longspan.ssm.kernels.runs import CHUNK, LocalRuns
+from longspan.ssm.kernels.runs import CHUNK, LocalRuns, on_device
 
 _AT_ONCE = 128  # pieces times heads that fill a GPU
 _SHORTEST = 8 * CHUNK
@@ -88,7 +87,7 @@ class Pieces:
         return found
 
     def _at(self, rows: Rows, like: Tensor) -> Tensor:
-        return to_device(np.ascontiguousarray(rows), like.device)
+        return on_device(rows, like.device)
 
 
 def _cut(rows: int, most: int) -> list[int]:

@@ -1,6 +1,6 @@
 """A rank's own runs of rows as kernels take them: indices on the device, worked out once for all layers."""
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ class LocalRuns:
         self.lengths, self.device = lengths, device
         self.shared = np.zeros(len(lengths), dtype=bool) if shared is None else shared
         self.pieces: dict[int, Any] = {}  # by heads
+        self._between: dict[tuple[int, int], LocalRuns] = {}
         self.rows = int(lengths.sum())
         self._chunks = -(-lengths // CHUNK)
 
@@ -44,6 +45,11 @@ class LocalRuns:
     def chunk_ends(self) -> Tensor:
         """(R + 1,) int64: where the chunks of runs begin among all, and the number of them."""
         return self._device(np.concatenate([[0], np.cumsum(self._chunks)]))
+
+    @cached_property
+    def run_of_chunk(self) -> Tensor:
+        """(N,) int64."""
+        return self._device(self._run_of_chunk)
 
     @cached_property
     def chunk_of_row(self) -> Tensor:
@@ -70,7 +76,9 @@ class LocalRuns:
 
     def between(self, first: int, last: int) -> "LocalRuns":
         """The runs from `first` to `last`, both included, as runs of their own rows."""
-        return LocalRuns(self.lengths[first : last + 1], self.device)
+        if (first, last) not in self._between:
+            self._between[first, last] = LocalRuns(self.lengths[first : last + 1], self.device)
+        return self._between[first, last]
 
     @cached_property
     def _run_of_chunk(self) -> Rows:
@@ -90,3 +98,13 @@ class LocalRuns:
 
     def _device(self, rows: Rows) -> Tensor:
         return to_device(np.ascontiguousarray(rows), self.device)
+
+
+def on_device(rows: Rows, device: torch.device) -> Tensor:
+    """Row numbers as an index; the same few are asked for by every layer, and go there once."""
+    return _uploaded(np.ascontiguousarray(rows, dtype=np.int64).tobytes(), device)
+
+
+@lru_cache(maxsize=1024)
+def _uploaded(rows: bytes, device: torch.device) -> Tensor:
+    return to_device(np.frombuffer(rows, dtype=np.int64).copy(), device)
