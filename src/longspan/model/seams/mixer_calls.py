@@ -10,7 +10,6 @@ float32 or better, and returns what they return, without states of a cache.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from transformers.activations import ACT2FN
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
 from longspan.model.seams.layer_arguments import shard_of_layer
-from longspan.model.seams.mixers import mixers_of, own_forward
+from longspan.model.seams.mixers import mixers_of, with_functions
 from longspan.model.seams.probe import Probe
 from longspan.ssm import causal_conv, kernel_of, linear_scan, unit
 from longspan.ssm.kernels.call import state_dtype
@@ -174,9 +173,4 @@ def shard_mixers(model: PreTrainedModel) -> None:
 
 def redirect(mixer: nn.Module, rows_of: RowsOf) -> None:
     """Give an instance its class's forward with the functions of this module for these rows."""
-    forward = own_forward(mixer)
-    ours = {name: function for name, function in calls_of(rows_of).items() if name in forward.__code__.co_names}
-    names = {**forward.__globals__, **ours}
-    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    mixer.forward = MethodType(copy, mixer)
+    with_functions(mixer, calls_of(rows_of))

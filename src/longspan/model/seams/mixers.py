@@ -5,7 +5,8 @@ convolution whose forward calls anything that is not known here is no mixer that
 How a mixer that is known runs over a sharded sequence: `mixer_calls.py`.
 """
 
-from types import FunctionType
+from collections.abc import Callable, Mapping
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -39,12 +40,31 @@ def is_mixer(module: nn.Module) -> bool:
     return _CONVOLUTION in called and called <= _KNOWN
 
 
+def with_functions(mixer: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Give an instance its class's forward, in which these names stand for these functions."""
+    forward = own_forward(mixer)
+    names = {**forward.__globals__, **{k: f for k, f in functions.items() if k in forward.__code__.co_names}}
+    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    mixer.forward = MethodType(copy, mixer)
+
+
+def in_torch(model: nn.Module) -> None:
+    """Let mixers call transformers' own operations, which run everywhere, whatever kernels are installed."""
+    for mixer in mixers_of(model).values():
+        called = {name: own_forward(mixer).__globals__[name] for name in _functions_of(own_forward(mixer))}
+        with_functions(mixer, {name: _unwrapped(function) for name, function in called.items()})
+
+
 def own_forward(module: nn.Module) -> FunctionType:
     """The forward that its class defines, inside what transformers wraps around it."""
-    forward: Any = type(module).forward
-    while hasattr(forward, "__wrapped__"):
-        forward = forward.__wrapped__
-    return forward
+    return _unwrapped(type(module).forward)
+
+
+def _unwrapped(function: Any) -> Any:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
 
 
 def _functions_of(forward: Any) -> set[str]:

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError, counted
+from longspan.model.seams.mixers import in_torch
 from longspan.model.small.kept_layers import kept_layers, small_periods
 from longspan.model.small.overrides import OVERRIDES
 from longspan.model.small.small_values import SCALED_FROM, Sizes, alternatives, small_values
@@ -58,7 +59,7 @@ def tiny_model(
     """A model of a small configuration, on the CPU, with random weights that depend on the seed alone.
 
     Norms, biases and sinks start at constants, which would hide their gradients: every parameter is moved at random, as
-    are the biases of routers, which are buffers.
+    are the biases of routers, which are buffers. State-space layers run in torch's operations.
     """
     with torch.random.fork_rng(devices=[]), _quiet():
         torch.manual_seed(seed)
@@ -69,6 +70,7 @@ def tiny_model(
             if buffer.is_floating_point() and name.endswith("bias"):
                 buffer += 0.1 * torch.randn_like(buffer)
     model.config.dtype = dtype
+    in_torch(model)
     return cast(PreTrainedModel, cast(Any, model).to(dtype))
 
 

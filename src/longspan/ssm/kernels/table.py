@@ -1,6 +1,8 @@
 """The kernels of linear recurrences, the first that can do one is used."""
 
-from longspan.ssm.kernels import decay_fla, delta_fla, kimi_fla
+import torch
+
+from longspan.ssm.kernels import decay_fla, delta_fla, fla, kimi_fla
 from longspan.ssm.kernels.by_torch import TorchBackward, TorchForward
 from longspan.ssm.kernels.call import Kernel, Recurrence
 
@@ -16,3 +18,10 @@ KERNELS = (
 def choose(recurrence: Recurrence) -> Kernel:
     """The first kernel that can do this recurrence."""
     return next(kernel for kernel in KERNELS if not kernel.lacks(recurrence))
+
+
+def kernels_here(dtype: torch.dtype, device: torch.device) -> str:
+    """By what recurrences run in this dtype on this device, for people; why, where a GPU could do better."""
+    if not (lacking := fla.lacks(dtype, device, 2, 2)):
+        return "flash-linear-attention's kernels"
+    return "torch's operations" + (f" (faster kernels want {lacking})" if device.type == "cuda" else "")

@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import torch
+
 from longspan.comm import World
 from longspan.errors import counted
 from longspan.launch.launch import usable_cores
 from longspan.model.execution import Execution, execution_of
 from longspan.model.local_tensors import local_tensor
 from longspan.plan.cost.model_shape import read_experts
+from longspan.ssm.kernels import kernels_here
 from longspan.train.config.mtp_section import MtpSection
 from longspan.train.figures import device_name
 from longspan.train.gradients import counted_parameters
@@ -38,7 +41,7 @@ def facts_of(run: TrainingRun) -> RunFacts:
         **_steps(run),
         report=str(run.dir / "report.html"),
         evaluated="\n".join(run.why_degrees),
-        mixers=_mixers(execution, config.context.partition),
+        mixers=_mixers(execution, run.world.device, config.context.partition),
         mtp=_mtp(config.mtp),
         caution=execution.why_slow(),
     )
@@ -90,11 +93,11 @@ def _types(execution: Execution) -> dict[str, str]:
     return {name: str(getattr(execution, name)).removeprefix("torch.") for name in names}
 
 
-def _mixers(execution: Execution, partition: str) -> str:
+def _mixers(execution: Execution, device: torch.device, partition: str) -> str:
     """How state-space layers run; "" where there are none."""
     if not execution.mixers:
         return ""
-    layers = f"{counted(execution.mixers, 'state-space layer')} in torch's operations"
+    layers = f"{counted(execution.mixers, 'state-space layer')} in {kernels_here(execution.compute_dtype, device)}"
     if partition == "contiguous":
         return f"{layers}; at most one state a slot and group is sent"
     return f"{layers}; two states a document and slot are sent, at most one in all with context.partition contiguous"
