@@ -3,10 +3,10 @@
     python bench/mixers.py --ranks 4 --out bench/records/mixers.json
 
 Layers of Qwen3-Next-80B and of Granite 4 hybrid (small), bfloat16, at full size, over one long document or eight
-packed ones, contiguous rows. Ours: states pass. Beside it, as other systems do: every rank gathers the rows of all and scans them
-all (`gather`); heads for rows and back (`heads`). Efficiency: the time of one GPU alone at its share of the rows, over
-the time together. Errors: of the output and of the worst gradient, of a short document, from the same layer in float64
-on one rank. The record is written after each part; a second run goes on with what is missing.
+packed ones, contiguous rows. Ours: states pass. Beside it, as other systems do: every rank gathers the rows of all and
+scans them all (`gather`); heads for rows and back (`heads`). Efficiency: the time of one GPU alone at its share of the
+rows, over the time together. Errors: of the output and of the worst gradient, of a short document, from the same layer
+in float64 on one rank. The record is written after each part; a second run goes on with what is missing.
 """
 
 import argparse

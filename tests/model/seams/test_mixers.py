@@ -4,7 +4,7 @@ Their scans are compared with recurrences row by row in tests/ssm.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -145,12 +145,18 @@ def _linear_layers(model: PreTrainedModel) -> list[int]:
     return [i for i, kind in enumerate(model.config.layer_types) if kind == "linear_attention"]
 
 
-def test_a_small_copy_runs_in_torch_whatever_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_a_package(*args: object, **kwargs: object) -> None:
+def _of_a_package(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """What transformers wraps around its own operation where a package for GPUs is installed."""
+
+    @functools.wraps(plain)
+    def wrapped(*args: object, **kwargs: object) -> None:
         raise RuntimeError("0 active drivers ([]). There should only be one.")
 
+    return wrapped
+
+
+def test_a_small_copy_runs_in_torch_whatever_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
         plain = getattr(modeling_qwen3_next, name)
-        wrapped = functools.wraps(getattr(plain, "__wrapped__", plain))(lambda *a, **k: of_a_package(*a, **k))
-        monkeypatch.setattr(modeling_qwen3_next, name, wrapped)
+        monkeypatch.setattr(modeling_qwen3_next, name, _of_a_package(getattr(plain, "__wrapped__", plain)))
     assert _stock("qwen3_next")(input_ids=torch.arange(9)[None]).logits.isfinite().all()
