@@ -4,6 +4,7 @@ import pytest
 
 from tests.attention.test_mutations import MUTATIONS as OF_ATTENTION
 from tests.bridge.test_mutations import MUTATIONS as OF_BRIDGES
+from tests.model.lora.test_mixers import MUTANTS as OF_ADAPTED_MIXERS
 from tests.model.lora.test_mutations import MUTATIONS as OF_ADAPTERS
 from tests.model.mtp.test_mutations import MUTATIONS as OF_DEPTHS
 from tests.model.test_moe_families import MUTATIONS as OF_EXPERTS
@@ -16,6 +17,7 @@ CHANGES = [
     *OF_ATTENTION,
     *OF_BRIDGES,
     *OF_DEPTHS.values(),
+    *OF_ADAPTED_MIXERS.values(),
     *OF_SPLIT_MIXERS.values(),
     *OF_IMAGES.values(),
     *(mutation[2:] for mutation in OF_EXPERTS.values()),

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from longspan.model.presets import preset_config
+from longspan.model.small.shrink import shrunken
 from tests.model.deep import deep
 from tests.model.moe_models import moe_model
-from tests.model.stock import SIZES, gradients_of, texts, tiny
+from tests.model.stock import SIZES, at_random, gradients_of, texts, tiny
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 EVEN = 62  # a vocabulary that tp 2 divides
@@ -24,6 +27,7 @@ ADAPTERS: Mapping[str, dict[str, Any]] = {
     "the first layer": {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [0]},
     "the last layer": {"target_modules": ["v_proj", "up_proj"], "layers_to_transform": [1]},
     "embedding and head": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    "mixers": {"target_modules": ["in_proj_qkvz", "in_proj_ba", "in_proj", "out_proj"]},
     "dora": {"target_modules": ALL, "use_dora": True},
     "modules_to_save": {"target_modules": ALL, "modules_to_save": ["lm_head"]},
 }
@@ -43,9 +47,29 @@ def adapted(family: str, adapter: str, dtype: torch.dtype = torch.float64, **mor
     return peft_model
 
 
+HYBRIDS: dict[str, dict[str, Any]] = {  # two layers, a mixer and attention
+    "qwen3-next": {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4},
+    "qwen3.5": {"layer_types": ["linear_attention", "full_attention"], "vocab_size": EVEN},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16},
+}
+
+
+def _hybrid(family: str) -> PreTrainedModel:
+    if family == "qwen3.5":  # without experts, which peft would adapt with every linear
+        config: Any = shrunken(CONFIG_MAPPING["qwen3_5_text"]())
+    else:
+        config = preset_config(f"{family}-tiny", vocab_size=EVEN)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config.update(sizes | HYBRIDS[family])
+    config._experts_implementation = "eager"
+    return at_random(config)
+
+
 def _model(family: str, dtype: torch.dtype) -> PreTrainedModel:
     if family == "qwen3-moe":
         return moe_model(family, dtype)
+    if family in HYBRIDS:
+        return _hybrid(family).to(dtype)
     if family == "deep":
         return deep("llama", dtype, 4, EVEN)
     if family != "biased":
