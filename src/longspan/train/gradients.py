@@ -17,7 +17,7 @@ from longspan.comm import World, on_all_ranks
 from longspan.errors import ModelError, NonFiniteError
 from longspan.layout.layout import short
 from longspan.model.local_tensors import local_tensor
-from longspan.model.multimodal.multimodal_model import modules_and_worlds
+from longspan.model.multimodal.multimodal_model import language_model_of, modules_and_worlds
 from longspan.model.pipeline.pipeline import PipelineModel
 
 
@@ -78,7 +78,8 @@ def square_sum_of_modules(model: nn.Module, world: World) -> float:
 
 def counted_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that this rank's stages count in the gradient norm: a tied embedding is counted on the first."""
-    skipped = model.tied_embedding.counted_elsewhere if isinstance(model, PipelineModel) else None
+    inside = language_model_of(model)
+    skipped = inside.tied_embedding.counted_elsewhere if isinstance(inside, PipelineModel) else None
     return [parameter for parameter in model.parameters() if parameter is not skipped]
 
 

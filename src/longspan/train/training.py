@@ -23,6 +23,7 @@ from longspan.model.compiled import compile_layers
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.hf_folder import read_configuration
 from longspan.model.lora.new import add_lora
+from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.weights.fill import leave_to_checkpoint
 from longspan.plan import Cost, Plan
@@ -31,6 +32,7 @@ from longspan.train.config.precision import compute_dtype
 from longspan.train.config.sections import RunConfig
 from longspan.train.depths import with_depths
 from longspan.train.figures import StepFigures, figures_of
+from longspan.train.image_encoder import encoder_home, learning_rates, share_of_rate
 from longspan.train.memory.model_fits import check_model_fits
 from longspan.train.mtp_loss import mtp_loss
 from longspan.train.optim.on_shards import check_on_shards
@@ -39,6 +41,8 @@ from longspan.train.optim.schedule import Schedule
 from longspan.train.optim.stochastic_rounding import StochasticRounding
 from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.step import StepResult, run_step
+
+AnyModel = PreTrainedModel | PipelineModel | MultimodalModel
 
 
 def configuration_of(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
@@ -51,24 +55,27 @@ def configuration_of(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
     return preset_config(config.model.preset_name, vocab_size=vocabulary)
 
 
-def loaded_model(config: RunConfig, vocabulary: int, configuration: PreTrainedConfig | None = None) -> PreTrainedModel:
+def loaded_model(
+    config: RunConfig, vocabulary: int, configuration: PreTrainedConfig | None = None, *, images: bool = False
+) -> PreTrainedModel:
     """The model that [model] names, of this configuration instead of its own where one is given; not yet prepared.
 
     Weights are read or drawn once it is prepared, except for tiny presets', which are drawn here. It has the depths of
-    [mtp].
+    [mtp], and with `images` its towers.
     """
     configuration = configuration or configuration_of(config, vocabulary)
-    if config.model.path:
-        model = load_model(config.model.path, config=configuration, dtype=config.model.dtype, sharded=None)
+    if folder := config.model.path:
+        model = load_model(folder, config=configuration, dtype=config.model.dtype, sharded=None, images=images)
         return with_depths(config, model)
     tiny = config.model.preset_name and not PRESETS[config.model.preset_name].rows
     dtype, seed = config.model.dtype, config.train.seed
-    return with_depths(config, load_model(config=configuration, dtype=dtype, seed=seed, sharded=not tiny))
+    model = load_model(config=configuration, dtype=dtype, seed=seed, sharded=not tiny, images=images)
+    return with_depths(config, model)
 
 
-def unread_model(config: RunConfig, configuration: PreTrainedConfig) -> PreTrainedModel:
+def unread_model(config: RunConfig, configuration: PreTrainedConfig, *, images: bool = False) -> PreTrainedModel:
     """A model of this configuration whose weights come from a checkpoint once it is prepared: none is read or drawn."""
-    model = load_model(config=configuration, dtype=config.model.dtype, sharded=True)
+    model = load_model(config=configuration, dtype=config.model.dtype, sharded=True, images=images)
     with_depths(config, model, read=False)
     leave_to_checkpoint(model)
     return model
@@ -89,11 +96,12 @@ def adapted(config: RunConfig, model: PreTrainedModel) -> Any:
 
 
 def prepared_model(
-    config: RunConfig, world: World, model: PreTrainedModel, *, training: bool = True
-) -> PreTrainedModel | PipelineModel:
+    config: RunConfig, world: World, model: PreTrainedModel, *, training: bool = True, images: bool = False
+) -> PreTrainedModel | PipelineModel | MultimodalModel:
     """A loaded model brought under the world's home as the configuration says; entered by all ranks.
 
-    With [lora] it gets a new adapter, which alone is trained. Raises ConfigError, on every rank, where a GPU has no
+    With [lora] it gets a new adapter, which alone is trained; with `images` its tower and projector get the home of
+    [encoder]. Raises ConfigError, on every rank, where a GPU has no
     room for it (without `training`: for its weights alone), and ModelError for adapters that it cannot have.
     """
     _check_layers(config, model)
@@ -104,9 +112,12 @@ def prepared_model(
         {model.dtype, *(p.dtype for p in model.parameters() if p.requires_grad)} if config.lora.rank else {model.dtype}
     )
     check_model_fits(config, model, world, kind, training=training)
-    prepared = prepare(
+    computes_in = None if computed == {kind} else kind
+    encoder = encoder_home(config, world, model, compute_dtype=computes_in) if images else None
+    prepared = prepare(  # pyright: ignore[reportCallIssue]
         given,
         world,
+        encoder=encoder,  # pyright: ignore[reportArgumentType]
         reshard_after_forward=config.parallel.reshard_after_forward,
         virtual_stages=config.parallel.vpp,
         pipeline_schedule=config.parallel.pipeline_schedule,
@@ -116,14 +127,14 @@ def prepared_model(
         attention_kernel=config.context.attention_kernel or None,
         fused_norms=config.train.fused_norms,
         sequence_parallel=config.parallel.sequence_parallel,
-        compute_dtype=None if computed == {kind} else kind,
+        compute_dtype=computes_in,
     )
     if config.train.compiled:
-        compile_layers(prepared)
+        compile_layers(language_model_of(prepared))  # pyright: ignore[reportArgumentType]
     return prepared
 
 
-def optimizer_of(config: RunConfig, world: World, model: PreTrainedModel | PipelineModel) -> Optimizer:
+def optimizer_of(config: RunConfig, world: World, model: AnyModel) -> Optimizer:
     """The configuration's optimizer over the parameters of a prepared model; entered by all ranks.
 
     Raises ConfigError for a class that does not update sharded parameters as whole ones.
@@ -133,7 +144,7 @@ def optimizer_of(config: RunConfig, world: World, model: PreTrainedModel | Pipel
         check_on_shards(choice, model, world)
     if config.train.stochastic_rounding:
         return StochasticRounding(choice, model, world)
-    return choice.over(groups_of(model, choice.name, choice.weight_decay))
+    return choice.over(groups_of(model, choice.name, choice.weight_decay, learning_rates(config, model)))
 
 
 @dataclass(frozen=True)
@@ -142,7 +153,7 @@ class Training:
 
     config: RunConfig
     world: World
-    model: PreTrainedModel | PipelineModel
+    model: AnyModel
     optimizer: Optimizer
     cost: Cost
 
@@ -186,7 +197,7 @@ class Training:
             torch.manual_seed(zlib.crc32(repr((config.seed, step, self.world.rank)).encode()))
         lr = Schedule.of(config).lr_at(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * share_of_rate(self.config, self.model, group)
         return run_step(
             self.model,
             plan,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from longspan import Layout, MultimodalModel, Plan, World, plan_dynamic, plan_fixed, prepare, run_step
 from longspan.doctor.float64 import whole_float64
+from longspan.model.vision import join
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.testing import backend
 from tests.model.stock import gradients_of
@@ -70,8 +71,5 @@ def step(case: Case, answer: Answer) -> dict[str, float]:
 def own_names(model: MultimodalModel, tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
     """Tensors of all stages by the names that parameters have in the stock model."""
     parts = world.control.gather_objects(dict(tensors)) if world.home.pp > 1 else [tensors]
-    return {
-        name.removeprefix("encoders.image.").removeprefix("language_model."): x
-        for part in parts
-        for name, x in part.items()
-    }
+    everything = {name: x for part in parts for name, x in part.items()}
+    return {own: everything[name] for own, name in join.own_names(everything).items()}

@@ -45,6 +45,7 @@ def _trained(rank: int, folder: Path) -> dict[str, Tensor]:
     return weights["cp"]
 
 
+@pytest.mark.whole
 def test_a_folder_is_trained_and_saved_again(tmp_path: Path) -> None:
     stock = tiny(NAME)
     stock.save_pretrained(tmp_path)

@@ -22,6 +22,7 @@ from longspan.comm import SequenceShard, World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.layout.layout import short
+from longspan.model.execution import execution_of
 from longspan.model.layers import decoder_layers
 from longspan.model.multimodal.prepare_encoder import check_prepared
 from longspan.model.pipeline.pipeline import PipelineModel
@@ -93,6 +94,11 @@ class MultimodalModel(nn.Module):
         for root, inside in _first_parts(language_model):
             _SpliceHook(root, inside.get_input_embeddings(), tuple(encoders.values()))
             _add_after_layers(inside, max((encoder.deep_layers for encoder in encoders.values()), default=0))
+
+    @property
+    def execution(self) -> Any:
+        """What the language model computes with."""
+        return execution_of(self.language_model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raises ModelError: a step goes through both modules with `run_step` or `evaluate`."""

@@ -5,7 +5,7 @@
 Where the encoder's home is given as a Layout, its world is opened beside the language model's and left with it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,3 +96,17 @@ def joined(
         deep_layers=parts.deep_layers,
     )
     return MultimodalModel({IMAGE: encoder}, language_model, world)
+
+
+def own_names(names: Iterable[str]) -> dict[str, str]:
+    """The names of a MultimodalModel's parameters by those that they have in the model's own class.
+
+    >>> own_names(["encoders.image.model.visual.pos_embed.weight"])
+    {'model.visual.pos_embed.weight': 'encoders.image.model.visual.pos_embed.weight'}
+
+    Names of other models are as they are.
+    """
+    names, encoder = list(names), f"encoders.{IMAGE}."
+    if not any(name.startswith(encoder) for name in names):
+        return {name: name for name in names}
+    return {name.removeprefix(encoder).removeprefix("language_model."): name for name in names}

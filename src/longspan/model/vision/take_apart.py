@@ -10,6 +10,7 @@ What is taken is what stands beside the text model in the base model. No weight 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -21,6 +22,7 @@ from longspan.model.parts import shallow_module
 from longspan.model.vision.image_encoder import ImageEncoder
 from longspan.model.vision.image_tokens import ImageTokens, image_tokens
 
+_PROJECTORS = ("projector", "merger", "connector")
 EXACT = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 _SEES_IMAGES = (
     "tokens of an image see each other in its mask, which knows them by {}, whereas a shard's mask is causal among them"
@@ -87,6 +89,24 @@ def take_apart(model: PreTrainedModel) -> VisionParts:
             del shell._modules[name]
     encoder = ImageEncoder(shell, base_name(model))
     return VisionParts(encoder, model, image_tokens(model.config))
+
+
+def freeze_images(model: PreTrainedModel, trained: Literal["all", "projector", "none"]) -> None:
+    """Leave of a whole vision-language model's tower and projector those parameters trainable, and freeze the others.
+
+    A projector is known by its name: it, or what is around it up to the tower, is called a projector, merger or
+    connector. Raises ModelError where nothing is.
+    """
+    check_vision(model)
+    base, towers = base_of(model), other_towers(model)
+    of_images = {f"{n}.{p}": x for n, m in base.named_children() if m in towers for p, x in m.named_parameters()}
+    projector = {n for n in of_images if any(word in n.rpartition(".")[0] for word in _PROJECTORS)}
+    if trained == "projector" and not projector:
+        raise ModelError(
+            f"{type(model).__name__} has no module called {', '.join(_PROJECTORS)}; train all or none of it"
+        )
+    for name, parameter in of_images.items():
+        parameter.requires_grad_(trained == "all" or (trained == "projector" and name in projector))
 
 
 @contextmanager

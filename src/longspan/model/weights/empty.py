@@ -57,6 +57,13 @@ def images_class(config: PreTrainedConfig, images: bool = True) -> Any:
     return None
 
 
+def named_images_class(config: PreTrainedConfig) -> Any:
+    """The class from images and text to text that a configuration names among its architectures; None for others."""
+    mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    named = mapping.get(type(config), None)
+    return named if named is not None and named.__name__ in (config.architectures or ()) else None
+
+
 def _dtypes_apart(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """What the architecture keeps in another type, a router or a norm in float32 say; names as transformers matches."""
     if not (plan := model._get_dtype_plan(dtype)):

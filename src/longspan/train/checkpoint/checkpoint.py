@@ -160,6 +160,11 @@ def _write(folder: Path, tensors: dict[str, Any], world: World) -> list[dict[str
     return world.control.gather_objects(writer.digests)
 
 
+def holds_encoders(path: Path) -> bool:
+    """Whether a checkpoint is of a model with encoders. Raises CheckpointError where it cannot be read."""
+    return any(name.startswith("model.encoders.") for name in _stored_names(path))
+
+
 def _stored_names(path: Path) -> list[str]:
     """All that a checkpoint holds: weights under "model.", moments and settings under "optimizer."."""
     try:

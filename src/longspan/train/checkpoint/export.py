@@ -23,7 +23,8 @@ from longspan.model.hf_folder import read_configuration
 from longspan.model.load import torch_dtype
 from longspan.model.lora.save import CONFIGURATION
 from longspan.model.save import put_in_place, stock_configuration, write_beside_weights
-from longspan.model.weights.empty import empty_model
+from longspan.model.vision.join import own_names
+from longspan.model.weights.empty import empty_model, named_images_class
 from longspan.model.weights.write import FILE_BYTES, WeightWriter, Written, unit_of
 from longspan.train.all_ranks import LogLine
 from longspan.train.checkpoint.export_adapter import (
@@ -106,7 +107,8 @@ def export_checkpoint(
     if merge and not run.lora.rank:
         refuse_merge(run_dir)
     checkpoint = _checked(run_dir / "checkpoints", checkpoint, log)
-    empty = empty_model(config, torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype))
+    kind = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
+    empty = empty_model(config, kind, named_images_class(config))
     depths = ExportedDepths.of(run, empty, mtp, log)
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -174,12 +176,15 @@ def _checked(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
 def _groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDepths) -> Iterator[dict[str, Tensor]]:
     """The weights of a checkpoint that are exported, those of a layer together, as they were stored."""
     stored = {name: entry for name, entry in _stored(checkpoint).items() if not depths.leaves_out(name)}
-    wanted = dict(empty.state_dict())
+    kept = own_names(stored)  # a vision-language model's are stored by the names of its two modules
+    stored, wanted = {own: stored[name] for own, name in kept.items()}, dict(empty.state_dict())
     if more := sorted(stored.keys() - wanted.keys()):
         raise ModelError(f"it has {len(more)} weights that the model has not: {', '.join(more[:4])}")
     place = {unit: i for i, unit in enumerate(dict.fromkeys(map(unit_of, wanted)))}
     for _, group in groupby(sorted(stored, key=lambda name: (place[unit_of(name)], name)), unit_of):
-        yield _read(checkpoint, {name: stored[name] for name in group})
+        names = {kept[name]: name for name in group}
+        tensors = _read(checkpoint, {there: stored[name] for there, name in names.items()})
+        yield {name: tensors[there] for there, name in names.items()}
 
 
 def _tensors(checkpoint: Path) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from longspan.train.config.bounds import (
     PositiveInt,
     bounds_of,
 )
+from longspan.train.config.encoder_section import EncoderSection
 from longspan.train.config.eval_set import EvalConfig
 from longspan.train.config.mtp_section import MtpSection
 
@@ -302,6 +303,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     lora: LoraSection = field(default_factory=LoraSection)
     mtp: MtpSection = field(default_factory=MtpSection)
+    encoder: EncoderSection = field(default_factory=EncoderSection)
     run: RunSection = field(default_factory=RunSection)
     eval: tuple[EvalConfig, ...] = ()
 

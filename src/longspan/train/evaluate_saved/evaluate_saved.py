@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from longspan.comm import World
 from longspan.errors import ConfigError, DataError
-from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plan import Cost
 from longspan.train.all_ranks import LogLine, is_first_rank, on_every_rank
 from longspan.train.config.eval_set import EvalConfig
@@ -34,6 +33,7 @@ from longspan.train.memory.rows_that_fit import with_rows_of_run
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads
 from longspan.train.run.evaluations.user_metrics import load_metrics
 from longspan.train.run.stop_signal import StopSignal
+from longspan.train.training import AnyModel
 
 Progress = Callable[[str, int, int], None]  # what is evaluated, micro-batches done, all
 
@@ -122,7 +122,8 @@ class _Evaluator:
     def run(self, log: LogLine, progress: Progress) -> SubjectResult:
         """The model, then each set at each degree."""
         fit = self.fit
-        model, step = model_of(fit.checked, fit.config, fit.configuration, self.world)
+        images = any(getattr(of_name.documents, "items", ()) for of_name in fit.sets)
+        model, step = model_of(fit.checked, fit.config, fit.configuration, self.world, images=images)
         model.eval()
         cost = cost_of_run(fit.config, model.config, log, gpu=self.world.device.type == "cuda")
         with StopSignal() as stop:
@@ -132,7 +133,7 @@ class _Evaluator:
 
     def _evaluated(
         self,
-        model: PreTrainedModel | PipelineModel,
+        model: AnyModel,
         step: int,
         cost: Cost,
         stop: StopSignal,

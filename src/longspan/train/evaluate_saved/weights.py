@@ -5,23 +5,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from longspan.comm import World
 from longspan.errors import CheckpointError, ConfigError, DataError, ModelError
 from longspan.model import load_model
 from longspan.model.hf_folder import read_configuration, weight_files
-from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.rope import position_limit, smallest_factor
 from longspan.train.all_ranks import LogLine, on_every_rank, on_first_rank
-from longspan.train.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint
+from longspan.train.checkpoint.checkpoint import check_checkpoint, find_checkpoint, holds_encoders, load_checkpoint
 from longspan.train.checkpoint.files import read_state
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
 from longspan.train.data.tokenizer_files import vocabulary_files
 from longspan.train.evaluate_saved.request import Subject
 from longspan.train.run.long_documents import configuration_for
-from longspan.train.training import configuration_of, loaded_model, prepared_model, unread_model
+from longspan.train.training import AnyModel, configuration_of, loaded_model, prepared_model, unread_model
 
 
 @dataclass(frozen=True)
@@ -112,22 +111,24 @@ def _longer(checked: CheckedWeights, longest: int) -> str:
 
 
 def model_of(
-    checked: CheckedWeights, config: RunConfig, configuration: PreTrainedConfig, world: World
-) -> tuple[PreTrainedModel | PipelineModel, int]:
+    checked: CheckedWeights, config: RunConfig, configuration: PreTrainedConfig, world: World, *, images: bool = False
+) -> tuple[AnyModel, int]:
     """The prepared model with the weights, and the steps that they were trained (0 of a folder); entered by all ranks.
 
-    `config` has the home's [parallel] and the plans' [context]. Raises ConfigError where a GPU has no room for it.
+    With `images`, and where a checkpoint has them, it has a tower and projector. `config` has the home's [parallel] and
+    the plans' [context]. Raises ConfigError where a GPU has no room for it.
     """
     checkpoint = checked.checkpoint
     if checkpoint is None:
         load = partial(load_model, checked.subject.weights.path, dtype=config.model.dtype, sharded=None)
-        model = on_every_rank(world, lambda: load(config=configuration), ModelError)
-        return prepared_model(config, world, model, training=False), 0
+        model = on_every_rank(world, lambda: load(config=configuration, images=images), ModelError)
+        return prepared_model(config, world, model, training=False, images=images), 0
+    images = on_first_rank(world, lambda: holds_encoders(checkpoint), CheckpointError)
     state = on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     adapts = bool(state.get("config", {}).get("lora", {}).get("rank"))  # then the checkpoint has the adapter alone
     load = partial(loaded_model, vocabulary=configuration.get_text_config().vocab_size) if adapts else unread_model
-    model = on_every_rank(world, lambda: load(config, configuration=configuration), ModelError)
-    prepared = prepared_model(config, world, model, training=False)
+    model = on_every_rank(world, lambda: load(config, configuration=configuration, images=images), ModelError)
+    prepared = prepared_model(config, world, model, training=False, images=images)
     if not adapts or config.lora.rank:
         load_checkpoint(checkpoint, prepared, None, world)
     return prepared, int(state["step"])

@@ -10,6 +10,7 @@ from longspan.train.config.sections import RunConfig
 from longspan.train.loggers.logger import check_loggers
 from longspan.train.plans import home_of
 from longspan.train.run.checks.data import check_data
+from longspan.train.run.checks.encoder import check_encoder
 from longspan.train.run.checks.eval_sets import check_eval_sets
 from longspan.train.run.checks.lora import check_lora
 from longspan.train.run.checks.model import check_model, check_preset
@@ -36,6 +37,7 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     check_lora(config)
     check_mtp_section(config)
     check_parallel(config, home)
+    check_encoder(config, home)
     check_memory(config)
     check_pipeline(config)
     check_mode(config)

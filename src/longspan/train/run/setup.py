@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from longspan.comm import World
 from longspan.errors import ConfigError, DataError, ModelError, RunFolderError, counted
 from longspan.model.hf_folder import weight_files
-from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.multimodal.multimodal_model import language_model_of
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan import Cost
 from longspan.train.all_ranks import LogLine, on_every_rank, on_first_rank
@@ -33,6 +33,7 @@ from longspan.train.evaluation.auto_degree import with_degrees
 from longspan.train.memory.rows_that_fit import with_rows_that_fit
 from longspan.train.optim.schedule import Schedule
 from longspan.train.plans import cost_of_run, query_heads
+from longspan.train.run.checks.encoder import check_images
 from longspan.train.run.checks.plans import check_longest
 from longspan.train.run.evaluations.open_sets import check_lengths, check_sources, open_sets, with_rows
 from longspan.train.run.evaluations.sets import EvaluationSet
@@ -41,6 +42,7 @@ from longspan.train.run.long_documents import configuration_for
 from longspan.train.run.resume import check_steps_left, checkpoint_to_resume, order_version
 from longspan.train.run.run_corpus import check_tokenizer, shared_corpus
 from longspan.train.training import (
+    AnyModel,
     Training,
     configuration_of,
     loaded_model,
@@ -103,7 +105,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     check_fit = partial(_check_fit, longest, sets, named, world)
     check_fit(config)
     model = _prepared_for(corpus, longest, config, world, log, resumed=checkpoint is not None)
-    refuse_randomness(model)
+    refuse_randomness(language_model_of(model))
     world.seed = config.train.seed
     optimizer = optimizer_of(config, world, model)
     done = 0
@@ -113,7 +115,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
         on_first_rank(world, lambda: write_atomically(directory / "config.toml", to_toml(asked)), RunFolderError)
         warn_of_lost_updates(config, log)
-    config = with_rows_that_fit(config, model, optimizer, world, log)
+    config = with_rows_that_fit(config, language_model_of(model), optimizer, world, log)
     check_fit(config)
     cost, lengths = _cost(config, world, model, log), {s.name: s.documents.lengths for s in sets}
     config, why = with_degrees(config, lengths, world, log, cost=cost, heads=query_heads(named))
@@ -142,7 +144,7 @@ def _longest(config: RunConfig, corpus: Corpus, order: StepOrder | PackOrder) ->
     return int(lengths[held_out]), corpus.origin(held_out)
 
 
-def _cost(config: RunConfig, world: World, model: PreTrainedModel | PipelineModel, log: LogLine) -> Cost:
+def _cost(config: RunConfig, world: World, model: AnyModel, log: LogLine) -> Cost:
     return cost_of_run(config, model.config, log, gpu=world.device.type == "cuda")
 
 
@@ -220,7 +222,7 @@ def source_lines(config: RunConfig, order: StepOrder | PackOrder) -> Iterator[st
 
 def _prepared_for(
     corpus: Corpus, longest: tuple[int, str], config: RunConfig, world: World, log: LogLine, *, resumed: bool
-) -> PreTrainedModel | PipelineModel:
+) -> AnyModel:
     """The run's model, fit for the corpus's vocabulary and longest document, and prepared.
 
     Of a run that is `resumed` no weight is read or drawn, for its checkpoint has them all, but under [lora]: then it
@@ -233,8 +235,11 @@ def _prepared_for(
     fit = configuration_for(named, config.model, *longest, log)
     if config.mtp.depths and not resumed:
         log(on_every_rank(world, lambda: depths_line(config, fit), ModelError))
+    images = corpus.manifest.images > 0
+    check_images(config, corpus.manifest.images)
     load = unread_model if resumed and not config.lora.rank else partial(loaded_model, vocabulary=rows)
+    load = partial(load, images=images)
     model = on_every_rank(world, lambda: load(config, configuration=fit), ModelError)
     keep = partial(keep_model_files, Path(config.run.dir), config.model, fit, type(model).__name__, log)
     on_first_rank(world, keep, RunFolderError)
-    return prepared_model(config, world, model)
+    return prepared_model(config, world, model, images=images)

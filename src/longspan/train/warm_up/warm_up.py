@@ -15,6 +15,7 @@ import torch
 
 from longspan.comm.failure.watch import is_out_of_memory
 from longspan.errors import ConfigError, counted
+from longspan.model.multimodal.multimodal_model import language_model_of
 from longspan.model.prepared import vocabulary_size
 from longspan.plan import Plan
 from longspan.plan.timeline import slot_rows
@@ -98,7 +99,7 @@ def _connect(training: Training, plans: Sequence[Plan]) -> None:
 
 
 def _run(training: Training, plan: Plan, *, backward: bool) -> None:
-    model, chunk = training.model, training.config.train.loss_chunk_rows
+    model, chunk = language_model_of(training.model), training.config.train.loss_chunk_rows
     documents = synthetic_documents(plan.lengths, vocabulary_size(model) or 2)
     router, mtp = (training.router, mtp_loss(training.config)) if backward else (None, None)
     plan = replace(plan, targets=plan.tokens - len(plan.lengths))  # of made documents, which mask nothing

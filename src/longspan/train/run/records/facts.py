@@ -20,8 +20,8 @@ class RunFacts:
     `parameters_of_rank` is that of the rank that holds most; `trained` counts an adapter's parameters, 0 without one;
     `peak_tflops` is a device's in the type that it computes in, None where it is not known; `evaluated` is why
     evaluations have their degree, where their cost chose it; `mixers` is how state-space layers run, `mtp` which tokens
-    further ahead are predicted, "" without any; `caution` is what a user of these devices would want to change, "" for
-    nothing.
+    further ahead are predicted, `encoder` where images are encoded, "" without any; `caution` is what a user of these
+    devices would want to change, "" for nothing.
     """
 
     model: str
@@ -59,6 +59,7 @@ class RunFacts:
     evaluated: str = ""
     mixers: str = ""
     mtp: str = ""
+    encoder: str = ""
     caution: str = ""
 
     def lines(self) -> Iterator[tuple[str, str]]:
@@ -76,6 +77,8 @@ class RunFacts:
             yield "mixers", self.mixers
         if self.mtp:
             yield "mtp", self.mtp
+        if self.encoder:
+            yield "encoder", self.encoder
         yield "plans", self.plans + (f"; priced for {self.priced_for}" if self.priced_for else "")
         for reason in self.evaluated.splitlines():
             yield "evaluation", reason.removeprefix("evaluation ")

@@ -9,6 +9,7 @@ from longspan.errors import counted
 from longspan.launch.launch import usable_cores
 from longspan.model.execution import Execution, execution_of
 from longspan.model.local_tensors import local_tensor
+from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan.cost.model_shape import read_experts
 from longspan.ssm.kernels import kernels_here
 from longspan.train.config.mtp_section import MtpSection
@@ -43,6 +44,7 @@ def facts_of(run: TrainingRun) -> RunFacts:
         evaluated="\n".join(run.why_degrees),
         mixers=_mixers(execution, run.world.device, config.context.partition),
         mtp=_mtp(config.mtp),
+        encoder=_encoder(run),
         caution=execution.why_slow(),
     )
 
@@ -107,6 +109,19 @@ def _mtp(mtp: MtpSection) -> str:
     """Which tokens further ahead are predicted; "" for none."""
     depths = counted(mtp.depths, "depth")
     return f"{depths} of multi-token prediction, loss weight {mtp.loss_weight:g}" if mtp.depths else ""
+
+
+def _encoder(run: TrainingRun) -> str:
+    """Where images are encoded, and what of the encoder is trained; "" for a model without one."""
+    if not isinstance(run.model, MultimodalModel):
+        return ""
+    settings, count = run.config.encoder, run.corpus.manifest.images
+    (encoder,) = run.model.encoder_settings.values()
+    parameters = sum(parameter.numel() for parameter in encoder.module.parameters())
+    trained = {"all": "all trained", "projector": "its projector trained", "none": "not trained"}[settings.train]
+    slots = counted(encoder.world.home.slots, "slot") + (f" of tp {settings.tp}" if settings.tp > 1 else "")
+    waves = f", at most {settings.max_rows:,} rows of a slot at once" if settings.max_rows else ""
+    return f"{parameters:,} parameters on {slots}, {trained}; {counted(count, 'image')}{waves}"
 
 
 def _devices(world: World) -> dict[str, Any]:
