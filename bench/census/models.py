@@ -27,6 +27,7 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
     "deepseek_v3+no_q_rank": {"q_lora_rank": None},
     "falcon+alibi": {"alibi": True},
     "falcon+new": {"new_decoder_architecture": True},
+    "falcon_h1+norm": {"mamba_rms_norm": True},
     "gemma2+untied": {"tie_word_embeddings": False},
     "gemma3_text+bidirectional": {"use_bidirectional_attention": True},
     "gemma3_text+linear": {
@@ -44,6 +45,7 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
     "gpt_oss+default": {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
     "granitemoehybrid+dense": {"layer_types": ["attention"] * 32, "num_local_experts": 0},
     "granitemoehybrid+moe": {"layer_types": ["attention"] * 32},
+    "granitemoehybrid+hybrid": {"layer_types": (["mamba"] * 9 + ["attention"]) * 4, "num_hidden_layers": 40},
     "hunyuan_v1_dense+dynamic": {
         "head_dim": 128,
         "rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0},
@@ -77,6 +79,7 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
     "qwen3_moe+sliding": _SLIDING,
     "stablelm+parallel": {"use_parallel_residual": True},
     "starcoder2+sliding": {"sliding_window": 4096},
+    "zamba2+adapters": {"use_shared_attention_adapter": True, "use_mem_rope": True},
 }
 
 
@@ -84,6 +87,7 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
 _RELEASED: Mapping[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 30},
     "lfm2": {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
 }
 
 
