@@ -31,6 +31,7 @@ class Parts:
 
 
 _FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "embedding_norm")
+_USUAL = f"an embedding, a list of layers and a norm after them ({', '.join(_FINAL_NORMS)})"
 
 
 def usual_parts(model: PreTrainedModel) -> tuple[str, ...]:
@@ -48,12 +49,14 @@ def parts_of(model: PreTrainedModel) -> Parts:
     Raises ModelError for a model that has neither, or that keeps parameters elsewhere in its base model.
     """
     base, name = decoder_of(model), type(model).__name__
-    config = model.config.get_text_config()
-    order: list[str] = [*(getattr(config, "base_model_pp_plan", None) or usual_parts(model))]
+    plan = getattr(model.config.get_text_config(), "base_model_pp_plan", None)
+    order: list[str] = [*(plan or usual_parts(model))]
     lists = [part for part in order if isinstance(getattr(base, part, None), nn.ModuleList)]
-    if base is model or len(lists) != 1 or any(not isinstance(getattr(base, part, None), nn.Module) for part in order):
+    here = all(isinstance(getattr(base, part, None), nn.Module) for part in order) and (plan or len(order) == 3)
+    if base is model or len(lists) != 1 or not here:
+        expected = f"its pipeline plan names {', '.join(order)}" if plan else f"stages need {_USUAL}"
         raise ModelError(
-            f"{name} cannot be cut into pipeline stages: its pipeline plan names {', '.join(order)}, its base model "
+            f"{name} cannot be cut into pipeline stages: {expected}, its base model "
             f"has {', '.join(n for n, _ in base.named_children())}; use pp 1"
         )
     at = order.index(lists[0])

@@ -16,14 +16,21 @@ from torch.nn import functional as F
 
 from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_copy, tp_place, tp_sum
-from longspan.errors import ModelError
+from longspan.errors import ModelError, counted
 
 Means = Callable[[Tensor], Tensor]  # (…, features) -> the mean square of each feature's group, for each feature
 
 
-def refuse_unknown_norm(name: str, norm: Any, groups: int) -> None:
+def _groups_of(norm: Any) -> int:
+    """How many equal groups of features a norm takes means of: one in transformers 5.17's Mamba 2."""
+    if size := getattr(norm, "group_size", None):
+        return norm.weight.numel() // size
+    return getattr(norm, "n_groups", None) or 1
+
+
+def refuse_unknown_norm(name: str, norm: Any) -> None:
     """Raise ModelError, naming it, for a norm that computes something else than this module; shown with numbers."""
-    features = norm.weight.numel()
+    features, groups = norm.weight.numel(), _groups_of(norm)
     generator = torch.Generator().manual_seed(0)
     x, gate, weight = torch.randn(3, 1, 2, features, dtype=torch.float64, generator=generator).unbind()
     try:
@@ -34,16 +41,17 @@ def refuse_unknown_norm(name: str, norm: Any, groups: int) -> None:
         equal = False
     if not equal:
         raise ModelError(
-            f"{name} ({type(norm).__name__}) is not an RMS norm over {groups} groups of features, before or after its "
-            "gate, and its features would be on several tensor-parallel ranks; use tp 1"
+            f"{name} ({type(norm).__name__}) is not an RMS norm over {counted(groups, 'group')} of features, before or "
+            "after its gate, and its features would be on several tensor-parallel ranks; use tp 1"
         )
 
 
-def norm_over_ranks(norm: Any, groups: int, world: World) -> None:
-    """Have a norm of `groups` equal groups take means of this rank's features, over the ranks that share a group.
+def norm_over_ranks(norm: Any, world: World) -> None:
+    """Have a norm take means of this rank's features by group, over the ranks that share a group.
 
-    The norm's weight must be this rank's while it runs.
+    Its weight is whole here, and must be this rank's while it runs.
     """
+    groups = _groups_of(norm)
     key, tp, total = world.key, world.home.tp, norm.weight.numel()
     means: Means = partial(_means_here, groups=groups // tp)
     if groups % tp:

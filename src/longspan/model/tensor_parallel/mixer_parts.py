@@ -11,7 +11,7 @@ Not divided: projections to low ranks (Kimi's gates) and norms of single heads, 
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -98,8 +98,7 @@ class MixerParts:
 
     `heads` is what tp must divide, by name; `rows` says of children and own tensors how their dim of that size divides;
     `whole` are those that every rank applies to its heads; `output` is the projection back; `attributes` are the
-    mixer's own numbers, as on a rank. `norm_groups`: of how many equal parts of its features the mixer's `norm` takes
-    means, where it has features of all heads.
+    mixer's own numbers, as on a rank.
     """
 
     heads: Mapping[str, int]
@@ -107,7 +106,6 @@ class MixerParts:
     attributes: Mapping[str, int]
     output: str = "out_proj"
     whole: tuple[str, ...] = ()
-    norm_groups: int | None = field(default=None, kw_only=True)
 
 
 def mixer_parts(name: str, mixer: nn.Module, tp: int) -> MixerParts:
@@ -190,7 +188,7 @@ def _mamba2(mixer: Any, tp: int) -> MixerParts:
         **dict.fromkeys(("A_log", "D", "dt_bias"), heads),
         "norm": inner,
     }
-    return MixerParts({"heads": heads.size}, rows, attributes, norm_groups=mixer.n_groups)
+    return MixerParts({"heads": heads.size}, rows, attributes)
 
 
 def _short_convolution(mixer: Any, tp: int) -> MixerParts:

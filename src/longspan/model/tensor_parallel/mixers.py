@@ -34,7 +34,7 @@ def check_mixer(name: str, mixer: nn.Module, tp: int) -> None:
     """Raise ModelError for a mixer whose heads or channels are not split here; tp must divide them."""
     parts = mixer_parts(name, mixer, tp)
     if norm := _norm_over_features(mixer, parts):
-        refuse_unknown_norm(f"{name}.norm", *norm)
+        refuse_unknown_norm(f"{name}.norm", norm)
 
 
 def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel: bool) -> None:
@@ -45,7 +45,7 @@ def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel:
     tp = world.home.tp
     parts = mixer_parts(name, mixer, tp)
     if norm := _norm_over_features(mixer, parts):
-        norm_over_ranks(*norm, world)
+        norm_over_ranks(norm, world)
     views: Views = {mixer: {number: partial(_constant, value) for number, value in parts.attributes.items()}}
     for owner, attribute, view in _views(mixer, parts, world):
         views.setdefault(owner, {})[attribute] = view
@@ -61,12 +61,10 @@ def columnwise_packed(linear: nn.Linear, world: World) -> None:
     wrap_forward(linear, views={name: _rows_here(linear, name, rows, world) for name in names})
 
 
-def _norm_over_features(mixer: nn.Module, parts: MixerParts) -> tuple[nn.Module, int] | None:
-    """The norm of a mixer that takes means of features of several heads, and of how many groups; None without one."""
+def _norm_over_features(mixer: nn.Module, parts: MixerParts) -> nn.Module | None:
+    """The norm of a mixer that takes means of features of several heads; None without one."""
     norm: Any = getattr(mixer, "norm", None)
-    if parts.norm_groups is None or getattr(norm, "weight", None) is None:
-        return None
-    return norm, parts.norm_groups
+    return norm if "norm" in parts.rows and getattr(norm, "weight", None) is not None else None
 
 
 def _views(mixer: nn.Module, parts: MixerParts, world: World) -> Iterator[tuple[nn.Module, str, View]]:
