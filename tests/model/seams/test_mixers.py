@@ -37,6 +37,8 @@ FAMILIES = {
     "falcon_h1": "Mamba 2 and attention side by side",
     "lfm2": "short convolutions",
     "lfm2_moe": "and experts",
+    "lfm3": "with gates after attention",
+    "bailing_hybrid": "Kimi's delta attention with gates of full rank",
     "zamba2": "Mamba 2, and attention of one block in two layers, with adapters",
 }
 KINDS: dict[str, dict[str, Any]] = {  # what a class's defaults lack of its released models

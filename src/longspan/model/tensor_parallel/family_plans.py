@@ -25,9 +25,10 @@ _ATTENTION = {"q_proj": COLWISE, "k_proj": COLWISE, "v_proj": COLWISE, "o_proj":
 _GATED = {"gate_proj": COLWISE, "up_proj": COLWISE, "down_proj": ROWWISE}
 _LFM2_NORMS = {"q_layernorm": PARTIAL_GRADIENT, "k_layernorm": PARTIAL_GRADIENT}
 _LFM2_ATTENTION = {"q_proj": COLWISE, "k_proj": COLWISE, "v_proj": COLWISE, "out_proj": ROWWISE} | _LFM2_NORMS
-_LATENT_ATTENTION = {  # of Kimi: keys and values of all heads from one latent row
+_LFM3_ATTENTION = _ATTENTION | {"q_norm": PARTIAL_GRADIENT, "k_norm": PARTIAL_GRADIENT, "g_proj": COLWISE}
+_LATENT_ATTENTION = {  # of Kimi and Bailing: keys and values of all heads from one latent row
     **dict.fromkeys(("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"), PARTIAL_GRADIENT),
-    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj"), COLWISE),
+    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "g_proj"), COLWISE),
     "o_proj": ROWWISE,
 }
 
@@ -43,8 +44,10 @@ def _in_layers(**modules: Mapping[str, str]) -> dict[str, str]:
 
 _OF_HEADS = {"q_norm": PARTIAL_GRADIENT, "k_norm": PARTIAL_GRADIENT}
 _ENDS = {"embed_tokens": EMBEDDING, "embeddings": EMBEDDING}
-_LFM2 = _in_layers(self_attn=_LFM2_ATTENTION, feed_forward={"w1": COLWISE, "w3": COLWISE, "w2": ROWWISE})
+_W123 = {"w1": COLWISE, "w3": COLWISE, "w2": ROWWISE}
+_LFM2 = _in_layers(self_attn=_LFM2_ATTENTION, feed_forward=_W123)
 _OURS: dict[str, dict[str, str]] = {  # what transformers 5.17 to 5.23 lacks
+    "bailing_hybrid": _in_layers(self_attn=_LATENT_ATTENTION),
     "bamba": _ENDS | _in_layers(self_attn=_ATTENTION, feed_forward=_GATED),
     "falcon_h1": _ENDS | _in_layers(self_attn=_ATTENTION, feed_forward=_GATED),
     "gpt_oss": _in_layers(self_attn=_ATTENTION | {"sinks": HEADS}),
@@ -52,6 +55,7 @@ _OURS: dict[str, dict[str, str]] = {  # what transformers 5.17 to 5.23 lacks
     "kimi_linear": _in_layers(self_attn=_LATENT_ATTENTION),
     "lfm2": _ENDS | _LFM2,
     "lfm2_moe": _LFM2,
+    "lfm3": _ENDS | _in_layers(self_attn=_LFM3_ATTENTION, feed_forward=_W123),
     "mamba2": _ENDS,
     "nemotron_h": _in_layers(
         mixer=_ATTENTION | {"up_proj": COLWISE, "down_proj": ROWWISE},

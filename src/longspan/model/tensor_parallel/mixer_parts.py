@@ -97,8 +97,8 @@ class MixerParts:
     """What a tensor-parallel rank has of a mixer.
 
     `heads` is what tp must divide, by name; `rows` says of children and own tensors how their dim of that size divides;
-    `whole` are those that every rank applies to its heads; `output` is the projection back; `attributes` are the
-    mixer's own numbers, as on a rank.
+    `whole` are those that every rank applies to its heads; `output` is the projection back; `attributes` are
+    numbers of the mixer and of modules in it, as on a rank.
     """
 
     heads: Mapping[str, int]
@@ -156,14 +156,17 @@ def _delta_net(mixer: Any, tp: int) -> MixerParts:
 
 
 def _kimi(mixer: Any, tp: int) -> MixerParts:
+    """Delta attention with a decay for each number of a key: Kimi's, whose gates are of low rank, and Bailing's."""
     width, heads = Even(mixer.qkv_dim), Even(mixer.num_heads)
-    of_width = ("q_proj", "k_proj", "v_proj", "g_b_proj", "forget_gate.f_b_proj", "forget_gate.dt_bias")
+    of_width = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")
+    of_width += ("forget_gate.f_proj", "forget_gate.f_b_proj", "forget_gate.dt_bias")
     rows = {
         **dict.fromkeys(of_width, width),
         **dict.fromkeys(("b_proj", "forget_gate.A_log"), heads),
         "conv1d": packed(3 * width.size, 3),
     }
     attributes = {number: getattr(mixer, number) // tp for number in ("num_heads", "qkv_dim", "conv_dim")}
+    attributes |= {f"forget_gate.{number}": attributes[number] for number in ("num_heads", "qkv_dim")}
     return MixerParts({"heads": heads.size}, rows, attributes, "o_proj", ("g_a_proj", "forget_gate.f_a_proj", "o_norm"))
 
 

@@ -46,7 +46,7 @@ def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel:
     parts = mixer_parts(name, mixer, tp)
     if norm := _norm_over_features(mixer, parts):
         norm_over_ranks(norm, world)
-    views: Views = {mixer: {number: partial(_constant, value) for number, value in parts.attributes.items()}}
+    views: Views = {}
     for owner, attribute, view in _views(mixer, parts, world):
         views.setdefault(owner, {})[attribute] = view
     output: Any = mixer.get_submodule(parts.output)
@@ -68,6 +68,9 @@ def _norm_over_features(mixer: nn.Module, parts: MixerParts) -> nn.Module | None
 
 
 def _views(mixer: nn.Module, parts: MixerParts, world: World) -> Iterator[tuple[nn.Module, str, View]]:
+    for name, value in parts.attributes.items():
+        owner, _, attribute = name.rpartition(".")
+        yield mixer.get_submodule(owner), attribute, partial(_constant, value)
     for place, rows in parts.rows.items():
         for owner, attribute in tensors_of(mixer, place):
             yield owner, attribute, _rows_here(owner, attribute, rows, world)
