@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +16,16 @@ from longspan.doctor.outcomes import Outcome
 from longspan.doctor.prove import Ranks, prove, run_proof
 from longspan.errors import ModelError
 from longspan.layout import Layout
-from longspan.model import prepare
+from longspan.model import load_model, prepare, save_model
 from longspan.model.seams.mixers import mixers_of
 from longspan.model.small.shrink import tiny_model
 from longspan.model.tensor_parallel.mixer_parts import Even, Fused, OfGroups
+from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
+from longspan.train import build_optimizer, run_step
+from longspan.train.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from tests.model.seams.test_mixers import here, small_config
-from tests.model.stock import weights_of, worst
+from tests.model.stock import texts, weights_of, worst
 from tests.mutation import mutate, restore
 
 TP, ROWS_IN_PARTS = Case(tp=2, cp=2), Case(tp=2, cp=2, sequence_parallel=True)
@@ -126,6 +130,36 @@ def test_parameters_lie_as_in_checkpoints() -> None:
     for (of_bamba, bamba), (of_lfm2, lfm2) in run_ranks(_look, 2):
         assert of_bamba == of_lfm2 == 0.0
         assert bamba == rows | columns and len(lfm2) == 3
+
+
+def _continue(rank: int, family: str, folder: str) -> list[float]:
+    """A folder read a part at a time at tp 2, two steps, a checkpoint read at tp 1, and the folder that is saved."""
+    path, lengths = Path(folder), (13, 1, 30, 7)
+    stock = tiny_model(small_config(family), torch.float64)
+    with World(Layout(ranks=4, tp=2), backend=backend()) as world:
+        if rank == 0:
+            stock.save_pretrained(path / "stock")
+        world.control.gather_objects(None, "the folder is there")
+        model = prepare(load_model(path / "stock", dtype="float64", sharded=True), world)
+        errors = [worst(weights_of(model), weights_of(stock))]
+        optimizer = build_optimizer(model, "adamw", lr=1e-2)
+        for _ in range(2):
+            run_step(model, plan_fixed(lengths, world.home, cp=2), texts(lengths), world, optimizer)
+        checkpoint = save_checkpoint(path / "checkpoints", model, optimizer, world, step=2)
+        save_model(model, path / "saved", world)
+        weights = weights_of(model)
+    with World(Layout(ranks=4), backend=backend()) as world:
+        model = prepare(tiny_model(small_config(family), torch.float64, seed=1), world)
+        load_checkpoint(checkpoint, model, build_optimizer(model, "adamw", lr=1e-2), world)
+        errors.append(worst(weights_of(model), weights))
+    return [*errors, worst(weights_of(load_model(path / "saved", dtype="float64")), weights)]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("family", here(("qwen3_next", "kimi_linear", "bamba", "lfm2")))
+def test_folders_and_checkpoints_are_those_of_the_whole_model(family: str, tmp_path: Path) -> None:
+    for errors in run_local(_continue, 4, (family, str(tmp_path)), timeout=120):
+        assert errors == [0.0, 0.0, 0.0]
 
 
 # ---- what does not fit
