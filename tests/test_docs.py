@@ -99,6 +99,10 @@ def test_the_page_on_two_modules_is_one_program(tmp_path: Path) -> None:
     assert last < first - 0.5 and abs(wide - narrow) <= 2e-6
 
 
+def test_the_page_on_vision_models_is_one_program(tmp_path: Path) -> None:
+    assert re.fullmatch(r"loss .*, after 4 steps .*; evaluated at .*", run_page("vision-models.md", tmp_path).strip())
+
+
 def test_the_page_on_losses_is_one_program(tmp_path: Path) -> None:
     (printed,) = run_page("losses.md", tmp_path).splitlines()
     assert re.fullmatch(r"loss -?0\.0\d+; of pairs 0\.6931, \d micro-batches twice", printed), printed
@@ -182,7 +186,7 @@ def test_no_page_has_a_program_that_is_not_run() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     with_programs = {page.stem for page in pages if "```python" in page.read_text()}
     run_here = {"attention", "bridge", "evaluation", "gpu", "losses", "own-loop", "parallelism", "planning", "tour"}
-    run_here |= {"README", "doctor", "fine-tuning", "hybrid", "mtp"}
+    run_here |= {"README", "doctor", "fine-tuning", "hybrid", "mtp", "vision-models"}
     assert with_programs == run_here
 
 

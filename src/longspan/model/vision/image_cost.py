@@ -23,7 +23,7 @@ def image_cost(config: PreTrainedConfig, encoder: nn.Module) -> Cost:
     in_blocks = sum(p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
     merge = getattr(vision, "spatial_merge_size", None) or 1
     full, window = getattr(vision, "fullatt_block_indexes", None), getattr(vision, "window_size", None)
-    windows = layers - len(full) if full is not None and window else 0
+    windows = sum(layer not in full for layer in range(layers)) if full is not None and window else 0
     return encoder_cost(
         in_blocks,
         width,
