@@ -11,6 +11,7 @@ from tests.model.test_moe_families import MUTATIONS as OF_EXPERTS
 from tests.model.test_split_mixers import MUTANTS as OF_SPLIT_MIXERS
 from tests.model.vision.test_mutations import MUTATIONS as OF_IMAGES
 from tests.mutation import mutate, restore
+from tests.train.data.images.test_mutations import MUTATIONS as OF_IMAGE_ROWS
 from tests.train.own_loss.test_mutations import MUTATIONS as OF_LOSSES
 
 CHANGES = [
@@ -21,7 +22,7 @@ CHANGES = [
     *OF_SPLIT_MIXERS.values(),
     *OF_IMAGES.values(),
     *(mutation[2:] for mutation in OF_EXPERTS.values()),
-    *(change for change, _ in (*OF_ADAPTERS.values(), *OF_LOSSES.values()) if change),
+    *(change for change, _ in (*OF_ADAPTERS.values(), *OF_LOSSES.values(), *OF_IMAGE_ROWS.values()) if change),
 ]
 
 

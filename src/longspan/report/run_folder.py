@@ -18,6 +18,7 @@ from longspan.errors import ConfigError, PlanError, counted
 from longspan.plan import Plan
 from longspan.report.evaluations.passkey_section import passkey_grids
 from longspan.report.evaluations.rows import EvalRow, number
+from longspan.report.evaluations.samples_section import samples_of
 from longspan.train.evaluation.passkey.grid import PasskeyGrid
 from longspan.train.run.records.facts import RunFacts
 from longspan.train.run.records.metrics_log import rows_and_damage
@@ -57,6 +58,7 @@ class RunFolder:
     evaluations: tuple[EvalRow, ...] = ()
     final: tuple[EvalRow, ...] = ()
     passkey: tuple[tuple[str, PasskeyGrid], ...] = ()
+    samples: tuple[dict[str, Any], ...] = ()
     config_text: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     plans: tuple[tuple[str, Plan], ...] = ()
@@ -90,6 +92,7 @@ class RunFolder:
             evaluations=tuple(evaluations[key] for key in sorted(evaluations)),
             final=tuple(_final_rows(summary, steps[-1] if steps else 0)),
             passkey=passkey_grids(rows),
+            samples=samples_of(path / "samples.jsonl", notes),
             config_text=config_text,
             config=config,
             plans=plans,

@@ -11,6 +11,7 @@ from longspan.report.chart import Chart, Series, chart_figure
 from longspan.report.evaluation_sections import both_widths, evaluation_sections, relative_spread
 from longspan.report.evaluations.passkey_section import passkey_section
 from longspan.report.evaluations.rows import last_rows
+from longspan.report.evaluations.samples_section import samples_section
 from longspan.report.markup import section, tag, text
 from longspan.report.run_folder import MTP_LOSS, RunFolder
 from longspan.report.series import bytes_text, number_text, seconds_text, smooth
@@ -30,6 +31,8 @@ def run_sections(run: RunFolder) -> Iterator[str]:
     yield from evaluation_sections(run)
     if run.passkey:
         yield passkey_section(run.passkey)
+    if run.samples:
+        yield samples_section(run.samples)
     yield section("Steps", tag("div", *map(chart_figure, _small_charts(run)), class_="grid-3"))
     if run.notes:
         yield section("Left out", tag("ul", *(tag("li", text(note)) for note in run.notes), class_="notes"))

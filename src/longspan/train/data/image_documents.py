@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,9 @@ from longspan.train.data.documents import Corpus, Documents
 from longspan.train.data.image_reader import ImageReader
 from longspan.train.data.images.processor import load_processor
 from longspan.train.data.store.images import ImageTable
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 AnyDocuments = TypeVar("AnyDocuments")  # those of a corpus become ImageDocuments
 
@@ -68,6 +71,11 @@ class ImageDocuments(Documents):
         """What the encoder is given for an item."""
         assert self.images is not None
         return self.images.reader(self.numbers[item])
+
+    def picture(self, item: int) -> "Image":
+        """An item as it is in its file: upright, in three channels."""
+        assert self.images is not None
+        return self.images.reader.picture(self.numbers[item])
 
     def read_ahead(self, items: Sequence[int]) -> None:
         """Begin to read these items, in threads."""

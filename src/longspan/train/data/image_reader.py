@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from longspan.errors import DataError
 from longspan.model.vision.image_tokens import ImageInput
@@ -52,11 +53,19 @@ class ImageReader:
             while len(self._ahead) > _MOST:
                 self._ahead.popitem(last=False)[1].cancel()
 
-    def _input(self, number: int) -> ImageInput:
+    def picture(self, number: int) -> Any:
+        """The upright image in three channels (PIL)."""
         placed = self._table[number]
         try:
-            pixels, grid = self._processor.pixels(self._file(placed).load())
+            return self._file(placed).load()
         except (DataError, RowError) as error:
+            raise DataError(f"{self._where(placed)}: {error}") from error
+
+    def _input(self, number: int) -> ImageInput:
+        placed, picture = self._table[number], self.picture(number)
+        try:
+            pixels, grid = self._processor.pixels(picture)
+        except DataError as error:
             raise DataError(f"{self._where(placed)}: {error}") from error
         self.read += 1
         if (grid or (0, 0, 0)) != placed.image.grid:

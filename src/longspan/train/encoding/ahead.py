@@ -26,15 +26,18 @@ def plan_waves_ahead(model: MultimodalModel, plan: Plan, documents: Any, *, back
     >>> plan_waves_ahead(model, following, documents_of(step + 1))
     >>> run_step(model, plan, documents, world, optimizer=optimizer)
 
-    What is planned is on the host: which items a rank encodes, and which rows go where. Nothing is read. An error is
-    raised by the step. Raises what `run_step` raises for documents without items.
+    What is planned is on the host: which items a rank encodes, and which rows go where. Documents with a method
+    `read_ahead(items)` are told which items this rank will ask for; nothing else is read. An error is raised by the
+    step. Raises what `run_step` raises for documents without items.
     """
     table = items_of(model, plan, documents)
     assert table is not None  # a MultimodalModel's documents have items
     planned = _planned.setdefault(model, OrderedDict())
     device = model.world.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    planned[_key(model, plan, table, backward)] = _pool.submit(_planned_on, stream, model, plan, table, backward)
+    planned[_key(model, plan, table, backward)] = _pool.submit(
+        _planned_on, stream, model, plan, table, backward, documents
+    )
     while len(planned) > MOST:
         planned.popitem(last=False)
 
@@ -50,12 +53,20 @@ def _encoding(model: MultimodalModel, plan: Plan, table: ItemTable, backward: bo
 
 
 def _planned_on(
-    stream: torch.cuda.Stream | None, model: MultimodalModel, plan: Plan, table: ItemTable, backward: bool
+    stream: torch.cuda.Stream | None,
+    model: MultimodalModel,
+    plan: Plan,
+    table: ItemTable,
+    backward: bool,
+    documents: Any,
 ) -> Encoding:
     """The same in a thread, whose current device and stream are others: indices go there on the step's stream."""
     if stream is not None:
         torch.cuda.set_stream(stream)
-    return _encoding(model, plan, table, backward)
+    encoding = _encoding(model, plan, table, backward)
+    if (read_ahead := getattr(documents, "read_ahead", None)) is not None:
+        read_ahead(encoding.items_here)
+    return encoding
 
 
 def _key(model: MultimodalModel, plan: Plan, table: ItemTable, backward: bool) -> tuple[object, ...]:

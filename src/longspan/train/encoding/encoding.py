@@ -74,6 +74,11 @@ class Encoding:
             for modality, part in plans.items()
         ]
 
+    @property
+    def items_here(self) -> list[int]:
+        """The items that this rank reads, as documents number them."""
+        return [number for part in self._parts for number in part.items_here]
+
     def read(self, documents: Any) -> None:
         """What this rank encodes, from the documents; whatever they raise."""
         for part in self._parts:

@@ -62,6 +62,11 @@ class ModalityPass:
         gradient: RowGradient = "none" if not self.trains else "partial_over_slots" if world.home.tp > 1 else "partial"
         self.waves = [_LocalWave(wave, plan, encoder, world, gradient=gradient) for wave in plan.waves]
 
+    @property
+    def items_here(self) -> list[int]:
+        """The items that this rank encodes, as documents number them."""
+        return [self.items.numbers[item] for wave in self.waves for item in wave.items]
+
     def read(self, documents: Any) -> None:
         """What the encoder is given for each item of this rank's waves, and its shards, which know the step."""
         for wave in self.waves:

@@ -16,6 +16,7 @@ from longspan.train.evaluation.plan_of import choices_at_degrees
 from longspan.train.evaluation.result import Evaluation
 from longspan.train.json_record import as_json
 from longspan.train.plans import PlanChoice
+from longspan.train.run.evaluations.samples import SAMPLES_FILE, image_samples
 from longspan.train.run.evaluations.sets import EvaluationSet
 from longspan.train.run.progress import ProgressDisplay
 from longspan.train.run.records.open_records import Records
@@ -74,7 +75,17 @@ class Evaluations:
             if not self._recorded(entry, done):
                 self._record(entry, evaluations)
             (named if entry.name else at_degrees).extend(sorted(evaluations, key=_degree))
+        self._write_samples(done)
         return Final(tuple(at_degrees), tuple(named))
+
+    def _write_samples(self, done: int) -> None:
+        """What the model says of some documents of each set that has images."""
+        run, rows = self.run, list[dict[str, Any]]()
+        for entry in run.sets:
+            choice = run.choice_of(entry.config)
+            rows += image_samples(run.model, entry.documents, choice, run.world, run.dir, name=entry.name, step=done)
+        if rows:
+            on_first_rank(run.world, partial(_write_lines, run.dir / SAMPLES_FILE, rows), RunFolderError)
 
     def _at_last(self, entry: EvaluationSet, done: int) -> Iterator[Evaluation | None]:
         """The evaluation of a set as it is asked for and, of the held-out documents, at every other degree."""

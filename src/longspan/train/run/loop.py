@@ -7,6 +7,7 @@ corpus/, config.json and the tokenizer's files, run.json, metrics.jsonl, groups.
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,12 +17,14 @@ from longspan.comm import World, raise_first_error
 from longspan.errors import ConfigError, LongspanError, ModelError, RunFolderError
 from longspan.model import save_model
 from longspan.model.hf_folder import read_configuration
+from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Plan, PlanAhead
 from longspan.train.all_ranks import is_first_rank, on_every_rank, on_first_rank, result_or_error
 from longspan.train.config.defaults import settings_line
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.tokenizer_files import KeptFiles
 from longspan.train.disk import write_atomically
+from longspan.train.encoding import plan_waves_ahead
 from longspan.train.json_record import as_json
 from longspan.train.loggers.run_loggers import logger_classes
 from longspan.train.memory.live_bytes import peak_memory_bytes
@@ -138,6 +141,8 @@ def _step(run: TrainingRun, plans: PlanAhead, step: int) -> tuple[dict[str, Any]
     started = time.perf_counter()
     documents = run.order.select(run.corpus, step)
     plan = with_targets_of(documents, plans.plan(step))
+    if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:
+        _begin_to_read(run, run.model, plans, step + 1)
     result = run.take_step(plan, documents, step)
     seconds = time.perf_counter() - started
     row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
@@ -151,6 +156,13 @@ def _step(run: TrainingRun, plans: PlanAhead, step: int) -> tuple[dict[str, Any]
         row |= {"router_balance_loss": result.router.balance, "router_z_loss": result.router.z}
     row |= {f"mtp_loss_{depth}": loss for depth, loss in enumerate(result.mtp_losses, 1)}
     return row, plan
+
+
+def _begin_to_read(run: TrainingRun, model: MultimodalModel, plans: PlanAhead, step: int) -> None:
+    """Plan a coming step's waves of images, and read those of this rank, in threads; its errors are raised there."""
+    documents = run.order.select(run.corpus, step)
+    with suppress(LongspanError):
+        plan_waves_ahead(model, with_targets_of(documents, plans.plan(step)), documents)
 
 
 def _agreed(world: World, stop: StopSignal, failure: LongspanError | None, saves: Saves) -> tuple[str, bool]:

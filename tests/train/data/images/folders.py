@@ -49,6 +49,7 @@ def write_images(folder: Path, sizes: list[tuple[int, int]], seed: int = 0) -> l
 
 def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
     """Rows as lines of JSON."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 

@@ -1,0 +1,61 @@
+"""What placeholders and places of images could get wrong without an error, put into the code on purpose."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mutation import mutate, restore
+from tests.train.data.images import test_images as tables
+from tests.train.data.images.folders import qwen_folder
+
+
+def stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables.test_equal_to_the_stock_processor(qwen_folder, tmp_path, monkeypatch)
+
+
+ROWS = "train.data.rows.placeholders"
+Change = tuple[str, str, str]
+MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
+    "answers where they stood before placeholders": (
+        (ROWS, "int(a + grown[(starts < a).sum()])", "int(a)"),
+        tables.test_placeholders_are_no_targets_and_answers_are,
+    ),
+    "placeholders are targets": (
+        (ROWS, "np.where(sample.ids == self.processor.placeholder, NO_TARGET, labels)", "labels"),
+        tables.test_texts_name_images,
+    ),
+    "another image's pixels": (
+        (
+            "train.data.image_reader",
+            "self._table[number], self.picture(number)",
+            "self._table[number], self.picture(0)",
+        ),
+        tables.test_bytes_in_tables,
+    ),
+    "the images of the document before": (
+        ("train.data.store.images", "(document, document + 1)", "(document - 1, document)"),
+        stock,
+    ),
+    "places in the row, not in its part": (
+        ("train.data.store.encoder", "_moved(image, -part.start)", "_moved(image, 0)"),
+        tables.test_long_documents_are_cut_before_an_image,
+    ),
+    "cut in an image": (
+        ("train.data.left_out", "if start < a < stop < b", "if False"),
+        tables.test_long_documents_are_cut_before_an_image,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_what_is_wrong_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, table = MUTATIONS[name]
+    table(tmp_path / "right", monkeypatch)
+    undo = mutate(*change)
+    try:
+        with pytest.raises(Exception):  # noqa: B017
+            table(tmp_path / "wrong", monkeypatch)
+    finally:
+        restore(undo)
