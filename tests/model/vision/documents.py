@@ -98,10 +98,10 @@ class Answer:
         return errors
 
 
-def answer_of(name: str, documents: str = "mixed", trained: Any = None) -> Answer:
-    """What the stock model says; `trained(model)` freezes what is not trained."""
+def answer_of(name: str, documents: str = "mixed", trained: Any = None, make: Any = None) -> Answer:
+    """What the stock model, or the one that `make` gives, says; `trained(model)` freezes what is not trained."""
     with whole_float64():
-        model = tiny(name).train()
+        model = (tiny(name) if make is None else make()).train()
         if trained is not None:
             trained(model)
         of_documents = [_loss(model, document) for document in raw(image_tokens(model.config), documents)]
