@@ -8,11 +8,13 @@ BIN    := $(VENV)/bin
 OLDEST := .venv-oldest
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN    ?= runs/first
+VLM    ?= runs/vlm
 
-.PHONY: train test test-all test-gpu test-oldest check format bench size clean help
+.PHONY: train vlm test test-all test-gpu test-oldest check format bench size clean help
 
 help:
 	@sed -n '1,4p' Makefile
+	@echo "#   make vlm      train a small vision-language model on handwritten digits, write its report (under six minutes)"
 	@echo "#   make check    format, lint, types, import contracts"
 	@echo "#   make format   let ruff rewrite what make check would complain of"
 	@echo "#   make test-all the tests, and the whole tables of attention and of training (hours on two cores)"
@@ -33,6 +35,15 @@ $(VENV)/.dev: $(VENV)/.core
 
 train: $(VENV)/.core
 	$(BIN)/longspan train examples/first.toml --world 4 --device cpu --run.dir $(RUN)
+
+$(VENV)/.vlm: $(VENV)/.core
+	@echo "installing Pillow, and scikit-learn for its handwritten digits"
+	@$(PIP) -e '.[vlm]' 2>&1 | { grep -v "is ignored: it is neither a file nor a directory" || true; }
+	@$(BIN)/python -c "import PIL, sklearn" && touch $@
+
+vlm: $(VENV)/.vlm
+	$(BIN)/python examples/vlm/data.py runs/vlm-data
+	PYTHONPATH=examples/vlm $(BIN)/longspan train examples/vlm.toml --world 4 --device cpu --run.dir $(VLM)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile
