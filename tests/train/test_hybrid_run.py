@@ -4,6 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
+from longspan.cli.export import main as export_main
+from longspan.model import add_mtp, load_model
 from longspan.plan import Plan
 from longspan.testing import run_ranks
 from longspan.train.config.file import load_config
@@ -49,3 +54,17 @@ def test_the_losses_of_the_example_are_those_of_one_rank(tmp_path: Path) -> None
         pairs = zip(found[name], wanted[name], strict=name != "eval_loss")  # one rank has no further degrees
         errors = [abs(a / b - 1) for a, b in pairs]
         assert len(errors) == (1 if name == "eval_loss" else 3) and max(errors) <= BOUND, (name, errors)
+    _exported(tmp_path / "four", tmp_path / "out")
+
+
+def _exported(run: Path, out: Path) -> None:
+    """An export has the depth under Qwen3-Next's published names, and it is read from there."""
+    assert export_main([str(run), str(out)]) == 0
+    files, saved = load_file(out / "model.safetensors"), load_file(run / "model" / "model.safetensors")
+    assert torch.equal(files["mtp.fc.weight"], saved["mtp.layers.0.eh_proj.weight"])
+    assert {"mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight"} <= files.keys()
+    assert not any("mtp_block" in name for name in files) and len(files) == len(saved)
+    model = load_model(out, dtype="float64", sharded=False)
+    assert model.config.num_nextn_predict_layers == 1
+    read, again = (add_mtp(load_model(x, dtype="float64", sharded=False), 1, weights=x) for x in (out, run / "model"))
+    assert all(torch.equal(x, again.get_parameter(name)) for name, x in read.named_parameters())
