@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.errors import PlanError
@@ -110,7 +110,7 @@ def test_states_only_add_and_contiguous_ones_do_not_grow_with_documents(group: t
     assert 2 / 7 * seconds(cost, documents) * (1 - 1e-12) <= forward <= seconds(cost, documents) / 2 * (1 + 1e-12)
 
 
-@bounded
+@settings(bounded, max_examples=25)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=30), st.sampled_from(["zigzag", "contiguous"]), st.data())
 def test_plans_of_hybrids_are_sound_and_meet_their_bound(
     lengths: list[int], partition: str, data: st.DataObject

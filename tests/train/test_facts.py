@@ -69,10 +69,13 @@ def test_the_lines_of_a_run_on_cpus_and_what_is_not_known() -> None:
 
 def test_a_hybrid_says_what_its_partition_sends() -> None:
     hybrid = Execution(torch.float32, torch.float32, torch.float32, (), mixers=3)
-    assert "two states a document and slot" in _mixers(hybrid, "zigzag") and "contiguous" in _mixers(hybrid, "zigzag")
-    lines = dict(facts(mixers=_mixers(hybrid, "contiguous")).lines())
+    device = torch.device("cpu")
+    text = _mixers(hybrid, device, "zigzag")
+    assert "two states a document and slot" in text and "contiguous" in text
+    lines = dict(facts(mixers=_mixers(hybrid, device, "contiguous"), rows="contiguous under a2a: 1 s").lines())
+    assert lines["rows"] == "contiguous under a2a: 1 s"
     assert lines["mixers"].startswith("3 state-space layers in torch's operations; at most one state")
-    assert _mixers(replace(hybrid, mixers=0), "zigzag") == ""
+    assert _mixers(replace(hybrid, mixers=0), device, "zigzag") == ""
 
 
 def test_facts_of_another_release_are_left_out() -> None:

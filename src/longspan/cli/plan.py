@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -16,13 +17,14 @@ from longspan.cli.plan_inputs import (
     check_weights,
     notes_on,
     plan_options,
+    planned,
     read_lengths,
     read_price,
     with_weights,
 )
 from longspan.errors import ConfigError, counted
 from longspan.layout import Layout
-from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.planners.fixed import smallest_degree
 
 
@@ -45,9 +47,9 @@ class PlanFlags(PricingFlags, ClosingFlags, SourceFlags):
     """Largest degree that a dynamic plan may choose; 0: no limit."""
     mode: Literal["lockstep", "free"] = "lockstep"
     """lockstep: all slots end a micro-batch together (FSDP, EP, pipelines); free: only members of a group wait."""
-    partition: Literal["zigzag", "contiguous"] = "zigzag"
+    partition: Literal["auto", "zigzag", "contiguous"] = "auto"
     """How a group's rows are dealt out: zigzag: equal causal work; contiguous: one run a slot, fewer copies under a2a,
-    and slower than predicted under the other types."""
+    and slower than predicted under the other types; auto: of hybrids the faster, otherwise zigzag."""
     node_size: int = 8
     """Slots of one host; groups inside a host talk over its fast links."""
     micro_batch_multiple: int = 1
@@ -72,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     lengths, source = read_lengths(flags, flags.slots)
     began = time.perf_counter()
     cost = with_weights(read_price(flags), flags, slots=flags.slots, node_size=flags.node_size)
-    plan = make_plan(flags, lengths, cost)
+    plan, why = make_plan(flags, lengths, cost)
     seconds = time.perf_counter() - began
     wrote = _write_files(flags, plan, source)
     if flags.json:
@@ -83,14 +85,17 @@ def main(argv: Sequence[str]) -> int:
         f"{counted(len(lengths), 'document')} from {source}, planned in {seconds:.3f} s",
         *(f"wrote {path}" for path in wrote),
         *([UNPRICED] if flags.mode == "free" and not cost.closing_seconds else []),
+        *([why] if why else []),
         *notes_on(flags),
     ]
     print("\n".join(lines), file=sys.stderr if flags.json else sys.stdout)
     return 0
 
 
-def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> Plan:
-    """The plan that the flags ask for. Raises LongspanError's children where it is impossible."""
+def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> tuple[Plan, str]:
+    """The plan that the flags ask for, and why a hybrid's rows are dealt out so. Raises LongspanError's children where
+    it is impossible.
+    """
     home = Layout(flags.slots)
     cap = flags.max_tokens_per_slot or None
     options = plan_options(
@@ -101,14 +106,15 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> Plan:
         micro_batch_multiple=flags.micro_batch_multiple,
         mode=flags.mode,
         row_multiple=flags.row_multiple,
-        partition=flags.partition,
     )
     kind = flags.planner if flags.planner != "auto" else "fixed" if flags.cp else "dynamic"
+    if kind == "dynamic" and flags.cp:
+        raise ConfigError("--cp is the degree of fixed and padded plans; use --min-cp and --max-cp, or --planner fixed")
+    return planned(partial(_planned, flags, kind, lengths, home), options, flags.partition)
+
+
+def _planned(flags: PlanFlags, kind: str, lengths: Sequence[int], home: Layout, options: PlanOptions) -> Plan:
     if kind == "dynamic":
-        if flags.cp:
-            raise ConfigError(
-                "--cp is the degree of fixed and padded plans; use --min-cp and --max-cp, or --planner fixed"
-            )
         return plan_dynamic(lengths, home, min_cp=flags.min_cp, max_cp=flags.max_cp or None, options=options)
     planner = plan_padded if kind == "padded" else plan_fixed
     return planner(lengths, home, flags.cp or smallest_degree(lengths, home, options), options=options)

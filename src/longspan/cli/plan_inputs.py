@@ -9,19 +9,22 @@ depend on the model's parameters (`--weights`).
 import json
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from longspan.errors import ConfigError, DataError
 from longspan.layout import Layout, check_lengths
-from longspan.plan import Cost, PlanOptions
+from longspan.plan import Cost, Plan, PlanOptions
+from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.cost.cost_file import read_cost
 from longspan.plan.cost.model_cost import cost_on_h200
 from longspan.plan.cost.model_shape import read_query_heads
+from longspan.plan.micro_batch import PartitionKind
 from longspan.plan.planners.options import PlanKeywords
 from longspan.plan.simulate.distributions import DISTRIBUTIONS, sample_lengths
+from longspan.plan.simulate.which_partition import which_partition
 from longspan.train.data.files import find_files
 from longspan.train.data.first_rows import kind_of_files, text_sizes
 from longspan.train.data.formats.row_file import row_file
@@ -159,9 +162,9 @@ class PricingFlags:
     limit the degrees of a2a."""
     heads: int = 0
     """Query heads of the model, where there is no --model; 0: the 32 of Qwen3-8B, and not known with --cost."""
-    cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p", "auto"] = "p2p"
+    cp_comm_type: Literal["", "p2p", "all_gather", "a2a", "a2a+p2p", "auto"] = ""
     """How the slots of a group share attention; auto: chosen for each group, and by simulate --which-eval-degree for
-    each degree."""
+    each degree; empty: p2p, of hybrids the fastest."""
     hierarchical_context_parallel_sizes: tuple[int, ...] = ()
     """With a2a+p2p: the a2a and the p2p size."""
 
@@ -187,10 +190,26 @@ def heads_of(flags: PricingFlags) -> int | None:
 def plan_options(flags: PricingFlags, **keywords: Unpack[PlanKeywords]) -> PlanOptions:
     """The planners' options that these flags say, and those of a verb."""
     sizes = flags.hierarchical_context_parallel_sizes or None
+    hybrid = (keywords.get("cost") or DEFAULT_COST).states is not None
     said = PlanKeywords(
-        cp_comm_type=flags.cp_comm_type, hierarchical_context_parallel_sizes=sizes, heads=heads_of(flags)
+        cp_comm_type=flags.cp_comm_type or ("auto" if hybrid else "p2p"),
+        hierarchical_context_parallel_sizes=sizes,
+        heads=heads_of(flags),
     )
     return PlanOptions(**keywords | said)
+
+
+def planned(
+    make: Callable[[PlanOptions], Plan], options: PlanOptions, partition: Literal["auto"] | PartitionKind = "auto"
+) -> tuple[Plan, str]:
+    """The plan of these options and, of a hybrid, why its rows are dealt out as they are; "" otherwise.
+
+    A `partition` "auto" of another model is zigzag.
+    """
+    if options.cost.states is None:
+        return make(replace(options, partition="zigzag" if partition == "auto" else partition)), ""
+    choice = which_partition(lambda way: make(way).predicted_seconds, options, partition)
+    return make(choice.options), f"rows {choice.reason}"
 
 
 def notes_on(flags: PricingFlags) -> Sequence[str]:

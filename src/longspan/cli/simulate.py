@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -17,6 +17,7 @@ from longspan.cli.plan_inputs import (
     heads_of,
     notes_on,
     plan_options,
+    planned,
     read_lengths,
     read_price,
     with_weights,
@@ -117,9 +118,10 @@ def _machine(flags: SimulateFlags) -> tuple[Cost, int]:
 
 
 def _print_degrees(flags: SimulateFlags, title: str, lengths: Sequence[int], home: Layout) -> None:
-    comparison = which_degree(
-        lengths, home, options=_options(flags, home), accumulation=flags.accumulation or None, vpp=flags.vpp
-    )
+    options = _options(flags, home)
+    if options.cost.states:
+        options = replace(options, partition="contiguous", cost=options.cost.dealt("contiguous"))
+    comparison = which_degree(lengths, home, options=options, accumulation=flags.accumulation or None, vpp=flags.vpp)
     accumulation = flags.accumulation or flags.pp
     print(degrees_json(title, comparison) if flags.json else degrees_table(title, comparison, accumulation))
     if not flags.json:
@@ -166,8 +168,11 @@ def _tried(
     def make(options: PlanOptions) -> Plan:
         return planner(options=options)
 
+    def evaluated(options: PlanOptions) -> Plan:
+        return plan_evaluation(make, lengths, home, options, widest)
+
     try:
-        plan = plan_evaluation(make, lengths, home, options, widest) if flags.evaluation else make(options)
+        plan, _ = planned(evaluated if flags.evaluation else make, options)
         return simulate(plan, pp=flags.pp, vpp=flags.vpp)
     except LongspanError as error:
         return str(error)

@@ -17,10 +17,12 @@ from longspan.plan.check import heads_allow
 from longspan.plan.cost.cost_file import read_cost
 from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200, with_recomputation
 from longspan.plan.hierarchy import levels_at
+from longspan.plan.micro_batch import PartitionKind
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.planners.options import PlanKeywords
 from longspan.plan.simulate.evaluation_plan import options_at_degree, plan_evaluation, widest_degree
 from longspan.plan.simulate.simulate import shared_by
+from longspan.plan.simulate.which_partition import priced_as
 from longspan.train.config.bounds import AUTO
 from longspan.train.config.eval_inheritance import held_out_set
 from longspan.train.config.eval_set import EvalConfig
@@ -51,8 +53,9 @@ def cost_of_run(config: RunConfig, model_config: Any, say: Callable[[str], None]
         on_device = cost_on_h200 if gpu else cost_on_cpus
         cost = on_device(model_config, depths=config.mtp.depths)
         layers = train.recompute_layers * config.parallel.pp  # of each stage
-        frozen = config.lora.rank > 0
-        return with_recomputation(cost, model_config, train.activation_checkpointing, layers, frozen=frozen)
+        frozen, depths = config.lora.rank > 0, config.mtp.depths
+        kind = train.activation_checkpointing
+        return with_recomputation(cost, model_config, kind, layers, frozen=frozen, depths=depths)
     except PlanError as error:
         say(f"plans are priced as for a Qwen3-8B: {error}; name a file in context.cost")
         return cost_of(context) if gpu else replace(cost_of(context), source="")
@@ -116,15 +119,16 @@ class PlanChoice:
         context = config.context
         options = PlanOptions(
             max_tokens_per_slot=_limit(context.max_tokens_per_slot),
-            cp_comm_type=context.cp_comm_type,
+            cp_comm_type=context.cp_comm_type or "p2p",
             hierarchical_context_parallel_sizes=context.hierarchical_context_parallel_sizes,
             cost=cost or cost_of(context),
             node_size=context.node_size,
             mode=context.mode,
             row_multiple=row_multiple_of(config.parallel),
-            partition=context.partition,
+            partition=_partition(context.partition),
             heads=heads,
         )
+        options = replace(options, cost=priced_as(options.cost, options))
         degrees = context.min_dynamic_context_parallel_size, context.max_dynamic_context_parallel_size
         degree = context.context_parallel_size
         return cls(context.planner, degree, *degrees, options, "context.", weights, weight_bytes)
@@ -146,10 +150,10 @@ class PlanChoice:
         context, entry = config.context, entry or held_out_set(config)
         options = PlanOptions(
             max_tokens_per_slot=_limit(entry.max_tokens_per_slot),
-            cp_comm_type=entry.cp_comm_type,
+            cp_comm_type=entry.cp_comm_type or "p2p",
             hierarchical_context_parallel_sizes=entry.hierarchical_context_parallel_sizes,
-            partition=entry.partition or context.partition,
-            cost=(cost or cost_of(context)).forward_only(),
+            partition=(partition := _partition(entry.partition or context.partition)),
+            cost=(cost or cost_of(context)).forward_only().dealt(partition),
             node_size=context.node_size,
             row_multiple=row_multiple_of(config.parallel),
             heads=heads,
@@ -248,6 +252,11 @@ def _options(keywords: PlanKeywords) -> PlanOptions:
     return PlanOptions(**values)
 
 
+def _partition(kind: str) -> PartitionKind:
+    """How rows are dealt out; zigzag where it is not chosen yet ("auto"), for slots have as many rows either way."""
+    return "contiguous" if kind == "contiguous" else "zigzag"
+
+
 def _limit(rows: int | str) -> int | None:
     """The rows of a slot that a key allows; None where there is no limit, or none is known yet ("auto")."""
     return None if isinstance(rows, str) else rows or None
@@ -295,9 +304,9 @@ def home_of(parallel: ParallelConfig, ranks: int) -> Layout:
     return Layout(ranks, pp=parallel.pp, tp=parallel.tp, ep=parallel.ep, dp_replicate=parallel.dp_replicate)
 
 
-def query_heads(model_config: Any) -> int:
-    """The number of query heads of a transformers configuration, which each layer has."""
-    return model_config.get_text_config().num_attention_heads
+def query_heads(model_config: Any) -> int | None:
+    """The number of query heads of a transformers configuration, of each layer that attends; None where none does."""
+    return getattr(model_config.get_text_config(), "num_attention_heads", None)
 
 
 def degrees_to_compare(home: Layout, choice: PlanChoice | None = None) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from longspan.train.config.precision import compute_dtype
 from longspan.train.config.sections import RunConfig
 from longspan.train.plans import PlanChoice, cost_of_run, home_of, query_heads
 from longspan.train.run.config_check import check_config
+from longspan.train.run.partition import partition_chosen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -122,6 +123,8 @@ def make_settings(flags: StepFlags, config: RunConfig, ranks: int, backend: str,
         config = _with_limits(flags, config, configuration, documents, home, gpu=gpu)
     config = _checked(resolved(config), max(documents.lengths), ranks, planners)
     _check_cap(flags, config)
+    cost, heads = cost_of_run(config, configuration, _silent, gpu=gpu), query_heads(configuration)
+    config, _ = partition_chosen(config, [documents.lengths], home, cost=cost, heads=heads)
     settings = Settings(
         flags=flags,
         config=config,
@@ -133,7 +136,7 @@ def make_settings(flags: StepFlags, config: RunConfig, ranks: int, backend: str,
         lengths=documents.lengths,
         sequences=documents.lengths if flags.sequences else (),
         source=documents.source,
-        cost=cost_of_run(config, configuration, _silent, gpu=gpu),
+        cost=cost,
         peak_tflops=flags.peak_tflops or (_known_peak(config) if gpu else 0.0),
     )
     for batch in settings.batches():
@@ -197,7 +200,7 @@ def _with_limits(
         limits = PlanOptions(
             max_tokens_per_slot=cap if isinstance(cap, int) and cap else None,
             heads=query_heads(configuration),
-            cp_comm_type=context.cp_comm_type,
+            cp_comm_type=context.cp_comm_type or "p2p",
         )
         degree = home.slots if flags.sequences else smallest_degree(documents.lengths, home, limits)
     return replace(config, context=replace(context, max_tokens_per_slot=cap, context_parallel_size=degree))

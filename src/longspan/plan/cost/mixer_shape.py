@@ -67,27 +67,33 @@ class MixerShape:
         return 2 * self.state
 
 
-def mixer_of(read: ConfigReader) -> MixerShape | None:
-    """The state-space layer of a configuration; None where it has none that is priced."""
-    hidden = read.count("hidden_size")
-    linear = read.inside("linear_attn_config")
+def mixer_kind(read: ConfigReader) -> str:
+    """The kind of a configuration's state-space layers, by the names of their sizes; "" where it is none of these."""
     if read.count("linear_num_value_heads"):
-        return _gated_delta_net(read, hidden)
-    if heads := linear.count("num_heads") or read.count("linear_num_heads"):
-        size = linear.count("head_dim") or read.count("linear_head_dim")
-        return _kimi(
-            hidden, heads, size, linear.count("short_conv_kernel_size") or read.count("linear_conv_kernel_dim")
-        )
+        return "gated delta net"
+    if read.inside("linear_attn_config").count("num_heads") or read.count("linear_num_heads"):
+        return "Kimi delta attention"
     if read.count("conv_L_cache"):
-        width = read.count("conv_L_cache")
-        weights = 4 * hidden * hidden + hidden * width
-        return MixerShape(kind="short convolution", weights=weights, last=hidden * hidden, channels=hidden, width=width)
-    return _mamba2(read, hidden)
+        return "short convolution"
+    if read.value("n_mamba_heads", "mamba_ngroups") is None and _heads_of_mamba2(read):
+        return "Mamba 2"
+    return ""
+
+
+def mixer_of(read: ConfigReader) -> MixerShape | None:
+    """The state-space layer of a configuration; None where it has none that is priced. Raises PlanError for sizes that
+    are missing.
+    """
+    make = _MAKERS.get(mixer_kind(read))
+    if make is None:
+        return None
+    read.require("hidden_size")
+    return make(read, read.count("hidden_size"))
 
 
 def _gated_delta_net(read: ConfigReader, hidden: int) -> MixerShape:
     names = ("linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
-    read.require("hidden_size", *names)
+    read.require(*names)
     key_heads, heads = read.count("linear_num_key_heads"), read.count("linear_num_value_heads")
     key_size, value_size = read.count("linear_key_head_dim"), read.count("linear_value_head_dim")
     keys, values, width = key_heads * key_size, heads * value_size, read.count("linear_conv_kernel_dim")
@@ -105,7 +111,11 @@ def _gated_delta_net(read: ConfigReader, hidden: int) -> MixerShape:
     )
 
 
-def _kimi(hidden: int, heads: int, size: int, width: int) -> MixerShape:
+def _kimi(read: ConfigReader, hidden: int) -> MixerShape:
+    linear = read.inside("linear_attn_config")  # as it is published
+    heads = linear.count("num_heads") or read.count("linear_num_heads")
+    size = linear.count("head_dim") or read.count("linear_head_dim")
+    width = linear.count("short_conv_kernel_size") or read.count("linear_conv_kernel_dim")
     inner = heads * size
     gates = 2 * size * (hidden + inner)  # decay and output gate, each of two narrow products
     return MixerShape(
@@ -121,13 +131,20 @@ def _kimi(hidden: int, heads: int, size: int, width: int) -> MixerShape:
     )
 
 
-def _mamba2(read: ConfigReader, hidden: int) -> MixerShape | None:
-    """By the names of Bamba and Granite, of Nemotron-H, or of Mamba 2 itself; None for those of Mamba 1 and Zamba."""
-    heads = read.count("mamba_n_heads", "mamba_num_heads") or (
-        read.count("num_heads") if read.count("state_size") else 0
+def _short_convolution(read: ConfigReader, hidden: int) -> MixerShape:
+    width = read.count("conv_L_cache")
+    return MixerShape(
+        kind="short convolution",
+        weights=4 * hidden * hidden + hidden * width,
+        last=hidden * hidden,
+        channels=hidden,
+        width=width,
     )
-    if not heads or read.value("n_mamba_heads", "mamba_ngroups") is not None:
-        return None
+
+
+def _mamba2(read: ConfigReader, hidden: int) -> MixerShape:
+    """By the names of Bamba and Granite, of Nemotron-H, or of Mamba 2 itself."""
+    heads = _heads_of_mamba2(read)
     states = read.count("mamba_d_state", "ssm_state_size", "state_size")
     groups, width = read.count("mamba_n_groups", "n_groups"), read.count("mamba_d_conv", "conv_kernel")
     inner = _inner(read, hidden, heads)
@@ -144,9 +161,22 @@ def _mamba2(read: ConfigReader, hidden: int) -> MixerShape | None:
     )
 
 
+def _heads_of_mamba2(read: ConfigReader) -> int:
+    """Heads of a Mamba 2 layer; 0 of Mamba 1, which has none."""
+    return read.count("mamba_n_heads", "mamba_num_heads") or (read.count("state_size") and read.count("num_heads"))
+
+
 def _inner(read: ConfigReader, hidden: int, heads: int) -> int:
     """Numbers of a row between a Mamba 2 layer's projections."""
     size = read.value("mamba_d_head", "mamba_head_dim", "head_dim")
     if isinstance(size, int):
         return heads * size
     return read.count("mamba_d_ssm") or read.count("mamba_expand", "expand") * hidden
+
+
+_MAKERS = {
+    "gated delta net": _gated_delta_net,
+    "Kimi delta attention": _kimi,
+    "short convolution": _short_convolution,
+    "Mamba 2": _mamba2,
+}

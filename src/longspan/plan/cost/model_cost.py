@@ -64,7 +64,9 @@ def cost_on_cpus(config: Any, *, depths: int = 0) -> Cost:
     return replace(cost, source="")
 
 
-def with_recomputation(cost: Cost, config: Any, kind: str, layers: int = 0, *, frozen: bool = False) -> Cost:
+def with_recomputation(
+    cost: Cost, config: Any, kind: str, layers: int = 0, *, frozen: bool = False, depths: int = 0
+) -> Cost:
     """A model's cost where so many layers (0: each) run forward again in backward: "none", "selective" or "full".
 
     >>> with_recomputation(cost, "Qwen3-8B/config.json", "selective").linear_seconds  # doctest: +SKIP
@@ -76,7 +78,7 @@ def with_recomputation(cost: Cost, config: Any, kind: str, layers: int = 0, *, f
     """
     if kind == "none" and not frozen:
         return cost
-    shape, forward = ModelShape.of(config), cost.forward_only()
+    shape, forward = ModelShape.of(config, depths=depths), cost.forward_only()
     share = min(layers or shape.decoder_layers, shape.decoder_layers) / shape.decoder_layers if kind != "none" else 0.0
     full = share if kind == "full" else 0.0
     scans = cost.states.scan_seconds if cost.states else 0.0

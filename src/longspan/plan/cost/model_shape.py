@@ -11,9 +11,10 @@ from longspan.errors import PlanError
 from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.layer_kinds import ATTENTION, MIXING, LayerKind, layer_kinds, layer_types, window_of
 from longspan.plan.cost.layer_weights import Weights, attention_weights, feed_forward_weights, latent, widths_of
-from longspan.plan.cost.mixer_shape import MixerShape, mixer_of
+from longspan.plan.cost.mixer_shape import MixerShape, mixer_kind, mixer_of
 
 _STATES = ("mamba_d_state", "ssm_state_size", "state_size")  # by which configurations show state-space layers
+_SHARED_BLOCKS = "zamba2"  # which has no price
 _MEASURE = "measure this model with longspan bench calibrate, or give Cost its constants"
 
 
@@ -129,7 +130,7 @@ def read_query_heads(config: Any) -> int:
 
 
 def has_mixers(config: Any) -> bool:
-    """Whether a configuration is one of a hybrid, with state-space layers that are priced.
+    """Whether a configuration is one of a hybrid whose state-space layers run over ranks, with a price or without.
 
     >>> has_mixers({"num_hidden_layers": 2, "conv_L_cache": 3, "full_attn_idxs": [1]})
     True
@@ -137,7 +138,8 @@ def has_mixers(config: Any) -> bool:
     Raises PlanError for what is no configuration.
     """
     read = ConfigReader.of(config)
-    return mixer_of(read) is not None and any(kind.mixes for kind in layer_kinds(read))
+    runs = bool(mixer_kind(read)) or read.family == _SHARED_BLOCKS
+    return runs and any(kind.mixes for kind in layer_kinds(read))
 
 
 class ExpertCounts(NamedTuple):

@@ -6,8 +6,12 @@ does a reader of a run's config.toml. Which values are possible is `config_check
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from longspan.errors import LongspanError
+from longspan.model.presets import PRESETS
+from longspan.plan.cost.model_shape import has_mixers
 from longspan.plan.hierarchy import levels_at
 from longspan.train.config.bounds import AUTO, NOT_GIVEN
 from longspan.train.config.eval_inheritance import set_with_defaults
@@ -21,6 +25,8 @@ _DEMO: dict[str, Any] = {
     "model.preset": "qwen3-tiny",
     "data.max_document_tokens": 2048,
     "context.context_parallel_size": 2,
+    "context.cp_comm_type": "p2p",
+    "context.partition": "zigzag",
     "context.max_tokens_per_slot": 1024,
     "context.eval_planner": "fixed",
     "context.eval_context_parallel_size": 4,
@@ -36,6 +42,8 @@ _DEMO: dict[str, Any] = {
 _OWN_MODEL: dict[str, Any] = {
     "data.max_document_tokens": 0,
     "context.context_parallel_size": 1,
+    "context.cp_comm_type": "p2p",
+    "context.partition": "zigzag",
     "context.max_tokens_per_slot": AUTO,
     "train.tokens_per_step": 65536,
 }
@@ -69,6 +77,7 @@ def resolved(config: RunConfig) -> RunConfig:
         config = _with_defaults(config, {"data.max_document_tokens": 0})
     if not config.data.sources:
         config = _with_defaults(config, {"data.path": STDLIB})
+    config = _with_partition(config)
     config = _with_defaults(config, _DEMO if is_demo(config.model) else _OWN_MODEL)
     if not is_demo(config.model):
         config = _with_defaults(config, _as_in_training(config.context))
@@ -80,6 +89,32 @@ def resolved(config: RunConfig) -> RunConfig:
         context = replace(context, eval_max_tokens_per_slot=context.max_tokens_per_slot)
     config = replace(config, context=context)
     return replace(config, eval=tuple(set_with_defaults(entry, config) for entry in config.eval))
+
+
+def is_hybrid(model: ModelConfig) -> bool:
+    """Whether a model has state-space layers, as its preset or its config.json says; not where none can be read."""
+    try:
+        return has_mixers(Path(model.source) if model.source else PRESETS[model.preset_name].values)
+    except (LongspanError, KeyError):
+        return False
+
+
+def _with_partition(config: RunConfig) -> RunConfig:
+    """Hybrids are dealt out as their cost says, and so are their evaluations; of other models "auto" means zigzag."""
+    context = config.context
+    if not is_hybrid(config.model):
+        words = ("partition", "eval_partition")
+        given = {word: "zigzag" for word in words if getattr(context, word) == AUTO}
+        entries = tuple(replace(s, partition="zigzag") if s.partition == AUTO else s for s in config.eval)
+        return replace(config, context=replace(context, **given), eval=entries)
+    config = _with_defaults(config, {"context.partition": AUTO})
+    if config.context.partition != "zigzag":
+        config = _with_defaults(config, {"context.cp_comm_type": AUTO})
+    config = _with_defaults(config, {"context.cp_comm_type": "p2p"})
+    context = config.context
+    return _with_defaults(
+        config, {"context.eval_partition": context.partition, "context.eval_cp_comm_type": context.cp_comm_type}
+    )
 
 
 def with_steps(config: RunConfig, steps: int) -> RunConfig:

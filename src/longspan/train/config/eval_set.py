@@ -46,7 +46,7 @@ class EvalConfig:
     """As context.eval_context_parallel_size. Default: the same."""
     cp_comm_type: str | tuple[str, ...] = ""
     """As context.eval_cp_comm_type. Default: the same, or auto where context_parallel_size is."""
-    partition: Literal["", "zigzag", "contiguous"] = ""
+    partition: Literal["", "auto", "zigzag", "contiguous"] = ""
     """As context.eval_partition. Default: the same."""
     max_tokens_per_slot: Annotated[int | str, AtLeast(0)] = NOT_GIVEN
     """As context.eval_max_tokens_per_slot. Default: the same."""

@@ -136,10 +136,12 @@ class ContextConfig:
     """fixed: packed documents at one degree; padded: one document a row; dynamic: a degree for each document."""
     context_parallel_size: PositiveInt = NOT_GIVEN
     """Slots that share a document in training (fixed and padded). Default: 1; tiny presets: 2."""
-    cp_comm_type: str | tuple[str, ...] = "p2p"
-    """How they share it: p2p, all_gather, a2a, a2a+p2p or auto (docs/attention.md); one, or one for each layer."""
-    partition: Literal["zigzag", "contiguous"] = "zigzag"
-    """How rows of a document are split: zigzag (equal causal work), contiguous (one run a slot, faster under a2a)."""
+    cp_comm_type: str | tuple[str, ...] = ""
+    """How they share it: p2p, all_gather, a2a, a2a+p2p or auto (docs/attention.md); one, or one for each layer.
+    Default: p2p; of hybrids what partition is chosen with; tiny presets: the same."""
+    partition: Literal["", "auto", "zigzag", "contiguous"] = ""
+    """How rows of a document are split: zigzag (equal causal work), contiguous (one run a slot, faster under a2a), or
+    auto: of hybrids what the cost says (docs/hybrid.md), otherwise zigzag. Default: auto; tiny presets: the same."""
     attention_kernel: str = ""
     """Attention kernel (longspan doctor --kernels); empty: the first that can."""
     hierarchical_context_parallel_sizes: int | tuple[int, ...] = (2, 2)
@@ -167,9 +169,10 @@ class ContextConfig:
     at which the cost says that evaluation is fastest. Default: 0; tiny presets: 4."""
     eval_cp_comm_type: str | tuple[str, ...] = ""
     """As cp_comm_type, in evaluation. Default: as in training; the fastest, where eval_context_parallel_size is auto;
-    tiny presets: p2p."""
-    eval_partition: Literal["", "zigzag", "contiguous"] = ""
-    """As partition, in evaluation. Default: as in training; tiny presets: zigzag."""
+    tiny presets: p2p, of hybrids as in training."""
+    eval_partition: Literal["", "auto", "zigzag", "contiguous"] = ""
+    """As partition, in evaluation; auto: what training has. Default: as in training; tiny presets: zigzag, of hybrids
+    auto."""
     eval_max_tokens_per_slot: Annotated[int | str, AtLeast(0)] = NOT_GIVEN
     """As max_tokens_per_slot, in evaluation; auto: what training has. Default: as in training; tiny presets: 2048."""
     eval_hierarchical_context_parallel_sizes: int | tuple[int, ...] = NOT_GIVEN

@@ -32,6 +32,7 @@ from longspan.train.evaluation.passkey.documents import PasskeyDocuments
 from longspan.train.memory.rows_that_fit import with_rows_of_run
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads
 from longspan.train.run.evaluations.user_metrics import load_metrics
+from longspan.train.run.partition import with_usual_partition
 from longspan.train.run.stop_signal import StopSignal
 from longspan.train.training import AnyModel
 
@@ -94,7 +95,7 @@ def _fit(
     )
     first, heads = request.subjects[0], query_heads(configuration)
     context = first.config.context if first.weights.run_dir is None else with_rows_of_run(first.config).context
-    config = replace(checked.subject.config, context=context)
+    config = with_usual_partition(replace(checked.subject.config, context=context))
     entries, changes = list[EvalConfig](), dict.fromkeys(request.home_changes)
     for of_name in sets:
         entry = entry_of(config, of_name.name if of_name.name in request.sets else "", request.given)

@@ -66,7 +66,13 @@ def chosen_on_ranks(
 
 
 def with_degrees(
-    config: RunConfig, lengths: Mapping[str, Sequence[int]], world: World, log: LogLine, *, cost: Cost, heads: int
+    config: RunConfig,
+    lengths: Mapping[str, Sequence[int]],
+    world: World,
+    log: LogLine,
+    *,
+    cost: Cost,
+    heads: int | None,
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """The configuration with a degree, type and levels in place of "auto", and why; all ranks call it together.
 

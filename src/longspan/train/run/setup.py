@@ -39,6 +39,7 @@ from longspan.train.run.evaluations.open_sets import check_lengths, check_source
 from longspan.train.run.evaluations.sets import EvaluationSet
 from longspan.train.run.kept_files import keep_model_files
 from longspan.train.run.long_documents import configuration_for
+from longspan.train.run.partition import with_partition
 from longspan.train.run.resume import check_steps_left, checkpoint_to_resume, order_version
 from longspan.train.run.run_corpus import check_tokenizer, shared_corpus
 from longspan.train.training import (
@@ -63,6 +64,7 @@ class TrainingRun(Training):
     done: int
     sets: tuple[EvaluationSet, ...] = ()  # what is evaluated: the held-out documents first, if there are any
     why_degrees: tuple[str, ...] = ()  # of evaluations whose degree was chosen by its cost
+    why_partition: str = ""  # of a hybrid, where its cost chose
 
     @property
     def dir(self) -> Path:
@@ -115,11 +117,14 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
         on_first_rank(world, lambda: write_atomically(directory / "config.toml", to_toml(asked)), RunFolderError)
         warn_of_lost_updates(config, log)
+    cost, heads = _cost(config, world, model, log), query_heads(named)
+    config, why_partition = with_partition(config, order, world, log, cost=cost, heads=heads)
     config = with_rows_that_fit(config, language_model_of(model), optimizer, world, log)
     check_fit(config)
-    cost, lengths = _cost(config, world, model, log), {s.name: s.documents.lengths for s in sets}
-    config, why = with_degrees(config, lengths, world, log, cost=cost, heads=query_heads(named))
-    return TrainingRun(config, world, model, optimizer, cost, corpus, order, done, with_rows(sets, config), why)
+    lengths = {s.name: s.documents.lengths for s in sets}
+    config, why = with_degrees(config, lengths, world, log, cost=cost, heads=heads)
+    sets = with_rows(sets, config)
+    return TrainingRun(config, world, model, optimizer, cost, corpus, order, done, sets, why, why_partition)
 
 
 def _check_fit(

@@ -62,7 +62,12 @@ def open_sets(
 
 
 def check_lengths(
-    sets: Sequence[EvaluationSet], config: RunConfig, home: Layout, model: PreTrainedConfig, longest: int, heads: int
+    sets: Sequence[EvaluationSet],
+    config: RunConfig,
+    home: Layout,
+    model: PreTrainedConfig,
+    longest: int,
+    heads: int | None,
 ) -> None:
     """Raise ConfigError where the longest document of a named set fits no group of slots, or the model's positions.
 

@@ -20,8 +20,9 @@ class RunFacts:
     `parameters_of_rank` is that of the rank that holds most; `trained` counts an adapter's parameters, 0 without one;
     `peak_tflops` is a device's in the type that it computes in, None where it is not known; `evaluated` is why
     evaluations have their degree, where their cost chose it; `mixers` is how state-space layers run, `mtp` which tokens
-    further ahead are predicted, `encoder` where images are encoded, "" without any; `caution` is what a user of these
-    devices would want to change, "" for nothing.
+    further ahead are predicted, `encoder` where images are encoded, "" without any; `rows` is why a hybrid's rows are
+    dealt out as they are, where their cost chose; `caution` is what a user of these devices would want to change, ""
+    for nothing.
     """
 
     model: str
@@ -60,6 +61,7 @@ class RunFacts:
     mixers: str = ""
     mtp: str = ""
     encoder: str = ""
+    rows: str = ""
     caution: str = ""
 
     def lines(self) -> Iterator[tuple[str, str]]:
@@ -79,6 +81,8 @@ class RunFacts:
             yield "mtp", self.mtp
         if self.encoder:
             yield "encoder", self.encoder
+        if self.rows:
+            yield "rows", self.rows
         yield "plans", self.plans + (f"; priced for {self.priced_for}" if self.priced_for else "")
         for reason in self.evaluated.splitlines():
             yield "evaluation", reason.removeprefix("evaluation ")

@@ -45,6 +45,7 @@ def facts_of(run: TrainingRun) -> RunFacts:
         mixers=_mixers(execution, run.world.device, config.context.partition),
         mtp=_mtp(config.mtp),
         encoder=_encoder(run),
+        rows=run.why_partition,
         caution=execution.why_slow(),
     )
 
