@@ -1,7 +1,9 @@
 """Plans in free mode, where slots run different numbers of micro-batches, over sharded parameters and over copies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from longspan.model.placement.sharding import fsdp_modules
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
+from longspan.train import passes as step_passes
 from tests.model.stock import gradients_of, stock_answer, texts, tiny, weights_of, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9, 21, 3)
@@ -124,3 +127,35 @@ def _steps(rank: int) -> tuple[float, float]:
 def test_steps_of_an_optimizer_are_those_of_lockstep() -> None:
     for losses, weights in run_ranks(_steps, 2):
         assert losses < 1e-6 and weights < 1e-5
+
+
+class _StopError(Exception):
+    pass
+
+
+def _after_an_error(rank: int) -> float:
+    """The worst difference of gradients of a step after a broken one in free mode, from those of a step alone."""
+    with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
+        docs, found, loss = texts(LENGTHS), list[dict[str, torch.Tensor]](), step_passes._loss
+        lockstep = plan_fixed(LENGTHS, world.home, cp=2, max_tokens_per_slot=32)
+        for broken in (False, True):
+            model = prepare(tiny("qwen3", torch.float64), world)
+            if broken:
+                calls = iter(range(100))
+
+                def stop(*args: Any, calls: Iterator[int] = calls) -> torch.Tensor:
+                    if next(calls) == 2:
+                        raise _StopError
+                    return loss(*args)
+
+                run_step(model, lockstep, docs, world)  # gradients are in place
+                with patch.object(step_passes, "_loss", stop), pytest.raises(_StopError):
+                    run_step(model, plans(2)["fixed"], docs, world)
+                model.zero_grad()
+            run_step(model, lockstep, docs, world)
+            found.append(gradients_of(model))
+        return worst(found[1], found[0])
+
+
+def test_an_error_leaves_no_gradients_to_the_next_step() -> None:
+    assert max(run_ranks(_after_an_error, 2)) < 1e-12

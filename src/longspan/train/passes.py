@@ -22,6 +22,7 @@ from longspan.model.pipeline.stages import StageInput
 from longspan.model.placement.sharding import (
     fsdp_modules,
     gradients_summed_over_slots,
+    nothing_left_after_an_error,
     parameters_gathered,
     replicas_summed_at_last,
     reshard,
@@ -92,7 +93,7 @@ def run_passes(passes: Passes, batches: Sequence[LocalBatch]) -> float:
         if not (backward and model.training):  # in a model that is in training mode, frozen modules keep their mode
             model.train(backward)
         if backward:
-            with gradients_summed_over_slots(model, world):
+            with gradients_summed_over_slots(model, world), nothing_left_after_an_error(model):
                 return run(passes, batches).item()
         try:
             return run(passes, batches).item()

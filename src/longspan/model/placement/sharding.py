@@ -115,6 +115,25 @@ def parameters_gathered(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def nothing_left_after_an_error(model: nn.Module) -> Iterator[None]:
+    """After an error inside, FSDP2 forgets gradients that backward passes left unsummed, and frees what it gathered.
+
+    It would add them to those of the next backward pass: zero_grad() does not know of them.
+    """
+    try:
+        yield
+    except BaseException:
+        modules = fsdp_modules(model)
+        for group in _reduced_together(modules):
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                    whole.grad = None
+        _free(modules)
+        raise
+
+
+@contextmanager
 def gathered_once(model: nn.Module) -> Iterator[None]:
     """Forward passes inside, without backward passes, gather parameters once; all ranks enter it together.
 
