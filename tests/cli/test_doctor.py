@@ -63,7 +63,7 @@ def test_levels_and_reasons_are_said_once_whatever_the_dtype() -> None:
     ]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.whole)])
 def test_it_runs_and_is_good(capsys: pytest.CaptureFixture[str], ranks: int) -> None:
     assert main(["doctor", "--world", str(ranks), "--backend", "gloo", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

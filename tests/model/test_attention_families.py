@@ -100,6 +100,7 @@ def _dropped(rank: int, homes: Sequence[Layout]) -> dict[object, tuple[float, fl
     return answers
 
 
+@pytest.mark.whole
 def test_dropout_is_the_same_at_every_degree_under_every_type_and_home() -> None:
     homes = (Layout(ranks=4), Layout(ranks=4, tp=2), Layout(ranks=4, pp=2), Layout(ranks=4, dp_replicate=2))
     for answers in run_ranks(_dropped, 4, homes):

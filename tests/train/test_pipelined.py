@@ -312,6 +312,7 @@ def _found() -> list[Found]:
     return run_ranks(_look, 4, timeout=240)
 
 
+@pytest.mark.whole
 def test_four_stages() -> None:
     for found in _found():
         assert len(found.four_stages) == len(FOUR) * 3

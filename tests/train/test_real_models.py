@@ -69,6 +69,7 @@ def _without_reading(rank: int, config: RunConfig, ranks: int) -> None:
     train_rank(rank, config, ranks)
 
 
+@pytest.mark.whole
 def test_a_resumed_run_reads_no_weights_but_its_checkpoint(tmp_path: Path) -> None:
     """Weights are NaN until the checkpoint is loaded, so one that it lacked would end the run."""
     source = _architecture(tmp_path / "model", max_position_embeddings=64)

@@ -176,11 +176,12 @@ def _errors(rank: int, home: Layout, cases: list[Case]) -> dict[str, float]:
         (Layout(ranks=2), HYBRID[:1]),
         pytest.param(Layout(ranks=3), HYBRID, marks=pytest.mark.whole),
         (Layout(ranks=2, dp_replicate=2), FEW),
-        (Layout(ranks=4, tp=2), SPLIT),
+        pytest.param(Layout(ranks=4, tp=2), SPLIT, marks=pytest.mark.whole),
         (Layout(ranks=2, tp=2), ROWS),
         pytest.param(Layout(ranks=4, tp=2, pp=2), ROWS, marks=pytest.mark.whole),
-        (Layout(ranks=2, ep=2), EXPERTS),
-        (Layout(ranks=2, pp=2), STAGES),
+        (Layout(ranks=2, ep=2), EXPERTS[:1]),
+        (Layout(ranks=2, pp=2), [STAGES[0], STAGES[4]]),
+        pytest.param(Layout(ranks=2, pp=2), STAGES, marks=pytest.mark.whole),
         pytest.param(Layout(ranks=4, pp=2), STAGES, marks=pytest.mark.whole),
     ],
     ids=[
@@ -195,6 +196,7 @@ def _errors(rank: int, home: Layout, cases: list[Case]) -> dict[str, float]:
         "2 stages of rows split over tp 2",
         "2 slots of ep 2",
         "2 stages",
+        "2 stages, all",
         "2 slots of 2 stages",
     ],
 )

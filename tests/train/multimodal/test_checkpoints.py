@@ -190,6 +190,9 @@ def _on_four(rank: int, folder: Path, expected: dict[str, Tensor]) -> All:
     return All(straight, again, legs, [_norms(homes, expected) for homes in (STRAIGHT, *LEGS)])
 
 
+pytestmark = pytest.mark.whole
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")

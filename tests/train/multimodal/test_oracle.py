@@ -37,6 +37,7 @@ def check(cases: list[Case], *, timeout: float = 280) -> list[Errors]:
     return errors
 
 
+@pytest.mark.whole
 def test_pairs_on_two_ranks() -> None:
     check(few_pairs())
 
