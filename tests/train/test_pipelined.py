@@ -320,6 +320,7 @@ def test_four_stages() -> None:
             assert max(errors.values()) < TOLERANCE[case.dtype], (case, plan, errors)
 
 
+@pytest.mark.whole
 def test_three_steps_of_sgd() -> None:
     for found in _found():
         assert max(found.trained) < 1e-12, found.trained
