@@ -12,6 +12,7 @@ from tests.model.test_split_mixers import MUTANTS as OF_SPLIT_MIXERS
 from tests.model.vision.test_mutations import MUTATIONS as OF_IMAGES
 from tests.mutation import mutate, restore
 from tests.train.data.images.test_mutations import MUTATIONS as OF_IMAGE_ROWS
+from tests.train.evaluation.test_mutations import MUTATIONS as OF_EVALUATIONS
 from tests.train.own_loss.test_mutations import MUTATIONS as OF_LOSSES
 
 CHANGES = [
@@ -22,7 +23,12 @@ CHANGES = [
     *OF_SPLIT_MIXERS.values(),
     *OF_IMAGES.values(),
     *(mutation[2:] for mutation in OF_EXPERTS.values()),
-    *(change for change, _ in (*OF_ADAPTERS.values(), *OF_LOSSES.values(), *OF_IMAGE_ROWS.values()) if change),
+    *(
+        change
+        for table in (OF_ADAPTERS, OF_LOSSES, OF_IMAGE_ROWS, OF_EVALUATIONS)
+        for change, _ in table.values()
+        if change
+    ),
 ]
 
 
