@@ -6,9 +6,9 @@ group those of a micro-batch by work can be tried, and for each the widths that 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from longspan.plan.dynamic.draft import step_seconds
 from longspan.plan.dynamic.grouping import micro_batch_of
@@ -33,8 +33,7 @@ class SideBySide:
     seconds: float
 
 
-@dataclass(frozen=True, eq=False)
-class _Sizes:
+class _Sizes(NamedTuple):
     """Rows of groups, the sums of their squared lengths, and their documents: arrays (groups,)."""
 
     tokens: Ints
@@ -45,11 +44,6 @@ class _Sizes:
     def of(cls, problem: Problem, groups: list[list[int]]) -> "_Sizes":
         columns = (problem.tokens, problem.squares, problem.counts)
         return cls(*(np.array([int(x[items].sum()) for items in groups], dtype=np.int64) for x in columns))
-
-    def seconds(self, problem: Problem, degrees: Ints, inside: NDArray[np.bool_] | bool) -> Floats:
-        """Seconds of each group at each degree: (groups, degrees)."""
-        tokens, squares, documents = (x[:, None] for x in (self.tokens, self.squares, self.documents))
-        return problem.request.cost.group_seconds(tokens, squares, degrees, inside, documents)
 
 
 def plan_few(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
@@ -128,14 +122,16 @@ def _arranged(problem: Problem, groups: list[list[int]]) -> SideBySide | None:
     widths = _widths(problem, sizes)
     if widths is None:
         return None
-    free, slots, seconds = FreeSlots(problem.blocks, problem.degrees), list[tuple[int, ...]](), list[float]()
     order: list[int] = np.argsort(-widths, kind="stable").tolist()
-    for g in order:
-        parts = free.take(int(widths[g]))
-        inside_node = len(parts) == 1 and problem.in_one_node(*parts[0])
+    free, slots, inside_node = FreeSlots(problem.blocks, problem.degrees), list[tuple[int, ...]](), list[bool]()
+    for width in widths[order].tolist():
+        parts = free.take(width)
         slots.append(slots_of(parts))
-        seconds.append(float(sizes.seconds(problem, np.array([[widths[g]]]), inside_node)[g, 0]))
-    return SideBySide([groups[g] for g in order], slots, seconds.index(max(seconds)), max(seconds))
+        inside_node.append(len(parts) == 1 and problem.in_one_node(*parts[0]))
+    tokens, squares, documents = (x[order] for x in sizes)
+    seconds = problem.request.cost.group_seconds(tokens, squares, widths[order], inside_node, documents)
+    slowest = int(seconds.argmax())
+    return SideBySide([groups[g] for g in order], slots, slowest, float(seconds[slowest]))
 
 
 def _widths(problem: Problem, sizes: _Sizes) -> Ints | None:
@@ -159,5 +155,6 @@ def _seconds(problem: Problem, sizes: _Sizes) -> Floats:
     """Seconds of each group at each degree: (groups, degrees); inf where its rows are over the cap."""
     degrees = np.array(problem.degrees, dtype=np.int64)
     inside_node = degrees <= problem.widest_in_node
-    seconds = sizes.seconds(problem, degrees, inside_node)
-    return np.where(-(-sizes.tokens[:, None] // degrees) <= problem.cap, seconds, np.inf)
+    tokens, squares, documents = (x[:, None] for x in sizes)
+    seconds = problem.request.cost.group_seconds(tokens, squares, degrees, inside_node, documents)
+    return np.where(-(-tokens // degrees) <= problem.cap, seconds, np.inf)
