@@ -4,6 +4,8 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -28,16 +30,37 @@ def run(script: Path, *words: str, cwd: Path | None = None) -> str:
     return done.stdout
 
 
-def run_page(name: str, folder: Path, cwd: Path | None = None) -> str:
+@pytest.fixture
+def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What a program prints that starts its ranks from the fork server of this process."""
+
+    def run_program(name: str, program: str, *words: str) -> str:
+        program = program.replace('if __name__ == "__main__":', "def program() -> None:")
+        (tmp_path / f"{name}.py").write_text(program)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        capfd.readouterr()
+        module = import_module(name)
+        getattr(module, "program", lambda: None)()
+        return capfd.readouterr().out
+
+    return run_program
+
+
+@pytest.fixture
+def run_page(run_here: Callable[..., str]) -> Callable[[str], str]:
     """What the Python blocks of a page print, run as one program."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), flags=re.DOTALL)
-    script = folder / "page.py"
-    script.write_text("\n\n".join(blocks))
-    return run(script, cwd=cwd)
+
+    def run_blocks(name: str) -> str:
+        blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), flags=re.DOTALL)
+        return run_here(f"page_{Path(name).stem}".replace("-", "_"), "\n\n".join(blocks))
+
+    return run_blocks
 
 
-def test_the_tour_is_one_program(tmp_path: Path) -> None:
-    losses = re.findall(r"after it (\d+\.\d+)", run_page("tour.md", tmp_path))
+def test_the_tour_is_one_program(run_page: Callable[[str], str]) -> None:
+    losses = re.findall(r"after it (\d+\.\d+)", run_page("tour.md"))
     assert len(losses) == 3 and max(map(float, losses)) - min(map(float, losses)) <= 2e-6
 
 
@@ -70,47 +93,47 @@ def test_the_page_on_hybrids_prints_what_it_says(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == said.partition("```")[0]
 
 
-def test_the_page_on_planning_is_one_program(tmp_path: Path) -> None:
-    assert "x the lower bound" in run_page("planning.md", tmp_path)
+def test_the_page_on_planning_is_one_program(run_page: Callable[[str], str]) -> None:
+    assert "x the lower bound" in run_page("planning.md")
 
 
-def test_the_page_on_fine_tuning_is_one_program(tmp_path: Path) -> None:
-    assert "targets: Light.<|endoftext|>" in run_page("fine-tuning.md", tmp_path)
+def test_the_page_on_fine_tuning_is_one_program(run_page: Callable[[str], str]) -> None:
+    assert "targets: Light.<|endoftext|>" in run_page("fine-tuning.md")
 
 
-def test_the_page_on_attention_has_a_program(tmp_path: Path) -> None:
-    assert "a2a is chosen: it is the fastest" in run_page("attention.md", tmp_path)
+def test_the_page_on_attention_has_a_program(run_page: Callable[[str], str]) -> None:
+    assert "a2a is chosen: it is the fastest" in run_page("attention.md")
 
 
-def test_the_page_on_parallelism_is_one_program(tmp_path: Path) -> None:
-    assert len(run_page("parallelism.md", tmp_path).splitlines()) == 7
+def test_the_page_on_parallelism_is_one_program(run_page: Callable[[str], str]) -> None:
+    assert len(run_page("parallelism.md").splitlines()) == 7
 
 
-def test_the_page_on_evaluation_is_one_program(tmp_path: Path) -> None:
-    losses = re.findall(r": loss (\d+\.\d+)", run_page("evaluation.md", tmp_path))
+def test_the_page_on_evaluation_is_one_program(run_page: Callable[[str], str]) -> None:
+    losses = re.findall(r": loss (\d+\.\d+)", run_page("evaluation.md"))
     assert len(losses) == 3 and max(map(float, losses)) - min(map(float, losses)) <= 2e-6
 
 
-def test_the_page_on_two_modules_is_one_program(tmp_path: Path) -> None:
+def test_the_page_on_two_modules_is_one_program(run_page: Callable[[str], str]) -> None:
     losses = re.findall(
         r"loss (\S+), after 8 steps (\S+); evaluated at degree 2 (\S+), at degree 1 (\S+)",
-        run_page("bridge.md", tmp_path),
+        run_page("bridge.md"),
     )
     first, last, wide, narrow = map(float, losses[0])
     assert last < first - 0.5 and abs(wide - narrow) <= 2e-6
 
 
-def test_the_page_on_vision_models_is_one_program(tmp_path: Path) -> None:
-    assert re.fullmatch(r"loss .*, after 4 steps .*; evaluated at .*", run_page("vision-models.md", tmp_path).strip())
+def test_the_page_on_vision_models_is_one_program(run_page: Callable[[str], str]) -> None:
+    assert re.fullmatch(r"loss .*, after 4 steps .*; evaluated at .*", run_page("vision-models.md").strip())
 
 
-def test_the_page_on_losses_is_one_program(tmp_path: Path) -> None:
-    (printed,) = run_page("losses.md", tmp_path).splitlines()
+def test_the_page_on_losses_is_one_program(run_page: Callable[[str], str]) -> None:
+    (printed,) = run_page("losses.md").splitlines()
     assert re.fullmatch(r"loss -?0\.0\d+; of pairs 0\.6931, \d micro-batches twice", printed), printed
 
 
-def test_the_page_on_multi_token_prediction_is_one_program(tmp_path: Path) -> None:
-    losses = [float(x) for x in re.findall(r"\d+\.\d+", run_page("mtp.md", tmp_path, cwd=tmp_path))]
+def test_the_page_on_multi_token_prediction_is_one_program(run_page: Callable[[str], str]) -> None:
+    losses = [float(x) for x in re.findall(r"\d+\.\d+", run_page("mtp.md"))]
     assert len(losses) == 3 and max(losses) < 3.0
 
 
@@ -135,7 +158,6 @@ def test_the_page_on_own_loops_shows_the_lines_of_its_program() -> None:
 
 
 README = """
-import sys
 from longspan.testing import run_ranks
 
 def main(rank):
@@ -148,7 +170,7 @@ def main(rank):
     lengths, eval_lengths = [300, 40, 90, 7], [64, 200]
     documents, eval_documents = ([np.arange(n) % 64 for n in ns] for ns in (lengths, eval_lengths))
     names = vars() | {"config": preset_config("qwen3-tiny", vocab_size=64)}
-    exec(sys.argv[1], names)
+    exec(BLOCK, names)
     assert names["report"].targets == 262 and names["report"].loss > 0
 
 if __name__ == "__main__":
@@ -156,13 +178,12 @@ if __name__ == "__main__":
 """
 
 
-def test_the_program_of_the_readme_runs(tmp_path: Path) -> None:
+def test_the_program_of_the_readme_runs(run_here: Callable[..., str]) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    (tmp_path / "readme.py").write_text(README)
-    run(tmp_path / "readme.py", block)
+    run_here("readme", f"BLOCK = {block!r}\n{README}")
 
 
-def test_the_page_on_gpus_generates_with_stock_transformers(tmp_path: Path) -> None:
+def test_the_page_on_gpus_generates_with_stock_transformers(tmp_path: Path, run_page: Callable[[str], str]) -> None:
     """Its program runs where a run with a folder's model has left its own."""
     folder = tmp_path / "runs/mine/model"
     tokenizer = Tokenizer(models.BPE())
@@ -173,12 +194,12 @@ def test_the_page_on_gpus_generates_with_stock_transformers(tmp_path: Path) -> N
     )
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     load_model(preset="qwen3-tiny", vocab_size=300).save_pretrained(folder)
-    printed = run_page("gpu.md", tmp_path, cwd=tmp_path)
+    printed = run_page("gpu.md")
     assert printed.startswith("def main(") and len(printed) > len("def main(\n")
 
 
-def test_the_example_of_an_adapter_trains_one_and_stock_peft_loads_it(tmp_path: Path) -> None:
-    printed = run(ROOT / "examples/lora.py", str(tmp_path))
+def test_the_example_of_an_adapter_trains_one_and_stock_peft_loads_it(run_here: Callable[..., str]) -> None:
+    printed = run_here("example_lora", (ROOT / "examples/lora.py").read_text())
     first, last, alone = map(float, re.findall(r"\d+\.\d+", printed))
     assert first == alone and last < first - 0.3 and "stock peft loads it: 8 ranks in adapter/" in printed
 
@@ -201,7 +222,7 @@ CONFIGURATIONS = [
 
 
 @pytest.mark.parametrize("path", CONFIGURATIONS)
-def test_configurations_of_examples_train(path: Path, tmp_path: Path) -> None:
+def test_configurations_of_examples_train(path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     made = path.with_suffix(".py")  # what makes its texts and their tokenizer
     if made.is_file():
         subprocess.run([sys.executable, str(made), str(tmp_path)], check=True, timeout=60)
@@ -219,36 +240,24 @@ def test_configurations_of_examples_train(path: Path, tmp_path: Path) -> None:
         "run.dir": tmp_path / "run",
     }
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    command = [
-        sys.executable,
-        "-m",
-        "longspan",
-        "train",
-        str(path),
-        "--world",
-        "4",
-        "--device",
-        "cpu",
-        "--json",
-        *words,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    losses = [row["eval_loss"] for row in json.loads(done.stdout)["eval_at_degrees"]]
+    capfd.readouterr()
+    assert main(["train", str(path), "--world", "4", "--device", "cpu", "--json", *words]) == 0
+    losses = [row["eval_loss"] for row in json.loads(capfd.readouterr().out)["eval_at_degrees"]]
     assert len(losses) > 1 and max(losses) / min(losses) - 1 <= 1e-6
 
 
-PROGRAMS = [  # a page runs what two_modules.py does, a test of its own a step of grpo.py
-    pytest.param(path, id=path.name, marks=[pytest.mark.whole] * (path.name in LONG))
+TESTED = (*LONG, "lora.py")  # a page runs what two_modules.py does, tests of their own a step of grpo.py, and lora.py
+PROGRAMS = [
+    pytest.param(path, id=path.name, marks=[pytest.mark.whole] * (path.name in TESTED))
     for path in sorted((ROOT / "examples").glob("*.py"))
 ]
 
 
 @pytest.mark.parametrize("script", PROGRAMS)
-def test_examples_run_and_stay_short(script: Path) -> None:
+def test_examples_run_and_stay_short(script: Path, run_here: Callable[..., str]) -> None:
     lines, *words = LONGER.get(script.name, (80,))
     assert len(script.read_text().splitlines()) <= lines
-    assert run(script, *words)
+    assert run_here(f"example_{script.stem}", script.read_text(), *words)
 
 
 def test_the_readme_is_short() -> None:

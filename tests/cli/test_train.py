@@ -29,7 +29,7 @@ def written(folder: Path, **changes: object) -> Path:
     return path
 
 
-def test_plain_lines_a_report_and_the_table_last(tmp_path: Path) -> None:
+def test_plain_lines_a_report_and_the_table_last(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     done = longspan("train", str(written(tmp_path)), "--world", "2", "--train.steps", "4")
     assert done.returncode == 0 and not done.stderr, done.stderr
     lines = done.stdout.splitlines()
@@ -41,9 +41,11 @@ def test_plain_lines_a_report_and_the_table_last(tmp_path: Path) -> None:
     assert [row[0] for row in table] == ["1", "2"] and all(float(row[2]) <= 1e-6 for row in table)
     run = tmp_path / "run"
     assert (run / "report.html").is_file() and load_config(run / "config.toml").train.steps == 4
-    again = longspan("train", str(written(tmp_path)), "--world", "2", "--train.steps", "4", "--json")
-    assert json.loads(again.stdout)["step"] == 4 and "going on from" in again.stderr
-    assert "it is shown; its config.toml and what is in metrics.jsonl stay" in again.stderr
+    capfd.readouterr()
+    assert main(["train", str(written(tmp_path)), "--world", "2", "--train.steps", "4", "--json"]) == 0
+    again = capfd.readouterr()
+    assert json.loads(again.out)["step"] == 4 and "going on from" in again.err
+    assert "it is shown; its config.toml and what is in metrics.jsonl stay" in again.err
 
 
 def test_a_rank_that_fails_is_one_line_and_no_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
