@@ -20,6 +20,7 @@ from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.vision.image_cost import image_cost
 from longspan.model.vision.take_apart import VisionParts
+from longspan.model.vision.tower_attention import pack_attention
 from longspan.model.weights.fill import WeightsToCome
 from longspan.plan.cost.cost import Cost
 
@@ -79,6 +80,7 @@ def joined(
     if weights is not None:
         weights.of(parts.encoder).fill([parts.encoder], encoder_world)
     cost = settings.cost or image_cost(language_model.config, parts.encoder)
+    pack_attention(parts.encoder)
     module: nn.Module = prepare_encoder(
         parts.encoder,
         encoder_world,

@@ -1,0 +1,87 @@
+"""A tower that packs its images attends to all in one call a layer: rows and gradients are those of the stock tower."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longspan.doctor.float64 import whole_float64
+from longspan.errors import ModelError
+from longspan.model.vision import tower_attention
+from longspan.model.vision.image_tokens import image_tokens
+from longspan.model.vision.take_apart import take_apart
+from tests.model.vision.documents import raw
+from tests.model.vision.models import config_of, here, tiny
+from tests.mutation import mutate, restore
+
+ATTENTION = "model.vision.tower_attention"
+MUTATIONS = {
+    "segments in another order": (ATTENTION, "cu_seqlens.diff().tolist()", "cu_seqlens.diff().tolist()[::-1]"),
+    "causal": (ATTENTION, "causal=False", "causal=True"),
+    "another scale": (ATTENTION, "scale=scaling", "scale=1.0"),
+    "all images as one": (ATTENTION, "cu_seqlens.diff().tolist()", "[int(cu_seqlens[-1])]"),
+}
+
+
+def encoded(name: str, *, packed: bool) -> dict[str, Tensor]:
+    """Rows of the images of six documents, and the gradient of every parameter, in float64."""
+    with whole_float64():
+        encoder = take_apart(tiny(name)).encoder
+        if packed:
+            tower_attention.pack_attention(encoder)
+        rows = encoder([image for document in raw(image_tokens(config_of(name))) for image in document.images])
+        rows.square().sum().backward()
+    gradients = {n: p.grad for n, p in encoder.named_parameters() if p.grad is not None}
+    return {"rows": rows.detach(), **gradients}
+
+
+def error(name: str) -> float:
+    """The largest difference from the stock tower, relative to the largest gradient."""
+    stock, packed = encoded(name, packed=False), encoded(name, packed=True)
+    assert stock.keys() == packed.keys()
+    scale = {n: max(x.abs().max().item(), 1e-3) for n, x in stock.items()}
+    return max(((packed[n] - x).abs().max() / scale[n]).item() for n, x in stock.items())
+
+
+def calls(name: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each call of `attend` in one pass of a packed tower."""
+    rows, attend = list[int](), tower_attention.attend
+
+    def noted(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        rows.append(len(q))
+        return attend(q, *args, **kwargs)
+
+    monkeypatch.setattr(tower_attention, "attend", noted)
+    encoded(name, packed=True)
+    return rows
+
+
+@pytest.mark.parametrize("name", here())
+def test_as_the_stock_tower(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert error(name) < 1e-12
+    patches, depth = 24 + 16 + 8 + 32 + 12 + 16 + 4, getattr(config_of(name).vision_config, "depth", 0)
+    assert calls(name, monkeypatch) == [patches] * depth  # none where images are whole: those are a batch
+
+
+@pytest.mark.whole
+def test_mutations_are_seen() -> None:
+    for mutation in MUTATIONS.values():
+        undo = mutate(*mutation)
+        try:
+            assert error("qwen2.5-vl") > 1e-4, mutation
+        finally:
+            restore(undo)
+
+
+def test_a_chosen_function_stays() -> None:
+    model = tiny("qwen3-vl")
+    model.config.vision_config._attn_implementation = "eager"
+    tower_attention.pack_attention(take_apart(model).encoder)
+    assert model.config.vision_config._attn_implementation == "eager"
+
+
+def test_other_attention_is_refused() -> None:
+    x = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ModelError, match=r"cu_seq_lens_q missing, dropout 0\.0, is_causal True, batch 1"):
+        tower_attention._forward(torch.nn.Identity(), x, x, x, None, is_causal=True)
