@@ -31,6 +31,11 @@ class Runs(NamedTuple):
     place: Rows
     last: Flags
 
+    def held_by(self, member: int) -> Rows:
+        """A member's runs among all, in the order in which it holds them."""
+        own = np.flatnonzero(self.member == member)
+        return own[np.argsort(self.offset[own], kind="stable")]
+
 
 class Chains:
     """The chains of one group, and which of their runs this member holds. Made once per shard, for all layers."""
@@ -63,8 +68,7 @@ class Chains:
     @cached_property
     def mine(self) -> Rows:
         """This member's runs among all, in the order in which it holds them."""
-        own = np.flatnonzero(self.runs.member == self.member)
-        return own[np.argsort(self.runs.offset[own], kind="stable")]
+        return self.runs.held_by(self.member)
 
     @cached_property
     def lengths(self) -> Rows:
@@ -119,8 +123,7 @@ class Passing:
         runs = self.chains.runs
         states, transitions = np.full(len(runs.member), -1), np.full(len(runs.member), -1)
         for member, start in enumerate(starts):
-            held = np.flatnonzero(runs.member == member)
-            held = held[np.argsort(runs.offset[held], kind="stable")]
+            held = runs.held_by(member)
             leaving, carrying = held[self._leaves[held]], held[self._carries[held]]
             states[leaving] = start + np.arange(len(leaving)) * state_rows
             transitions[carrying] = start + len(leaving) * state_rows + np.arange(len(carrying)) * transition_rows
@@ -184,9 +187,7 @@ class Halo:
 
     def _needs(self, member: int) -> tuple[Rows, Rows]:
         """The rows before a member's runs, in held order: the run that has each, and its position."""
-        runs = self._runs
-        own = np.flatnonzero(runs.member == member)
-        own = own[np.argsort(runs.offset[own], kind="stable")]
+        runs, own = self._runs, self._runs.held_by(member)
         first = np.maximum(runs.start[own] - self._width, 0)
         position = expand(first, runs.start[own])
         document = np.repeat(runs.document[own], runs.start[own] - first)

@@ -37,7 +37,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, shard: SequenceS
     parts = []
     for chain, before in zip(chains, arrived, strict=True):
         own = x[chain.part.start : chain.part.stop]
-        of_part = _by_fla if len(own) and not fla.lacks(x.dtype, x.device, 2, 2) else _by_torch
+        of_part = _by_fla if len(own) and not fla.lacks(x.dtype, x.device) else _by_torch
         parts.append(of_part(own, before, (weight, bias), chain, silu))
     return torch.cat(parts) if parts else x
 

@@ -11,6 +11,7 @@ Networks" (arXiv 2412.06464); Dao and Gu, "Transformers are SSMs" (arXiv 2405.21
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -203,7 +204,7 @@ class _Gathered:
         rows = self._handle.wait()
 
         def taken(runs: Rows, places: Rows, columns: int) -> Tensor:
-            index = (places[runs][:, None] + torch.arange(columns).numpy()).reshape(-1)
+            index = (places[runs][:, None] + np.arange(columns)).reshape(-1)
             picked = rows.index_select(0, on_device(index, rows.device))
             return picked.view(len(runs), columns, self._heads, self._size).permute(0, 2, 3, 1)
 

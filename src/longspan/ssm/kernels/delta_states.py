@@ -51,9 +51,8 @@ class DeltaStates:
 
 def maps_of(rows: Named, pieces: Pieces) -> Tensor:
     """[B | M] (n, H, K, V + K) float32 of the pieces from `first` to `stop`: final states of [u | 0] from [0 | I]."""
-    ends = np.concatenate([[0], np.cumsum(pieces.runs.lengths)])
-    some = pieces.runs.between(pieces.first, pieces.stop - 1)
-    here = {name: x[:, int(ends[pieces.first]) : int(ends[pieces.stop])] for name, x in rows.items()}
+    some, inside = pieces.with_maps
+    here = {name: x[:, inside] for name, x in rows.items()}
     u, (heads, size) = here.pop("u"), rows["w"].shape[2:]
     width = u.shape[-1]
     wide = u.new_zeros((*u.shape[:3], width + size))
@@ -103,10 +102,8 @@ class DeltaGradients:
 
     def _of_pieces(self) -> Tensor:
         if self._owed is None:
-            pieces = self._pieces
-            ends = np.concatenate([[0], np.cumsum(pieces.runs.lengths)])
-            some = pieces.runs.between(pieces.first, pieces.stop - 1)
-            here = {name: x[:, int(ends[pieces.first]) : int(ends[pieces.stop])] for name, x in self._rows.items()}
+            some, inside = self._pieces.with_maps
+            here = {name: x[:, inside] for name, x in self._rows.items()}
             (heads, size), width = self._rows["w"].shape[2:], self._rows["dv"].shape[-1]
             zero = self._transitions.new_zeros((len(some.lengths), heads, size, width))
             self._owed = self._scanned(here, zero, None, some)[1]

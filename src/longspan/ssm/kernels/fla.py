@@ -40,8 +40,8 @@ def missing(device: torch.device) -> str:
     return ""
 
 
-def lacks(dtype: torch.dtype, device: torch.device, key_size: int, value_size: int) -> str:
-    """What a recurrence of these sizes would need; "" for nothing."""
+def lacks(dtype: torch.dtype, device: torch.device, key_size: int = 2, value_size: int = 2) -> str:
+    """What a recurrence of these sizes would need, or what has no heads; "" for nothing."""
     if device.type != "cuda":
         return f"cuda tensors, got {device.type}"
     if dtype not in _HALF:

@@ -5,6 +5,8 @@ runs of a document are to the document (`state_pass.py`): each is an affine map 
 folding these in order gives the run's own map, and the states that enter its pieces.
 """
 
+from functools import cached_property
+
 import numpy as np
 from torch import Tensor
 
@@ -32,6 +34,13 @@ class Pieces:
         with_maps = np.flatnonzero(runs.shared)
         self.first = int(self._starts[with_maps[0]]) if len(with_maps) else 0
         self.stop = int((self._starts + counts)[with_maps[-1]]) if len(with_maps) else 0
+
+    @cached_property
+    def with_maps(self) -> tuple[LocalRuns, slice]:
+        """The pieces from `first` to before `stop` as runs of their own, and which of all rows are theirs."""
+        lengths, begin = self.runs.lengths, int(self.runs.lengths[: self.first].sum())
+        runs = LocalRuns(lengths[self.first : self.stop], self.runs.device)
+        return runs, slice(begin, begin + runs.rows)
 
     @property
     def cut(self) -> bool:

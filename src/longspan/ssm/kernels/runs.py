@@ -22,7 +22,6 @@ class LocalRuns:
         self.lengths, self.device = lengths, device
         self.shared = np.zeros(len(lengths), dtype=bool) if shared is None else shared
         self.pieces: dict[int, Any] = {}  # by heads
-        self._between: dict[tuple[int, int], LocalRuns] = {}
         self.rows = int(lengths.sum())
         self._chunks = -(-lengths // CHUNK)
 
@@ -73,12 +72,6 @@ class LocalRuns:
     def chunks(self) -> int:
         """N, of all runs."""
         return len(self._first_rows)
-
-    def between(self, first: int, last: int) -> "LocalRuns":
-        """The runs from `first` to `last`, both included, as runs of their own rows."""
-        if (first, last) not in self._between:
-            self._between[first, last] = LocalRuns(self.lengths[first : last + 1], self.device)
-        return self._between[first, last]
 
     @cached_property
     def _run_of_chunk(self) -> Rows:
