@@ -124,19 +124,16 @@ def run_step(
     encoding = read_encoding(model, plan, documents, items, backward=backward)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
-    with_depths = None
+    measure = terms.measure
     if mtp is not None:
-        targets, settings = (
-            count_targets(batches, depths, language_model, world),
-            {"chunk_rows": loss_chunk_rows, "world": world},
-        )
-        with_depths = WithDepths(terms.measure, mtp, targets, divisor=terms.divisor, **settings)
+        targets = count_targets(batches, depths, language_model, world)
+        measure = WithDepths(measure, mtp, targets, divisor=terms.divisor, chunk_rows=loss_chunk_rows, world=world)
     passes = Passes(
         model=language_model,
         plan=plan,
         world=world,
         backward=backward,
-        measure=with_depths or terms.measure,
+        measure=measure,
         divisor=terms.divisor,
         routing=routing,
         depths=depths,

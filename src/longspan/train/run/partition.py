@@ -14,6 +14,7 @@ from longspan.plan import Cost, PlanOptions
 from longspan.plan.simulate.which_partition import PartitionChoice, which_partition
 from longspan.train.all_ranks import LogLine, on_first_rank
 from longspan.train.config.bounds import AUTO
+from longspan.train.config.eval_inheritance import held_out_set
 from longspan.train.config.eval_set import EvalConfig
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.pack_order import PackOrder
@@ -81,22 +82,20 @@ def _fastest(choice: PlanChoice, lengths: Sequence[Sequence[int]], home: Layout)
 def _with_evaluations(config: RunConfig, home: Layout | None, heads: int | None) -> RunConfig:
     """The configuration whose evaluations have training's partition in place of "auto", and its type where it can."""
     context = config.context
-    if context.eval_partition == AUTO:
-        context = replace(context, eval_partition=context.partition)
-        config = replace(config, context=context)
-        if _shares_alike(config, None, home, heads):
-            config = replace(config, context=replace(context, eval_cp_comm_type=context.cp_comm_type))
-    entries: list[EvalConfig] = []
-    for entry in config.eval:
-        if entry.partition == AUTO:
-            entry = replace(entry, partition=context.partition)
-            if _shares_alike(config, entry, home, heads):
-                entry = replace(entry, cp_comm_type=context.cp_comm_type)
-        entries.append(entry)
-    return replace(config, eval=tuple(entries))
+
+    def dealt(entry: EvalConfig) -> EvalConfig:
+        if entry.partition != AUTO:
+            return entry
+        entry = replace(entry, partition=context.partition)
+        alike = _shares_alike(config, entry, home, heads)
+        return replace(entry, cp_comm_type=context.cp_comm_type) if alike else entry
+
+    held_out = dealt(held_out_set(config))
+    kept = replace(context, eval_partition=held_out.partition, eval_cp_comm_type=held_out.cp_comm_type)
+    return replace(config, context=kept, eval=tuple(map(dealt, config.eval)))
 
 
-def _shares_alike(config: RunConfig, entry: EvalConfig | None, home: Layout | None, heads: int | None) -> bool:
+def _shares_alike(config: RunConfig, entry: EvalConfig, home: Layout | None, heads: int | None) -> bool:
     """Whether an evaluation of type "auto" can have training's type at its degree."""
     choice = PlanChoice.evaluation(config, entry, heads=heads)
     if home is None or choice.options.cp_comm_type != AUTO or not choice.degree or choice.planner == "dynamic":

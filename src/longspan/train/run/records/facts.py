@@ -75,14 +75,8 @@ class RunFacts:
         yield "devices", self._devices()
         yield "home", ", ".join((*_degrees(self.home), *(["sequence-parallel"] if self.sequence_parallel else [])))
         yield "attention", f"{self.comm_types}; kernel {'; '.join(self.kernels) or 'chosen in the first pass'}"
-        if self.mixers:
-            yield "mixers", self.mixers
-        if self.mtp:
-            yield "mtp", self.mtp
-        if self.encoder:
-            yield "encoder", self.encoder
-        if self.rows:
-            yield "rows", self.rows
+        some = {"mixers": self.mixers, "mtp": self.mtp, "encoder": self.encoder, "rows": self.rows}
+        yield from ((name, text) for name, text in some.items() if text)
         yield "plans", self.plans + (f"; priced for {self.priced_for}" if self.priced_for else "")
         for reason in self.evaluated.splitlines():
             yield "evaluation", reason.removeprefix("evaluation ")
