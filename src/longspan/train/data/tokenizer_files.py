@@ -1,7 +1,9 @@
-"""The files of a Hugging Face folder that a run keeps unchanged: its tokenizer's, and how the model generates."""
+"""The files of a Hugging Face folder that a run keeps: tokenizer, image processor, and how the model generates."""
 
 import shutil
 from pathlib import Path
+
+from longspan.train.data.images.processor import FILES
 
 FAST = "tokenizer.json"
 _VOCABULARIES = (
@@ -24,9 +26,7 @@ _TOKENIZER = (
     "chat_template.jinja",
     "chat_template.json",
     "additional_chat_templates",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
+    *FILES,
 )
 GENERATION = "generation_config.json"
 

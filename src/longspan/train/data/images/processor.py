@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +104,11 @@ class Processor:
         grid = tuple(int(side) for side in made["image_grid_thw"][0]) if self.has_grids else None
         return made["pixel_values"], grid  # type: ignore[return-value]
 
-    @property
+    @cached_property
     def _all_alike(self) -> bool:
         """Whether images of every size take the same placeholders."""
-        if None not in self._texts:
-            made = self.stock._get_num_multimodal_tokens(image_sizes=list(_PROBES))
-            return len({*zip(made["num_image_tokens"], made["num_image_patches"], strict=True)}) == 1
-        return True
+        made = self.stock._get_num_multimodal_tokens(image_sizes=list(_PROBES))
+        return len({*zip(made["num_image_tokens"], made["num_image_patches"], strict=True)}) == 1
 
     def _grid(self, size: Size) -> Grid:
         processor: Any = self.stock.image_processor

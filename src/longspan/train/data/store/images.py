@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from longspan.train.data.images.image_file import ImageFile
 from longspan.train.data.rows.sample import SampleImage
 from longspan.train.data.store.arrays import GrowingArray, mapped
 
@@ -113,12 +114,10 @@ class ImageTable:
         for number, stamp in enumerate(stamps):
             path = self.path(number)
             try:
-                stat = Path(path).stat() if path else None
+                if path and ImageFile(path).stamp() != stamp:
+                    yield f"image {path} has changed"
             except OSError as error:
                 yield f"image {path} cannot be read ({error.strerror})"
-                continue
-            if stat is not None and (stat.st_size, stat.st_mtime_ns) != stamp:
-                yield f"image {path} has changed"
 
 
 def _file(folder: Path, column: str) -> Path:
