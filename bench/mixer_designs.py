@@ -16,6 +16,7 @@ from longspan.comm import SequenceShard
 from longspan.model.seams.mixer_calls import Rows, redirect
 from longspan.ssm import causal_conv, linear_scan
 
+Move = Callable[[Tensor], Tensor]
 SHORT = 3000  # rows of the document that errors are measured on
 
 
@@ -80,60 +81,47 @@ def baseline(
 
     def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
         given = [q, k, v, g, *([] if beta is None else [beta.unsqueeze(-1)])]
-        if by_heads:
-            moved = [_ToHeads.apply(x) if x.shape[1] % ranks == 0 else _Gather.apply(x) for x in given]
-        else:
-            moved = [_Gather.apply(x) for x in given]
+        exchanged = [by_heads and x.shape[1] % ranks == 0 for x in given]
+        moves = [(_to_heads, _to_rows) if heads else (_gathered, _summed) for heads in exchanged]
+        moved = [_Moved.apply(x, *move) for x, move in zip(given, moves, strict=True)]
         q, k, v, g, *rest = (x.contiguous() for x in moved)  # pyright: ignore[reportOptionalMemberAccess]
         out = linear_scan(q, k, v, g, rest[0].squeeze(-1) if rest else None, whole, scale)
         if by_heads:
-            return _ToRows.apply(out)  # pyright: ignore[reportReturnType]
+            return _Moved.apply(out, _to_rows, _to_heads)  # pyright: ignore[reportReturnType]
         return out.view(ranks, -1, *out.shape[1:])[rank]
 
     return layer.with_rows(Rows(convolution, scan))
 
 
-class _ToHeads(torch.autograd.Function):
-    """(T / n, H, d) of some rows to (T, H / n, d) of some heads."""
+class _Moved(torch.autograd.Function):
+    """A move of rows between ranks; gradients go the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _to_heads(x)
+    def forward(ctx: Any, x: Tensor, move: Move, back: Move) -> Tensor:
+        ctx.back = back
+        return move(x)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _to_rows(dx)
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.back(dx), None, None
 
 
-class _ToRows(torch.autograd.Function):
-    """The way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _to_rows(x)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _to_heads(dx)
-
-
-class _Gather(torch.autograd.Function):
+def _gathered(x: Tensor) -> Tensor:
     """(T / n, ·, ·) of some rows to all rows."""
+    out = x.new_empty((dist.get_world_size() * len(x), *x.shape[1:]))
+    dist.all_gather_into_tensor(out, x.contiguous())
+    return out
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        out = x.new_empty((dist.get_world_size() * len(x), *x.shape[1:]))
-        dist.all_gather_into_tensor(out, x.contiguous())
-        return out
 
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        own = dx.new_empty((len(dx) // dist.get_world_size(), *dx.shape[1:]))
-        dist.reduce_scatter_tensor(own, dx.contiguous())
-        return own
+def _summed(dx: Tensor) -> Tensor:
+    """All rows to the sums of this rank's."""
+    own = dx.new_empty((len(dx) // dist.get_world_size(), *dx.shape[1:]))
+    dist.reduce_scatter_tensor(own, dx.contiguous())
+    return own
 
 
 def _to_heads(x: Tensor) -> Tensor:
+    """(T / n, H, d) of some rows to (T, H / n, d) of some heads."""
     ranks = dist.get_world_size()
     rows, heads, size = x.shape
     sent = x.view(rows, ranks, heads // ranks, size).transpose(0, 1).contiguous()
@@ -143,6 +131,7 @@ def _to_heads(x: Tensor) -> Tensor:
 
 
 def _to_rows(x: Tensor) -> Tensor:
+    """The way back."""
     ranks = dist.get_world_size()
     rows, heads, size = x.shape
     received = torch.empty_like(x)
