@@ -6,8 +6,22 @@ from pathlib import Path
 
 import pytest
 
+from longspan.launch import local_ranks
 from tests.outcomes import Resumed
 from tests.over_nccl import PARTS, mark
+
+PRELOAD = (  # what most test files import, beside what runs of users do
+    "pytest",
+    "hypothesis",
+    "longspan.testing",
+    "longspan.doctor.float64",
+    "tests.model.stock",
+    "tests.model.moe_models",
+    "tests.model.deep",
+    "tests.train.small",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "transformers.models.gpt_oss.modeling_gpt_oss",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # One thread for arithmetic in each process, set before torch is imported. Two pytest workers with a thread for each
     # core would spend most of their time waiting for those threads, as most tensors have a few kilobytes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    local_ranks.PRELOAD = (*local_ranks.PRELOAD, *PRELOAD)
     # What runs keep for other runs goes to a folder of this session, for a test is to see what it makes itself.
     folder = tempfile.TemporaryDirectory(prefix="longspan-cache-")
     os.environ["XDG_CACHE_HOME"] = folder.name

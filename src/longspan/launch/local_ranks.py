@@ -25,7 +25,7 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 
 # Imported once, by the fork server; a module that cannot be imported is left out.
-PRELOAD = (
+PRELOAD: tuple[str, ...] = (
     "__main__",
     "torch",
     "torch.distributed.device_mesh",
@@ -37,6 +37,9 @@ PRELOAD = (
     "longspan.comm.world",
     "longspan.comm.shard",
     "longspan.attention",
+    "longspan.model.prepare_model",
+    "longspan.train.step",
+    "longspan.train.run.loop",
 )
 
 

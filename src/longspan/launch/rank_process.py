@@ -5,6 +5,7 @@ its pipe is closed, and puts back what a call may have changed in its process in
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -148,7 +149,11 @@ def _serve(rank: int, state: State, pipe: connection.Connection) -> None:
 
 
 def _set_up(spec: Spec, out: Descriptor, err: Descriptor) -> None:
-    """Own process group (signals come from the launcher alone), the launcher's output and threads."""
+    """Own process group (signals come from the launcher alone), the launcher's output and threads.
+
+    What the fork server imported is no garbage: collections pass over it, and its memory stays shared.
+    """
+    gc.freeze()
     os.setpgid(0, 0)
     for stream, target in ((out, 1), (err, 2)):
         os.dup2(stream.number, target)
