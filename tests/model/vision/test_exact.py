@@ -25,9 +25,8 @@ def all_of(ranks: int) -> list[Case]:
     cases = [Case(name, one, one, cp) for name in names for cp in (0, ranks)]
     cases += [Case(name, one, one, 1, "text") for name in names]
     if ranks == 2:
-        tp = [name for name in names if name != "qwen3.5"]
-        cases += [Case(name, Layout(2, tp=2), Layout(2, tp=2), 1) for name in tp]
-        cases += [Case(name, Layout(2, pp=2), one, 1) for name in names if name != "qwen3.5"]
+        cases += [Case(name, Layout(2, tp=2), Layout(2, tp=2), 1) for name in names]
+        cases += [Case(name, Layout(2, pp=2), one, 1) for name in names]
         cases += [Case(name, one, one, 2, options=(("shard_parameters", False),)) for name in names]
     if ranks == 4:
         cases += [
