@@ -11,12 +11,11 @@ import numpy as np
 
 from longspan.errors import LayoutError, PlanError
 from longspan.layout import check_lengths
-from longspan.plan.micro_batch import Group
+from longspan.plan.micro_batch import PARTITIONS, Group
 from longspan.plan.plan_fields import PlanFields
 from longspan.plan.timeline import slot_rows
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p", "auto")
-PARTITIONS = ("zigzag", "contiguous")
 MODES = ("lockstep", "free")
 
 

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from longspan.layout import Partition
 
 CommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p", "auto"]
 PartitionKind = Literal["zigzag", "contiguous"]
+PARTITIONS: tuple[PartitionKind, ...] = get_args(PartitionKind)
 Mode = Literal["lockstep", "free"]
 
 

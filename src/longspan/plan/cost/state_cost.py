@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from longspan.errors import PlanError
 from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.micro_batch import PARTITIONS
 
 Floats = NDArray[np.float64]
 
-PARTITIONS = ("zigzag", "contiguous")
 _STATE_SIZE = 4  # bytes of a number of a state
 # What forward takes of both passes: a third of the products; states go round once in either pass.
 _FORWARD = {

@@ -11,7 +11,6 @@ from longspan.errors import PlanError, counted
 from longspan.layout import Layout, check_lengths
 from longspan.plan.check import (
     MODES,
-    PARTITIONS,
     check_choice,
     check_comm_types,
     check_count,
@@ -21,7 +20,7 @@ from longspan.plan.check import (
 )
 from longspan.plan.cost.bound import Bound, lower_bound_seconds
 from longspan.plan.hierarchy import levels_at
-from longspan.plan.micro_batch import Group, MicroBatch, PartitionKind
+from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, PartitionKind
 from longspan.plan.plan import Plan
 from longspan.plan.planners.options import PlanOptions
 

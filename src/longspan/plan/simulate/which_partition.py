@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from longspan.errors import LongspanError, PlanError
-from longspan.plan.check import PARTITIONS
 from longspan.plan.cost.cost import Cost
-from longspan.plan.micro_batch import PartitionKind
+from longspan.plan.micro_batch import PARTITIONS, PartitionKind
 from longspan.plan.planners.options import PlanOptions
 
 TYPES = ("a2a", "p2p")  # all_gather takes more memory the longer the documents are, which is not weighed
