@@ -1,6 +1,6 @@
 """Dense attention in float64 on one process: what every distributed result is compared with."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,17 +19,25 @@ def dense_attention(
     softcap: float | None = None,
     scale: float | None = None,
     factors: Callable[[int, int, int], Tensor] | None = None,
+    spans: Mapping[int, Sequence[tuple[int, int]]] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """Attention inside each document of packed rows; differentiable, in float64, or in another type to see its error.
 
     q (S, N, H), k (S, K, H), v (S, K, Hv), sinks (N,) -> (S, N, Hv). `factors` (of document, rows, heads) gives what
-    dropout multiplies its weights by: (N, rows, rows).
+    dropout multiplies its weights by: (N, rows, rows). Rows of a document's `spans` see the later rows of their span.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     documents = zip(*(x.to(dtype).split(list(lengths)) for x in (q, k, v)), strict=True)
     out = [
-        _document(*qkv, causal, window, chunk, sinks, softcap, scale, factors and factors(d, len(qkv[0]), q.shape[1]))
+        _document(
+            *qkv,
+            _hidden(len(qkv[0]), causal, window, chunk, (spans or {}).get(d, ())).to(q.device),
+            sinks,
+            softcap,
+            scale,
+            factors and factors(d, len(qkv[0]), q.shape[1]),
+        )
         for d, qkv in enumerate(documents)
     ]
     return torch.cat(out) if out else q.new_zeros((0, q.shape[1], v.shape[2]), dtype=dtype)
@@ -39,9 +47,7 @@ def _document(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    causal: bool,
-    window: int | None,
-    chunk: int | None,
+    hidden: Tensor,
     sinks: Tensor | None,
     softcap: float | None,
     scale: float,
@@ -51,15 +57,6 @@ def _document(
     scores = torch.einsum("qnh,knh->nqk", q, k) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    rows = torch.arange(len(q), device=q.device)
-    ago = rows[:, None] - rows  # how far back the key is
-    hidden = torch.zeros_like(ago, dtype=torch.bool)
-    if causal or window is not None:
-        hidden |= ago < 0
-    if window is not None:
-        hidden |= ago >= window
-    if chunk is not None:
-        hidden |= rows[:, None] // chunk != rows // chunk
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:
         extra = sinks.to(q.dtype)[:, None, None].expand(-1, len(q), 1)
@@ -68,6 +65,24 @@ def _document(
     if factors is not None:
         weights = weights * factors.to(weights.device)
     return torch.einsum("nqk,knh->qnh", weights, v)
+
+
+def _hidden(
+    length: int, causal: bool, window: int | None, chunk: int | None, spans: Sequence[tuple[int, int]]
+) -> Tensor:
+    """Which keys each row of a document does not see: (rows, rows) bool."""
+    rows = torch.arange(length)
+    ago = rows[:, None] - rows  # how far back the key is
+    hidden = torch.zeros_like(ago, dtype=torch.bool)
+    if causal or window is not None:
+        hidden |= ago < 0
+    for start, stop in spans:
+        hidden[start:stop, start:stop] = False
+    if window is not None:
+        hidden |= ago >= window
+    if chunk is not None:
+        hidden |= rows[:, None] // chunk != rows // chunk
+    return hidden
 
 
 def relative_error(result: Tensor, exact: Tensor) -> float:

@@ -111,7 +111,14 @@ class Question:
     scale: float | None = None
     sinks: bool = False
     dropout: float = 0.0
+    spans: int = 0  # rows of runs that see each other, one row between two of them; 0: none
     seed: int = 0
+
+    def spans_of(self, lengths: tuple[int, ...]) -> dict[int, list[tuple[int, int]]]:
+        """The spans of each document."""
+        size = self.spans or max(lengths)
+        starts = {d: range(1, n - size + 1, size + 1) for d, n in enumerate(lengths)}
+        return {d: [(start, start + size) for start in of_document] for d, of_document in starts.items()}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -136,9 +143,9 @@ WAYS = (Way("p2p"), Way("all_gather"), Way("a2a"), Way("a2a+p2p"))
 QUESTIONS = (
     Question("", "gqa"),
     Question("", "mha", causal=False),
-    Question("", "mla", window=5, sinks=True),
+    Question("", "mla", window=5, sinks=True, spans=7),
     Question("", "mqa", softcap=1.5, window=19),
-    Question("", "gqa", dropout=0.3, sinks=True),
+    Question("", "gqa", dropout=0.3, sinks=True, spans=4),
     Question("", "mla", "float32"),
 )
 
@@ -228,6 +235,7 @@ def wanted(question: Question, slots: int, lengths: tuple[int, ...]) -> list[Ten
         lengths,
         sinks=leaves[3] if question.sinks else None,
         factors=dropout_factors(question) if question.dropout else None,
+        spans=question.spans_of(lengths) if question.spans else None,
         **question.options,
     )
     out.backward(dout.double())
@@ -305,15 +313,16 @@ def run_cases(rank: int, slots: int, cases: list[Case]) -> list[float]:
 def worst_errors(cases: list[Case], slots: int, world: World) -> list[float]:
     """The same in a world that is open."""
     named = layouts(slots)
-    bound: dict[tuple[str, int], SequenceShard] = {}
+    bound: dict[tuple[str, int, int], SequenceShard] = {}
     mine: list[list[float]] = []
     for case in cases:
-        layout, padding = case[0].layout, case[1].padding
-        if (layout, padding) not in bound:
+        key = layout, padding, spans = case[0].layout, case[1].padding, case[0].spans
+        if key not in bound:
             batch = named[layout] if layout in named else drawn_layout(slots, int(layout.split()[1]))
             shard = bind(batch, world)
-            bound[layout, padding] = shard.with_padding(minimum=padding) if padding else shard
-        mine.append(squares_of(case, slots, bound[layout, padding]))
+            shard = shard.with_spans(case[0].spans_of(batch.lengths)) if spans else shard
+            bound[key] = shard.with_padding(minimum=padding) if padding else shard
+        mine.append(squares_of(case, slots, bound[key]))
     flat = iter(world.control.sum_over_slots([x for squares in mine for x in squares]))
     summed = [[next(flat) for _ in squares] for squares in mine]
     return [_worst(case, sums, slots, named) for case, sums in zip(cases, summed, strict=True)]

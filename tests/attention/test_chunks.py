@@ -37,7 +37,7 @@ def visible(q: Segments, k: Segments, window: int | None, chunk: int) -> np.ndar
     window=st.one_of(st.none(), st.integers(1, 20)),
     kind=st.sampled_from((Partition.zigzag, Partition.contiguous)),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_tiles_cover_what_is_visible_in_chunks_once(lengths, degree, chunk, window, kind):
     check_tiles(lengths, degree, chunk, window, kind)
 
@@ -70,7 +70,7 @@ def test_chunks_are_documents_of_one_launch(chunk):
     mask=st.builds(Mask, st.just(True), st.one_of(st.none(), st.integers(1, 20)), st.integers(1, 40)),
     padding=st.integers(0, 5),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_members_send_the_rows_of_chunks_that_others_began(lengths, degree, inner, mask, padding):
     check_members(lengths, degree, inner, mask, padding)
 

@@ -16,10 +16,11 @@ CASES = cases_of(
     (
         Question("ragged", "mla", window=5, sinks=True),
         Question("several groups a slot", "gqa", sinks=True),
-        Question("ragged", "mla", dropout=0.3, softcap=1.5, sinks=True),
-        Question("padded", "mqa", causal=False, scale=-0.4),
+        Question("ragged", "mla", dropout=0.3, softcap=1.5, sinks=True, spans=9),
+        Question("padded", "mqa", causal=False, scale=-0.4, spans=4),
         Question("ragged", "mha", window=30, softcap=2.0),
         Question("many documents", "gqa", window=19),
+        Question("many documents", "gqa", window=3, spans=8),
         Question("shares without rows", "64/8 of 64"),  # members with two key/value heads, each of several slices
     ),
     WAYS,
@@ -104,6 +105,17 @@ MUTATIONS = [
     # kernels
     ("attention.geometry.launch", "if tile.keys > tile.queries:", "if False:"),
     ("attention.kernels.cpu_flash", "total[rows] += x[0].transpose(0, 1)", "total[rows] = x[0].transpose(0, 1)"),
+    # spans: none, on local rows alone, without those that come through a narrow window, in full attention; their edge
+    ("attention.geometry.members", "+ span_tiles(queries, keys, self.spans)", ""),
+    (
+        "attention.geometry.members",
+        "span_tiles(queries, keys, self.spans)",
+        "(span_tiles(queries, keys, self.spans) if [*queries.start] == [*keys.start] else ())",
+    ),
+    ("attention.geometry.members", "self.spans.ends(runs)", "runs.stop"),
+    ("attention.geometry.members", "spans if mask.causal else NO_SPANS", "spans"),
+    ("attention.geometry.span_tiles", "left = k_stop - 1 - stop", "left = k_stop - stop"),
+    ("attention.geometry.span_tiles", "k.start[theirs], start + 1)", "k.start[theirs], start)"),
 ]
 
 

@@ -139,8 +139,8 @@ def test_each_way_to_group_tiles_under_a_window_covers_the_same(window):
             segments = [Partition.zigzag(lengths, degree).segments(member) for member in range(degree)]
             for q, k in itertools.product(segments, segments):
                 banded = tiles._bands(q, k, window)
-                for arrays in (banded, tiles._loosened(banded), tiles._split(tiles._loosened(banded))):
-                    tilings = tiles._launches(arrays)
+                for arrays in (banded, tiles._loosened(banded), tiles.split_at_left(tiles._loosened(banded))):
+                    tilings = tiles.launches_of(arrays)
                     assert (seen(tilings, q.rows, k.rows) == wanted(q, k, True, window)).all(), (lengths, degree, q, k)
                     for tiling in tilings:
                         assert_one_launch(tiling)

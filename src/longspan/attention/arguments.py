@@ -62,6 +62,7 @@ def packed_call(
     groups, scale = shard.micro_batch.groups, q.shape[2] ** -0.5 if arguments.scale is None else float(arguments.scale)
     window, chunk = (None if x is None else int(x) for x in (arguments.window, arguments.chunk))
     mask = Mask(arguments.causal, window, chunk).within(shard.micro_batch.lengths)
+    check_spans(shard, arguments)
     call = AttentionCall(
         *(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, q.device),
         mask=mask,
@@ -71,6 +72,7 @@ def packed_call(
         dropout=Dropout(arguments.dropout, seed=0) if arguments.dropout > 0 else None,
         max_gather_bytes=arguments.max_gather_bytes,
         one_document=mask.chunk is None and all(len(group.documents) == 1 for group in groups),
+        spans=mask.causal and shard.has_spans,
     )
     choices = comm_choices(shard, arguments, call)
     gathering = [group for group, choice in zip(groups, choices, strict=True) if choice.cp_comm_type == "all_gather"]
@@ -94,7 +96,7 @@ def _part(part: ShardPart, choice: CommChoice, call: AttentionCall, shard: Seque
     mask, cache = call.mask.within(part.group.lengths), cache_of(shard)
     key = (part.index, choice.inner, mask)
     if key not in cache.members:
-        cache.members[key] = Members(part, mask, shard.device, choice.inner)
+        cache.members[key] = Members(part, mask, shard.device, choice.inner, shard.spans_of(part))
     return CallPart(slice(part.start, part.stop), choice.cp_comm_type, cache.members[key])
 
 
@@ -166,6 +168,16 @@ def check_features(arguments: Arguments) -> None:
         if value is None or (isinstance(value, Real) and math.isfinite(value) and (value > 0 or name == "scale")):
             continue
         raise AttentionError(f"{name} is {value!r}; give a finite number{'' if name == 'scale' else ' above 0'}")
+
+
+def check_spans(shard: SequenceShard, arguments: Arguments) -> None:
+    """Raise AttentionError for spans in chunks: whether a span reaches over the end of a chunk, no model says."""
+    if arguments.chunk is not None and shard.has_spans:
+        runs = sum(map(len, shard.spans or ()))
+        raise AttentionError(
+            f"chunk is {arguments.chunk} and the shard has {runs} spans of rows that see each other; give chunks or "
+            "spans, not both"
+        )
 
 
 def check_capture(dropout: float) -> None:

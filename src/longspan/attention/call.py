@@ -65,6 +65,7 @@ class AttentionCall:
     N, K, H and Hv are `heads`, `kv_heads`, `head_size` and `value_size`. `scale` is above 0: the sign of another is in
     `sign`, which q is multiplied by, for kernels find the largest score before they scale. `sinks` (N,) and `dropout`
     are those of the heads at hand. `one_document`: every group has one document, so that a launch has few tiles.
+    `spans`: rows of some document see later ones too (`layout/spans.py`), under a causal mask.
     `deterministic`: the same bits again; torch's own switch by default. Who asks for a kernel or a communication type
     alone leaves out the rest:
 
@@ -85,6 +86,7 @@ class AttentionCall:
     dropout: Dropout | None = None
     max_gather_bytes: int | None = None
     one_document: bool = False
+    spans: bool = False
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
     kernel: BlockKernel | None = None
     parts: tuple[CallPart, ...] = ()
@@ -93,7 +95,8 @@ class AttentionCall:
     @property
     def features(self) -> frozenset[str]:
         """What it asks for that some kernels lack: of "window", "softcap" and "dropout"."""
-        asked_for = {"window": self.mask.window, "softcap": self.softcap, "dropout": self.dropout}
+        window = self.mask.window or self.spans or None  # a span is a limit on the left of keys to the right
+        asked_for = {"window": window, "softcap": self.softcap, "dropout": self.dropout}
         return frozenset(name for name, value in asked_for.items() if value is not None)
 
     def for_heads(self, start: int, stop: int) -> "AttentionCall":

@@ -68,6 +68,11 @@ _FEATURE_ROWS: tuple[tuple[str, str], ...] = (
         "chunks",
         "`chunk=`, causal; every so many positions of a document see each other alone; else as a window",
     ),
+    (
+        "spans",
+        "`shard.with_spans`, causal; rows of a run, as an image's tokens, see its later rows too; keys come as for the "
+        "causal mask",
+    ),
     ("sinks", "`sinks=`; joined once to the sum over all keys, with a gradient over the local rows"),
     ("softcap", "`softcap=`"),
     ("scale", "`scale=`, any finite number; H ** −0.5 by default"),
@@ -101,7 +106,7 @@ def feature_rows() -> list[tuple[str, ...]]:
     """The table of features: which types have each, and which kernels."""
     types = [row[0] for row in TYPE_ROWS[1:]]
     rows = [("feature", "how", *types, "kernels")]
-    of_kernels = {"sliding window": "window", "softcap": "softcap", "dropout": "dropout"}
+    of_kernels = {"sliding window": "window", "spans": "window", "softcap": "softcap", "dropout": "dropout"}
     for feature, how in _FEATURE_ROWS:
         able = [k.name for k in KERNELS if feature not in of_kernels or of_kernels[feature] in k.features]
         if feature == "deterministic mode":

@@ -18,6 +18,7 @@ from longspan.comm.shard_rows import counts_of_slots, lay_out, packed_order
 from longspan.comm.world import World, world_of
 from longspan.errors import LayoutError, PlanError
 from longspan.layout.segments import Rows
+from longspan.layout.spans import NO_SPANS, Spans, SpansOfDocuments
 from longspan.plan import MicroBatch
 
 
@@ -48,7 +49,8 @@ class SequenceShard(Immutable):
     `rows` (T,) int64: packed row of each local row, −1 for padding; `position_ids` (T,) int64: position inside the
     document. Per local segment, which is one document's rows of one group: `documents` (ids; −1 for padding) and
     `cu_seqlens` (n + 1,) int32, boundaries among the local rows. `parts`: one per group that this slot is in. `seed` is
-    the world's seed and step when it was bound, from which masks of dropout are hashed.
+    the world's seed and step when it was bound, from which masks of dropout are hashed. `spans`, one value a group, are
+    the runs of rows that see each other (`with_spans`); None where it was not said whether there are any.
 
     >>> shard = bind(plan.micro_batches[0], world)
     >>> x_local = shard.scatter(x)                  # (S, …) to (T, …)
@@ -67,6 +69,7 @@ class SequenceShard(Immutable):
         "rows",
         "seed",
         "slot",
+        "spans",
         "world_key",
     )
 
@@ -81,6 +84,7 @@ class SequenceShard(Immutable):
     cu_seqlens: Tensor
     device: torch.device
     derived: Derived
+    spans: tuple[Spans, ...] | None
 
     def __init__(
         self,
@@ -105,6 +109,7 @@ class SequenceShard(Immutable):
             cu_seqlens=to_device(cu_seqlens, device),
             device=device,
             derived=Derived(),
+            spans=None,
         )
 
     @property
@@ -138,7 +143,39 @@ class SequenceShard(Immutable):
         padded_rows = -(-max(real, minimum) // multiple) * multiple
         if padded_rows == self.local_rows:
             return self
-        return SequenceShard(self.micro_batch, self.slot, self.world_key, self.device, padded_rows - real, self.seed)
+        padding = padded_rows - real
+        return SequenceShard(self.micro_batch, self.slot, self.world_key, self.device, padding, self.seed)._with_spans(
+            self.spans
+        )
+
+    def with_spans(self, spans: SpansOfDocuments) -> "SequenceShard":
+        """The same shard with runs of rows that see each other in both directions, as tokens of an image may.
+
+        `spans[d]` are the half-open runs of positions of document d, ascending; documents of other micro-batches, and
+        documents left out, may be among them or not. Every member of a group gives the same. Under a causal mask,
+        within a window too, a row of a run then sees the later rows of its run as well.
+
+        >>> shard = bind(plan.micro_batches[0], world).with_spans({3: [(5, 261)]})
+
+        Raises LayoutError, naming the document, for runs that are empty, overlap or lie outside it.
+        """
+        groups = self.micro_batch.groups
+        return self._with_spans(tuple(Spans.of(spans, group.documents, group.lengths) for group in groups))
+
+    def _with_spans(self, spans: tuple[Spans, ...] | None) -> "SequenceShard":
+        shard = object.__new__(SequenceShard)
+        same = {name: getattr(self, name) for name in self.__slots__}
+        shard._set(**{**same, "spans": spans, "derived": Derived()})
+        return shard
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether a row of any document of the micro-batch sees later ones."""
+        return any(map(len, self.spans or ()))
+
+    def spans_of(self, part: ShardPart) -> Spans:
+        """The runs of a part's documents that see each other; none in padding."""
+        return NO_SPANS if self.spans is None or part.index < 0 else self.spans[part.index]
 
     def scatter(self, x: Tensor, fill: float = 0) -> Tensor:
         """(S, …) packed rows, the same on every rank, to this rank's (T, …); padding rows hold `fill`. Local.

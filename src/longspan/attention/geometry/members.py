@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from longspan.attention.geometry.launch import Launch, Tokens
+from longspan.attention.geometry.span_tiles import span_tiles
 from longspan.attention.geometry.tiles import Rows, tiles_between
 from longspan.comm import Channel, ShardPart, to_device, world_of
 from longspan.layout import Segments
 from longspan.layout.segments import expand, segments_of
+from longspan.layout.spans import NO_SPANS, Spans
 
 _NO_ROWS = np.empty(0, dtype=np.int64)
 
@@ -61,12 +63,16 @@ class Members:
     """The members of one group that share keys and values, `inner` of the group's acting as one.
 
     `degree` members, of which this rank is (part of) number `member`; `counts[m]` rows are held by member m, in
-    document order where `inner` > 1. Made once per shard, so that layers share what it derives.
+    document order where `inner` > 1. Under a causal mask rows of `spans` see the later rows of their span as well. Made
+    once per shard, so that layers share what it derives.
     """
 
-    def __init__(self, part: ShardPart, mask: Mask, device: torch.device, inner: int = 1) -> None:
+    def __init__(
+        self, part: ShardPart, mask: Mask, device: torch.device, inner: int = 1, spans: Spans = NO_SPANS
+    ) -> None:
         assert part.degree % inner == 0, (part.degree, inner)
         self.part, self.mask, self.device, self.inner = part, mask, device, inner
+        self.spans = spans if mask.causal else NO_SPANS
         self.degree, self.member = part.degree // inner, part.member // inner
         blocks = np.asarray(part.counts, dtype=np.int64).reshape(self.degree, inner)
         self.counts: tuple[int, ...] = tuple(blocks.sum(1).tolist())
@@ -184,7 +190,7 @@ class Members:
             return Tokens(document, segments.positions, positions())
 
         queries = self.real_segments(self.member)
-        tilings = tiles_between(queries, keys, **self.mask._asdict())
+        tilings = tiles_between(queries, keys, **self.mask._asdict()) + span_tiles(queries, keys, self.spans)
         return tuple(Launch(tiling, self.device, tokens) for tiling in tilings)
 
     # ---- what they see under a narrow window or chunks
@@ -214,16 +220,16 @@ class Members:
         )
 
     def rows_seen_by(self, reader: int) -> Segments:
-        """The rows that one member's rows see under a window or chunks, in document order."""
+        """The rows that one member's rows see under a window or chunks and in their spans, in document order."""
         _, window, chunk = self.mask
         assert window is not None or chunk is not None
         runs = self.real_segments(reader)
         start = np.zeros_like(runs.start) if window is None else np.maximum(runs.start - window + 1, 0)
         if chunk is not None:
             start = np.maximum(start, runs.start - runs.start % chunk)
-        same = runs.document[1:] == runs.document[:-1]
-        start[1:] = np.where(same, np.maximum(start[1:], runs.stop[:-1]), start[1:])  # begins where the last run ended
-        return segments_of(runs.document, start, runs.stop)
+        same, stop = runs.document[1:] == runs.document[:-1], self.spans.ends(runs)
+        start[1:] = np.where(same, np.maximum(start[1:], stop[:-1]), start[1:])  # begins where the last run ended
+        return segments_of(runs.document, start, stop)
 
     def _rows_among(self, keys: Segments, owner: int) -> tuple[Rows, Rows]:
         """Which rows of `owner` are among `keys`, ascending, and where there."""

@@ -123,7 +123,7 @@ class Tiling:
         return f"Tiling({', '.join(map(str, self.tiles[:6]))}{', …' if len(self) > 6 else ''})"
 
 
-class _TileArrays(NamedTuple):
+class TileArrays(NamedTuple):
     """Tiles of many documents, as arrays of equal length; a limit of −1 is none."""
 
     document: Rows
@@ -134,9 +134,9 @@ class _TileArrays(NamedTuple):
     left: Rows
     right: Rows
 
-    def where(self, keep: npt.NDArray[np.bool_]) -> "_TileArrays":
+    def where(self, keep: npt.NDArray[np.bool_]) -> "TileArrays":
         """Those to keep."""
-        return _TileArrays(*(column[keep] for column in self))
+        return TileArrays(*(column[keep] for column in self))
 
 
 def tiles_between(
@@ -156,8 +156,8 @@ def tiles_between(
     if window is not None:
         banded = _bands(q, k, window)
         loose = _loosened(banded)
-        return min((_launches(arrays) for arrays in (banded, loose, _split(loose))), key=len)
-    return _launches(_joined(_prefixes(q, k)) if causal else _wholes(q, k))
+        return min((launches_of(arrays) for arrays in (banded, loose, split_at_left(loose))), key=len)
+    return launches_of(_joined(_prefixes(q, k)) if causal else _wholes(q, k))
 
 
 def _cut_into_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Segments]:
@@ -175,7 +175,7 @@ def _in_chunks(segments: Segments, chunk: int, longest: int) -> Segments:
     return Segments(document, start, stop, segments.offset[of_run] + start - segments.start[of_run])
 
 
-def _launches(tiles: _TileArrays) -> tuple[Tiling, ...]:
+def launches_of(tiles: TileArrays) -> tuple[Tiling, ...]:
     """One launch for each mask, and as many as a document has tiles of that mask."""
     if not len(tiles.document):
         return ()
@@ -191,7 +191,7 @@ def _launches(tiles: _TileArrays) -> tuple[Tiling, ...]:
     return tuple(_tiling(tiles.where(launch == launch[i])) for i in np.sort(first))
 
 
-def _tiling(tiles: _TileArrays) -> Tiling:
+def _tiling(tiles: TileArrays) -> Tiling:
     """The tiles of one launch, without a limit that hides no key from a row of any of them."""
     bounds = np.stack([tiles.q_start, tiles.q_stop, tiles.k_start, tiles.k_stop], axis=1)
     left, right = _hides(tiles)
@@ -199,14 +199,14 @@ def _tiling(tiles: _TileArrays) -> Tiling:
     return Tiling(bounds, *limits)
 
 
-def _hides(tiles: _TileArrays) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def _hides(tiles: TileArrays) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """Whether the limits on either side hide a key of a tile from one of its rows."""
     left = (tiles.left >= 0) & (tiles.left < tiles.k_stop - tiles.k_start - 1)
     right = (tiles.right >= 0) & (tiles.right < tiles.q_stop - tiles.q_start - 1)
     return left, right
 
 
-def _pairs(q: Segments, k: Segments) -> tuple[Rows, Rows, Rows]:
+def pairs_of_runs(q: Segments, k: Segments) -> tuple[Rows, Rows, Rows]:
     """(run of q, run of k) of one document in the order of q's runs and then k's, and its document's first run of k."""
     documents, first, runs = np.unique(k.document, return_index=True, return_counts=True)
     at = np.minimum(np.searchsorted(documents, q.document), max(len(documents) - 1, 0))
@@ -224,21 +224,21 @@ def _extent(segments: Segments) -> tuple[Rows, Rows, Rows]:
     return segments.document[opens], segments.offset[opens], stops[last]
 
 
-def _wholes(q: Segments, k: Segments) -> _TileArrays:
+def _wholes(q: Segments, k: Segments) -> TileArrays:
     """Every row of a document sees all of its keys."""
     (document, q_start, q_stop), (k_document, k_start, k_stop) = _extent(q), _extent(k)
     document, mine, theirs = np.intersect1d(document, k_document, assume_unique=True, return_indices=True)
     none = np.full_like(document, -1)
-    return _TileArrays(document, q_start[mine], q_stop[mine], k_start[theirs], k_stop[theirs], none, none)
+    return TileArrays(document, q_start[mine], q_stop[mine], k_start[theirs], k_stop[theirs], none, none)
 
 
-def _prefixes(q: Segments, k: Segments) -> _TileArrays:
+def _prefixes(q: Segments, k: Segments) -> TileArrays:
     """Causal tiles: every query row sees a prefix of the keys, which grows only where positions interleave.
 
     For each run of q and each of k, two: the rows at the positions of the run of k, and those after it that no later
     key precedes.
     """
-    mine, theirs, foremost = _pairs(q, k)
+    mine, theirs, foremost = pairs_of_runs(q, k)
     document, start, stop = q.document[mine], q.start[mine], q.stop[mine]
     k_start, k_stop, k_offset = k.start[theirs], k.stop[theirs], k.offset[theirs]
     following = stop.copy()  # where the next run of k begins
@@ -250,11 +250,11 @@ def _prefixes(q: Segments, k: Segments) -> _TileArrays:
     end = np.stack([k_offset + last[:, 0] - k_start, k_offset + k_stop - k_start], axis=1)
     base = k.offset[foremost][:, None]
     columns = (document[:, None], first + to_row, last + to_row, base, end, np.array(-1), np.array([0, -1]))
-    tiles = _TileArrays(*(np.broadcast_to(column, first.shape).reshape(-1) for column in columns))
+    tiles = TileArrays(*(np.broadcast_to(column, first.shape).reshape(-1) for column in columns))
     return tiles.where(tiles.q_start < tiles.q_stop)
 
 
-def _joined(tiles: _TileArrays) -> _TileArrays:
+def _joined(tiles: TileArrays) -> TileArrays:
     """Neighbouring tiles as one where one mask says the same: equal keys, or one causal diagonal."""
     grown = np.where(tiles.right[1:] < 0, 0, tiles.q_stop[1:] - tiles.q_start[1:])
     same = (tiles.q_stop[:-1] == tiles.q_start[1:]) & (tiles.k_start[:-1] == tiles.k_start[1:])
@@ -264,15 +264,15 @@ def _joined(tiles: _TileArrays) -> _TileArrays:
     return tiles.where(last)._replace(q_start=tiles.q_start[first])
 
 
-def _bands(q: Segments, k: Segments, window: int) -> _TileArrays:
+def _bands(q: Segments, k: Segments, window: int) -> TileArrays:
     """What runs of q see of runs of k where position p sees p − window + 1 … p."""
-    mine, theirs, _ = _pairs(q, k)
+    mine, theirs, _ = pairs_of_runs(q, k)
     (q_start, q_stop), (k_start, k_stop) = (q.start[mine], q.stop[mine]), (k.start[theirs], k.stop[theirs])
     first, last = np.maximum(q_start, k_start), np.minimum(q_stop, k_stop + window - 1)
     k_first, k_last = np.maximum(k_start, first - window + 1), np.minimum(k_stop, last)
     to_row, to_key = q.offset[mine] - q_start, k.offset[theirs] - k_start
     ahead = last - k_last  # rows by which the last query is ahead of the last key
-    tiles = _TileArrays(
+    tiles = TileArrays(
         q.document[mine],
         first + to_row,
         last + to_row,
@@ -284,14 +284,14 @@ def _bands(q: Segments, k: Segments, window: int) -> _TileArrays:
     return tiles.where((first < last) & (k_first < k_last))
 
 
-def _loosened(tiles: _TileArrays) -> _TileArrays:
+def _loosened(tiles: TileArrays) -> TileArrays:
     """Without limits that hide nothing, tile by tile; all tiles at whose end row and key meet keep one mask."""
     left, right = _hides(tiles)
     ahead = tiles.right > 0
     return tiles._replace(left=np.where(ahead & ~left, -1, tiles.left), right=np.where(ahead & ~right, -1, tiles.right))
 
 
-def _split(tiles: _TileArrays) -> _TileArrays:
+def split_at_left(tiles: TileArrays) -> TileArrays:
     """Tiles with a limit on the left alone as two: keys that all rows see, and a rest in which the last sees one key.
 
     How far the limit is from the last key differs from document to document; after this it does not.
@@ -302,7 +302,7 @@ def _split(tiles: _TileArrays) -> _TileArrays:
     full = some._replace(k_start=at, left=np.full_like(at, -1))
     banded = some._replace(q_stop=some.q_stop - 1, k_stop=at, left=np.zeros_like(at))
     parts = (tiles.where(~cut), full, banded.where(banded.q_start < banded.q_stop))
-    return _TileArrays(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    return TileArrays(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
 def _rows(starts: Rows, stops: Rows) -> slice | Rows:

@@ -1,0 +1,96 @@
+"""Runs of a document's positions that see each other in both directions, beside the causal past: tokens of an image.
+
+A row of such a run sees, beyond what a causal mask or a window lets it see, the later rows of the run. Which documents
+have any is the caller's to say (`SequenceShard.with_spans`); what is computed of it, `attention/geometry/` works out.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from longspan.errors import LayoutError
+from longspan.layout.packing import is_integer
+from longspan.layout.segments import Rows, Segments, expand, sealed
+
+SpansOfDocuments = Mapping[int, Iterable[tuple[int, int]]]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Spans:
+    """Half-open runs of positions [start, stop) of documents, which are indices into a group's, in ascending order.
+
+    >>> spans = Spans.of({7: [(2, 6)]}, documents=(3, 7), lengths=(5, 8))
+    >>> spans.document.tolist(), spans.start.tolist(), spans.stop.tolist()
+    ([1], [2], [6])
+    """
+
+    document: Rows
+    start: Rows
+    stop: Rows
+
+    @staticmethod
+    def of(by_document: SpansOfDocuments, documents: Sequence[int], lengths: Sequence[int]) -> "Spans":
+        """Those of a group's documents, of these ids and lengths; a run of one row sees no more and is left out.
+
+        Raises LayoutError, naming the document, for what is not integers, empty, outside it, or not ascending.
+        """
+        rows = [
+            (index, start, stop)
+            for index, (document, length) in enumerate(zip(documents, lengths, strict=True))
+            for start, stop in _checked(by_document.get(document, ()), document, length)
+            if stop - start > 1
+        ]
+        table = np.array(rows, dtype=np.int64).reshape(-1, 3)
+        return Spans(*(sealed(np.ascontiguousarray(column)) for column in table.T))
+
+    @cached_property
+    def pairs(self) -> int:
+        """How many (row, later row of its run) there are."""
+        rows = self.stop - self.start
+        return int((rows * (rows - 1) // 2).sum())
+
+    def among(self, segments: Segments) -> Segments:
+        """The rows of these segments that lie in runs, each run as a document of its own, numbered as here."""
+        stride = int(max(segments.stop.max(initial=0), self.stop.max(initial=0))) + 1
+        start, stop = (segments.document * stride + at for at in (segments.start, segments.stop))
+        starts, stops = (self.document * stride + at for at in (self.start, self.stop))
+        first = np.searchsorted(stops, start, side="right")
+        last = np.maximum(np.searchsorted(starts, stop, side="left"), first)
+        of_segment, number = np.repeat(np.arange(len(segments)), last - first), expand(first, last)
+        begin = np.maximum(segments.start[of_segment], self.start[number])
+        end = np.minimum(segments.stop[of_segment], self.stop[number])
+        return Segments(number, begin, end, segments.offset[of_segment] + begin - segments.start[of_segment])
+
+    def ends(self, segments: Segments) -> Rows:
+        """For each of these segments where the run of its last row ends, or itself where that is in none: (n,)."""
+        inside, ends = self.among(segments), segments.stop.copy()
+        at_end = np.searchsorted(segments.offset, inside.offset, side="right") - 1
+        last = inside.stop == segments.stop[at_end]
+        ends[at_end[last]] = self.stop[inside.document[last]]
+        return ends
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    def __repr__(self) -> str:
+        return f"Spans({len(self)} runs, {self.pairs} pairs)"
+
+
+NO_SPANS = Spans.of({}, (), ())
+
+
+def _checked(spans: Iterable[Sequence[int]], document: int, length: int) -> list[tuple[int, int]]:
+    given, end = list(spans), 0
+    for span in given:
+        if len(span) != 2 or not all(is_integer(type(at)) for at in span):
+            raise LayoutError(f"document {document} has the span {span!r}; a span is (start, stop), two integers")
+        start, stop = span
+        if not end <= start < stop <= length:
+            raise LayoutError(
+                f"document {document} has the span ({start}, {stop}) after position {end}, and {length} rows; spans "
+                "are (start, stop), not empty, ascending, disjoint and inside their document"
+            )
+        end = stop
+    return [(int(start), int(stop)) for start, stop in given]
