@@ -11,6 +11,7 @@ from tests.model.test_moe_families import MUTATIONS as OF_EXPERTS
 from tests.model.test_split_mixers import MUTANTS as OF_SPLIT_MIXERS
 from tests.model.vision.test_mutations import MUTATIONS as OF_IMAGES
 from tests.model.vision.test_tower_attention import MUTATIONS as OF_TOWERS
+from tests.model.vision.test_mutations import SPANS as OF_SPANS
 from tests.mutation import mutate, restore
 from tests.train.data.images.test_mutations import MUTATIONS as OF_IMAGE_ROWS
 from tests.train.evaluation.test_mutations import MUTATIONS as OF_EVALUATIONS
@@ -24,6 +25,7 @@ CHANGES = [
     *OF_SPLIT_MIXERS.values(),
     *OF_IMAGES.values(),
     *OF_TOWERS.values(),
+    *OF_SPANS.values(),
     *(mutation[2:] for mutation in OF_EXPERTS.values()),
     *(
         change

@@ -115,7 +115,6 @@ MUTATIONS = [
     ("attention.geometry.members", "self.spans.ends(runs)", "runs.stop"),
     ("attention.geometry.members", "spans if mask.causal else NO_SPANS", "spans"),
     ("attention.geometry.span_tiles", "left = k_stop - 1 - stop", "left = k_stop - stop"),
-    ("attention.geometry.span_tiles", "k.start[theirs], start + 1)", "k.start[theirs], start)"),
 ]
 
 

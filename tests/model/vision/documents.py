@@ -60,7 +60,8 @@ def _document(tokens: ImageTokens, text: int, grids: Sequence[Grid], draw: np.ra
 
 def _image(tokens: ImageTokens, grid: Grid, draw: np.random.Generator) -> ImageInput:
     if not tokens.has_grids:
-        return ImageInput(torch.from_numpy(draw.normal(size=(1, 3, 8, 8))))
+        side: int = tokens.config.vision_config.image_size  # pyright: ignore[reportOptionalMemberAccess]
+        return ImageInput(torch.from_numpy(draw.normal(size=(1, 3, side, side))))
     return ImageInput(torch.from_numpy(draw.normal(size=(int(np.prod(grid)), 24))), grid)
 
 
@@ -119,6 +120,8 @@ def _loss(model: PreTrainedModel, document: Raw) -> tuple[Tensor, int]:
         if document.images[0].grid is not None:
             images["image_grid_thw"] = torch.tensor([image.grid for image in document.images])
             images["mm_token_type_ids"] = (ids == IMAGE).int()
+    if model.config.model_type == "gemma3":  # its mask knows images by them
+        images["token_type_ids"] = (ids == IMAGE).int()
     logits = model(input_ids=ids, use_cache=False, **images).logits[0]
     labels = ids[0, 1:].masked_fill(ids[0, 1:] == IMAGE, -100)
     return F.cross_entropy(logits[:-1], labels, reduction="sum"), int((labels != -100).sum())

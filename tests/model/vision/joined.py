@@ -20,7 +20,10 @@ BOUND = 1e-11
 
 @dataclass(frozen=True)
 class Case:
-    """A model under two homes and a plan: `cp` 0 is a dynamic one; `options` are those of `prepare`."""
+    """A model under two homes and a plan: `cp` 0 is a dynamic one; `options` are those of `prepare`.
+
+    `planning` are options of the planner.
+    """
 
     name: str
     home: Layout
@@ -28,18 +31,20 @@ class Case:
     cp: int = 0
     documents: str = "mixed"
     options: tuple[tuple[str, Any], ...] = ()
+    planning: tuple[tuple[str, Any], ...] = ()
 
     @property
     def label(self) -> str:
         """Short, for the ids of tests."""
         home, encoder = self.home, self.encoder
         degrees = f"tp {home.tp} pp {home.pp} cp {self.cp or 'dynamic'} of {len(home.ranks)}, encoder tp {encoder.tp}"
-        return " ".join([self.name, degrees, self.documents, *dict(self.options)])
+        planning = (str(value) for value in dict(self.planning).values())
+        return " ".join([self.name, degrees, self.documents, *dict(self.options), *planning])
 
     def plan(self, lengths: Sequence[int], targets: int) -> Plan:
         """A plan of several micro-batches."""
         multiple = self.home.tp if dict(self.options).get("sequence_parallel") else 1
-        options: dict[str, Any] = {"targets": targets, "row_multiple": multiple}
+        options: dict[str, Any] = {"targets": targets, "row_multiple": multiple, **dict(self.planning)}
         if self.cp:
             return plan_fixed(lengths, self.home, cp=self.cp, max_tokens_per_slot=-(-56 // self.cp), **options)
         return plan_dynamic(lengths, self.home, max_tokens_per_slot=max(28, 56 // self.home.slots), **options)

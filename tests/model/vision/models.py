@@ -27,6 +27,7 @@ PIXELS = VIT | {"image_size": 8, "patch_size": 4}
 QWEN: dict[str, Any] = {"hidden_size": 16, "depth": 3, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32}
 QWEN |= {"patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2}
 DEEP = QWEN | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+SIGLIP = PIXELS | {"model_type": "siglip_vision_model", "vision_use_head": False}
 GATED = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 
 # By name: the configuration's class, and its values.
@@ -47,6 +48,19 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "image_token_id": IMAGE,
             "vision_feature_select_strategy": "full",
             "vision_feature_layer": -1,
+        },
+    ),
+    "gemma3": (
+        "Gemma3Config",
+        {
+            "text_config": TEXT
+            | {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}
+            | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+            "vision_config": SIGLIP | {"image_size": 24},
+            "mm_tokens_per_image": 9,
+            "image_token_index": IMAGE,
+            "boi_token_index": 57,
+            "eoi_token_index": 56,
         },
     ),
     "qwen2-vl": (

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -12,11 +13,20 @@ from tests.model.vision.joined import BOUND, Case, errors_of
 from tests.model.vision.models import here
 
 FEW = [
-    Case("llava-clip", Layout(2), Layout(2), cp=2),
+    Case("gemma3", Layout(2), Layout(2), cp=2),
     Case("qwen2.5-vl", Layout(2, tp=2), Layout(2), cp=1),
     Case("qwen3-vl", Layout(2), Layout(2, tp=2)),
     Case("qwen3-vl", Layout(2, pp=2), Layout(2), cp=1, options=(("activation_checkpointing", True),)),
 ]
+
+
+def ways(ranks: int) -> list[tuple[tuple[str, Any], ...]]:
+    """How members of a group may share keys and values, and hold rows: images are cut everywhere."""
+    kinds = ["all_gather", *(["a2a"] if ranks in (2, 4) else [])] if ranks > 1 else []
+    made = [(("cp_comm_type", kind), ("partition", rows)) for kind in kinds for rows in ("zigzag", "contiguous")]
+    made += [(("partition", "contiguous"),)] if ranks > 1 else []
+    levels = (("cp_comm_type", "a2a+p2p"), ("hierarchical_context_parallel_sizes", (2, 2)))
+    return [*made, levels] if ranks == 4 else made
 
 
 def all_of(ranks: int) -> list[Case]:
@@ -28,11 +38,15 @@ def all_of(ranks: int) -> list[Case]:
         cases += [Case(name, Layout(2, tp=2), Layout(2, tp=2), 1) for name in names]
         cases += [Case(name, Layout(2, pp=2), one, 1) for name in names]
         cases += [Case(name, one, one, 2, options=(("shard_parameters", False),)) for name in names]
+    of_spans = ways(ranks) if "gemma3" in names else []
+    cases += [Case("gemma3", one, one, cp, planning=way) for way in of_spans for cp in (0, ranks)]
     if ranks == 4:
         cases += [
             Case("qwen3-vl", Layout(4, tp=2), Layout(4, tp=2), 2, options=(("sequence_parallel", True),)),
             Case("qwen3-vl-untied", Layout(4, pp=2, tp=2), Layout(4), 1),
             Case("qwen2.5-vl", Layout(4, pp=2), Layout(4, tp=2), 2, options=(("virtual_stages", 2),)),
+            Case("gemma3", Layout(4, tp=2), Layout(4, tp=2), 2, options=(("sequence_parallel", True),)),
+            Case("gemma3", Layout(4, pp=2), Layout(4), 2, options=(("activation_checkpointing", True),)),
         ]
     return cases
 

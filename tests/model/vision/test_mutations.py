@@ -22,22 +22,36 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "torch.cat(pixels[::-1])",
     ),
 }
+SPANS_CASE = Case("gemma3", Layout(2), Layout(2), cp=2)
+LOCAL, MEMBERS = "train.reading.local_batch", "attention.geometry.members"
+SPANS: dict[str, tuple[str, str, str]] = {
+    "spans are dropped": (MEMBERS, "+ span_tiles(queries, keys, self.spans)", ""),
+    "spans of documents without their items": (LOCAL, "items.runs(d, modalities)", "[]"),
+    "spans on local rows alone": (
+        MEMBERS,
+        "span_tiles(queries, keys, self.spans)",
+        "(span_tiles(queries, keys, self.spans) if [*queries.start] == [*keys.start] else ())",
+    ),
+    "spans end with a member's rows under a window": (MEMBERS, "self.spans.ends(runs)", "runs.stop"),
+    "rows of an image are scaled": ("bridge.splice", "rows.to(embeddings.dtype)", "2 * rows.to(embeddings.dtype)"),
+}
 
 
-def _errors(rank: int) -> dict[str, float]:
+def _errors(rank: int, case: Case, mutations: dict[str, tuple[str, str, str]]) -> dict[str, float]:
     """The largest error by what is wrong; of a change that raises, infinity."""
-    errors, answer = dict[str, float](), answer_of(CASE.name, CASE.documents)
-    for name, mutation in {"nothing": None, **MUTATIONS}.items():
+    errors, answer = dict[str, float](), answer_of(case.name, case.documents)
+    for name, mutation in {"nothing": None, **mutations}.items():
         undo = mutate(*mutation) if mutation else []
         try:
-            errors[name] = max(step(CASE, answer).values())
+            errors[name] = max(step(case, answer).values())
         finally:
             restore(undo)
     return errors
 
 
 @pytest.mark.whole
-def test_every_mutation_is_seen() -> None:
-    for errors in run_ranks(_errors, 2):
+@pytest.mark.parametrize(("case", "mutations"), [(CASE, MUTATIONS), (SPANS_CASE, SPANS)], ids=["rows", "spans"])
+def test_every_mutation_is_seen(case: Case, mutations: dict[str, tuple[str, str, str]]) -> None:
+    for errors in run_ranks(_errors, 2, case, mutations):
         assert errors.pop("nothing") < BOUND
         assert min(errors.values()) > 1e-3, errors

@@ -45,8 +45,8 @@ def _refused(model: PreTrainedModel | nn.Module, encoder: object) -> str:
 
 def test_refusals() -> None:
     assert "Qwen3ForCausalLM has no tower and projector for images" in _refused(text_model("qwen3"), Layout(1))
-    assert "tokens of an image see each other in its mask, which knows them by token_type_ids" in _refused(
-        wrapper("gemma3"), Layout(1)
+    assert "(gemma4) cannot be given images: tokens of an image see each other in some of its layers" in _refused(
+        wrapper("gemma4"), Layout(1)
     )
     assert "Mistral3ForConditionalGeneration (mistral3) cannot be given images" in _refused(
         wrapper("mistral3"), Layout(1)

@@ -1,5 +1,6 @@
 """Items of documents: spans, targets, and where rows are among the rows of members, against brute force."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,15 @@ def row_ids(table: ItemTable, modality: str) -> dict[tuple[int, int], int]:
     return {place: row for row, place in enumerate(places)}
 
 
+def runs_of(positions: Iterable[int]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for position in sorted(positions):
+        touches = bool(runs) and runs[-1][1] == position
+        start, _ = runs.pop() if touches else (position, position)
+        runs.append((start, position + 1))
+    return runs
+
+
 @settings(deadline=None)
 @given(tables())
 def test_places_and_targets(table: ItemTable) -> None:
@@ -46,6 +56,8 @@ def test_places_and_targets(table: ItemTable) -> None:
     for document, length in enumerate(table.lengths):
         assert table.covered(document, 0, length).tolist() == [(document, p) in placeholders for p in range(length)]
         assert table.placeholders(document).tolist() == [p for p in range(length) if (document, p) in placeholders]
+        assert table.runs(document, ("image",)) == runs_of(p for d, p in row_ids(table, "image") if d == document)
+        assert table.runs(document, ("audio", "image")) == runs_of(p for d, p in placeholders if d == document)
         assert table.targets[document] == sum((document, p) not in placeholders for p in range(1, length))
 
 

@@ -9,7 +9,7 @@ input embedding, so that its own forward is untouched.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from longspan.model.execution import execution_of
 from longspan.model.layers import decoder_layers
 from longspan.model.multimodal.prepare_encoder import check_prepared
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.seams.call_rules import is_prepared
+from longspan.model.seams.call_rules import call_rules, is_prepared
 from longspan.model.seams.layer_arguments import shard_of_layer
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 
@@ -47,6 +47,9 @@ class Encoder:
 
     With `deep_layers` L its rows are (n, D · (1 + L)): the first D enter at the input embedding, and part k is added to
     what decoder layer k returns, k from 0 (DeepStack, https://arxiv.org/abs/2406.04334).
+
+    `in_spans`: in every layer of the language model the rows of an item see each other in both directions, those of
+    items side by side too, as Gemma 3's images do.
     """
 
     module: nn.Module
@@ -56,6 +59,7 @@ class Encoder:
     cost: Cost = DEFAULT_COST
     recompute: bool = False
     deep_layers: int = 0
+    in_spans: bool = False
 
     @property
     def frozen(self) -> bool:
@@ -83,11 +87,14 @@ class MultimodalModel(nn.Module):
             _check_encoder(modality, encoder)
             check_encoder_home(modality, encoder.world.home, world)
             check_prepared(encoder.module, encoder.world)
+        _check_spans(encoders, language_model)
         _check_shared({**{f"the encoder of {name}": x.module for name, x in encoders.items()}, _MODEL: language_model})
         self.encoder_settings, self.world = dict(encoders), world
         self.encoders = nn.ModuleDict({modality: encoder.module for modality, encoder in encoders.items()})
         self.language_model = language_model
         self.config: Any = language_model.config
+        rules: Any = language_model
+        rules.call_rules = replace(call_rules(language_model), in_spans=modalities_in_spans(encoders))
         self.training = language_model.training  # encoders keep the modes of their modules
         _ = world.channels.everyone  # makes its group, on all ranks together
         _check_deep_layers(encoders, language_model)
@@ -134,6 +141,22 @@ def check_encoder_home(modality: str, encoder_home: Layout, world: World) -> Non
 
 
 _MODEL = "the language model"
+IN_SPANS = ("gemma3",)  # model types whose images' tokens see each other in every layer
+
+
+def modalities_in_spans(encoders: Mapping[str, Encoder]) -> tuple[str, ...]:
+    """Those of which the rows of an item see each other."""
+    return tuple(modality for modality, encoder in encoders.items() if encoder.in_spans)
+
+
+def _check_spans(encoders: Mapping[str, Encoder], language_model: nn.Module) -> None:
+    """Raise ModelError where the mask of a model's images would be left out."""
+    kind = getattr(getattr(language_model, "config", None), "model_type", None)
+    if kind in IN_SPANS and not modalities_in_spans(encoders):
+        raise ModelError(
+            f"tokens of an image see each other in {kind}, and none of its {len(encoders)} encoders says so; give "
+            "Encoder(..., in_spans=True), or use prepare(model, world, encoder=Layout(...))"
+        )
 
 
 def _check_shared(modules: Mapping[str, nn.Module]) -> None:

@@ -104,8 +104,10 @@ class PipelineModel(nn.Module):
 
         All ranks enter with the same number of inputs, and the stages of a slot with the same rows. Without `backward`
         parameters are resharded at the end: torch's schedules of single stages leave them gathered. Raises CommError
-        that names a rank which does not answer.
+        that names a rank which does not answer, ModelError for shards that do not say which rows see each other.
         """
+        for stage_input in inputs:
+            call_rules(self).check_spans(stage_input.shard)
         world = world_of(self._world_key)
         self.tied_embedding.make_equal()
         with self.tied_embedding.gradients_summed(world) if backward else nullcontext():

@@ -104,6 +104,7 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
             inputs[name] = _one_row_of(name, inputs[name], shard)
     rules = call_rules(model)
     rules.check_rows(shard)
+    rules.check_spans(shard)
     refuse_positions(rules.position_table, (shard.micro_batch,), shard.padding_rows)
     return (), rules.with_kernel(inputs) | {"use_cache": False}
 

@@ -69,7 +69,8 @@ class CallRules:
     """Of a model of this `architecture`: the kernel of its layers, and what its rows must be.
 
     `attention_kernel` None: each call of attention takes the first kernel that can. A slot's rows must be a multiple of
-    `row_multiple`, which is tp under sequence parallelism; `random_draws` are what training would draw at random.
+    `row_multiple`, which is tp under sequence parallelism; `random_draws` are what training would draw at random. Rows of
+    items of the modalities `in_spans` see each other, so that shards say which rows they are.
     """
 
     architecture: str
@@ -77,6 +78,7 @@ class CallRules:
     position_table: PositionTable | None = None
     random_draws: tuple[str, ...] = ()
     row_multiple: int = 1
+    in_spans: tuple[str, ...] = ()
 
     def with_kernel(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The keyword arguments of a call, and with them the kernel where one was named; a caller's own one wins."""
@@ -90,6 +92,15 @@ class CallRules:
                 f"the shard holds {shard.local_rows} rows, which sequence parallelism cannot split over tp "
                 f"{self.row_multiple}; use shard.with_padding(multiple={self.row_multiple}), and plans with "
                 f"row_multiple={self.row_multiple}"
+            )
+
+    def check_spans(self, shard: SequenceShard) -> None:
+        """Raise ModelError for a shard that does not say which rows see each other, where some may."""
+        documents = len(shard.micro_batch.documents)
+        if self.in_spans and shard.spans is None and documents:
+            raise ModelError(
+                f"{self.architecture}: rows of {' and '.join(self.in_spans)} see each other, and the shard of "
+                f"{documents} documents says nothing of them; use shard.with_spans(...), with {{}} for text alone"
             )
 
 

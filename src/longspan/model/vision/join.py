@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
-from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
+from longspan.model.multimodal.multimodal_model import IN_SPANS, Encoder, MultimodalModel
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.vision.image_cost import image_cost
@@ -96,6 +96,7 @@ def joined(
         recompute=settings.recompute,
         cost=cost,
         deep_layers=parts.deep_layers,
+        in_spans=language_model.config.model_type in IN_SPANS,
     )
     return MultimodalModel({IMAGE: encoder}, language_model, world)
 

@@ -23,14 +23,11 @@ from longspan.model.vision.image_encoder import ImageEncoder
 from longspan.model.vision.image_tokens import ImageTokens, image_tokens
 
 _PROJECTORS = ("projector", "merger", "connector")
-EXACT = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
-_SEES_IMAGES = (
-    "tokens of an image see each other in its mask, which knows them by {}, whereas a shard's mask is causal among them"
-)
+EXACT = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
 _REASONS = {
-    "gemma3": _SEES_IMAGES.format("token_type_ids"),
-    "gemma4": _SEES_IMAGES.format("mm_token_type_ids"),
-    "paligemma": _SEES_IMAGES.format("token_type_ids"),
+    "gemma4": "tokens of an image see each other in some of its layers, whereas those of a shard do so in all of them",
+    "paligemma": "tokens of images and of the text up to the answer see each other in its mask, whereas a shard's mask "
+    "is causal among text",
     "mllama": "its layers attend across to its images",
 }
 

@@ -126,6 +126,15 @@ class ItemTable:
         start, stop = (keys[first:last] - document * self._stride for keys in (self._spans.start, self._spans.stop))
         return expand(start, stop)
 
+    def runs(self, document: int, modalities: Sequence[str]) -> list[tuple[int, int]]:
+        """The runs of positions of a document that items of these modalities take, joined where two touch."""
+        first, last = np.searchsorted(self._spans.document, (document, document + 1))
+        kinds = [self.modalities.index(modality) for modality in modalities if modality in self.modalities]
+        of_kinds = first + np.flatnonzero(np.isin(self._spans.modality[first:last], kinds))
+        start, stop = (keys[of_kinds] - document * self._stride for keys in (self._spans.start, self._spans.stop))
+        opens = np.append(True, start[1:] != stop[:-1])[: len(start)]
+        return list(zip(start[opens].tolist(), stop[np.roll(opens, -1)].tolist(), strict=True))
+
     @cached_property
     def targets(self) -> tuple[int, ...]:
         """How many tokens each document predicts."""

@@ -13,6 +13,7 @@ from longspan.comm import SequenceShard, World, bind, raise_first_error
 from longspan.errors import DataError
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import vocabulary_size
+from longspan.model.seams.call_rules import call_rules
 from longspan.plan import MicroBatch, Plan
 from longspan.plan.items import ItemTable
 from longspan.train.document import NO_TARGET
@@ -64,7 +65,7 @@ def batches_of(
     for micro_batch in micro_batches:
         if plan.mode == "free" and not micro_batch.groups_of(world.slot):
             continue  # in lockstep a slot runs all of them, empty ones too
-        shard = _with_padding(micro_batch, plan, world)
+        shard = _with_spans(_with_padding(micro_batch, plan, world), model, items)
         batch = read_rows(documents, shard, vocabulary, items, names, depths) if reads else _padding_rows(shard)
         batches.append(batch._replace(positions=positions_of_rows(documents, shard)))
     return batches
@@ -80,6 +81,15 @@ def reading_error(error: Exception, world: World) -> DataError:
 
 def _with_padding(micro_batch: MicroBatch, plan: Plan, world: World) -> SequenceShard:
     return bind(micro_batch, world).with_padding(minimum=1, multiple=plan.row_multiple)
+
+
+def _with_spans(shard: SequenceShard, model: nn.Module, items: ItemTable | None) -> SequenceShard:
+    """The shard, and where rows of the model's items see each other, which these are."""
+    modalities = call_rules(model).in_spans
+    if not modalities:
+        return shard
+    documents = shard.micro_batch.documents if items is not None else ()
+    return shard.with_spans({d: items.runs(d, modalities) for d in documents if items is not None})
 
 
 def _padding_rows(shard: SequenceShard) -> LocalBatch:
