@@ -69,8 +69,8 @@ class CallRules:
     """Of a model of this `architecture`: the kernel of its layers, and what its rows must be.
 
     `attention_kernel` None: each call of attention takes the first kernel that can. A slot's rows must be a multiple of
-    `row_multiple`, which is tp under sequence parallelism; `random_draws` are what training would draw at random. Rows of
-    items of the modalities `in_spans` see each other, so that shards say which rows they are.
+    `row_multiple`, which is tp under sequence parallelism; `random_draws` are what training would draw at random. Rows
+    of items of the modalities `in_spans` see each other, so that shards say which rows they are.
     """
 
     architecture: str
