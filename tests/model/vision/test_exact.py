@@ -20,15 +20,6 @@ FEW = [
 ]
 
 
-def ways(ranks: int) -> list[tuple[tuple[str, Any], ...]]:
-    """How members of a group may share keys and values, and hold rows: images are cut everywhere."""
-    kinds = ["all_gather", *(["a2a"] if ranks in (2, 4) else [])] if ranks > 1 else []
-    made = [(("cp_comm_type", kind), ("partition", rows)) for kind in kinds for rows in ("zigzag", "contiguous")]
-    made += [(("partition", "contiguous"),)] if ranks > 1 else []
-    levels = (("cp_comm_type", "a2a+p2p"), ("hierarchical_context_parallel_sizes", (2, 2)))
-    return [*made, levels] if ranks == 4 else made
-
-
 def all_of(ranks: int) -> list[Case]:
     """Every model under the plans of so many ranks."""
     one, names = Layout(ranks), here()
@@ -38,16 +29,28 @@ def all_of(ranks: int) -> list[Case]:
         cases += [Case(name, Layout(2, tp=2), Layout(2, tp=2), 1) for name in names]
         cases += [Case(name, Layout(2, pp=2), one, 1) for name in names]
         cases += [Case(name, one, one, 2, options=(("shard_parameters", False),)) for name in names]
-    of_spans = ways(ranks) if "gemma3" in names else []
-    cases += [Case("gemma3", one, one, cp, planning=way) for way in of_spans for cp in (0, ranks)]
     if ranks == 4:
         cases += [
             Case("qwen3-vl", Layout(4, tp=2), Layout(4, tp=2), 2, options=(("sequence_parallel", True),)),
             Case("qwen3-vl-untied", Layout(4, pp=2, tp=2), Layout(4), 1),
             Case("qwen2.5-vl", Layout(4, pp=2), Layout(4, tp=2), 2, options=(("virtual_stages", 2),)),
-            Case("gemma3", Layout(4, tp=2), Layout(4, tp=2), 2, options=(("sequence_parallel", True),)),
-            Case("gemma3", Layout(4, pp=2), Layout(4), 2, options=(("activation_checkpointing", True),)),
         ]
+    return cases
+
+
+def of_spans(ranks: int) -> list[Case]:
+    """Images whose tokens see each other, cut everywhere: every type and partition, and both homes split."""
+    one, kinds = Layout(ranks), ["all_gather", *([] if ranks == 3 else ["a2a"])]
+    ways: list[tuple[tuple[str, Any], ...]]
+    ways = [(("cp_comm_type", kind), ("partition", rows)) for kind in kinds for rows in ("zigzag", "contiguous")]
+    ways.append((("partition", "contiguous"),))
+    if ranks == 4:
+        ways.append((("cp_comm_type", "a2a+p2p"), ("hierarchical_context_parallel_sizes", (2, 2))))
+    cases = [Case("gemma3", one, one, cp, planning=way) for way in ways for cp in (0, ranks)]
+    if ranks == 4:
+        sequence, recomputed = (("sequence_parallel", True),), (("activation_checkpointing", True),)
+        cases.append(Case("gemma3", Layout(4, tp=2), Layout(4, tp=2), 2, options=sequence))
+        cases.append(Case("gemma3", Layout(4, pp=2), Layout(4), 2, options=recomputed))
     return cases
 
 
@@ -71,3 +74,9 @@ def test_a_step_is_that_of_the_stock_model() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_model_under_every_plan(ranks: int) -> None:
     _check(ranks, all_of(ranks))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_images_that_see_each_other_under_every_type(ranks: int) -> None:
+    _check(ranks, of_spans(ranks))
