@@ -10,8 +10,8 @@ from tests.model.mtp.test_mutations import MUTATIONS as OF_DEPTHS
 from tests.model.test_moe_families import MUTATIONS as OF_EXPERTS
 from tests.model.test_split_mixers import MUTANTS as OF_SPLIT_MIXERS
 from tests.model.vision.test_mutations import MUTATIONS as OF_IMAGES
-from tests.model.vision.test_tower_attention import MUTATIONS as OF_TOWERS
 from tests.model.vision.test_mutations import SPANS as OF_SPANS
+from tests.model.vision.test_tower_attention import MUTATIONS as OF_TOWERS
 from tests.mutation import mutate, restore
 from tests.train.data.images.test_mutations import MUTATIONS as OF_IMAGE_ROWS
 from tests.train.evaluation.test_mutations import MUTATIONS as OF_EVALUATIONS
