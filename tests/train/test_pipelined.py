@@ -201,7 +201,7 @@ def test_a_weight_used_twice_on_a_stage() -> None:
 # ---- training
 
 
-def _train(cases: list[Case]) -> list[float]:
+def _train(rank: int, cases: list[Case]) -> list[float]:
     """Three clipped steps of SGD on three batches, with an evaluation after each; the worst error of a weight."""
     batches = [texts(LENGTHS, seed) for seed in range(3)]
     found = []
@@ -292,22 +292,19 @@ def _reshards() -> tuple[float, float]:
         return exact, max(_errors(model, plan, wanted, world).values())
 
 
-# ---- one crew of ranks for the four above, and for more stages
+# ---- one crew of ranks for three of those above, and one for more stages and steps
 
 
 class Found(NamedTuple):
     """What one rank found in everything but the table of cases."""
 
-    four_stages: dict[tuple[Case, str], dict[str, float]]
-    trained: list[float]
     added_up: dict[Case, float]
     random_plans: list[float]
     resharded: tuple[float, float]
 
 
 def _look(rank: int) -> Found:
-    four = _compare(Layout(ranks=4, pp=4), FOUR)
-    return Found(four, _train(TRAINED), _gradients_add_up(), _random_plans(), _reshards())
+    return Found(_gradients_add_up(), _random_plans(), _reshards())
 
 
 @cache
@@ -315,18 +312,22 @@ def _found() -> list[Found]:
     return run_ranks(_look, 4, timeout=240)
 
 
+def _four_stages(rank: int) -> dict[tuple[Case, str], dict[str, float]]:
+    return _compare(Layout(ranks=4, pp=4), FOUR)
+
+
 @pytest.mark.whole
 def test_four_stages() -> None:
-    for found in _found():
-        assert len(found.four_stages) == len(FOUR) * 3
-        for (case, plan), errors in found.four_stages.items():
+    for found in run_ranks(_four_stages, 4, timeout=240):
+        assert len(found) == len(FOUR) * 3
+        for (case, plan), errors in found.items():
             assert max(errors.values()) < TOLERANCE[case.dtype], (case, plan, errors)
 
 
 @pytest.mark.whole
 def test_three_steps_of_sgd() -> None:
-    for found in _found():
-        assert max(found.trained) < 1e-12, found.trained
+    for errors in run_ranks(_train, 4, TRAINED, timeout=240):
+        assert max(errors) < 1e-12, errors
 
 
 def test_gradients_add_up() -> None:
