@@ -6,6 +6,7 @@ u = T β v, w = T β k e^G, new = u − w S, o = (q e^G) S + tril(q_i · P_ij k_
 through chunks in order, with all runs that have another chunk side by side.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -33,26 +34,21 @@ class _Chunks(NamedTuple):
     inverse: Tensor
 
 
-def _chunks(lengths: Rows, chunk: int, device: torch.device) -> _Chunks:
-    counts = -(-lengths // chunk)
+@lru_cache(maxsize=32)  # all layers have the same runs
+def _chunks(lengths: tuple[int, ...], chunk: int, device: torch.device) -> _Chunks:
+    size, total = np.array(lengths, dtype=np.int64), sum(lengths)
+    counts, starts = -(-size // chunk), np.cumsum(size) - size
     order = np.argsort(-counts, kind="stable")
-    starts = (np.cumsum(lengths) - lengths)[order]
-    sizes = [int((counts[order] > j).sum()) for j in range(int(counts.max(initial=0)))]
-    total = int(lengths.sum())
-    pieces, back = [np.zeros(0, dtype=np.int64)], np.empty(total, dtype=np.int64)
-    laid = 0
-    for j, size in enumerate(sizes):
-        first = starts[:size] + j * chunk
-        held = np.minimum(lengths[order][:size] - j * chunk, chunk)
-        rows = np.full((size, chunk), total, dtype=np.int64)
-        inside = np.arange(chunk) < held[:, None]
-        rows[inside] = expand(first, first + held)
-        back[rows[inside]] = laid + np.flatnonzero(inside.reshape(-1))
-        pieces.append(rows.reshape(-1))
-        laid += size * chunk
-    indices = (np.concatenate(pieces), back, order, np.argsort(order, kind="stable"))
-    rows, back, order, inverse = (to_device(np.ascontiguousarray(x), device) for x in indices)
-    return _Chunks(rows, back, sizes, order, inverse)
+    run, place = np.repeat(order, counts[order]), expand(np.zeros_like(order), counts[order])
+    first = np.argsort(place, kind="stable")  # first chunks of all runs, then second ones
+    run, place = run[first, None], place[first]
+    inside = place[:, None] * chunk + np.arange(chunk)
+    rows = np.where(inside < size[run], starts[run] + inside, total).reshape(-1)
+    held, back = np.flatnonzero(rows < total), np.empty(total, dtype=np.int64)
+    back[rows[held]] = held
+    inverse = np.argsort(order, kind="stable")
+    rows, back, order, inverse = (to_device(x, device) for x in (rows, back, order, inverse))
+    return _Chunks(rows, back, np.bincount(place).tolist(), order, inverse)
 
 
 def scan(
@@ -65,7 +61,7 @@ def scan(
     if not len(k):
         return v[:0] + 0 * k.sum() * g.sum(), initial + 0 * (k.sum() + g.sum())
     chunk = CHUNK if g.shape[-1] == 1 else _CHUNK_BY_CHANNEL
-    chunks = _chunks(lengths, chunk, k.device)
+    chunks = _chunks(tuple(lengths.tolist()), chunk, k.device)
 
     def cut(x: Tensor) -> Tensor:  # (N, H, C, ·)
         wide = torch.cat([x, x.new_zeros((1, *x.shape[1:]))]).index_select(0, chunks.rows)
