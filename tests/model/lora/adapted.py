@@ -12,14 +12,23 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan.model.presets import preset_config
-from longspan.model.small.shrink import shrunken
+from longspan.model.small.shrink import shrunken, tiny_model
 from tests.model.deep import deep
 from tests.model.moe_models import moe_model
+from tests.model.seams.test_mixers import small_config
 from tests.model.stock import SIZES, at_random, gradients_of, texts, tiny
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 EVEN = 62  # a vocabulary that tp 2 divides
 ALL = "all-linear"
+PROJECTIONS = [  # of mixers, attention and shared experts, but for names that peft takes for experts
+    *(
+        f"{name}_proj"
+        for name in ("q", "k", "v", "o", "b", "g", "in", "out", "q_a", "q_b", "kv_b", "f_a", "f_b", "g_a")
+    ),
+    *("in_proj_qkvz", "in_proj_ba", "g_b_proj", "kv_a_proj_with_mqa"),
+    *("input_linear", "output_linear", "shared_expert_gate"),
+]
 ADAPTERS: Mapping[str, dict[str, Any]] = {
     "every linear": {"target_modules": ALL},
     "attention": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
@@ -28,6 +37,7 @@ ADAPTERS: Mapping[str, dict[str, Any]] = {
     "the last layer": {"target_modules": ["v_proj", "up_proj"], "layers_to_transform": [1]},
     "embedding and head": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
     "mixers": {"target_modules": ["in_proj_qkvz", "in_proj_ba", "in_proj", "out_proj"]},
+    "projections": {"target_modules": PROJECTIONS},
     "dora": {"target_modules": ALL, "use_dora": True},
     "modules_to_save": {"target_modules": ALL, "modules_to_save": ["lm_head"]},
 }
@@ -37,6 +47,8 @@ def adapted(family: str, adapter: str, dtype: torch.dtype = torch.float64, **mor
     """A PeftModel whose adapter is not the identity: every matrix is drawn from a seed."""
     model = _model(family, dtype)
     config = peft.LoraConfig(**{"r": 4, "lora_alpha": 8, **ADAPTERS[adapter], **more})
+    if family in ("falcon_h1", "nemotron_h"):  # where peft refuses it
+        config.target_modules = {name for name in config.target_modules or () if name != "out_proj"}
     peft_model: Any = peft.get_peft_model(model, config)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -54,7 +66,14 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # two layers, a mixer and attention
 }
 
 
+OTHER_HYBRIDS = ("granitemoehybrid", "kimi_linear", "lfm2", "nemotron_h", "falcon_h1", "olmo_hybrid", "zamba2")
+
+
 def _hybrid(family: str) -> PreTrainedModel:
+    if family in OTHER_HYBRIDS:
+        config = small_config(family)
+        config.vocab_size = EVEN
+        return tiny_model(config, torch.float64)
     if family == "qwen3.5":  # without experts, which peft would adapt with every linear
         config: Any = shrunken(CONFIG_MAPPING["qwen3_5_text"]())
     else:
@@ -68,7 +87,7 @@ def _hybrid(family: str) -> PreTrainedModel:
 def _model(family: str, dtype: torch.dtype) -> PreTrainedModel:
     if family == "qwen3-moe":
         return moe_model(family, dtype)
-    if family in HYBRIDS:
+    if family in HYBRIDS or family in OTHER_HYBRIDS:
         return _hybrid(family).to(dtype)
     if family == "deep":
         return deep("llama", dtype, 4, EVEN)

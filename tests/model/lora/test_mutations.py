@@ -14,8 +14,8 @@ from tests.model.stock import error, gradients_of, texts
 from tests.mutation import mutate, restore
 
 SPLIT, DISABLED = "model.tensor_parallel.adapted", "model.lora.disabled"
-FIRST, SECOND = "for linear in first:\n            ", "for linear in second:\n        "
-SUMMED = "partial_gradients(linear, world.key)"
+FIRST, SECOND = "else first:\n        ", "for linear in second:\n            "
+SUMMED = "partial_gradients(linear, key)"
 SCALING = "scaling forgotten"  # peft's own term: the layers' factor is set to one
 # What is wrong -> the module, what stands there, and in its place; and what shows it.
 MUTATIONS = {

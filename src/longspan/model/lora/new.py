@@ -81,6 +81,10 @@ def _targets(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
             f"lora.targets has {', '.join(experts)}, which peft takes for the experts of a {type(model).__name__}, and "
             "adapters of experts are not supported; leave them out"
         )
+    if refused := _refused_by_peft(model, targets):
+        raise ModelError(
+            f"lora.targets has {', '.join(refused)}, which peft refuses in a {type(model).__name__}; leave it out"
+        )
     return list(dict.fromkeys(targets))
 
 
@@ -94,7 +98,11 @@ def _default_targets(model: PreTrainedModel) -> list[str]:
             f"{type(model).__name__}: dense layers and shared experts have no adapter there",
             stacklevel=3,
         )
-    if targets := [name for name in names if name not in experts]:
+    if refused := _refused_by_peft(model, names):
+        warnings.warn(
+            f"the adapter leaves out {', '.join(refused)}, which peft refuses in a {type(model).__name__}", stacklevel=3
+        )
+    if targets := [name for name in names if name not in (*experts, *refused)]:
         return targets
     raise ModelError(f"{type(model).__name__} has no nn.Linear in its decoder layers for an adapter; name lora.targets")
 
@@ -121,6 +129,25 @@ def _taken_for_experts(model: PreTrainedModel, names: Sequence[str]) -> list[str
         else:
             taken += [name] if name not in (config.target_modules or ()) else []
     return taken
+
+
+def _refused_by_peft(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """Of names of linears those of mixers that some kernels read around an adapter, in families that peft lists."""
+    import peft
+
+    try:
+        from peft.tuners.tuners_utils import (
+            _check_lora_target_modules_mamba as check,  # pyright: ignore[reportPrivateUsage]
+        )
+    except ImportError:  # a peft that refuses none
+        return []
+    refused = list[str]()
+    for name in names:
+        try:
+            check(peft.LoraConfig(), model, name)
+        except ValueError:
+            refused.append(name)
+    return refused
 
 
 def drawn(name: str, shape: Sequence[int], seed: int) -> Tensor:

@@ -124,7 +124,7 @@ def mixer_parts(name: str, mixer: nn.Module, tp: int) -> MixerParts:
     for parameter, tensor in mixer.named_parameters():
         place = next((p for p in placed if parameter == p or parameter.startswith(f"{p}.")), None)
         rows = parts.rows.get(place or "")
-        if place is None or (rows is not None and rows.size not in tensor.shape):
+        if place is None or (rows is not None and rows.size not in tensor.shape and not reads_inputs(parameter)):
             raise ModelError(
                 f"{name}.{parameter} {tuple(tensor.shape)} of {type(mixer).__name__} is not known, so that it is not "
                 "known how it divides over tensor-parallel ranks; use tp 1"
@@ -207,9 +207,19 @@ _KINDS: Sequence[tuple[tuple[str, ...], Callable[[Any, int], MixerParts]]] = (
 )
 
 
-def tensors_of(mixer: nn.Module, place: str) -> Iterator[tuple[nn.Module, str]]:
-    """(owner, name) of the parameters and buffers at this place: a child's, or one of the mixer's own or a child's."""
+def tensors_of(mixer: nn.Module, place: str) -> Iterator[tuple[str, nn.Module, str]]:
+    """(name, owner, its name there) of the parameters and buffers at this place: a child's, or one of the mixer's own
+    or a child's."""
     for name, _ in (*mixer.named_parameters(), *mixer.named_buffers()):
         if name == place or name.startswith(f"{place}."):
             owner, _, attribute = name.rpartition(".")
-            yield mixer.get_submodule(owner), attribute
+            yield name, mixer.get_submodule(owner), attribute
+
+
+def reads_inputs(name: str) -> bool:
+    """Whether a parameter of this name is the first matrix of a projection's adapter, which makes no outputs.
+
+    >>> reads_inputs("in_proj.lora_A.default.weight"), reads_inputs("in_proj.lora_B.default.weight")
+    (True, False)
+    """
+    return ".lora_A." in name

@@ -126,9 +126,13 @@ def _rows_of_three(x: Tensor, key: int) -> Tensor:
 def columnwise_gathered(linear: nn.Linear, world: World) -> None:
     """As `columnwise`, and every rank gets all outputs; the output's gradient is identical, and so is the input's."""
     columnwise(linear, world)
-    key = world.key
+    gather_outputs(linear, world.key)
+
+
+def gather_outputs(module: nn.Module, key: int) -> None:
+    """Every rank gets all outputs of a module that makes slices of them from the whole input."""
     wrap_forward(
-        linear,
+        module,
         enter=partial(tp_copy, world_key=key),
         leave=partial(tp_gather, world_key=key, dim=-1, gradient="identical"),
     )

@@ -22,7 +22,7 @@ from longspan.model.adapters import is_adapted
 from longspan.model.experts.moe import expert_modules
 from longspan.model.layers import Absent
 from longspan.model.local_tensors import local_tensor
-from longspan.model.tensor_parallel.adapted import refuse_adapter, split_adapted
+from longspan.model.tensor_parallel.adapted import ADAPTED, refuse_adapter, split_adapted
 from longspan.model.tensor_parallel.family_plans import (
     COLWISE,
     EMBEDDING,
@@ -35,7 +35,8 @@ from longspan.model.tensor_parallel.family_plans import (
     SPLIT_INPUT,
 )
 from longspan.model.tensor_parallel.feature_trial import refuse_mixed_features
-from longspan.model.tensor_parallel.mixers import check_mixer, columnwise_packed, split_mixer
+from longspan.model.tensor_parallel.fused_rows import columnwise_packed
+from longspan.model.tensor_parallel.mixers import check_mixer, split_mixer
 from longspan.model.tensor_parallel.plan import (
     Placed,
     blocks_of,
@@ -51,6 +52,7 @@ from longspan.model.tensor_parallel.residual_rows import (
     regions,
     split_residuals,
 )
+from longspan.model.tensor_parallel.shared_parameters import places_of_shared, share_again
 from longspan.model.tensor_parallel.styles import (
     ROWS,
     Transform,
@@ -103,11 +105,12 @@ def split_over_tp(
     """
     placed = _checked(model, world.home.tp, sequence_parallel=sequence_parallel)
     _ = world.meshes.tp  # made by all ranks together
+    shared = places_of_shared(model)
     _split_vocabulary(model, placed, world, sequence_parallel=sequence_parallel)
     mixtures = _mixtures(model)
     for name, module, style, parameter in placed:
         in_parts = sequence_parallel and not name.startswith(mixtures)
-        if is_adapted(module) and style in (COLWISE, ROWWISE):
+        if is_adapted(module) and style in ADAPTED and module is not model.get_output_embeddings():
             split_adapted(module, style, world, sequence_parallel=in_parts)
         elif style == MIXER:
             split_mixer(name, module, world, sequence_parallel=in_parts)
@@ -126,6 +129,7 @@ def split_over_tp(
         elif style == HEADS and parameter is not None:
             slice_parameter(module, parameter, 0, world)
             wrap_forward(module, views={parameter: local_tensor})
+    share_again(shared)
     _wrap_blocks(model, placed, world, whole=mixtures if sequence_parallel else ("",))
     for layer in layers_and_depths(model).values():
         for experts in expert_modules(layer).values():  # others, as Llama 4's, are whole on every rank
