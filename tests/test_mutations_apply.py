@@ -9,6 +9,7 @@ from tests.model.lora.test_mutations import MUTATIONS as OF_ADAPTERS
 from tests.model.mtp.test_mutations import MUTATIONS as OF_DEPTHS
 from tests.model.test_moe_families import MUTATIONS as OF_EXPERTS
 from tests.model.test_split_mixers import MUTANTS as OF_SPLIT_MIXERS
+from tests.model.test_split_mixers import OF_SHARED
 from tests.model.vision.test_mutations import MUTATIONS as OF_IMAGES
 from tests.model.vision.test_mutations import SPANS as OF_SPANS
 from tests.model.vision.test_tower_attention import MUTATIONS as OF_TOWERS
@@ -23,6 +24,7 @@ CHANGES = [
     *OF_DEPTHS.values(),
     *OF_ADAPTED_MIXERS.values(),
     *OF_SPLIT_MIXERS.values(),
+    *OF_SHARED.values(),
     *OF_IMAGES.values(),
     *OF_TOWERS.values(),
     *OF_SPANS.values(),

@@ -40,6 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Case]] = {
     "rows that tp does not divide": ("mamba2", EIGHT_HEADS | {"n_groups": 1, "state_size": 5}, Case(tp=4)),
     "whole groups": ("nemotron_h", {}, TP),
     "a norm before the gate": ("falcon_h1", GROUPS | {"mamba_norm_before_gate": True}, TP),
+    "blocks that layers share": ("zamba2", {}, ROWS_IN_PARTS),
     "channels": ("lfm2", {}, Case(tp=2, cp=2, plan="several", recompute="full")),
 }
 
@@ -156,7 +157,7 @@ def _continue(rank: int, family: str, folder: str) -> list[float]:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("family", here(("qwen3_next", "kimi_linear", "bamba", "lfm2")))
+@pytest.mark.parametrize("family", here(("qwen3_next", "kimi_linear", "bamba", "lfm2", "zamba2")))
 def test_folders_and_checkpoints_are_those_of_the_whole_model(family: str, tmp_path: Path) -> None:
     for errors in run_local(_continue, 4, (family, str(tmp_path)), timeout=120):
         assert errors == [0.0, 0.0, 0.0]
@@ -227,9 +228,13 @@ MUTANTS = {
     ),
     "the gradient of the input": (
         f"{ROOM}.plan",
-        "blocks | {name for name, _, style, _ in placed if style == MIXER}",
-        "blocks",
+        "blocks |= {name for name, _, style, _ in placed if style == MIXER}",
+        "pass",
     ),
+}
+OF_SHARED = {
+    "that layers share a parameter": (f"{ROOM}.shared_parameters", "if len(of_one) > 1", "if len(of_one) > 9"),
+    "that a block is inside another": (f"{ROOM}.plan", "any(around in blocks for around in _around(name))", "False"),
 }
 
 
@@ -237,13 +242,14 @@ def _mutants(rank: int, names: Sequence[str]) -> dict[str, str]:
     found = {}
     ranks = Ranks(2, launch=lambda run, task, count, seconds: run(rank, task))
     for name in names:
-        undo = mutate(*MUTANTS[name])
-        (outcome,) = run_proof(_config("bamba", {}), [Case(tp=2)], ranks).outcomes
+        undo = mutate(*(MUTANTS | OF_SHARED)[name])
+        (outcome,) = run_proof(_config("zamba2" if name in OF_SHARED else "bamba", {}), [Case(tp=2)], ranks).outcomes
         found[name] = outcome.status
         restore(undo)
     return found
 
 
-def test_what_is_dropped_is_noticed() -> None:
-    found = run_local(_mutants, 2, (tuple(MUTANTS),), timeout=120)[0]
-    assert found == dict.fromkeys(MUTANTS, "wrong")
+@pytest.mark.parametrize("mutants", [MUTANTS, pytest.param(OF_SHARED, marks=pytest.mark.whole)])
+def test_what_is_dropped_is_noticed(mutants: dict[str, tuple[str, str, str]]) -> None:
+    found = run_local(_mutants, 2, (tuple(mutants),), timeout=120)[0]
+    assert found == dict.fromkeys(mutants, "wrong")

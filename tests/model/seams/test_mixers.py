@@ -93,9 +93,9 @@ def test_a_family_is_exact(family: str, outcomes: dict[str, tuple[Outcome, ...]]
 @pytest.mark.whole
 @pytest.mark.parametrize("family", here(tuple(FAMILIES)))
 def test_every_family_in_every_home(family: str) -> None:
-    """tp of all but Zamba 2; pp and ep where the class has them, what it has not is refused."""
+    """pp and ep where the class has them, what it has not is refused."""
     for outcome in prove(small_config(family), [*CASES, *HOMES], 4):
-        exact = outcome.status == "exact" or (outcome.case.tp == 1 or family == "zamba2")
+        exact = outcome.status == "exact" or outcome.case.tp == 1
         assert outcome.good and exact, (outcome.case.name, outcome)
 
 

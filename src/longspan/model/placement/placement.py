@@ -36,7 +36,7 @@ class Placement:
         self.sharding.check(model.dtype)
         if self.sharding.parameters or self.sequence_parallel:
             layers = decoder_layers(model)
-            refuse_shared_layers(model, layers, () if self.sequence_parallel else shared_blocks(layers))
+            refuse_shared_layers(model, layers, shared_blocks(layers))
         refuse_tensor_parallel(model, self.world, sequence_parallel=self.sequence_parallel)
         check_experts(model, self.world.home, shard_parameters=self.sharding.parameters)
         self.recomputation.check(model, stages)

@@ -11,7 +11,7 @@ from torch import nn
 def shared_blocks(layers: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
     """Modules of different layers with the same parameters, all of them shared: one list for each set of parameters.
 
-    The outermost such modules; one that two layers both hold, itself, is left out.
+    The outermost such modules that are called; one that two layers both hold, itself, is left out.
     """
     users: dict[int, set[str]] = {}
     for name, layer in layers.items():
@@ -28,7 +28,8 @@ def _shared_inside(module: nn.Module, users: Mapping[int, set[str]]) -> list[nn.
     found: list[nn.Module] = []
     for child in module.children():
         layers = {frozenset(users[parameter]) for parameter in _parameters(child)}
-        if len(layers) == 1 and len(next(iter(layers))) > 1:
+        runs = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        if runs and len(layers) == 1 and len(next(iter(layers))) > 1:
             found.append(child)
         else:
             found += _shared_inside(child, users)

@@ -46,6 +46,17 @@ _OF_HEADS = {"q_norm": PARTIAL_GRADIENT, "k_norm": PARTIAL_GRADIENT}
 _ENDS = {"embed_tokens": EMBEDDING, "embeddings": EMBEDDING}
 _W123 = {"w1": COLWISE, "w3": COLWISE, "w2": ROWWISE}
 _LFM2 = _in_layers(self_attn=_LFM2_ATTENTION, feed_forward=_W123)
+_ZAMBA2 = _in_layers(  # what layers share; each layer has adapters of its own
+    shared_transformer__self_attn=_ATTENTION
+    | {f"linear_{x}_adapter_list.*.0": PARTIAL_GRADIENT for x in "qkv"}
+    | {f"linear_{x}_adapter_list.*.1": COLWISE for x in "qkv"},
+    shared_transformer__feed_forward={
+        "gate_up_proj": PACKED,
+        "down_proj": ROWWISE,
+        "gate_up_proj_adapter_list.*.0": PARTIAL_GRADIENT,
+        "gate_up_proj_adapter_list.*.1": PACKED,
+    },
+)
 _OURS: dict[str, dict[str, str]] = {  # what transformers 5.17 to 5.23 lacks
     "bailing_hybrid": _in_layers(self_attn=_LATENT_ATTENTION),
     "bamba": _ENDS | _in_layers(self_attn=_ATTENTION, feed_forward=_GATED),
@@ -63,6 +74,7 @@ _OURS: dict[str, dict[str, str]] = {  # what transformers 5.17 to 5.23 lacks
     ),
     "qwen3_vl_moe_text": _in_layers(self_attn=_OF_HEADS),
     "qwen3_vl_text": _in_layers(self_attn=_ATTENTION | _OF_HEADS, mlp=_GATED),
+    "zamba2": _ENDS | _ZAMBA2,
 }
 _HEAD = {"lm_head": GATHERED[0]}
 

@@ -65,9 +65,18 @@ def placed_styles(model: PreTrainedModel) -> list[Placed]:
 
 
 def blocks_of(placed: Sequence[Placed]) -> set[str]:
-    """Modules whose input every rank takes whole, for its heads or features, by name: attention, MLP and mixers."""
+    """Modules whose input every rank takes whole, for its heads or features, by name: attention, MLP and mixers.
+
+    The outermost ones, as some have linears with adapters of their own inside.
+    """
     blocks = {name.rpartition(".")[0] for name, _, style, _ in placed if style in (COLWISE, PACKED)}
-    return blocks | {name for name, _, style, _ in placed if style == MIXER}
+    blocks |= {name for name, _, style, _ in placed if style == MIXER}
+    return {name for name in blocks if not any(around in blocks for around in _around(name))}
+
+
+def _around(name: str) -> Iterator[str]:
+    """The names of the modules around one of this name."""
+    return (name[: dot.start()] for dot in re.finditer(r"\.", name))
 
 
 def experts_of(layer: nn.Module) -> dict[str, nn.Module]:

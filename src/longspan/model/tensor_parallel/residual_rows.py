@@ -61,6 +61,10 @@ def regions(name: str, layer: nn.Module, placed: list[Placed]) -> tuple[list[nn.
             whole.append(module)
         elif not any(True for _ in module.children()):
             rowwise_modules.append(module)
+        elif any(block.startswith(f"{here}.") for block in blocks):  # a layer around layers, as in Zamba 2
+            inside = regions(here, module, placed)
+            rowwise_modules += inside[0]
+            whole += inside[1]
         elif here not in blocks:
             raise ModelError(
                 f"{here} ({type(module).__name__}) has no place in a sequence-parallel region: it is neither "
