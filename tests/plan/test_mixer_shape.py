@@ -36,6 +36,8 @@ FAMILIES = {
     "granitemoehybrid": "Mamba 2",
     "nemotron_h": "Mamba 2",
     "falcon_h1": "Mamba 2",
+    "zamba2": "Mamba 2",
+    "zamba2+adapters": "Mamba 2",
     "lfm2_moe": "short convolution",
     "lfm2": "",  # its small copy has attention alone
     "qwen2_moe": "",
@@ -61,9 +63,10 @@ def convolutions(model: nn.Module) -> int:
 
 @cache
 def small(family: str) -> PreTrainedConfig:
+    family, _, adapters = family.partition("+")
     if family not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    return shrunken(CONFIG_MAPPING[family]())
+    return shrunken(CONFIG_MAPPING[family](**{"use_shared_attention_adapter": True} if adapters else {}))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -161,7 +164,7 @@ def test_types_of_layers_in_every_spelling(values: dict[str, Any], types: list[s
 
 
 REFUSED = {
-    "zamba2": "state-space layers of zamba2",
+    "zamba": "state-space layers of zamba, Mamba 1",
     "jamba": "of jamba",
     "mamba": "of mamba",
     "minimax": "layers of type",

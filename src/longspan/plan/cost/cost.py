@@ -142,7 +142,7 @@ class Cost(CostFields):
         sent = ring + self.exchange_bytes * tokens * (exchanging - 1) / exchanging
         if self.states is None:
             return sent
-        return sent + self.states.wire_bytes(_floats(documents), tokens, degree) * (degree - 1)
+        return sent + self.states.wire_bytes(_floats(documents), tokens, degree)
 
     def _exchanging(self, degree: NDArray[np.float64]) -> NDArray[np.float64]:
         """How many slots exchange heads for rows; the others of a group stand in a ring with these."""
@@ -227,7 +227,9 @@ class Cost(CostFields):
         full = shape.layers - shape.window_layers - shape.chunk_layers
         # For documents longer than the window or chunk, of which a row sees half.
         seen = shape.window_layers * 14 * shape.window + shape.chunk_layers * 7 * shape.chunk
-        states = StateCost.of(shape, scan_tflops=scan_tflops, step_latency=ring_step_latency)
+        states = StateCost.of(
+            shape, scan_tflops=scan_tflops, step_latency=ring_step_latency, bytes_per_value=bytes_per_value
+        )
         in_windows = seen * shape.query_width / (attention_tflops * 1e12)
         return cls(
             linear_seconds=6 * shape.weights / (tflops * 1e12) + in_windows + (states.scan_seconds if states else 0.0),

@@ -51,7 +51,7 @@ def _kind(read: ConfigReader, layer: int, kind: str, alone: bool) -> LayerKind:
     mixes = both or kind in MIXING
     if alone:
         return LayerKind(attention, mixes, {"mlp": "dense", "moe": "experts"}.get(kind, ""))
-    if _is_mamba2(read):
+    if _is_mamba2(read) or has_shared_blocks(read):
         return LayerKind(attention, mixes, "")
     return LayerKind(attention, mixes, "experts" if _visits_experts(read, layer) else "dense")
 
@@ -87,6 +87,11 @@ def _implied(read: ConfigReader, layers: int) -> list[str]:
 def _is_mamba2(read: ConfigReader) -> bool:
     """Whether this is Mamba 2 itself, whose layers are mixers and nothing else."""
     return bool(read.count("state_size") and read.count("num_heads"))
+
+
+def has_shared_blocks(read: ConfigReader) -> bool:
+    """Whether this is Zamba 2: its layers are mixers, some behind a block of attention and an MLP that they share."""
+    return read.family == "zamba2"
 
 
 def _visits_experts(read: ConfigReader, layer: int) -> bool:

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from longspan.plan.cost.config_reader import ConfigReader
+from longspan.plan.cost.layer_kinds import has_shared_blocks
 
 _GATED_QUERIES = ("qwen3_next", "qwen3_5")  # families whose query projection has a gate for each query
 _GATED_SHARED_EXPERT = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")  # whose shared expert has a weight for each row
@@ -28,7 +29,7 @@ def widths_of(read: ConfigReader) -> Widths:
     if latent(read):
         keys, values = _latent_sizes(read)
         return Widths(heads * (keys + values) // 2, heads * (keys + values) // 2)
-    head = read.count("head_dim") or hidden // heads
+    head = read.count("head_dim", "attention_head_dim") or (1 + has_shared_blocks(read)) * hidden // heads
     return Widths(heads * head, (read.count("num_key_value_heads") or heads) * head)
 
 
@@ -43,8 +44,19 @@ def attention_weights(read: ConfigReader) -> Weights:
     if latent(read):
         return _latent_weights(read, hidden)
     query, key = widths_of(read)
+    if has_shared_blocks(read):
+        return _shared_block_weights(read, hidden, Widths(query, key))
     gate = query if read.family.startswith(_GATED_QUERIES) else 0
     return Weights(hidden * (2 * query + gate + 2 * key), query * hidden)
+
+
+def _shared_block_weights(read: ConfigReader, hidden: int, widths: Widths) -> Weights:
+    """Of Zamba 2's shared block in one layer: attention to [hidden | embedding], an MLP, the layer's own adapters of
+    both, and its projection of what the block made."""
+    attention = 2 * hidden * (widths.query + 2 * widths.key) + widths.query * hidden
+    width, rank = read.count("intermediate_size") or 4 * hidden, read.count("adapter_rank")
+    adapters = rank * (hidden + 2 * width) + 12 * rank * hidden * bool(read.value("use_shared_attention_adapter"))
+    return Weights(attention + 3 * hidden * width + adapters + hidden * hidden, hidden * hidden)
 
 
 def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:

@@ -1,6 +1,6 @@
 """The sizes of a state-space layer: gated delta nets, Kimi's delta attention, Mamba 2, short convolutions.
 
-Not priced: Mamba 1, whose recurrence has a decay for each channel and state, and Zamba's shared layers.
+Not priced: Mamba 1, whose recurrence has a decay for each channel and state.
 """
 
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ def mixer_kind(read: ConfigReader) -> str:
         return "Kimi delta attention"
     if read.count("conv_L_cache"):
         return "short convolution"
-    if read.value("n_mamba_heads", "mamba_ngroups") is None and _heads_of_mamba2(read):
+    if _heads_of_mamba2(read):
         return "Mamba 2"
     return ""
 
@@ -143,10 +143,10 @@ def _short_convolution(read: ConfigReader, hidden: int) -> MixerShape:
 
 
 def _mamba2(read: ConfigReader, hidden: int) -> MixerShape:
-    """By the names of Bamba and Granite, of Nemotron-H, or of Mamba 2 itself."""
+    """By the names of Bamba and Granite, of Nemotron-H, of Zamba 2, or of Mamba 2 itself."""
     heads = _heads_of_mamba2(read)
     states = read.count("mamba_d_state", "ssm_state_size", "state_size")
-    groups, width = read.count("mamba_n_groups", "n_groups"), read.count("mamba_d_conv", "conv_kernel")
+    groups, width = read.count("mamba_n_groups", "n_groups", "mamba_ngroups"), read.count("mamba_d_conv", "conv_kernel")
     inner = _inner(read, hidden, heads)
     channels = inner + 2 * groups * states
     return MixerShape(
@@ -162,13 +162,14 @@ def _mamba2(read: ConfigReader, hidden: int) -> MixerShape:
 
 
 def _heads_of_mamba2(read: ConfigReader) -> int:
-    """Heads of a Mamba 2 layer; 0 of Mamba 1, which has none."""
-    return read.count("mamba_n_heads", "mamba_num_heads") or (read.count("state_size") and read.count("num_heads"))
+    """Heads of a Mamba 2 layer; 0 of Mamba 1, which has none, or, in Zamba, no groups of them."""
+    heads = read.count("mamba_n_heads", "mamba_num_heads") or (read.count("state_size") and read.count("num_heads"))
+    return heads or (read.count("mamba_ngroups") and read.count("n_mamba_heads"))
 
 
 def _inner(read: ConfigReader, hidden: int, heads: int) -> int:
     """Numbers of a row between a Mamba 2 layer's projections."""
-    size = read.value("mamba_d_head", "mamba_head_dim", "head_dim")
+    size = read.value("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
     if isinstance(size, int):
         return heads * size
     return read.count("mamba_d_ssm") or read.count("mamba_expand", "expand") * hidden

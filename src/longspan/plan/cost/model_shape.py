@@ -1,7 +1,7 @@
 """What a model's configuration says of its work per token: weights that multiply, widths of queries, keys and values.
 
-For decoders of attention, state-space and MLP layers, dense or with experts, as transformers describes them. Mamba 1,
-Zamba's shared layers and latent attention (but Kimi's) are not priced from a configuration: measure them instead.
+For decoders of attention, state-space and MLP layers, dense or with experts, as transformers describes them. Mamba 1
+and latent attention (but Kimi's) are not priced from a configuration: measure them instead.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,6 @@ from longspan.plan.cost.layer_weights import Weights, attention_weights, feed_fo
 from longspan.plan.cost.mixer_shape import MixerShape, mixer_kind, mixer_of
 
 _STATES = ("mamba_d_state", "ssm_state_size", "state_size")  # by which configurations show state-space layers
-_SHARED_BLOCKS = "zamba2"  # which has no price
 _MEASURE = "measure this model with longspan bench calibrate, or give Cost its constants"
 
 
@@ -83,7 +82,7 @@ class ModelShape:
 
 
 def _weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> Weights:
-    """Of a whole layer; its last product is that of its MLP, and of its mixer or attention where it has neither."""
+    """Of a whole layer; its last product is that of its MLP, else of its mixer, else of attention."""
     parts: list[Weights] = []
     if kind.attention:
         parts.append(attention_weights(read))
@@ -91,8 +90,7 @@ def _weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> W
         parts.append(Weights(mixer.weights, mixer.last))
     if kind.feeds:
         parts.append(feed_forward_weights(read, kind.feeds))
-    last = parts[-1].last if kind.feeds or not (kind.attention and kind.mixes) else 0
-    return Weights(sum(part.all for part in parts), last)
+    return Weights(sum(part.all for part in parts), parts[-1].last)
 
 
 def _checked_mixer(read: ConfigReader) -> MixerShape | None:
@@ -102,7 +100,7 @@ def _checked_mixer(read: ConfigReader) -> MixerShape | None:
     if latent(read) and not (mixer and read.count("v_head_dim")):
         unpriced.append("latent attention")
     if mixer is None and read.value(*_STATES) is not None:
-        unpriced.append(f"state-space layers{f' of {read.family}' if read.family else ''}, Mamba 1 or shared ones")
+        unpriced.append(f"state-space layers{f' of {read.family}' if read.family else ''}, Mamba 1")
     known = {*ATTENTION, "mlp", "moe", *((*MIXING, "hybrid") if mixer else ())}
     unpriced += [f"layers of type {kind!r}" for kind in sorted({*types} - known)]
     if unpriced:
@@ -130,7 +128,7 @@ def read_query_heads(config: Any) -> int:
 
 
 def has_mixers(config: Any) -> bool:
-    """Whether a configuration is one of a hybrid whose state-space layers run over ranks, with a price or without.
+    """Whether a configuration is one of a hybrid whose state-space layers run over ranks.
 
     >>> has_mixers({"num_hidden_layers": 2, "conv_L_cache": 3, "full_attn_idxs": [1]})
     True
@@ -138,8 +136,7 @@ def has_mixers(config: Any) -> bool:
     Raises PlanError for what is no configuration.
     """
     read = ConfigReader.of(config)
-    runs = bool(mixer_kind(read)) or read.family == _SHARED_BLOCKS
-    return runs and any(kind.mixes for kind in layer_kinds(read))
+    return bool(mixer_kind(read)) and any(kind.mixes for kind in layer_kinds(read))
 
 
 class ExpertCounts(NamedTuple):

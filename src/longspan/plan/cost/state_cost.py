@@ -26,9 +26,16 @@ _FORWARD = {
     "summary_seconds": 1 / 3,
     "state_bytes": 1 / 2,
     "transition_bytes": 1 / 2,
+    "halo_bytes": 1 / 2,
     "step_seconds": 1 / 2,
 }
-_DIVIDED = ("scan_seconds", "summary_seconds", "state_bytes", "transition_bytes")  # by tensor-parallel ranks
+_DIVIDED = (
+    "scan_seconds",
+    "summary_seconds",
+    "state_bytes",
+    "transition_bytes",
+    "halo_bytes",
+)  # by tensor-parallel ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,19 +43,22 @@ class StateCost:
     """Seconds and bytes of the state-space layers of a model, all of them, forward and backward.
 
     >>> cost = StateCost(state_bytes=100.0, transition_bytes=50.0)
-    >>> float(cost.wire_bytes(1.0, 65536.0, 4.0)), float(cost.dealt("contiguous").wire_bytes(1.0, 65536.0, 4.0))
+    >>> float(cost.given_bytes(1.0, 65536.0, 4.0)), float(cost.dealt("contiguous").given_bytes(1.0, 65536.0, 4.0))
     (850.0, 400.0)
 
     `scan_seconds` of a row's recurrence are part of `Cost.linear_seconds`; `summary_seconds` are added for each row of
     a run that other slots need the state of. `state_bytes` are those of a run's state, `transition_bytes` of what a run
-    does to one; the few rows that convolutions hand on are not counted. `step_seconds` is the latency of one exchange
-    in every layer. `partition` is that of the groups. Raises PlanError for a value that is negative or not finite.
+    does to one, which go to all slots of a group; `halo_bytes` of the rows before a run that its convolution reads,
+    which go to the run's slot alone. `step_seconds` is the latency of a layer's exchanges in every layer: of states,
+    and of rows before runs. `partition` is that of the groups. Raises PlanError for a value that is negative or not
+    finite.
     """
 
     scan_seconds: float = 0.0
     summary_seconds: float = 0.0
     state_bytes: float = 0.0
     transition_bytes: float = 0.0
+    halo_bytes: float = 0.0
     step_seconds: float = 0.0
     partition: str = "zigzag"
 
@@ -61,10 +71,12 @@ class StateCost:
                 raise PlanError(f"states.{name} is {value!r}; give a finite number of at least 0")
 
     @classmethod
-    def of(cls, shape: ModelShape, *, scan_tflops: float, step_latency: float) -> "StateCost | None":
+    def of(
+        cls, shape: ModelShape, *, scan_tflops: float, step_latency: float, bytes_per_value: int = 2
+    ) -> "StateCost | None":
         """Of a model's state-space layers, at so many TFLOP/s of scans; None where it has none.
 
-        States and transitions travel in float32, in forward and in backward.
+        States and transitions travel in float32, in forward and in backward, rows in `bytes_per_value`.
         """
         mixer, layers = shape.mixer, shape.mixer_layers
         if mixer is None:
@@ -77,7 +89,8 @@ class StateCost:
             summary_seconds=summary,
             state_bytes=float(layers * 2 * mixer.state * _STATE_SIZE),
             transition_bytes=float(layers * 2 * mixer.transition * _STATE_SIZE),
-            step_seconds=layers * 2 * step_latency,
+            halo_bytes=float(layers * 2 * mixer.halo * bytes_per_value),
+            step_seconds=layers * 2 * (bool(mixer.state) + bool(mixer.halo)) * step_latency,
         )
 
     def constants(self) -> dict[str, Any]:
@@ -116,11 +129,19 @@ class StateCost:
         summarised = tokens / degree
         if self.partition == "contiguous":  # of the run that a boundary ends, in documents of the typical row's length
             summarised = np.minimum(summarised, squares / np.maximum(tokens, 1) * (degree - 1) / degree)
-        wire = self.wire_bytes(documents, tokens, degree) * (degree - 1) / degree / speed
+        wire = self.wire_bytes(documents, tokens, degree) / degree / speed
         return np.where(shared, self.summary_seconds * summarised + wire + self.step_seconds, 0.0)
 
     def wire_bytes(self, documents: Floats | float, tokens: Floats | float, degree: Floats | float) -> Floats:
-        """Bytes of states and transitions that the slots of a group give, each to all others."""
+        """Bytes that all slots of a group receive: states and transitions each from all others, rows from their owner.
+
+        A run that a state enters is one that reads rows before it.
+        """
+        states, _ = self._given(np.asarray(documents), np.asarray(tokens), np.asarray(degree))
+        return self.given_bytes(documents, tokens, degree) * (np.asarray(degree) - 1) + self.halo_bytes * states
+
+    def given_bytes(self, documents: Floats | float, tokens: Floats | float, degree: Floats | float) -> Floats:
+        """Bytes of the states and transitions of a group's runs."""
         states, transitions = self._given(np.asarray(documents), np.asarray(tokens), np.asarray(degree))
         return self.state_bytes * states + self.transition_bytes * transitions
 
