@@ -22,7 +22,7 @@ SMALLER = {
     "data.vocab_size": 300,
     "data.max_document_tokens": 120,
     "data.eval_documents": 2,
-    "context.max_tokens_per_slot": 64,
+    "context.max_tokens_per_slot": 100,
     "context.eval_max_tokens_per_slot": 60,
     "train.steps": 3,
     "train.tokens_per_step": 400,
