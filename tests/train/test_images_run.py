@@ -15,7 +15,7 @@ from longspan.testing import run_ranks
 from longspan.train.checkpoint.export import export_checkpoint
 from longspan.train.config.encoder_section import EncoderSection
 from longspan.train.config.file import load_config
-from longspan.train.config.sections import LoraSection, RunConfig
+from longspan.train.config.sections import RunConfig
 from longspan.train.run.checks.encoder import check_encoder, check_images
 from longspan.train.run.records.metrics_log import read_metrics
 from tests.model.vision.models import MROPE, QWEN, TEXT, tiny
@@ -93,11 +93,9 @@ def test_parts_that_are_trained(trained: Any, names: int) -> None:
 
 
 def test_sections_that_do_not_fit() -> None:
-    with pytest.raises(ConfigError, match=r"encoder\.tp is 3, and the run has 4 ranks; use 1, 2, 4"):
+    with pytest.raises(ConfigError, match=r"encoder\.tp is 3, and there are 4 ranks; use 1, 2, 4"):
         check_encoder(RunConfig(encoder=EncoderSection(tp=3)), Layout(4))
     with pytest.raises(ConfigError, match=r'encoder.lr is 0.1 and encoder.train is "none"'):
         check_encoder(RunConfig(encoder=EncoderSection(lr=0.1, train="none")), Layout(4))
     with pytest.raises(ConfigError, match=r"\[encoder\] is given, and no row of the data has images"):
         check_images(RunConfig(encoder=EncoderSection(tp=2)), 0)
-    with pytest.raises(ConfigError, match=r"lora\.rank is 8, and the data has images"):
-        check_images(RunConfig(lora=LoraSection(rank=8)), 3)

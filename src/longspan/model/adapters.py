@@ -107,10 +107,14 @@ def plain_name(name: str) -> str:
 
 
 def adapter_entries(model: nn.Module, entries: Mapping[str, Value]) -> dict[str, Value]:
-    """Of values by a model's names of weights those of its adapter; all of them where it has none."""
+    """Of values by a model's names of weights those of its adapter; all of them where it has none.
+
+    Those of an encoder that is trained beside it are among them.
+    """
     if adapter_of(model) is None:
         return dict(entries)
-    return {name: value for name, value in entries.items() if belongs_to_adapter(name)}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: value for name, value in entries.items() if belongs_to_adapter(name) or name in trained}
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ from copy import deepcopy
 from functools import partial as partial_of
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from longspan.model.add_depths import add_mtp
 from longspan.model.hf_folder import no_progress_bars
 from longspan.model.load import torch_dtype
 from longspan.model.lora.save import write_adapter
+from longspan.model.lora.trained_modules import entries_of, trained_modules
 from longspan.model.mtp.depths import depths_of
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
@@ -47,8 +48,9 @@ def save_model(
     The home's first rank writes safetensors, configuration and tokenizer next to `folder` and renames, so an
     interrupted save leaves what was there. It is sent a decoder layer at a time, so no rank holds the whole model.
     `dtype` is that of the files, the parameters' own by default. Of a model with an adapter the adapter alone is
-    written, as stock peft loads it. A vision-language model (`prepare(…, encoder=…)`) is written whole, under its own
-    class and names. Raises ModelError on every rank where writing failed.
+    written, as stock peft loads it, with what is trained of an encoder as its `modules_to_save`. A vision-language
+    model (`prepare(…, encoder=…)`) is written whole, under its own class and names. Raises ModelError on every rank
+    where writing failed.
     """
     encoders = _encoders_of(model)
     model = model.language_model if isinstance(model, MultimodalModel) else model
@@ -56,8 +58,10 @@ def save_model(
     kind = None if dtype is None else torch_dtype(dtype)
 
     if (adapter := adapter_of(model)) is not None:
-        _refuse_trained(encoders)
-        _save_adapter(model, adapter, target, world, tokenizer, kind)
+        beside = _trained_beside(encoders)
+        groups = chain(_groups(model, world), *(_groups_of(state, writes=writes) for state in beside.states))
+        cast = ({name: x.to(dtype=kind) for name, x in group.items()} for group in groups)
+        _save_adapter(adapter, target, world, tokenizer, cast, beside.modules)
         return
     partial = target.with_name(f"{target.name}.partial")
     told = partial_of(_told, target)
@@ -88,13 +92,23 @@ def _encoders_of(model: Any) -> list[Encoder]:
     return encoders
 
 
-def _refuse_trained(encoders: Sequence[Encoder]) -> None:
-    """An adapter's folder has no place for an encoder that was trained beside it."""
-    if any(not encoder.frozen for encoder in encoders):
-        raise ModelError(
-            "the model has an adapter and its encoder is trained, and a folder of an adapter holds no encoder; freeze "
-            "it (requires_grad_(False)) before prepare, or keep both by save_checkpoint(folder, model, …)"
-        )
+class _TrainedModules(NamedTuple):
+    """Whole modules of encoders that are trained beside an adapter, by name, and the entries of each encoder's."""
+
+    modules: tuple[str, ...]
+    states: tuple[Mapping[str, Tensor], ...]
+
+
+def _trained_beside(encoders: Sequence[Encoder]) -> _TrainedModules:
+    """Raises ModelError, on every rank, where modules are trained in part."""
+    names, states = tuple[str, ...](), list[Mapping[str, Tensor]]()
+    for encoder in encoders:
+        parameters = encoder.module.named_parameters()
+        trained = {name for name, p in parameters if p.requires_grad}
+        modules = trained_modules(encoder.module, trained, inside=str(encoder.module.base_name))
+        names += modules
+        states.append(entries_of(modules, encoder.module.state_dict()))
+    return _TrainedModules(names, tuple(states))
 
 
 def _prepared(model: Any) -> PreTrainedModel | PipelineModel:
@@ -109,21 +123,21 @@ def _prepared(model: Any) -> PreTrainedModel | PipelineModel:
 
 
 def _save_adapter(
-    model: PreTrainedModel | PipelineModel,
     adapter: Adapter,
     target: Path,
     world: World,
     tokenizer: Any,
-    dtype: torch.dtype | None,
+    groups: Iterator[dict[str, Tensor]],
+    beside: tuple[str, ...],
 ) -> None:
-    """Write the adapter of a prepared model; entered by all ranks."""
-    tensors = {name: x.to(dtype=dtype) for group in _groups(model, world) for name, x in group.items()}
+    """Write the adapter of a prepared model, and modules trained `beside` it; entered by all ranks."""
+    tensors = {name: x for group in groups for name, x in group.items()}
 
     def write() -> None:
         partial = target.with_name(f"{target.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        write_adapter(partial, adapter, tensors, tokenizer)
+        write_adapter(partial, adapter, tensors, tokenizer, beside)
         put_in_place(partial, target)
 
     writes = world.rank == world.home.ranks[0]

@@ -11,13 +11,18 @@ from longspan.layout import Layout
 from longspan.model import EncoderHome
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.vision.take_apart import freeze_images
+from longspan.train.config.defaults import encoder_default
 from longspan.train.config.sections import RunConfig
 
 
-def encoder_home(config: RunConfig, world: World, model: PreTrainedModel, **same: Any) -> EncoderHome:
-    """The home of the tower and projector of a model that is not prepared yet; what is not trained is frozen."""
+def freeze_as_asked(config: RunConfig, model: PreTrainedModel) -> None:
+    """Freeze what [encoder] does not train of the tower and projector of a model that is not prepared yet."""
+    freeze_images(model, config.encoder.train or encoder_default(config))
+
+
+def encoder_home(config: RunConfig, world: World, **same: Any) -> EncoderHome:
+    """The home of a model's tower and projector."""
     encoder = config.encoder
-    freeze_images(model, encoder.train)
     return EncoderHome(
         home=Layout(world.home.ranks, tp=encoder.tp),
         max_rows_per_slot=encoder.max_rows or None,

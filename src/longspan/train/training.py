@@ -32,7 +32,7 @@ from longspan.train.config.precision import compute_dtype
 from longspan.train.config.sections import RunConfig
 from longspan.train.depths import with_depths
 from longspan.train.figures import StepFigures, figures_of
-from longspan.train.image_encoder import encoder_home, learning_rates, share_of_rate
+from longspan.train.image_encoder import encoder_home, freeze_as_asked, learning_rates, share_of_rate
 from longspan.train.memory.model_fits import check_model_fits
 from longspan.train.mtp_loss import mtp_loss
 from longspan.train.optim.on_shards import check_on_shards
@@ -100,8 +100,8 @@ def prepared_model(
 ) -> PreTrainedModel | PipelineModel | MultimodalModel:
     """A loaded model brought under the world's home as the configuration says; entered by all ranks.
 
-    With [lora] it gets a new adapter, which alone is trained; with `images` its tower and projector get the home of
-    [encoder]. Raises ConfigError, on every rank, where a GPU has no
+    With [lora] it gets a new adapter, which alone of the language model is trained; with `images` its tower and
+    projector get the home of [encoder]. Raises ConfigError, on every rank, where a GPU has no
     room for it (without `training`: for its weights alone), and ModelError for adapters that it cannot have.
     """
     _check_layers(config, model)
@@ -111,9 +111,11 @@ def prepared_model(
     computed = (
         {model.dtype, *(p.dtype for p in model.parameters() if p.requires_grad)} if config.lora.rank else {model.dtype}
     )
+    if images:
+        freeze_as_asked(config, model)
     check_model_fits(config, model, world, kind, training=training)
     computes_in = None if computed == {kind} else kind
-    encoder = encoder_home(config, world, model, compute_dtype=computes_in) if images else None
+    encoder = encoder_home(config, world, compute_dtype=computes_in) if images else None
     prepared = prepare(  # pyright: ignore[reportCallIssue]
         given,
         world,

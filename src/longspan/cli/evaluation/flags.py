@@ -12,6 +12,7 @@ from longspan.cli.processes import Device
 from longspan.errors import ConfigError
 from longspan.train.config.bounds import NOT_GIVEN
 from longspan.train.config.defaults import resolved
+from longspan.train.config.encoder_section import EncoderSection
 from longspan.train.config.file import load_config
 from longspan.train.config.passkey_settings import PASSKEY, PasskeySettings
 from longspan.train.config.sections import (
@@ -44,6 +45,16 @@ class SavedModel:
     model has been trained."""
     rope_factor: float = 0.0
     """How many times as long documents may be under --model.rope_scaling; 0: what the longest needs, in quarters."""
+
+
+@dataclass(frozen=True)
+class EncoderLayout:
+    """How the tower and projector of a vision-language model encode the images of documents."""
+
+    tp: int = NOT_GIVEN
+    """Tensor-parallel degree of their home. Default (-1): as in the run, or the nearest that fits; of a folder: 1."""
+    max_rows: int = NOT_GIVEN
+    """Rows of images that a slot encodes at once; 0: all. Default (-1): as in the run; of a folder: all."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,7 @@ class EvalFlags:
     model: SavedModel = field(default_factory=SavedModel)
     parallel: FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
+    encoder: EncoderLayout = field(default_factory=EncoderLayout)
     world: int = 0
     """Processes to start on this machine; 0: one process, or those of torchrun."""
     device: Device = "auto"
@@ -105,6 +117,11 @@ def parse_eval(argv: Sequence[str], config: RunConfig | None = None) -> EvalFlag
 def request_of(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalRequest:
     """What the flags ask for on so many ranks. Raises ConfigError or CheckpointError for what cannot be."""
     check_least(flags, max_documents=0, max_document_tokens=NOT_GIVEN)
+    if flags.encoder.tp == 0 or min(flags.encoder.tp, flags.encoder.max_rows) < NOT_GIVEN:
+        raise ConfigError(
+            f"--encoder.tp is {flags.encoder.tp} and --encoder.max-rows {flags.encoder.max_rows}; give a degree of at "
+            "least 1, and rows of at least 0"
+        )
     if flags.max_document_tokens == 1:
         raise ConfigError("--max-document-tokens is 1; a document of one token predicts nothing: use 2 or more")
     if flags.seconds < 0:
@@ -126,6 +143,7 @@ def request_of(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalRequest
         other = _subject(argv, saved_weights(flags.compare), flags)
         layout = {"parallel": config.parallel, "context": config.context, "eval": config.eval}
         layout["train"] = replace(other.config.train, eval_metrics=config.train.eval_metrics)
+        layout["encoder"] = replace(other.config.encoder, tp=config.encoder.tp, max_rows=config.encoder.max_rows)
         subjects.append(replace(other, config=replace(other.config, **layout)))
     return EvalRequest(
         subjects=tuple(subjects),
@@ -177,6 +195,7 @@ def _subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags) -> Su
     if weights.run_dir is None:
         model = ModelConfig(path=str(weights.path), **_given_values(flags.model))
         config = RunConfig(model, DataConfig(max_document_tokens=0), flags.parallel, flags.context)
+        config = replace(config, encoder=_encoder(config.encoder, flags.encoder))
         return Subject(weights, resolved(config))
     config = load_config(weights.run_dir / "config.toml")
     flags = parse_eval(argv, config)
@@ -185,6 +204,7 @@ def _subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags) -> Su
         model=replace(config.model, **_given_values(flags.model)),
         parallel=flags.parallel,
         context=flags.context,
+        encoder=_encoder(config.encoder, flags.encoder),
         run=replace(config.run, dir=str(weights.run_dir)),
     )
     if flags.without_adapter and not config.lora.rank:
@@ -193,6 +213,11 @@ def _subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags) -> Su
         )
     config = replace(config, lora=LoraSection()) if flags.without_adapter else config
     return Subject(weights, config)
+
+
+def _encoder(encoder: EncoderSection, given: EncoderLayout) -> EncoderSection:
+    values = {f.name: value for f in fields(given) if (value := getattr(given, f.name)) != NOT_GIVEN}
+    return replace(encoder, **values)
 
 
 def _given_values(model: SavedModel) -> dict[str, Any]:

@@ -5,6 +5,7 @@ each from a seed of its own, `seed` and its name, so that no rank needs another'
 """
 
 import math
+import re
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapters import adapter_parameters
-from longspan.model.layers import decoder_layers
+from longspan.model.layers import decoder_layers, other_towers
 from longspan.model.weights.empty import is_empty
 from longspan.model.weights.fill import WeightSource
 from longspan.model.weights.held import HeldPart
@@ -35,9 +36,10 @@ def add_lora(
 ) -> Any:
     """The model with a new adapter in it, as a PeftModel; `prepare` fills what has no memory yet.
 
-    `alpha` 0 is twice the rank; `targets` are names of linears, none: every linear of the decoder layers. Adapters are
-    float32, over a float64 model float64. `base` is where the base model is, for who loads the adapter. Raises
-    ModelError where peft is missing, and for a target that no linear of the model has as its name.
+    `alpha` 0 is twice the rank; `targets` are names of linears, none: every linear of the decoder layers. Towers of
+    other modalities and their projectors get none. Adapters are float32, over a float64 model float64. `base` is where
+    the base model is, for who loads the adapter. Raises ModelError where peft is missing, and for a target that no
+    linear of the model has as its name.
     """
     try:
         import peft
@@ -51,6 +53,7 @@ def add_lora(
         lora_alpha=alpha or 2 * rank,  # pyright: ignore[reportArgumentType]
         lora_dropout=dropout,
         target_modules=names,
+        exclude_modules=_of_towers(model),
         task_type="CAUSAL_LM",
     )
     empty = is_empty(model)
@@ -69,7 +72,8 @@ def _targets(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
     """The targets, each the end of some linear's name. Raises ModelError for others, and for names of experts."""
     linears = _linears(model)
     for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in linears):
+        if not _named(target, linears):
+            _refuse_of_tower(model, target)
             known = sorted({name.rpartition(".")[2] for name in linears})
             close = get_close_matches(target.rpartition(".")[2], known, n=1, cutoff=0.4)
             hint = f"did you mean {close[0]!r}? It has" if close else "it has"
@@ -107,8 +111,34 @@ def _default_targets(model: PreTrainedModel) -> list[str]:
     raise ModelError(f"{type(model).__name__} has no nn.Linear in its decoder layers for an adapter; name lora.targets")
 
 
-def _linears(model: nn.Module) -> list[str]:
+def _linears(model: PreTrainedModel) -> list[str]:
+    """The names of the linears outside of towers and projectors."""
+    towers = re.compile(_of_towers(model) or "$^")
+    return [name for name in _all_linears(model) if not towers.fullmatch(name)]
+
+
+def _all_linears(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+def _of_towers(model: PreTrainedModel) -> str | None:
+    """A pattern of the names of modules in towers of other modalities and projectors; None where there are none."""
+    towers = other_towers(model)
+    names = [name for name, module in model.named_modules() if any(module is tower for tower in towers)]
+    return f"({'|'.join(map(re.escape, names))})(\\..*)?" if names else None
+
+
+def _named(target: str, linears: Sequence[str]) -> list[str]:
+    return [name for name in linears if name == target or name.endswith(f".{target}")]
+
+
+def _refuse_of_tower(model: PreTrainedModel, target: str) -> None:
+    if of_tower := _named(target, _all_linears(model)):
+        raise ModelError(
+            f"lora.targets has {target!r}, which stands in the tower or projector of {type(model).__name__} alone "
+            f"({of_tower[0]}): adapters are trained in the language model, towers and projectors whole or not at all; "
+            'leave it out, and set encoder.train = "projector" or "all" to train these'
+        )
 
 
 def _taken_for_experts(model: PreTrainedModel, names: Sequence[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,12 @@ from longspan.model.adapters import Adapter
 WEIGHTS, CONFIGURATION = "adapter_model.safetensors", "adapter_config.json"
 
 
-def write_adapter(folder: Path, adapter: Adapter, tensors: Mapping[str, Tensor], files: Any = None) -> None:
+def write_adapter(
+    folder: Path, adapter: Adapter, tensors: Mapping[str, Tensor], files: Any = None, modules: Sequence[str] = ()
+) -> None:
     """Write an adapter's whole tensors, by a prepared model's names, its configuration, and `files`, a tokenizer's.
+
+    `modules` are whole modules of the model that are among the tensors: peft puts them in place of the base model's.
 
     >>> PeftModel.from_pretrained(base_model, folder)  # doctest: +SKIP
     """
@@ -23,6 +27,8 @@ def write_adapter(folder: Path, adapter: Adapter, tensors: Mapping[str, Tensor],
     save_file(stock, folder / WEIGHTS, metadata={"format": "pt"})
     config = copy.copy(adapter.config)
     config.inference_mode = True
+    if modules:
+        config.modules_to_save = [*(config.modules_to_save or ()), *modules]
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)  # in one order, so that equal adapters have equal files
     config.save_pretrained(str(folder))

@@ -22,6 +22,7 @@ from longspan.comm import SequenceShard, World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.layout.layout import short
+from longspan.model.adapters import Adapter, adapter_of
 from longspan.model.execution import execution_of
 from longspan.model.layers import decoder_layers
 from longspan.model.multimodal.prepare_encoder import check_prepared
@@ -106,6 +107,11 @@ class MultimodalModel(nn.Module):
     def execution(self) -> Any:
         """What the language model computes with."""
         return execution_of(self.language_model)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter of the language model; None where it has none."""
+        return adapter_of(self.language_model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raises ModelError: a step goes through both modules with `run_step` or `evaluate`."""

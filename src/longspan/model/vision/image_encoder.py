@@ -22,14 +22,14 @@ class ImageEncoder(nn.Module):
     def __init__(self, base: nn.Module, name: str) -> None:
         super().__init__()
         self.add_module(name, base)
-        self._name = name
+        self.base_name = name
         vision = getattr(base.config, "vision_config", None)
         self.deep_layers = len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
     @property
     def base(self) -> Any:
         """The model below the head, without its text model."""
-        return self.get_submodule(self._name)
+        return self.get_submodule(self.base_name)
 
     def forward(self, inputs: Sequence[ImageInput]) -> Tensor:
         """Raises DataError for images that do not fit each other, ModelError where the model gives no rows."""

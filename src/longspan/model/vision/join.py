@@ -25,6 +25,7 @@ from longspan.model.weights.fill import WeightsToCome
 from longspan.plan.cost.cost import Cost
 
 IMAGE = "image"
+_ENCODER, _LANGUAGE_MODEL = f"encoders.{IMAGE}.", "language_model."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,12 @@ def own_names(names: Iterable[str]) -> dict[str, str]:
 
     Names of other models are as they are.
     """
-    names, encoder = list(names), f"encoders.{IMAGE}."
-    if not any(name.startswith(encoder) for name in names):
+    names = list(names)
+    if not are_of_both(names):
         return {name: name for name in names}
-    return {name.removeprefix(encoder).removeprefix("language_model."): name for name in names}
+    return {name.removeprefix(_ENCODER).removeprefix(_LANGUAGE_MODEL): name for name in names}
+
+
+def are_of_both(names: Iterable[str]) -> bool:
+    """Whether parameters of these names are a MultimodalModel's with images: of an encoder, of a language model."""
+    return all(name.startswith((_ENCODER, _LANGUAGE_MODEL)) for name in names)

@@ -4,10 +4,10 @@ A checkpoint is a folder `step-000100` with the ranks' `.distcp` files, `state.j
 last, `manifest.json`: size and SHA-256 of every file, taken by its writer while it wrote. It is written as
 `step-000100.partial`, synced and renamed, so an interrupted save never damages an older one. Weights and optimizer
 state are stored by name and global shape, as they are in the whole model: any number of ranks may load them, in any
-number of pipeline stages. Of a model with an adapter a checkpoint holds the adapter alone. The data position is the
-step alone (`step_order.py`), and dropout's masks are drawn from the run's seed and the step, so neither needs a state
-of its own. What stands in a folder is judged by `files.py`; before a checkpoint is loaded, its files are hashed once,
-each by one of the ranks.
+number of pipeline stages. Of a model with an adapter a checkpoint holds the adapter, and what is trained of an encoder.
+The data position is the step alone (`step_order.py`), and dropout's masks are drawn from the run's seed and the step,
+so neither needs a state of its own. What stands in a folder is judged by `files.py`; before a checkpoint is loaded, its
+files are hashed once, each by one of the ranks.
 """
 
 import shutil
@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from longspan.comm import World
 from longspan.errors import CheckpointError
 from longspan.model.adapters import adapter_of
+from longspan.model.vision.join import are_of_both
 from longspan.train.all_ranks import LogLine, is_first_rank, on_every_rank, on_first_rank
 from longspan.train.checkpoint.files import (
     PARTIAL,
@@ -162,7 +163,8 @@ def _write(folder: Path, tensors: dict[str, Any], world: World) -> list[dict[str
 
 def holds_encoders(path: Path) -> bool:
     """Whether a checkpoint is of a model with encoders. Raises CheckpointError where it cannot be read."""
-    return any(name.startswith("model.encoders.") for name in _stored_names(path))
+    weights = _under("model.", _stored_names(path))
+    return are_of_both(weights) or any(name.startswith("encoders.") for name in weights)
 
 
 def _stored_names(path: Path) -> list[str]:

@@ -11,11 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import CheckpointError, ConfigError
-from longspan.model.adapters import Adapter, adapter_in, peft_modules
+from longspan.model.adapters import Adapter, adapter_in, belongs_to_adapter, peft_modules
 from longspan.model.lora.save import WEIGHTS, write_adapter
+from longspan.model.lora.trained_modules import entries_of, trained_modules
 from longspan.model.parts import is_tied
 from longspan.model.presets import PRESETS
-from longspan.model.weights.empty import empty_model
+from longspan.model.vision.join import own_names
+from longspan.model.weights.empty import empty_model, named_images_class
 from longspan.model.weights.fill import take_weights_to_come
 from longspan.model.weights.held import HeldPart
 from longspan.model.weights.write import Written, unit_of
@@ -25,32 +27,41 @@ from longspan.train.training import adapted, loaded_model
 
 
 class SavedAdapter(NamedTuple):
-    """The adapter of a run, its whole tensors by name, and what the output of each adapted linear is scaled by."""
+    """The adapter of a run, its whole tensors by name, and what the output of each adapted linear is scaled by.
+
+    Tensors of `modules`, a tower or a projector, that were trained beside it are among them.
+    """
 
     adapter: Adapter
     tensors: Mapping[str, Tensor]
     scalings: Mapping[str, float]
+    modules: tuple[str, ...] = ()
 
 
-def saved_adapter(run: RunConfig, configuration: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> SavedAdapter:
+def saved_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]) -> SavedAdapter:
     """A run's adapter, of these tensors. Raises CheckpointError for tensors that [lora] does not describe."""
-    model = adapted(run, empty_model(configuration, torch.float32)).get_base_model()
+    tensors = {own: stored[name] for own, name in own_names(stored).items()}
+    empty = empty_model(configuration, torch.float32, named_images_class(configuration))
+    modules = trained_modules(empty, {name for name in tensors if not belongs_to_adapter(name)})
+    model = adapted(run, empty).get_base_model()
     adapter = adapter_in(model)
     assert adapter is not None
     layers: dict[str, Any] = {**peft_modules(model)}
     wanted = {name for name, _ in model.named_parameters() if ".lora_" in name}
+    wanted |= entries_of(modules, dict(model.named_parameters())).keys()
     if wanted != tensors.keys():
         raise CheckpointError(
             f"the checkpoint has {len(tensors)} tensors, the adapter of [lora] in {run.run.dir}/config.toml "
             f"{len(wanted)}; different are {', '.join(sorted(wanted ^ tensors.keys())[:4])}"
         )
-    return SavedAdapter(adapter, tensors, {name: layer.scaling[adapter.name] for name, layer in layers.items()})
+    scalings = {name: layer.scaling[adapter.name] for name, layer in layers.items()}
+    return SavedAdapter(adapter, tensors, scalings, modules)
 
 
 def write_saved_adapter(saved: SavedAdapter, folder: Path, run_dir: Path, dtype: torch.dtype | None) -> Written:
     """Write an adapter to a folder, with the tokenizer that the run keeps."""
     tensors = {name: tensor.to(dtype=dtype) for name, tensor in saved.tensors.items()}
-    write_adapter(folder, saved.adapter, tensors, KeptFiles(run_dir))
+    write_adapter(folder, saved.adapter, tensors, KeptFiles(run_dir), saved.modules)
     return Written(len(tensors), sum(x.numel() for x in tensors.values()), (folder / WEIGHTS).stat().st_size, 1)
 
 
@@ -62,7 +73,8 @@ def merged_groups(
     Raises CheckpointError where the base model cannot be had again here, and for an adapter of a tied head alone.
     """
     _check_base(run, run_dir)
-    model = loaded_model(run, configuration.get_text_config().vocab_size, configuration)
+    images = named_images_class(configuration) is not None
+    model = loaded_model(run, configuration.get_text_config().vocab_size, configuration, images=images)
     _check_tied(saved, model)
     wide = torch.float64 if run.model.dtype == "float64" else torch.float32
     for _, group in groupby(_weights(model), lambda entry: unit_of(entry[0])):
@@ -70,7 +82,9 @@ def merged_groups(
 
 
 def merged(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight of the base model with what the adapter adds to it: W + s B A."""
+    """A weight of the base model with what the adapter adds to it: W + s B A; one that was trained beside it."""
+    if name in saved.tensors:
+        return saved.tensors[name]
     linear, adapter = name.removesuffix(".weight"), saved.adapter.name
     if linear not in saved.scalings:
         return weight

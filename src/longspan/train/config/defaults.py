@@ -7,7 +7,7 @@ does a reader of a run's config.toml. Which values are possible is `config_check
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from longspan.errors import LongspanError
 from longspan.model.presets import PRESETS
@@ -73,6 +73,7 @@ def resolved(config: RunConfig) -> RunConfig:
         config = _with_defaults(config, {"context.eval_cp_comm_type": AUTO})
     if config.lora.rank:
         config = _with_defaults(config, {"train.lr": LORA_LR})
+    config = _with_defaults(config, {"encoder.train": encoder_default(config)})
     if config.data.pack_to:
         config = _with_defaults(config, {"data.max_document_tokens": 0})
     if not config.data.sources:
@@ -89,6 +90,11 @@ def resolved(config: RunConfig) -> RunConfig:
         context = replace(context, eval_max_tokens_per_slot=context.max_tokens_per_slot)
     config = replace(config, context=context)
     return replace(config, eval=tuple(set_with_defaults(entry, config) for entry in config.eval))
+
+
+def encoder_default(config: RunConfig) -> Literal["all", "none"]:
+    """What of an encoder is trained where nothing is said: nothing beside adapters, which alone are trained."""
+    return "none" if config.lora.rank else "all"
 
 
 def is_hybrid(model: ModelConfig) -> bool:

@@ -10,8 +10,9 @@ from longspan.train.config.bounds import NonNegativeFloat, NonNegativeInt, Posit
 class EncoderSection:
     """The tower and projector of a model from images and text to text, where data has images (docs/multimodal.md)."""
 
-    train: Literal["all", "projector", "none"] = "all"
-    """What of it is trained: tower and projector, the projector alone, or nothing."""
+    train: Literal["", "all", "projector", "none"] = ""
+    """What of it is trained: all (tower and projector), projector, or none. Default: all; beside adapters (lora.rank):
+    none."""
     lr: NonNegativeFloat = 0.0
     """Its peak learning rate, scheduled as train.lr; 0: train.lr."""
     tp: PositiveInt = 1

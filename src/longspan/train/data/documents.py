@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.errors import DataError
+from longspan.train.data.order.packs import Pack
 from longspan.train.data.rows.sample import RowSettings
 from longspan.train.data.store.arrays import mapped
 from longspan.train.data.store.encoder import labels_of
@@ -62,6 +63,7 @@ class Corpus:
             raise DataError(f"{place} is not a corpus: {error}; remove it and it is built again") from error
         self.rows_read = 0
         self.selects: Callable[[Corpus, tuple[int, ...]], Documents] = Documents  # with images: image_documents.py
+        self.packs: Callable[[tuple[Pack, ...]], Sequence[Pack]] = tuple  # likewise
 
     def _open(self, place: Path, folder: Path, record: Record | None) -> None:
         text = (place / FILE).read_text(encoding="utf-8")
@@ -192,6 +194,11 @@ class Documents(Sequence[Document]):
 
     def __iter__(self) -> Iterator[Document]:
         return (self.corpus[d] for d in self.ids)
+
+    @property
+    def items(self) -> Sequence[Any]:
+        """The images that stand in them; `image_documents.py` finds them."""
+        return ()
 
     @property
     def lengths(self) -> tuple[int, ...]:

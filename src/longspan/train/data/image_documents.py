@@ -8,11 +8,12 @@ They are what `longspan.bridge.ItemDocuments` is in memory. A corpus without ima
 have no items.
 """
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ from longspan.plan.items import Item, ItemTable
 from longspan.train.data.documents import Corpus, Documents
 from longspan.train.data.image_reader import ImageReader
 from longspan.train.data.images.processor import load_processor
+from longspan.train.data.order.packs import Pack
 from longspan.train.data.store.images import ImageTable
 
 if TYPE_CHECKING:
@@ -37,30 +39,48 @@ AnyDocuments = TypeVar("AnyDocuments")  # those of a corpus become ImageDocument
 class ShownImages:
     """The images of a corpus, what reads them, and what the model's ids and positions say of them."""
 
+    corpus: Corpus
     table: ImageTable
     reader: ImageReader
     tokens: ImageTokens
 
+    def spans(self, number: int, shift: int = 0) -> tuple[tuple[int, int], ...]:
+        """The runs of placeholders of an image, so much further on than in its document.
 
-@dataclass(frozen=True)
-class ImageDocuments(Documents):
-    """Some documents of a corpus, in the order of a plan's lengths, with the images that stand in them."""
+        They are one, but where its processor puts other tokens between rows.
+        """
+        document, image, _ = self.table[number]
+        if image.stop - image.start == image.rows:
+            return ((image.start + shift, image.stop + shift),)
+        ids = self.corpus.read(document, np.arange(image.start, image.stop))
+        places = image.start + shift + np.flatnonzero(ids == self.tokens.placeholder)
+        return tuple((int(a), int(b)) for a, b in Partition.from_rows([places]).runs(0).tolist())
 
-    images: ShownImages | None = None
+    def positions(self, ids: npt.NDArray[np.int64], numbers: Sequence[int]) -> npt.NDArray[np.int64] | None:
+        """The positions (n, T) of these tokens (T,), in which these images stand; None where they are plain."""
+        grids = np.array([self.table[number].image.grid for number in numbers], dtype=np.int64)
+        return self.tokens.positions(ids, grids)
 
-    @cached_property
+
+class ReadsImages(ABC):
+    """What a step asks of documents for their images, which are `items` in order of `numbers`, the corpus's."""
+
+    images: ShownImages | None
+
+    @property
+    @abstractmethod
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each document."""
+
+    @property
+    @abstractmethod
     def numbers(self) -> tuple[int, ...]:
         """The corpus's numbers of the images, in the order of `items`."""
-        return tuple(number for document in self.ids for number in self._of(document))
 
-    @cached_property
+    @property
+    @abstractmethod
     def items(self) -> tuple[Item, ...]:
         """The images by the positions that their rows take."""
-        return tuple(
-            Item(index, self._spans(document, number))
-            for index, document in enumerate(self.ids)
-            for number in self._of(document)
-        )
 
     @cached_property
     def item_table(self) -> ItemTable:
@@ -82,27 +102,98 @@ class ImageDocuments(Documents):
         if self.images is not None:
             self.images.reader.ahead(self.numbers[item] for item in items)
 
+
+@dataclass(frozen=True)
+class ImageDocuments(Documents, ReadsImages):
+    """Some documents of a corpus, in the order of a plan's lengths, with the images that stand in them."""
+
+    images: ShownImages | None = None
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """The corpus's numbers of the images, in the order of `items`."""
+        return tuple(number for document in self.ids for number in self._of(document))
+
+    @cached_property
+    def items(self) -> tuple[Item, ...]:
+        """The images by the positions that their rows take."""
+        images = self.images
+        if images is None:
+            return ()
+        pairs = ((index, number) for index, document in enumerate(self.ids) for number in self._of(document))
+        return tuple(Item(index, images.spans(number)) for index, number in pairs)
+
     def positions(self, document: int) -> npt.NDArray[np.int64] | None:
         """The positions of a document in several parts (n, T); None where they are plain."""
         number = self.ids[document]
         if self.images is None or not len(self._of(number)):
             return None
-        grids = np.array([self.images.table[i].image.grid for i in self._of(number)], dtype=np.int64)
         ids = self.corpus.read(number, np.arange(int(self.corpus.lengths[number])))
-        return self.images.tokens.positions(ids, grids)
+        return self.images.positions(ids, self._of(number))
 
     def _of(self, document: int) -> range:
         return range(0) if self.images is None else self.images.table.of_document(document)
 
-    def _spans(self, document: int, number: int) -> tuple[tuple[int, int], ...]:
-        """The runs of placeholders of an image: one, but where its processor puts other tokens between rows."""
-        assert self.images is not None
-        image = self.images.table[number].image
-        if image.stop - image.start == image.rows:
-            return ((image.start, image.stop),)
-        ids = self.corpus.read(document, np.arange(image.start, image.stop))
-        places = image.start + np.flatnonzero(ids == self.images.tokens.placeholder)
-        return tuple((int(a), int(b)) for a, b in Partition.from_rows([places]).runs(0).tolist())
+
+class _Place(NamedTuple):
+    """Image `number` of the corpus in a pack, and how much further on it stands there than in its document."""
+
+    pack: int
+    number: int
+    shift: int
+
+
+@dataclass(frozen=True)
+class ImagePacks(ReadsImages, Sequence[Pack]):
+    """The packs of a step with the images in them, which no pack cuts; `ImageDocuments` says what else there is."""
+
+    packs: tuple[Pack, ...]
+    images: ShownImages | None = None
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, index: int) -> Pack:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.packs[index]
+
+    def __iter__(self) -> Iterator[Pack]:
+        return iter(self.packs)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each pack."""
+        return tuple(map(len, self.packs))
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """The corpus's numbers of the images, in the order of `items`."""
+        return tuple(place.number for place in self._places)
+
+    @cached_property
+    def items(self) -> tuple[Item, ...]:
+        """The images by the positions that their rows take."""
+        images = self.images
+        return () if images is None else tuple(Item(p.pack, images.spans(p.number, p.shift)) for p in self._places)
+
+    def positions(self, document: int) -> npt.NDArray[np.int64] | None:
+        """The positions of a pack in several parts (n, T); None where they are plain."""
+        numbers = [place.number for place in self._places if place.pack == document]
+        pack = self.packs[document]
+        if self.images is None or not numbers:
+            return None
+        return self.images.positions(pack[np.arange(len(pack))], numbers)
+
+    @cached_property
+    def _places(self) -> tuple[_Place, ...]:
+        places, images = list[_Place](), self.images
+        if images is None:
+            return ()
+        for index, pack in enumerate(self.packs):
+            for end, piece in zip(pack.ends.tolist(), pack.pieces, strict=True):
+                for number in images.table.of_document(piece.document.number):
+                    if piece.start <= images.table[number].image.start < piece.stop:
+                        places.append(_Place(index, number, end - piece.stop))
+        return tuple(places)
 
 
 def show_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus:
@@ -122,9 +213,10 @@ def show_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus
     if images is not None:
         processor, tokens = load_processor(folder.absolute()), image_tokens(model)
         _check(corpus, images, tokens, processor.placeholder, processor.name)
-        shown = ShownImages(images, ImageReader(images, processor, corpus.sources, corpus.file_of), tokens)
+        shown = ShownImages(corpus, images, ImageReader(images, processor, corpus.sources, corpus.file_of), tokens)
     if takes_images:
         corpus.selects = partial(ImageDocuments, images=shown)
+        corpus.packs = partial(ImagePacks, images=shown)
     return corpus
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from longspan.train.data.order.packs import Pack, Piece, pack_of
 from longspan.train.data.order.permutation import Integers
+from longspan.train.data.order.uncut import UncutSpans
 from longspan.train.data.step_order import StepOrder
 
 
@@ -33,19 +34,26 @@ class PackOrder:
 
     Packs are cut from the endless stream of epochs, so each has `pack_to` tokens, and the last of an epoch goes on in
     the next. `evaluation` are the documents that `order` holds out: they are not packed.
+
+    A cut that falls into a span of `uncut` is moved back to its start. Cuts are then nearer to each other by the
+    longest span less a token, so that no pack has more than `pack_to`: a pack has fewer tokens, and another number.
     """
 
-    def __init__(self, order: StepOrder, *, pack_to: int, tokens_per_step: int, across: bool) -> None:
+    def __init__(
+        self, order: StepOrder, *, pack_to: int, tokens_per_step: int, across: bool, uncut: UncutSpans | None = None
+    ) -> None:
         self.stream, self.evaluation, self.version = order.stream, order.evaluation, order.version
-        self._pack, self._across = pack_to, across
-        self._tokens = max(1, tokens_per_step // pack_to) * pack_to  # of a step
+        self._across, self._uncut = across, uncut
+        self._pack = pack_to if uncut is None else pack_to + 1 - uncut.longest  # tokens between cuts
+        self._tokens = max(1, tokens_per_step // pack_to) * self._pack  # of a step
 
     def lengths_of_step(self, step: int) -> list[int]:
         """The tokens of each document of a step, as a planner takes them."""
-        if self._across:
+        if self._across and self._uncut is None:
             return [self._pack] * (self._tokens // self._pack)
         pieces = self._pieces(step)
-        return (pieces.stops - pieces.starts).tolist()
+        lengths = pieces.stops - pieces.starts
+        return (np.bincount(pieces.packs, lengths).astype(np.int64) if self._across else lengths).tolist()
 
     def targets_of_step(self, step: int) -> int | None:
         """None: how many tokens pieces with labels predict is known to who can read them (`Pack.targets`)."""
@@ -55,10 +63,9 @@ class PackOrder:
         """The documents of a step, as its plan numbers them."""
         documents, starts, stops, packs = (values.tolist() for values in self._pieces(step))
         pieces = [Piece(corpus[d], start, stop) for d, start, stop in zip(documents, starts, stops, strict=True)]
-        if not self._across:
-            return tuple(pack_of((piece,)) for piece in pieces)
-        borders = np.searchsorted(packs, np.arange(packs[-1] + 2)).tolist()
-        return tuple(pack_of(tuple(pieces[a:b])) for a, b in pairwise(borders))
+        borders = np.searchsorted(packs, np.arange(packs[-1] + 2)) if self._across else np.arange(len(pieces) + 1)
+        made = tuple(pack_of(tuple(pieces[a:b])) for a, b in pairwise(borders.tolist()))
+        return corpus.packs(made) if hasattr(corpus, "packs") else made
 
     def source_tokens(self, step: int) -> list[int]:
         """The tokens of each source in a step."""
@@ -81,7 +88,16 @@ class PackOrder:
                 break
             part = self.stream.after(part)
         documents, begun = np.concatenate(ids), np.concatenate(begins)
-        cuts = np.union1d(np.maximum(begun, begin), np.arange(begin, end, self._pack))
+        borders = self._borders(documents, begun, np.arange(begin, end + 1, self._pack))
+        cuts = np.union1d(np.maximum(begun, borders[0]), borders[:-1])
+        cuts = cuts[cuts < borders[-1]]
         of_cut = np.searchsorted(begun, cuts, side="right") - 1
-        starts, stops = cuts - begun[of_cut], np.append(cuts[1:], end) - begun[of_cut]
-        return _Pieces(documents[of_cut], starts, stops, (cuts - begin) // self._pack)
+        starts, stops = cuts - begun[of_cut], np.append(cuts[1:], borders[-1]) - begun[of_cut]
+        return _Pieces(documents[of_cut], starts, stops, np.searchsorted(borders, cuts, side="right") - 1)
+
+    def _borders(self, documents: Integers, begun: Integers, cuts: Integers) -> Integers:
+        """Cuts of the stream (n,), those in a span that stays whole moved back; documents begin at `begun`."""
+        if self._uncut is None:
+            return cuts
+        of_cut = np.searchsorted(begun, cuts, side="right") - 1
+        return begun[of_cut] + self._uncut.cuts(documents[of_cut], cuts - begun[of_cut])

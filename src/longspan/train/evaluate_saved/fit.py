@@ -71,8 +71,10 @@ def fitted_home(config: RunConfig, ranks: int, given: Collection[str]) -> tuple[
         _fit_slots(home, slots)
         least = config.context.min_dynamic_context_parallel_size
         context.change("min_dynamic_context_parallel_size", min(least, slots), counted(slots, "slot"))
-    config = replace(config, parallel=home.section, context=context.section)
-    return config, (*home.changes, *context.changes)
+    encoder = _Changing(config.encoder, "encoder.", _keys_of("encoder.", given))
+    encoder.change("tp", _nearest(config.encoder.tp, _divisors(ranks)), f"{counted(ranks, 'rank')}")
+    config = replace(config, parallel=home.section, context=context.section, encoder=encoder.section)
+    return config, (*home.changes, *context.changes, *encoder.changes)
 
 
 def _fit_slots(home: _Changing, slots: int) -> None:

@@ -123,7 +123,7 @@ def model_of(
         load = partial(load_model, checked.subject.weights.path, dtype=config.model.dtype, sharded=None)
         model = on_every_rank(world, lambda: load(config=configuration, images=images), ModelError)
         return prepared_model(config, world, model, training=False, images=images), 0
-    images = on_first_rank(world, lambda: holds_encoders(checkpoint), CheckpointError)
+    images = on_first_rank(world, lambda: _holds_encoders(checkpoint, needed=images), CheckpointError)
     state = on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     adapts = bool(state.get("config", {}).get("lora", {}).get("rank"))  # then the checkpoint has the adapter alone
     load = partial(loaded_model, vocabulary=configuration.get_text_config().vocab_size) if adapts else unread_model
@@ -132,3 +132,14 @@ def model_of(
     if not adapts or config.lora.rank:
         load_checkpoint(checkpoint, prepared, None, world)
     return prepared, int(state["step"])
+
+
+def _holds_encoders(checkpoint: Path, *, needed: bool) -> bool:
+    """Whether a checkpoint is of a model with a tower. Raises CheckpointError where it is not, and that is needed."""
+    held = holds_encoders(checkpoint)
+    if needed and not held:
+        raise CheckpointError(
+            f"the documents have images, and checkpoint {checkpoint} is of a language model alone, trained without; "
+            "evaluate it on text, or its base model's folder on these documents"
+        )
+    return held

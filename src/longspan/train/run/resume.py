@@ -82,6 +82,7 @@ def _before_and_now(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str,
 def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
     before, now = _before_and_now(config, state)
     fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in now[section]] + list(_FIXED_KEYS)
+    fixed += ["encoder.train"] if config.lora.rank else []  # beside an adapter a checkpoint has what is trained alone
     for name in (name for name in fixed if name not in _FREE_KEYS):
         section, _, key = name.partition(".")
         was, value = before.get(section, {}).get(key), now[section][key]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedConfig
@@ -25,6 +26,7 @@ from longspan.train.config.precision import warn_of_lost_updates
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.documents import Corpus, Documents
 from longspan.train.data.order.source import ORDER, Mixture
+from longspan.train.data.order.uncut import UncutSpans
 from longspan.train.data.pack_order import PackOrder
 from longspan.train.data.step_order import StepOrder
 from longspan.train.depths import depths_line
@@ -106,7 +108,9 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     longest = _longest(config, corpus, order)
     check_fit = partial(_check_fit, longest, sets, named, world)
     check_fit(config)
-    model = _prepared_for(corpus, longest, config, world, log, resumed=checkpoint is not None)
+    images = len(corpus.images or ()) + sum(len(s.documents.items) for s in sets)
+    data = _Data(corpus.manifest.tokenizer_size, longest, images)
+    model = _prepared_for(data, config, world, log, resumed=checkpoint is not None)
     refuse_randomness(language_model_of(model))
     world.seed = config.train.seed
     optimizer = optimizer_of(config, world, model)
@@ -185,12 +189,21 @@ def step_order_of(config: RunConfig, corpus: Corpus, *, version: int = ORDER) ->
     )
     if not data.pack_to:
         return order
-    if corpus.manifest.images:
+    across = data.pack_attention == "across"
+    return PackOrder(order, pack_to=data.pack_to, tokens_per_step=tokens, across=across, uncut=_uncut(config, corpus))
+
+
+def _uncut(config: RunConfig, corpus: Corpus) -> UncutSpans | None:
+    """The placeholders of each image, which no pack cuts. Raises ConfigError where packs have no room for one."""
+    if corpus.images is None or not len(corpus.images):
+        return None
+    spans = UncutSpans.of(*(np.asarray(corpus.images.column(name)) for name in ("document", "start", "stop")))
+    if config.data.pack_to < (least := 2 * spans.longest - 1):
         raise ConfigError(
-            f"data.pack_to is {data.pack_to}, and packs are cut wherever they are full, in images too; set it to 0: "
-            "documents with images stay whole, and micro-batches hold several of them without padding"
+            f"data.pack_to is {config.data.pack_to}, and an image takes {spans.longest} tokens, which no pack cuts; "
+            f"set it to {least} or more, or to 0: micro-batches hold several documents without padding"
         )
-    return PackOrder(order, pack_to=data.pack_to, tokens_per_step=tokens, across=data.pack_attention == "across")
+    return spans
 
 
 def documents_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
@@ -225,23 +238,28 @@ def source_lines(config: RunConfig, order: StepOrder | PackOrder) -> Iterator[st
         )
 
 
-def _prepared_for(
-    corpus: Corpus, longest: tuple[int, str], config: RunConfig, world: World, log: LogLine, *, resumed: bool
-) -> AnyModel:
-    """The run's model, fit for the corpus's vocabulary and longest document, and prepared.
+class _Data(NamedTuple):
+    """What a model must fit: ids of the tokenizer, the longest document and its source, images of all documents."""
+
+    ids: int
+    longest: tuple[int, str]
+    images: int
+
+
+def _prepared_for(data: _Data, config: RunConfig, world: World, log: LogLine, *, resumed: bool) -> AnyModel:
+    """The run's model, fit for its data, and prepared.
 
     Of a run that is `resumed` no weight is read or drawn, for its checkpoint has them all, but under [lora]: then it
     has the adapter alone.
     """
-    size = corpus.manifest.tokenizer_size
-    rows = size if config.data.tokenizer else config.data.vocab_size
+    rows = data.ids if config.data.tokenizer else config.data.vocab_size
     named = on_every_rank(world, lambda: configuration_of(config, rows), ModelError)
-    check_tokenizer(config, named, size)
-    fit = configuration_for(named, config.model, *longest, log)
+    check_tokenizer(config, named, data.ids)
+    fit = configuration_for(named, config.model, *data.longest, log)
     if config.mtp.depths and not resumed:
         log(on_every_rank(world, lambda: depths_line(config, fit), ModelError))
-    images = corpus.manifest.images > 0
-    check_images(config, corpus.manifest.images)
+    images = data.images > 0
+    check_images(config, data.images)
     load = unread_model if resumed and not config.lora.rank else partial(loaded_model, vocabulary=rows)
     load = partial(load, images=images)
     model = on_every_rank(world, lambda: load(config, configuration=fit), ModelError)

@@ -68,6 +68,11 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
     depths: tuple[float, ...]
     samples: int
 
+    @property
+    def items(self) -> tuple[()]:
+        """None: what a model with encoders is told of documents without images."""
+        return ()
+
     def __len__(self) -> int:
         return len(self.documents)
 

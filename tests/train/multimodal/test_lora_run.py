@@ -1,0 +1,138 @@
+"""`longspan train` with [lora] over rows with images: equal at any degree, gone on with, and read by stock peft."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from longspan.cli.eval import main as eval_main
+from longspan.cli.export import main as export_main
+from longspan.errors import ConfigError
+from longspan.testing import run_ranks
+from longspan.train.config.file import load_config
+from longspan.train.config.sections import ParallelConfig, RunConfig
+from longspan.train.run.records.metrics_log import read_metrics
+from longspan.train.run.resume import _check_same_run
+from tests.mutation import mutate, restore
+from tests.train.homes import farthest, gone_on_from_the_first_checkpoint, losses_of_run
+from tests.train.small import train_rank
+from tests.train.test_images_run import model_folder, rows_with_images, settings
+
+peft = pytest.importorskip("peft")
+ONE = {"context__max_tokens_per_slot": 256}
+TWO = {"context__context_parallel_size": 2, "context__max_tokens_per_slot": 128, "encoder__tp": 2}
+BESIDE = {"none": 0, "projector": 5, "all": 42}  # tensors of the tower and projector that are trained
+
+
+def config_of(folder: Path, name: str, trained: str, **degrees: Any) -> RunConfig:
+    """A run of adapters; `trained` of the encoder."""
+    keys = {"lora__rank": 4, "train__lr": 0.02, "encoder__train": trained, "encoder__lr": 2e-3 * (trained != "none")}
+    return settings(folder / name, folder / "rows" / "rows.jsonl", folder / "model", **keys, **degrees)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder and rows with images."""
+    folder = tmp_path_factory.mktemp("lora")
+    model_folder(folder / "model")
+    rows_with_images(folder / "rows")
+    return folder
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("trained", BESIDE)
+def test_adapters_beside_images(trained: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, alone = (config_of(folder, f"{n}-{trained}", trained, **degrees) for n, degrees in ((2, TWO), (1, ONE)))
+    two = losses_of_run(config, 2)
+    assert farthest(two[:5], losses_of_run(alone, 1)) < 1e-6 and two[3] < two[0]
+    other = gone_on_from_the_first_checkpoint(config, folder / f"on-{trained}", ParallelConfig(tp=2))
+    resumed = losses_of_run(replace(other, context=alone.context), 2)
+    assert farthest(resumed[:5], two[:5]) < 1e-6
+    _check_stock(Path(config.run.dir), folder / "model", BESIDE[trained], folder / trained)
+    capsys.readouterr()
+    words = ["--world", "2", "--context.eval_context_parallel_size", "1", "--encoder.tp", "1", "--json"]
+    assert eval_main([config.run.dir, *words, "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(two[4], rel=1e-6)
+
+
+def _check_stock(run: Path, base: Path, beside: int, out: Path) -> None:
+    """What is saved, and exported with and without --merge, gives the same logits in stock peft and transformers."""
+    assert export_main([str(run), str(out / "adapter")]) == 0
+    assert export_main([str(run), str(out / "merged"), "--merge", "--dtype", "float64"]) == 0
+    saved, exported = (load_file(x / "adapter_model.safetensors") for x in (run / "model", out / "adapter"))
+    assert saved.keys() == exported.keys() and all(torch.equal(x, exported[name]) for name, x in saved.items())
+    assert sum("lora_" not in name for name in saved) == beside
+    adapted = peft.PeftModel.from_pretrained(_stock(base), run / "model", torch_device="cpu").eval()
+    with torch.no_grad():
+        wanted = adapted(**_image()).logits
+        assert (_stock(out / "merged")(**_image()).logits - wanted).abs().max() < 1e-9 * wanted.abs().max()
+        assert (_stock(base)(**_image()).logits - wanted).abs().max() > 1e-2
+
+
+def _stock(folder: Path) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64).eval()
+
+
+def _image() -> dict[str, torch.Tensor]:
+    ids = torch.tensor([[65, 66, *[260] * 4, 70, 71]])
+    pixels = torch.randn(16, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    kinds = (ids == 260).int()
+    return {
+        "input_ids": ids,
+        "pixel_values": pixels,
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "mm_token_type_ids": kinds,
+    }
+
+
+def _losses_forgetting(rank: int, config: RunConfig, undone: bool) -> None:
+    """Train on this rank where checkpoints leave out what is trained beside the adapter."""
+    undo = [] if undone else mutate("model.adapters", " or name in trained", "")
+    try:
+        train_rank(rank, config, 1)
+    finally:
+        restore(undo)
+
+
+@pytest.mark.whole
+def test_a_projector_that_no_checkpoint_holds_is_noticed(folder: Path) -> None:
+    errors = list[float]()
+    for forgets in (False, True):
+        config = config_of(folder, f"forgets-{forgets}", "projector", **ONE)
+        run_ranks(_losses_forgetting, 1, config, not forgets, timeout=120)
+        other = gone_on_from_the_first_checkpoint(config, folder / f"forgot-{forgets}", ParallelConfig())
+        run_ranks(_losses_forgetting, 1, other, not forgets, timeout=120)
+        errors.append(farthest(losses_in(other), losses_in(config)))
+    assert errors[0] < 1e-9 and errors[1] > 1e-3, errors
+
+
+def losses_in(config: RunConfig) -> list[float]:
+    """The losses that a run has written."""
+    rows = read_metrics(Path(config.run.dir) / "metrics.jsonl")
+    return [float(row[key]) for row in rows for key in ("loss", "eval_loss") if key in row]
+
+
+def test_towers_are_frozen_beside_adapters_by_default() -> None:
+    assert load_config(None, {"lora.rank": 8, "model.path": "x"}).encoder.train == "none"
+    assert load_config(None, {"model.path": "x"}).encoder.train == "all"
+
+
+def test_a_run_of_adapters_keeps_what_it_trains_of_an_encoder() -> None:
+    keys = {"lora.rank": 8, "model.path": "x"}
+    config = load_config(None, keys)
+    before = replace(config, encoder=replace(config.encoder, train="projector"))
+    with pytest.raises(ConfigError, match=r"encoder\.train was 'projector' when .* and is 'none' now"):
+        _check_same_run(config, {"config": json.loads(json.dumps(asdict(before)))}, Path("step-000004"))
+
+
+def test_targets_in_the_tower_are_refused(folder: Path) -> None:
+    config = config_of(folder, "tower", "none", lora__targets=["qkv"], **ONE)
+    with pytest.raises(
+        Exception, match=r"'qkv', which stands in the tower or projector of Qwen2_5_VLFor.* encoder\.train"
+    ):
+        run_ranks(train_rank, 1, config, 1, timeout=60)
