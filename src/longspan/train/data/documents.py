@@ -196,11 +196,6 @@ class Documents(Sequence[Document]):
         return (self.corpus[d] for d in self.ids)
 
     @property
-    def items(self) -> Sequence[Any]:
-        """The images that stand in them; `image_documents.py` finds them."""
-        return ()
-
-    @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each document."""
         return tuple(self.corpus.lengths[list(self.ids)].tolist())

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -62,30 +62,59 @@ class ShownImages:
         return self.tokens.positions(ids, grids)
 
 
+class ImagePlace(NamedTuple):
+    """Image `number` of the corpus in one of some documents, and how much further on than in its own document."""
+
+    document: int
+    number: int
+    shift: int = 0
+
+
 class ReadsImages(ABC):
     """What a step asks of documents for their images, which are `items` in order of `numbers`, the corpus's."""
 
     images: ShownImages | None
+
+    @abstractmethod
+    def find_images(self, images: ShownImages) -> Iterator[ImagePlace]:
+        """The images in them, in order of documents and of their places."""
 
     @property
     @abstractmethod
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each document."""
 
-    @property
     @abstractmethod
+    def __getitem__(self, index: int) -> Any:
+        """One of the documents."""
+
+    @cached_property
+    def places(self) -> tuple[ImagePlace, ...]:
+        """Where the images stand."""
+        return () if self.images is None else tuple(self.find_images(self.images))
+
+    @cached_property
     def numbers(self) -> tuple[int, ...]:
         """The corpus's numbers of the images, in the order of `items`."""
+        return tuple(place.number for place in self.places)
 
-    @property
-    @abstractmethod
+    @cached_property
     def items(self) -> tuple[Item, ...]:
         """The images by the positions that their rows take."""
+        images = self.images
+        return () if images is None else tuple(Item(p.document, images.spans(p.number, p.shift)) for p in self.places)
 
     @cached_property
     def item_table(self) -> ItemTable:
         """The items, checked and in arrays."""
         return ItemTable(self.lengths, self.items)
+
+    def positions(self, document: int) -> npt.NDArray[np.int64] | None:
+        """The positions of a document in several parts (n, T); None where they are plain."""
+        numbers = self._of_document.get(document)
+        if self.images is None or numbers is None:
+            return None
+        return self.images.positions(self[document][np.arange(self.lengths[document])], numbers)
 
     def read(self, item: int) -> ImageInput:
         """What the encoder is given for an item."""
@@ -102,6 +131,14 @@ class ReadsImages(ABC):
         if self.images is not None:
             self.images.reader.ahead(self.numbers[item] for item in items)
 
+    @cached_property
+    def _of_document(self) -> dict[int, list[int]]:
+        """The numbers of the images of each document that has any."""
+        found = dict[int, list[int]]()
+        for place in self.places:
+            found.setdefault(place.document, []).append(place.number)
+        return found
+
 
 @dataclass(frozen=True)
 class ImageDocuments(Documents, ReadsImages):
@@ -109,43 +146,16 @@ class ImageDocuments(Documents, ReadsImages):
 
     images: ShownImages | None = None
 
-    @cached_property
-    def numbers(self) -> tuple[int, ...]:
-        """The corpus's numbers of the images, in the order of `items`."""
-        return tuple(number for document in self.ids for number in self._of(document))
-
-    @cached_property
-    def items(self) -> tuple[Item, ...]:
-        """The images by the positions that their rows take."""
-        images = self.images
-        if images is None:
-            return ()
-        pairs = ((index, number) for index, document in enumerate(self.ids) for number in self._of(document))
-        return tuple(Item(index, images.spans(number)) for index, number in pairs)
-
-    def positions(self, document: int) -> npt.NDArray[np.int64] | None:
-        """The positions of a document in several parts (n, T); None where they are plain."""
-        number = self.ids[document]
-        if self.images is None or not len(self._of(number)):
-            return None
-        ids = self.corpus.read(number, np.arange(int(self.corpus.lengths[number])))
-        return self.images.positions(ids, self._of(number))
-
-    def _of(self, document: int) -> range:
-        return range(0) if self.images is None else self.images.table.of_document(document)
-
-
-class _Place(NamedTuple):
-    """Image `number` of the corpus in a pack, and how much further on it stands there than in its document."""
-
-    pack: int
-    number: int
-    shift: int
+    def find_images(self, images: ShownImages) -> Iterator[ImagePlace]:
+        """The images in them, in order of documents and of their places."""
+        for index, document in enumerate(self.ids):
+            for number in images.table.of_document(document):
+                yield ImagePlace(index, number)
 
 
 @dataclass(frozen=True)
 class ImagePacks(ReadsImages, Sequence[Pack]):
-    """The packs of a step with the images in them, which no pack cuts; `ImageDocuments` says what else there is."""
+    """The packs of a step, each as one document, with the images in them, none of which a pack cuts."""
 
     packs: tuple[Pack, ...]
     images: ShownImages | None = None
@@ -164,36 +174,13 @@ class ImagePacks(ReadsImages, Sequence[Pack]):
         """Tokens of each pack."""
         return tuple(map(len, self.packs))
 
-    @cached_property
-    def numbers(self) -> tuple[int, ...]:
-        """The corpus's numbers of the images, in the order of `items`."""
-        return tuple(place.number for place in self._places)
-
-    @cached_property
-    def items(self) -> tuple[Item, ...]:
-        """The images by the positions that their rows take."""
-        images = self.images
-        return () if images is None else tuple(Item(p.pack, images.spans(p.number, p.shift)) for p in self._places)
-
-    def positions(self, document: int) -> npt.NDArray[np.int64] | None:
-        """The positions of a pack in several parts (n, T); None where they are plain."""
-        numbers = [place.number for place in self._places if place.pack == document]
-        pack = self.packs[document]
-        if self.images is None or not numbers:
-            return None
-        return self.images.positions(pack[np.arange(len(pack))], numbers)
-
-    @cached_property
-    def _places(self) -> tuple[_Place, ...]:
-        places, images = list[_Place](), self.images
-        if images is None:
-            return ()
+    def find_images(self, images: ShownImages) -> Iterator[ImagePlace]:
+        """The images in them, in order of packs and of their places."""
         for index, pack in enumerate(self.packs):
             for end, piece in zip(pack.ends.tolist(), pack.pieces, strict=True):
                 for number in images.table.of_document(piece.document.number):
                     if piece.start <= images.table[number].image.start < piece.stop:
-                        places.append(_Place(index, number, end - piece.stop))
-        return tuple(places)
+                        yield ImagePlace(index, number, end - piece.stop)
 
 
 def show_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus:

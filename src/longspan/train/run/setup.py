@@ -108,7 +108,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     longest = _longest(config, corpus, order)
     check_fit = partial(_check_fit, longest, sets, named, world)
     check_fit(config)
-    images = len(corpus.images or ()) + sum(len(s.documents.items) for s in sets)
+    images = len(corpus.images or ()) + sum(len(getattr(s.documents, "items", ())) for s in sets)
     data = _Data(corpus.manifest.tokenizer_size, longest, images)
     model = _prepared_for(data, config, world, log, resumed=checkpoint is not None)
     refuse_randomness(language_model_of(model))

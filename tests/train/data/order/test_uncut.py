@@ -92,6 +92,7 @@ def _config(pack_to: int, *, across: bool = False) -> RunConfig:
 @pytest.mark.parametrize("across", [False, True])
 def test_packs_with_images_are_documents_of_their_tokens(across: bool, tmp_path: Path) -> None:
     packs, documents, tokens = packed(tmp_path, across=across)
+    assert packs.images is not None
     ids = [pack[np.arange(len(pack))] for pack in packs]
     images = [packs.images.table[number].image for number in packs.numbers]
     of_pack = [[k for k, item in enumerate(packs.items) if item.document == d] for d in range(len(packs))]
