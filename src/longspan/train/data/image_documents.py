@@ -114,7 +114,8 @@ class ReadsImages(ABC):
         numbers = self._of_document.get(document)
         if self.images is None or numbers is None:
             return None
-        return self.images.positions(self[document][np.arange(self.lengths[document])], numbers)
+        tokens = self[document]
+        return self.images.positions(tokens[np.arange(len(tokens))], numbers)
 
     def read(self, item: int) -> ImageInput:
         """What the encoder is given for an item."""
