@@ -28,7 +28,7 @@ from longspan.plan import Plan
 from longspan.train.document import NO_TARGET
 from longspan.train.encoding import items_of, read_encoding
 from longspan.train.gradients import check_finite, clip_gradients, square_sum_of_modules
-from longspan.train.mtp_loss import MtpLoss, WithDepths, check_mtp, count_targets
+from longspan.train.mtp.loss import MtpLoss, WithDepths, check_mtp, count_targets
 from longspan.train.own_loss.document_loss import DocumentLoss
 from longspan.train.own_loss.step_loss import step_loss
 from longspan.train.own_loss.token_loss import LossFunction

@@ -30,11 +30,11 @@ from longspan.plan import Cost, Plan
 from longspan.train.config.eval_set import EvalConfig
 from longspan.train.config.precision import compute_dtype
 from longspan.train.config.sections import RunConfig
-from longspan.train.depths import with_depths
 from longspan.train.figures import StepFigures, figures_of
 from longspan.train.image_encoder import encoder_home, freeze_as_asked, learning_rates, share_of_rate
 from longspan.train.memory.model_fits import check_model_fits
-from longspan.train.mtp_loss import mtp_loss
+from longspan.train.mtp.depths import with_depths
+from longspan.train.mtp.loss import mtp_loss
 from longspan.train.optim.on_shards import check_on_shards
 from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, groups_of
 from longspan.train.optim.schedule import Schedule

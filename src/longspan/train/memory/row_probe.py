@@ -24,7 +24,7 @@ from longspan.plan import Plan
 from longspan.train.config.sections import RunConfig
 from longspan.train.disk import write_atomically
 from longspan.train.memory.live_bytes import LiveBytes
-from longspan.train.mtp_loss import mtp_loss
+from longspan.train.mtp.loss import mtp_loss
 from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.step import run_step
 

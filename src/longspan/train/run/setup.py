@@ -29,10 +29,10 @@ from longspan.train.data.order.source import ORDER, Mixture
 from longspan.train.data.order.uncut import UncutSpans
 from longspan.train.data.pack_order import PackOrder
 from longspan.train.data.step_order import StepOrder
-from longspan.train.depths import depths_line
 from longspan.train.disk import write_atomically
 from longspan.train.evaluation.auto_degree import with_degrees
 from longspan.train.memory.rows_that_fit import with_rows_that_fit
+from longspan.train.mtp.depths import depths_line
 from longspan.train.optim.schedule import Schedule
 from longspan.train.plans import cost_of_run, query_heads
 from longspan.train.run.checks.encoder import check_images

@@ -22,7 +22,7 @@ from longspan.plan.timeline import slot_rows
 from longspan.train.all_ranks import LogLine
 from longspan.train.data.synthetic import synthetic_documents
 from longspan.train.memory.live_bytes import peak_memory_bytes
-from longspan.train.mtp_loss import mtp_loss
+from longspan.train.mtp.loss import mtp_loss
 from longspan.train.step import run_step
 from longspan.train.training import Training
 from longspan.train.warm_up.kinds import Kind, largest_micro_batch, on_all_slots, plan_of, smallest_of_each_kind
