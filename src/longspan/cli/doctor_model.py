@@ -15,15 +15,15 @@ from transformers import PreTrainedConfig
 
 from longspan.cli.gpu_environment import set_gpu_environment
 from longspan.cli.processes import Processes, processes_of, reports_here, run_on_ranks, under_torchrun, usable_gpus
-from longspan.doctor.cases import Case, CaseSet, DTypeName, cases_named, every_type
+from longspan.doctor.cases import Case, CaseSet, DTypeName, cases_named, every_type, image_cases
 from longspan.doctor.kernels import KernelLine, kernel_lines
 from longspan.doctor.outcomes import Proof
 from longspan.doctor.prove import InWorld, Ranks, run_proof
 from longspan.doctor.table import found, proof_json, proof_text
-from longspan.doctor.which_model import configuration_of
+from longspan.doctor.which_model import configuration_of, reads_images
 from longspan.errors import CommError, LongspanError, counted
 from longspan.model.presets import preset_config
-from longspan.model.small.shrink import shrunken
+from longspan.model.small.shrink import reads_images_alone, shrunken
 
 LOCAL_RANKS = 4
 VOCABULARY = 97
@@ -53,10 +53,11 @@ def prove_model(name: str, flags: ProofFlags) -> int:
     config = configuration_of(name)
     proofs, models = list[Proof](), list[dict[str, Any]]()
     for processes in _places(flags):
-        small = shrunken(config, true_heads=_true_heads(flags, processes))
+        small = shrunken(config, true_heads=_true_heads(flags, processes), images=reads_images(config))
         models.append(_model(config, small, processes))
-        proofs.append(_run(small, _cases(flags, processes), processes, flags.timeout))
-    proof = Proof(tuple(o for p in proofs for o in p.outcomes), tuple(w for p in proofs for w in p.worlds))
+        proofs.append(_run(small, _cases(flags, processes, config), processes, flags.timeout))
+    outcomes, worlds = (tuple(x for p in proofs for x in getattr(p, name)) for name in ("outcomes", "worlds"))
+    proof = Proof(outcomes, worlds, text_suffices=not reads_images_alone(config))
     seconds = time.perf_counter() - began
     if reports_here():
         device = torch.device("cuda" if models[-1]["backend"] == "nccl" else "cpu")
@@ -102,11 +103,19 @@ def _true_heads(flags: ProofFlags, processes: Processes) -> bool:
     return flags.head_size == "true" or (flags.head_size == "auto" and processes.backend == "nccl")
 
 
-def _cases(flags: ProofFlags, processes: Processes) -> list[Case]:
-    """The whole set in the type that shows most there: float64 on CPUs, bfloat16 on GPUs; the basic one in another."""
+def _cases(flags: ProofFlags, processes: Processes, config: PreTrainedConfig) -> list[Case]:
+    """The whole set in the type that shows most there: float64 on CPUs, bfloat16 on GPUs; the basic one in another.
+
+    The same with images, where the model reads them; a class that is none of text alone has the basic set of text.
+    """
     main, other = (_EXACT, _ROUNDED) if processes.backend == "gloo" else (_ROUNDED, _EXACT)
-    ranks, backend = processes.ranks, processes.backend
-    cases = [*cases_named(flags.cases, ranks, (main[backend],)), *cases_named("basic", ranks, (other[backend],))]
+    ranks = processes.ranks
+    first: tuple[DTypeName, ...] = (main[processes.backend],)
+    second: tuple[DTypeName, ...] = (other[processes.backend],)
+    of_text: CaseSet = "basic" if reads_images_alone(config) else flags.cases
+    cases = [*cases_named(of_text, ranks, first), *cases_named("basic", ranks, second)]
+    if reads_images(config):
+        cases += [*image_cases(flags.cases, ranks, first), *image_cases("basic", ranks, second)]
     return list(dict.fromkeys(cases))
 
 

@@ -13,6 +13,7 @@ from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
 from longspan.plan.planners.options import PlanOptions
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 96, 41)  # ragged, some shorter than twice the degree, one without a target
+IMAGES = (0, 0, 2, 1, 0, 0, 3, 1)  # of the same documents, whose placeholders come on top
 DTypeName = Literal["float64", "float32", "bfloat16"]
 CaseSet = Literal["basic", "whole"]
 
@@ -23,7 +24,8 @@ class Case:
 
     `plan`: "one" micro-batch whose groups have `cp` slots (the last has what remains); "several", with groups of
     different degrees, a slot in two groups, idle slots and a dummy; "dynamic", as `plan_dynamic` makes it.
-    `sizes` are those of a2a+p2p. `router_losses` adds the balance and z losses of routers.
+    `sizes` are those of a2a+p2p. `router_losses` adds the balance and z losses of routers. With an `encoder` documents
+    have images, and the tower and projector a home of their own on all ranks, whose tp it is; 0: text alone.
     """
 
     dtype: DTypeName = "float64"
@@ -38,6 +40,7 @@ class Case:
     sequence_parallel: bool = False
     router_losses: bool = False
     evaluation: bool = False
+    encoder: int = 0
 
     @property
     def name(self) -> str:
@@ -51,13 +54,21 @@ class Case:
             "router losses": self.router_losses,
             "evaluation": self.evaluation,
         }
-        return ", ".join([self.dtype, *degrees, cp[self.plan], kind, *(text for text, there in more.items() if there)])
+        images = [f"images (encoder tp {self.encoder})" if self.encoder > 1 else "images"] if self.encoder else []
+        return ", ".join(
+            [self.dtype, *images, *degrees, cp[self.plan], kind, *(text for text, there in more.items() if there)]
+        )
 
     @property
     def basic(self) -> bool:
         """Whether a model that is refused in this case is refused as such: none of its sizes is in the way."""
-        plain = max(self.tp, self.pp, self.ep) == 1 and not self.router_losses
+        plain = max(self.tp, self.pp, self.ep, self.encoder) <= 1 and not self.router_losses
         return plain and self.cp_comm_type in ("p2p", "all_gather")
+
+    @property
+    def answer(self) -> tuple[str, bool, bool]:
+        """Which answer of the stock model it is compared with: of its dtype, with losses of routers, with images."""
+        return self.dtype, self.router_losses, self.encoder > 0
 
     def home(self, ranks: int) -> Layout:
         """The home of this case over as many of the ranks as it divides. Raises LayoutError where they are too few."""
@@ -81,6 +92,16 @@ def cases_named(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("flo
         raise ConfigError(f"there is no set of cases {name!r}; use one of {', '.join(get_args(CaseSet))}")
     made = _basic(ranks) if name == "basic" else _whole(ranks)
     return tuple(replace(case, dtype=dtype) for dtype in dtypes for case in made)
+
+
+def image_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
+    """The same ways with images among the text, and the encoder's own tp; without losses of routers."""
+    cases = [replace(case, encoder=1) for case in cases_named(name, ranks, dtypes) if not case.router_losses]
+    if name == "whole" and ranks % 2 == 0:
+        cp = 2 if ranks >= 4 else 1
+        of_encoder = [Case(encoder=2), Case(cp=2, encoder=2), Case(tp=2, cp=cp, encoder=2), Case(pp=2, encoder=2)]
+        cases += [replace(case, dtype=dtype) for dtype in dtypes for case in of_encoder]
+    return tuple(cases)
 
 
 def _basic(ranks: int) -> list[Case]:
@@ -131,15 +152,29 @@ def every_type(cp: int) -> list[Case]:
     return [flat["p2p"], flat["all_gather"], flat["a2a"], *hierarchical, flat["auto"]]
 
 
-def plan_of(case: Case, home: Layout, *, heads: int | None = None, node_size: int = 8) -> Plan:
-    """The plan of a case, over documents of LENGTHS. Raises LayoutError where the home has fewer slots than its degree.
+@dataclass(frozen=True)
+class Packed:
+    """Documents as plans know them: how long they are, and how many tokens they predict."""
+
+    lengths: tuple[int, ...]
+    targets: int
+
+
+TEXTS = Packed(LENGTHS, sum(LENGTHS) - len(LENGTHS))
+
+
+def plan_of(
+    case: Case, home: Layout, *, documents: Packed = TEXTS, heads: int | None = None, node_size: int = 8
+) -> Plan:
+    """The plan of a case. Raises LayoutError where the home has fewer slots than its degree.
 
     With `heads` of queries, PlanError where a type cannot deal them out.
     """
     if case.cp > home.slots:
         raise LayoutError(f"cp {case.cp} needs as many slots, and the home has {home.slots}; use more ranks")
     if case.plan == "several":
-        return _several(case, home)
+        return _several(case, home, documents)
+    lengths, targets = documents.lengths, documents.targets
     options = PlanOptions(
         cp_comm_type=case.cp_comm_type,
         hierarchical_context_parallel_sizes=case.sizes,
@@ -148,41 +183,42 @@ def plan_of(case: Case, home: Layout, *, heads: int | None = None, node_size: in
         heads=heads,
     )
     if case.plan == "dynamic":
-        cap = -(-max(LENGTHS) // home.slots) + 8
-        return plan_dynamic(LENGTHS, home, options=options, max_tokens_per_slot=cap)
-    return plan_fixed(LENGTHS, home, case.cp, options=options) if home.slots % case.cp == 0 else _in_blocks(case, home)
+        cap = -(-max(lengths) // home.slots) + 8
+        return plan_dynamic(lengths, home, options=options, targets=targets, max_tokens_per_slot=cap)
+    if home.slots % case.cp:
+        return _in_blocks(case, home, documents)
+    return plan_fixed(lengths, home, case.cp, options=options, targets=targets)
 
 
-def _in_blocks(case: Case, home: Layout) -> Plan:
+def _in_blocks(case: Case, home: Layout, of: Packed) -> Plan:
     """One micro-batch of a degree that does not divide the slots."""
     blocks = [tuple(range(first, min(first + case.cp, home.slots))) for first in range(0, home.slots, case.cp)]
     documents: list[list[int]] = [[] for _ in blocks]
-    for document in range(len(LENGTHS)):
+    for document in range(len(of.lengths)):
         documents[document % len(blocks)].append(document)
-    groups = [_group(case, block, of_block) for block, of_block in zip(blocks, documents, strict=True)]
-    return _checked(case, home, MicroBatch(tuple(groups)))
+    groups = [_group(case, block, of_block, of) for block, of_block in zip(blocks, documents, strict=True)]
+    return _checked(case, home, of, MicroBatch(tuple(groups)))
 
 
-def _several(case: Case, home: Layout) -> Plan:
+def _several(case: Case, home: Layout, of: Packed) -> Plan:
     """Slot 0 has documents of its own and shares one; the others idle in the first micro-batch, none works in the last.
 
     Where the home has fewer slots, its last stands for those that it lacks.
     """
-    everyone, rest = tuple(range(home.slots)), list(range(6, len(LENGTHS)))
-    first = MicroBatch((_group(case, (0,), [0, 1]),))
-    wide, single, last = _group(case, everyone[: case.cp], [2, 3]), _group(case, (0,), [4]), (home.slots - 1,)
-    second = MicroBatch((wide, single, _group(case, last, [5])))
-    third = MicroBatch((_group(case, everyone, rest),))
-    return _checked(case, home, first, second, third, MicroBatch())
+    everyone, rest = tuple(range(home.slots)), list(range(6, len(of.lengths)))
+    first = MicroBatch((_group(case, (0,), [0, 1], of),))
+    wide, single, last = _group(case, everyone[: case.cp], [2, 3], of), _group(case, (0,), [4], of), (home.slots - 1,)
+    second = MicroBatch((wide, single, _group(case, last, [5], of)))
+    third = MicroBatch((_group(case, everyone, rest, of),))
+    return _checked(case, home, of, first, second, third, MicroBatch())
 
 
-def _group(case: Case, slots: tuple[int, ...], documents: list[int]) -> Group:
-    return Group(slots, tuple(documents), tuple(LENGTHS[d] for d in documents), case.cp_comm_type)
+def _group(case: Case, slots: tuple[int, ...], documents: list[int], of: Packed) -> Group:
+    return Group(slots, tuple(documents), tuple(of.lengths[d] for d in documents), case.cp_comm_type)
 
 
-def _checked(case: Case, home: Layout, *batches: MicroBatch) -> Plan:
-    targets = sum(LENGTHS) - len(LENGTHS)
-    return Plan(home.slots, LENGTHS, batches, targets=targets, row_multiple=_row_multiple(case)).check()
+def _checked(case: Case, home: Layout, of: Packed, *batches: MicroBatch) -> Plan:
+    return Plan(home.slots, of.lengths, batches, targets=of.targets, row_multiple=_row_multiple(case)).check()
 
 
 def _row_multiple(case: Case) -> int:

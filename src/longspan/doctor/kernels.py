@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from longspan.attention import KERNELS, AttentionCall, Mask, choose
 from longspan.attention.kernels.table import Kernel
@@ -11,6 +11,7 @@ from longspan.errors import AttentionError
 from longspan.model.experts.moe import use_experts
 from longspan.model.seams.attention_calls import IMPLEMENTATION
 from longspan.model.seams.probe import RecordedCall, probe_model
+from longspan.model.small.shrink import reads_images_alone
 
 GPU = torch.device("cuda")
 
@@ -47,7 +48,8 @@ def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
 
 def _without_memory(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(type(config).from_dict(config.to_dict()), dtype=torch.bfloat16)
+        automatic = AutoModelForImageTextToText if reads_images_alone(config) else AutoModelForCausalLM
+        model = automatic.from_config(type(config).from_dict(config.to_dict()), dtype=torch.bfloat16)
     model.set_attn_implementation(IMPLEMENTATION)
     use_experts(model)
     return model

@@ -51,12 +51,19 @@ class WorldFacts:
 
 @dataclass(frozen=True)
 class Proof:
-    """Outcomes in the order of their cases, and the worlds in which they ran."""
+    """Outcomes in the order of their cases, and the worlds in which they ran.
+
+    `text_suffices`: the model's class is that of text alone too, so that images which are refused are a remark.
+    """
 
     outcomes: tuple[Outcome, ...]
     worlds: tuple[WorldFacts, ...] = ()
+    text_suffices: bool = False
 
     @property
     def good(self) -> bool:
         """Whether nothing is wrong, nothing crashed, and the model as such is not refused."""
-        return bool(self.outcomes) and all(outcome.good for outcome in self.outcomes)
+        return bool(self.outcomes) and all(outcome.good or self._is_remark(outcome) for outcome in self.outcomes)
+
+    def _is_remark(self, outcome: Outcome) -> bool:
+        return self.text_suffices and outcome.case.encoder > 0 and outcome.status == "refused"

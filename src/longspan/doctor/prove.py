@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from longspan.comm import run_local
 from longspan.doctor.cases import LENGTHS, Case
+from longspan.doctor.images import image_documents
 from longspan.doctor.outcomes import Outcome, Proof, WorldFacts
 from longspan.doctor.ranks import Expected, Task, preparation, run_cases
 from longspan.doctor.stock import (
@@ -35,6 +36,8 @@ from longspan.doctor.stock import (
 )
 from longspan.errors import CommError, LongspanError
 from longspan.layout import Layout
+from longspan.model.seams.hint import DOCTOR
+from longspan.model.vision.trial_documents import TrialDocument
 
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
 ROUNDING = 2  # so many times the stock model's own error: in bfloat16, and in float32 where that is above EXACT
@@ -76,18 +79,34 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
         documents = documents_for(config, LENGTHS)
     except Exception as error:
         return Proof(tuple(Outcome(case, "not built", message=_text(error)) for case in cases))
-    expected = Stock(config, documents).expected(cases)
+    images, refusal = _images(config, cases)
+    expected = Stock(config, documents, images).expected(cases)
     for number, case in enumerate(cases):
-        if isinstance(failure := expected[case.dtype, False], str):
+        if case.encoder and refusal is not None:
+            outcomes[number] = replace(refusal, case=case)
+        elif isinstance(failure := expected[case.dtype, False, case.encoder > 0], str):
             outcomes[number] = Outcome(case, "not built", message=failure)
-        elif case.router_losses and isinstance(failure := expected[case.dtype, True], str):
+        elif case.router_losses and isinstance(failure := expected[case.answer], str):
             outcomes[number] = Outcome(case, "refused", message=failure)
     answers = {key: answer for key, answer in expected.items() if isinstance(answer, Expected)}
     for home, numbered in _by_home(cases, ranks.count, outcomes).items():
-        task = Task(config, home, tuple(numbered), answers, documents, ranks.backend, ranks.timeout)
+        task = Task(config, home, tuple(numbered), answers, documents, ranks.backend, ranks.timeout, images=images)
         task = replace(task, show=ranks.show, architecture=MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
         outcomes |= _run_home(task, ranks, worlds)
     return Proof(tuple(outcomes[number] for number in range(len(cases))), tuple(worlds))
+
+
+def _images(config: PreTrainedConfig, cases: Sequence[Case]) -> tuple[tuple[TrialDocument, ...], Outcome | None]:
+    """The documents with images where cases want them, or why there are none."""
+    first = next((case for case in cases if case.encoder), None)
+    if first is None:
+        return (), None
+    try:
+        return image_documents(config), None
+    except LongspanError as error:
+        return (), Outcome(first, "refused", message=str(error).partition(DOCTOR)[0])
+    except Exception as error:
+        return (), Outcome(first, "not built", message=_text(error))
 
 
 def _by_home(cases: Sequence[Case], ranks: int, outcomes: dict[int, Outcome]) -> dict[Layout, list[tuple[int, Case]]]:
@@ -164,21 +183,24 @@ def _text(error: BaseException) -> str:
 
 
 class Stock:
-    """What the stock model says, by dtype and with or without losses of routers; a text where it cannot run."""
+    """What the stock model says, by dtype, with or without losses of routers and images; a text where it cannot run."""
 
-    def __init__(self, config: PreTrainedConfig, documents: list[Any]) -> None:
-        self.config, self.documents = config, documents
+    def __init__(
+        self, config: PreTrainedConfig, documents: Sequence[Any], images: Sequence[TrialDocument] = ()
+    ) -> None:
+        self.config, self.documents, self.images = config, documents, images
 
-    def expected(self, cases: Sequence[Case]) -> dict[tuple[str, bool], Expected | str]:
+    def expected(self, cases: Sequence[Case]) -> dict[tuple[str, bool, bool], Expected | str]:
         """For every dtype of the cases; with losses of routers where a case wants them and the model has them."""
-        keys = dict.fromkeys((case.dtype, False) for case in cases)
-        keys |= dict.fromkeys((case.dtype, True) for case in cases if case.router_losses)
-        answers: dict[tuple[str, bool], Expected | str] = {}
-        for name, with_routers in keys:
+        keys = dict.fromkeys((case.dtype, False, case.encoder > 0) for case in cases)
+        keys |= dict.fromkeys(case.answer for case in cases if case.router_losses)
+        answers: dict[tuple[str, bool, bool], Expected | str] = {}
+        for name, with_routers, with_images in keys:
+            stock = Stock(self.config, self.images) if with_images else self
             try:
-                answers[name, with_routers] = self._of(getattr(torch, name), with_routers)
+                answers[name, with_routers, with_images] = stock._of(getattr(torch, name), with_routers)
             except Exception as error:
-                answers[name, with_routers] = _text(error)
+                answers[name, with_routers, with_images] = _text(error)
         return answers
 
     def _of(self, dtype: torch.dtype, with_routers: bool) -> Expected:

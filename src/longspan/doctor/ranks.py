@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from transformers import PreTrainedConfig
 
 from longspan.attention import choose_type
 from longspan.comm import World
-from longspan.doctor.cases import Case, plan_of
+from longspan.doctor.cases import TEXTS, Case, Packed, plan_of
+from longspan.doctor.images import item_documents
 from longspan.doctor.outcomes import Outcome, WorldFacts
 from longspan.doctor.stock import (
     NO_ROUTER,
@@ -31,11 +33,15 @@ from longspan.doctor.stock import (
 from longspan.doctor.which_model import register
 from longspan.errors import CommError, LongspanError, ModelError
 from longspan.layout import Layout
-from longspan.model import prepare
+from longspan.model import EncoderHome, prepare
 from longspan.model.execution import execution_of
 from longspan.model.experts.moe import router_statistics
+from longspan.model.multimodal.multimodal_model import language_model_of
+from longspan.model.prepare_model import PrepareOptions
 from longspan.model.seams.hint import DOCTOR
 from longspan.model.small.shrink import tiny_model
+from longspan.model.vision.join import own_names
+from longspan.model.vision.trial_documents import TrialDocument
 from longspan.plan import Plan
 from longspan.plan.hierarchy import Levels, hierarchical_groups, levels_of
 from longspan.train import run_step
@@ -59,13 +65,14 @@ class Task:
     config: PreTrainedConfig
     home: Layout
     cases: tuple[tuple[int, Case], ...]
-    expected: dict[tuple[str, bool], Expected]  # by dtype, and whether the losses of routers are in it
+    expected: dict[tuple[str, bool, bool], Expected]  # by dtype, losses of routers or not, images or not
     documents: list[np.ndarray]
     backend: str
     timeout: float
     record: str = ""  # a file, to which the first rank adds a line for each outcome
     show: bool = False
     architecture: type | None = None  # of a configuration that transformers does not know
+    images: tuple[TrialDocument, ...] = ()  # documents of the cases with an encoder
 
 
 def run_cases(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
@@ -83,9 +90,9 @@ def run_cases(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
         return WorldFacts(len(task.home.ranks), str(world.device), world.backend, made), outcomes
 
 
-def preparation(case: Case) -> tuple[str, str, bool]:
+def preparation(case: Case) -> tuple[str, str, bool, int]:
     """What cases must have in common to share a prepared model."""
-    return case.dtype, case.recompute, case.sequence_parallel
+    return case.dtype, case.recompute, case.sequence_parallel, case.encoder
 
 
 def _record(task: Task, world: World, number: int, outcome: Outcome) -> None:
@@ -107,25 +114,33 @@ class CaseRun:
         """Prepare a model as the first of these cases wants it, which all of them do."""
         self.task, self.world, self.dtype = task, world, getattr(torch, first.dtype)
         self.refusal, self.model = "", nn.Module()
-        self.whole = next(e.whole for (name, _), e in task.expected.items() if name == first.dtype)
+        self.whole = task.expected[first.dtype, False, first.encoder > 0].whole
+        self.documents: Any = item_documents(task.config, task.images) if first.encoder else task.documents
         self._began = time.perf_counter()
         try:
             with precision(self.dtype, whole=self.whole):
-                self.model = prepare(
-                    tiny_model(task.config, self.dtype),
-                    world,
-                    activation_checkpointing=first.recompute,
-                    sequence_parallel=first.sequence_parallel,
-                )
+                self.model = self._prepared(first)
         except LongspanError as error:
             if isinstance(error, CommError):
                 raise
             self.refusal = str(error).partition(DOCTOR)[0]  # this is what it names
 
+    def _prepared(self, first: Case) -> nn.Module:
+        options: PrepareOptions = {
+            "activation_checkpointing": first.recompute,
+            "sequence_parallel": first.sequence_parallel,
+        }
+        model = tiny_model(self.task.config, self.dtype, images=first.encoder > 0)
+        if not first.encoder:
+            return prepare(model, self.world, **options)
+        home = Layout(len(self.task.home.ranks), tp=first.encoder)
+        settings = EncoderHome(home=home, recompute=first.recompute != "none", activation_checkpointing=first.recompute)
+        return prepare(model, self.world, encoder=settings, **options)
+
     def outcome(self, case: Case) -> Outcome:
         """Of one case; raises what its step raises, for then other ranks may wait."""
         began, self._began = self._began, time.perf_counter()
-        expected = self.task.expected[case.dtype, case.router_losses]
+        expected = self.task.expected[case.answer]
         try:
             if self.refusal:
                 raise ModelError(self.refusal)
@@ -152,8 +167,11 @@ class CaseRun:
     def _plan(self, case: Case) -> Plan:
         """The plan of a case. Raises what its step would, on every rank, before it communicates."""
         heads = getattr(self.task.config.get_text_config(), "num_attention_heads", None)
-        plan = plan_of(case, self.task.home, heads=heads, node_size=self.world.node_size)
-        check_step(self.model, plan, self.task.documents, self.world, backward=not case.evaluation)
+        packed = Packed(self.documents.lengths, self.documents.targets) if case.encoder else TEXTS
+        plan = plan_of(case, self.task.home, documents=packed, heads=heads, node_size=self.world.node_size)
+        items = self.documents.item_table if case.encoder else None
+        model = language_model_of(self.model)
+        check_step(model, plan, self.documents, self.world, items, backward=not case.evaluation)
         if case.router_losses:
             router_statistics(self.model, self.world, plan.tokens, ROUTER)
         return plan
@@ -161,12 +179,13 @@ class CaseRun:
     def _errors(self, case: Case, plan: Plan, stock: Answer) -> tuple[float, dict[str, float]]:
         """Errors of the loss and of each gradient, the worst of all ranks."""
         if case.evaluation:
-            loss = evaluate(self.model, self.task.documents, plan, self.world).loss
+            loss = evaluate(self.model, self.documents, plan, self.world).loss
             return loss_error(loss, stock.loss), {}
         router = ROUTER if case.router_losses else NO_ROUTER
         self.world.prepare(plan)
-        result = run_step(self.model, plan, self.task.documents, self.world, router=router)
-        here = gradient_errors(gradients_of(self.model), stock)
+        result = run_step(self.model, plan, self.documents, self.world, router=router)
+        gradients = gradients_of(self.model)
+        here = gradient_errors({own: gradients[name] for own, name in own_names(gradients).items()}, stock)
         self.model.zero_grad()
         of_ranks = self.world.control.gather_objects(here, "errors of gradients")
         errors = {name: max(of.get(name, 0.0) for of in of_ranks) for name in {n for of in of_ranks for n in of}}

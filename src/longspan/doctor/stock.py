@@ -19,9 +19,11 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.doctor.float64 import whole_float64
+from longspan.doctor.images import NO_LABEL, labels_of
 from longspan.errors import ModelError
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.small.shrink import tiny_model
+from longspan.model.vision.trial_documents import TrialDocument, ordinary_ids, stock_arguments
 from longspan.plan.cost.model_shape import read_experts
 
 ROUTER = RouterCoefficients(balance=0.5, z=0.1)
@@ -50,21 +52,14 @@ def precision(dtype: torch.dtype, *, whole: bool) -> AbstractContextManager[Any]
 
 def documents_for(config: PreTrainedConfig, lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
     """Documents of random token ids without those that mean something to the model: padding, images and the like."""
-    text = config.get_text_config()
-    special = {
-        value
-        for part in (config, text)
-        for key, value in vars(part).items()
-        if key.endswith(("token_id", "token_index")) and isinstance(value, int)
-    }
-    usual = np.array([token for token in range(text.vocab_size) if token not in special])
+    usual = np.array(ordinary_ids(config))
     random = np.random.default_rng(seed)
     return [random.choice(usual, length) for length in lengths]
 
 
 def stock_answer(
     config: PreTrainedConfig,
-    documents: Sequence[np.ndarray],
+    documents: Sequence[np.ndarray | TrialDocument],
     weights: torch.dtype,
     compute: torch.dtype | None = None,
     *,
@@ -76,15 +71,17 @@ def stock_answer(
     With coefficients, the losses of its routers are over all tokens and layers of the documents. Raises what the
     model's own code raises, and ModelError where it returns no logits of routers.
     """
-    model = stock_model(config, weights, attention).to(compute or weights)  # pyright: ignore[reportArgumentType]
-    targets, losses, rows = sum(map(len, documents)) - len(documents), [], []
+    images = any(isinstance(document, TrialDocument) for document in documents)
+    model: Any = stock_model(config, weights, attention, images=images).to(compute or weights)  # pyright: ignore[reportArgumentType]
+    of_documents = [torch.from_numpy(labels_of(document)) for document in documents]
+    targets, losses, rows = sum(int((labels != NO_LABEL).sum()) for labels in of_documents), [], []
     made = _states(model)
-    for document in documents:
+    for document, labels in zip(documents, of_documents, strict=True):
         _put_back(made)
-        output, ids = _run(model, document, with_routers=router.any), torch.from_numpy(document)
+        output = _run(model, document, with_routers=router.any)
         logits = output.logits[0, :-1]
         logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-        losses.append(F.cross_entropy(logits, ids[1:], reduction="sum").double() / targets)
+        losses.append(F.cross_entropy(logits, labels, reduction="sum").double() / targets)
         rows.append(_router_logits(output, config) if router.any else ())
     loss = total = torch.stack(losses).sum()
     routers: tuple[Tensor, ...] = ()
@@ -96,9 +93,11 @@ def stock_answer(
     return Answer(loss.item(), gradients_of(model), tuple(value.item() for value in routers))
 
 
-def stock_model(config: PreTrainedConfig, dtype: torch.dtype, attention: str = "eager") -> PreTrainedModel:
+def stock_model(
+    config: PreTrainedConfig, dtype: torch.dtype, attention: str = "eager", *, images: bool = False
+) -> PreTrainedModel:
     """The unchanged model in training mode, with eager experts where it has them."""
-    model = tiny_model(config, dtype, attention=attention)
+    model = tiny_model(config, dtype, attention=attention, images=images)
     if read_experts(config.get_text_config()).of_layer > 1:
         with suppress(ValueError, AttributeError):  # of experts that compute in the model's own code
             model.set_experts_implementation("eager")
@@ -124,7 +123,9 @@ def _put_back(states: list[_State]) -> None:
         module._buffers.update(buffers)
 
 
-def _run(model: PreTrainedModel, document: np.ndarray, *, with_routers: bool) -> Any:
+def _run(model: PreTrainedModel, document: np.ndarray | TrialDocument, *, with_routers: bool) -> Any:
+    if isinstance(document, TrialDocument):
+        return model(**stock_arguments(model, document))
     ids = torch.from_numpy(document)[None]
     wrapper = model.config.get_text_config() is not model.config  # GPT-2 would embed the kinds as tokens
     known = inspect.signature(model.forward).parameters if wrapper else ()

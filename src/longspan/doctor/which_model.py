@@ -7,7 +7,12 @@ from typing import Any
 
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from longspan.errors import ConfigError
 from longspan.model.hf_folder import read_configuration
@@ -20,17 +25,17 @@ def configuration_of(name: str) -> PreTrainedConfig:
     ('qwen3', 'qwen3')
 
     A dotted class is one of another package, with a `config_class`. Raises ConfigError for an unknown name, with near
-    ones, and for a class that is not the causal language model of its configuration; ModelError for a folder that
-    cannot be read.
+    ones, and for a class that is neither the causal language model of its configuration nor that from images and text
+    to text; ModelError for a folder that cannot be read.
     """
     path = Path(name)
     if path.exists() or "/" in name:
-        return _with_causal_model(read_configuration(path), name)
+        return _with_model(read_configuration(path), name)
     if name in CONFIG_MAPPING:
-        return _with_causal_model(CONFIG_MAPPING[name](), name)
+        return _with_model(CONFIG_MAPPING[name](), name)
     named: Any = _dotted(name) if "." in name else getattr(transformers, name, None)
     if isinstance(named, type) and issubclass(named, PreTrainedConfig):
-        return _with_causal_model(named(), name)
+        return _with_model(named(), name)
     if not isinstance(named, type) or getattr(named, "config_class", None) is None:
         raise ConfigError(f"there is no folder, class of transformers or model_type {name!r}; {_near(name)}")
     return _of_class(named, name)
@@ -40,13 +45,24 @@ def _of_class(architecture: Any, name: str) -> PreTrainedConfig:
     config: PreTrainedConfig = architecture.config_class()
     if "." in name:
         register(config, architecture)
-    made: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(_with_causal_model(config, name))]
-    if made is architecture:
+    made = _classes(_with_model(config, name))
+    if architecture in made:
         return config
     raise ConfigError(
-        f"{name} is not the causal language model of {type(config).__name__}, which is {made.__name__}; "
-        f"use --model {made.__name__}"
+        f"{name} is not the language model of {type(config).__name__}, which is {made[0].__name__}; "
+        f"use --model {made[0].__name__}"
     )
+
+
+def _classes(config: PreTrainedConfig) -> list[Any]:
+    """The causal language model of a configuration, and that from images and text to text, those that there are."""
+    mappings: tuple[Any, ...] = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    return [mapping[type(config)] for mapping in mappings if type(config) in mapping]
+
+
+def reads_images(config: PreTrainedConfig) -> bool:
+    """Whether transformers has a class from images and text to text for a configuration."""
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def register(config: PreTrainedConfig, architecture: type | None) -> None:
@@ -63,18 +79,19 @@ def _dotted(name: str) -> object:
         raise ConfigError(f"{name}: {module} cannot be imported: {error}") from error
 
 
-def _with_causal_model(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+def _with_model(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
+    if not _classes(config):
         raise ConfigError(
-            f"{name}: transformers has no causal language model for {type(config).__name__}; {_near(name)}"
+            f"{name}: transformers has no causal language model for {type(config).__name__}, nor one from images and "
+            f"text to text; {_near(name)}"
         )
     return config
 
 
 def _near(name: str) -> str:
     """Model types and classes with names like this one."""
-    classes = {str(made) for made in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
-    known = {word.lower(): word for word in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | dict.fromkeys(classes))}
+    types = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    known = {word.lower(): word for word in sorted({*types, *map(str, types.values())})}
     near = get_close_matches(name.rpartition(".")[2].lower(), list(known), n=4, cutoff=0.5)
     names = f"did you mean {', '.join(known[word] for word in near)}? " if near else ""
     return f"{names}Give a folder with a config.json, a class such as Qwen3ForCausalLM, or a model_type such as qwen3"

@@ -1,6 +1,7 @@
 """Tiny vision-language models in float64 with random weights: patches of 2 to 4 pixels, towers of few layers."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ def here() -> list[str]:
 def config_of(name: str) -> PreTrainedConfig:
     """Its configuration."""
     config_class, values = MODELS[name]
-    return getattr(transformers, config_class)(**values)
+    return getattr(transformers, config_class)(**deepcopy(values))  # some write into those that they are given
 
 
 def tiny(name: str) -> PreTrainedModel:

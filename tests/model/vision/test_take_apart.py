@@ -48,9 +48,8 @@ def test_refusals() -> None:
     assert "(gemma4) cannot be given images: tokens of an image see each other in some of its layers" in _refused(
         wrapper("gemma4"), Layout(1)
     )
-    assert "Mistral3ForConditionalGeneration (mistral3) cannot be given images" in _refused(
-        wrapper("mistral3"), Layout(1)
-    )
+    (model := tiny("llava-clip")).config.image_token_id = 62
+    assert "placeholders of images are token id 62, and its embedding has 62 rows" in _refused(model, Layout(1))
     assert "encoder is a int; give a Layout over the language model's ranks" in _refused(tiny("llava-clip"), 2)
     assert "is over ranks (0, 1), the language model over (0)" in _refused(tiny("llava-clip"), Layout(2))
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "decoder_layers")
-LAYER_COUNTS += ("encoder_layers", "num_decoder_layers", "num_encoder_layers", "num_layers_per_stack")
+LAYER_COUNTS += ("encoder_layers", "num_decoder_layers", "num_encoder_layers", "num_layers_per_stack", "depth")
 _INDICES = ("mlp_only_layers", "moe_layers", "full_attn_idxs", "cross_attention_layers", "attn_layer_indices")
 _INDICES += ("hybrid_layer_ids", "local_layer_ids", "ple_layer_ids")
 _FIRST = ("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index")
 _LAST = ("num_kv_shared_layers",)
 _PERIODS = {"decoder_sparse_step": None, "attn_layer_period": "attn_layer_offset"}
 _PERIODS |= {"expert_layer_period": "expert_layer_offset", "moe_layer_interval": None}
-_LEAST, _MOST = 2, 6
+_MOST = 6
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class KeptLayers:
         return value
 
 
-def kept_layers(values: Mapping[str, Any]) -> KeptLayers:
+def kept_layers(values: Mapping[str, Any], least: int = 2) -> KeptLayers:
     """The first layer of every kind that a configuration's values tell apart, at least two layers where there are."""
     count = next((values[name] for name in LAYER_COUNTS if isinstance(values.get(name), int)), 0)
     kinds = [tuple(_kind(values, layer, count)) for layer in range(count)]
     first = [layer for layer in range(count) if kinds[layer] not in kinds[:layer]]
     kept = first[:_MOST] if len(first) <= _MOST else _covering(kinds, first)
-    kept += [layer for layer in range(count) if layer not in kept][: max(0, _LEAST - len(kept))]
+    kept += [layer for layer in range(count) if layer not in kept][: max(0, least - len(kept))]
     return KeptLayers(count, _periodic(values, tuple(sorted(kept)), count))
 
 

@@ -11,10 +11,20 @@ from copy import deepcopy
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from longspan.errors import ModelError, counted
 from longspan.model.seams.mixers import in_torch
+from longspan.model.small.image_values import least_layers, small_image_values
 from longspan.model.small.kept_layers import kept_layers, small_periods
 from longspan.model.small.overrides import OVERRIDES
 from longspan.model.small.small_values import SCALED_FROM, Sizes, alternatives, small_values
@@ -25,12 +35,15 @@ _LEFT_OUT = ("quantization_config", "auto_map", "torch_dtype", "dtype", "id2labe
 _LEFT_OUT += ("transformers_version", "architectures", "attn_implementation", "_attn_implementation")
 
 
-def shrunken(config: PreTrainedConfig, *, true_heads: bool = False, experts: int = 4) -> PreTrainedConfig:
+def shrunken(
+    config: PreTrainedConfig, *, true_heads: bool = False, experts: int = 4, images: bool = False
+) -> PreTrainedConfig:
     """A configuration of the same class and of every kind of layer of `config`, at widths of tens.
 
     It has two to six layers, one of each kind at least, and keeps rope types, windows, sinks, soft caps, experts and
     switches; windows and chunks are shorter, and scalings begin earlier, than the documents of a proof are long.
     Dropout is left out. `true_heads`: heads as large as those of `config`, of queries, keys and values, in every layer.
+    `images`: for the class from images and text to text, where `config` is that of another one too.
 
     >>> shrunken(Qwen3Config()).hidden_size
     48
@@ -42,7 +55,7 @@ def shrunken(config: PreTrainedConfig, *, true_heads: bool = False, experts: int
     for attempt in alternatives(sizes):
         try:
             small = _small(config, attempt)
-            _check(small, attempt)
+            _check(small, attempt, images=images)
             return small
         except Exception as error:  # configurations and models raise errors of every kind
             said.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
@@ -54,7 +67,7 @@ def shrunken(config: PreTrainedConfig, *, true_heads: bool = False, experts: int
 
 
 def tiny_model(
-    config: PreTrainedConfig, dtype: torch.dtype, *, seed: int = 0, attention: str = "sdpa"
+    config: PreTrainedConfig, dtype: torch.dtype, *, seed: int = 0, attention: str = "sdpa", images: bool = False
 ) -> PreTrainedModel:
     """A model of a small configuration, on the CPU, with random weights that depend on the seed alone.
 
@@ -63,7 +76,7 @@ def tiny_model(
     """
     with torch.random.fork_rng(devices=[]), _quiet():
         torch.manual_seed(seed)
-        model = _made(config, attention)
+        model = _made(config, attention, images=images)
         for parameter in model.parameters():
             parameter.data += 0.1 * torch.randn_like(parameter)
         for name, buffer in model.named_buffers():
@@ -74,37 +87,47 @@ def tiny_model(
     return cast(PreTrainedModel, cast(Any, model).to(dtype))
 
 
-def _made(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+def _made(config: PreTrainedConfig, attention: str, *, images: bool) -> PreTrainedModel:
     """With `attention` where the class has it, else with its own."""
     settings: dict[str, Any] = {"dtype": torch.float32, "experts_implementation": "eager"}
+    automatic: Any = AutoModelForImageTextToText if images or reads_images_alone(config) else AutoModelForCausalLM
+    if automatic is AutoModelForCausalLM and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        automatic = AutoModel  # of a text model inside a wrapper
     try:
-        return AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, **settings)
+        return automatic.from_config(deepcopy(config), attn_implementation=attention, **settings)
     except ValueError as error:
         if "does not support" not in str(error):
             raise
-        return AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="eager", **settings)
+        return automatic.from_config(deepcopy(config), attn_implementation="eager", **settings)
+
+
+def reads_images_alone(config: PreTrainedConfig) -> bool:
+    """Whether transformers has a class from images and text to text for a configuration, and no causal one."""
+    kind = type(config)
+    return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def _small(config: PreTrainedConfig, sizes: Sizes) -> PreTrainedConfig:
-    return type(config).from_dict(_values(config, sizes))
+    base: Any = MODEL_MAPPING.get(type(config), None)  # pyright: ignore[reportArgumentType]
+    return type(config).from_dict(small_image_values(_values(config, sizes, least_layers(config)), sizes, base))
 
 
-def _values(config: PreTrainedConfig, sizes: Sizes) -> dict[str, Any]:
-    """The small values of a configuration and of those inside it."""
+def _values(config: PreTrainedConfig, sizes: Sizes, least: int = 2) -> dict[str, Any]:
+    """The small values of a configuration and of those inside it, of so many layers at least."""
     values = {name: value for name, value in config.to_dict().items() if name not in _LEFT_OUT}
     inner = {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
-    layers = kept_layers(values)
+    layers = kept_layers(values, least)
     cut = {name: layers.cut(name, value) for name, value in values.items() if name not in inner}
     small = small_values(cut, sizes) | small_periods(values)
-    small |= {name: _values(value, sizes) for name, value in inner.items()}
+    small |= {name: _values(value, sizes, least) for name, value in inner.items()}
     override: Mapping[str, Any] = OVERRIDES.get(config.model_type, {})
     return small | {name: value(small) if callable(value) else value for name, value in override.items()}
 
 
-def _check(config: PreTrainedConfig, sizes: Sizes) -> None:
+def _check(config: PreTrainedConfig, sizes: Sizes, *, images: bool) -> None:
     """That the class can be made, that nothing stayed large, and that the stock model runs on a document."""
     with torch.device("meta"), _quiet():
-        model = _made(config, "sdpa")
+        model = _made(config, "sdpa", images=images)
     count = sum(p.numel() for p in model.parameters())
     most = MOST_PARAMETERS * (_TIMES_WITH_TRUE_HEADS if sizes.true_heads else 1)
     if count > most:
@@ -114,7 +137,7 @@ def _check(config: PreTrainedConfig, sizes: Sizes) -> None:
         )
     ids = torch.arange(1, 2 * SCALED_FROM)[None] % sizes.vocabulary
     with torch.no_grad(), _quiet():
-        tiny_model(config, torch.float32)(input_ids=ids, use_cache=False)
+        tiny_model(config, torch.float32, images=images)(input_ids=ids, use_cache=False)
 
 
 @contextmanager

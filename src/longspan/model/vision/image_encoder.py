@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.errors import DataError, ModelError, counted
+from longspan.errors import ModelError
+from longspan.model.vision.image_arguments import image_arguments
 from longspan.model.vision.image_tokens import ImageInput
 
 
@@ -33,28 +34,20 @@ class ImageEncoder(nn.Module):
 
     def forward(self, inputs: Sequence[ImageInput]) -> Tensor:
         """Raises DataError for images that do not fit each other, ModelError where the model gives no rows."""
-        weight = next(self.base.parameters())
-        pixels = [image.pixels.to(weight.device, weight.dtype, non_blocking=True) for image in inputs]
-        shapes = {tuple(x.shape[1:]) for x in pixels}
-        if len(shapes) > 1:
-            raise DataError(
-                f"{counted(len(inputs), 'image')} have pixels of {len(shapes)} shapes ({sorted(shapes)[:3]} after the "
-                "first dim); an image processor makes one"
-            )
-        out = self.base.get_image_features(pixel_values=torch.cat(pixels), **self._grids(inputs, weight.device))
-        deeper = getattr(out, "deepstack_features", None) or ()
-        rows = [_joined(part) for part in (out.pooler_output, *deeper)]
+        rows = rows_of_images(self.base, inputs)
         if len(rows) != 1 + self.deep_layers:
             raise ModelError(
-                f"{type(self.base).__name__} gave {len(deeper)} parts for deeper layers, its configuration names "
+                f"{type(self.base).__name__} gave {len(rows) - 1} parts for deeper layers, its configuration names "
                 f"{self.deep_layers}"
             )
-        return torch.cat(rows, -1) if deeper else rows[0]
+        return torch.cat(rows, -1)  # a copy: FSDP2 warns of views that a module returns
 
-    def _grids(self, inputs: Sequence[ImageInput], device: torch.device) -> dict[str, Any]:
-        if all(image.grid is None for image in inputs):
-            return {"return_dict": True}
-        return {"image_grid_thw": torch.tensor([image.grid for image in inputs], device=device), "return_dict": True}
+
+def rows_of_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
+    """What a model's get_image_features makes of images: rows (n, D) end to end, and those for deeper layers."""
+    arguments = image_arguments(base, inputs, next(base.parameters()))
+    out = base.get_image_features(**arguments, return_dict=True)
+    return [_joined(part) for part in (out.pooler_output, *(getattr(out, "deepstack_features", None) or ()))]
 
 
 def _joined(parts: Any) -> Tensor:

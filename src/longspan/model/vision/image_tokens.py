@@ -8,7 +8,7 @@ Positions are those of the model's own `get_rope_index`. Neither pixels nor weig
 """
 
 from dataclasses import dataclass, field
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from transformers import MODEL_MAPPING, AutoModel, PreTrainedConfig
 from longspan.errors import DataError, ModelError, counted
 
 Grid = tuple[int, int, int]
+_MERGES = ("spatial_merge_size", "merge_size", "merge_kernel_size")
 _IMAGE = 1  # of mm_token_type_ids: text 0, image 1, video 2
 
 
@@ -28,11 +29,13 @@ class ImageInput:
     """One image as the model folder's own image processor makes it: what `read(index)` gives and an encoder takes.
 
     `pixels` are (patches, C · t · p²) beside a `grid` (t, h, w) of patches (Qwen), or without one (n, 3, H, W), n being
-    the tiles of the image (LLaVA: 1).
+    the tiles of the image (LLaVA: 1). `size` is the image's own height and width in models that ask for `image_sizes`
+    (Mistral 3: of its pixels; LLaVA-NeXT: before it was cut into tiles).
     """
 
     pixels: Tensor
     grid: Grid | None = None
+    size: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -40,23 +43,33 @@ class ImageTokens:
     """What ids and positions of a vision-language model say of images; integers only, from its configuration.
 
     `placeholder` is the id at whose places rows of images stand (image_token_id); `merge` the merged patches a side: a
-    grid (t, h, w) of patches makes t · h · w / merge² rows. Models without grids make `fixed_rows` for every image.
+    grid (t, h, w) of patches makes t · h · w / merge² rows. Models without grids make `fixed_rows` for every image, or
+    as many as `unknown` says that the configuration does not tell: there the processor's placeholders count them.
     """
 
     placeholder: int
     merge: int = 1
     fixed_rows: int | None = None
     config: PreTrainedConfig | None = field(default=None, repr=False, compare=False)
+    unknown: str = field(default="", compare=False)
 
     @property
     def has_grids(self) -> bool:
         """Whether the rows of an image depend on its grid of patches."""
-        return self.fixed_rows is None
+        return self.fixed_rows is None and not self.unknown
 
     def rows(self, grid: Grid | None) -> int:
-        """The rows, and placeholders, of one image. Raises DataError for a grid that the model does not merge."""
+        """The rows, and placeholders, of one image. Raises DataError for a grid that the model does not merge.
+
+        And where they are not known from the configuration.
+        """
         if self.fixed_rows is not None:
             return self.fixed_rows
+        if self.unknown:
+            raise DataError(
+                f"how many rows an image has is not said by {type(self.config).__name__} ({self.unknown}); in a loop "
+                "of your own count the placeholders that its processor makes (longspan train does not do so)"
+            )
         if grid is None or len(grid) != 3 or any(side < 1 for side in grid) or any(s % self.merge for s in grid[1:]):
             raise DataError(
                 f"an image has the grid of patches {grid}; give (t, h, w), h and w multiples of {self.merge} "
@@ -112,10 +125,14 @@ def image_tokens(config: PreTrainedConfig) -> ImageTokens:
             f"{type(config).__name__} has no image_token_id and vision_config, so it says nothing of images; use the "
             "configuration of a model from images and text to text"
         )
-    merge = getattr(vision, "spatial_merge_size", None)
-    if merge is not None and _takes_grids(config):
+    if _takes(config, "image_grid_thw") and (merge := _merge(config, vision)) is not None:
         return ImageTokens(placeholder, merge, config=config)
-    return ImageTokens(placeholder, fixed_rows=_rows_of_one(config, vision), config=config)
+    if _takes(config, "image_sizes", required=True):
+        return ImageTokens(placeholder, config=config, unknown="they depend on its size")
+    try:
+        return ImageTokens(placeholder, fixed_rows=_rows_of_one(config, vision), config=config)
+    except ModelError as error:
+        return ImageTokens(placeholder, config=config, unknown=str(error))
 
 
 def _model_class(config: PreTrainedConfig | None) -> Any:
@@ -124,9 +141,18 @@ def _model_class(config: PreTrainedConfig | None) -> Any:
     return mapping.get(type(config), None)
 
 
-def _takes_grids(config: PreTrainedConfig) -> bool:
+def _takes(config: PreTrainedConfig, name: str, *, required: bool = False) -> bool:
+    """Whether the model's get_image_features has an argument of this name; `required`: without a default."""
     features = getattr(_model_class(config), "get_image_features", None)
-    return features is not None and "image_grid_thw" in signature(features).parameters
+    parameter = None if features is None else signature(features).parameters.get(name)
+    return parameter is not None and not (required and parameter.default is not Parameter.empty)
+
+
+def _merge(config: PreTrainedConfig, vision: PreTrainedConfig) -> int | None:
+    """How many patches a side make one row."""
+    values = [getattr(part, name, None) for part in (vision, config) for name in _MERGES]
+    merge = next((value for value in values if value is not None), None)
+    return merge[0] if isinstance(merge, list | tuple) else merge
 
 
 def _rows_of_one(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:

@@ -9,44 +9,26 @@ What is taken is what stands beside the text model in the base model. No weight 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapters import peft_modules
-from longspan.model.layers import base_name, base_of, other_towers, reads_other_modalities, text_of
-from longspan.model.parts import shallow_module
-from longspan.model.vision.image_encoder import ImageEncoder
-from longspan.model.vision.image_tokens import ImageTokens, image_tokens
+from longspan.model.layers import base_of, other_towers, reads_other_modalities
+from longspan.model.seams.hint import doctor_hint
+from longspan.model.vision.image_tokens import image_tokens
+from longspan.model.vision.image_trial import image_reasons
+from longspan.model.vision.split import VisionParts, split
 
 _PROJECTORS = ("projector", "merger", "connector")
-EXACT = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
 _REASONS = {
     "gemma4": "tokens of an image see each other in some of its layers, whereas those of a shard do so in all of them",
     "paligemma": "tokens of images and of the text up to the answer see each other in its mask, whereas a shard's mask "
     "is causal among text",
     "mllama": "its layers attend across to its images",
 }
-
-
-@dataclass(frozen=True)
-class VisionParts:
-    """The two modules of a vision-language model, and what its ids and positions say of images.
-
-    `deep_layers` decoder layers get a part of every image row added to what they return (DeepStack).
-    """
-
-    encoder: ImageEncoder
-    language_model: PreTrainedModel
-    tokens: ImageTokens
-
-    @property
-    def deep_layers(self) -> int:
-        """How many parts a row has beside the one at the embedding."""
-        return self.encoder.deep_layers
 
 
 def check_vision(model: nn.Module) -> None:
@@ -57,18 +39,28 @@ def check_vision(model: nn.Module) -> None:
             f"{name} has no tower and projector for images beside a text model, and encoder= gives them a home; "
             "use prepare without encoder=, or MultimodalModel with an encoder of your own (docs/bridge.md)"
         )
-    if (kind := model.config.model_type) not in EXACT:
-        reason = _REASONS.get(kind, "it is not among the models that are compared with the stock model with images")
+    if reasons := image_reasons(model.config):
+        kind = model.config.model_type
         raise ModelError(
-            f"{name} ({kind}) cannot be given images: {reason}; use prepare without encoder= for text alone, or one of "
-            f"{', '.join(EXACT)}"
+            f"{name} ({kind}) cannot be given images: {_REASONS.get(kind, '; '.join(reasons))}; use prepare without "
+            f"encoder= for text alone{doctor_hint(model)}"
         )
     if adapted := [n for tower in other_towers(model) for n in peft_modules(tower)]:
         raise ModelError(
             f"{name}: an adapter is in its tower or projector ({', '.join(adapted[:3])}), and adapters are trained in "
             "the language model alone; give LoraConfig target_modules of the language model, or exclude_modules"
         )
-    image_tokens(model.config)
+    _check_placeholder(model)
+
+
+def _check_placeholder(model: PreTrainedModel) -> None:
+    embedding: Any = model.get_input_embeddings()
+    placeholder, known = image_tokens(model.config).placeholder, embedding.weight.shape[0]
+    if placeholder >= known:
+        raise ModelError(
+            f"{type(model).__name__}: placeholders of images are token id {placeholder}, and its embedding has {known} "
+            "rows; set image_token_id in config.json to an id of the vocabulary, as the tokenizer of its folder has it"
+        )
 
 
 def take_apart(model: PreTrainedModel) -> VisionParts:
@@ -77,15 +69,7 @@ def take_apart(model: PreTrainedModel) -> VisionParts:
     Raises ModelError for a model that has none.
     """
     check_vision(model)
-    base, text, towers = base_of(model), text_of(model), other_towers(model)
-    shell = shallow_module(base)
-    for name, child in list(base.named_children()):
-        if child in towers:
-            del base._modules[name]
-        elif any(module is text for module in child.modules()):
-            del shell._modules[name]
-    encoder = ImageEncoder(shell, base_name(model))
-    return VisionParts(encoder, model, image_tokens(model.config))
+    return split(model)
 
 
 def freeze_images(model: PreTrainedModel, trained: Literal["all", "projector", "none"]) -> None:
@@ -97,7 +81,9 @@ def freeze_images(model: PreTrainedModel, trained: Literal["all", "projector", "
     check_vision(model)
     base, towers = base_of(model), other_towers(model)
     of_images = {f"{n}.{p}": x for n, m in base.named_children() if m in towers for p, x in m.named_parameters()}
-    projector = {n for n in of_images if any(word in n.rpartition(".")[0] for word in _PROJECTORS)}
+    between = dict(base.named_parameters(recurse=False))  # what is put between rows
+    projector = {n for n in of_images if any(word in n.rpartition(".")[0] for word in _PROJECTORS)} | {*between}
+    of_images |= between
     if trained == "projector" and not projector:
         raise ModelError(
             f"{type(model).__name__} has no module called {', '.join(_PROJECTORS)}; train all or none of it"
@@ -112,10 +98,11 @@ def apart(model: nn.Module) -> Iterator[VisionParts]:
     check_vision(model)
     assert isinstance(model, PreTrainedModel)
     base = base_of(model)
-    modules = dict(base._modules)
+    modules, parameters = dict(base._modules), dict(base._parameters)
     try:
         yield take_apart(model)
     except BaseException:
         base._modules.clear()
         base._modules.update(modules)
+        base._parameters.update(parameters)
         raise

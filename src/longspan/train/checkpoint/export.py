@@ -121,7 +121,9 @@ def export_checkpoint(
             written = write_saved_adapter(saved, partial, run_dir, kind)
         else:
             kind = empty.dtype
-            groups = merged_groups(saved, run, config, run_dir) if saved else _groups(checkpoint, empty, depths)
+            groups = (
+                merged_groups(saved, run, config, run_dir) if saved is not None else _groups(checkpoint, empty, depths)
+            )
             written = _write(partial, empty, _saying(groups, log), run_dir, depths)
         _publish(partial, folder)
     except ModelError as error:
