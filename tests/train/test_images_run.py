@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2_5_VLConfig
+from transformers import AutoModelForImageTextToText, AutoTokenizer, Gemma3Config, PreTrainedConfig, Qwen2_5_VLConfig
 
 from longspan.errors import ConfigError
 from longspan.layout import Layout
@@ -18,8 +18,8 @@ from longspan.train.config.file import load_config
 from longspan.train.config.sections import RunConfig
 from longspan.train.run.checks.encoder import check_encoder, check_images
 from longspan.train.run.records.metrics_log import read_metrics
-from tests.model.vision.models import MROPE, QWEN, TEXT, tiny
-from tests.train.data.images.folders import qwen_folder, write_images, write_rows
+from tests.model.vision.models import MODELS, MROPE, QWEN, TEXT, tiny
+from tests.train.data.images.folders import GEMMA_TOKENS, gemma3_folder, qwen_folder, write_images, write_rows
 from tests.train.homes import farthest
 from tests.train.small import train_rank
 
@@ -33,7 +33,22 @@ def model_folder(folder: Path) -> Path:
     tokenizer: Any = AutoTokenizer.from_pretrained(qwen_folder(folder))
     ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in SPECIAL.items()}
     vision = QWEN | {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]}
-    config = Qwen2_5_VLConfig(text_config=TEXT | MROPE | {"vocab_size": len(tokenizer)}, vision_config=vision, **ids)
+    return _with_model(
+        folder,
+        Qwen2_5_VLConfig(text_config=TEXT | MROPE | {"vocab_size": len(tokenizer)}, vision_config=vision, **ids),
+    )
+
+
+def gemma_folder(folder: Path) -> Path:
+    """A tiny Gemma 3, the same."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(gemma3_folder(folder))
+    ids = {f"{key}_index": tokenizer.convert_tokens_to_ids(token) for key, token in GEMMA_TOKENS.items()}
+    values = MODELS["gemma3"][1] | ids
+    values["text_config"] = values["text_config"] | {"vocab_size": len(tokenizer)}
+    return _with_model(folder, Gemma3Config(**values))
+
+
+def _with_model(folder: Path, config: PreTrainedConfig) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
@@ -81,6 +96,16 @@ def test_a_run_with_images(tmp_path: Path) -> None:
     again: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
     assert exported.tensors == len(saved.state_dict()) and (tmp_path / "out" / "preprocessor_config.json").is_file()
     assert all(torch.equal(x, y) for x, y in zip(saved.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.whole
+def test_a_run_with_images_that_see_each_other(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.models.gemma3.image_processing_pil_gemma3")
+    model, rows = gemma_folder(tmp_path / "model"), rows_with_images(tmp_path / "rows")
+    alone = losses(settings(tmp_path / "one", rows, model, context__max_tokens_per_slot=256), 1)
+    degrees = {"context__context_parallel_size": 2, "context__max_tokens_per_slot": 128, "encoder__tp": 2}
+    two = losses(settings(tmp_path / "two", rows, model, **degrees), 2)
+    assert len(alone) == 8 and farthest(two, alone) < 1e-6  # norms and rotary angles are in float32
 
 
 @pytest.mark.parametrize(("trained", "names"), [("all", 42), ("projector", 5), ("none", 0)])

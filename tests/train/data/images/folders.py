@@ -1,4 +1,4 @@
-"""Small model folders with the processors of Qwen2.5-VL and LLaVA, and a data set of small images."""
+"""Small model folders with the processors of Qwen2.5-VL, LLaVA and Gemma 3, and a data set of small images."""
 
 import json
 from pathlib import Path
@@ -12,6 +12,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 QWEN_TOKENS = ("<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+GEMMA_TOKENS = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
 _PARTS = "{% for c in m.content %}{% if c.type == 'image' %}IMAGE{% else %}{{ c.text }}{% endif %}{% endfor %}"
 _TURNS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}PARTS"
@@ -34,6 +35,20 @@ def llava_folder(folder: Path) -> Path:
     template = _TURNS.replace("PARTS", _PARTS).replace("IMAGE", "<image>")
     kind = {"vision_feature_select_strategy": "default", "image_token": "<image>"}
     return _saved(folder, image, ("<|im_start|>", "<image>"), template, settings | kind)
+
+
+def gemma3_folder(folder: Path) -> Path:
+    """A folder with the processor of Gemma 3: every image becomes 24 x 24 pixels and 9 rows."""
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    image = Gemma3ImageProcessorPil(size={"height": 24, "width": 24})
+    settings = {"processor_class": "Gemma3Processor", "image_seq_length": 9}
+    template = _TURNS.replace("PARTS", _PARTS).replace("IMAGE", GEMMA_TOKENS["boi_token"])
+    _saved(folder, image, ("<|im_start|>", *GEMMA_TOKENS.values()), template, settings)
+    file = folder / "tokenizer_config.json"
+    said = json.loads(file.read_text()) | GEMMA_TOKENS | {"model_specific_special_tokens": GEMMA_TOKENS}
+    file.write_text(json.dumps(said))
+    return folder
 
 
 def write_images(folder: Path, sizes: list[tuple[int, int]], seed: int = 0) -> list[str]:
