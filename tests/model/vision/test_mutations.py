@@ -17,7 +17,7 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     "positions by local index": (POSITIONS, "given[:, rows[here]]", "given[:, : len(here)]"),
     "positions of the text": ("train.passes", "if batch.positions is None:", "if True:"),
     "an image's rows on another document": (
-        "model.vision.image_encoder",
+        "model.vision.image_arguments",
         "torch.cat(pixels)",
         "torch.cat(pixels[::-1])",
     ),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers
 from longspan.model.multimodal.multimodal_model import IN_SPANS
 from longspan.model.small.shrink import shrunken, tiny_model
@@ -59,6 +60,9 @@ def _reasons(config: PreTrainedConfig) -> Iterator[str]:
         documents = trial_documents(model, _SIZES)
         whole = _whole(model, documents)
         parts = _in_parts(_parts(model), documents)
+    except ModelError as error:
+        yield str(error)
+        return
     except Exception as error:  # whatever a configuration, a constructor or a forward pass raises
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         yield f"a small model that shows what it does with images cannot be run on the host ({said})"

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from longspan.errors import ModelError
 from longspan.model.layers import base_of
-from longspan.model.vision.image_arguments import GRIDS, SIZES, image_arguments, image_parameters
+from longspan.model.vision.image_arguments import GRIDS, SIZES, image_arguments, image_parameters, unknown_arguments
 from longspan.model.vision.image_encoder import rows_of_images
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
 
@@ -85,6 +86,11 @@ def _document(
 
 def _images(base: Any, tokens: ImageTokens, count: int, draw: np.random.Generator) -> list[tuple[ImageInput, int]]:
     """So many images, and how many rows the model's own code makes of each."""
+    if missing := unknown_arguments(base):
+        raise ModelError(
+            f"its get_image_features asks for {' and '.join(missing)}, which an ImageInput does not have: it has "
+            "pixels, grid and size"
+        )
     images = [_image(base, tokens.merge, side, draw) for side in (_SIDES * count)[:count]]
     with torch.no_grad():
         return [(image, len(rows_of_images(base, [image])[0])) for image in images]
