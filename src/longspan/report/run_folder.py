@@ -38,6 +38,10 @@ TRAIN_COLUMNS = (
     "mfu",
     "predicted_seconds",
     "bound_share",
+    "encoder_share",
+    "encoder_balance",
+    "predicted_encoder_share",
+    "predicted_encoder_balance",
     "router_balance_loss",
     "router_z_loss",
 )

@@ -133,6 +133,12 @@ def _shares(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     if len(bound) and run.facts is not None:
         detail = f"median: the plan's lower bound, priced for {run.facts.priced_for}, over the time"
         yield "share of the plan's bound", f"{100 * np.median(bound):.0f}%", detail
+    measured, predicted = (_finite(run.train[f"{name}encoder_share"]) for name in ("", "predicted_"))
+    if len(measured) and len(predicted):
+        balances = (_finite(run.train[f"{name}encoder_balance"]) for name in ("", "predicted_"))
+        balance, as_planned = (float(np.median(values)) if len(values) else 1.0 for values in balances)
+        detail = f"of the step, median; {100 * np.median(predicted):.0f}% predicted; busiest rank {balance:.2f} of the "
+        yield "encoder", f"{100 * np.median(measured):.0f}%", detail + f"mean, {as_planned:.2f} predicted"
 
 
 def _finite(values: np.ndarray) -> np.ndarray:
@@ -178,6 +184,10 @@ def _small_charts(run: RunFolder) -> Iterator[Chart]:
     if len(_finite(run.train["bound_share"])):
         share = curves("bound_share", 2)
         yield Chart("Share of the plan's bound", share, "lower bound / seconds", y_format="percent", zero=True)
+    if len(_finite(run.train["encoder_share"])):
+        lines = (("measured", "encoder_share"), ("predicted", "predicted_encoder_share"))
+        both = tuple(Series(name, run.step, smooth(run.train[key], window), i) for i, (name, key) in enumerate(lines))
+        yield Chart("Encoder", both, "share of the step", y_format="percent", zero=True)
     yield Chart("Packing efficiency", curves("efficiency", 2), "tokens / rows laid out", y_format="percent")
     yield Chart("Time of a step", curves("seconds", 3), "seconds", zero=True)
     yield Chart("Gradient norm", curves("grad_norm", 1), "before clipping", log=spiky)

@@ -3,6 +3,7 @@
 Everything follows from the plan's integers and the host's clock: no figure makes a rank wait for its device.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +13,15 @@ from longspan.comm import World
 from longspan.errors import PlanError
 from longspan.model.adapters import adapter_of
 from longspan.model.execution import execution_of
+from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.vision.image_cost import trained_part
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.model_cost import H200_SOURCE
 from longspan.plan.cost.model_flops import model_flops, peak_tflops
 from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.items.encoder_shape import EncoderShape, Trained
 from longspan.train.config.sections import RunConfig
+from longspan.train.encoding import EncoderTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,45 +29,76 @@ class StepFigures:
     """A model's FLOPs on so many devices; `peak` in TFLOP/s of each, None where it is not known.
 
     `shape` is None for a model whose configuration does not tell its FLOPs; `uncounted` says why; `frozen`: adapters
-    alone are trained. `priced_here`: the cost of its plans is of these devices, so that what they predict may stand
-    beside what was measured.
+    alone are trained. `images` is the tower and projector of a model with images, of which `trained` is trained.
+    `priced_here`: the cost of its plans is of these devices, so that what they predict may stand beside what was
+    measured.
     """
 
     shape: ModelShape | None
     devices: int
     frozen: bool = False
+    images: EncoderShape | None = None
+    trained: Trained = "all"
     peak: float | None = None
     priced_here: bool = False
     uncounted: str = ""
 
-    def of(self, plan: Plan, seconds: float) -> dict[str, float]:
+    def of(
+        self, plan: Plan, seconds: float, images: Sequence[int] = (), encoders: EncoderTimes | None = None
+    ) -> dict[str, float]:
         """What is known of a step that took so many seconds: `tflops` of a device, its share `mfu` of the peak,
         `predicted_seconds` and `bound_share`, the plan's lower bound over the seconds.
 
         >>> figures.of(plan, 2.5)  # doctest: +SKIP
         {'tflops': 412.0, 'mfu': 0.416582, 'predicted_seconds': 2.3, 'bound_share': 0.91}
+
+        `images` are the rows of the step's images, whose FLOPs count too, and `encoders` what they took: of the step
+        (`encoder_share`), the busiest rank over the mean (`encoder_balance`), and both as the plans predict them.
         """
-        figures: dict[str, float] = {}
-        if self.shape is not None:
-            tflops = model_flops(self.shape, plan.lengths, frozen=self.frozen) / seconds / self.devices / 1e12
+        figures = self._of_encoders(plan, seconds, encoders)
+        flops = self._flops(plan, images)
+        if flops is not None:
+            tflops = flops / seconds / self.devices / 1e12
             figures["tflops"] = float(f"{tflops:.6g}")
             if self.peak is not None:
                 figures["mfu"] = round(tflops / self.peak, 6)
         if self.priced_here:
-            figures["predicted_seconds"] = round(plan.predicted_seconds, 6)
-            figures["bound_share"] = round(plan.lower_bound_seconds / seconds, 6)
+            in_encoders = encoders.predicted_seconds if encoders else 0.0
+            figures["predicted_seconds"] = round(plan.predicted_seconds + in_encoders, 6)
+            figures["bound_share"] = round((plan.lower_bound_seconds + in_encoders) / seconds, 6)
         return figures
+
+    def _flops(self, plan: Plan, images: Sequence[int]) -> int | None:
+        if self.shape is None or (images and self.images is None):
+            return None
+        flops = model_flops(self.shape, plan.lengths, frozen=self.frozen)
+        return flops + (self.images.flops(images, trained=self.trained) if self.images else 0)
+
+    def _of_encoders(self, plan: Plan, seconds: float, encoders: EncoderTimes | None) -> dict[str, float]:
+        if encoders is None:
+            return {}
+        predicted = encoders.predicted_seconds
+        return {
+            "encoder_share": round(encoders.seconds / seconds, 4),
+            "encoder_balance": round(encoders.balance, 4),
+            "predicted_encoder_share": round(predicted / (predicted + plan.predicted_seconds), 4),
+            "predicted_encoder_balance": round(encoders.predicted_balance, 4),
+        }
 
 
 def figures_of(config: RunConfig, model: nn.Module, world: World, cost: Cost) -> StepFigures:
     """The figures of a prepared model on this world's devices; `cost` is what its plans are priced by."""
-    device, shape, uncounted = device_name(world), None, ""
+    device, shape, images, uncounted = device_name(world), None, None, ""
+    encoder = next(iter(model.encoders.values()), None) if isinstance(model, MultimodalModel) else None
     try:
         shape = ModelShape.of(model.config, depths=config.mtp.depths)
+        images = EncoderShape.of(model.config) if encoder is not None else None
     except PlanError as error:
         uncounted = str(error)
     return StepFigures(
         shape=shape,
+        images=images,
+        trained=trained_part(encoder) if encoder is not None else "all",
         frozen=adapter_of(model) is not None,
         devices=len(world.home.ranks),
         peak=peak_tflops(device, _multiplied_in(execution_of(model).compute_dtype)),

@@ -26,7 +26,7 @@ from longspan.model.multimodal.multimodal_model import check_world, language_mod
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plan import Plan
 from longspan.train.document import NO_TARGET
-from longspan.train.encoding import items_of, read_encoding
+from longspan.train.encoding import EncoderTimes, items_of, read_encoding
 from longspan.train.gradients import check_finite, clip_gradients, square_sum_of_modules
 from longspan.train.mtp.loss import MtpLoss, WithDepths, check_mtp, count_targets
 from longspan.train.own_loss.document_loss import DocumentLoss
@@ -47,6 +47,7 @@ class StepResult:
     without a backward pass. `router`: balance and z of a model with experts, without their coefficients; they are not
     in `loss`. `forward_twice`: micro-batches that a DocumentLoss ran forward once more, for sets in several of them.
     `mtp_losses`: the mean cross entropy of each depth of multi-token prediction, without its weight; not in `loss`.
+    `encoders`: what encoders took of a step with a backward pass; None without images and the like.
     """
 
     loss: float
@@ -61,6 +62,7 @@ class StepResult:
     divisor: float = 1.0
     forward_twice: int = 0
     mtp_losses: tuple[float, ...] = ()
+    encoders: EncoderTimes | None = None
 
 
 def run_step(
@@ -148,7 +150,9 @@ def run_step(
             blame = list if encoding is None else encoding.not_finite
             check_finite(model, world, loss=result.loss, norm=result.grad_norm or 0.0, not_finite=blame)
             _update(model, optimizer, max_grad_norm, result)
-    return replace(result, seconds=time.perf_counter() - started, forward_twice=terms.forward_twice)
+        encoders = encoding.times() if encoding is not None and backward else None
+    result = replace(result, forward_twice=terms.forward_twice, encoders=encoders)
+    return replace(result, seconds=time.perf_counter() - started)
 
 
 def _summed_over_ranks(passes: Passes, batches: Sequence[LocalBatch], loss_sum: float, squares: float) -> StepResult:

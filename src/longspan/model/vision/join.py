@@ -80,7 +80,10 @@ def joined(
     encoder_world = world.beside(settings.home) if isinstance(settings.home, Layout) else settings.home
     if weights is not None:
         weights.of(parts.encoder).fill([parts.encoder], encoder_world)
-    cost = settings.cost or image_cost(language_model.config, parts.encoder)
+    again = int(settings.recompute) + int(bool(settings.activation_checkpointing))
+    cost = settings.cost or image_cost(
+        language_model.config, parts.encoder, again=again, gpu=world.device.type == "cuda"
+    )
     pack_attention(parts.encoder)
     module: nn.Module = prepare_encoder(
         parts.encoder,

@@ -23,12 +23,18 @@ class ConfigReader:
     @classmethod
     def of(cls, config: Any) -> "ConfigReader":
         """Of an object or dict, a config.json or its folder. Raises PlanError for a file that holds none."""
+        read = cls.whole(config)
+        where = read.where
+        text = read.value("text_config")
+        return read if text is None else cls(text, f"text_config of {where}")
+
+    @classmethod
+    def whole(cls, config: Any) -> "ConfigReader":
+        """The same of the whole model: the encoders of one that also sees or hears are inside it."""
         where = type(config).__name__
         if isinstance(config, (str, Path)):
             config, where = _from_file(Path(config))
-        read = cls(config, where)
-        text = read.value("text_config")
-        return read if text is None else cls(text, f"text_config of {where}")
+        return cls(config, where)
 
     @property
     def family(self) -> str:

@@ -42,12 +42,22 @@ class Wave:
 
 @dataclass(frozen=True, eq=False)
 class ModalityPlan:
-    """The waves of one modality; `needed[rank][i]` are the rows of micro-batch i that a rank needs, of all waves."""
+    """The waves of one modality; `needed[rank][i]` are the rows of micro-batch i that a rank needs, of all waves.
 
+    `plan` is that of the items, as documents of their rows over the encoder's slots.
+    """
+
+    plan: Plan
     rows: ModalityRows
     waves: tuple[Wave, ...]
     wave_of_row: Rows
     needed: dict[int, list[ItemRows]] = field(repr=False)
+
+    @property
+    def balance(self) -> float:
+        """The predicted work of the busiest slot over the mean of all; 1 where all have as much."""
+        work = self.plan.timeline().busy.sum(0)
+        return float(work.max() / work.mean()) if work.any() else 1.0
 
 
 @lru_cache(maxsize=8)
@@ -80,7 +90,8 @@ def plan_items(
 def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, planning: EncoderPlanning) -> ModalityPlan:
     rows, home = table.of(modality), needed_by.home
     _check_largest(table, rows, planning)
-    micro_batches = _plan_of_items(rows.counts, planning).micro_batches
+    plan = _plan_of_items(rows.counts, planning)
+    micro_batches = plan.micro_batches
     needed = rows_needed(rows, needed_by)
     wave_of_row = _wave_of_row(rows, micro_batches)
     ids = {rank: np.concatenate([np.zeros(0, dtype=np.int64), *(part.row for part in needed[rank])]) for rank in needed}
@@ -90,7 +101,7 @@ def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, plannin
         need = [ids[rank][wave_of_row[ids[rank]] == index] for rank in home.ranks]
         have = Partition.from_rows([encoded[rank] for rank in home.ranks])
         waves.append(Wave(micro_batch, have, Partition.from_rows(need)))
-    return ModalityPlan(rows, tuple(waves), wave_of_row, needed)
+    return ModalityPlan(plan, rows, tuple(waves), wave_of_row, needed)
 
 
 def _check_largest(table: ItemTable, rows: ModalityRows, planning: EncoderPlanning) -> None:

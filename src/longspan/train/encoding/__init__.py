@@ -3,5 +3,6 @@
 from longspan.train.encoding.ahead import plan_waves_ahead
 from longspan.train.encoding.encoding import Encoding, items_of
 from longspan.train.encoding.read import read_encoding
+from longspan.train.encoding.times import EncoderTimes
 
-__all__ = ["Encoding", "items_of", "plan_waves_ahead", "read_encoding"]
+__all__ = ["EncoderTimes", "Encoding", "items_of", "plan_waves_ahead", "read_encoding"]

@@ -19,7 +19,9 @@ from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import MicroBatch, Plan
 from longspan.plan.items import EncoderPlanning, ItemTable, NeededBy, plan_items
+from longspan.plan.simulate.simulate import shared_by
 from longspan.train.encoding.modality_pass import ModalityPass
+from longspan.train.encoding.times import EncoderTimes, PartClock, times_of_ranks
 from longspan.train.reading.read_rows import LocalBatch
 
 
@@ -67,7 +69,7 @@ class Encoding:
         )
         planning = {modality: _planning(encoder) for modality, encoder in model.encoder_settings.items()}
         plans = plan_items(items, needed_by, planning)
-        self._world = world
+        self._world, self._clock = world, PartClock(world.device)
         width = model.config.get_text_config().hidden_size
         self._parts = [
             ModalityPass(model.encoder_settings[modality], world, part, items, width=width, backward=backward)
@@ -97,14 +99,21 @@ class Encoding:
         with ExitStack() as stack:
             for part in self._parts:
                 stack.enter_context(part.open())
-            with self._naming("encoders, and rows to their owners"):
+            with self._clock.timing("phases"), self._naming("encoders, and rows to their owners"):
                 self._agree([part.encode() for part in self._parts])
                 for part in self._parts:
                     part.deliver(micro_batches, batches)
             yield
-            with self._naming("gradients to encoders, and their backward passes"):
+            with self._clock.timing("phases"), self._naming("gradients to encoders, and their backward passes"):
                 for part in reversed(self._parts):
                     part.backward()
+
+    def times(self) -> EncoderTimes:
+        """What it all took, once the step has waited for the device; all ranks enter together."""
+        plans = [part.plan for part in self._parts]
+        seconds = sum(plan.plan.predicted_seconds for plan in plans)
+        balance = max((plan.balance for plan in plans), default=1.0)
+        return times_of_ranks([self._clock, *(part.clock for part in self._parts)], self._world, (seconds, balance))
 
     def _naming(self, what: str) -> AbstractContextManager[None]:
         return self._world.watch.naming(what, self._world.home.ranks)
@@ -130,5 +139,5 @@ def _planning(encoder: Encoder) -> EncoderPlanning:
         home=encoder.world.home,
         max_rows_per_slot=encoder.max_rows_per_slot,
         max_cp=encoder.max_cp,
-        cost=encoder.cost,
+        cost=shared_by(encoder.cost, encoder.world.home.tp),
     )

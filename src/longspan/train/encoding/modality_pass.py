@@ -19,6 +19,7 @@ from longspan.model.placement.sharding import gradients_summed_over_slots, repli
 from longspan.plan import Group, MicroBatch
 from longspan.plan.items import ItemTable, ModalityPlan, Wave
 from longspan.train.encoding.random_state import RandomState, random_state_of
+from longspan.train.encoding.times import PartClock
 from longspan.train.reading.read_rows import LocalBatch
 
 
@@ -58,7 +59,7 @@ class ModalityPass:
     ) -> None:
         self.encoder, self.world, self.plan, self.items, self.width = encoder, world, plan, items, width
         self.trains = backward and not encoder.frozen
-        self.training = backward
+        self.training, self.clock = backward, PartClock(world.device)
         gradient: RowGradient = "none" if not self.trains else "partial_over_slots" if world.home.tp > 1 else "partial"
         self.waves = [_LocalWave(wave, plan, encoder, world, gradient=gradient) for wave in plan.waves]
 
@@ -116,7 +117,8 @@ class ModalityPass:
         return error
 
     def _call(self, wave: _LocalWave) -> Tensor:
-        with _noting(lambda: f"encoding {self._names(wave)} on rank {self.world.rank}"):
+        doing = _noting(lambda: f"encoding {self._names(wave)} on rank {self.world.rank}")
+        with doing, self.clock.timing("towers"):
             return self.encoder.module(wave.inputs, **({} if wave.shard is None else {"shard": wave.shard}))
 
     def _names(self, wave: _LocalWave) -> str:
@@ -196,7 +198,9 @@ class ModalityPass:
                     sum_replicas()
                 output = self._encoded_again(wave) if self.encoder.recompute else wave.output
                 assert output is not None
-                torch.autograd.backward(output, wave.bridge.back(_gradient(wave, output)))
+                gradient = wave.bridge.back(_gradient(wave, output))
+                with self.clock.timing("towers"):
+                    torch.autograd.backward(output, gradient)
                 wave.output, wave.deliveries = None, []
 
     def _encoded_again(self, wave: _LocalWave) -> Tensor:

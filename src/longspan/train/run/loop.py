@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from longspan.bridge.item_documents import item_table_of
 from longspan.comm import World, raise_first_error
 from longspan.errors import ConfigError, LongspanError, ModelError, RunFolderError
 from longspan.model import save_model
@@ -151,7 +152,8 @@ def _step(run: TrainingRun, plans: PlanAhead, step: int) -> tuple[dict[str, Any]
     row |= {"micro_batches": result.micro_batches, "efficiency": round(plan.efficiency, 6)}
     if len(run.order.stream.sources) > 1:
         row["source_tokens"] = run.order.source_tokens(step)
-    row |= run.figures.of(plan, seconds)
+    items = item_table_of(documents, plan.lengths)
+    row |= run.figures.of(plan, seconds, [item.rows for item in items.items] if items else (), result.encoders)
     if result.router is not None:
         row |= {"router_balance_loss": result.router.balance, "router_z_loss": result.router.z}
     row |= {f"mtp_loss_{depth}": loss for depth, loss in enumerate(result.mtp_losses, 1)}

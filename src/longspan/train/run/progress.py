@@ -150,6 +150,8 @@ def _figures(row: Mapping[str, Any]) -> list[str]:
         figures.append(f"MFU {100 * row['mfu']:.0f}%")
     if "bound_share" in row:
         figures.append(f"bound {100 * row['bound_share']:.0f}%")
+    if "encoder_share" in row:
+        figures.append(f"encoder {100 * row['encoder_share']:.0f}%")
     if of_depths := [f"{loss:.4f}" for name, loss in row.items() if name.startswith("mtp_loss_")]:
         figures.append(f"mtp {'/'.join(of_depths)}")
     return [*figures, _memory(row["memory_bytes"])]

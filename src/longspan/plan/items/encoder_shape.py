@@ -1,0 +1,183 @@
+"""What a model's configuration says of the work of its images: weights of tower and projector, and who sees whom.
+
+For the towers of Qwen's vision-language models and of LLaVA, as transformers describes them. Imports no torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from longspan.errors import PlanError
+from longspan.plan.cost.config_reader import ConfigReader
+from longspan.plan.cost.cost import Cost
+from longspan.plan.cost.model_cost import CPU_TFLOPS, H200_ATTENTION_TFLOPS, H200_SOURCE, H200_TFLOPS
+
+Trained = Literal["all", "projector", "none"]
+Grid = tuple[int, int, int]
+
+_MERGED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")  # whose images have any size
+_WHOLE = ("llava",)  # whose images have one size
+WAVE_SECONDS = 2e-3  # of launches, of one wave
+_HEAD_MULTIPLE = 32  # to which kernels pad a head (attention/kernels/fa4.py)
+_GATED = ("qwen2_5_vl",)  # whose MLPs have three products
+_ON_CPUS = (CPU_TFLOPS, CPU_TFLOPS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderShape:
+    """The sizes of a tower and its projector that decide the time of an image.
+
+    >>> shape = EncoderShape.of("Qwen3-VL-8B/config.json")  # doctest: +SKIP
+    >>> shape.flops([256])  # of an image of 256 rows, forward and backward  # doctest: +SKIP
+    3761504452608
+
+    `embed_weights` and `block_weights` multiply every patch, `projector_weights` every row, of which `entry_weights`
+    multiply what nothing before them in the projector trains. In `full_layers` the patches of an image see each other,
+    in `window_layers` those of a square of `window` patches a side. A row is `merge` x `merge` patches; of images of
+    one size it is 0, and each has `patches`, of which it makes `rows`, and so many `class_rows` go through the blocks
+    beside them.
+    """
+
+    width: int
+    head_size: int
+    full_layers: int
+    block_weights: int
+    embed_weights: int
+    projector_weights: int
+    entry_weights: int = 0
+    window_layers: int = 0
+    window: int = 0
+    merge: int = 0
+    patches: int = 0
+    rows: int = 0
+    class_rows: int = 0
+
+    @classmethod
+    def of(cls, config: Any) -> "EncoderShape":
+        """The shape of a whole model's configuration, an object or dict like one, a config.json or its folder.
+
+        Raises PlanError for one without images, or whose tower is not known.
+        """
+        model = ConfigReader.whole(config)
+        vision, text = model.inside("vision_config"), ConfigReader.of(config)
+        if not vision.count("depth", "num_hidden_layers") or not model.family.startswith(_MERGED + _WHOLE):
+            raise PlanError(
+                f"{model.where} ({model.family or 'no model_type'}) has no tower that its configuration prices; those "
+                f"of {', '.join(_MERGED + _WHOLE)} have"
+            )
+        if model.family.startswith(_MERGED):
+            return _merged(model.family, vision, text.count("hidden_size"))
+        return _whole(model, vision, text.count("hidden_size"))
+
+    def patches_of(self, rows: int) -> int:
+        """The patches of an image of so many rows."""
+        return rows * self.merge**2 if self.merge else self.patches
+
+    def flops(self, images: Sequence[int], *, trained: Trained = "all", grids: Sequence[Grid] | None = None) -> int:
+        """FLOPs of forward and backward of images of so many rows, by the convention of `model_flops`.
+
+        2 a weight forward, 2 for its gradient and 2 for that of what it multiplies, which pixels have none of; 12 x
+        width for each pair of patches that see each other. Of what is not `trained` forward alone counts. With
+        `grids` (t, h, w) of patches windows at edges count as they are, without them as whole ones.
+        """
+        each: Sequence[Grid | None] = [None] * len(images) if grids is None else grids
+        pair = (12 if trained == "all" else 4) * self.width
+        return sum(
+            self._weight_flops(rows, trained) + pair * self._pairs(self.patches_of(rows), grid)
+            for rows, grid in zip(images, each, strict=True)
+        )
+
+    def _weight_flops(self, rows: int, trained: Trained) -> int:
+        patches, tower, projector = self.patches_of(rows), trained == "all", trained != "none"
+        flops = (4 if tower else 2) * self.embed_weights * patches
+        flops += (6 if tower else 2) * self.block_weights * (patches + self.class_rows)
+        flops -= 2 * self.entry_weights * rows if trained == "projector" else 0
+        return flops + (6 if projector else 2) * self.projector_weights * rows
+
+    def _pairs(self, patches: int, grid: Grid | None) -> int:
+        """Pairs of patches that see each other, of all layers."""
+        frames, tall, wide = grid or (1, 1, patches)
+        in_windows = patches * self.window**2
+        if grid is not None and self.window_layers:
+            in_windows = frames * _squares(tall, self.window) * _squares(wide, self.window)
+        whole = frames * (tall * wide + self.class_rows) ** 2
+        return self.full_layers * whole + self.window_layers * in_windows
+
+    def cost(self, *, trained: Trained = "all", again: int = 0, gpu: bool = True) -> Cost:
+        """What encoding takes, by rows, for `Encoder(cost=…)`: on H200s, or on CPUs, where `source` is "".
+
+        Attention's backward pass computes scores again: 14 x width a pair; heads are padded as kernels pad them. The
+        forward pass runs `again` so many times for the backward pass.
+        """
+        padded = -(-self.head_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
+        weights_in, attention = (H200_TFLOPS, H200_ATTENTION_TFLOPS * self.head_size / padded) if gpu else _ON_CPUS
+        again = again if trained != "none" else 0
+        pair = ((14 if trained == "all" else 4) + 4 * again) * self.width / (attention * 1e12)
+        rows = self.rows or 1
+        patches = (self.patches_of(rows) + self.class_rows) / rows
+        flops = self._weight_flops(rows, trained) + again * self._weight_flops(rows, "none")
+        return Cost(
+            linear_seconds=flops / rows / (weights_in * 1e12) + pair * patches * self.window_layers * self.window**2,
+            attention_seconds=pair * self.full_layers * patches**2,
+            micro_batch_seconds=WAVE_SECONDS,
+            source=H200_SOURCE if gpu else "",
+        )
+
+
+def _squares(side: int, window: int) -> int:
+    """The sum of squares of the pieces of a side that is cut into windows."""
+    return side // window * window**2 + (side % window) ** 2
+
+
+def _merged(family: str, vision: ConfigReader, hidden: int) -> EncoderShape:
+    """Of Qwen's towers, whose patches are merged by two linears, those of deeper layers (DeepStack) too."""
+    width, layers, merge = vision.count("embed_dim", "hidden_size"), vision.count("depth"), _side(vision, "merge")
+    between = vision.count("intermediate_size") or int(width * float(vision.value("mlp_ratio") or 4))
+    gated, windows = family.startswith(_GATED), 0
+    full, window = vision.value("fullatt_block_indexes"), vision.count("window_size")
+    if full is not None and window:
+        windows = sum(layer not in full for layer in range(layers))
+    mergers = 1 + len(vision.value("deepstack_visual_indexes") or ())
+    pixels = (vision.count("in_channels", "in_chans") or 3) * _side(vision, "patch") ** 2 * _side(vision, "frames")
+    return EncoderShape(
+        width=width,
+        head_size=width // vision.count("num_heads"),
+        full_layers=layers - windows,
+        window_layers=windows,
+        window=window // _side(vision, "patch") if windows else 0,
+        block_weights=layers * width * (4 * width + (3 if gated else 2) * between),
+        embed_weights=width * pixels,
+        projector_weights=mergers * width * merge**2 * (width * merge**2 + hidden),
+        merge=merge,
+    )
+
+
+def _whole(model: ConfigReader, vision: ConfigReader, hidden: int) -> EncoderShape:
+    """Of towers over images of one size (CLIP, SigLIP), whose layers after the last that is read count nothing."""
+    width, patch = vision.count("hidden_size"), _side(vision, "patch")
+    taken: Any = model.value("vision_feature_layer")
+    taken = [-2 if taken is None else taken] if isinstance(taken, int | None) else taken
+    layers = max(layer if layer >= 0 else vision.count("num_hidden_layers") + 1 + layer for layer in taken)
+    patches, class_rows = (vision.count("image_size") // patch) ** 2, int("clip" in vision.family)
+    dropped = model.value("vision_feature_select_strategy") != "full"  # the first row
+    return EncoderShape(
+        width=width,
+        head_size=width // vision.count("num_attention_heads"),
+        full_layers=layers,
+        block_weights=layers * width * (4 * width + 2 * vision.count("intermediate_size")),
+        embed_weights=width * (vision.count("num_channels") or 3) * patch**2,
+        projector_weights=hidden * (hidden + len(taken) * width),
+        entry_weights=hidden * len(taken) * width,
+        patches=patches,
+        rows=patches + class_rows - dropped,
+        class_rows=class_rows,
+    )
+
+
+_NAMES = {"merge": "spatial_merge_size", "patch": "patch_size", "frames": "temporal_patch_size"}
+
+
+def _side(vision: ConfigReader, what: str) -> int:
+    """A size that may be said for each side."""
+    value = vision.value(_NAMES[what])
+    return int(value[0]) if isinstance(value, list | tuple) else vision.count(_NAMES[what])

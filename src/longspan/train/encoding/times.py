@@ -1,0 +1,85 @@
+"""What the encoders take of a step, measured and predicted.
+
+On a GPU, parts are timed by events in the order of its work, which are read once the step has waited for it anyway.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from longspan.comm import World
+
+Part = Literal["phases", "towers"]
+
+
+@dataclass(frozen=True)
+class EncoderTimes:
+    """The encoders' part of a step, the same on every rank.
+
+    `seconds` from the step's beginning until the language model has its rows, and from its end until the encoders have
+    their gradients: the mean over ranks, exchanges and waiting included. `tower_seconds` of towers and projectors
+    alone, of the busiest rank; `balance` is that over the mean of all (1: all equally busy), which under FSDP2 holds
+    the waiting for each other's parameters as well. The predicted ones are those of the waves' plan: seconds that
+    towers and projectors take, and the busiest slot's work over the mean.
+    """
+
+    seconds: float
+    tower_seconds: float
+    balance: float
+    predicted_seconds: float
+    predicted_balance: float
+
+
+class PartClock:
+    """Adds up what parts of a step take on this rank; parts may lie inside each other.
+
+    >>> with clock.timing("towers"):
+    ...     rows = encoder(images)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device.type == "cuda"
+        self._spans: dict[Part, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
+        self._seconds: dict[Part, float] = defaultdict(float)
+
+    @contextmanager
+    def timing(self, part: Part) -> Iterator[None]:
+        """Count the body; one that raises is not counted."""
+        started = time.perf_counter()
+        before = self._event()
+        yield
+        self._seconds[part] += time.perf_counter() - started
+        if before is not None:
+            after = self._event()
+            assert after is not None
+            self._spans[part].append((before, after))
+
+    def seconds(self, part: Part) -> float:
+        """What a part took in all, once the device has done it."""
+        if not self._gpu:
+            return self._seconds[part]
+        for _, after in self._spans[part]:
+            after.synchronize()
+        return sum(before.elapsed_time(after) for before, after in self._spans[part]) / 1e3
+
+    def _event(self) -> torch.cuda.Event | None:
+        if not self._gpu:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def times_of_ranks(clocks: Sequence[PartClock], world: World, predicted: tuple[float, float]) -> EncoderTimes:
+    """The times of all ranks, which enter together; `predicted` are seconds and balance."""
+    phases, towers = (sum(clock.seconds(part) for clock in clocks) for part in ("phases", "towers"))
+    ranks = len(world.home.ranks)
+    all_phases, all_towers = world.control.sum_over_ranks([phases, towers], "times of encoders")
+    (busiest,) = world.control.largest_of([towers], "times of encoders")
+    balance = busiest * ranks / all_towers if all_towers else 1.0
+    return EncoderTimes(all_phases / ranks, busiest, balance, *predicted)

@@ -1,0 +1,91 @@
+"""FLOPs of images by a configuration are those that torch counts in the tower and projector of the same model."""
+
+from typing import Any
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+from longspan.errors import PlanError
+from longspan.layout import Layout
+from longspan.model.vision.image_tokens import image_tokens
+from longspan.model.vision.take_apart import freeze_images, take_apart
+from longspan.plan import plan_dynamic
+from longspan.plan.items.encoder_shape import EncoderShape
+from tests.model.vision.documents import raw
+from tests.model.vision.models import config_of, here, tiny
+
+QWEN3_VL_8B: dict[str, Any] = {
+    "model_type": "qwen3_vl",
+    "text_config": {"hidden_size": 4096},
+    "vision_config": {"depth": 27, "hidden_size": 1152, "num_heads": 16, "intermediate_size": 4304, "in_channels": 3}
+    | {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2, "deepstack_visual_indexes": [8, 16, 24]},
+}
+
+
+def counted_flops(name: str, trained: Any) -> int:
+    """FLOPs of the matrix products of a step of the encoder alone, as torch counts them."""
+    model = tiny(name)
+    model.config.vision_config._attn_implementation = "eager"
+    freeze_images(model, trained)
+    encoder = take_apart(model).encoder
+    for module in encoder.modules():
+        if hasattr(module, "use_head"):
+            module.use_head = False  # SigLIP's, whose output is not read
+    images = [image for document in raw(image_tokens(model.config)) for image in document.images]
+    with FlopCounterMode(display=False) as counter:
+        rows = encoder(images)
+        if rows.requires_grad:
+            rows.square().sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("trained", ["all", "projector", "none"])
+@pytest.mark.parametrize("name", [name for name in here() if name != "qwen3-vl-untied"])
+def test_as_torch_counts(name: str, trained: Any) -> None:
+    config, tokens = config_of(name), image_tokens(config_of(name))
+    shape = EncoderShape.of(config)
+    images = [image for document in raw(tokens) for image in document.images]
+    grids: Any = [image.grid for image in images] if tokens.has_grids else None
+    found = shape.flops([tokens.rows(image.grid) for image in images], trained=trained, grids=grids)
+    assert found + unread_layers(name, config, len(images)) == counted_flops(name, trained)
+    assert shape == EncoderShape.of(config.to_dict())
+
+
+def unread_layers(name: str, config: Any, images: int) -> int:
+    """Forward FLOPs of a layer that LLaVA's CLIP runs and does not read."""
+    if name != "llava-clip":
+        return 0
+    vision, rows = config.vision_config, images * 5
+    weights = vision.hidden_size * (4 * vision.hidden_size + 2 * vision.intermediate_size)
+    return 2 * weights * rows + 4 * vision.hidden_size * rows * 5
+
+
+def test_a_published_size() -> None:
+    shape = EncoderShape.of(QWEN3_VL_8B)
+    per_patch = 27 * 1152 * (4 * 1152 + 2 * 4304) + 1152 * 3 * 2 * 256
+    merged = 4 * (4 * 1152) * (4 * 1152 + 4096)
+    weights = 6 * (per_patch * 1024 + merged * 256) - 2 * 1152 * 1536 * 1024
+    assert shape.flops([256]) == weights + 12 * 27 * 1152 * 1024**2
+    cost = shape.cost()
+    seconds = cost.linear_seconds * 256 + cost.attention_seconds * 256**2
+    assert seconds == pytest.approx(weights / 4.5e14 + 14 * 27 * 1152 * 1024**2 / (6e14 * 72 / 96))
+
+
+def test_a_frozen_tower_costs_its_forward_pass() -> None:
+    costs = [EncoderShape.of(QWEN3_VL_8B).cost(trained=trained) for trained in ("all", "projector", "none")]
+    assert costs[0].attention_seconds == 3.5 * costs[1].attention_seconds == 3.5 * costs[2].attention_seconds
+    assert costs[0].linear_seconds > costs[1].linear_seconds > costs[2].linear_seconds
+
+
+def test_an_image_is_dealt_by_its_square() -> None:
+    cost, counts = EncoderShape.of(QWEN3_VL_8B).cost(), (4096, *[1024] * 8)
+    plan = plan_dynamic(counts, Layout(2), max_cp=1, cost=cost)
+    rows = [sum(g.tokens for g in plan.micro_batches[0].groups if slot in g.slots) for slot in (0, 1)]
+    assert sorted(rows) == [4096, 8192]  # the large image takes as long as twice its rows in small ones
+
+
+def test_others_are_refused() -> None:
+    with pytest.raises(
+        PlanError, match=r"dict \(qwen3\) has no tower that its configuration prices; those of qwen2_vl"
+    ):
+        EncoderShape.of({"model_type": "qwen3", "hidden_size": 8})
