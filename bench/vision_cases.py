@@ -123,7 +123,7 @@ class Made(ItemDocuments):
     """Token ids and images, whose M-RoPE positions are computed once."""
 
     def __init__(self, documents: Documents, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
-        config = sizes.configuration()
+        config: Any = sizes.configuration()
         self._tokens, self._documents = image_tokens(config), documents
         draw, top = np.random.default_rng(1), config.text_config.vocab_size - 8
         ids = [_ids(self._tokens, *each, draw, top) for each in zip(documents.images, documents.text, strict=True)]

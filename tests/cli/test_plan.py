@@ -44,6 +44,8 @@ FLAGS = [
     "cost",
     "model",
     "heads",
+    "images",
+    "max_image_rows",
     "json",
     "html",
     "trace",
@@ -281,3 +283,29 @@ def test_a_model_prices_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert plan.cost == cost_on_h200(model)
     assert main(["plan", "--same", "4x900", "--slots", "2", "--heads", "8", "--model", model]) == 2
     assert "--heads 8 and --model" in capsys.readouterr().err
+
+
+VISION_LANGUAGE: dict[str, Any] = {
+    "model_type": "qwen3_vl",
+    "text_config": {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
+    | {"head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936},
+    "vision_config": {"depth": 27, "hidden_size": 1152, "num_heads": 16, "intermediate_size": 4304, "in_channels": 3}
+    | {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2, "deepstack_visual_indexes": [8, 16, 24]},
+}
+
+
+def test_images_are_priced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(VISION_LANGUAGE))
+    words = ["plan", "--same", "8x32768", "--slots", "8", "--max-tokens-per-slot", "16384", "--cp", "4"]
+    words += ["--model", str(tmp_path)]
+    assert main([*words, "--images", "64x256"]) == 0
+    out = capsys.readouterr().out
+    assert "encoder: 512 images of 256 rows dealt to 8 slots take" in out and "has 1.00 of the mean" in out
+    assert "4.0 times as long" in out  # of which three parts are other ranks' images
+    assert main(words) == 0 and "--images COUNTxROWS adds it" in capsys.readouterr().out
+    for more, message in (
+        (["--images", "256x256"], "--images 256x256 takes 65,536 tokens of each document, and 8 of 8 are shorter"),
+        (["--images", "16"], "--images '16' is not COUNTxROWS, such as 16x256"),
+    ):
+        assert main([*words, *more]) == 2 and message in capsys.readouterr().err
+    assert main([*words[:-2], "--images", "1x1"]) == 2 and "give its --model FOLDER" in capsys.readouterr().err

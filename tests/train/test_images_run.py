@@ -91,6 +91,9 @@ def test_a_run_with_images(tmp_path: Path) -> None:
     degrees = {"context__context_parallel_size": 2, "context__max_tokens_per_slot": 128, "encoder__tp": 2}
     two = losses(settings(tmp_path / "two", rows, model, **degrees), 2)
     assert len(alone) == 8 and farthest(two, alone) < 1e-6  # norms and rotary angles are in float32
+    steps = [row for row in read_metrics(tmp_path / "two" / "metrics.jsonl") if "grad_norm" in row]
+    assert all(0 < row["encoder_share"] < 1 <= row["encoder_balance"] and row["tflops"] > 0 for row in steps)
+    assert all(0 < row["predicted_encoder_share"] < 1 <= row["predicted_encoder_balance"] for row in steps)
     saved: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "two" / "model")
     exported = export_checkpoint(tmp_path / "two", None, tmp_path / "out", print)
     again: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from longspan.cli.flags import Switch, check_least, parse_flags
+from longspan.cli.plan_images import ImageFlags, image_notes
 from longspan.cli.plan_inputs import (
     UNPRICED,
     ClosingFlags,
@@ -29,7 +30,7 @@ from longspan.plan.planners.fixed import smallest_degree
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanFlags(PricingFlags, ClosingFlags, SourceFlags):
+class PlanFlags(ImageFlags, PricingFlags, ClosingFlags, SourceFlags):
     """Plan one step of some documents: which slots work together on which of them, micro-batch by micro-batch."""
 
     slots: int
@@ -70,12 +71,13 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     flags = parse_flags(PlanFlags, argv, "longspan plan")
     check_weights(flags, free=flags.mode == "free")
-    check_least(flags, slots=1, max_tokens_per_slot=0, cp=0, max_cp=0)
+    check_least(flags, slots=1, max_tokens_per_slot=0, cp=0, max_cp=0, max_image_rows=0)
     lengths, source = read_lengths(flags, flags.slots)
     began = time.perf_counter()
     cost = with_weights(read_price(flags), flags, slots=flags.slots, node_size=flags.node_size)
     plan, why = make_plan(flags, lengths, cost)
     seconds = time.perf_counter() - began
+    of_images = [*image_notes(flags, flags.model, plan)]
     wrote = _write_files(flags, plan, source)
     if flags.json:
         print(plan.to_json())
@@ -87,6 +89,7 @@ def main(argv: Sequence[str]) -> int:
         *([UNPRICED] if flags.mode == "free" and not cost.closing_seconds else []),
         *([why] if why else []),
         *notes_on(flags),
+        *of_images,
     ]
     print("\n".join(lines), file=sys.stderr if flags.json else sys.stdout)
     return 0

@@ -29,7 +29,7 @@ class EncoderShape:
 
     >>> shape = EncoderShape.of("Qwen3-VL-8B/config.json")  # doctest: +SKIP
     >>> shape.flops([256])  # of an image of 256 rows, forward and backward  # doctest: +SKIP
-    3761504452608
+    3170667331584
 
     `embed_weights` and `block_weights` multiply every patch, `projector_weights` every row, of which `entry_weights`
     multiply what nothing before them in the projector trains. In `full_layers` the patches of an image see each other,
@@ -179,5 +179,5 @@ _NAMES = {"merge": "spatial_merge_size", "patch": "patch_size", "frames": "tempo
 
 def _side(vision: ConfigReader, what: str) -> int:
     """A size that may be said for each side."""
-    value = vision.value(_NAMES[what])
-    return int(value[0]) if isinstance(value, list | tuple) else vision.count(_NAMES[what])
+    value: Any = vision.value(_NAMES[what])
+    return int(value[0]) if isinstance(value, (list, tuple)) else vision.count(_NAMES[what])  # pyright: ignore[reportUnknownArgumentType]

@@ -21,6 +21,7 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model.prepared import vocabulary_size
 from longspan.plan import Plan
+from longspan.train.config.encoder_section import EncoderSection
 from longspan.train.config.sections import RunConfig
 from longspan.train.disk import write_atomically
 from longspan.train.memory.live_bytes import LiveBytes
@@ -149,5 +150,7 @@ def memory_keys(config: RunConfig) -> dict[str, Any]:
     values = asdict(config)
     names = {"model": values["model"], "parallel": values["parallel"], "lora": values["lora"], "mtp": values["mtp"]}
     names |= _DEPENDS_ON
+    if config.encoder != EncoderSection():
+        names |= {"encoder": values["encoder"]}
     keys = {f"{section}.{key}": values[section][key] for section in names for key in names[section]}
     return json.loads(json.dumps(keys))

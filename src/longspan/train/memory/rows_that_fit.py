@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from torch.utils._pytree import tree_leaves
 from longspan.comm import World
 from longspan.errors import ConfigError
 from longspan.model.local_tensors import local_tensor
-from longspan.train.all_ranks import LogLine, on_first_rank
+from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
+from longspan.train.all_ranks import LogLine, on_every_rank, on_first_rank
 from longspan.train.config.bounds import AUTO
 from longspan.train.config.sections import RunConfig
 from longspan.train.disk import write_atomically
+from longspan.train.memory.images_held import ImagesHeld, images_held
 from longspan.train.memory.row_probe import memory_keys, most_bytes, remembered, too_many_rows
 from longspan.train.optim.optimizer import OptimizerChoice
 from longspan.train.plans import row_multiple_of
@@ -71,9 +74,12 @@ def fitted(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> Rows
 
 
 def with_rows_that_fit(
-    config: RunConfig, model: nn.Module, optimizer: Optimizer, world: World, log: LogLine
+    config: RunConfig, model: nn.Module, optimizer: Optimizer, world: World, log: LogLine, *, image_rows: float = 0.0
 ) -> RunConfig:
-    """The configuration with a number in place of "auto": the run's own, or measured now; entered by all ranks."""
+    """The configuration with a number in place of "auto": the run's own, or measured now; entered by all ranks.
+
+    `image_rows` are the rows of images in a step, on all slots together, of a model that has an encoder.
+    """
     if config.context.max_tokens_per_slot != AUTO:
         return config
     directory = Path(config.run.dir)
@@ -83,7 +89,8 @@ def with_rows_that_fit(
     )
     if fit is None:
         below = on_first_rank(world, lambda: too_many_rows(directory, ranks, keys), ConfigError)
-        fit = replace(measure(config, model, optimizer, world, below=below), measured_for=keys)
+        images = images_held(model, image_rows, world) if isinstance(model, MultimodalModel) else None
+        fit = replace(measure(config, model, optimizer, world, below=below, images=images), measured_for=keys)
         text = json.dumps(asdict(fit), indent=1)
         on_first_rank(world, lambda: write_atomically(file, text), ConfigError)
     fill = f"{fit.rows:,} rows of {fit.bytes_per_row:,.0f} bytes each fit in {fit.budget_bytes:,.0f} bytes"
@@ -118,14 +125,25 @@ def _with_rows(config: RunConfig, rows: int) -> RunConfig:
 
 
 def measure(
-    config: RunConfig, model: nn.Module, optimizer: Optimizer, world: World, *, below: int | None = None
+    config: RunConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    world: World,
+    *,
+    below: int | None = None,
+    images: ImagesHeld | None = None,
 ) -> RowsThatFit:
     """Run two probes and one that is nearer, and agree on the rows that fit on every rank.
 
-    `below`: so many rows did not fit before; no probe has as many, nor has the result. Raises ConfigError where fewer
-    rows than two probes need are left, and on a rank that runs out of memory in a probe.
+    `below`: so many rows did not fit before; no probe has as many, nor has the result. What `images` hold is not the
+    rows'. Raises ConfigError where fewer rows than two probes need are left, or images do not fit, and on a rank that
+    runs out of memory in a probe.
     """
-    probes = _Probes(config, model, world, _budget(config, model, optimizer, world.device), below)
+    budget = _budget(config, model, optimizer, world.device)
+    if images is not None:
+        on_every_rank(world, partial(images.check, budget), ConfigError)
+        budget -= images.held
+    probes = _Probes(config, language_model_of(model), world, budget, below)
     probes.run(probes.first, warm=True)
     probes.run(probes.second())
     nearer = probes.nearer()

@@ -123,7 +123,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
         warn_of_lost_updates(config, log)
     cost, heads = _cost(config, world, model, log), query_heads(named)
     config, why_partition = with_partition(config, order, world, log, cost=cost, heads=heads)
-    config = with_rows_that_fit(config, language_model_of(model), optimizer, world, log)
+    config = with_rows_that_fit(config, model, optimizer, world, log, image_rows=_image_rows(config, corpus))
     check_fit(config)
     lengths = {s.name: s.documents.lengths for s in sets}
     config, why = with_degrees(config, lengths, world, log, cost=cost, heads=heads)
@@ -151,6 +151,14 @@ def _longest(config: RunConfig, corpus: Corpus, order: StepOrder | PackOrder) ->
     if held_out is None or lengths[held_out] <= packed:
         return packed, "packs"
     return int(lengths[held_out]), corpus.origin(held_out)
+
+
+def _image_rows(config: RunConfig, corpus: Corpus) -> float:
+    """The rows of images in a step, on all slots together, in the mean."""
+    if corpus.images is None or not len(corpus.images):
+        return 0.0
+    share = float(corpus.images.column("rows").sum()) / float(corpus.lengths.sum())
+    return share * config.train.tokens_per_step
 
 
 def _cost(config: RunConfig, world: World, model: AnyModel, log: LogLine) -> Cost:

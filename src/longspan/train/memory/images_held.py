@@ -1,0 +1,104 @@
+"""What images take of a rank's memory beside the language model's rows, measured on the encoder itself.
+
+While the language model runs, a rank holds the rows of images that it owns, their gradients, and, where waves are not
+encoded again, the activations of all images that it encodes. A wave's own activations have the memory to themselves.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longspan.comm import World
+from longspan.errors import ConfigError
+from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
+from longspan.model.parts import modes_restored
+from longspan.model.placement.sharding import reshard
+from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
+from longspan.train.memory.live_bytes import LiveBytes
+
+PROBE_ROWS = 64  # of an image of any size
+UNEVEN = 1.25  # of the mean of a step, for steps with more images
+
+
+@dataclass(frozen=True)
+class ImagesHeld:
+    """Bytes of a rank: `held` while the language model runs, `wave` at most while one wave of `wave_rows` is encoded.
+
+    `row` are the bytes of activations of one row.
+    """
+
+    held: int
+    wave: int
+    wave_rows: int
+    row: float
+
+    def check(self, budget: float) -> None:
+        """Raise ConfigError where a wave, or what is held, does not fit a budget of bytes."""
+        if self.wave > budget:
+            raise ConfigError(
+                f"a wave of images of {self.wave_rows:,} rows of a slot takes {self.wave:,} bytes, and the budget is "
+                f"{budget:,.0f}; set encoder.max_rows to at most {math.floor(budget / self.row):,}, with "
+                "encoder.recompute = true"
+            )
+        if self.held >= budget:
+            raise ConfigError(
+                f"images of a step hold {self.held:,} bytes of a rank while the language model runs, and the budget is "
+                f"{budget:,.0f}; set encoder.recompute = true with encoder.max_rows, or fewer train.tokens_per_step"
+            )
+
+
+def images_held(model: MultimodalModel, rows: float, world: World) -> ImagesHeld:
+    """What steps with so many rows of images take of the rank that needs most; all ranks call it together."""
+    held = wave = 0.0
+    wave_rows, row = 0, 0.0
+    for encoder in model.encoder_settings.values():
+        of_slot = UNEVEN * rows / encoder.world.home.slots
+        tokens = image_tokens(model.config)
+        width = model.config.get_text_config().hidden_size * (1 + encoder.deep_layers)
+        itemsize = next(encoder.module.parameters()).element_size()
+        held += 2 * width * itemsize * UNEVEN * rows / world.home.slots
+        row = _bytes_of_row(encoder, model, tokens)
+        wave_rows = math.ceil(min(encoder.max_rows_per_slot or of_slot, of_slot))
+        wave = max(wave, row * wave_rows)
+        if not (encoder.recompute or encoder.frozen):
+            held += row * of_slot
+    held, wave, row = world.control.largest_of([held, wave, row], "bytes of images")
+    return ImagesHeld(round(held), round(wave), wave_rows, row)
+
+
+def _bytes_of_row(encoder: Encoder, model: MultimodalModel, tokens: ImageTokens) -> float:
+    """Bytes of a forward pass with a graph (without one of a frozen encoder), by row: one image, on every rank."""
+    image, module, device = _image(model, tokens), encoder.module, encoder.world.device
+    with modes_restored(module), torch.set_grad_enabled(not encoder.frozen):
+        _ = _encoded(encoder, image)  # what is made once
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            rows = _encoded(encoder, image)
+            most = torch.cuda.max_memory_allocated(device) - before
+        else:
+            with LiveBytes() as counted:
+                rows = _encoded(encoder, image)
+            most = counted.peak
+        reshard(module)
+        return most / len(rows)
+
+
+def _encoded(encoder: Encoder, image: ImageInput) -> Tensor:
+    return encoder.module([image])
+
+
+def _image(model: MultimodalModel, tokens: ImageTokens) -> ImageInput:
+    """An image of zeros, of the model's size or of PROBE_ROWS rows."""
+    vision = model.config.vision_config
+    channels = next(n for name in ("in_channels", "in_chans", "num_channels") if (n := getattr(vision, name, 0)))
+    if not tokens.has_grids:
+        size = vision.image_size
+        tall, wide = size if isinstance(size, list | tuple) else (size, size)
+        return ImageInput(torch.zeros(1, channels, tall, wide))
+    side = math.isqrt(PROBE_ROWS) * tokens.merge
+    frames = getattr(vision, "temporal_patch_size", 1)
+    return ImageInput(torch.zeros(side**2, channels * frames * vision.patch_size**2), (1, side, side))

@@ -1,0 +1,49 @@
+"""What the seconds of a step with images are compared with."""
+
+import torch
+
+from longspan.layout import Layout
+from longspan.plan import Cost, plan_fixed
+from longspan.plan.cost.model_flops import model_flops
+from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.items.encoder_shape import EncoderShape
+from longspan.train.encoding.times import EncoderTimes, PartClock
+from longspan.train.figures import StepFigures
+
+TEXT = ModelShape(layers=2, weights=10**6, query_width=64, key_width=32)
+TOWER = EncoderShape(
+    width=16,
+    head_size=8,
+    full_layers=3,
+    block_weights=10**6,
+    embed_weights=10**4,
+    projector_weights=10**5,
+    merge=2,
+)
+COST = Cost(linear_seconds=0.01, attention_seconds=0.0, micro_batch_seconds=0.0)
+
+
+def test_images_count() -> None:
+    plan = plan_fixed([40, 24], Layout(2), cp=1, cost=COST)
+    times = EncoderTimes(seconds=0.5, tower_seconds=0.4, balance=1.25, predicted_seconds=0.1, predicted_balance=1.1)
+    figures = StepFigures(shape=TEXT, images=TOWER, devices=2, peak=1e-3, priced_here=True)
+    found = figures.of(plan, 2.0, [4, 6], times)
+    flops = model_flops(TEXT, [40, 24]) + TOWER.flops([4, 6])
+    assert found["tflops"] == float(f"{flops / 2.0 / 2 / 1e12:.6g}") and found["mfu"] == round(flops / 4e12 / 1e-3, 6)
+    assert found["encoder_share"] == 0.25 and found["encoder_balance"] == 1.25
+    assert found["predicted_encoder_share"] == round(0.1 / 0.5, 4) and found["predicted_encoder_balance"] == 1.1
+    assert found["predicted_seconds"] == 0.5 and found["bound_share"] == round((plan.lower_bound_seconds + 0.1) / 2, 6)
+
+
+def test_images_without_a_price_leave_no_share_of_the_peak() -> None:
+    plan = plan_fixed([40, 24], Layout(2), cp=1, cost=COST)
+    assert "tflops" not in StepFigures(shape=TEXT, devices=2).of(plan, 2.0, [4])
+    assert "tflops" in StepFigures(shape=TEXT, devices=2).of(plan, 2.0)
+
+
+def test_parts_add_up() -> None:
+    clock = PartClock(torch.device("cpu"))
+    for _ in range(2):
+        with clock.timing("phases"), clock.timing("towers"):
+            sum(range(1000))
+    assert clock.seconds("phases") >= clock.seconds("towers") > 0

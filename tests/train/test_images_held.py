@@ -1,0 +1,45 @@
+"""What images take of a rank's memory, and that the rows of a slot leave room for it."""
+
+from typing import Any
+
+import pytest
+
+from longspan import EncoderHome, Layout, World, prepare
+from longspan.errors import ConfigError
+from longspan.testing import run_ranks
+from longspan.train.memory.images_held import ImagesHeld, images_held
+from tests.model.vision.models import tiny
+
+
+def _held(rank: int) -> dict[str, ImagesHeld]:
+    """Of 320 rows of images a step on two slots: 200 of each at most."""
+    kept: dict[str, Any] = {
+        "kept": {},
+        "again": {"recompute": True, "max_rows_per_slot": 50},
+        "sharded": {"shard_parameters": True},
+    }
+    found = dict[str, ImagesHeld]()
+    for name, settings in kept.items():
+        with World(Layout(2), backend="gloo") as world:
+            home = EncoderHome(home=Layout(2), **({"shard_parameters": False} | settings))
+            model = prepare(tiny("qwen3-vl"), world, encoder=home, probe=False)
+            found[name] = images_held(model, 320.0, world)
+    return found
+
+
+def test_activations_and_rows_are_measured() -> None:
+    for found in run_ranks(_held, 2):
+        kept, again = found["kept"], found["again"]
+        rows = 2 * 32 * 3 * 8 * 200  # and their gradients, of three parts, in float64
+        assert again.held == rows and kept.held == pytest.approx(rows + 200 * kept.row, abs=1)
+        assert (kept.wave_rows, again.wave_rows) == (200, 50) and again.wave == pytest.approx(50 * again.row, abs=1)
+        assert kept.row > 4 * 3 * 16 * 8  # four patches of a row, the input of every layer
+        assert found["sharded"].row > 0
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"100 rows of a slot takes 5,000 bytes, .* encoder.max_rows to at most 40"):
+        ImagesHeld(held=10, wave=5000, wave_rows=100, row=50.0).check(2000)
+    with pytest.raises(ConfigError, match=r"hold 3,000 bytes of a rank .* set encoder.recompute = true"):
+        ImagesHeld(held=3000, wave=1000, wave_rows=20, row=50.0).check(2000)
+    ImagesHeld(held=1000, wave=1000, wave_rows=20, row=50.0).check(2000)
