@@ -1,6 +1,7 @@
 """What a model's configuration says of the work of its images: weights of tower and projector, and who sees whom.
 
-For the towers of Qwen's vision-language models and of LLaVA, as transformers describes them. Imports no torch.
+For the towers of Qwen's vision-language models, of LLaVA and of Gemma 3, as transformers describes them. Imports no
+torch.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ Trained = Literal["all", "projector", "none"]
 Grid = tuple[int, int, int]
 
 _MERGED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")  # whose images have any size
-_WHOLE = ("llava",)  # whose images have one size
+_WHOLE = ("llava", "gemma3")  # whose images have one size
+_GEMMA_ROWS = 256  # of an image, where a configuration does not say
 WAVE_SECONDS = 2e-3  # of launches, of one wave
 _HEAD_MULTIPLE = 32  # to which kernels pad a head (attention/kernels/fa4.py)
 _GATED = ("qwen2_5_vl",)  # whose MLPs have three products
@@ -60,7 +62,8 @@ class EncoderShape:
         """
         model = ConfigReader.whole(config)
         vision, text = model.inside("vision_config"), ConfigReader.of(config)
-        if not vision.count("depth", "num_hidden_layers") or not model.family.startswith(_MERGED + _WHOLE):
+        known = model.family.startswith(_MERGED) or model.family in _WHOLE
+        if not known or not vision.count("depth", "num_hidden_layers"):
             raise PlanError(
                 f"{model.where} ({model.family or 'no model_type'}) has no tower that its configuration prices; those "
                 f"of {', '.join(_MERGED + _WHOLE)} have"
@@ -154,22 +157,28 @@ def _merged(family: str, vision: ConfigReader, hidden: int) -> EncoderShape:
 
 def _whole(model: ConfigReader, vision: ConfigReader, hidden: int) -> EncoderShape:
     """Of towers over images of one size (CLIP, SigLIP), whose layers after the last that is read count nothing."""
-    width, patch = vision.count("hidden_size"), _side(vision, "patch")
-    taken: Any = model.value("vision_feature_layer")
-    taken = [-2 if taken is None else taken] if isinstance(taken, int | None) else taken
-    layers = max(layer if layer >= 0 else vision.count("num_hidden_layers") + 1 + layer for layer in taken)
-    patches, class_rows = (vision.count("image_size") // patch) ** 2, int("clip" in vision.family)
-    dropped = model.value("vision_feature_select_strategy") != "full"  # the first row
+    width, layers = vision.count("hidden_size"), vision.count("num_hidden_layers")
+    patches, class_rows = (vision.count("image_size") // _side(vision, "patch")) ** 2, int("clip" in vision.family)
+    taken, rows = [layers], model.count("mm_tokens_per_image") or _GEMMA_ROWS
+    if model.family == "gemma3":  # patches are pooled
+        projector, entry = width * hidden, 0
+    else:
+        said: Any = model.value("vision_feature_layer")
+        said = [-2 if said is None else said] if isinstance(said, int | None) else said
+        taken = [layer if layer >= 0 else layers + 1 + layer for layer in said]
+        entry = hidden * len(taken) * width
+        projector, rows = entry + hidden**2, patches + class_rows
+        rows -= model.value("vision_feature_select_strategy") != "full"  # the first
     return EncoderShape(
         width=width,
         head_size=width // vision.count("num_attention_heads"),
-        full_layers=layers,
-        block_weights=layers * width * (4 * width + 2 * vision.count("intermediate_size")),
-        embed_weights=width * (vision.count("num_channels") or 3) * patch**2,
-        projector_weights=hidden * (hidden + len(taken) * width),
-        entry_weights=hidden * len(taken) * width,
+        full_layers=max(taken),
+        block_weights=max(taken) * width * (4 * width + 2 * vision.count("intermediate_size")),
+        embed_weights=width * (vision.count("num_channels") or 3) * _side(vision, "patch") ** 2,
+        projector_weights=projector,
+        entry_weights=entry,
         patches=patches,
-        rows=patches + class_rows - dropped,
+        rows=rows,
         class_rows=class_rows,
     )
 
