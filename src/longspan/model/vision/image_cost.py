@@ -39,7 +39,6 @@ def _by_parameters(config: PreTrainedConfig, encoder: nn.Module) -> Cost:
     vision: Any = getattr(config, "vision_config", None)
     width, layers = _first(vision, _WIDTHS), _first(vision, _LAYERS)
     in_blocks = sum(p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
-    pooled = getattr(config, "mm_tokens_per_image", None)  # Gemma 3's projector makes so many rows of an image
     merge = getattr(vision, "spatial_merge_size", None) or 1
     full, window = getattr(vision, "fullatt_block_indexes", None), getattr(vision, "window_size", None)
     windows = sum(layer not in full for layer in range(layers)) if full is not None and window else 0
@@ -49,7 +48,7 @@ def _by_parameters(config: PreTrainedConfig, encoder: nn.Module) -> Cost:
         layers - windows,
         window_layers=windows,
         window=(window // vision.patch_size) ** 2 if windows else 0,
-        patches_per_row=(vision.image_size // vision.patch_size) ** 2 // pooled if pooled else merge**2,
+        patches_per_row=merge**2,
     )
 
 
