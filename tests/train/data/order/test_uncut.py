@@ -106,6 +106,7 @@ def test_packs_with_images_are_documents_of_their_tokens(across: bool, tmp_path:
         assert torch.equal(packs.read(item).pixels, documents.read(number).pixels)
 
 
+@pytest.mark.whole
 def test_an_image_of_another_piece_is_noticed(tmp_path: Path) -> None:
     undo = mutate("train.data.image_documents", "end - piece.stop", "end - piece.stop + piece.start")
     try:
