@@ -1,10 +1,12 @@
 """The census: every causal language model class of transformers, and variants, exact beside the stock model or refused.
 
+With `--classes image-text-to-text` those from images and text to text, with images.
+
     python bench/census.py --out bench/records/census.json                        # goes on where it was ended
     python bench/census.py --only qwen3 gemma3_text+linear                        # some, without a record
     python bench/census.py --out bench/records/census.json --redo outdated        # those of another commit again
     python bench/census.py --out now.json --compare bench/records/census.json     # what got better, what worse
-    python bench/census.py --docs docs/models.md                                  # the page, from the record alone
+    python bench/census.py --docs docs/models.md                                  # the page, from the records alone
 
 Small copies in float64 on the CPU, each on three processes (`longspan doctor --model CLASS` does the same for one).
 Exits with 1 where a model is wrong or crashed, or where something is worse than in the record of --compare.
@@ -20,14 +22,15 @@ import multiprocessing
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench.census.images import image_names, image_row_of, image_text
 from bench.census.models import names
 from bench.census.page import page
 from bench.census.record import as_text, changes, failed
@@ -39,12 +42,28 @@ from longspan.train.versions import versions
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "bench" / "records" / "census.json"
+RECORD_OF_IMAGES = RECORD.with_stem("census-images")
+
+
+class Classes(NamedTuple):
+    """Which classes of transformers: their names, what makes a row of the record, and the record as text."""
+
+    names: Callable[[], list[str]]
+    row_of: Callable[[str], dict[str, Any]]
+    as_text: Callable[[Mapping[str, Any]], str]
+    record: Path
+
+
+CLASSES = {
+    "text": Classes(names, row_of, as_text, RECORD),
+    "image-text-to-text": Classes(image_names, image_row_of, image_text, RECORD_OF_IMAGES),
+}
 
 
 def main() -> int:
     options = _parser().parse_args()
     if options.docs is not None:
-        options.docs.write_text(page(_read(options.out or RECORD)), encoding="utf-8")
+        options.docs.write_text(page(_read(RECORD), _read(RECORD_OF_IMAGES)), encoding="utf-8")
         return 0
     record = run(options)
     bad = failed(record)
@@ -58,19 +77,23 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     commit = _commit()
     known = _read(options.out)["models"] if options.out and options.out.exists() else {}
     about = {"bench": "census", "machine": machine(), "versions": versions(), "commit": commit}
-    record: dict[str, Any] = {**about, "command": "python bench/census.py --out bench/records/census.json"}
+    classes = CLASSES[options.classes]
+    flag = "" if options.classes == "text" else f"--classes {options.classes} "
+    command = f"python bench/census.py {flag}--out {classes.record.relative_to(ROOT)}"
+    record: dict[str, Any] = {**about, "command": command}
     record["models"] = dict(known)
-    order = {name: number for number, name in enumerate(names())}
-    wanted = _chosen(options, names(), known, commit)
+    there = classes.names()
+    order = {name: number for number, name in enumerate(there)}
+    wanted = _chosen(options, there, known, commit)
     began = time.perf_counter()
-    for number, (name, row) in enumerate(rows_of(wanted, options.jobs), 1):
+    for number, (name, row) in enumerate(rows_of(classes.row_of, wanted, options.jobs), 1):
         print(f"{number} of {len(wanted)}, {time.perf_counter() - began:.0f} s: {_line(name, row)}", flush=True)
         if options.out and options.out.exists():  # other calls may add to it
             record["models"] = _read(options.out)["models"]
         record["models"][name] = row | {"commit": commit}
         record["models"] = dict(sorted(record["models"].items(), key=lambda item: order.get(item[0], len(order))))
         if options.out:
-            write_record(record, options.out, as_text(record))
+            write_record(record, options.out, classes.as_text(record))
     return record
 
 
@@ -83,7 +106,9 @@ def _chosen(options: argparse.Namespace, there: Sequence[str], known: dict[str, 
     return wanted[: options.most]
 
 
-def rows_of(names: Sequence[str], jobs: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def rows_of(
+    row_of: Callable[[str], dict[str, Any]], names: Sequence[str], jobs: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows, so many at a time, each made in a process of its own kind: one that dies is a crash of its models."""
     left = list(names)
     while left:
@@ -127,6 +152,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="the record, JSON; what it has already is not run again")
+    parser.add_argument("--classes", choices=tuple(CLASSES), default="text")
     parser.add_argument("--only", nargs="+", default=[], help="these models, in this order")
     parser.add_argument("--most", type=int, default=None, help="so many models at most")
     parser.add_argument("--redo", choices=("none", "outdated", "all"), default="none")

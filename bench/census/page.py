@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from bench.census.images import image_section
 from bench.census.record import counts
 
 from longspan.attention import AttentionCall, Mask
@@ -134,8 +135,8 @@ REASONS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def page(record: Mapping[str, Any]) -> str:
-    """The page, as text."""
+def page(record: Mapping[str, Any], of_images: Mapping[str, Any]) -> str:
+    """The page, as text, from the records of both censuses."""
     models: Mapping[str, Any] = record["models"]
     classes = counts(record, variants=False)
     figures = (
@@ -152,7 +153,7 @@ def page(record: Mapping[str, Any]) -> str:
     for name, row in [*_sorted(models, "refused"), *_sorted(models, "wrong"), *_sorted(models, "crashed")]:
         text += f"| `{name}` | {POPULAR.get(name, '')} | {_why(row)} |\n"
     left = "".join(f"| `{name}` | {_cell(row['message'], 160)} |\n" for name, row in _sorted(models, "not built"))
-    return text + _NOT_BUILT + left
+    return text + _NOT_BUILT + left + image_section(of_images)
 
 
 def _sorted(models: Mapping[str, Any], status: str) -> list[tuple[str, Any]]:

@@ -39,7 +39,7 @@ def failed(record: Mapping[str, Any]) -> list[str]:
     """The models and their ways that are wrong or crashed."""
     rows = [(name, row) for name, row in record["models"].items()]
     rows += [(f"{name}, {way}", cell) for name, row in rows for way, cell in row["ways"].items()]
-    return [f"{what}: {row['status']}, {_how(row)}" for what, row in rows if row["status"] in ("wrong", "crashed")]
+    return [f"{what}: {row['status']}, {how(row)}" for what, row in rows if row["status"] in ("wrong", "crashed")]
 
 
 def counts(record: Mapping[str, Any], *, variants: bool) -> Counter[str]:
@@ -55,8 +55,8 @@ def as_text(record: Mapping[str, Any]) -> str:
         "",
         where_it_ran(dict(record)),
         "",
-        f"Classes of the registry: {_counted(counts(record, variants=False))}; variants: "
-        f"{_counted(counts(record, variants=True))}. {sum(row['seconds'] for row in models.values()) / 60:.0f} minutes "
+        f"Classes of the registry: {counted(counts(record, variants=False))}; variants: "
+        f"{counted(counts(record, variants=True))}. {sum(row['seconds'] for row in models.values()) / 60:.0f} minutes "
         f"of one process with its ranks. Made at {', '.join(sorted({row['commit'] for row in models.values()}))}.",
         "",
         "Each is a small copy (`longspan.model.small.shrink`) with random weights in float64, beside the stock model "
@@ -71,11 +71,11 @@ def as_text(record: Mapping[str, Any]) -> str:
     lines += [_exact_line(name, row) for name, row in models.items() if row["status"] == "exact"]
     lines += ["", "| not exact | | what was said |", "| --- | --- | --- |"]
     others = {name: row for name, row in models.items() if row["status"] != "exact"}
-    lines += [f"| {name} | {row['status']} | {_cell(_how(row))} |" for name, row in others.items()]
+    lines += [f"| {name} | {row['status']} | {cell(how(row))} |" for name, row in others.items()]
     lines += ["", "Ways of exact models that are not exact:", ""]
     for name, row in models.items():
         other = {way: cell for way, cell in row["ways"].items() if cell["status"] != "exact"}
-        lines += [f"- {name}, {way}: {cell['status']}, {_how(cell)}" for way, cell in other.items()]
+        lines += [f"- {name}, {way}: {cell['status']}, {how(cell)}" for way, cell in other.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -85,16 +85,19 @@ def _exact_line(name: str, row: Mapping[str, Any]) -> str:
     return f"| {' | '.join([name, *errors, *ways, format(row['seconds'], '.0f')])} |"
 
 
-def _counted(of: Counter[str]) -> str:
+def counted(of: Counter[str]) -> str:
+    """Numbers of each status in words."""
     return ", ".join(f"{of[status]} {status}" for status in ("exact", "refused", "wrong", "crashed", "not built"))
 
 
-def _how(row: Mapping[str, Any]) -> str:
+def how(row: Mapping[str, Any]) -> str:
+    """What a row says of a model that is not exact."""
     if row["status"] == "wrong":
         errors = f"loss off by {row['loss_error']:.1e}, {row['parameter']} by {row['gradient_error']:.1e}"
         return f"{errors} ({row['case']})"
     return str(row["message"])
 
 
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")[:400]
+def cell(text: str, most: int = 400) -> str:
+    """A text as a cell of a table, cut."""
+    return " ".join(text.split()).replace("|", "\\|")[:most]

@@ -28,7 +28,7 @@ def row_of(name: str) -> Row:
     except Exception as error:  # of a configuration class, and of the stock model
         row["message"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return row | {"seconds": round(time.perf_counter() - began, 1)}
-    row |= _as_such(prove(small, cases_named("basic", RANKS), RANKS))
+    row |= as_such(prove(small, cases_named("basic", RANKS), RANKS))
     if row["status"] == "exact":
         row["ways"] = _other_ways(small)
     return row | {"seconds": round(time.perf_counter() - began, 1)}
@@ -41,10 +41,10 @@ def _heads(config: Any) -> list[dict[str, Any]]:
         return []
 
 
-def _as_such(outcomes: Sequence[Outcome]) -> Row:
+def as_such(outcomes: Sequence[Outcome]) -> Row:
     """The worst of the cases, and what it said."""
     worst = min(outcomes, key=lambda outcome: (ORDER.index(outcome.status), -_error(outcome)))
-    return {"status": worst.status, "cases": len(outcomes), **_said(worst)}
+    return {"status": worst.status, "cases": len(outcomes), **said(worst)}
 
 
 def _other_ways(small: Any) -> dict[str, Row]:
@@ -53,10 +53,11 @@ def _other_ways(small: Any) -> dict[str, Row]:
     if read_experts(small.get_text_config()).of_layer > 1:
         ways |= {"ep 2": Case(ep=2, cp=2), "router losses": Case(cp=2, router_losses=True)}
     outcomes = prove(small, tuple(ways.values()), 2)
-    return {way: {"status": o.status, **_said(o)} for way, o in zip(ways, outcomes, strict=True)}
+    return {way: {"status": o.status, **said(o)} for way, o in zip(ways, outcomes, strict=True)}
 
 
-def _said(outcome: Outcome) -> Row:
+def said(outcome: Outcome) -> Row:
+    """The fields of an outcome in the record."""
     errors = {"loss_error": outcome.loss_error, "gradient_error": outcome.gradient_error}
     return {"message": outcome.message, "case": outcome.case.name, "parameter": outcome.parameter, **errors}
 

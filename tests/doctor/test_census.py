@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from bench.census.images import image_names, image_text
 from bench.census.models import default_config, head_kinds, names
 from bench.census.page import COMMAND, kernel_of, page
 from bench.census.record import as_text, changes, failed
+from transformers import CONFIG_MAPPING
 
 from longspan.comm import run_local
 from longspan.doctor.cases import Case
@@ -19,22 +21,24 @@ EXACT = {
     "gpt_oss": "sinks, a window in every other layer, yarn, experts",
     "gemma2": "soft caps of scores and logits",
     "gemma3_text": "windows, two kinds of rotary positions",
-    "gemma3n_text": "keys and values shared by the last layers, several streams",
     "gemma4_text+shared": "head sizes by layer, shared keys and values",
     "deepseek_v3+yarn": "MLA, groups of experts, a bias of the router",
-    "minicpm3": "MLA, scaled embeddings",
-    "gpt2": "learnt positions, tied weights",
-    "opt": "learnt positions from 2, a decoder inside its base model",
     "llama+llama3": "llama3's rotary positions",
     "qwen3+yarn": "yarn, norms of queries and keys",
     "mistral": "a window in every layer",
-    "cohere2": "layers without positions, parallel blocks",
     "granite": "multipliers of embeddings, scores, residuals and logits",
+    "mixtral": "experts",
+    "phi3+longrope": "frequencies by a document's length",
+}
+EXACT_TOO = {
+    "gemma3n_text": "keys and values shared by the last layers, several streams",
+    "minicpm3": "MLA, scaled embeddings",
+    "gpt2": "learnt positions, tied weights",
+    "opt": "learnt positions from 2, a decoder inside its base model",
+    "cohere2": "layers without positions, parallel blocks",
     "nemotron": "layers that do not hand keywords down",
     "gpt_neox": "attention and network side by side",
-    "mixtral": "experts",
     "qwen2_moe": "experts and a shared one behind a gate",
-    "phi3+longrope": "frequencies by a document's length",
 }
 REFUSED = {
     "falcon": "bypasses",
@@ -43,7 +47,13 @@ REFUSED = {
     "gemma3_text+bidirectional": "not causal",
     "deepseek_v32": "indexed_attention",
 }
+WITH_IMAGES = {
+    "qwen3_vl_moe": "experts, DeepStack, positions in three parts",
+    "llava_next": "tiles, unpadded, and a parameter that ends lines of patches",
+    "smolvlm": "tiles in a dim of their own",
+}
 CASES = (Case(cp=2, plan="several", recompute="full"), Case(cp=2, cp_comm_type="all_gather"))
+IMAGE_CASES = (Case(cp=2, plan="several", recompute="full", encoder=1),)
 
 
 def _prove_here(rank: int, models: list[str]) -> dict[str, tuple[Outcome, ...]]:
@@ -51,18 +61,29 @@ def _prove_here(rank: int, models: list[str]) -> dict[str, tuple[Outcome, ...]]:
     found = {}
     for name in models:
         ranks = Ranks(2, launch=lambda run, task, count, seconds: run(rank, task))
-        found[name] = run_proof(shrunken(default_config(name)), CASES, ranks).outcomes
+        if images := name in WITH_IMAGES:
+            small = shrunken(CONFIG_MAPPING[name](), images=True)
+        else:
+            small = shrunken(default_config(name))
+        found[name] = run_proof(small, IMAGE_CASES if images else CASES, ranks).outcomes
     return found
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> Iterator[dict[str, tuple[Outcome, ...]]]:
-    there = names()
-    models = [name for name in (*EXACT, *REFUSED) if name in there]
+    there = {*names(), *image_names()}
+    models = [name for name in (*EXACT, *REFUSED, *WITH_IMAGES) if name in there]
     yield run_local(_prove_here, 2, (models,), timeout=280)[0]
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.whole
+def test_other_families_are_exact() -> None:
+    models = [name for name in EXACT_TOO if name in names()]
+    outcomes = run_local(_prove_here, 2, (models,), timeout=280)[0]
+    assert {name: {o.status for o in of} for name, of in outcomes.items()} == {name: {"exact"} for name in models}
+
+
+@pytest.mark.parametrize("name", [*EXACT, *WITH_IMAGES])
 def test_a_family_is_exact(name: str, outcomes: dict[str, tuple[Outcome, ...]]) -> None:
     if name not in outcomes:
         pytest.skip("this transformers has no such class")
@@ -79,13 +100,15 @@ def test_a_family_is_refused_with_its_reason(name: str, outcomes: dict[str, tupl
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "bench" / "records" / "census.json"
+RECORD_OF_IMAGES = RECORD.with_stem("census-images")
 
 
 def test_the_page_and_the_table_are_made_from_the_record() -> None:
-    record = json.loads(RECORD.read_text(encoding="utf-8"))
-    assert (ROOT / "docs" / "models.md").read_text(encoding="utf-8") == page(record), f"run: {COMMAND}"
+    record, of_images = (json.loads(path.read_text(encoding="utf-8")) for path in (RECORD, RECORD_OF_IMAGES))
+    assert (ROOT / "docs" / "models.md").read_text(encoding="utf-8") == page(record, of_images), f"run: {COMMAND}"
     assert RECORD.with_suffix(".md").read_text(encoding="utf-8") == as_text(record)
-    assert not failed(record)
+    assert RECORD_OF_IMAGES.with_suffix(".md").read_text(encoding="utf-8") == image_text(of_images)
+    assert not failed(record) and not failed(of_images)
 
 
 def _record(**status: str) -> dict[str, dict[str, object]]:
