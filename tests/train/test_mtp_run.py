@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -129,12 +130,40 @@ def test_depths_of_a_folder_are_trained_on(trained: tuple[RunConfig, Losses], tm
         run(alone(small_config(tmp_path, **{**keys, "mtp__depths": 3}), tmp_path / "more"), 1)
 
 
+@pytest.mark.whole
+@pytest.mark.filterwarnings("ignore")  # peft's, of what a base model without depths has no place for
+def test_an_adapter_beside_depths(trained: tuple[RunConfig, Losses], tmp_path: Path) -> None:
+    base = trained[0].run.dir + "/model"
+    lora = {"model__path": base, "lora__rank": 4, "train__lr": 0.05}
+    config = small_config(tmp_path, **{**KEYS, **STEPS, **lora})
+    losses = run(config, 2)
+    other = gone_on_from_the_first_checkpoint(config, tmp_path / "tp", ParallelConfig(tp=2))
+    assert close(run(alone(other, tmp_path / "tp"), 2), losses)
+    for name, words in {"adapter": [], "merged": ["--merge"], "bare": ["--merge", "--mtp", "none"]}.items():
+        assert export_main([config.run.dir, str(tmp_path / name), *words]) == 0
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    weights, merged, bare = (
+        load_file(Path(folder) / "model.safetensors") for folder in (base, tmp_path / "merged", tmp_path / "bare")
+    )
+    assert any(".mtp.layers.1.mtp_block." in name for name in adapter) and merged.keys() == weights.keys()
+    for name, weight in weights.items():
+        first, second = (adapter.get(f"base_model.model.{name[:-7]}.lora_{part}.weight") for part in "AB")
+        added = 0 if first is None or second is None else 2 * second @ first
+        assert (merged[name] - weight - added).abs().max() <= 1e-12, name
+        assert name.startswith("mtp.") or torch.equal(bare[name], merged[name])
+    assert not any(name.startswith("mtp.") for name in bare)
+    stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)  # without depths
+    ids = torch.arange(40)[None] * 5 % 200
+    found = peft.PeftModel.from_pretrained(stock, str(tmp_path / "adapter")).eval()(input_ids=ids).logits
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "bare", dtype=torch.float64).eval()(input_ids=ids).logits
+    assert (found - wanted).abs().max() <= 1e-10 * wanted.abs().max()
+
+
 WRONG = {
     "keys of none": ({"mtp.loss_weight": 0.1}, r"loss_weight 0.1 .* mtp.depths is 0"),
     "below none": ({"mtp.depths": -1}, "mtp.depths is -1"),
     "a weight below none": ({"mtp.depths": 1, "mtp.loss_weight": -0.5}, "mtp.loss_weight is -0.5"),
     "no folder": ({"mtp.depths": 1, "mtp.weights": "nowhere"}, "'nowhere', which is no folder"),
-    "an adapter": ({"mtp.depths": 1, "lora.rank": 4}, "lora.rank is 4"),
 }
 
 

@@ -1,6 +1,6 @@
 """`add_mtp`: give a causal language model depths of multi-token prediction before it is prepared.
 
-Refused, for now: models of several modalities, and adapters.
+Refused, for now: models of several modalities. An adapter comes after depths, whose linears it adapts as the others.
 """
 
 from copy import deepcopy
@@ -67,7 +67,10 @@ def _check(model: PreTrainedModel, depths: int) -> None:
     if reads_other_modalities(model):
         raise ModelError(f"{name} is a model of several modalities; give add_mtp the causal language model alone")
     if adapter_in(model) is not None:
-        raise ModelError(f"{name} has an adapter, which alone would be trained; merge it, then call add_mtp")
+        raise ModelError(
+            f"{name} has an adapter already, and depths get copies of its last layer; call add_mtp first, then "
+            "peft.get_peft_model, which adapts linears of depths as the others"
+        )
 
 
 def _depth(model: PreTrainedModel, last: nn.Module) -> MtpDepth:

@@ -114,7 +114,7 @@ def _check(
     assert isinstance(model, PreTrainedModel)
     refuse_routing(model)
     adapter = adapter_in(model)
-    refuse_mtp(model, adapter)
+    refuse_mtp(model, placement.world)
     if adapter is not None:
         check_adapter(model, adapter, placement.world)
     placement.check(model, pipeline_settings.stages)

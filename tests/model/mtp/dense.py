@@ -95,7 +95,7 @@ def _next(model: Any, depth: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     if not len(ids):
         return hidden
     later = model.get_input_embeddings()(ids[None])
-    x = F.linear(torch.cat([depth.enorm(later), depth.hnorm(hidden)], -1), depth.eh_proj.weight)
+    x = depth.eh_proj(torch.cat([depth.enorm(later), depth.hnorm(hidden)], -1))
     positions = torch.arange(len(ids))[None] + 1
     layer, config = depth.mtp_block, model.config
     types = getattr(config, "layer_types", None)

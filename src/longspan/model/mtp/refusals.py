@@ -1,19 +1,26 @@
-"""What depths of multi-token prediction do not run under yet."""
+"""What depths of multi-token prediction do not run under."""
 
 from torch import nn
 
+from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter
+from longspan.model.adapters import is_adapted, is_copied
 from longspan.model.mtp.depths import depths_of
+from longspan.model.mtp.names import PREFIX
 
 
-def refuse_mtp(model: nn.Module, adapter: Adapter | None) -> None:
-    """Raise ModelError where a model with depths cannot be prepared under a home, or with its adapter."""
-    if not (count := len(depths_of(model))):
-        return
-    name = type(model).__name__
-    if adapter is not None:
+def refuse_mtp(model: nn.Module, world: World) -> None:
+    """Raise ModelError where a model with depths and an adapter cannot be prepared under a home."""
+    name, mtp = type(model).__name__, model._modules.get(PREFIX)
+    if mtp is not None and is_copied(mtp):
         raise ModelError(
-            f"{name} has multi-token prediction of depth {count} and an adapter, which would be trained alone; leave "
-            "one of them out"
+            f"the adapter of {name} trains its depths of multi-token prediction whole (modules_to_save has "
+            f"{PREFIX!r}), which is not supported; name their linears in target_modules, or "
+            "train the model without an adapter"
+        )
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    if depths_of(model) and world.home.pp > 1 and embedding is not None and is_adapted(embedding):
+        raise ModelError(
+            f"{name} has multi-token prediction, for which the last pipeline stage has a copy of the embedding, and an "
+            "adapter of the embedding, which would be trained twice; leave it out of target_modules, or use pp 1"
         )

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_gather, tp_split
 from longspan.errors import ModelError
+from longspan.model.adapters import is_adapted
 from longspan.model.layers import Absent, decoder_layers, decoder_of
 from longspan.model.mtp.depths import depths_of, mtp_blocks
 from longspan.model.parts import Parts, trace_parts, usual_parts, with_outputs
@@ -24,13 +25,13 @@ def split_residuals(model: PreTrainedModel, placed: list[Placed], world: World) 
     key = world.key
     for depth in depths_of(model):
         for module in (depth.enorm, depth.hnorm, depth.eh_proj, depth.post_norm):
-            partial_gradients(module, key)
+            _of_some_rows(module, key)
         wrap_forward(depth.hnorm, enter=partial(tp_split, world_key=key, dim=ROWS))
         wrap_forward(depth.post_norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
     for name, layer in layers_and_depths(model).items():
         norms, whole = regions(name, layer, placed)
         for norm in norms:
-            partial_gradients(norm, key)
+            _of_some_rows(norm, key)
         for block in whole:
             wrap_forward(
                 block,
@@ -41,6 +42,12 @@ def split_residuals(model: PreTrainedModel, placed: list[Placed], world: World) 
     if not isinstance(norm, Absent):
         partial_gradients(norm, key)
         wrap_forward(norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
+
+
+def _of_some_rows(module: nn.Module, key: int) -> None:
+    """Have a module that works on some of the rows, and its adapter, if it has one, sum their gradients."""
+    for inner in module.modules():
+        partial_gradients(inner, key)
 
 
 def layers_and_depths(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -59,7 +66,7 @@ def regions(name: str, layer: nn.Module, placed: list[Placed]) -> tuple[list[nn.
         here = f"{name}.{child}"
         if experts_of(module) or (here not in blocks and type(module).__name__.endswith("Attention")):
             whole.append(module)
-        elif not any(True for _ in module.children()):
+        elif is_adapted(module) or not any(True for _ in module.children()):
             rowwise_modules.append(module)
         elif any(block.startswith(f"{here}.") for block in blocks):  # a layer around layers, as in Zamba 2
             inside = regions(here, module, placed)

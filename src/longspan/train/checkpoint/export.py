@@ -109,20 +109,24 @@ def export_checkpoint(
     checkpoint = _checked(run_dir / "checkpoints", checkpoint, log)
     kind = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
     empty = empty_model(config, kind, named_images_class(config))
-    depths = ExportedDepths.of(run, empty, mtp, log)
+    alone = bool(run.lora.rank) and not merge  # an adapter, whose names are those of the model that it was trained in
+    depths = ExportedDepths.of(run, empty, "own" if alone and mtp == "published" else mtp, log)
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         saved = saved_adapter(run, config, _tensors(checkpoint)) if run.lora.rank else None
-        if saved is not None and not merge:
+        if saved is not None and alone:
+            saved = saved._replace(tensors=depths.kept(saved.tensors))
             kind = torch.float64 if run.model.dtype == "float64" else torch.float32
             kind = kind if dtype == "auto" else torch_dtype(dtype)
             written = write_saved_adapter(saved, partial, run_dir, kind)
         else:
             kind = empty.dtype
             groups = (
-                merged_groups(saved, run, config, run_dir) if saved is not None else _groups(checkpoint, empty, depths)
+                map(depths.kept, merged_groups(saved, run, config, run_dir))
+                if saved is not None
+                else _groups(checkpoint, empty, depths)
             )
             written = _write(partial, empty, _saying(groups, log), run_dir, depths)
         _publish(partial, folder)
@@ -175,7 +179,7 @@ def _checked(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
 
 def _groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDepths) -> Iterator[dict[str, Tensor]]:
     """The weights of a checkpoint that are exported, those of a layer together, as they were stored."""
-    stored = {name: entry for name, entry in _stored(checkpoint).items() if not depths.leaves_out(name)}
+    stored = depths.kept(_stored(checkpoint))
     kept = own_names(stored)  # a vision-language model's are stored by the names of its two modules
     stored, wanted = {own: stored[name] for own, name in kept.items()}, dict(empty.state_dict())
     if more := sorted(stored.keys() - wanted.keys()):

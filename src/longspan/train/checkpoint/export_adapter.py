@@ -23,6 +23,7 @@ from longspan.model.weights.held import HeldPart
 from longspan.model.weights.write import Written, unit_of
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.tokenizer_files import KeptFiles
+from longspan.train.mtp.depths import depth_weights, with_depths
 from longspan.train.training import adapted, loaded_model
 
 
@@ -43,7 +44,7 @@ def saved_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mappi
     tensors = {own: stored[name] for own, name in own_names(stored).items()}
     empty = empty_model(configuration, torch.float32, named_images_class(configuration))
     modules = trained_modules(empty, {name for name in tensors if not belongs_to_adapter(name)})
-    model = adapted(run, empty).get_base_model()
+    model = adapted(run, with_depths(run, empty, read=False)).get_base_model()
     adapter = adapter_in(model)
     assert adapter is not None
     layers: dict[str, Any] = {**peft_modules(model)}
@@ -72,7 +73,7 @@ def merged_groups(
 
     Raises CheckpointError where the base model cannot be had again here, and for an adapter of a tied head alone.
     """
-    _check_base(run, run_dir)
+    _check_base(run, configuration, run_dir)
     images = named_images_class(configuration) is not None
     model = loaded_model(run, configuration.get_text_config().vocab_size, configuration, images=images)
     _check_tied(saved, model)
@@ -102,10 +103,11 @@ def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     yield from weights.source.read(whole, torch.device("cpu"))
 
 
-def _check_base(run: RunConfig, run_dir: Path) -> None:
-    """Raise CheckpointError for a base model that was drawn on a GPU, where other numbers are drawn than here."""
+def _check_base(run: RunConfig, configuration: PreTrainedConfig, run_dir: Path) -> None:
+    """Raise CheckpointError for a base model, or depths, that were drawn on a GPU, where other numbers are drawn."""
     name = run.model.preset_name
-    if run.model.path or (name and not PRESETS[name].rows):
+    drawn_depths = run.mtp.depths and depth_weights(run, configuration) is None
+    if (run.model.path and not drawn_depths) or (name and not PRESETS[name].rows):
         return
     try:
         device = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["device"]
@@ -113,8 +115,8 @@ def _check_base(run: RunConfig, run_dir: Path) -> None:
         device = "an unknown device"
     if device != "CPU":
         raise CheckpointError(
-            f"the base model of {run_dir} has random weights that were drawn on {device}, and a CPU draws others; "
-            "export the adapter alone, without --merge"
+            f"{run_dir}: the {'depths have' if run.model.path else 'base model has'} random weights that were drawn on "
+            f"{device}, and a CPU draws others; export the adapter alone, without --merge"
         )
 
 

@@ -1,8 +1,8 @@
 """The depths of multi-token prediction of an exported model: under which names they are written, or left out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -12,6 +12,7 @@ from longspan.model.mtp.names import PREFIX, published_names
 from longspan.train.all_ranks import LogLine
 from longspan.train.config.sections import RunConfig
 
+Value = TypeVar("Value")
 MtpNames = Literal["published", "own", "none"]
 """published: as models of the family are published, own where there is no such name; own: mtp.layers.0 and so on."""
 
@@ -44,6 +45,6 @@ class ExportedDepths:
         log(f"{what}: under the names of published {text.model_type} models, {rename(f'{PREFIX}.layers.0.eh_proj.…')}")
         return cls(rename)
 
-    def leaves_out(self, name: str) -> bool:
-        """Whether a weight of a checkpoint is not written."""
-        return self.left_out and name.startswith(f"{PREFIX}.")
+    def kept(self, weights: Mapping[str, Value]) -> dict[str, Value]:
+        """Of values by the names of a checkpoint's weights those that are written."""
+        return {name: x for name, x in weights.items() if not (self.left_out and name.startswith(f"{PREFIX}."))}

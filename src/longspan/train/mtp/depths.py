@@ -49,4 +49,5 @@ def depths_line(config: RunConfig, configuration: Any) -> str:
     """Where the depths' weights come from, for the log of a run that begins."""
     folder = depth_weights(config, configuration)
     source = f"weights of {folder}" if folder else f"random weights (train.seed {config.train.seed})"
-    return f"multi-token prediction: {counted(config.mtp.depths, 'depth')}, {source}"
+    frozen = ", which stay as they are beside their adapters" if config.lora.rank else ""
+    return f"multi-token prediction: {counted(config.mtp.depths, 'depth')}, {source}{frozen}"

@@ -23,8 +23,3 @@ def check_mtp_section(config: RunConfig) -> None:
             f"mtp.weights is {mtp.weights!r}, which is no folder; name one with weights of depths, {AUTO!r} or "
             f"{RANDOM!r}"
         )
-    if config.lora.rank:
-        raise ConfigError(
-            f"mtp.depths is {mtp.depths} and lora.rank is {config.lora.rank}: an adapter would be trained alone; leave "
-            "one of them out"
-        )

@@ -1,0 +1,100 @@
+"""Adapters beside depths of multi-token prediction: losses and every gradient are those of one process."""
+
+from functools import cache
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from longspan import Layout, MtpLoss, World, plan_dynamic, plan_fixed, prepare, run_step
+from longspan.doctor.float64 import whole_float64
+from longspan.errors import ModelError
+from longspan.model import add_mtp
+from longspan.testing import run_ranks
+from tests.model.mtp.dense import LENGTHS, WEIGHT, Answer, dense, with_depths
+from tests.model.stock import gradients_of, texts, tiny, worst
+
+EXACT = 1e-11
+ONES = [1.0] * len(LENGTHS)
+HOMES: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "cp 2": (Layout(ranks=2), {"activation_checkpointing": "full"}),
+    "tp 2, rows in parts": (Layout(ranks=2, tp=2), {"sequence_parallel": True}),
+    "tp 2": (Layout(ranks=2, tp=2), {"shard_parameters": False}),
+    "pp 2": (Layout(ranks=2, pp=2), {}),
+}
+FAMILIES = ("qwen3", "bamba, a scan last")
+LINEARS = ["eh_proj", "q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj", "down_proj"]
+
+
+def adapted(family: str, **more: Any) -> Any:
+    """A model with two depths and an adapter of no matrix of which is zero."""
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": LINEARS, **more}
+    peft_model: Any = peft.get_peft_model(with_depths(family, 2), peft.LoraConfig(**settings))
+    generator = torch.Generator().manual_seed(5)
+    for parameter in peft_model.parameters():
+        if parameter.requires_grad:
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return peft_model
+
+
+@cache
+def wanted(family: str) -> Answer:
+    """What one process says."""
+    with whole_float64():
+        masks = [torch.ones(n, dtype=torch.bool).numpy() for n in LENGTHS]
+        return dense(adapted(family).train().get_base_model(), texts(LENGTHS), masks, ONES)
+
+
+def _errors(rank: int) -> dict[str, float]:
+    errors = dict[str, float]()
+    for name, (layout, options) in HOMES.items():
+        with World(layout) as world, whole_float64():
+            for family in FAMILIES:
+                exact, model = wanted(family), prepare(adapted(family), world, **options)
+                rows = layout.tp if "sequence_parallel" in options else 1
+                plans = {
+                    "fixed": plan_fixed(LENGTHS, layout, cp=layout.slots, max_tokens_per_slot=40, row_multiple=rows),
+                    "dynamic": plan_dynamic(LENGTHS, layout, max_tokens_per_slot=40, row_multiple=rows),
+                }
+                for kind, plan in plans.items():
+                    result = run_step(model, plan, texts(LENGTHS), world, mtp=MtpLoss(weight=WEIGHT))
+                    found = gradients_of(model)
+                    assert all(".lora_" in key for key in found)
+                    assert layout.pp > 1 or any(key.startswith("mtp.layers.1.eh_proj.") for key in found)
+                    pairs = zip((result.loss, *result.mtp_losses), (exact.loss, *exact.mtp_losses), strict=True)
+                    losses = max(abs(loss / there - 1) for loss, there in pairs)
+                    here = exact.gradients if layout.pp == 1 else {key: exact.gradients[key] for key in found}
+                    errors[f"{name}, {family}, {kind}"] = max(losses, worst(found, here))
+                    model.zero_grad()
+    return errors
+
+
+@pytest.mark.whole
+def test_losses_and_gradients_of_adapters_are_those_of_one_process() -> None:
+    for errors in run_ranks(_errors, 2, timeout=300):
+        assert len(errors) == 2 * len(HOMES) * len(FAMILIES)
+        assert all(error <= EXACT for error in errors.values()), errors
+
+
+def _refused(rank: int) -> list[str]:
+    told = list[str]()
+    with World(Layout(ranks=2, pp=2)) as world:
+        for more in ({"target_modules": ["q_proj", "embed_tokens"]}, {"modules_to_save": ["mtp"]}):
+            with pytest.raises(ModelError) as error:
+                prepare(adapted("llama", **more), world)
+            told.append(str(error.value))
+    return told
+
+
+@pytest.mark.whole
+def test_what_is_refused() -> None:
+    for of_embedding, of_copies in run_ranks(_refused, 2, timeout=60):
+        assert "leave it out of target_modules, or use pp 1" in of_embedding
+        assert "modules_to_save has 'mtp'" in of_copies
+
+
+def test_depths_come_before_an_adapter() -> None:
+    model = peft.get_peft_model(tiny("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"])).get_base_model()
+    with pytest.raises(ModelError, match="call add_mtp first"):
+        add_mtp(model)  # pyright: ignore[reportArgumentType]
