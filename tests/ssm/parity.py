@@ -59,14 +59,21 @@ def measure(
     return worst
 
 
-def scan_error(kind: str, lengths: Sequence[int], shard: SequenceShard, world: World, seed: int = 0) -> float:
+def scan_error(
+    kind: str,
+    lengths: Sequence[int],
+    shard: SequenceShard,
+    world: World,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> float:
     given = inputs(kind, sum(lengths), HEADS, SIZE, WIDTH, seed)
     wanted = by_rows(*given, lengths)  # pyright: ignore[reportArgumentType]
     dout = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
     exact = torch.autograd.grad(wanted, [x for x in given if x is not None], dout)
-    leaves = [None if x is None else shard.scatter(x.detach()).requires_grad_() for x in given]
+    leaves = [None if x is None else shard.scatter(x.detach().to(dtype)).requires_grad_() for x in given]
     out = linear_scan(*leaves, shard)  # pyright: ignore[reportArgumentType]
-    (out * shard.scatter(dout)).sum().backward()
+    (out * shard.scatter(dout.to(dtype))).sum().backward()
     found = [out, *(x.grad for x in leaves if x is not None)]
     return _worst(found, [wanted, *exact], shard)
 

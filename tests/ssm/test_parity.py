@@ -12,7 +12,7 @@ from longspan.ssm import causal_conv, linear_scan, state_bytes
 from longspan.testing import backend, run_ranks
 from tests.mutation import mutate, restore
 from tests.ssm.parity import LENGTHS, batches, measure, scan_error
-from tests.ssm.recurrence import inputs
+from tests.ssm.recurrence import KINDS, inputs
 
 IN_CI = {
     1: ("ragged", "one row"),
@@ -33,6 +33,22 @@ def test_outputs_and_gradients_are_those_of_the_recurrence(slots: int) -> None:
 def test_the_whole_table(slots: int, seed: int) -> None:
     for worst in run_ranks(measure, slots, slots, tuple(LENGTHS), seed):
         assert len(worst) >= 100 and max(worst.values()) <= 1e-11, max(worst.items(), key=lambda item: item[1])
+
+
+def _in_float32(rank: int) -> list[float]:
+    errors = list[float]()
+    with World(Layout(ranks=4), backend=backend()) as world:
+        for lengths in LENGTHS.values():
+            for partition in ("zigzag", "contiguous"):
+                shard = bind(batches(lengths, 4, partition)["one group"], world).with_padding()
+                errors += [scan_error(kind, lengths, shard, world, dtype=torch.float32) for kind in KINDS]
+    return errors
+
+
+@pytest.mark.whole
+def test_scans_in_float32_are_as_near_as_float32_is() -> None:
+    for errors in run_ranks(_in_float32, 4):
+        assert len(errors) == 2 * len(LENGTHS) * len(KINDS) and 1e-9 < max(errors) <= 2e-5, errors
 
 
 # ---- each document is its own
