@@ -127,6 +127,11 @@ def test_the_page_on_vision_models_is_one_program(run_page: Callable[[str], str]
     assert re.fullmatch(r"loss .*, after 4 steps .*; evaluated at .*", run_page("vision-models.md").strip())
 
 
+def test_the_page_on_images_and_text_writes_rows(run_page: Callable[[str], str]) -> None:
+    assert run_page("multimodal.md").strip() == "4 images"
+    assert len(Path("shapes/rows.jsonl").read_text().splitlines()) == 4
+
+
 def test_the_page_on_losses_is_one_program(run_page: Callable[[str], str]) -> None:
     (printed,) = run_page("losses.md").splitlines()
     assert re.fullmatch(r"loss -?0\.0\d+; of pairs 0\.6931, \d micro-batches twice", printed), printed
@@ -208,7 +213,7 @@ def test_no_page_has_a_program_that_is_not_run() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     with_programs = {page.stem for page in pages if "```python" in page.read_text()}
     run_here = {"attention", "bridge", "evaluation", "gpu", "losses", "own-loop", "parallelism", "planning", "tour"}
-    run_here |= {"README", "doctor", "fine-tuning", "hybrid", "mtp", "vision-models"}
+    run_here |= {"README", "doctor", "fine-tuning", "hybrid", "mtp", "multimodal", "vision-models"}
     assert with_programs == run_here
 
 

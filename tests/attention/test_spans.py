@@ -1,5 +1,7 @@
 """Rows of spans see the later rows of their span: in tiles, in the rows that members send, and in what is refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan import Group, MicroBatch, attend
+from longspan.attention.call import AttentionCall
 from longspan.attention.geometry.members import Mask, Members
 from longspan.attention.geometry.span_tiles import span_tiles
+from longspan.attention.kernels.table import named
 from longspan.comm import SequenceShard
 from longspan.comm.shard_part import ShardPart
 from longspan.errors import AttentionError, LayoutError
@@ -97,6 +101,13 @@ def shard() -> SequenceShard:
 def test_spans_that_do_not_fit_are_refused(spans, message):
     with pytest.raises(LayoutError, match=message):
         shard().with_spans(spans)
+
+
+def test_a_kernel_without_windows_has_no_spans():
+    cudnn = replace(named("cudnn"), devices=("cpu",))
+    for window, lacks in ((None, "spans"), (4, "window")):
+        call = AttentionCall(1, 1, 64, 64, torch.bfloat16, CPU, Mask(True, window), one_document=True, spans=True)
+        assert cudnn.lacks(call) == f"needs a call without {lacks}, got {lacks}" and not cudnn.suits(call)
 
 
 def test_spans_stay_with_a_shard_that_is_padded_and_refuse_chunks():

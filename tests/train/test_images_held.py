@@ -10,31 +10,29 @@ from longspan.testing import run_ranks
 from longspan.train.memory.images_held import ImagesHeld, images_held
 from tests.model.vision.models import tiny
 
+WAYS: dict[str, dict[str, Any]] = {"kept": {}, "again": {"recompute": True, "max_rows_per_slot": 50}}
 
-def _held(rank: int) -> dict[str, ImagesHeld]:
+
+def _held(rank: int, shard: bool) -> dict[str, ImagesHeld]:
     """Of 320 rows of images a step on two slots: 200 of each at most."""
-    kept: dict[str, Any] = {
-        "kept": {},
-        "again": {"recompute": True, "max_rows_per_slot": 50},
-        "sharded": {"shard_parameters": True},
-    }
     found = dict[str, ImagesHeld]()
-    for name, settings in kept.items():
+    for name, settings in WAYS.items():
         with World(Layout(2), backend="gloo") as world:
-            home = EncoderHome(home=Layout(2), **({"shard_parameters": False} | settings))
-            model = prepare(tiny("qwen3-vl"), world, encoder=home, probe=False)
+            home = EncoderHome(home=Layout(2), shard_parameters=shard, **settings)
+            model = prepare(tiny("qwen3-vl"), world, encoder=home, shard_parameters=shard, probe=False)
             found[name] = images_held(model, 320.0, world)
     return found
 
 
-def test_activations_and_rows_are_measured() -> None:
-    for found in run_ranks(_held, 2):
+@pytest.mark.whole
+@pytest.mark.parametrize("shard", [False, True])
+def test_activations_and_rows_are_measured(shard: bool) -> None:
+    for found in run_ranks(_held, 2, shard):
         kept, again = found["kept"], found["again"]
         rows = 2 * 32 * 3 * 8 * 200  # and their gradients, of three parts, in float64
         assert again.held == rows and kept.held == pytest.approx(rows + 200 * kept.row, abs=1)
         assert (kept.wave_rows, again.wave_rows) == (200, 50) and again.wave == pytest.approx(50 * again.row, abs=1)
         assert kept.row > 4 * 3 * 16 * 8  # four patches of a row, the input of every layer
-        assert found["sharded"].row > 0
 
 
 def test_what_does_not_fit_is_refused() -> None:

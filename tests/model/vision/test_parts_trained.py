@@ -35,6 +35,13 @@ def adapted(targets: str = OF_TEXT) -> Any:
     return model
 
 
+def beside(trained: str) -> Any:
+    """A model with adapters in whose tower and projector this is trained."""
+    model = adapted()
+    freeze_images(model.get_base_model(), trained)  # pyright: ignore[reportArgumentType]
+    return model
+
+
 def with_projector() -> Any:
     """A model of whose images the projector alone is trained."""
     model = tiny(NAME)
@@ -63,12 +70,19 @@ def test_a_frozen_tower_under_a_trained_projector() -> None:
 
 
 @pytest.mark.whole
-def test_adapters_beside_images(tmp_path: Path) -> None:
-    answer = answer_of(NAME, make=lambda: adapted().get_base_model())
-    assert answer.gradients and all("lora_" in name for name in answer.gradients)
-    for errors in run_ranks(_errors, 2, adapted, answer, tmp_path / "adapter"):
+@pytest.mark.parametrize("trained", ["none", "projector", "all"])
+def test_adapters_beside_images(trained: str, tmp_path: Path) -> None:
+    answer = answer_of(NAME, make=lambda: beside(trained).get_base_model())
+    others = [name for name in answer.gradients if "lora_" not in name]
+    assert len(answer.gradients) > len(others) and bool(others) == (trained != "none")
+    assert all("merger" in name for name in others) or trained == "all"
+    for errors in run_ranks(_errors, 2, partial(beside, trained), answer, tmp_path / "adapter"):
         assert max(errors.values()) < BOUND, errors
-    assert (tmp_path / "adapter/adapter_model.safetensors").is_file()
+    loaded = peft.PeftModel.from_pretrained(tiny(NAME), tmp_path / "adapter", torch_device="cpu")
+    saved = dict(beside(trained).get_base_model().named_parameters())
+    for name, x in loaded.get_base_model().named_parameters():
+        if "lora_" in name or ".modules_to_save." in name:
+            assert torch.equal(x, saved[name.replace(".modules_to_save.default", "")]), name
 
 
 def test_adapters_in_the_tower_are_refused() -> None:

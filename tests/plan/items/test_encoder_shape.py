@@ -1,5 +1,7 @@
 """FLOPs of images by a configuration are those that torch counts in the tower and projector of the same model."""
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -41,8 +43,14 @@ def counted_flops(name: str, trained: Any) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("trained", ["all", "projector", "none"])
-@pytest.mark.parametrize("name", [name for name in PRICED if name in here()])
+def cases() -> Iterator[Any]:
+    """Every model and what of it is trained; most run with make test-all."""
+    for name, trained in product((name for name in PRICED if name in here()), ("all", "projector", "none")):
+        often = (name, trained) in (("qwen2.5-vl", "all"), ("qwen3-vl", "projector"), ("llava-clip", "projector"))
+        yield pytest.param(name, trained, marks=() if often else pytest.mark.whole)
+
+
+@pytest.mark.parametrize(("name", "trained"), [*cases()])
 def test_as_torch_counts(name: str, trained: Any) -> None:
     config, tokens = config_of(name), image_tokens(config_of(name))
     shape = EncoderShape.of(config)

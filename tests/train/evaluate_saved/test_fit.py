@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from longspan.layout import Layout
+from longspan.train.config.encoder_section import EncoderSection
 from longspan.train.config.eval_inheritance import held_out_set
 from longspan.train.config.file import load_config
 from longspan.train.config.sections import ParallelConfig, RunConfig
@@ -45,6 +46,15 @@ def test_a_home_has_the_nearest_degrees_that_fit(
     }
     if not given:
         check_config(checkable(fitted, (), home_of(fitted.parallel, ranks), given), ranks, training=False)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "tp"), [(1, set(), 1), (6, set(), 2), (8, set(), 4), (6, {"encoder.tp"}, 4)]
+)
+def test_an_encoder_has_the_nearest_degree_that_fits(ranks: int, given: set[str], tp: int) -> None:
+    config = replace(load_config(None, BASE), encoder=EncoderSection(tp=4))
+    fitted, changes = fitted_home(config, ranks, given)
+    assert fitted.encoder.tp == tp and [c.key for c in changes if "encoder" in c.key] == ["encoder.tp"] * (tp != 4)
 
 
 def entry_at(config: RunConfig, slots: int, *given: str, heads: int = 8, longest: int = 100) -> tuple[Any, str]:

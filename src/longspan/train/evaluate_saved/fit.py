@@ -72,7 +72,8 @@ def fitted_home(config: RunConfig, ranks: int, given: Collection[str]) -> tuple[
         least = config.context.min_dynamic_context_parallel_size
         context.change("min_dynamic_context_parallel_size", min(least, slots), counted(slots, "slot"))
     encoder = _Changing(config.encoder, "encoder.", _keys_of("encoder.", given))
-    encoder.change("tp", _nearest(config.encoder.tp, _divisors(ranks)), f"{counted(ranks, 'rank')}")
+    degrees = [tp for tp in _divisors(config.encoder.tp) if ranks % tp == 0]  # its heads are dealt out evenly to these
+    encoder.change("tp", degrees[-1], f"{counted(ranks, 'rank')}")
     config = replace(config, parallel=home.section, context=context.section, encoder=encoder.section)
     return config, (*home.changes, *context.changes, *encoder.changes)
 

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from transformers import Qwen2_5_VLConfig
@@ -13,8 +13,12 @@ from longspan.report import write_report
 from longspan.testing import run_ranks
 from longspan.train.config.file import load_config
 from longspan.train.config.sections import RunConfig
+from longspan.train.data.documents import Corpus
 from longspan.train.data.image_reader import ImageReader
+from longspan.train.data.images.image_file import ImageFile
+from longspan.train.data.step_order import StepOrder
 from longspan.train.run.records.metrics_log import read_metrics
+from longspan.train.run.setup import step_order_of
 from tests.train.data.images.folders import qwen_folder, write_images, write_rows
 from tests.train.homes import farthest
 from tests.train.small import train_rank
@@ -80,21 +84,30 @@ def losses_of(config: RunConfig) -> dict[str, list[float]]:
     return {**losses, "eval_loss": losses["eval_loss"][:2]}  # others are at further degrees
 
 
-def train_and_count(rank: int, config: RunConfig, ranks: int) -> tuple[int, int]:
-    """Train on this rank; how many images it read, and how many of them it had begun to read ahead."""
-    read, asked_ahead = [], []
-    input_of, ahead = ImageReader._input, ImageReader.ahead
-    ImageReader._input = lambda self, number: read.append(number) or input_of(self, number)  # type: ignore[method-assign]
-    ImageReader.ahead = lambda self, numbers: ahead(self, [asked_ahead.append(n) or n for n in numbers])  # type: ignore[method-assign, func-returns-value]
+class Reads(NamedTuple):
+    """Of one rank's run: images that it gave its encoder, had begun to read before that, and whose pixels it opened."""
+
+    given: int
+    ahead: int
+    opened: int
+
+
+def train_and_count(rank: int, config: RunConfig, ranks: int) -> Reads:
+    """Train on this rank."""
+    given, ahead_of, opened = list[Any](), list[Any](), list[Any]()
+    input_of, ahead, load = ImageReader._input, ImageReader.ahead, ImageFile.load
+    ImageReader._input = lambda self, number: given.append(number) or input_of(self, number)  # type: ignore[method-assign]
+    ImageReader.ahead = lambda self, numbers: ahead(self, [ahead_of.append(n) or n for n in numbers])  # type: ignore[method-assign, func-returns-value]
+    ImageFile.load = lambda self: opened.append(self) or load(self)  # type: ignore[method-assign]
     try:
         train_rank(rank, config, ranks)
     finally:
-        ImageReader._input, ImageReader.ahead = input_of, ahead  # type: ignore[method-assign]
-    return len(read), len(asked_ahead)
+        ImageReader._input, ImageReader.ahead, ImageFile.load = input_of, ahead, load  # type: ignore[method-assign]
+    return Reads(len(given), len(ahead_of), len(opened))
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[tuple[int, int]]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[Reads]]:
     """A run over two slots that share documents, and what each rank read."""
     config = config_of(tmp_path_factory.mktemp("images"))
     return config, run_ranks(train_and_count, 2, config, 2, timeout=200)
@@ -111,10 +124,19 @@ def test_losses_are_those_of_one_rank(trained: tuple[RunConfig, Any], tmp_path: 
     assert len(found["loss"]) == 4 and found["loss"][-1] < found["loss"][0]
 
 
-def test_a_rank_reads_its_images_alone_and_ahead(trained: tuple[RunConfig, Any]) -> None:
-    (read, ahead), (read_too, ahead_too) = trained[1]
-    assert read and read_too and ahead and ahead_too
-    assert max(read, read_too) < 0.75 * (read + read_too)
+def test_a_rank_reads_its_images_alone_and_ahead(trained: tuple[RunConfig, list[Reads]]) -> None:
+    """By one rank, or where another has no image of a wave by that too; the first opens those of samples."""
+    config, (first, second) = trained
+    corpus = Corpus(Path(config.run.dir) / "corpus")
+    order, images = step_order_of(config, corpus), corpus.images
+    assert images is not None and isinstance(order, StepOrder)
+    steps = sum(len(images.of_document(d)) for step in range(4) for d in order.documents_of_step(step))
+    held_out = sum(len(images.of_document(d)) for d in order.evaluation)
+    evaluations = 4  # after step 2, after the last at two degrees, and of samples
+    once = steps + evaluations * held_out
+    assert once <= first.given + second.given <= once + 4 + evaluations < 1.5 * once
+    assert second.opened == second.given > 0 and first.opened == first.given + held_out
+    assert 0 < first.ahead <= first.given and 0 < second.ahead <= second.given
 
 
 def test_the_report_shows_samples(trained: tuple[RunConfig, Any]) -> None:
@@ -130,5 +152,7 @@ def test_saved_folders_have_the_processor_and_are_evaluated(
 ) -> None:
     folder = Path(trained[0].run.dir)
     assert (folder / "model" / "preprocessor_config.json").is_file()
-    assert eval_main([str(folder), "--json", "--device", "cpu"]) == 0
-    assert json.loads(capsys.readouterr().out)
+    layout = ["--world", "2", "--encoder.tp", "2", "--context.eval_context_parallel_size", "1"]
+    assert eval_main([str(folder), *layout, "--json", "--device", "cpu"]) == 0
+    evaluated = json.loads(capsys.readouterr().out)["eval_loss"]
+    assert evaluated == pytest.approx(losses_of(trained[0])["eval_loss"][-1], rel=1e-6)

@@ -15,7 +15,7 @@ import numpy as np
 
 from longspan.comm import World
 from longspan.errors import DataError
-from longspan.train.all_ranks import on_every_rank
+from longspan.train.all_ranks import on_first_rank
 from longspan.train.data.image_documents import ImageDocuments
 from longspan.train.data.tokenizer import TextTokenizer, load_tokenizer
 from longspan.train.document import NO_TARGET, Labelled
@@ -65,7 +65,7 @@ def image_samples(
         made = (_row(shown, number, tokenizer, found) for number in range(len(shown)))
         return [{"step": step, "name": name, **row} for row in made]
 
-    return on_every_rank(world, rows, DataError)
+    return on_first_rank(world, rows, DataError)  # which alone opens the pictures
 
 
 def _row(documents: ImageDocuments, number: int, tokenizer: TextTokenizer, found: dict[tuple[int, int], int]) -> Any:
