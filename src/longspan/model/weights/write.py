@@ -37,9 +37,9 @@ class WeightWriter:
     ...     writer.write(group)
     >>> written = writer.finish()
 
-    Tensors are written in the dtypes that `empty` has for them, or in their own without `cast`, under
-    stock names, which `rename` changes. Raises ModelError for a
-    name that the model has not, another shape, and, when finished, for names that never came.
+    Tensors are written in the dtypes that `empty` has for them, or in their own without `cast`, under stock names,
+    which `rename` changes. Raises ModelError for a name that the model has not, another shape, and, when finished, for
+    names that never came.
     """
 
     def __init__(

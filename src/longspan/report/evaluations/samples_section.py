@@ -1,25 +1,22 @@
 """Samples of documents with images in the report of a run: what was shown, what was to be said, and what was said."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from longspan.errors import counted
 from longspan.report.markup import section, tag, text
+from longspan.train.run.records.metrics_log import rows_and_damage
 
 _KEYS = ("name", "text", "answer", "predicted", "images")
 
 
 def samples_of(file: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
     """The rows of samples.jsonl; none where there is no such file. What cannot be read is noted."""
-    if not file.is_file():
-        return ()
-    try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8", errors="replace").splitlines()]
-    except ValueError:
-        notes.append(f"{file.name} could not be read")
-        return ()
-    return tuple(row for row in rows if isinstance(row, dict) and all(key in row for key in _KEYS))
+    rows, damaged = rows_and_damage(file) if file.is_file() else ([], 0)
+    if damaged:
+        notes.append(f"{counted(damaged, 'line')} of {file.name} could not be read and left out")
+    return tuple(row for row in rows if all(key in row for key in _KEYS))
 
 
 def samples_section(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -73,7 +73,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def rows_and_damage(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a metrics file that can be read, and how many lines cannot."""
+    """The rows of a file like metrics.jsonl that can be read, and how many lines cannot."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     rows = [row for row in map(_row, lines) if row is not None]
     return rows, sum(bool(line.strip()) for line in lines) - len(rows)
