@@ -53,8 +53,11 @@ def products(model: Any) -> tuple[int, int]:
         redirect(mixer, lambda shard, batch, rows: ROWS_ALONE)  # the scan is counted by hand
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         model(input_ids=torch.arange(ROWS)[None] % 10, use_cache=False)
-    of_attention = sum(n for name, n in counted.get_flop_counts()["Global"].items() if "bmm" in str(name))
-    return (counted.get_total_flops() - of_attention) // ROWS, of_attention
+    found = counted.get_flop_counts()
+    batched = sum(n for name, n in found["Global"].items() if "bmm" in str(name))
+    rotary = {name for name, module in model.named_modules() if type(module).__name__.endswith("RotaryEmbedding")}
+    of_angles = sum(sum(of.values()) for module, of in found.items() if module.partition(".")[2] in rotary)
+    return (counted.get_total_flops() - batched) // ROWS, batched - of_angles  # angles: a product in transformers 5.17
 
 
 def convolutions(model: nn.Module) -> int:

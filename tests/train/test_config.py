@@ -57,7 +57,8 @@ def test_the_pinned_defaults() -> None:
 def test_the_first_example_says_what_the_demo_has_without_it() -> None:
     assert load_config(EXAMPLES / "first.toml") == load_config() == resolved(RunConfig())
     given = read_file(EXAMPLES / "first.toml")
-    assert replace(given, model=replace(given.model, path="folder")) == load_config(
+    of_any_model = replace(given.encoder, train="all")
+    assert replace(given, model=replace(given.model, path="folder"), encoder=of_any_model) == load_config(
         EXAMPLES / "first.toml", {"model.path": "folder"}
     ), "every key of the demo is in the file"
 

@@ -27,7 +27,7 @@ def test_every_key_has_a_row_with_its_default_and_its_text() -> None:
     )
 
 
-def test_a_default_that_depends_on_the_model_is_in_its_text() -> None:
+def test_a_default_that_depends_on_other_keys_is_in_its_text() -> None:
     sections, _ = reference().split("## [[eval]]")
     depends = {row.split("`")[1] for row in sections.splitlines() if "| *see text* |" in row}
-    assert depends == {name.partition(".")[2] for name in _DEMO} - {"preset"} | {"path"}
+    assert depends == {name.partition(".")[2] for name in _DEMO} - {"preset"} | {"path", "train"}

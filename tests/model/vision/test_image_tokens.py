@@ -10,7 +10,7 @@ from longspan.model.vision.image_tokens import ImageTokens, image_tokens
 from tests.model.vision.documents import raw
 from tests.model.vision.models import IMAGE, config_of, here, tiny
 
-ROWS = {"llava-clip": 4, "llava-siglip": 4}  # of every image; others by grid
+ROWS = {"llava-clip": 4, "llava-siglip": 4, "gemma3": 9}  # of every image; others by grid
 
 
 @pytest.mark.parametrize("name", here())
