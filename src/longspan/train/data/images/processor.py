@@ -146,7 +146,8 @@ def _blank(size: Size) -> Any:
 def _loaded(folder: Path) -> Any:
     """The stock processor without what it has beside images and text."""
     import transformers
-    from transformers import AutoImageProcessor, AutoTokenizer
+    from transformers import AutoTokenizer
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's own name wants torchvision
 
     stock = getattr(transformers, _class_name(folder))
 
