@@ -70,6 +70,7 @@ def test_as_the_stock_tower(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.whole
 def test_mutations_are_seen() -> None:
+    assert error("qwen2.5-vl") < 1e-12  # with it the trial that admits the model is over, which would see them too
     for mutation in MUTATIONS.values():
         undo = mutate(*mutation)
         try:
