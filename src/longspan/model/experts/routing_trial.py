@@ -8,7 +8,7 @@ compared with their class's own forward. Models without experts are not tried.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from longspan.model.seams.llama4 import scale_queries_by_position
 from longspan.model.seams.mixer_calls import ROWS_ALONE, redirect
 from longspan.model.seams.mixers import mixers_of
 from longspan.model.small.shrink import shrunken
+from longspan.model.small.trial import in_one_line, on_the_host
 from longspan.plan.cost.model_shape import read_experts
 
 _STAND_IN = "longspan_row_alone"
@@ -50,7 +51,7 @@ def try_routing(model: PreTrainedModel) -> RoutingTrial:
     base = _decoder(model)
     key = type(base), base.config.to_json_string()
     if key not in _trials:
-        with torch.random.fork_rng(devices=[]), _one_thread():
+        with on_the_host():
             _trials[key] = _trial(type(base), base.config)
     return _trials[key]
 
@@ -64,17 +65,6 @@ def refuse_routing(model: PreTrainedModel) -> None:
 _trials: dict[tuple[type[PreTrainedModel], str], RoutingTrial] = {}
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Operations on tens of numbers take longer in several threads, above all where processes share the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def _decoder(model: PreTrainedModel) -> PreTrainedModel:
     """The innermost transformers model that holds the decoder layers."""
     layer = next(iter(decoder_layers(model)))
@@ -86,9 +76,8 @@ def _trial(kind: type[PreTrainedModel], config: PreTrainedConfig) -> RoutingTria
         model = _small_model(kind, config)
         draws = _draws(model)
         return RoutingTrial(tuple(_reasons(model.train(not draws))), draws)
-    except Exception as error:  # whatever a configuration, a constructor or a forward pass raises
-        what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        shown = f"a small {kind.__name__} that shows how they route cannot be run on the host ({what})"
+    except Exception as error:
+        shown = f"a small {kind.__name__} that shows how they route cannot be run on the host ({in_one_line(error)})"
         return RoutingTrial((f"it has experts, and {shown}",))
 
 

@@ -23,7 +23,7 @@ from longspan.model.seams.probe import Probe, RecordedCall, unknown_tensors
 from longspan.model.seams.randomness import refuse_randomness
 
 IMPLEMENTATION = "longspan"
-_PARTS_OF_POSITIONS = (3, 4)  # time, height and width, or the place in the text before them
+PARTS_OF_POSITIONS = (3, 4)  # time, height and width, or the place in the text before them
 
 
 def attention(
@@ -142,7 +142,7 @@ def _refuse_other_modalities(model: nn.Module, inputs: Mapping[str, Any]) -> Non
 
 def _one_row_of(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
     """The tensor as (1, T, …), checked against the shard's T rows; positions in parts (M-RoPE) as (n, 1, T)."""
-    if name == "position_ids" and x.ndim == 3 and x.shape[0] in _PARTS_OF_POSITIONS and x.shape[1] == 1:
+    if name == "position_ids" and x.ndim == 3 and x.shape[0] in PARTS_OF_POSITIONS and x.shape[1] == 1:
         _one_row_of(name, x[0], shard)
         return x
     plain = 2 if name == "inputs_embeds" else 1

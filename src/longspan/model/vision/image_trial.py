@@ -8,7 +8,7 @@ their own for them and the like show as a difference. Whether the text model is 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -22,6 +22,7 @@ from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers
 from longspan.model.multimodal.multimodal_model import IN_SPANS
 from longspan.model.small.shrink import shrunken, tiny_model
+from longspan.model.small.trial import in_one_line, on_the_host
 from longspan.model.vision.split import VisionParts, split
 from longspan.model.vision.tower_attention import pack_attention
 from longspan.model.vision.trial_documents import TrialDocument, stock_arguments, trial_documents
@@ -46,7 +47,7 @@ def image_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
     """
     key = type(config).__name__ + config.to_json_string()
     if key not in _trials:
-        with torch.random.fork_rng(devices=[]), _one_thread():
+        with on_the_host():
             _trials[key] = tuple(_reasons(config))
     return _trials[key]
 
@@ -63,9 +64,8 @@ def _reasons(config: PreTrainedConfig) -> Iterator[str]:
     except ModelError as error:
         yield str(error)
         return
-    except Exception as error:  # whatever a configuration, a constructor or a forward pass raises
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        yield f"a small model that shows what it does with images cannot be run on the host ({said})"
+    except Exception as error:
+        yield f"a small model that shows what it does with images cannot be run on the host ({in_one_line(error)})"
         return
     yield from _differences(whole, parts)
 
@@ -151,14 +151,3 @@ def _differences(whole: _Pass, parts: _Pass) -> Iterator[str]:
 def _error(made: Tensor, exact: Tensor, scale: Any) -> float:
     error = float((made - exact).abs().max() / scale)
     return float("inf") if error != error else error
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Operations on tens of numbers take longer in several threads, above all where processes share the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -11,9 +11,8 @@ import numpy as np
 from longspan.comm import SequenceShard
 from longspan.errors import DataError
 from longspan.layout.segments import Rows
+from longspan.model.seams.attention_calls import PARTS_OF_POSITIONS
 from longspan.train.reading.read_rows import documents_and_positions
-
-_PARTS = (3, 4)
 
 
 def positions_of_rows(documents: Any, shard: SequenceShard) -> Rows | None:
@@ -46,7 +45,7 @@ def _checked(positions: Any, document: int, length: int) -> Rows | None:
     if positions is None:
         return None
     positions = np.asarray(positions)
-    fits = positions.ndim == 2 and len(positions) in _PARTS and positions.shape[1] == length
+    fits = positions.ndim == 2 and len(positions) in PARTS_OF_POSITIONS and positions.shape[1] == length
     if not fits or positions.dtype.kind not in "iu":
         raise DataError(
             f"document {document} gave positions of {positions.dtype} and shape {positions.shape}; give integers of "
