@@ -85,6 +85,26 @@ def test_going_on_elsewhere_voids_what_was_asked_for(tmp_path: Path) -> None:
     assert planned[0] == 5 and planned.index(100) <= 2
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_a_coming_plan_is_had_without_waiting_for_it(tmp_path: Path, ahead: int) -> None:
+    with PlanAhead(partial(planners.noted, tmp_path, seconds=0.05), ahead=ahead) as plans:
+        early = plans.plan_if_made(7)
+        assert early == (None if ahead else planners.plan_step(7))
+        assert plans.plan(7) == planners.plan_step(7) == plans.plan_if_made(7)
+    planned = [int(line) for line in (tmp_path / "steps").read_text().split()]
+    assert planned == sorted(set(planned))
+
+
+@pytest.mark.parametrize("ahead", [0, 8])
+def test_a_coming_plan_that_fails_is_none_until_its_step(ahead: int) -> None:
+    with PlanAhead(planners.troubled, ahead=ahead) as plans:  # pyright: ignore[reportArgumentType]
+        plans.plan(0)
+        assert plans.plan_if_made(1) is None
+        with pytest.raises(PlanError, match="document 3 does not fit"):
+            plans.plan(1)
+        assert plans.plan_if_made(1) is None
+
+
 def test_errors_come_at_the_step_that_they_belong_to() -> None:
     with PlanAhead(planners.troubled, ahead=8) as plans:  # pyright: ignore[reportArgumentType]
         for step in (0, 2, 4, 6, 8):

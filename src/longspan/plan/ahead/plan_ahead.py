@@ -43,6 +43,7 @@ class PlanAhead:
         self._planning: _Planning | None = None
         self._window: range | None = None
         self._generation = 0
+        self._made_inline: tuple[int, Plan] | None = None
 
     def __enter__(self) -> "PlanAhead":
         if self.ahead and self._planning is None:
@@ -75,14 +76,32 @@ class PlanAhead:
         """
         self.start(step)
         if not self.ahead:
-            return checked(self._planner(step), step)
+            return self._inline(step)
         return self._open_planning().take(StepRequest(self._generation, step))
+
+    def plan_if_made(self, step: int) -> Plan | None:
+        """The plan of a coming step, without waiting for it: None where it is not made yet, or could not be.
+
+        The plans of the steps after it are begun. Inline plans are made now, and kept for `plan(step)`.
+        """
+        self.start(step)
+        if not self.ahead:
+            try:
+                return self._inline(step)
+            except LongspanError:
+                return None
+        return self._open_planning().answered(StepRequest(self._generation, step))
 
     def close(self) -> None:
         """End the planning process."""
         if self._planning is not None:
             self._planning.close()
         self._planning, self._window = None, None
+
+    def _inline(self, step: int) -> Plan:
+        if self._made_inline is None or self._made_inline[0] != step:
+            self._made_inline = (step, checked(self._planner(step), step))
+        return self._made_inline[1]
 
     def _open_planning(self) -> "_Planning":
         if self._planning is None:
@@ -177,6 +196,12 @@ class _Planning:
         if isinstance(answer, bytes):
             return pickle.loads(answer)
         raise _error(answer, request.step)
+
+    def answered(self, request: StepRequest) -> Plan | None:
+        """The plan of a request that is answered; None before that, and for one that failed."""
+        with self._changed:
+            answer = self._answers.get(request)
+        return pickle.loads(answer) if isinstance(answer, bytes) else None
 
     def close(self) -> None:
         """Ask the process to leave, and see that it does."""

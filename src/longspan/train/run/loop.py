@@ -161,10 +161,15 @@ def _step(run: TrainingRun, plans: PlanAhead, step: int) -> tuple[dict[str, Any]
 
 
 def _begin_to_read(run: TrainingRun, model: MultimodalModel, plans: PlanAhead, step: int) -> None:
-    """Plan a coming step's waves of images, and read those of this rank, in threads; its errors are raised there."""
+    """Plan a coming step's waves of images, and read those of this rank, in threads; its errors are raised there.
+
+    A step whose plan is not made yet reads its images itself: none waits for the plan of another.
+    """
+    if (plan := plans.plan_if_made(step)) is None:
+        return
     documents = run.order.select(run.corpus, step)
     with suppress(LongspanError):
-        plan_waves_ahead(model, with_targets_of(documents, plans.plan(step)), documents)
+        plan_waves_ahead(model, with_targets_of(documents, plan), documents)
 
 
 def _agreed(world: World, stop: StopSignal, failure: LongspanError | None, saves: Saves) -> tuple[str, bool]:
