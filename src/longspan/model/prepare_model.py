@@ -53,6 +53,16 @@ def prepare(
 ) -> MultimodalModel: ...
 
 
+@overload
+def prepare(
+    model: PreTrainedModel | nn.Module,
+    world: World,
+    *,
+    encoder: Layout | World | EncoderHome | None,
+    **options: Unpack[PrepareOptions],
+) -> PreTrainedModel | PipelineModel | MultimodalModel: ...
+
+
 def prepare(
     model: PreTrainedModel | nn.Module,
     world: World,

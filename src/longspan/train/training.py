@@ -116,10 +116,10 @@ def prepared_model(
     check_model_fits(config, model, world, kind, training=training)
     computes_in = None if computed == {kind} else kind
     encoder = encoder_home(config, world, compute_dtype=computes_in) if images else None
-    prepared = prepare(  # pyright: ignore[reportCallIssue]
+    prepared = prepare(
         given,
         world,
-        encoder=encoder,  # pyright: ignore[reportArgumentType]
+        encoder=encoder,
         reshard_after_forward=config.parallel.reshard_after_forward,
         virtual_stages=config.parallel.vpp,
         pipeline_schedule=config.parallel.pipeline_schedule,
