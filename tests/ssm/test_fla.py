@@ -53,7 +53,7 @@ def passes(kernel: Kernel, given: Inputs, runs: LocalRuns, name: str) -> dict[st
     generator, every = torch.Generator().manual_seed(3), np.arange(len(runs.lengths))
     wide = state_dtype(given.v.dtype)
     shape = (len(runs.lengths), heads, size, width)
-    states, leaving = (0.3 * torch.randn(shape, generator=generator, dtype=wide).to(CUDA) for _ in range(2))
+    states, leaving = (0.3 * torch.randn(shape, generator=generator).to(CUDA, wide) for _ in range(2))
     dout = torch.randn(given.v.shape, generator=generator).to(CUDA, given.v.dtype)
     forward = kernel.forward(given, runs, 0.7)
     found = dict(zip(("B", "M"), forward.summaries(every, every[1:]), strict=True))

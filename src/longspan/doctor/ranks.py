@@ -79,6 +79,7 @@ def run_cases(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
     """Run every case in one world and record the outcomes, by number; the first error in a step ends it."""
     outcomes: dict[int, Outcome] = {}
     register(task.config, task.architecture)
+    torch.backends.cudnn.allow_tf32 = False  # of the convolutions of towers; the stock model's answers are in float32
     with World(task.home, backend=task.backend, timeout=task.timeout) as world:
         for _, group in groupby(task.cases, key=lambda numbered: preparation(numbered[1])):
             cases = list(group)
