@@ -1,9 +1,29 @@
 """One term of the source changed in this process, so that a test can show that it would be noticed."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from types import CodeType, FunctionType, ModuleType
+
+Change = tuple[str, str, str]  # a module of longspan, what stands in it once, and what takes its place
+
+
+@contextmanager
+def mutated(change: Change | None) -> Iterator[None]:
+    """The source has this change while the context is open; for None it stays as it is."""
+    undo = mutate(*change) if change else []
+    try:
+        yield
+    finally:
+        restore(undo)
+
+
+def each_mutated(changes: Mapping[str, Change]) -> Iterator[str]:
+    """ "nothing", then the name of each change, which is made while the body of the loop runs."""
+    for name, change in {"nothing": None, **changes}.items():
+        with mutated(change):
+            yield name
 
 
 def mutate(name: str, old: str, new: str) -> list[tuple[FunctionType, CodeType]]:

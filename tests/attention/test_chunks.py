@@ -16,7 +16,7 @@ from longspan.attention.geometry.tiles import tiles_between
 from longspan.comm.shard_part import ShardPart
 from longspan.layout import Partition, Segments
 from tests.attention.test_tiles import assert_one_launch, seen, whole
-from tests.mutation import mutate, restore
+from tests.mutation import mutated
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=5)
@@ -103,13 +103,9 @@ MUTATIONS = [
 
 @pytest.mark.parametrize(("module", "old", "new"), MUTATIONS, ids=[new for _, _, new in MUTATIONS])
 def test_every_edge_of_a_chunk_is_noticed(module, old, new):
-    undo = mutate(module, old, new)
-    try:
-        with pytest.raises((AssertionError, IndexError, ValueError)):
-            check_tiles([13, 40, 7], 3, 9, None, Partition.zigzag)
-            check_members([13, 40, 7], 3, 1, Mask(chunk=9), 0)
-    finally:
-        restore(undo)
+    with mutated((module, old, new)), pytest.raises((AssertionError, IndexError, ValueError)):
+        check_tiles([13, 40, 7], 3, 9, None, Partition.zigzag)
+        check_members([13, 40, 7], 3, 1, Mask(chunk=9), 0)
 
 
 def test_nothing_is_sent_where_every_chunk_lies_in_one_rank():

@@ -10,7 +10,7 @@ from longspan.attention import all_to_all, ring
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import LIMIT, WAYS, Question, cases_of, worst_errors
 from tests.attention.test_attend import needs
-from tests.mutation import mutate, restore
+from tests.mutation import mutated
 
 CASES = cases_of(
     (
@@ -126,10 +126,9 @@ def survivors(rank: int, slots: int, every: int) -> list[str]:
         errors = worst_errors(CASES, slots, world)
         wrong = [str(case) for case, error in zip(CASES, errors, strict=True) if not error <= LIMIT["float64"]]
         for name, old, new in MUTATIONS[::every]:
-            undo = mutate(name, old, new)
-            if not any(not worst_errors([case], slots, world)[0] <= LIMIT["float64"] for case in CASES):
-                wrong.append(f"{name}: {old} -> {new}")
-            restore(undo)
+            with mutated((name, old, new)):
+                if not any(not worst_errors([case], slots, world)[0] <= LIMIT["float64"] for case in CASES):
+                    wrong.append(f"{name}: {old} -> {new}")
     return wrong
 
 

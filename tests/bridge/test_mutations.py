@@ -11,7 +11,7 @@ from longspan.errors import CommError, LayoutError
 from longspan.testing import backend, run_ranks
 from tests.bridge.layouts import CASES, Case
 from tests.bridge.test_layouts import coded, wrong
-from tests.mutation import mutate, restore
+from tests.mutation import mutated
 
 NAMES = [  # in which rows are used by several slots, several times, in every order, and by nobody
     "2·3 to 3·1·2, two slots use a row",
@@ -52,10 +52,9 @@ def noticed(rank: int) -> list[bool]:
         with World(home, backend=backend(), timeout=60) as world:
             cases = [CASES[name] for name in NAMES if CASES[name].home == home]
             for index, mutation in enumerate((None, *MUTATIONS)):
-                undo = mutate(*mutation) if mutation else []
-                errors = [errs(rank, case, world) for case in cases]  # every rank runs all of them
-                answers[index] |= any(errors)
-                restore(undo)
+                with mutated(mutation):
+                    errors = [errs(rank, case, world) for case in cases]  # every rank runs all of them
+                    answers[index] |= any(errors)
     return answers
 
 

@@ -25,7 +25,7 @@ from longspan.train import run_step
 from tests.model.moe_families import FAMILIES, family_model
 from tests.model.moe_models import MoeStock, router_losses
 from tests.model.stock import gradients_of, texts, worst
-from tests.mutation import mutate, restore
+from tests.mutation import mutated
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 WEIGHTS = RouterCoefficients(balance=0.5, z=0.1)
@@ -157,12 +157,11 @@ MUTATIONS: dict[str, tuple[str, str, str, str, str]] = {  # home, family, module
 def _mutated(rank: int) -> dict[str, float | str]:
     found: dict[str, float | str] = {}
     for name, (home, family, module, old, new) in MUTATIONS.items():
-        undo = mutate(module, old, new)
         try:
-            found[name] = outcomes(rank, {home: HOMES[home]}, (family,))[home, family]
+            with mutated((module, old, new)):
+                found[name] = outcomes(rank, {home: HOMES[home]}, (family,))[home, family]
         except RuntimeError as error:  # sizes that do not fit
             found[name] = str(error)
-        restore(undo)
     return found
 
 

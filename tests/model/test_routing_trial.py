@@ -24,7 +24,7 @@ from longspan.testing import backend
 from longspan.train import run_step
 from tests.model.moe_families import FAMILIES, family_model
 from tests.model.stock import texts, tiny
-from tests.mutation import mutate, restore
+from tests.mutation import mutated
 
 PATH = "model.experts.routing_trial"
 
@@ -243,9 +243,6 @@ MUTATIONS = {
 def test_without_its_comparisons_the_trial_lets_them_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new, case = MUTATIONS[name]
     monkeypatch.setattr(qwen3_moe.Qwen3MoeSparseMoeBlock, "forward", NOT_EXACT[case][0])
-    undo = mutate(PATH, old, new)
-    try:
+    with mutated((PATH, old, new)):
         reasons = try_routing(on_meta(Qwen3MoeConfig(num_hidden_layers=2))).reasons
         assert not any(re.search(NOT_EXACT[case][1], reason) for reason in reasons)
-    finally:
-        restore(undo)

@@ -26,7 +26,7 @@ from longspan.train import build_optimizer, run_step
 from longspan.train.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from tests.model.seams.test_mixers import here, small_config
 from tests.model.stock import texts, weights_of, worst
-from tests.mutation import mutate, restore
+from tests.mutation import mutated
 
 TP, ROWS_IN_PARTS = Case(tp=2, cp=2), Case(tp=2, cp=2, sequence_parallel=True)
 GROUPS = {"mamba_rms_norm": True, "mamba_n_heads": 6, "mamba_d_ssm": 96, "mamba_n_groups": 3}
@@ -242,10 +242,11 @@ def _mutants(rank: int, names: Sequence[str]) -> dict[str, str]:
     found = {}
     ranks = Ranks(2, launch=lambda run, task, count, seconds: run(rank, task))
     for name in names:
-        undo = mutate(*(MUTANTS | OF_SHARED)[name])
-        (outcome,) = run_proof(_config("zamba2" if name in OF_SHARED else "bamba", {}), [Case(tp=2)], ranks).outcomes
-        found[name] = outcome.status
-        restore(undo)
+        with mutated((MUTANTS | OF_SHARED)[name]):
+            (outcome,) = run_proof(
+                _config("zamba2" if name in OF_SHARED else "bamba", {}), [Case(tp=2)], ranks
+            ).outcomes
+            found[name] = outcome.status
     return found
 
 

@@ -10,7 +10,7 @@ from longspan.comm.groups.channel import Channel
 from longspan.errors import LayoutError
 from longspan.ssm import causal_conv, linear_scan, state_bytes
 from longspan.testing import backend, run_ranks
-from tests.mutation import mutate, restore
+from tests.mutation import mutated
 from tests.ssm.parity import LENGTHS, batches, measure, scan_error
 from tests.ssm.recurrence import KINDS, inputs
 
@@ -101,12 +101,11 @@ def _mutants(rank: int, names: tuple[str, ...]) -> dict[str, float]:
     worst = {}
     for name in names:
         module, old, new = MUTANTS[name]
-        undo = mutate(f"ssm.{module}", old, new)
         try:
-            worst[name] = max(measure(rank, 3, ("ragged",), quick=True).values())
+            with mutated((f"ssm.{module}", old, new)):
+                worst[name] = max(measure(rank, 3, ("ragged",), quick=True).values())
         except (AssertionError, IndexError, ValueError, RuntimeError):
             worst[name] = 1.0
-        restore(undo)
     return worst
 
 

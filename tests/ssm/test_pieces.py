@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longspan.ssm.kernels.pieces import Pieces, pieces_of
 from longspan.ssm.kernels.runs import CHUNK, LocalRuns
-from tests.mutation import mutate, restore
+from tests.mutation import mutated
 
 CPU = torch.device("cpu")
 K, V = 3, 2
@@ -113,8 +113,5 @@ def test_folds_are_those_of_the_recurrence() -> None:
     ],
 )
 def test_what_is_dropped_is_noticed(old: str, new: str) -> None:
-    undo = mutate("ssm.kernels.pieces", old, new)
-    try:
+    with mutated(("ssm.kernels.pieces", old, new)):
         assert worst() > 1e-6
-    finally:
-        restore(undo)

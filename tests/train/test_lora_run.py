@@ -28,7 +28,7 @@ from longspan.train.config.sections import ParallelConfig, RunConfig
 from longspan.train.run.config_check import check_config
 from longspan.train.run.records.metrics_log import read_metrics
 from tests.model.stock import SIZES
-from tests.mutation import mutate, restore
+from tests.mutation import mutated
 from tests.train.homes import farthest, gone_on_from_the_first_checkpoint, losses_of_run
 from tests.train.small import small_config, train_rank
 
@@ -136,11 +136,8 @@ def test_one_export_takes_the_place_of_another(trained: tuple[RunConfig, list[fl
 
 
 def test_a_merge_that_forgets_the_scaling_is_noticed(trained: tuple[RunConfig, list[float]], tmp_path: Path) -> None:
-    undo = mutate("train.checkpoint.export_adapter", "saved.scalings[linear] * ", "")
-    try:
+    with mutated(("train.checkpoint.export_adapter", "saved.scalings[linear] * ", "")):
         assert export_main([trained[0].run.dir, str(tmp_path / "out"), "--merge"]) == 0
-    finally:
-        restore(undo)
     ids = torch.arange(40)[None] * 5 % 257
     with torch.no_grad():
         wanted = _stock(trained[0])(input_ids=ids).logits

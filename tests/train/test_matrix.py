@@ -8,7 +8,7 @@ import pytest
 from longspan.errors import LongspanError
 from longspan.model.experts.expert_parallel import check_experts
 from longspan.testing import run_ranks
-from tests.mutation import mutate, restore
+from tests.mutation import mutated
 from tests.pairs import every_pair, pairs_of
 from tests.train.matrix import AXES, RANKS, Combination, Errors, every, fits, run, wanted_of, worst_of_ranks
 
@@ -74,9 +74,8 @@ def _mutated(rank: int, dropped: list[Dropped], combinations: list[Combination],
     """The errors of the first step of each combination with its term dropped."""
     found = []
     for change, combination in zip(dropped, combinations, strict=True):
-        undo = mutate(*change)
-        found += run(rank, [combination], wanted, steps=1)
-        restore(undo)
+        with mutated(change):
+            found += run(rank, [combination], wanted, steps=1)
     return found
 
 

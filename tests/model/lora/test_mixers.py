@@ -20,7 +20,7 @@ from longspan.train.checkpoint.checkpoint import load_checkpoint, save_checkpoin
 from tests.model.lora.adapted import LENGTHS, OTHER_HYBRIDS, adapted, dense_answer
 from tests.model.seams.test_mixers import here
 from tests.model.stock import error, gradients_of, texts, weights_of, worst
-from tests.mutation import mutate, restore
+from tests.mutation import mutated
 
 EXACT = 1e-11
 
@@ -139,9 +139,8 @@ MUTANTS = {
 def _mutated(rank: int) -> list[float]:
     found = []
     for home, mutant in MUTANTS.items():
-        undo = mutate(*mutant)
-        found.append(max(_errors(rank, (home,), (("bamba", "mixers"),)).values()))
-        restore(undo)
+        with mutated(mutant):
+            found.append(max(_errors(rank, (home,), (("bamba", "mixers"),)).values()))
     return found
 
 

@@ -11,7 +11,7 @@ from longspan.testing import backend, run_ranks
 from longspan.train import run_step
 from tests.model.lora.adapted import LENGTHS, adapted, dense_answer
 from tests.model.stock import error, gradients_of, texts
-from tests.mutation import mutate, restore
+from tests.mutation import mutated
 
 SPLIT, DISABLED = "model.tensor_parallel.adapted", "model.lora.disabled"
 FIRST, SECOND = "else first:\n        ", "for linear in second:\n            "
@@ -34,8 +34,7 @@ def _notice(rank: int) -> dict[str, set[str]]:
     with World(home, backend=backend(), timeout=60) as world:
         loss, base_loss, gradients = dense_answer("biased", "every linear", world.device)
         for name, (change, _) in MUTATIONS.items():
-            undo = mutate(*change) if change else []
-            try:
+            with mutated(change):
                 peft_model = adapted("biased", "every linear")
                 model, plan = prepare(peft_model, world), plan_fixed(LENGTHS, home, cp=1)
                 for layer in peft_modules(model).values() if name == SCALING else ():
@@ -43,8 +42,6 @@ def _notice(rank: int) -> dict[str, set[str]]:
                 with peft_model.disable_adapter():
                     base = run_step(model, plan, documents, world, backward=False).loss
                 step, found = run_step(model, plan, documents, world).loss, gradients_of(model)
-            finally:
-                restore(undo)
             wrong = {"loss"} if abs(step / loss - 1) > 1e-9 else set[str]()
             wrong |= {"base"} if abs(base / base_loss - 1) > 1e-9 else set()
             for key in gradients:

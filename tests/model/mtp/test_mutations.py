@@ -5,7 +5,7 @@ from longspan.doctor.float64 import whole_float64
 from longspan.testing import run_ranks
 from tests.model.mtp.dense import LENGTHS, WEIGHT, dense, with_depths
 from tests.model.stock import gradients_of, texts, worst
-from tests.mutation import mutate, restore
+from tests.mutation import each_mutated
 
 ROWS, LOSS, DEPTHS = "train.reading.read_rows", "train.mtp.loss", "model.mtp.depths"
 MUTATIONS: dict[str, tuple[str, str, str]] = {
@@ -49,14 +49,12 @@ def _errors(rank: int) -> dict[str, float]:
         exact = dense(with_depths("qwen3", 2).train(), documents, masks, [1.0] * len(documents))
         model = prepare(with_depths("qwen3", 2), world)
         plan = plan_fixed(LENGTHS, world.home, cp=2, max_tokens_per_slot=24)
-        for name, mutation in {"nothing": None, **MUTATIONS}.items():
-            undo = mutate(*mutation) if mutation else []
+        for name in each_mutated(MUTATIONS):
             model.zero_grad()
             result = run_step(model, plan, documents, world, mtp=MtpLoss(weight=WEIGHT))
             losses = zip((result.loss, *result.mtp_losses), (exact.loss, *exact.mtp_losses), strict=True)
             of_losses = max(abs(loss / there - 1) for loss, there in losses)
             errors[name] = max(of_losses, worst(gradients_of(model), exact.gradients))
-            restore(undo)
     return errors
 
 

@@ -11,7 +11,7 @@ from longspan.layout import Layout
 from longspan.testing import backend, run_ranks
 from tests.model.seams.families import FAMILIES, LENGTHS, errors_of, here, tiny
 from tests.model.stock import dense_answer, texts
-from tests.mutation import mutate, restore
+from tests.mutation import mutated
 
 CASES = {2: ((2, "p2p", "full"), (2, "all_gather", "selective")), 3: ((3, "p2p", "full"),)}
 
@@ -57,9 +57,8 @@ def _mutants(rank: int) -> dict[str, float]:
     with World(Layout(ranks=2), backend=backend()) as world, whole_float64():
         stock = dense_answer(tiny("gemma4"), texts(LENGTHS))
         for name, (module, old, new) in MUTANTS.items():
-            undo = mutate(f"model.seams.{module}", old, new)
-            errors[name] = errors_of(partial(tiny, "gemma4"), world, stock, cp=2)[1]
-            restore(undo)
+            with mutated((f"model.seams.{module}", old, new)):
+                errors[name] = errors_of(partial(tiny, "gemma4"), world, stock, cp=2)[1]
     return errors
 
 

@@ -16,7 +16,7 @@ from longspan.model.seams.refusals import refuse_unsupported
 from longspan.plan import Plan
 from longspan.testing import run_ranks
 from tests.model.stock import SIZES, dense_answer, gradients_of, texts, worst
-from tests.mutation import mutate, restore
+from tests.mutation import each_mutated
 
 LENGTHS = (61, 40, 17, 9)
 CHUNK = 12  # cut by ranks, and cutting documents
@@ -118,10 +118,8 @@ def _losses(rank: int) -> dict[str, float]:
     with World(Layout(ranks=2)) as world:
         model = prepare(_model("dense"), world)
         plan = plan_fixed(LENGTHS, world.home, cp=2)
-        for name, mutation in {"nothing": None, **MUTATIONS}.items():
-            undo = mutate(f"model.seams.{mutation[0]}", *mutation[1:]) if mutation else []
+        for name in each_mutated({name: (f"model.seams.{file}", *terms) for name, (file, *terms) in MUTATIONS.items()}):
             losses[name] = run_step(model, plan, texts(LENGTHS), world, backward=False).loss
-            restore(undo)
     return losses
 
 

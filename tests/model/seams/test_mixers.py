@@ -22,7 +22,7 @@ from longspan.errors import ModelError
 from longspan.model.seams.mixers import is_mixer, mixers_of
 from longspan.model.seams.refusals import refuse_unsupported
 from longspan.model.small.shrink import shrunken, tiny_model
-from tests.mutation import mutate, restore
+from tests.mutation import mutated
 
 FAMILIES = {
     "qwen3_next": "gated delta nets, attention and experts",
@@ -111,11 +111,10 @@ MUTANTS = {
 def _mutants(rank: int, names: Sequence[str]) -> dict[str, str]:
     found = {}
     for name in names:
-        undo = mutate("model.seams.mixer_calls", *MUTANTS[name])
-        ranks = Ranks(2, launch=lambda run, task, count, seconds: run(rank, task))
-        (outcome,) = run_proof(small_config("bamba"), [Case(cp=2)], ranks).outcomes
-        found[name] = outcome.status
-        restore(undo)
+        with mutated(("model.seams.mixer_calls", *MUTANTS[name])):
+            ranks = Ranks(2, launch=lambda run, task, count, seconds: run(rank, task))
+            (outcome,) = run_proof(small_config("bamba"), [Case(cp=2)], ranks).outcomes
+            found[name] = outcome.status
     return found
 
 

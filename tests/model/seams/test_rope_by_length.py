@@ -18,7 +18,7 @@ from longspan.model.seams.rope_by_length import choose_frequencies_by_document
 from longspan.plan import Plan
 from longspan.testing import run_ranks
 from tests.model.stock import SIZES, at_random, error, gradients_of, texts
-from tests.mutation import mutate, restore
+from tests.mutation import each_mutated
 
 LENGTHS = (61, 17, 40, 16, 9)  # on both sides of the 16 positions of training, and on their edge
 LIMIT = {"original_max_position_embeddings": 16}
@@ -153,10 +153,8 @@ def _losses(rank: int) -> dict[str, float]:
     with World(Layout(ranks=2)) as world:
         model = prepare(_model("phi3 longrope"), world)
         plan = plan_fixed(LENGTHS, world.home, cp=2)
-        for name, mutation in {"nothing": None, **MUTATIONS}.items():
-            undo = mutate("model.seams.rope_by_length", *mutation) if mutation else []
+        for name in each_mutated({name: ("model.seams.rope_by_length", *terms) for name, terms in MUTATIONS.items()}):
             losses[name] = run_step(model, plan, texts(LENGTHS), world, backward=False).loss
-            restore(undo)
     return losses
 
 

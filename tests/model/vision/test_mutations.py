@@ -6,7 +6,7 @@ from longspan.layout import Layout
 from longspan.testing import run_ranks
 from tests.model.vision.documents import answer_of
 from tests.model.vision.joined import BOUND, Case, step
-from tests.mutation import mutate, restore
+from tests.mutation import each_mutated
 
 CASE = Case("qwen3-vl", Layout(2), Layout(2), cp=2, documents="even")
 PASS, POSITIONS = "train.encoding.modality_pass", "train.reading.read_positions"
@@ -40,12 +40,8 @@ SPANS: dict[str, tuple[str, str, str]] = {
 def _errors(rank: int, case: Case, mutations: dict[str, tuple[str, str, str]]) -> dict[str, float]:
     """The largest error by what is wrong; of a change that raises, infinity."""
     errors, answer = dict[str, float](), answer_of(case.name, case.documents)
-    for name, mutation in {"nothing": None, **mutations}.items():
-        undo = mutate(*mutation) if mutation else []
-        try:
-            errors[name] = max(step(case, answer).values())
-        finally:
-            restore(undo)
+    for name in each_mutated(mutations):
+        errors[name] = max(step(case, answer).values())
     return errors
 
 

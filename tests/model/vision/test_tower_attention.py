@@ -13,7 +13,7 @@ from longspan.model.vision.image_tokens import image_tokens
 from longspan.model.vision.take_apart import take_apart
 from tests.model.vision.documents import raw
 from tests.model.vision.models import config_of, here, tiny
-from tests.mutation import mutate, restore
+from tests.mutation import mutated
 
 ATTENTION = "model.vision.tower_attention"
 MUTATIONS = {
@@ -72,11 +72,8 @@ def test_as_the_stock_tower(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mutations_are_seen() -> None:
     assert error("qwen2.5-vl") < 1e-12  # with it the trial that admits the model is over, which would see them too
     for mutation in MUTATIONS.values():
-        undo = mutate(*mutation)
-        try:
+        with mutated(mutation):
             assert error("qwen2.5-vl") > 1e-4, mutation
-        finally:
-            restore(undo)
 
 
 def test_a_chosen_function_stays() -> None:

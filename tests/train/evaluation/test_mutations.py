@@ -19,7 +19,7 @@ from longspan.train.evaluation.options import EvaluationOptions
 from longspan.train.plans import PlanChoice
 from tests.model.deep import deep
 from tests.model.stock import texts
-from tests.mutation import mutate, restore
+from tests.mutation import mutated
 from tests.train.evaluation.matrix import YARN
 from tests.train.evaluation.state import differences, state_of
 
@@ -60,17 +60,15 @@ def notice(rank: int, exact: Sequence[float]) -> dict[str, set[str]]:
         for name, (change, _) in MUTATIONS.items():
             prepared.train()
             world.step, before = 3, state_of(prepared, optimizer, world)
-            undo = mutate(*change) if change else []
             try:
-                choice = PlanChoice.fixed(2, max_tokens_per_slot=24)
-                found = evaluate(prepared, HELD_OUT, choice, world, EvaluationOptions(step=77)).document_losses
-                errors = [abs(loss.sum / wanted - 1) for loss, wanted in zip(found, exact, strict=True)]
-                noticed[name] = {"document"} if max(errors) > 1e-9 else set()
-                assert change or max(errors) < 1e-12
+                with mutated(change):
+                    choice = PlanChoice.fixed(2, max_tokens_per_slot=24)
+                    found = evaluate(prepared, HELD_OUT, choice, world, EvaluationOptions(step=77)).document_losses
+                    errors = [abs(loss.sum / wanted - 1) for loss, wanted in zip(found, exact, strict=True)]
+                    noticed[name] = {"document"} if max(errors) > 1e-9 else set()
+                    assert change or max(errors) < 1e-12
             except PlanError:
                 noticed[name] = {"PlanError"}
-            finally:
-                restore(undo)
             changed = differences(before, state_of(prepared, optimizer, world))
             noticed[name] |= {"/".join(path.split("/")[:2]) for path in changed}
             for module in prepared.modules():

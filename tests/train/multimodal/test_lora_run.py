@@ -20,7 +20,7 @@ from longspan.train.config.sections import ParallelConfig, RunConfig
 from longspan.train.run.records.metrics_log import read_metrics
 from longspan.train.run.resume import _check_same_run
 from tests.model.vision.models import tiny
-from tests.mutation import mutate, restore
+from tests.mutation import mutated
 from tests.train.homes import farthest, gone_on_from_the_first_checkpoint, losses_of_run
 from tests.train.small import train_rank
 from tests.train.test_images_run import model_folder, rows_with_images, settings
@@ -94,11 +94,8 @@ def _image() -> dict[str, torch.Tensor]:
 
 def _losses_forgetting(rank: int, config: RunConfig, undone: bool) -> None:
     """Train on this rank where checkpoints leave out what is trained beside the adapter."""
-    undo = [] if undone else mutate("model.adapters", " or name in trained", "")
-    try:
+    with mutated(None if undone else ("model.adapters", " or name in trained", "")):
         train_rank(rank, config, 1)
-    finally:
-        restore(undo)
 
 
 @pytest.mark.whole

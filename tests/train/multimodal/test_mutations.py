@@ -9,7 +9,7 @@ from longspan import World, run_step
 from longspan.errors import CommError, LongspanError
 from longspan.plan.items import encoding_plan
 from longspan.testing import backend, run_ranks
-from tests.mutation import mutate, restore
+from tests.mutation import mutate, mutated
 from tests.train.multimodal.cases import Case
 from tests.train.multimodal.documents import documents_of
 from tests.train.multimodal.oracle import LIMITS, Answers, Errors, answers_of, model_of, run
@@ -89,14 +89,12 @@ def _mutated(rank: int, names: Sequence[str], answers: Answers) -> dict[str, Err
     """By mutation, the errors of its case on this rank, or the name of what was raised."""
     seen = dict[str, Errors | str]()
     for name in names:
-        undo = mutate(*MUTATIONS[name][:3])
         encoding_plan._plan_modality.cache_clear()  # pyright: ignore[reportPrivateUsage]
         try:
-            (seen[name],) = run(rank, [MUTATIONS[name].case], answers)
+            with mutated(MUTATIONS[name][:3]):
+                (seen[name],) = run(rank, [MUTATIONS[name].case], answers)
         except LongspanError as error:
             seen[name] = type(error).__name__
-        finally:
-            restore(undo)
     encoding_plan._plan_modality.cache_clear()  # pyright: ignore[reportPrivateUsage]
     return seen
 

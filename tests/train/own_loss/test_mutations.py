@@ -8,7 +8,7 @@ from longspan.errors import LongspanError
 from longspan.testing import backend, run_ranks
 from tests.model.deep import deep
 from tests.model.stock import error, gradients_of
-from tests.mutation import mutate, restore
+from tests.mutation import mutated
 from tests.train.own_loss.dense import (
     LENGTHS,
     Answer,
@@ -92,9 +92,8 @@ def notice(rank: int) -> dict[str, set[str]]:
         model, exact = prepare(deep("qwen3", torch.float64, 1), world, probe=False), wanted(world.device)
         plan = Plan(2, LENGTHS, BATCHES, targets=targets_of(documents)).check()
         for name, (change, how) in MUTATIONS.items():
-            undo = mutate(*change) if change else []
             noticed[name] = set()
-            try:
+            with mutated(change):
                 for of in how.split() or losses:
                     model.zero_grad()
                     try:
@@ -105,8 +104,6 @@ def notice(rank: int) -> dict[str, set[str]]:
                             noticed[name].add(of)
                     except (LongspanError, RuntimeError, IndexError):
                         noticed[name].add(of)
-            finally:
-                restore(undo)
     return noticed
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.mutation import mutate, restore
+from tests.mutation import mutated
 from tests.train.data.images import test_images as tables
 from tests.train.data.images.folders import qwen_folder
 
@@ -53,9 +53,5 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
 def test_what_is_wrong_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change, table = MUTATIONS[name]
     table(tmp_path / "right", monkeypatch)
-    undo = mutate(*change)
-    try:
-        with pytest.raises(Exception):  # noqa: B017
-            table(tmp_path / "wrong", monkeypatch)
-    finally:
-        restore(undo)
+    with mutated(change), pytest.raises(Exception):  # noqa: B017
+        table(tmp_path / "wrong", monkeypatch)

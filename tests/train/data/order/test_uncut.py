@@ -22,7 +22,7 @@ from longspan.train.data.order.uncut import UncutSpans
 from longspan.train.data.pack_order import PackOrder
 from longspan.train.data.step_order import StepOrder
 from longspan.train.run.setup import step_order_of
-from tests.mutation import mutate, restore
+from tests.mutation import mutated
 from tests.train.data.images import test_run as runs
 from tests.train.data.images.folders import write_images
 from tests.train.data.images.test_images import SIZES, corpus_of
@@ -108,12 +108,9 @@ def test_packs_with_images_are_documents_of_their_tokens(across: bool, tmp_path:
 
 @pytest.mark.whole
 def test_an_image_of_another_piece_is_noticed(tmp_path: Path) -> None:
-    undo = mutate("train.data.image_documents", "end - piece.stop", "end - piece.stop + piece.start")
-    try:
-        with pytest.raises(AssertionError):
-            test_packs_with_images_are_documents_of_their_tokens(False, tmp_path)
-    finally:
-        restore(undo)
+    wrong = ("train.data.image_documents", "end - piece.stop", "end - piece.stop + piece.start")
+    with mutated(wrong), pytest.raises(AssertionError):
+        test_packs_with_images_are_documents_of_their_tokens(False, tmp_path)
 
 
 def test_packs_without_room_for_an_image_are_refused() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from longspan.train.data.rows.sample import Row, Sample
-from tests.mutation import mutate, restore
+from tests.mutation import mutated
 from tests.train.data.rows.families import FAMILIES, encoding_of, write_folder
 from tests.train.data.rows.test_chat import BY_HAND, EXPECTED, said
 
@@ -44,9 +44,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", ["nothing", *MUTATIONS])
 def test_what_is_wrong_is_noticed(folders: dict[str, Path], name: str) -> None:
-    undo = mutate(*MUTATIONS[name]) if name in MUTATIONS else []
-    try:
+    with mutated(MUTATIONS.get(name)):
         wrong = wrong_tables(folders)
-    finally:
-        restore(undo)
     assert bool(wrong) == (name in MUTATIONS)
