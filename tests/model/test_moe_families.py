@@ -142,7 +142,7 @@ def test_every_family_equals_the_stock_model_over_three_slots(family: str) -> No
 
 MUTATIONS: dict[str, tuple[str, str, str, str, str]] = {  # home, family, module, before and after
     "an expert fewer in a row's load": (
-        "cp 2", "minimax_m2", "model.experts.router", "each.topk(top_k, dim", "each.topk(top_k - 1, dim",
+        "cp 2", "minimax_m2", "model.experts.router", "softmax.topk(top_k, dim", "softmax.topk(top_k - 1, dim",
     ),
     "shared experts in parts of the rows": (
         PARTS, "glm4_moe", "model.tensor_parallel.tensor_parallel", "if name.startswith(whole) else", "if False else",

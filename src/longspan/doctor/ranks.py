@@ -186,7 +186,7 @@ class CaseRun:
         self.world.prepare(plan)
         result = run_step(self.model, plan, self.documents, self.world, router=router)
         gradients = gradients_of(self.model)
-        here = gradient_errors({own: gradients[name] for own, name in own_names(gradients).items()}, stock)
+        here = gradient_errors({original: gradients[name] for original, name in own_names(gradients).items()}, stock)
         self.model.zero_grad()
         of_ranks = self.world.control.gather_objects(here, "errors of gradients")
         errors = {name: max(of.get(name, 0.0) for of in of_ranks) for name in {n for of in of_ranks for n in of}}

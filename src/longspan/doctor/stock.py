@@ -109,9 +109,9 @@ _State = tuple[nn.Module, dict[str, Any], dict[str, Tensor | None]]
 
 def _states(model: nn.Module) -> list[_State]:
     """What modules keep beside their parameters: numbers, texts and buffers."""
-    kept = bool | int | float | str | None
+    plain = bool | int | float | str | None
     return [
-        (module, {n: x for n, x in vars(module).items() if isinstance(x, kept)}, dict(module._buffers))
+        (module, {n: x for n, x in vars(module).items() if isinstance(x, plain)}, dict(module._buffers))
         for module in model.modules()
     ]
 
@@ -152,11 +152,11 @@ def _router_losses(model: PreTrainedModel, layers: tuple[Tensor, ...]) -> tuple[
     of_family = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     if of_family is not None:
         detached = tuple(layer.detach() for layer in layers)
-        own = float(of_family(detached, rows.shape[1], top_k))
-        if abs(own - balance.item()) > 1e-5 * balance.item():
+        expected = float(of_family(detached, rows.shape[1], top_k))
+        if abs(expected - balance.item()) > 1e-5 * balance.item():
             raise ModelError(
-                f"{type(model).__name__} weighs its experts by a function of its own: its balance loss is {own:.6g}, "
-                f"that of softmax and top {top_k} is {balance.item():.6g}"
+                f"{type(model).__name__} weighs its experts by a function of its own: its balance loss is "
+                f"{expected:.6g}, that of softmax and top {top_k} is {balance.item():.6g}"
             )
     return balance, rows.logsumexp(-1).square().mean()
 

@@ -82,8 +82,8 @@ NO_SPANS = Spans.of({}, (), ())
 
 
 def _checked(spans: Iterable[Sequence[int]], document: int, length: int) -> list[tuple[int, int]]:
-    given, end = list(spans), 0
-    for span in given:
+    pairs, end = list(spans), 0
+    for span in pairs:
         if len(span) != 2 or not all(is_integer(type(at)) for at in span):
             raise LayoutError(f"document {document} has the span {span!r}; a span is (start, stop), two integers")
         start, stop = span
@@ -93,4 +93,4 @@ def _checked(spans: Iterable[Sequence[int]], document: int, length: int) -> list
                 "are (start, stop), not empty, ascending, disjoint and inside their document"
             )
         end = stop
-    return [(int(start), int(stop)) for start, stop in given]
+    return [(int(start), int(stop)) for start, stop in pairs]

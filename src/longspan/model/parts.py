@@ -78,9 +78,9 @@ def with_outputs(model: PreTrainedModel, parts: Parts) -> Parts:
     """The parts with the number of values that the base model's forward takes from a layer, as a pass shows."""
     for outputs in (0, 1, 2):
         with suppress(Exception):  # whatever a forward raises of layers that return something else
-            _, out, (x, *_) = _trace(model, found := replace(parts, outputs=outputs))
+            _, out, (x, *_) = _trace(model, candidate := replace(parts, outputs=outputs))
             if out.shape == x.shape:
-                return found
+                return candidate
     return parts
 
 

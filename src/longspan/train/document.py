@@ -70,8 +70,8 @@ class Document:
             self._labels = _integers("labels", labels)
         elif loss_mask is not None:
             self._labels = np.where(_mask(loss_mask, len(self._ids)), self._ids, NO_TARGET)
-        given = values if weights is None else {"weights": weights, **values}
-        self._values = {name: _numbers(name, value, len(self._ids)) for name, value in given.items()}
+        columns = values if weights is None else {"weights": weights, **values}
+        self._values = {name: _numbers(name, value, len(self._ids)) for name, value in columns.items()}
         if len(self._labels) != len(self._ids):
             raise DataError(f"a document has {len(self._labels)} labels for {len(self._ids)} token ids; give one each")
 

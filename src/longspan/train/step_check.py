@@ -53,15 +53,15 @@ def check_step(
 def _check_documents(plan: Plan, documents: Any, items: ItemTable | None) -> None:
     for document, planned in enumerate(plan.lengths):
         try:
-            held = documents[document]
+            value = documents[document]
         except (IndexError, KeyError) as error:
             raise PlanError(f"the plan has {len(plan.lengths)} documents, document {document} was not given") from error
-        if isinstance(held, Mapping):
+        if isinstance(value, Mapping):
             raise PlanError(
-                f"document {document} is a {type(held).__name__} of {', '.join(map(str, held))}; give its token ids, "
+                f"document {document} is a {type(value).__name__} of {', '.join(map(str, value))}; give its token ids, "
                 "or longspan.Document(ids, labels=…) where not every token is a target"
             )
-        length = len(held)
+        length = len(value)
         if length != planned:
             raise PlanError(
                 f"document {document} has {counted(length, 'token')}, the plan laid out {planned}; plan from the "

@@ -78,8 +78,8 @@ def cases_of(names: str, *, gpu: bool, preset: str = "", layers: int = 0, tokens
     chosen = [word.strip() for word in names.split(",") if word.strip()] or [case.name for case in default]
     if unknown := [name for name in chosen if name not in known]:
         raise ConfigError(f"--cases has {', '.join(unknown)}; cases are {', '.join(known)}")
-    asked = {"preset": preset, "layers": layers, "tokens": tokens}
-    changes: dict[str, Any] = {name: value for name, value in asked.items() if value}
+    settings = {"preset": preset, "layers": layers, "tokens": tokens}
+    changes: dict[str, Any] = {name: value for name, value in settings.items() if value}
     if changes:
         changes["known"] = None
     return tuple(replace(known[name], **changes) for name in chosen)

@@ -120,11 +120,11 @@ def _total(micro_batches: Sequence[RouterSums], experts: int) -> list[float]:
 def _sums(logits: Tensor, top_k: int) -> Tensor:
     """(2 E + 1,) float64 of rows (R, E) with so many experts each."""
     wide = _wide(logits)
-    each = wide.softmax(-1)
-    chosen = each.topk(top_k, dim=-1).indices
+    softmax = wide.softmax(-1)
+    chosen = softmax.topk(top_k, dim=-1).indices
     loads = torch.zeros(logits.shape[1], dtype=torch.float64, device=logits.device)
     loads.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.float64))
-    probabilities = each.sum(0, dtype=torch.float64)
+    probabilities = softmax.sum(0, dtype=torch.float64)
     z = wide.logsumexp(-1).square().sum(dtype=torch.float64)
     return torch.cat([loads, probabilities, z[None]])
 

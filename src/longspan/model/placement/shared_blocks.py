@@ -25,15 +25,15 @@ def shared_blocks(layers: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
 
 
 def _shared_inside(module: nn.Module, users: Mapping[int, set[str]]) -> list[nn.Module]:
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     for child in module.children():
         layers = {frozenset(users[parameter]) for parameter in _parameters(child)}
         runs = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
         if runs and len(layers) == 1 and len(next(iter(layers))) > 1:
-            found.append(child)
+            modules.append(child)
         else:
-            found += _shared_inside(child, users)
-    return found
+            modules += _shared_inside(child, users)
+    return modules
 
 
 def _parameters(module: nn.Module) -> tuple[int, ...]:

@@ -9,11 +9,11 @@ from longspan.model.layers import decoder_layers
 
 def number_layers(model: PreTrainedModel) -> None:
     """From here on, a module with `layer_idx` -1 has the index of the decoder layer that it is in, if of one alone."""
-    found: dict[int, tuple[Any, set[int]]] = {}
+    layers_of: dict[int, tuple[Any, set[int]]] = {}
     for index, layer in enumerate(decoder_layers(model).values()):
         for module in layer.modules():
             if getattr(module, "layer_idx", None) == -1:
-                found.setdefault(id(module), (module, set()))[1].add(index)
-    for module, indices in found.values():
+                layers_of.setdefault(id(module), (module, set()))[1].add(index)
+    for module, indices in layers_of.values():
         if len(indices) == 1:
             module.layer_idx = indices.pop()

@@ -71,5 +71,5 @@ def _functions_of(forward: Any) -> set[str]:
     """Names of functions of its module that a forward calls."""
     if not isinstance(forward, FunctionType):
         return set()
-    found = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
-    return {name for name, value in found.items() if callable(value) and not isinstance(value, type)}
+    named = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
+    return {name for name, value in named.items() if callable(value) and not isinstance(value, type)}

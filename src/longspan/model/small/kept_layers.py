@@ -50,9 +50,9 @@ def kept_layers(values: Mapping[str, Any], least: int = 2) -> KeptLayers:
     count = next((values[name] for name in LAYER_COUNTS if isinstance(values.get(name), int)), 0)
     kinds = [tuple(_kind(values, layer, count)) for layer in range(count)]
     first = [layer for layer in range(count) if kinds[layer] not in kinds[:layer]]
-    kept = first[:_MOST] if len(first) <= _MOST else _covering(kinds, first)
-    kept += [layer for layer in range(count) if layer not in kept][: max(0, least - len(kept))]
-    return KeptLayers(count, _periodic(values, tuple(sorted(kept)), count))
+    layers = first[:_MOST] if len(first) <= _MOST else _covering(kinds, first)
+    layers += [layer for layer in range(count) if layer not in layers][: max(0, least - len(layers))]
+    return KeptLayers(count, _periodic(values, tuple(sorted(layers)), count))
 
 
 def _kind(values: Mapping[str, Any], layer: int, count: int) -> list[str]:
@@ -73,11 +73,11 @@ def _kind(values: Mapping[str, Any], layer: int, count: int) -> list[str]:
 
 def _covering(kinds: Sequence[tuple[str, ...]], first: Sequence[int]) -> list[int]:
     """Of too many kinds, those layers that show each single property at least once."""
-    kept: list[int] = []
+    layers: list[int] = []
     for layer in first:
-        if set(kinds[layer]) - {said for other in kept for said in kinds[other]}:
-            kept.append(layer)
-    return kept
+        if set(kinds[layer]) - {said for other in layers for said in kinds[other]}:
+            layers.append(layer)
+    return layers
 
 
 def _periodic(values: Mapping[str, Any], kept: tuple[int, ...], count: int) -> tuple[int, ...]:

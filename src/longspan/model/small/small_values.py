@@ -223,5 +223,5 @@ def alternatives(sizes: Sizes) -> list[Sizes]:
 
 
 def _first(values: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
-    found = (values[name] for name in names if name in values)
-    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool) and value), None)
+    present = (values[name] for name in names if name in values)
+    return next((value for value in present if isinstance(value, int) and not isinstance(value, bool) and value), None)

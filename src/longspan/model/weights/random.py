@@ -44,15 +44,15 @@ class RandomWeights:
         wrapper, which is a model of its own, and each module outside."""
         layers = decoder_layers(self._model)
         towers = {module for module in other_towers(self._model) if isinstance(module, PreTrainedModel)}
-        own = self._model._init_weights
-        yield from ((path, layer, own) for path, layer in layers.items())
+        draw = self._model._init_weights
+        yield from ((path, layer, draw) for path, layer in layers.items())
         yield from ((n, module, module._init_weights) for n, module in self._model.named_modules() if module in towers)
         inside = {module for unit in (*layers.values(), *towers) for module in unit.modules()}
         for path, module in self._model.named_modules():
             if module not in inside and any(True for _ in module.parameters(recurse=False)):
                 alone = deepcopy(module)
                 alone._modules.clear()
-                yield path, alone, own
+                yield path, alone, draw
 
 
 @torch.no_grad()

@@ -62,10 +62,10 @@ class WeightWriter:
 
     def write(self, group: Mapping[str, Tensor]) -> None:
         """Write the tensors of a layer, or one outside the layers; those that were written already are passed over."""
-        kept = {name: self._checked(name, tensor) for name, tensor in group.items() if name not in self._left_out}
-        self._left_out |= kept.keys()
-        self._to_come -= kept.keys()
-        for name, tensor in revert_weight_conversion(self._empty, kept).items():
+        tensors = {name: self._checked(name, tensor) for name, tensor in group.items() if name not in self._left_out}
+        self._left_out |= tensors.keys()
+        self._to_come -= tensors.keys()
+        for name, tensor in revert_weight_conversion(self._empty, tensors).items():
             if self._file and sum(x.nbytes for x in self._file.values()) + tensor.nbytes > self._limit:
                 self._flush()
             self._file[self._rename(name)] = tensor.contiguous()

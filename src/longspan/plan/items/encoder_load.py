@@ -28,10 +28,10 @@ class EncoderLoad:
 
         >>> load = EncoderLoad.of(plan, [[256] * 16] * len(plan.lengths), shape.cost())  # doctest: +SKIP
         """
-        rows, home = [count for each in images for count in each], Layout(plan.slots)
+        rows, home = [count for of_document in images for count in of_document], Layout(plan.slots)
         waves = plan_dynamic(rows, home, max_tokens_per_slot=max_rows, max_cp=1, cost=cost, effort="fast")
         work = waves.timeline().busy.sum(0)
-        alone = [float(sum(cost.work_seconds(n, n * n) for n in each)) for each in images]
+        alone = [float(sum(cost.work_seconds(n, n * n) for n in of_document)) for of_document in images]
         return cls(waves.predicted_seconds, float(work.max() / work.mean()), _replicated(plan, alone, cost))
 
 

@@ -83,11 +83,11 @@ class EncoderShape:
         width for each pair of patches that see each other. Of what is not `trained` forward alone counts. With
         `grids` (t, h, w) of patches windows at edges count as they are, without them as whole ones.
         """
-        each: Sequence[Grid | None] = [None] * len(images) if grids is None else grids
+        grid_of: Sequence[Grid | None] = [None] * len(images) if grids is None else grids
         pair = (12 if trained == "all" else 4) * self.width
         return sum(
             self._weight_flops(rows, trained) + pair * self._pairs(self.patches_of(rows), grid)
-            for rows, grid in zip(images, each, strict=True)
+            for rows, grid in zip(images, grid_of, strict=True)
         )
 
     def _weight_flops(self, rows: int, trained: Trained) -> int:

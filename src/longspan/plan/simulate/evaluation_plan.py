@@ -69,8 +69,8 @@ def widest_degree(home: Layout, options: PlanOptions, most: int = 0) -> int:
 
 def _lower_limits(lengths: Sequence[int], home: Layout, options: PlanOptions, widest: int) -> Iterator[int]:
     """Limits of rows below the own one, half as many each time, down to those that just hold the longest document."""
-    multiple, each = options.row_multiple, sum(lengths) / home.slots
+    multiple, share = options.row_multiple, sum(lengths) / home.slots
     least = -(-max(lengths) // (widest * multiple)) * multiple
-    most = min(options.max_tokens_per_slot or sum(lengths), math.ceil(2 * each))
+    most = min(options.max_tokens_per_slot or sum(lengths), math.ceil(2 * share))
     doubled = [least << doubling for doubling in range(32) if least << doubling < most]
-    yield from (rows for rows in reversed(doubled) if rows * home.pp * MOST_ROUNDS >= each)
+    yield from (rows for rows in reversed(doubled) if rows * home.pp * MOST_ROUNDS >= share)

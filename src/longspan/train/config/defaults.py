@@ -110,9 +110,9 @@ def _with_partition(config: RunConfig) -> RunConfig:
     context = config.context
     if not is_hybrid(config.model):
         words = ("partition", "eval_partition")
-        given = {word: "zigzag" for word in words if getattr(context, word) == AUTO}
+        zigzag = {word: "zigzag" for word in words if getattr(context, word) == AUTO}
         entries = tuple(replace(s, partition="zigzag") if s.partition == AUTO else s for s in config.eval)
-        return replace(config, context=replace(context, **given), eval=entries)
+        return replace(config, context=replace(context, **zigzag), eval=entries)
     config = _with_defaults(config, {"context.partition": AUTO})
     if config.context.partition != "zigzag":
         config = _with_defaults(config, {"context.cp_comm_type": AUTO})
@@ -146,11 +146,11 @@ def _as_in_training(context: ContextConfig) -> dict[str, Any]:
     of plans at another degree keep what divides it.
     """
     planner, degree, sizes = context.planner, context.context_parallel_size, context.hierarchical_context_parallel_sizes
-    asked = context.eval_context_parallel_size
-    if isinstance(asked, str):
+    eval_degree = context.eval_context_parallel_size
+    if isinstance(eval_degree, str):
         planner = "fixed"
-    elif asked > 0:
-        planner, degree = "padded" if planner == "padded" else "fixed", asked
+    elif eval_degree > 0:
+        planner, degree = "padded" if planner == "padded" else "fixed", eval_degree
     levels_fit = (planner, degree) == (context.planner, context.context_parallel_size)
     if (context.eval_planner or planner) != "dynamic" and not levels_fit:
         sizes = levels_at(sizes, degree)

@@ -66,8 +66,8 @@ class StepOrder:
         self._starts = lru_cache(maxsize=2)(self._starts_of)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: value for name, value in self.__dict__.items() if name not in ("_kept", "_starts", "lengths")}
-        return kept | {"targets": None if self.targets is None else as_sent(self.targets)}
+        state = {name: value for name, value in self.__dict__.items() if name not in ("_kept", "_starts", "lengths")}
+        return state | {"targets": None if self.targets is None else as_sent(self.targets)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state | {"targets": None if state["targets"] is None else received(state["targets"])}

@@ -70,10 +70,10 @@ def _of_run(run_dir: Path, config: RunConfig, names: Sequence[str]) -> Sets:
 
 def _made(request: EvalRequest, weights: CheckedWeights, world: World) -> Sets:
     """The documents of passkey retrieval, where they are asked for."""
-    asked = request.passkey
-    if not asked.lengths:
+    passkey = request.passkey
+    if not passkey.lengths:
         return ()
-    make = partial(passkey_documents, weights.tokenizer, asked.lengths, asked.depths, asked.samples, asked.seed)
+    make = partial(passkey_documents, weights.tokenizer, passkey.lengths, passkey.depths, passkey.samples, passkey.seed)
     return (NamedDocuments(PASSKEY, on_every_rank(world, make, DataError)),)
 
 

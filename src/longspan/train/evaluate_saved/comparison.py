@@ -62,7 +62,7 @@ def _difference(first: SetResult, other: SetResult, unit: Unit) -> Difference:
     sums, counts, lengths = sums[counted], counts[counted], np.array(first.evaluation.plan.lengths)[counted]
     means, of_documents = sums.sum(0) / counts.sum(0), sums / counts
     residuals = (sums - means * counts) / counts.sum(0)
-    own = of_documents[:, 1] - of_documents[:, 0]
+    differences = of_documents[:, 1] - of_documents[:, 0]
     return Difference(
         name=first.evaluation.name,
         unit=unit,
@@ -70,10 +70,10 @@ def _difference(first: SetResult, other: SetResult, unit: Unit) -> Difference:
         other=float(means[1]),
         difference=float(means[1] - means[0]),
         standard_error=_error(residuals[:, 1] - residuals[:, 0], scale=len(lengths)),
-        document_difference=float(own.mean()),
-        document_standard_error=_error(own - own.mean(), scale=1),
+        document_difference=float(differences.mean()),
+        document_standard_error=_error(differences - differences.mean(), scale=1),
         documents=len(lengths),
-        lower=int((own < 0).sum()),
+        lower=int((differences < 0).sum()),
         by_length=tuple(_by_length(first, lengths, sums, counts)),
     )
 

@@ -122,9 +122,9 @@ def fitted_set(
     if isinstance(entry.context_parallel_size, str):  # "auto", chosen once the cost is known
         degree = degrees[-1]
     elif entry.planner != "dynamic":
-        asked, sizes = entry.context_parallel_size, entry.hierarchical_context_parallel_sizes
-        why = "" if home.slots % asked else f", {heads} query heads under a2a"
-        degree = asked if "context_parallel_size" in fit.given else _nearest(asked, degrees)
+        wanted, sizes = entry.context_parallel_size, entry.hierarchical_context_parallel_sizes
+        why = "" if home.slots % wanted else f", {heads} query heads under a2a"
+        degree = wanted if "context_parallel_size" in fit.given else _nearest(wanted, degrees)
         fit.change("context_parallel_size", degree, f"{slots}{why}")
         if "a2a+p2p" in types and not isinstance(sizes, int) and math.prod(sizes) != degree:
             fit.change("hierarchical_context_parallel_sizes", levels_at(sizes, degree), f"cp {degree}")

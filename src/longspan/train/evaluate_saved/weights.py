@@ -136,10 +136,10 @@ def model_of(
 
 def _holds_encoders(checkpoint: Path, *, needed: bool) -> bool:
     """Whether a checkpoint is of a model with a tower. Raises CheckpointError where it is not, and that is needed."""
-    held = holds_encoders(checkpoint)
-    if needed and not held:
+    encoders = holds_encoders(checkpoint)
+    if needed and not encoders:
         raise CheckpointError(
             f"the documents have images, and checkpoint {checkpoint} is of a language model alone, trained without; "
             "evaluate it on text, or its base model's folder on these documents"
         )
-    return held
+    return encoders

@@ -75,11 +75,11 @@ def needed_bytes(
     kind = getattr(torch, config.model.dtype)
     shards = home.slots // home.dp_replicate
     moments = _MOMENTS.get(config.train.optimizer, 0)
-    held = sum(map(_bytes, model.parameters())) / home.tp / home.pp / shards
+    weight_bytes = sum(map(_bytes, model.parameters())) / home.tp / home.pp / shards
     trained = sum(_bytes(p) for p in model.parameters() if p.requires_grad) / home.tp / home.pp / shards
     gathered = _gathered(config, model, home) * compute_dtype.itemsize if shards > 1 or compute_dtype != kind else 0
     return NeededBytes(
-        weights=int(held),
+        weights=int(weight_bytes),
         gradients=int(trained) if training else 0,
         states=int(moments * trained) if training else 0,
         gathered=int(gathered),

@@ -91,8 +91,8 @@ def _with_evaluations(config: RunConfig, home: Layout | None, heads: int | None)
         return replace(entry, cp_comm_type=context.cp_comm_type) if alike else entry
 
     held_out = dealt(held_out_set(config))
-    kept = replace(context, eval_partition=held_out.partition, eval_cp_comm_type=held_out.cp_comm_type)
-    return replace(config, context=kept, eval=tuple(map(dealt, config.eval)))
+    with_held_out = replace(context, eval_partition=held_out.partition, eval_cp_comm_type=held_out.cp_comm_type)
+    return replace(config, context=with_held_out, eval=tuple(map(dealt, config.eval)))
 
 
 def _shares_alike(config: RunConfig, entry: EvalConfig, home: Layout | None, heads: int | None) -> bool:

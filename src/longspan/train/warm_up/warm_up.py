@@ -108,10 +108,10 @@ def _run(training: Training, plan: Plan, *, backward: bool) -> None:
 
 def _memory(device: torch.device) -> str:
     """What the first rank has held at most, and what its allocator keeps of a GPU."""
-    held = f"at most {peak_memory_bytes(device) / 2**30:.1f} GiB"
+    line = f"at most {peak_memory_bytes(device) / 2**30:.1f} GiB"
     if device.type == "cuda":
-        held += f" of {torch.cuda.memory_reserved(device) / 2**30:.1f} GiB reserved"
-    return f"{held} on the first rank"
+        line += f" of {torch.cuda.memory_reserved(device) / 2**30:.1f} GiB reserved"
+    return f"{line} on the first rank"
 
 
 def _too_large(training: Training, work: WarmUp, error: BaseException) -> ConfigError:

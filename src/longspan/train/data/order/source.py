@@ -61,15 +61,15 @@ def sources_of(
     sources = list[Source]()
     for number, weight in enumerate(weights):
         first, stop = int(bounds[number]), int(bounds[number + 1])
-        held = held_out[(held_out >= first) & (held_out < stop)]
-        if stop - first <= len(held):
+        here = held_out[(held_out >= first) & (held_out < stop)]
+        if stop - first <= len(here):
             raise DataError(
                 f"data.sources[{number}] has {counted(stop - first, 'document')}, of which data.eval_documents holds "
-                f"out {len(held)}: nothing is left to train on; leave the source out, or hold out fewer"
+                f"out {len(here)}: nothing is left to train on; leave the source out, or hold out fewer"
             )
-        tokens = int(lengths[first:stop].sum(dtype=np.int64)) - int(lengths[held].sum(dtype=np.int64))
-        count = stop - first - len(held)
+        tokens = int(lengths[first:stop].sum(dtype=np.int64)) - int(lengths[here].sum(dtype=np.int64))
+        count = stop - first - len(here)
         old = version == FIRST_ORDER
         shuffled = FirstEpochs(count, seed, EPOCH) if old else Epochs(count, seed, EPOCH, number)
-        sources.append(Source(first, stop, held, tokens, weight, shuffled))
+        sources.append(Source(first, stop, here, tokens, weight, shuffled))
     return tuple(sources)

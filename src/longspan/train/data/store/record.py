@@ -60,11 +60,11 @@ def read_record(folder: Path) -> Record | None:
 
 
 def _of_older_version(values: dict[str, Any], manifest: Manifest) -> Record:
-    asked = {
+    settings = {
         "path": values["path"],
         "max_document_tokens": manifest.max_document_tokens,
         "parse_special_tokens": manifest.parse_special_tokens,
     }
     around = None if manifest.opening is None else (*manifest.opening, "…", *manifest.closing)
     old = tuple(Source(**source) for source in values["sources"])
-    return Record(".", "", asked, manifest.tokenizer_digest, manifest.tokenizer_size, around, old=old)
+    return Record(".", "", settings, manifest.tokenizer_digest, manifest.tokenizer_size, around, old=old)

@@ -74,10 +74,10 @@ class KnownSums:
         if self._file is None:
             return
         settled = time.time_ns() - int(_SETTLED_SECONDS * 1e9)
-        kept = [source for source in sources if source.modified_ns < settled]
-        if any(self._known.get(source.path) != source for source in kept):
+        certain = [source for source in sources if source.modified_ns < settled]
+        if any(self._known.get(source.path) != source for source in certain):
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._file, "".join(json.dumps(asdict(source)) + "\n" for source in kept))
+            write_atomically(self._file, "".join(json.dumps(asdict(source)) + "\n" for source in certain))
 
 
 def sha256_of(path: Path) -> str:

@@ -56,13 +56,13 @@ def image_samples(
     predictions = _Predictions()
     options = EvaluationOptions(step=step, name=name, metrics={"predictions": predictions})
     evaluate(model, shown, choice, world, options)
-    found = dict[tuple[int, int], int]()
+    tokens_at = dict[tuple[int, int], int]()
     for tokens in world.control.gather_objects(predictions.tokens, "predicted tokens of samples"):
-        found |= tokens
+        tokens_at |= tokens
 
     def rows() -> list[dict[str, Any]]:
         tokenizer = load_tokenizer(folder)
-        made = (_row(shown, number, tokenizer, found) for number in range(len(shown)))
+        made = (_row(shown, number, tokenizer, tokens_at) for number in range(len(shown)))
         return [{"step": step, "name": name, **row} for row in made]
 
     return on_first_rank(world, rows, DataError)  # which alone opens the pictures

@@ -73,9 +73,9 @@ class EvaluationSet:
 
 
 def _passkey_set(entry: EvalConfig, config: RunConfig) -> EvaluationSet:
-    asked = entry.passkey(config.train.seed)
+    passkey = entry.passkey(config.train.seed)
     tokenizer = load_tokenizer(Path(config.run.dir))
-    documents = passkey_documents(tokenizer, asked.lengths, asked.depths, asked.samples, asked.seed)
+    documents = passkey_documents(tokenizer, passkey.lengths, passkey.depths, passkey.samples, passkey.seed)
     return EvaluationSet(entry, documents)
 
 

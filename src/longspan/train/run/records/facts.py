@@ -67,9 +67,9 @@ class RunFacts:
     def lines(self) -> Iterator[tuple[str, str]]:
         """Name and text of each line, for the console and the report."""
         experts = f", {self.experts_of_token} of {self.experts} experts a token" if self.experts else ""
-        held = f"{_size(self.parameters)} parameters, {_size(self.parameters_of_rank)} on a rank"
-        held += f", {_size(self.trained)} trained" if self.trained else ""
-        yield "model", f"{self.model}: {held}{experts}"
+        sizes = f"{_size(self.parameters)} parameters, {_size(self.parameters_of_rank)} on a rank"
+        sizes += f", {_size(self.trained)} trained" if self.trained else ""
+        yield "model", f"{self.model}: {sizes}{experts}"
         sums = f"gradients summed in {self.reduce_dtype}"
         yield "precision", f"parameters {self.parameter_dtype}, compute {self.compute_dtype}, {sums}"
         yield "devices", self._devices()
