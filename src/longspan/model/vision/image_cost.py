@@ -7,9 +7,10 @@ from transformers import PreTrainedConfig
 
 from longspan.errors import PlanError
 from longspan.model.multimodal.blocks import encoder_blocks
+from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.cost import Cost
 from longspan.plan.items.encoder_cost import encoder_cost
-from longspan.plan.items.encoder_shape import EncoderShape, Trained
+from longspan.plan.items.encoder_shape import EncoderShape, Trained, window_layers
 
 _LAYERS = ("depth", "num_hidden_layers")
 _WIDTHS = ("embed_dim", "hidden_size")  # Qwen2-VL says hidden_size of the language model's width
@@ -40,14 +41,13 @@ def _by_parameters(config: PreTrainedConfig, encoder: nn.Module) -> Cost:
     width, layers = _first(vision, _WIDTHS), _first(vision, _LAYERS)
     in_blocks = sum(p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
     merge = getattr(vision, "spatial_merge_size", None) or 1
-    full, window = getattr(vision, "fullatt_block_indexes", None), getattr(vision, "window_size", None)
-    windows = sum(layer not in full for layer in range(layers)) if full is not None and window else 0
+    windows, side = window_layers(ConfigReader.whole(config).inside("vision_config"), layers)
     return encoder_cost(
         in_blocks,
         width,
         layers - windows,
         window_layers=windows,
-        window=(window // vision.patch_size) ** 2 if windows else 0,
+        window=side**2,
         patches_per_row=merge**2,
     )
 

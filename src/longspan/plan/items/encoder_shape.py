@@ -132,14 +132,21 @@ def _squares(side: int, window: int) -> int:
     return side // window * window**2 + (side % window) ** 2
 
 
+def window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
+    """How many of a tower's layers attend in windows, and the patches of a window's side; (0, 0) where none does."""
+    full = vision.value("fullatt_block_indexes")
+    if full is None or not (pixels := vision.count("window_size")):
+        return 0, 0
+    windows = sum(layer not in full for layer in range(layers))
+    return windows, pixels // _side(vision, "patch") if windows else 0
+
+
 def _merged(family: str, vision: ConfigReader, hidden: int) -> EncoderShape:
     """Of Qwen's towers, whose patches are merged by two linears, those of deeper layers (DeepStack) too."""
     width, layers, merge = vision.count("embed_dim", "hidden_size"), vision.count("depth"), _side(vision, "merge")
     between = vision.count("intermediate_size") or int(width * float(vision.value("mlp_ratio") or 4))
-    gated, windows = family.startswith(_GATED), 0
-    full, window = vision.value("fullatt_block_indexes"), vision.count("window_size")
-    if full is not None and window:
-        windows = sum(layer not in full for layer in range(layers))
+    gated = family.startswith(_GATED)
+    windows, window = window_layers(vision, layers)
     mergers = 1 + len(vision.value("deepstack_visual_indexes") or ())
     pixels = (vision.count("in_channels", "in_chans") or 3) * _side(vision, "patch") ** 2 * _side(vision, "frames")
     return EncoderShape(
@@ -147,7 +154,7 @@ def _merged(family: str, vision: ConfigReader, hidden: int) -> EncoderShape:
         head_size=width // vision.count("num_heads"),
         full_layers=layers - windows,
         window_layers=windows,
-        window=window // _side(vision, "patch") if windows else 0,
+        window=window,
         block_weights=layers * width * (4 * width + (3 if gated else 2) * between),
         embed_weights=width * pixels,
         projector_weights=mergers * width * merge**2 * (width * merge**2 + hidden),
