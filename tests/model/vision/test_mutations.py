@@ -18,8 +18,8 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     "positions of the text": ("train.passes", "if batch.positions is None:", "if True:"),
     "an image's rows on another document": (
         "model.vision.image_arguments",
-        "torch.cat(pixels)",
-        "torch.cat(pixels[::-1])",
+        "torch.cat([*parts])",
+        "torch.cat([*parts][::-1])",
     ),
 }
 SPANS_CASE = Case("gemma3", Layout(2), Layout(2), cp=2)

@@ -42,6 +42,8 @@ def small_image_values(values: dict[str, Any], sizes: Sizes, base: type | None) 
         return values
     made = {**values, **{name: value for name, value in _TOP.items() if values.get(name) is not None}}
     made["vision_config"] = _tower(vision, width)
+    if isinstance(finer := values.get("high_res_vision_config"), dict):
+        made["high_res_vision_config"] = finer | {"global_attn_indexes": _TOWER["global_attn_indexes"]}
     if hasattr(base, "get_rope_index"):
         made |= {name: _with_sections(made[name], sizes) for name in _TEXTS if isinstance(made.get(name), dict)}
     if isinstance(layers := values.get("vision_feature_layer"), list | tuple):

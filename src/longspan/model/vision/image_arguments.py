@@ -1,10 +1,10 @@
 """Images as the arguments of a model's own `get_image_features`, and of its whole forward pass.
 
-Which there are says the signature of `get_image_features`: pixels alone, pixels and grids of patches, or pixels and the
-sizes of images. Models that take others are refused by name.
+Which there are says the signature of `get_image_features`: pixels, and grids of patches, sizes of images, masks of
+pixels, or whatever else the model's processor makes of an image. What a model does not take is refused by name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from inspect import Parameter, signature
 from typing import Any
 
@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from longspan.errors import DataError, ModelError, counted
 from longspan.model.vision.image_tokens import ImageInput
 
-GRIDS, SIZES = "image_grid_thw", "image_sizes"
-_TILES_OF_DOCUMENTS = "pixel_attention_mask"  # Idefics: pixels are (documents, tiles, 3, H, W), and padding is masked
-_KNOWN = ("self", "pixel_values", GRIDS, SIZES)
+PIXELS, GRIDS, SIZES = "pixel_values", "image_grid_thw", "image_sizes"
+MASK = "pixel_attention_mask"  # of images of several sizes, or of patches, that one tensor holds
+IN_DOCUMENT = "batch_num_images"  # LLaVA-OneVision: how many images a document has; it cuts one alone into tiles
 
 
 def image_parameters(model: Any) -> Mapping[str, Parameter]:
@@ -26,45 +26,102 @@ def image_parameters(model: Any) -> Mapping[str, Parameter]:
     if features is None:
         kind = model if isinstance(model, type) else type(model)
         raise ModelError(f"{kind.__name__} has no get_image_features, which makes rows of images")
-    return signature(features).parameters
+    known = signature(features).parameters.items()
+    return {name: p for name, p in known if name != "self" and p.kind != Parameter.VAR_KEYWORD}
 
 
-def unknown_arguments(model: Any) -> list[str]:
-    """The arguments that rows of images need, and that an ImageInput does not have."""
-    named = [p for n, p in image_parameters(model).items() if n not in _KNOWN and p.kind != Parameter.VAR_KEYWORD]
-    return [p.name for p in named if p.default is Parameter.empty]
+def check_fields(model: Any, names: Collection[str]) -> None:
+    """Raise DataError unless a model, or class, takes these arguments for its images and asks for no others."""
+    parameters, kind = image_parameters(model), model if isinstance(model, type) else type(model)
+    if unknown := [name for name in names if name not in parameters]:
+        raise DataError(
+            f"images have {', '.join(unknown)}, and get_image_features of {kind.__name__} takes "
+            f"{', '.join(parameters)} alone; use the processor of the model's own folder"
+        )
+    needed = [name for name, p in parameters.items() if p.default is Parameter.empty and name not in names]
+    if needed:
+        hints = [_HINTS.get(name, f'fields={{"{name}": …}}') for name in needed]
+        raise DataError(
+            f"{kind.__name__} makes rows of an image by {', '.join(needed)}, which its images lack; give "
+            f"ImageInput(pixels, {', '.join(hints)}), as the image processor of the model's folder makes them"
+        )
+
+
+_HINTS = {SIZES: "size=(height, width)", GRIDS: "grid=(t, h, w)"}
 
 
 def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> dict[str, Any]:
     """What a model's `get_image_features`, and its forward pass, take for these images, in the type of `like`.
 
-    Raises DataError for images that do not fit each other or lack what the model asks for.
+    Images of several sizes are filled up with zeros where a field says their size. Raises DataError for images that do
+    not fit each other, lack what the model asks for, or have what it does not take.
     """
-    parameters = image_parameters(model)
-    pixels = [image.pixels.to(like.device, like.dtype, non_blocking=True) for image in inputs]
+    names = {name: [image.fields[name] for image in inputs if name in image.fields] for name in _fields(inputs)}
     arguments: dict[str, Any] = {}
     if any(image.grid is not None for image in inputs):
         arguments[GRIDS] = torch.tensor([image.grid for image in inputs], device=like.device)
     if any(image.size is not None for image in inputs):
-        pixels = _padded(pixels)
         arguments[SIZES] = torch.tensor([image.size for image in inputs], device=like.device)
-    elif SIZES in parameters and parameters[SIZES].default is Parameter.empty:
-        raise DataError(
-            f"{type(model).__name__} makes rows of an image by its size; give ImageInput(pixels, "
-            "size=(height, width)), the image_sizes of its image processor"
-        )
-    shapes = {tuple(x.shape[1:]) for x in pixels}
-    if len(shapes) > 1:
-        raise DataError(
-            f"{counted(len(inputs), 'image')} have pixels of {len(shapes)} shapes ({sorted(shapes)[:3]} after the "
-            "first dim); an image processor makes one"
-        )
-    joined = torch.cat(pixels)
-    arguments["pixel_values"] = joined[None] if _TILES_OF_DOCUMENTS in parameters else joined
+    check_fields(model, [PIXELS, *arguments, *names])
+    filled = SIZES in arguments or MASK in names
+    for name, parts in ({PIXELS: [image.pixels for image in inputs]} | names).items():
+        if len(parts) != len(inputs):
+            raise DataError(f"{len(parts)} of {counted(len(inputs), 'image')} have {name}; give it of each")
+        arguments[name] = _joined(name, [_moved(part, like) for part in parts], filled)
+    if MASK in image_parameters(model) and arguments[PIXELS].ndim == 4:  # Idefics: (documents, tiles, 3, H, W)
+        arguments |= {name: arguments[name][None] for name in (PIXELS, MASK) if name in arguments}
     return arguments
 
 
-def _padded(pixels: Sequence[Tensor]) -> list[Tensor]:
-    """Pixels (n, 3, H, W) with zeros below and to the right, as image processors pad those of one call."""
-    height, width = (max(x.shape[dim] for x in pixels) for dim in (-2, -1))
-    return [F.pad(x, (0, width - x.shape[-1], 0, height - x.shape[-2])) for x in pixels]
+def encoding_order(inputs: Sequence[ImageInput]) -> list[int]:
+    """The images in an order in which one call can have them: those that stand alone in their documents first."""
+    return sorted(range(len(inputs)), key=lambda i: IN_DOCUMENT in inputs[i].fields and not _is_alone(inputs[i]))
+
+
+def _is_alone(image: ImageInput) -> bool:
+    return int(image.fields[IN_DOCUMENT]) == 1
+
+
+def _fields(inputs: Sequence[ImageInput]) -> list[str]:
+    return list(dict.fromkeys(name for image in inputs for name in image.fields))
+
+
+def _moved(part: Tensor, like: Tensor) -> Tensor:
+    """Pixels and other real numbers in the type of the model; masks and integers in their own."""
+    return part.to(like.device, like.dtype if part.is_floating_point() else part.dtype, non_blocking=True)
+
+
+def _joined(name: str, parts: Sequence[Tensor], filled: bool) -> Tensor:
+    """One argument of all images, end to end."""
+    if name == IN_DOCUMENT:
+        return _documents(parts)
+    if filled:
+        parts = _filled_up(parts)
+    shapes = {tuple(x.shape[1:]) for x in parts}
+    if len(shapes) > 1:
+        what = "pixels" if name == PIXELS else name
+        raise DataError(
+            f"{counted(len(parts), 'image')} have {what} of {len(shapes)} shapes ({sorted(shapes)[:3]} after the "
+            "first dim); an image processor makes one"
+        )
+    return torch.cat([*parts])
+
+
+def _documents(counts: Sequence[Tensor]) -> Tensor:
+    """Images that stand alone in documents of one, and behind them all others in one, which has more than one."""
+    alone = sum(int(count) == 1 for count in counts)
+    others = len(counts) - alone
+    return torch.tensor([1] * alone + [max(2, others)] * (others > 0))
+
+
+def _filled_up(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors (n, …) of one shape after the first dim: zeros stand behind, as image processors pad those of a call."""
+    if len({x.ndim for x in parts}) > 1:
+        return list(parts)
+    most = [max(sides) for sides in zip(*(x.shape[1:] for x in parts), strict=True)]
+    return [_to_shape(x, most) for x in parts]
+
+
+def _to_shape(x: Tensor, sides: Sequence[int]) -> Tensor:
+    missing = [to - side for side, to in zip(x.shape[1:], sides, strict=True)]
+    return F.pad(x, [n for more in missing[::-1] for n in (0, more)])

@@ -6,11 +6,12 @@ The model's own `get_image_features` is called, once for all images of a call; p
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from longspan.errors import ModelError
-from longspan.model.vision.image_arguments import image_arguments
+from longspan.model.vision.image_arguments import encoding_order, image_arguments
 from longspan.model.vision.image_tokens import ImageInput
 
 
@@ -45,12 +46,15 @@ class ImageEncoder(nn.Module):
 
 def rows_of_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
     """What a model's get_image_features makes of images: rows (n, D) end to end, and those for deeper layers."""
-    arguments = image_arguments(base, inputs, next(base.parameters()))
+    order = encoding_order(inputs)
+    arguments = image_arguments(base, [inputs[i] for i in order], next(base.parameters()))
     out = base.get_image_features(**arguments, return_dict=True)
-    return [_joined(part) for part in (out.pooler_output, *(getattr(out, "deepstack_features", None) or ()))]
+    parts = (out.pooler_output, *(getattr(out, "deepstack_features", None) or ()))
+    return [_joined(part, order) for part in parts]
 
 
-def _joined(parts: Any) -> Tensor:
-    """Rows (n, D) of all images, of one tensor or one for each image."""
-    rows = torch.cat([*parts]) if not isinstance(parts, Tensor) else parts
-    return rows.flatten(0, -2)
+def _joined(parts: Any, order: Sequence[int]) -> Tensor:
+    """Rows (n, D) of all images, of one tensor or one for each image, which were encoded in this order."""
+    if not isinstance(parts, Tensor):
+        parts = torch.cat([*parts] if list(order) == sorted(order) else [parts[i] for i in np.argsort(order)])
+    return parts.flatten(0, -2)

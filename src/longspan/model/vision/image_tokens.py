@@ -7,6 +7,7 @@
 Positions are those of the model's own `get_rope_index`. Neither pixels nor weights are looked at.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
 from typing import Any
@@ -30,12 +31,15 @@ class ImageInput:
 
     `pixels` are (patches, C · t · p²) beside a `grid` (t, h, w) of patches (Qwen), or without one (n, 3, H, W), n being
     the tiles of the image (LLaVA: 1). `size` is the image's own height and width in models that ask for `image_sizes`
-    (Mistral 3: of its pixels; LLaVA-NeXT: before it was cut into tiles).
+    (Mistral 3: of its pixels; LLaVA-NeXT: before it was cut into tiles). `fields` are further arguments of the model's
+    `get_image_features` by name, as its processor makes them of this image alone: a `pixel_attention_mask` (n, H, W) of
+    tiles (Idefics), say, or `spatial_shapes` (n, 2) (LFM2-VL).
     """
 
     pixels: Tensor
     grid: Grid | None = None
     size: tuple[int, int] | None = None
+    fields: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 @dataclass(frozen=True)

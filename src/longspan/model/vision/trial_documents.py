@@ -1,9 +1,8 @@
 """Documents with images for a small model, made from its configuration: ids and pixels at random, no processor.
 
-Images are of several sizes, or of one and two tiles, as the class takes them. They stand anywhere but side by side.
+Images are as `sample_image.py` makes them. They stand anywhere but side by side.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -11,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from longspan.errors import ModelError
 from longspan.model.layers import base_of
-from longspan.model.vision.image_arguments import GRIDS, SIZES, image_arguments, image_parameters, unknown_arguments
+from longspan.model.vision.image_arguments import image_arguments
 from longspan.model.vision.image_encoder import rows_of_images
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
+from longspan.model.vision.sample_image import sample_image
 
 _SIDES = ((2, 3), (1, 2), (3, 2))  # of images in merged patches; of tiles in quarters of a tile's side
 _KINDS = ("token_type_ids", "mm_token_type_ids")  # 1 at images, as processors make them
@@ -86,40 +84,6 @@ def _document(
 
 def _images(base: Any, tokens: ImageTokens, count: int, draw: np.random.Generator) -> list[tuple[ImageInput, int]]:
     """So many images, and how many rows the model's own code makes of each."""
-    if missing := unknown_arguments(base):
-        raise ModelError(
-            f"its get_image_features asks for {' and '.join(missing)}, which an ImageInput does not have: it has "
-            "pixels, grid and size"
-        )
-    images = [_image(base, tokens.merge, side, draw) for side in (_SIDES * count)[:count]]
+    images = [sample_image(base, tokens.merge, side, draw) for side in (_SIDES * count)[:count]]
     with torch.no_grad():
         return [(image, len(rows_of_images(base, [image])[0])) for image in images]
-
-
-def _image(base: Any, merge: int, side: tuple[int, int], draw: np.random.Generator) -> ImageInput:
-    config, parameters = base.config, image_parameters(base)
-    vision = config.vision_config
-    channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
-    patch, whole = _int(getattr(vision, "patch_size", None)), _int(getattr(vision, "image_size", None))
-    if GRIDS in parameters:
-        grid = (1, merge * side[0], merge * side[1])
-        frames = getattr(vision, "temporal_patch_size", None) or 1
-        return ImageInput(_pixels((merge**2 * side[0] * side[1], channels * frames * patch**2), draw), grid)
-    if pinpoints := getattr(config, "image_grid_pinpoints", None):
-        size = (whole * side[0] // 2, whole * side[1] // 2)
-        count: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
-        tiles = count(image_size=size, grid_pinpoints=pinpoints, patch_size=whole)
-        return ImageInput(_pixels((tiles, channels, whole, whole), draw), size=size)
-    if SIZES in parameters and getattr(config, "spatial_merge_size", None):
-        size = tuple(patch * config.spatial_merge_size * n for n in side)
-        return ImageInput(_pixels((1, channels, *size), draw), size=size)  # type: ignore[arg-type]
-    return ImageInput(_pixels((min(side), channels, whole, whole), draw))
-
-
-def _int(value: Any) -> int:
-    """A side that may be given for both dims."""
-    return int(value[0] if isinstance(value, list | tuple) else value or 0)
-
-
-def _pixels(shape: tuple[int, ...], draw: np.random.Generator) -> Tensor:
-    return torch.from_numpy(draw.normal(size=shape))

@@ -1,0 +1,91 @@
+"""Images as arguments of a model: joined, filled up where a field says their size, and refused by name."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from longspan.errors import DataError
+from longspan.model.vision.image_arguments import encoding_order, image_arguments
+from longspan.model.vision.image_encoder import rows_of_images
+from longspan.model.vision.image_tokens import ImageInput
+
+LIKE = torch.zeros(1, dtype=torch.float64)
+WIDE, TALL = torch.ones(1, 3, 4, 8), torch.ones(2, 3, 8, 4)
+
+
+class Plain:
+    def get_image_features(self, pixel_values: Any, vision_feature_layer: Any = None, **more: Any) -> None: ...
+
+
+class Masked:
+    def get_image_features(self, pixel_values: Any, pixel_attention_mask: Any = None) -> None: ...
+
+
+class Shaped:
+    def get_image_features(self, pixel_values: Any, spatial_shapes: Any, pixel_attention_mask: Any) -> None: ...
+
+
+class Sized:
+    def get_image_features(self, pixel_values: Any, image_sizes: Any, batch_num_images: Any = None) -> None: ...
+
+
+def masked(pixels: torch.Tensor) -> ImageInput:
+    return ImageInput(pixels, fields={"pixel_attention_mask": torch.ones(pixels[:, 0].shape, dtype=torch.int32)})
+
+
+def among(count: int, value: float) -> ImageInput:
+    pixels = torch.full((1, 3, 4, 4), value)
+    return ImageInput(pixels, size=(4, 4), fields={"batch_num_images": torch.tensor([count])})
+
+
+def test_tiles_of_several_sizes_are_filled_up_where_a_mask_says_so() -> None:
+    made = image_arguments(Masked(), [masked(WIDE), masked(TALL)], LIKE)
+    pixels, mask = made["pixel_values"], made["pixel_attention_mask"]
+    assert pixels.shape == (1, 3, 3, 8, 8) and pixels.dtype == torch.float64
+    assert mask.shape == (1, 3, 8, 8) and mask.dtype == torch.int32
+    assert torch.equal(pixels[0, :, 0], mask[0].double()) and mask.sum() == 3 * 32
+    assert mask[0, 0, :4].all() and mask[0, 1, :, :4].all()
+
+
+REFUSED: dict[str, tuple[Any, list[ImageInput], str]] = {
+    "a field that it does not take": (
+        Plain(),
+        [ImageInput(WIDE, fields={"spatial_shapes": torch.ones(1, 2)})],
+        "images have spatial_shapes, and get_image_features of Plain takes pixel_values, vision_feature_layer alone",
+    ),
+    "fields that it asks for": (
+        Shaped(),
+        [ImageInput(WIDE)],
+        "Shaped makes rows of an image by spatial_shapes, pixel_attention_mask, which its images lack",
+    ),
+    "sizes": (Sized(), [ImageInput(WIDE)], r"by image_sizes, .* give ImageInput\(pixels, size=\(height, width\)\)"),
+    "a field of some": (Masked(), [masked(WIDE), ImageInput(WIDE)], "1 of 2 images have pixel_attention_mask"),
+    "several sizes": (Plain(), [ImageInput(WIDE), ImageInput(TALL)], "2 images have pixels of 2 shapes"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name(case: str) -> None:
+    model, inputs, message = REFUSED[case]
+    with pytest.raises(DataError, match=message):
+        image_arguments(model, inputs, LIKE)
+
+
+@pytest.mark.parametrize(
+    ("counts", "documents"), [((1, 1), [1, 1]), ((2, 1, 3, 1), [1, 1, 2]), ((3, 1), [1, 2]), ((2, 2, 2), [3])]
+)
+def test_images_alone_in_their_documents_come_first(counts: tuple[int, ...], documents: list[int]) -> None:
+    """LLaVA-OneVision cuts them alone into tiles; the rows of each image stand where the image does."""
+
+    class Model(torch.nn.Module, Sized):
+        def get_image_features(self, pixel_values: Any, image_sizes: Any, batch_num_images: Any, **_: Any) -> Any:  # type: ignore[override]
+            assert batch_num_images.tolist() == documents
+            rows = [pixels.mean().expand(i + 1, 1) for i, pixels in enumerate(pixel_values)]
+            return type("Output", (), {"pooler_output": rows})
+
+    model, inputs = Model(), [among(count, float(value)) for value, count in enumerate(counts)]
+    model.weight = torch.nn.Parameter(LIKE)
+    order = encoding_order(inputs)
+    (rows,) = rows_of_images(model, inputs)
+    assert rows[:, 0].tolist() == [float(i) for i in range(len(counts)) for _ in range(order.index(i) + 1)]
