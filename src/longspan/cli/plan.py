@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from longspan.cli.flags import Switch, check_least, parse_flags
-from longspan.cli.plan_images import ImageFlags, image_notes
+from longspan.cli.plan_images import ImageFlags, image_notes, with_images
 from longspan.cli.plan_inputs import (
     UNPRICED,
     ClosingFlags,
@@ -75,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
     lengths, source = read_lengths(flags, flags.slots)
     began = time.perf_counter()
     cost = with_weights(read_price(flags), flags, slots=flags.slots, node_size=flags.node_size)
+    cost = with_images(flags, flags.model, lengths, cost)
     plan, why = make_plan(flags, lengths, cost)
     seconds = time.perf_counter() - began
     of_images = [*image_notes(flags, flags.model, plan)]

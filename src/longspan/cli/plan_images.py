@@ -1,10 +1,11 @@
 """What `plan` says of images: what the tower and projector of a vision-language model take beside the plan."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from longspan.errors import ConfigError, PlanError
-from longspan.plan import Plan
+from longspan.plan import Cost, Plan
+from longspan.plan.cost.spans import with_spans
 from longspan.plan.items.encoder_load import EncoderLoad
 from longspan.plan.items.encoder_shape import EncoderShape
 
@@ -18,6 +19,14 @@ class ImageFlags:
     which are among its tokens. Their encoding is priced, dealt to all slots."""
     max_image_rows: int = 0
     """With --images: rows of images that a slot encodes at once; 0: all."""
+
+
+def with_images(flags: ImageFlags, model: str, lengths: Sequence[int], cost: Cost) -> Cost:
+    """The cost of these documents, where tokens of an image see each other too. Raises ConfigError as below."""
+    if not flags.images or not model:
+        return cost
+    count, rows = _counted(flags.images)
+    return with_spans(cost, model, [rows] * (count * len(lengths)), sum(lengths))
 
 
 def image_notes(flags: ImageFlags, model: str, plan: Plan) -> Iterator[str]:

@@ -71,7 +71,7 @@ class StepFigures:
     def _flops(self, plan: Plan, images: Sequence[int]) -> int | None:
         if self.shape is None or (images and self.images is None):
             return None
-        flops = model_flops(self.shape, plan.lengths, frozen=self.frozen)
+        flops = model_flops(self.shape, plan.lengths, frozen=self.frozen, spans=images)
         return flops + (self.images.flops(images, trained=self.trained) if self.images else 0)
 
     def _of_encoders(self, plan: Plan, seconds: float, encoders: EncoderTimes | None) -> dict[str, float]:

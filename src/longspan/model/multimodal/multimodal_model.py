@@ -30,6 +30,7 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules, is_prepared
 from longspan.model.seams.layer_arguments import shard_of_layer
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
+from longspan.plan.cost.model_shape import SEEN_BY_IMAGES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +148,6 @@ def check_encoder_home(modality: str, encoder_home: Layout, world: World) -> Non
 
 
 _MODEL = "the language model"
-IN_SPANS = ("gemma3",)  # model types whose images' tokens see each other in every layer
 
 
 def modalities_in_spans(encoders: Mapping[str, Encoder]) -> tuple[str, ...]:
@@ -158,7 +158,7 @@ def modalities_in_spans(encoders: Mapping[str, Encoder]) -> tuple[str, ...]:
 def _check_spans(encoders: Mapping[str, Encoder], language_model: nn.Module) -> None:
     """Raise ModelError where the mask of a model's images would be left out."""
     kind = getattr(getattr(language_model, "config", None), "model_type", None)
-    if kind in IN_SPANS and not modalities_in_spans(encoders):
+    if kind in SEEN_BY_IMAGES and not modalities_in_spans(encoders):
         raise ModelError(
             f"tokens of an image see each other in {kind}, and none of its {len(encoders)} encoders says so; give "
             "Encoder(..., in_spans=True), or use prepare(model, world, encoder=Layout(...))"

@@ -20,12 +20,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers
-from longspan.model.multimodal.multimodal_model import IN_SPANS
 from longspan.model.small.shrink import shrunken, tiny_model
 from longspan.model.small.trial import in_one_line, on_the_host
 from longspan.model.vision.split import VisionParts, split
 from longspan.model.vision.tower_attention import pack_attention
 from longspan.model.vision.trial_documents import TrialDocument, stock_arguments, trial_documents
+from longspan.plan.cost.model_shape import SEEN_BY_IMAGES
 
 _SIZES = ((9, 3), (7, 0), (6, 1))  # tokens of text and images of each document
 _TOLERANCE = 1e-5  # relative; many norms and the softmax compute in float32, whatever the model's type
@@ -107,7 +107,7 @@ def _logits_in_parts(parts: VisionParts, document: TrialDocument) -> Tensor:
     if document.positions is not None:
         positions = torch.from_numpy(document.positions)[:, None]
     known, kind = signature(model.forward).parameters, torch.zeros_like(ids)
-    if model.config.model_type in IN_SPANS:  # its own mask stands for that of a shard, which knows these spans
+    if model.config.model_type in SEEN_BY_IMAGES:  # its own mask stands for that of a shard, which knows these spans
         kind = torch.from_numpy(document.at_images)[None].long()
     kinds = dict.fromkeys((name for name in _TOKEN_KINDS if name in known), kind)
     with ExitStack() as hooks:

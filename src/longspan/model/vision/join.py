@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
-from longspan.model.multimodal.multimodal_model import IN_SPANS, Encoder, MultimodalModel
+from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.vision.image_cost import image_cost
@@ -23,6 +23,7 @@ from longspan.model.vision.take_apart import VisionParts
 from longspan.model.vision.tower_attention import pack_attention
 from longspan.model.weights.fill import WeightsToCome
 from longspan.plan.cost.cost import Cost
+from longspan.plan.cost.model_shape import SEEN_BY_IMAGES
 
 IMAGE = "image"
 _ENCODER, _LANGUAGE_MODEL = f"encoders.{IMAGE}.", "language_model."
@@ -100,7 +101,7 @@ def joined(
         recompute=settings.recompute,
         cost=cost,
         deep_layers=parts.deep_layers,
-        in_spans=language_model.config.model_type in IN_SPANS,
+        in_spans=language_model.config.model_type in SEEN_BY_IMAGES,
     )
     return MultimodalModel({IMAGE: encoder}, language_model, world)
 

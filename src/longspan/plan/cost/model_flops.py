@@ -8,9 +8,10 @@ embedding, norms and padding do not. A state-space layer counts by its recurrenc
 with its state, not those of the chunks in which kernels compute them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.cost.spans import later_pairs
 
 # TFLOP/s of dense matrix products by the vendor's data sheets, without sparsity. The first name all of whose words are
 # in the device's counts. tensorfloat32 is what torch computes float32 products in where that is allowed.
@@ -26,7 +27,7 @@ PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
 )
 
 
-def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = False) -> int:
+def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = False, spans: Iterable[int] = ()) -> int:
     """FLOPs of forward and backward for documents of these lengths, by the convention above.
 
     Of `frozen` weights, under adapters, which do not count themselves, the gradients are not computed: 4 FLOPs in place
@@ -38,13 +39,14 @@ def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = Fal
 
     Attention takes 2 FLOPs for each pair of a query and a key that it sees, value of the query width and product (of
     queries and keys, of weights and values), and backward twice that: 12 x query width x pairs. A state-space layer
-    takes 3 times its `MixerShape.scan_flops` for each row.
+    takes 3 times its `MixerShape.scan_flops` for each row. `spans` are the rows of each span whose rows see each other.
     """
     pairs = sum(_pairs(length, length) for length in lengths)
     in_windows = sum(_pairs(length, shape.window) for length in lengths) if shape.window_layers else 0
     in_chunks = sum(_pairs_in_chunks(length, shape.chunk) for length in lengths) if shape.chunk_layers else 0
     pairs_of_layers = (shape.layers - shape.window_layers - shape.chunk_layers) * pairs
     pairs_of_layers += shape.window_layers * in_windows + shape.chunk_layers * in_chunks
+    pairs_of_layers += shape.span_layers * later_pairs(spans)
     scans = 3 * shape.mixer_layers * shape.mixer.scan_flops if shape.mixer else 0
     of_rows = (4 if frozen else 6) * shape.weights + scans
     return of_rows * sum(lengths) + 12 * shape.query_width * pairs_of_layers

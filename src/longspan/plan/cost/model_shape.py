@@ -13,6 +13,7 @@ from longspan.plan.cost.layer_kinds import ATTENTION, MIXING, LayerKind, layer_k
 from longspan.plan.cost.layer_weights import Weights, attention_weights, feed_forward_weights, latent, widths_of
 from longspan.plan.cost.mixer_shape import MixerShape, mixer_kind, mixer_of
 
+SEEN_BY_IMAGES = ("gemma3",)  # families in whose every layer tokens of an image see each other
 _STATES = ("mamba_d_state", "ssm_state_size", "state_size")  # by which configurations show state-space layers
 _MEASURE = "measure this model with longspan bench calibrate, or give Cost its constants"
 
@@ -29,7 +30,8 @@ class ModelShape:
     no input embedding), of which `recomputed_weights` do so again where layers are recomputed (no output projection,
     and no last product of an MLP); `query_width` and `key_width` are heads x head size; `layers` attend to all earlier
     rows, `window_layers` of them only to the last `window`, and `chunk_layers` to those of their own `chunk` positions;
-    `mixer_layers` are `mixer`. All stand in `decoder_layers` (0: as many as attend).
+    in `span_layers` the rows of an image see its later ones too; `mixer_layers` are `mixer`. All stand in
+    `decoder_layers` (0: as many as attend).
     """
 
     layers: int
@@ -44,6 +46,7 @@ class ModelShape:
     mixer_layers: int = 0
     mixer: MixerShape | None = None
     decoder_layers: int = 0
+    span_layers: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "decoder_layers", self.decoder_layers or self.layers)
@@ -78,6 +81,7 @@ class ModelShape:
             mixer_layers=sum(kind.mixes for kind in kinds),
             mixer=mixer if any(kind.mixes for kind in kinds) else None,
             decoder_layers=len(kinds),
+            span_layers=len(attention) if ConfigReader.whole(config).family in SEEN_BY_IMAGES else 0,
         )
 
 

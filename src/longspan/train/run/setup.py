@@ -18,6 +18,7 @@ from longspan.model.hf_folder import weight_files
 from longspan.model.multimodal.multimodal_model import language_model_of
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan import Cost
+from longspan.plan.cost.spans import with_spans
 from longspan.train.all_ranks import LogLine, on_every_rank, on_first_rank
 from longspan.train.checkpoint.checkpoint import load_checkpoint
 from longspan.train.config.defaults import with_steps
@@ -121,7 +122,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
         on_first_rank(world, lambda: write_atomically(directory / "config.toml", to_toml(asked)), RunFolderError)
         warn_of_lost_updates(config, log)
-    cost, heads = _cost(config, world, model, log), query_heads(named)
+    cost, heads = _cost(config, world, model, corpus, log), query_heads(named)
     config, why_partition = with_partition(config, order, world, log, cost=cost, heads=heads)
     config = with_rows_that_fit(config, model, optimizer, world, log, image_rows=_image_rows(config, corpus))
     check_fit(config)
@@ -161,8 +162,11 @@ def _image_rows(config: RunConfig, corpus: Corpus) -> float:
     return share * config.train.tokens_per_step
 
 
-def _cost(config: RunConfig, world: World, model: AnyModel, log: LogLine) -> Cost:
-    return cost_of_run(config, model.config, log, gpu=world.device.type == "cuda")
+def _cost(config: RunConfig, world: World, model: AnyModel, corpus: Corpus, log: LogLine) -> Cost:
+    cost = cost_of_run(config, model.config, log, gpu=world.device.type == "cuda")
+    if corpus.images is None or not len(corpus.images):
+        return cost
+    return with_spans(cost, model.config, corpus.images.column("rows").tolist(), int(corpus.lengths.sum()))
 
 
 def with_steps_of_epochs(config: RunConfig, order: StepOrder | PackOrder, log: LogLine) -> RunConfig:
