@@ -6,6 +6,7 @@ from tests.attention.test_mutations import MUTATIONS as OF_ATTENTION
 from tests.bridge.test_mutations import MUTATIONS as OF_BRIDGES
 from tests.model.lora.test_mixers import MUTANTS as OF_ADAPTED_MIXERS
 from tests.model.lora.test_mutations import MUTATIONS as OF_ADAPTERS
+from tests.model.mtp.test_adapters import MUTATIONS as OF_WHOLE_DEPTHS
 from tests.model.mtp.test_mutations import MUTATIONS as OF_DEPTHS
 from tests.model.test_moe_families import MUTATIONS as OF_EXPERTS
 from tests.model.test_split_mixers import MUTANTS as OF_SPLIT_MIXERS
@@ -22,6 +23,7 @@ CHANGES = [
     *OF_ATTENTION,
     *OF_BRIDGES,
     *OF_DEPTHS.values(),
+    *OF_WHOLE_DEPTHS.values(),
     *OF_ADAPTED_MIXERS.values(),
     *OF_SPLIT_MIXERS.values(),
     *OF_SHARED.values(),

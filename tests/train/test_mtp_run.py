@@ -131,14 +131,21 @@ def test_depths_of_a_folder_are_trained_on(trained: tuple[RunConfig, Losses], tm
 
 
 @pytest.mark.whole
+@pytest.mark.parametrize("whole", [False, True], ids=["adapted depths", "whole depths"])
 @pytest.mark.filterwarnings("ignore")  # peft's, of what a base model without depths has no place for
-def test_an_adapter_beside_depths(trained: tuple[RunConfig, Losses], tmp_path: Path) -> None:
+def test_an_adapter_beside_depths(trained: tuple[RunConfig, Losses], whole: bool, tmp_path: Path) -> None:
     base = trained[0].run.dir + "/model"
-    lora = {"model__path": base, "lora__rank": 4, "train__lr": 0.05}
+    lora = {"model__path": base, "lora__rank": 4, "train__lr": 0.05, "mtp__train_whole": whole}
     config = small_config(tmp_path, **{**KEYS, **STEPS, **lora})
     losses = run(config, 2)
-    other = gone_on_from_the_first_checkpoint(config, tmp_path / "tp", ParallelConfig(tp=2))
-    assert close(run(alone(other, tmp_path / "tp"), 2), losses)
+    for name, parallel in {"tp": ParallelConfig(tp=2), "pp": ParallelConfig(pp=2)}.items():
+        other = gone_on_from_the_first_checkpoint(config, tmp_path / name, parallel)
+        assert close(run(alone(other, tmp_path / name), 2), losses)
+        saved = [
+            load_file(Path(folder) / "model" / "adapter_model.safetensors")
+            for folder in (config.run.dir, other.run.dir)
+        ]
+        assert saved[0].keys() == saved[1].keys()
     for name, words in {"adapter": [], "merged": ["--merge"], "bare": ["--merge", "--mtp", "none"]}.items():
         assert export_main([config.run.dir, str(tmp_path / name), *words]) == 0
     adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
@@ -146,7 +153,14 @@ def test_an_adapter_beside_depths(trained: tuple[RunConfig, Losses], tmp_path: P
         load_file(Path(folder) / "model.safetensors") for folder in (base, tmp_path / "merged", tmp_path / "bare")
     )
     assert any(".mtp.layers.1.mtp_block." in name for name in adapter) and merged.keys() == weights.keys()
+    of_depths = [name for name in adapter if ".mtp." in name]
+    assert all(("lora_" in name) is not whole for name in of_depths) and of_depths
     for name, weight in weights.items():
+        if whole and name.startswith("mtp."):
+            assert (
+                torch.equal(merged[name], adapter[f"base_model.model.{name}"]) and (merged[name] != weights[name]).any()
+            )
+            continue
         first, second = (adapter.get(f"base_model.model.{name[:-7]}.lora_{part}.weight") for part in "AB")
         added = 0 if first is None or second is None else 2 * second @ first
         assert (merged[name] - weight - added).abs().max() <= 1e-12, name
@@ -157,12 +171,19 @@ def test_an_adapter_beside_depths(trained: tuple[RunConfig, Losses], tmp_path: P
     found = peft.PeftModel.from_pretrained(stock, str(tmp_path / "adapter")).eval()(input_ids=ids).logits
     wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "bare", dtype=torch.float64).eval()(input_ids=ids).logits
     assert (found - wanted).abs().max() <= 1e-10 * wanted.abs().max()
+    with_depths = add_mtp(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64), 2)
+    read = peft.PeftModel.from_pretrained(with_depths, str(tmp_path / "adapter")).merge_and_unload().state_dict()
+    assert all((read[name] - merged[name]).abs().max() <= 1e-12 for name in merged if whole or name in bare)
 
 
 WRONG = {
-    "keys of none": ({"mtp.loss_weight": 0.1}, r"loss_weight 0.1 .* mtp.depths is 0"),
+    "keys of none": ({"mtp.loss_weight": 0.1}, r"loss_weight 0.1, .* mtp.depths is 0"),
     "below none": ({"mtp.depths": -1}, "mtp.depths is -1"),
     "a weight below none": ({"mtp.depths": 1, "mtp.loss_weight": -0.5}, "mtp.loss_weight is -0.5"),
+    "whole without an adapter": (
+        {"mtp.depths": 1, "mtp.train_whole": True},
+        "mtp.train_whole is true: .* lora.rank is 0",
+    ),
     "no folder": ({"mtp.depths": 1, "mtp.weights": "nowhere"}, "'nowhere', which is no folder"),
 }
 

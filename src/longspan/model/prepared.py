@@ -21,6 +21,7 @@ from longspan.model.lora.disabled import without_adapter
 from longspan.model.lora.peft_model import redirect
 from longspan.model.lora.refusals import check_adapter, check_equal_adapters
 from longspan.model.mtp.refusals import refuse_mtp
+from longspan.model.mtp.trained_whole import copied_depths_taken
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.placement.placement import Placement
@@ -74,7 +75,8 @@ def prepare_language_model(
         sequence_parallel=sequence_parallel,
     )
     peft_model, model = model, model_inside(model)
-    adapter = _check(model, placement, pipeline_settings, fused_norms)
+    with copied_depths_taken(model):
+        adapter = _check(model, placement, pipeline_settings, fused_norms)
     assert isinstance(model, PreTrainedModel)  # others were refused
     if fused_norms == "on" or (fused_norms == "auto" and world.device.type == "cuda"):
         fuse_norms(model, required=fused_norms == "on")

@@ -23,6 +23,7 @@ from longspan.model.compiled import compile_layers
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.hf_folder import read_configuration
 from longspan.model.lora.new import add_lora
+from longspan.model.mtp.names import PREFIX
 from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.weights.fill import leave_to_checkpoint
@@ -92,6 +93,7 @@ def adapted(config: RunConfig, model: PreTrainedModel) -> Any:
         targets=lora.targets,
         seed=config.train.seed,
         base=str(Path(folder).resolve()) if folder else "",
+        whole=(PREFIX,) if config.mtp.train_whole else (),
     )
 
 

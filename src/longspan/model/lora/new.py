@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.adapters import adapter_parameters
 from longspan.model.layers import decoder_layers, other_towers
+from longspan.model.mtp.trained_whole import take_copied_depths
 from longspan.model.weights.empty import is_empty
 from longspan.model.weights.fill import WeightSource
 from longspan.model.weights.held import HeldPart
@@ -33,13 +34,15 @@ def add_lora(
     targets: Sequence[str] = (),
     seed: int = 0,
     base: str = "",
+    whole: Sequence[str] = (),
 ) -> Any:
     """The model with a new adapter in it, as a PeftModel; `prepare` fills what has no memory yet.
 
     `alpha` 0 is twice the rank; `targets` are names of linears, none: every linear of the decoder layers. Towers of
     other modalities and their projectors get none. Adapters are float32, over a float64 model float64. `base` is where
-    the base model is, for who loads the adapter. Raises ModelError where peft is missing, and for a target that no
-    linear of the model has as its name.
+    the base model is, for who loads the adapter; `whole` are modules that are trained whole and have no adapter: depths
+    of multi-token prediction. Raises ModelError where peft is missing, and for a target that no linear of the model has
+    as its name.
     """
     try:
         import peft
@@ -55,12 +58,16 @@ def add_lora(
         target_modules=names,
         exclude_modules=_of_towers(model),
         task_type="CAUSAL_LM",
+        modules_to_save=[*whole] or None,
     )
     empty = is_empty(model)
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of names in transformers that peft reads
         peft_model: Any = peft.get_peft_model(model, config, low_cpu_mem_usage=empty)
     config.base_model_name_or_path = base or None
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+    take_copied_depths(model)
+    for name in whole:
+        model.get_submodule(name).to(dtype)
     for name, parameter in adapter_parameters(model):
         parameter.data = parameter.data.to(dtype) if empty else drawn(name, parameter.shape, seed).to(dtype)
     if empty:

@@ -12,6 +12,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.adapters import Adapter, adapter_parameters, belongs_to_adapter, is_adapted, is_copied, peft_modules
 from longspan.model.lora.new import is_drawn_when_prepared
+from longspan.model.mtp.trained_whole import depth_reasons, of_whole_depths
 from longspan.model.parts import is_tied
 
 _DORA = "DoraLinearVariant"
@@ -41,7 +42,8 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
 
 def check_equal_adapters(model: PreTrainedModel, world: World) -> None:
     """Raise ModelError, on every rank, where ranks would begin with different adapters; all ranks call it together."""
-    digests = {name: zlib.crc32(_bytes(p)) for name, p in adapter_parameters(model) if not p.is_meta}
+    trained = dict(adapter_parameters(model)) | {n: p for n, p in model.named_parameters() if p.requires_grad}
+    digests = {name: zlib.crc32(_bytes(p)) for name, p in trained.items() if not p.is_meta}
     of_ranks = world.control.gather_objects(digests, "digests of adapters")
     for rank, others in zip(world.home.ranks, of_ranks, strict=True):
         for name, digest in of_ranks[0].items():
@@ -116,7 +118,9 @@ def _of_parameters(model: nn.Module) -> Iterator[str]:
             "none of its parameters requires a gradient (inference_mode, or a frozen model); load it with "
             "is_trainable=True"
         )
-    if others := [name for name in trained if not belongs_to_adapter(name)]:
+    yield from depth_reasons(model)
+    beside = {name for name in trained if not belongs_to_adapter(name)}
+    if others := sorted(beside.difference(of_whole_depths(beside))):
         yield f"{len(others)} parameters of the base model require gradients ({', '.join(others[:2])}); freeze them"
     if len(dtypes := {str(p.dtype).removeprefix("torch.") for p in trained.values()}) > 1:
         yield (

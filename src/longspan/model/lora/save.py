@@ -10,6 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longspan.model.adapters import Adapter
+from longspan.model.mtp.names import PREFIX
+from longspan.model.mtp.trained_whole import of_whole_depths
 
 WEIGHTS, CONFIGURATION = "adapter_model.safetensors", "adapter_config.json"
 
@@ -20,6 +22,7 @@ def write_adapter(
     """Write an adapter's whole tensors, by a prepared model's names, its configuration, and `files`, a tokenizer's.
 
     `modules` are whole modules of the model that are among the tensors: peft puts them in place of the base model's.
+    Depths of multi-token prediction need not be named.
 
     >>> PeftModel.from_pretrained(base_model, folder)  # doctest: +SKIP
     """
@@ -27,8 +30,8 @@ def write_adapter(
     save_file(stock, folder / WEIGHTS, metadata={"format": "pt"})
     config = copy.copy(adapter.config)
     config.inference_mode = True
-    if modules:
-        config.modules_to_save = [*(config.modules_to_save or ()), *modules]
+    if whole := [*modules, *([PREFIX] if of_whole_depths(tensors) else [])]:
+        config.modules_to_save = [*dict.fromkeys((*(config.modules_to_save or ()), *whole))]
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)  # in one order, so that equal adapters have equal files
     config.save_pretrained(str(folder))

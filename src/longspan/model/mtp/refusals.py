@@ -4,20 +4,13 @@ from torch import nn
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters import is_adapted, is_copied
+from longspan.model.adapters import is_adapted
 from longspan.model.mtp.depths import depths_of
-from longspan.model.mtp.names import PREFIX
 
 
 def refuse_mtp(model: nn.Module, world: World) -> None:
     """Raise ModelError where a model with depths and an adapter cannot be prepared under a home."""
-    name, mtp = type(model).__name__, model._modules.get(PREFIX)
-    if mtp is not None and is_copied(mtp):
-        raise ModelError(
-            f"the adapter of {name} trains its depths of multi-token prediction whole (modules_to_save has "
-            f"{PREFIX!r}), which is not supported; name their linears in target_modules, or "
-            "train the model without an adapter"
-        )
+    name = type(model).__name__
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     if depths_of(model) and world.home.pp > 1 and embedding is not None and is_adapted(embedding):
         raise ModelError(

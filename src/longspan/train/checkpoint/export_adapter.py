@@ -42,9 +42,10 @@ class SavedAdapter(NamedTuple):
 def saved_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]) -> SavedAdapter:
     """A run's adapter, of these tensors. Raises CheckpointError for tensors that [lora] does not describe."""
     tensors = {own: stored[name] for own, name in own_names(stored).items()}
-    empty = empty_model(configuration, torch.float32, named_images_class(configuration))
+    stock = empty_model(configuration, torch.float32, named_images_class(configuration))
+    empty = with_depths(run, stock, read=False)
     modules = trained_modules(empty, {name for name in tensors if not belongs_to_adapter(name)})
-    model = adapted(run, with_depths(run, empty, read=False)).get_base_model()
+    model = adapted(run, empty).get_base_model()
     adapter = adapter_in(model)
     assert adapter is not None
     layers: dict[str, Any] = {**peft_modules(model)}

@@ -18,3 +18,5 @@ class MtpSection:
     weights: str = AUTO
     """A folder whose weights of these layers are read, random, or auto: those of model.path where it has any, else
     random."""
+    train_whole: bool = False
+    """Beside adapters (lora.rank): train all weights of these layers, which then have no adapters of their own."""

@@ -50,4 +50,5 @@ def depths_line(config: RunConfig, configuration: Any) -> str:
     folder = depth_weights(config, configuration)
     source = f"weights of {folder}" if folder else f"random weights (train.seed {config.train.seed})"
     frozen = ", which stay as they are beside their adapters" if config.lora.rank else ""
+    frozen = ", trained whole beside the model's adapter" if config.mtp.train_whole else frozen
     return f"multi-token prediction: {counted(config.mtp.depths, 'depth')}, {source}{frozen}"

@@ -20,6 +20,7 @@ _FIXED_SECTIONS = ("model", "data", "lora")
 _FREE_KEYS = ("model.compute_dtype", "data.cache", "data.workers")
 _FIXED_KEYS = (
     "mtp.depths",
+    "mtp.train_whole",
     "mtp.weights",
     "train.seed",
     "train.tokens_per_step",

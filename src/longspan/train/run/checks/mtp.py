@@ -14,10 +14,16 @@ def check_mtp_section(config: RunConfig) -> None:
     if not mtp.depths:
         if mtp != MtpSection():
             raise ConfigError(
-                f"[mtp] has loss_weight {mtp.loss_weight:g} and weights {mtp.weights!r}, and mtp.depths is 0: there is "
-                "no multi-token prediction; set mtp.depths = 1, say, or leave them out"
+                f"[mtp] has loss_weight {mtp.loss_weight:g}, weights {mtp.weights!r} and train_whole "
+                f"{str(mtp.train_whole).lower()}, and mtp.depths is 0: there is no multi-token prediction; set "
+                "mtp.depths = 1, say, or leave them out"
             )
         return
+    if mtp.train_whole and not config.lora.rank:
+        raise ConfigError(
+            "mtp.train_whole is true: it trains depths whole beside adapters, and lora.rank is 0, so that all weights "
+            "are trained; leave it out, or set lora.rank = 16, say"
+        )
     if mtp.weights not in (AUTO, RANDOM) and not Path(mtp.weights).is_dir():
         raise ConfigError(
             f"mtp.weights is {mtp.weights!r}, which is no folder; name one with weights of depths, {AUTO!r} or "
