@@ -1,21 +1,14 @@
-"""The plan of a step or of an evaluation, from the configuration and the lengths of its documents.
+"""Which planner makes a run's plans, with which options: `PlanChoice`, from the configuration."""
 
-Plans of coming steps may be made in another process while this one trains (`plans_of_steps`).
-
-Planning itself is `longspan.plan`'s business. Nothing here needs torch or a process group.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, Unpack
 
-from longspan.errors import ConfigError, LongspanError, PlanError, counted
+from longspan.errors import ConfigError, LongspanError, counted
 from longspan.layout import Layout
-from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, WarmStart, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
-from longspan.plan.cost.cost_file import read_cost
-from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200, with_recomputation
 from longspan.plan.hierarchy import levels_at
 from longspan.plan.micro_batch import PartitionKind
 from longspan.plan.planners.fixed import smallest_degree
@@ -26,45 +19,9 @@ from longspan.plan.simulate.which_partition import priced_as
 from longspan.train.config.bounds import AUTO
 from longspan.train.config.eval_inheritance import held_out_set
 from longspan.train.config.eval_set import EvalConfig
-from longspan.train.config.sections import ContextConfig, ParallelConfig, RunConfig
-from longspan.train.data.pack_order import PackOrder
-from longspan.train.data.step_order import StepOrder
-
-WARM_STEPS = 64  # dynamic plans of so many steps begin from what was found for the first of them
-
-
-def cost_of(context: ContextConfig) -> Cost:
-    """The cost in the file that `context.cost` names, or the default. Raises ConfigError for a file that holds none."""
-    return _cost_in(context.cost)
-
-
-def cost_of_run(config: RunConfig, model_config: Any, say: Callable[[str], None], *, gpu: bool) -> Cost:
-    """What a run's plans are priced by: the file of `context.cost`; without one, its model on H200s or on CPUs.
-
-    >>> cost = cost_of_run(config, model.config, print, gpu=world.device.type == "cuda")  # doctest: +SKIP
-
-    What is recomputed counts. The cost on CPUs is of no machine (`Cost.source` is ""): plans are compared by it, and no
-    time is told. A model that its configuration does not price is planned for as a Qwen3-8B, which is said.
-    """
-    context, train = config.context, config.train
-    if context.cost:
-        return cost_of(context)
-    try:
-        on_device = cost_on_h200 if gpu else cost_on_cpus
-        cost = on_device(model_config, depths=config.mtp.depths)
-        layers = train.recompute_layers * config.parallel.pp  # of each stage
-        frozen, depths = config.lora.rank > 0, config.mtp.depths
-        kind = train.activation_checkpointing
-        return with_recomputation(cost, model_config, kind, layers, frozen=frozen, depths=depths)
-    except PlanError as error:
-        say(f"plans are priced as for a Qwen3-8B: {error}; name a file in context.cost")
-        return cost_of(context) if gpu else replace(cost_of(context), source="")
-
-
-@cache
-def _cost_in(file: str) -> Cost:
-    """Read once: a run keeps its cost, whatever becomes of the file before the next evaluation."""
-    return read_cost(file, "context.cost")
+from longspan.train.config.sections import RunConfig
+from longspan.train.plans.cost import cost_of
+from longspan.train.plans.home import row_multiple_of
 
 
 @dataclass(frozen=True)
@@ -246,6 +203,13 @@ class PlanChoice:
         return cost.with_closing(self.weights, home, node_size=node_size, gather_bytes=gathered, reduce_bytes=reduced)
 
 
+def degrees_to_compare(home: Layout, choice: PlanChoice | None = None) -> tuple[int, ...]:
+    """Degrees 1, 2, 4, … that divide the slots, and the number of slots itself; those that a choice's heads allow."""
+    powers = {2**i for i in range(home.slots.bit_length())} | {home.slots}
+    divisors = sorted(degree for degree in powers if home.slots % degree == 0)
+    return tuple(degree for degree in divisors if choice is None or choice.allows(degree, home))
+
+
 def _options(keywords: PlanKeywords) -> PlanOptions:
     """Options that can be hashed, as plans of an evaluation are remembered by them: lists become tuples."""
     values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in keywords.items()}
@@ -260,57 +224,3 @@ def _partition(kind: str) -> PartitionKind:
 def _limit(rows: int | str) -> int | None:
     """The rows of a slot that a key allows; None where there is no limit, or none is known yet ("auto")."""
     return None if isinstance(rows, str) else rows or None
-
-
-@dataclass(frozen=True)
-class StepPlanner:
-    """The plan of any training step, from the step alone. Pickles, so that another process may plan."""
-
-    choice: PlanChoice
-    order: StepOrder | PackOrder
-    home: Layout
-
-    def __call__(self, step: int, warm: Plan | None = None) -> Plan:
-        """The plan of a step, counted from 0; its documents are numbered as the order's `select` gives them."""
-        lengths, targets = self.order.lengths_of_step(step), self.order.targets_of_step(step)
-        return self.choice.plan(lengths, self.home, warm, targets=targets)
-
-
-def planner_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout) -> Callable[[int], Plan]:
-    """What plans any training step of a run.
-
-    Dynamic plans start from what was found for the first of each WARM_STEPS steps.
-    """
-    planner = StepPlanner(choice, order, home)
-    return WarmStart(planner, every=WARM_STEPS) if choice.planner == "dynamic" else planner
-
-
-def plans_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout, *, ahead: int) -> PlanAhead:
-    """The plans of a run's training steps; a context manager.
-
-    Dynamic plans are made `ahead` steps early in another process; those of the other planners take a millisecond and
-    are made when their step begins.
-    """
-    return PlanAhead(planner_of_steps(choice, order, home), ahead=ahead if choice.planner == "dynamic" else 0)
-
-
-def row_multiple_of(parallel: ParallelConfig) -> int:
-    """What the rows of a slot are a multiple of: under sequence parallelism its tp ranks take equal parts of them."""
-    return parallel.tp if parallel.sequence_parallel else 1
-
-
-def home_of(parallel: ParallelConfig, ranks: int) -> Layout:
-    """The home of a run on so many ranks. Raises LayoutError where the degrees do not divide them."""
-    return Layout(ranks, pp=parallel.pp, tp=parallel.tp, ep=parallel.ep, dp_replicate=parallel.dp_replicate)
-
-
-def query_heads(model_config: Any) -> int | None:
-    """The number of query heads of a transformers configuration, of each layer that attends; None where none does."""
-    return getattr(model_config.get_text_config(), "num_attention_heads", None)
-
-
-def degrees_to_compare(home: Layout, choice: PlanChoice | None = None) -> tuple[int, ...]:
-    """Degrees 1, 2, 4, … that divide the slots, and the number of slots itself; those that a choice's heads allow."""
-    powers = {2**i for i in range(home.slots.bit_length())} | {home.slots}
-    divisors = sorted(degree for degree in powers if home.slots % degree == 0)
-    return tuple(degree for degree in divisors if choice is None or choice.allows(degree, home))
