@@ -29,7 +29,8 @@ import torch
 
 from longspan.bench.record import open_record, where_it_ran, write_record
 from longspan.train.config.sections import DataConfig
-from longspan.train.data.build import CorpusSettings, ensure_corpus
+from longspan.train.data.build import ensure_corpus
+from longspan.train.data.corpus_settings import CorpusSettings
 from longspan.train.data.documents import Corpus
 from longspan.train.data.step_order import StepOrder
 from longspan.train.data.tokenizer import load_tokenizer, train_tokenizer

@@ -12,7 +12,8 @@ import torch
 from longspan import Layout, SequenceShard, plan_fixed
 from longspan.errors import DataError
 from longspan.train.config.sections import DataConfig
-from longspan.train.data.build import CorpusSettings, ensure_corpus
+from longspan.train.data.build import ensure_corpus
+from longspan.train.data.corpus_settings import CorpusSettings
 from longspan.train.data.documents import Corpus, Manifest
 from longspan.train.data.files import find_files
 from longspan.train.data.left_out import LeftOut

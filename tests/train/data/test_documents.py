@@ -31,7 +31,8 @@ BUILD = """
 import sys
 from pathlib import Path
 from longspan.train.config.sections import DataConfig
-from longspan.train.data.build import CorpusSettings, ensure_corpus
+from longspan.train.data.build import ensure_corpus
+from longspan.train.data.corpus_settings import CorpusSettings
 from longspan.train.data.tokenizer import load_tokenizer
 folder, run = Path(sys.argv[1]), sys.argv[2]
 data = DataConfig(path=str(folder / "rows.jsonl"), cache=str(folder / "cache"), max_document_tokens=20)

@@ -11,7 +11,8 @@ import pytest
 
 from longspan.errors import DataError
 from longspan.train.config.sections import DataConfig, SourceConfig
-from longspan.train.data.build import CorpusSettings, ensure_corpus
+from longspan.train.data.build import ensure_corpus
+from longspan.train.data.corpus_settings import CorpusSettings
 from longspan.train.data.documents import Corpus
 from longspan.train.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from longspan.train.document import targets_of

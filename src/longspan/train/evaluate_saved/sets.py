@@ -19,12 +19,7 @@ from longspan.comm import World
 from longspan.errors import DataError
 from longspan.train.all_ranks import LogLine, on_every_rank
 from longspan.train.config.sections import DataConfig, RunConfig
-from longspan.train.data.build import (
-    CorpusSettings,
-    recipe_of,
-    rows_lines,
-    what_is_left_out,
-)
+from longspan.train.data.corpus_settings import CorpusSettings, recipe_of, rows_lines, what_is_left_out
 from longspan.train.data.documents import Corpus, Documents
 from longspan.train.data.image_documents import with_images
 from longspan.train.data.rows.lines import special_line

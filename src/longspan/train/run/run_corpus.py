@@ -10,7 +10,8 @@ from longspan.errors import DataError, counted
 from longspan.model import PRESETS
 from longspan.train.all_ranks import LogLine, on_every_rank, on_first_rank
 from longspan.train.config.sections import RunConfig
-from longspan.train.data.build import CorpusSettings, ensure_corpus
+from longspan.train.data.build import ensure_corpus
+from longspan.train.data.corpus_settings import CorpusSettings
 from longspan.train.data.documents import Corpus
 from longspan.train.data.image_documents import show_images
 from longspan.train.data.rows.kinds import shown_kind

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from longspan.errors import DataError
 from longspan.model.vision.image_tokens import ImageTokens
 from longspan.train.config.sections import DataConfig
-from longspan.train.data.build import CorpusSettings, ensure_corpus
+from longspan.train.data.build import ensure_corpus
+from longspan.train.data.corpus_settings import CorpusSettings
 from longspan.train.data.documents import Corpus
 from longspan.train.data.image_documents import ImageDocuments, show_images
 from longspan.train.data.images.image_file import ImageFile

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from longspan.train.config.sections import DataConfig
-from longspan.train.data.build import CorpusSettings, ensure_corpus
+from longspan.train.data.build import ensure_corpus
+from longspan.train.data.corpus_settings import CorpusSettings
 from longspan.train.data.left_out import LeftOut
 from longspan.train.data.rows.lines import rows_line, unseen_line
 from longspan.train.data.rows.sample import Row, Sample, Unseen

@@ -19,7 +19,8 @@ from longspan.train.all_ranks import LogLine, on_every_rank, on_first_rank
 from longspan.train.config.eval_set import EvalConfig
 from longspan.train.config.passkey_settings import PASSKEY
 from longspan.train.config.sections import RunConfig
-from longspan.train.data.build import CorpusSettings, ensure_corpus
+from longspan.train.data.build import ensure_corpus
+from longspan.train.data.corpus_settings import CorpusSettings
 from longspan.train.data.documents import Corpus, Documents
 from longspan.train.data.image_documents import with_images
 from longspan.train.data.step_order import some_documents
