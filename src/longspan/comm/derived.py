@@ -1,0 +1,26 @@
+"""What others work out from a shard, and keep with it."""
+
+from typing import Any
+
+from torch import Tensor
+
+
+class Derived:
+    """What is worked out from a shard once and freed with it; it is no part of the shard's value.
+
+    `attention` and `chains` belong to the rooms of attention and state-space layers and `recorded_calls` to the model's
+    seams: only they know their types.
+    `spliced` are rows that take the places of token embeddings: (local rows (n,), rows (n, D)) of every modality;
+    `added` by decoder layer those that are added to what the layer returns.
+    """
+
+    __slots__ = ("added", "attention", "chains", "packed_order", "real_rows", "recorded_calls", "spliced")
+
+    def __init__(self) -> None:
+        self.packed_order: tuple[tuple[int, ...], Tensor] | None = None  # for these starts of the slots' rows
+        self.real_rows: Tensor | None = None
+        self.attention: Any = None
+        self.chains: Any = None
+        self.recorded_calls: Any = None
+        self.spliced: tuple[tuple[Tensor, Tensor], ...] = ()
+        self.added: dict[int, tuple[tuple[Tensor, Tensor], ...]] = {}
