@@ -86,14 +86,18 @@ MUTANTS = {
         "first = np.diff(document, prepend=-1) != 0",
         "first = np.arange(len(order)) == 0",
     ),
-    "decay of what entered": ("state_pass", "_moved(transition_of(before[:count]), state[:count]) + given", "given"),
-    "states that enter": ("state_pass", "_keep(entering, state, held[runs[:count]])", "pass"),
-    "gradients of later runs": ("state_pass", "given[:going_on] += _moved(", "given[:going_on] += 0 * _moved("),
+    "decay of what entered": ("folds", "moved(gathered.transitions(before[:count]), state[:count], given)", "given"),
+    "states that enter": ("folds", "_keep(entering, state, held[runs[:count]])", "pass"),
+    "gradients of later runs": ("folds", ".mT, gradient, given[:going_on])", ".mT, 0 * gradient, given[:going_on])"),
     "gradients at final states": ("kernels.by_torch", "(self._dout, leaving))", "(self._dout, 0 * leaving))"),
     "decay of a chunk": ("scan", "leaving = fading[here] * entering", "leaving = entering"),
     "chunks before": ("scan", "new[here] - state_share[here] @ entering", "new[here]"),
-    "gradients of rows before": ("conv", "total.index_add_(0, rows, handle.wait())", "handle.wait()"),
-    "rows before": ("conv", "torch.cat([x, before, ", "torch.cat([x, 0 * before, "),
+    "gradients of rows before": (
+        "conv",
+        "part[0].index_add_(0, halo_of(chains, width).rows, handle.wait())",
+        "handle.wait()",
+    ),
+    "rows before": ("kernels.convolutions", "torch.cat([x, arrived, ", "torch.cat([x, 0 * arrived, "),
 }
 
 

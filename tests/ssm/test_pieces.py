@@ -103,12 +103,12 @@ def test_folds_are_those_of_the_recurrence() -> None:
 @pytest.mark.parametrize(
     "old, new",
     [
-        ("mine[..., width:] @ entering[", "1.0 * entering["),
-        ("moved[..., :width] += mine[..., :width]", "pass"),
-        ("transitions[mine].mT @ found[at] + owed[mine]", "transitions[mine].mT @ found[at]"),
+        ("moved(mine[..., width:], taken(entering, before), mine[..., :width])", "taken(entering, before)"),
+        ("both[..., :width] += mine[..., :width]", "pass"),
+        ("taken(found, some), taken(owed, mine)", "taken(found, some), 0 * taken(owed, mine)"),
         (
-            "transitions[mine].mT @ found[self._at(after, leaving)]",
-            "transitions[mine] @ found[self._at(after, leaving)]",
+            "moved(taken(transitions, mine).mT, taken(found, after)",
+            "moved(taken(transitions, mine), taken(found, after)",
         ),
     ],
 )

@@ -6,13 +6,13 @@ moves no tensors (`state_pass.py`, `conv.py`).
 """
 
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from longspan.comm import SequenceShard, ShardPart, to_device, world_of
+from longspan.comm import SequenceShard, ShardPart, world_of
 from longspan.comm.groups.channel import Channel
 from longspan.layout.segments import Rows, expand
 from longspan.ssm.kernels.runs import LocalRuns
@@ -43,7 +43,7 @@ class Chains:
     def __init__(self, part: ShardPart, device: torch.device) -> None:
         self.part, self.device, self.member = part, device, part.member
         self.degree = part.degree
-        self._halos: dict[int, Halo] = {}
+        self.halos: dict[int, Any] = {}  # by width, of `halo.py`
 
     @property
     def channel(self) -> Channel:
@@ -91,12 +91,6 @@ class Chains:
         """What runs owe to the state that entered them; a last one's transition moves nothing."""
         return Passing(self, leaves=self.runs.place > 0, carries=(self.runs.place > 0) & ~self.runs.last)
 
-    def halo(self, width: int) -> "Halo":
-        """The `width` rows before each run of this member."""
-        if width not in self._halos:
-            self._halos[width] = Halo(self, width)
-        return self._halos[width]
-
 
 class Passing:
     """Which runs give the others a state, and a transition besides, and how all of them lie in the gathered rows."""
@@ -106,20 +100,27 @@ class Passing:
         mine = chains.mine
         self.leaving = np.flatnonzero(leaves[mine])  # of this member's runs, in held order
         self.carrying = np.flatnonzero(carries[mine])
-
-    @property
-    def any(self) -> bool:
-        """Whether the members have anything to give each other."""
-        return bool(self._leaves.any())
+        self.any = bool(leaves.any())  # whether the members have anything to give each other
+        self._counts: dict[tuple[int, int], list[int]] = {}
+        self._places: dict[tuple[int, int, tuple[int, ...]], tuple[Rows, Rows]] = {}
 
     def counts(self, state_rows: int, transition_rows: int) -> list[int]:
         """Rows that each member gives: its states one after another, then its transitions."""
-        runs, members = self.chains.runs, self.chains.degree
-        states = np.bincount(runs.member[self._leaves], minlength=members) * state_rows
-        return (states + np.bincount(runs.member[self._carries], minlength=members) * transition_rows).tolist()
+        sizes = state_rows, transition_rows
+        if sizes not in self._counts:
+            given = (self.chains.runs.member[which] for which in (self._leaves, self._carries))
+            states, transitions = (np.bincount(member, minlength=self.chains.degree) for member in given)
+            self._counts[sizes] = (states * state_rows + transitions * transition_rows).tolist()
+        return self._counts[sizes]
 
     def places(self, state_rows: int, transition_rows: int, starts: tuple[int, ...]) -> tuple[Rows, Rows]:
         """The first gathered row of each run's state and of its transition; −1 for what is not given."""
+        key = state_rows, transition_rows, starts
+        if key not in self._places:
+            self._places[key] = self._places_of(*key)
+        return self._places[key]
+
+    def _places_of(self, state_rows: int, transition_rows: int, starts: tuple[int, ...]) -> tuple[Rows, Rows]:
         runs = self.chains.runs
         states, transitions = np.full(len(runs.member), -1), np.full(len(runs.member), -1)
         for member, start in enumerate(starts):
@@ -149,72 +150,18 @@ class Passing:
         return table
 
     @cached_property
+    def own_places(self) -> range:
+        """From the first to the last place at which this member has a run of these chains."""
+        table = self.own_chains
+        own = np.flatnonzero(((table >= 0) & (self.held[table] >= 0)).any(0))
+        return range(int(own[0]), int(own[-1]) + 1) if len(own) else range(0)
+
+    @cached_property
     def held(self) -> Rows:
         """For each run of all, its number among this member's; −1 for another member's."""
         number = np.full(len(self.chains.runs.member), -1)
         number[self.chains.mine] = np.arange(len(self.chains.mine))
         return number
-
-
-class Halo:
-    """The rows before each run of a member, `width` of them where its document has as many: who sends which to whom.
-
-    `sends[m]` of this member's rows go to member m, those of `rows` one after another; `receives[m]` arrive. A row
-    that this member needs and holds itself goes the same way. `source` (T + runs · width,) is what a convolution
-    reads: for each run the rows before it, then its own, as rows of [local rows | arrived rows | one zero row];
-    `kept` (T,) are the places of the local rows in it, `before` (runs · width,) those before each run alone.
-    """
-
-    def __init__(self, chains: Chains, width: int) -> None:
-        self._runs, self._width = chains.runs, width
-        needs = [self._needs(member) for member in range(chains.degree)]
-        me, runs = chains.member, self._runs
-        owners = [runs.member[run] for run, _ in needs]
-        leaving = [np.flatnonzero(owner == me) for owner in owners]
-        self.sends = [len(index) for index in leaving]
-        self.receives = np.bincount(owners[me], minlength=chains.degree).tolist()
-        rows = [runs.offset[run[i]] + at[i] - runs.start[run[i]] for (run, at), i in zip(needs, leaving, strict=True)]
-        self.rows = to_device(np.concatenate(rows), chains.device)
-        before = self._before(chains, needs[me], owners[me])
-        source, kept = self._source(chains, before)
-        self.source, self.kept = to_device(source, chains.device), to_device(kept, chains.device)
-        self.before = to_device(before.reshape(-1), chains.device)
-
-    @property
-    def travels(self) -> bool:
-        """Whether any row is sent at all, by any member."""
-        return bool((self._runs.place > 0).any())
-
-    def _needs(self, member: int) -> tuple[Rows, Rows]:
-        """The rows before a member's runs, in held order: the run that has each, and its position."""
-        runs, own = self._runs, self._runs.held_by(member)
-        first = np.maximum(runs.start[own] - self._width, 0)
-        position = expand(first, runs.start[own])
-        document = np.repeat(runs.document[own], runs.start[own] - first)
-        stride = int(runs.stop.max(initial=0)) + 1
-        at = np.searchsorted(runs.document * stride + runs.start, document * stride + position, side="right") - 1
-        return at, position
-
-    def _before(self, chains: Chains, needs: tuple[Rows, Rows], owners: Rows) -> Rows:
-        """(runs, width): rows of [local rows | arrived rows | one zero row] before each run."""
-        runs, mine, width = self._runs, chains.mine, self._width
-        rows = int(chains.lengths.sum())
-        arrived = np.empty(len(owners), dtype=np.int64)  # rows arrive member after member
-        arrived[np.argsort(owners, kind="stable")] = np.arange(len(owners))
-        before = np.full((len(mine), width), rows + len(owners), dtype=np.int64)
-        sizes = np.minimum(runs.start[mine], width)
-        columns = np.concatenate([[0], np.cumsum(sizes)])
-        for run, size in enumerate(sizes.tolist()):
-            before[run, width - size :] = rows + arrived[columns[run] : columns[run] + size]
-        return before
-
-    def _source(self, chains: Chains, before: Rows) -> tuple[Rows, Rows]:
-        ends = np.cumsum(chains.lengths)
-        pieces = [
-            x for i, end in enumerate(ends.tolist()) for x in (before[i], np.arange(end - chains.lengths[i], end))
-        ]
-        source = np.concatenate([np.zeros(0, dtype=np.int64), *pieces])
-        return source, np.flatnonzero(source < int(chains.lengths.sum()))
 
 
 def chains_of(shard: SequenceShard) -> tuple[Chains, ...]:

@@ -5,18 +5,20 @@ are short), and zeros before the document's start. Those rows travel in one exch
 another.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from longspan.comm import Handle, SequenceShard
 from longspan.comm.graphs import outside_graphs
 from longspan.errors import LayoutError
 from longspan.ssm.chains import Chains, chains_of
-from longspan.ssm.kernels import fla
+from longspan.ssm.halo import halo_of
+from longspan.ssm.kernels.convolutions import Convolution, ConvolutionKernel, Gradients, choose_convolution
+from longspan.ssm.state_pass import joined
 
 
 @outside_graphs
@@ -31,76 +33,68 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, shard: SequenceS
         raise LayoutError(f"causal_conv got x of {tuple(x.shape)}; the shard holds {shard.local_rows} rows: (T, C)")
     if weight.ndim != 2 or weight.shape[0] != x.shape[1]:
         raise LayoutError(f"causal_conv got weight of {tuple(weight.shape)} for {x.shape[1]} channels: (C, W)")
-    width = weight.shape[1] - 1
-    chains = chains_of(shard)
-    arrived = list(_Exchange.apply(x, chains, width))
-    parts = []
-    for chain, before in zip(chains, arrived, strict=True):
-        own = x[chain.part.start : chain.part.stop]
-        of_part = _by_fla if len(own) and not fla.lacks(x.dtype, x.device) else _by_torch
-        parts.append(of_part(own, before, (weight, bias), chain, silu))
-    return torch.cat(parts) if parts else x
+    parameters = (weight,) if bias is None else (weight, bias)
+    return _Convolved.apply(chains_of(shard), choose_convolution(x), silu, x, *parameters)  # pyright: ignore[reportReturnType]
 
 
-Parameters = tuple[Tensor, Tensor | None]  # weight (C, W), bias (C,)
-
-
-def _by_torch(x: Tensor, before: Tensor, parameters: Parameters, chains: Chains, silu: bool) -> Tensor:
-    """One convolution over all runs, each behind the rows before it."""
-    weight, bias = parameters
-    width = weight.shape[1] - 1
-    halo, rows = chains.halo(width), torch.cat([x, before, x.new_zeros((1, x.shape[1]))])
-    if not len(x):
-        return rows[:0]  # others wait for this member's part of backward
-    laid_out = rows.index_select(0, halo.source)
-    y = F.conv1d(laid_out.t().unsqueeze(0), weight.unsqueeze(1), bias, groups=x.shape[1])
-    y = y.squeeze(0).t().index_select(0, halo.kept - width)
-    return F.silu(y) if silu else y
-
-
-def _by_fla(x: Tensor, before: Tensor, parameters: Parameters, chains: Chains, silu: bool) -> Tensor:
-    """The rows before each run are its state, of which the kernel reads all but the first column."""
-    weight, bias = parameters
-    halo, runs = chains.halo(weight.shape[1] - 1), chains.local_runs
-    edge = torch.cat([before, x.new_zeros((1, x.shape[1]))]).index_select(0, halo.before - len(x))  # all of it arrived
-    state = F.pad(edge.view(len(runs.lengths), -1, x.shape[1]).transpose(1, 2), (1, 0)).contiguous()
-    y, _ = fla.function("modules.causal_conv1d.ops", "causal_conv1d")(
-        x.unsqueeze(0),
-        weight,
-        bias,
-        initial_state=state,
-        activation="silu" if silu else None,
-        cu_seqlens=runs.ends,
-        chunk_indices=runs.chunk_indices,
-    )
-    return y.squeeze(0)
-
-
-class _Exchange(torch.autograd.Function):
-    """For each part of a shard, the rows that its runs need of those before them."""
+class _Convolved(torch.autograd.Function):
+    """All parts of a shard; rows before runs travel first, their gradients last."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, chains: tuple[Chains, ...], width: int) -> tuple[Tensor, ...]:
-        ctx.chains, ctx.width, ctx.shape = chains, width, x.shape
+    def forward(
+        ctx: Any, chains: tuple[Chains, ...], kernel: ConvolutionKernel, silu: bool, x: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        convolution = Convolution(parameters[0], parameters[1] if len(parameters) > 1 else None, silu)
+        width = convolution.weight.shape[1] - 1
         started = [_send(x[c.part.start : c.part.stop], c, width) for c in chains]
-        return tuple(x.new_empty((0, x.shape[1])) if handle is None else handle.wait() for handle in started)
+        arrived = [x.new_empty((0, x.shape[1])) if handle is None else handle.wait() for handle in started]
+        outs = [
+            kernel.forward(x[c.part.start : c.part.stop], before, convolution, c.local_runs, halo_of(c, width).before)
+            if len(c.lengths)
+            else x[:0]  # others wait for this member's part of backward
+            for c, before in zip(chains, arrived, strict=True)
+        ]
+        ctx.save_for_backward(x, *parameters, *arrived)
+        ctx.chains, ctx.kernel, ctx.silu, ctx.parameters = chains, kernel, silu, len(parameters)
+        return joined(outs, x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        total = gradients[0].new_zeros(ctx.shape)
-        pairs = list(zip(ctx.chains, gradients, strict=True))
-        started = [(c, _send_back(gradient.contiguous(), c, ctx.width)) for c, gradient in reversed(pairs)]
-        for chains, handle in started:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, *rest = ctx.saved_tensors
+        parameters, arrived = rest[: ctx.parameters], rest[ctx.parameters :]
+        convolution = Convolution(parameters[0], parameters[1] if len(parameters) > 1 else None, ctx.silu)
+        width = convolution.weight.shape[1] - 1
+        parts, started = list[Gradients](), list[Handle | None]()
+        for chains, before in reversed(list(zip(ctx.chains, arrived, strict=True))):
+            here = slice(chains.part.start, chains.part.stop)
+            found = _backward(ctx.kernel, gradients[0][here], x[here], before, convolution, chains)
+            parts.append(found)
+            started.append(_send_back(found[1], chains, width))
+        for chains, part, handle in zip(reversed(ctx.chains), parts, started, strict=True):
             if handle is not None:
-                rows = chains.halo(ctx.width).rows + chains.part.start
-                total.index_add_(0, rows, handle.wait())
-        return total, None, None
+                part[0].index_add_(0, halo_of(chains, width).rows, handle.wait())
+        of_parameters = [_sum([part[2 + i] for part in parts]) for i in range(ctx.parameters)]
+        return None, None, None, joined([part[0] for part in reversed(parts)], x), *of_parameters
+
+
+def _backward(
+    kernel: ConvolutionKernel, dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, chains: Chains
+) -> Gradients:
+    if not len(x):
+        return x, arrived, None, None
+    before = halo_of(chains, convolution.weight.shape[1] - 1).before
+    return kernel.backward(dout, x, arrived, convolution, chains.local_runs, before)
+
+
+def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    present = [x for x in gradients if x is not None]
+    return sum(present[1:], start=present[0]) if present else None
 
 
 def _send(x: Tensor, chains: Chains, width: int) -> Handle | None:
-    halo = chains.halo(width)
-    if not halo.travels or not width:
+    halo = halo_of(chains, width)
+    if not halo.travels:
         return None
     return chains.channel.all_to_all_rows(
         x.index_select(0, halo.rows), halo.sends, halo.receives, "rows before a run, convolution"
@@ -108,8 +102,8 @@ def _send(x: Tensor, chains: Chains, width: int) -> Handle | None:
 
 
 def _send_back(gradient: Tensor, chains: Chains, width: int) -> Handle | None:
-    halo = chains.halo(width)
-    if not halo.travels or not width:
+    halo = halo_of(chains, width)
+    if not halo.travels:
         return None
     what = "gradients of rows before a run, convolution"
     return chains.channel.all_to_all_rows(gradient, halo.receives, halo.sends, what)

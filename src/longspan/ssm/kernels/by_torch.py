@@ -5,7 +5,7 @@ from torch import Tensor
 
 from longspan.layout.segments import Rows
 from longspan.ssm.kernels.call import Inputs, Saved, state_dtype
-from longspan.ssm.kernels.runs import LocalRuns, on_device
+from longspan.ssm.kernels.runs import LocalRuns, taken
 from longspan.ssm.scan import scan, summaries
 
 
@@ -41,7 +41,7 @@ class TorchBackward:
         """See `Backward`."""
         (owed,) = torch.autograd.grad(self._out, self._start, self._dout, retain_graph=True, allow_unused=True)
         owed = torch.zeros_like(self._start) if owed is None else owed
-        return owed[on_device(runs, owed.device)]
+        return taken(owed, runs)
 
     def prepare(self) -> None:
         """Nothing: the scan has run."""

@@ -14,7 +14,7 @@ from longspan.ssm.kernels.call import Inputs, Recurrence, Saved
 from longspan.ssm.kernels.delta_fla import batch_of_one, of_inputs
 from longspan.ssm.kernels.delta_states import cumulative, indices
 from longspan.ssm.kernels.faded_sums import faded_sums
-from longspan.ssm.kernels.runs import CHUNK, LocalRuns, on_device
+from longspan.ssm.kernels.runs import CHUNK, LocalRuns, taken
 
 
 def lacks(recurrence: Recurrence) -> str:
@@ -56,8 +56,7 @@ class DecayForward:
         zero = self._inputs.k.new_zeros((len(self._runs.lengths), heads, size, width), dtype=torch.float32)
         states = faded_sums(self._added, self._decays.whole, zero, self._runs)
         total = zero.new_zeros((len(zero), heads)).index_add_(0, self._runs.run_of_chunk, self._decays.whole.float())
-        at = [on_device(rows, zero.device) for rows in (leaving, carrying)]
-        return states[at[0]], torch.exp2(total)[at[1], :, None, None]
+        return taken(states, leaving), torch.exp2(taken(total, carrying))[:, :, None, None]
 
     def outputs(self, states: Tensor) -> Tensor:
         """See `Forward`."""
@@ -83,7 +82,7 @@ class DecayBackward:
         """See `Backward`."""
         zero = torch.zeros_like(self._saved.states)
         owed = faded_sums(self._read, self._decays.whole, zero, self._runs, backwards=True)
-        return owed[on_device(runs, owed.device)]
+        return taken(owed, runs)
 
     def prepare(self) -> None:
         """The states of chunks, once more."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from longspan.layout.segments import Rows
 from longspan.ssm.kernels import fla
 from longspan.ssm.kernels.pieces import Pieces
-from longspan.ssm.kernels.runs import CHUNK, LocalRuns, on_device
+from longspan.ssm.kernels.runs import CHUNK, LocalRuns, taken
 
 _MODULE = "ops.common.chunk_delta_h"
 Named = dict[str, Tensor]
@@ -40,8 +40,8 @@ class DeltaStates:
             return none[..., : self._width], none[..., self._width :]
         either = np.union1d(leaving, carrying)
         maps = self._pieces.maps_of_runs(self.maps, either, self._width)
-        at = [on_device(np.searchsorted(either, runs), maps.device) for runs in (leaving, carrying)]
-        return maps[at[0]][..., : self._width], maps[at[1]][..., self._width :]
+        states, transitions = (taken(maps, np.searchsorted(either, runs)) for runs in (leaving, carrying))
+        return states[..., : self._width], transitions[..., self._width :]
 
     def of_chunks(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From the states that enter runs: those that enter chunks, values that rows add, states that enter pieces."""
@@ -55,8 +55,9 @@ def maps_of(rows: Named, pieces: Pieces) -> Tensor:
     here = {name: x[:, inside] for name, x in rows.items()}
     u, (heads, size) = here.pop("u"), rows["w"].shape[2:]
     width = u.shape[-1]
-    wide = u.new_zeros((*u.shape[:3], width + size))
-    wide[..., :width] = u
+    wide = u.new_empty((*u.shape[:3], width + size))
+    wide[..., :width].copy_(u)
+    wide[..., width:].zero_()
     start = u.new_zeros((len(some.lengths), heads, size, width + size), dtype=torch.float32)
     start[..., width:].diagonal(dim1=-2, dim2=-1).fill_(1.0)
     _, _, final = fla.function(_MODULE, "chunk_gated_delta_rule_fwd_h")(

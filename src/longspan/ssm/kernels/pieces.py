@@ -11,7 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from longspan.layout.segments import Rows
-from longspan.ssm.kernels.runs import CHUNK, LocalRuns, on_device
+from longspan.ssm.kernels.affine import moved
+from longspan.ssm.kernels.runs import CHUNK, LocalRuns, put, taken
 
 _AT_ONCE = 128  # pieces times heads that fill a GPU
 _SHORTEST = 8 * CHUNK
@@ -48,14 +49,14 @@ class Pieces:
         return bool((self._counts > 1).any())
 
     def maps_of_runs(self, maps: Tensor, runs: Rows, width: int) -> Tensor:
-        """[B | M] (n, H, K, V + K) of some shared runs from those of pieces; V is `width`."""
-        found = maps[self._at(self._starts[runs] - self.first, maps)]
+        """[B | M] (n, H, K, V + K) of some shared runs from those of pieces; V is `width`. May be a view of `maps`."""
+        found = taken(maps, self._starts[runs] - self.first)
         for place in range(1, int(self._counts[runs].max(initial=1))):
             some = np.flatnonzero(self._counts[runs] > place)
-            at, mine = self._at(some, maps), maps[self._at(self._starts[runs[some]] + place - self.first, maps)]
-            moved = mine[..., width:] @ found[at]
-            moved[..., :width] += mine[..., :width]
-            found[at] = moved
+            mine = taken(maps, self._starts[runs[some]] + place - self.first)
+            both = mine[..., width:] @ taken(found, some)
+            both[..., :width] += mine[..., :width]
+            found = _replaced(found, some, both)
         return found
 
     def entering(self, states: Tensor, maps: Tensor | None) -> Tensor:
@@ -64,22 +65,22 @@ class Pieces:
             return states
         width = states.shape[-1]
         entering = states.new_empty((len(self.runs.lengths), *states.shape[1:]))
-        entering[self._at(self._starts, states)] = states
+        put(entering, self._starts, states)
         for place in range(1, int(self._counts.max())):
             before = self._starts[self._counts > place] + place - 1
-            mine = maps[self._at(before - self.first, maps)]
-            moved = mine[..., width:] @ entering[self._at(before, states)] + mine[..., :width]
-            entering[self._at(before + 1, states)] = moved
+            mine = taken(maps, before - self.first)
+            put(entering, before + 1, moved(mine[..., width:], taken(entering, before), mine[..., :width]))
         return entering
 
     def owed_by_runs(self, owed: Tensor, transitions: Tensor, runs: Rows) -> Tensor:
         """Gradients (n, H, K, V) at the states that enter some shared runs, from those at the states of pieces."""
         last = self._starts[runs] + self._counts[runs] - 1
-        found = owed[self._at(last - self.first, owed)]
+        found = taken(owed, last - self.first)
         for place in range(1, int(self._counts[runs].max(initial=1))):
             some = np.flatnonzero(self._counts[runs] > place)
-            at, mine = self._at(some, owed), self._at(last[some] - place - self.first, owed)
-            found[at] = transitions[mine].mT @ found[at] + owed[mine]
+            mine = last[some] - place - self.first
+            entered = moved(taken(transitions, mine).mT, taken(found, some), taken(owed, mine))
+            found = _replaced(found, some, entered)
         return found
 
     def leaving(self, leaving: Tensor, owed: Tensor | None, transitions: Tensor) -> Tensor:
@@ -88,15 +89,21 @@ class Pieces:
             return leaving
         last = self._starts + self._counts - 1
         found = leaving.new_empty((len(self.runs.lengths), *leaving.shape[1:]))
-        found[self._at(last, leaving)] = leaving
+        put(found, last, leaving)
         for place in range(1, int(self._counts.max())):
             after = last[self._counts > place] - place + 1
-            mine = self._at(after - self.first, leaving)
-            found[self._at(after - 1, leaving)] = transitions[mine].mT @ found[self._at(after, leaving)] + owed[mine]
+            mine = after - self.first
+            put(found, after - 1, moved(taken(transitions, mine).mT, taken(found, after), taken(owed, mine)))
         return found
 
-    def _at(self, rows: Rows, like: Tensor) -> Tensor:
-        return on_device(rows, like.device)
+
+def _replaced(x: Tensor, rows: Rows, values: Tensor) -> Tensor:
+    """x with these rows replaced; x may be a view of something else."""
+    if len(rows) == len(x):
+        return values
+    x = x.clone()
+    put(x, rows, values)
+    return x
 
 
 def _cut(rows: int, most: int) -> list[int]:

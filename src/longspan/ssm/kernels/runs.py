@@ -93,6 +93,25 @@ class LocalRuns:
         return to_device(np.ascontiguousarray(rows), self.device)
 
 
+def taken(x: Tensor, rows: Rows) -> Tensor:
+    """These rows of x, a view where they are consecutive."""
+    if _consecutive(rows):
+        return x[int(rows[0]) : int(rows[-1]) + 1]
+    return x.index_select(0, on_device(rows, x.device))
+
+
+def put(into: Tensor, rows: Rows, values: Tensor) -> None:
+    """into[rows] ← values."""
+    if _consecutive(rows):
+        into[int(rows[0]) : int(rows[-1]) + 1].copy_(values)
+    else:
+        into.index_copy_(0, on_device(rows, into.device), values)
+
+
+def _consecutive(rows: Rows) -> bool:
+    return len(rows) > 0 and bool((np.diff(rows) == 1).all())
+
+
 def on_device(rows: Rows, device: torch.device) -> Tensor:
     """Row numbers as an index; the same few are asked for by every layer, and go there once."""
     return _uploaded(np.ascontiguousarray(rows, dtype=np.int64).tobytes(), device)

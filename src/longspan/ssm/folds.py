@@ -1,0 +1,130 @@
+"""Summaries of runs on their way between the members of a group, and what each member folds from them.
+
+Forward: the state that enters each of this member's runs. Backward: the gradient at each one's final state. See
+`state_pass.py` for the mathematics.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longspan.layout.segments import Rows
+from longspan.ssm.chains import Chains, Passing
+from longspan.ssm.kernels import Inputs
+from longspan.ssm.kernels.affine import moved
+from longspan.ssm.kernels.call import Forward, state_dtype
+from longspan.ssm.kernels.runs import put, taken
+
+
+class Sent:
+    """The summaries of one part's runs, on their way to the members."""
+
+    def __init__(self, chains: Chains, inputs: Inputs, scan: Forward) -> None:
+        self.chains, self.inputs = chains, inputs
+        self.transitions = inputs.k.new_zeros(0)
+        self._passing = chains.forward
+        if not self._passing.any:
+            return
+        states, transitions = scan.summaries(self._passing.leaving, self._passing.carrying)
+        self.transitions = transitions  # backward gives them once more
+        self._gathered = _Gathered(chains, self._passing, states, transitions, "states of runs")
+
+    def entering(self) -> Tensor:
+        """The state (R, H, K, V) that enters each run of this member."""
+        v = self.inputs.v
+        shape = (len(self.chains.mine), *self.inputs.state_shape)
+        entering = v.new_zeros(shape, dtype=state_dtype(v.dtype))
+        if not self._passing.any:
+            return entering
+        table, held = self._passing.own_chains, self._passing.held
+        gathered = self._gathered.wait()
+        state = entering[:0]
+        for place in range(1, self._passing.own_places.stop):
+            before, runs = table[:, place - 1], table[:, place]
+            count = int((runs >= 0).sum())  # chains that go on, which come first
+            given = gathered.states(before[:count])
+            state = given if place == 1 else moved(gathered.transitions(before[:count]), state[:count], given)
+            _keep(entering, state, held[runs[:count]])
+        return entering
+
+
+class Owed:
+    """What outputs owe to the states that entered runs, on its way to the members."""
+
+    def __init__(self, chains: Chains, states: Tensor, transitions: Tensor, owed: Callable[[Rows], Tensor]) -> None:
+        self._chains, self._zero = chains, states
+        if chains.backward.any:
+            runs = chains.backward.leaving
+            own = owed(runs) if len(runs) else states[:0]
+            what = "gradients of states of runs"
+            self._gathered = _Gathered(chains, chains.backward, own, transitions, what)
+
+    def leaving(self) -> Tensor:
+        """The gradient (R, H, K, V) at the final state of each run of this member."""
+        passing, leaving = self._chains.backward, torch.zeros_like(self._zero)
+        if not passing.any:
+            return leaving
+        gathered = self._gathered.wait()
+        table, held = passing.own_chains, passing.held
+        gradient = leaving[:0]
+        for place in range(table.shape[1] - 1, passing.own_places.start, -1):
+            runs = table[:, place]
+            count = int((runs >= 0).sum())
+            going_on = len(gradient)  # chains with a run after this one, which come first
+            given = gathered.states(runs[:count])
+            if going_on:
+                later = moved(gathered.transitions(runs[:going_on]).mT, gradient, given[:going_on])
+                given = later if going_on == count else torch.cat([later, given[going_on:]])
+            gradient = given
+            _keep(leaving, gradient, held[table[:count, place - 1]])
+        return leaving
+
+
+class _Gathered:
+    """States and transitions of a group's runs on their way: rows of H · K numbers, as many for each as it has columns.
+
+    A state (H, K, V) is V such rows, a transition (H, K, K) is K, and one of a number for each head one.
+    """
+
+    def __init__(self, chains: Chains, passing: Passing, states: Tensor, transitions: Tensor, what: str) -> None:
+        self._heads, self._size, self._columns = (
+            states.shape[1],
+            states.shape[2],
+            (states.shape[3], transitions.shape[3]),
+        )
+        wide = transitions.expand(-1, -1, self._size, -1)
+        counts = passing.counts(*self._columns)
+        rows = states.new_empty((counts[chains.member], self._heads * self._size))
+        of_states = len(states) * self._columns[0]
+        rows[:of_states].view(states.shape).copy_(states)
+        rows[of_states:].view(wide.shape).copy_(wide)
+        channel = chains.channel
+        self._places = passing.places(*self._columns, channel.starts(counts))
+        self._rows, self._handle = rows, channel.all_gather_rows(rows, counts, what)
+
+    def wait(self) -> "_Gathered":
+        """The same, once states and transitions may be read."""
+        self._rows = self._handle.wait()
+        return self
+
+    def states(self, runs: Rows) -> Tensor:
+        """(n, H, K, V)."""
+        return self._some(runs, 0)
+
+    def transitions(self, runs: Rows) -> Tensor:
+        """(n, H, K, K or 1)."""
+        return self._some(runs, 1)
+
+    def _some(self, runs: Rows, which: int) -> Tensor:
+        columns = self._columns[which]
+        rows = (self._places[which][runs][:, None] + np.arange(columns)).reshape(-1)
+        return taken(self._rows, rows).view(len(runs), self._heads, self._size, columns)
+
+
+def _keep(into: Tensor, values: Tensor, held: Rows) -> None:
+    """into[held] ← values where this member has the run."""
+    own = (held >= 0).nonzero()[0]
+    if len(own):
+        put(into, held[own], taken(values, own))
