@@ -66,6 +66,22 @@ def ours(layer: Layer, shard: SequenceShard) -> Callable[[Tensor], Tensor]:
     return layer.with_rows(_over(shard))
 
 
+def scan_alone(layer: Layer, shard: SequenceShard) -> Callable[[Tensor], Tensor]:
+    """The layer's scan without the rest of it, over what the layer gives it for random hidden states."""
+    given = list[Any]()
+
+    def keep(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
+        given.extend(x if x is None else x.detach().requires_grad_() for x in (q, k, v, g, beta))
+        given.extend((shard, scale))
+        return v
+
+    with torch.no_grad():
+        parameter = next(layer.module.parameters())
+        x = torch.randn(1, shard.local_rows, layer.hidden, device=parameter.device, dtype=parameter.dtype)
+        layer.with_rows(Rows(_over(shard).convolution, keep))(x)
+    return lambda _: linear_scan(*given)
+
+
 def _over(shard: SequenceShard) -> Rows:
     return Rows(
         lambda x, weight, bias, silu: causal_conv(x, weight, bias, shard, silu=silu),

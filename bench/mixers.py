@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mixer_designs import Layer, baseline, errors, layers, ours
+from mixer_designs import Layer, baseline, errors, layers, ours, scan_alone
 from torch import Tensor
 
 from longspan import Group, Layout, MicroBatch, World, bind
@@ -26,6 +26,7 @@ from longspan.testing import run_ranks
 
 SHARES = (96, 64, 32, 24, 19, 13, 6, 2)  # of 256, documents of a packed case
 PASSES = 5
+DESIGNS = ("ours", "alone", "heads", "gather", "scan", "scan alone")
 
 
 def main() -> None:
@@ -77,6 +78,8 @@ def times(layer: Layer, lengths: tuple[int, ...], world: World) -> dict[str, Any
         "alone": (ours(layer, own), own),
         "heads": (baseline(layer, together, all_rows, world, by_heads=True), together),
         "gather": (baseline(layer, together, all_rows, world, by_heads=False), together),
+        "scan": (scan_alone(layer, together), together),
+        "scan alone": (scan_alone(layer, own), own),
     }
     found: dict[str, Any] = {}
     for name, (run, shard) in designs.items():
@@ -99,7 +102,7 @@ def _whole_on_each(lengths: tuple[int, ...], slots: int) -> MicroBatch:
 
 def _times(run: Callable[[Tensor], Tensor], layer: Layer, rows: int, world: World) -> dict[str, float]:
     x = torch.randn(1, rows, layer.hidden, device=world.device, dtype=torch.bfloat16).requires_grad_()
-    dout = torch.randn_like(x)
+    dout = torch.randn_like(run(x))
     for _ in range(2):
         run(x).backward(dout)
     if world.device.type == "cuda":
@@ -139,20 +142,21 @@ def text_of(record: dict[str, Any]) -> str:
     lines = ["# State-space layers over several GPUs", "", where_it_ran(record), ""]
     lines += [
         f"Milliseconds of forward and backward together (forward alone), and GiB, of the slowest of {record['ranks']} "
-        "ranks. Efficiency: one GPU alone at its share of the rows, over ours.",
+        "ranks. Efficiency: one GPU alone at its share of the rows, over ours. Scan: without the layer's rest.",
         "",
-        "| layer | rows | documents | ours | one GPU, its share | efficiency | heads for rows | gathered rows |",
-        "| --- " * 8 + "|",
+        "| layer | rows | documents | ours | one GPU, its share | efficiency | heads for rows | gathered rows "
+        "| scan | its share |",
+        "| --- " * 10 + "|",
     ]
     for row in record["rows"]:
         if row["case"] == "errors":
             continue
-        cells = [_cell(row[design]) for design in ("ours", "alone", "heads", "gather")]
+        cells = [_cell(row[design]) for design in DESIGNS]
         efficiency = f"{row['alone']['both'] / row['ours']['both']:.2f}" if row["ours"]["both"] else ""
         documents = 1 if row["case"] == "one" else len(SHARES)
         lines.append(
             f"| {row['layer']} | {row['total']:,} | {documents} | {cells[0]} | {cells[1]} | {efficiency} | "
-            f"{cells[2]} | {cells[3]} |"
+            f"{' | '.join(cells[2:])} |"
         )
     lines += [
         "",

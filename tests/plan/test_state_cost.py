@@ -164,7 +164,7 @@ def test_costs_of_states_follow_the_cost() -> None:
     assert slower.summary_seconds == 2 * cost.states.summary_seconds
     full = with_recomputation(cost, HYBRID, "full")
     assert full.states and full.states.state_bytes == cost.states.state_bytes * 3 / 2
-    assert full.states.summary_seconds == pytest.approx(cost.states.summary_seconds * 4 / 3)
+    assert full.states.summary_seconds == pytest.approx(cost.states.summary_seconds * 5 / 3)
     assert full.dealt("contiguous").forward_only() == cost.dealt("contiguous").forward_only()
     weights = cost.linear_seconds - cost.states.scan_seconds
     frozen = with_recomputation(cost, HYBRID, "none", frozen=True).linear_seconds

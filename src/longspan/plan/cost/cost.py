@@ -198,6 +198,7 @@ class Cost(CostFields):
         tflops: float,
         attention_tflops: float | None = None,
         scan_tflops: float | None = None,
+        channel_seconds: float = 0.0,
         inside_gbps: float = 350.0,
         across_gbps: float = 40.0,
         bytes_per_value: int = 2,
@@ -211,9 +212,10 @@ class Cost(CostFields):
 
         `config` is a transformers configuration, an object or dict like one, a config.json or its folder. `tflops` is
         what a slot (its tensor-parallel ranks together) sustains, in 1e12 FLOP/s, `attention_tflops` and `scan_tflops`
-        what it does in attention and in the scans of state-space layers, where that differs; `inside_gbps` and
-        `across_gbps` what it sends to another slot of its node and elsewhere, in 1e9 bytes/s; `ring_step_latency` the
-        seconds of a step of the ring in one layer; `bytes_per_value` of keys and values; `depths` of multi-token
+        what it does in attention and in the scans of state-space layers, where that differs; `channel_seconds` a row
+        and channel of their convolutions, with the norms and gates about these; `inside_gbps` and `across_gbps` what
+        it sends to another slot of its node and elsewhere, in 1e9 bytes/s; `ring_step_latency` the seconds of a step
+        of the ring in one layer; `bytes_per_value` of keys and values; `depths` of multi-token
         prediction are those of `add_mtp`. Raises PlanError naming attributes that are missing, or that show layers
         which cannot be priced so.
         """
@@ -228,7 +230,11 @@ class Cost(CostFields):
         # For documents longer than the window or chunk, of which a row sees half.
         seen = shape.window_layers * 14 * shape.window + shape.chunk_layers * 7 * shape.chunk
         states = StateCost.of(
-            shape, scan_tflops=scan_tflops, step_latency=ring_step_latency, bytes_per_value=bytes_per_value
+            shape,
+            scan_tflops=scan_tflops,
+            step_latency=ring_step_latency,
+            bytes_per_value=bytes_per_value,
+            channel_seconds=channel_seconds,
         )
         in_windows = seen * shape.query_width / (attention_tflops * 1e12)
         return cls(

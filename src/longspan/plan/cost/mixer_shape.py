@@ -66,6 +66,11 @@ class MixerShape:
             return 4 * self.heads * self.key_size * (self.key_size + self.value_size)
         return 2 * self.state
 
+    @property
+    def owed_flops(self) -> int:
+        """Of a row backward in the pass that gives what a run's rows owe to the state before it."""
+        return (4 if self.delta else 2) * self.state
+
 
 def mixer_kind(read: ConfigReader) -> str:
     """The kind of a configuration's state-space layers, by the names of their sizes; "" where it is none of these."""

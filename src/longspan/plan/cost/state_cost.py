@@ -20,10 +20,11 @@ from longspan.plan.micro_batch import PARTITIONS
 Floats = NDArray[np.float64]
 
 _STATE_SIZE = 4  # bytes of a number of a state
-# What forward takes of both passes: a third of the products; states go round once in either pass.
+# What forward takes of both passes: a third of the products; of summaries two thirds, as backward reads what forward
+# found a run to do to a state; states go round once in either pass.
 _FORWARD = {
     "scan_seconds": 1 / 3,
-    "summary_seconds": 1 / 3,
+    "summary_seconds": 2 / 3,
     "state_bytes": 1 / 2,
     "transition_bytes": 1 / 2,
     "halo_bytes": 1 / 2,
@@ -46,12 +47,12 @@ class StateCost:
     >>> float(cost.given_bytes(1.0, 65536.0, 4.0)), float(cost.dealt("contiguous").given_bytes(1.0, 65536.0, 4.0))
     (850.0, 400.0)
 
-    `scan_seconds` of a row's recurrence are part of `Cost.linear_seconds`; `summary_seconds` are added for each row of
-    a run that other slots need the state of. `state_bytes` are those of a run's state, `transition_bytes` of what a run
-    does to one, which go to all slots of a group; `halo_bytes` of the rows before a run that its convolution reads,
-    which go to the run's slot alone. `step_seconds` is the latency of a layer's exchanges in every layer: of states,
-    and of rows before runs. `partition` is that of the groups. Raises PlanError for a value that is negative or not
-    finite.
+    `scan_seconds` of a row's recurrence, convolution, norms and gates are part of `Cost.linear_seconds`;
+    `summary_seconds` are added for each row of a run that other slots need the state of. `state_bytes` are those of
+    a run's state, `transition_bytes` of what a run does to one, which go to all slots of a group; `halo_bytes` of
+    the rows before a run that its convolution reads, which go to the run's slot alone. `step_seconds` is the
+    latency of a layer's exchanges in every layer: of states, and of rows before runs. `partition` is that of the
+    groups. Raises PlanError for a value that is negative or not finite.
     """
 
     scan_seconds: float = 0.0
@@ -72,20 +73,28 @@ class StateCost:
 
     @classmethod
     def of(
-        cls, shape: ModelShape, *, scan_tflops: float, step_latency: float, bytes_per_value: int = 2
+        cls,
+        shape: ModelShape,
+        *,
+        scan_tflops: float,
+        step_latency: float,
+        bytes_per_value: int = 2,
+        channel_seconds: float = 0.0,
     ) -> "StateCost | None":
         """Of a model's state-space layers, at so many TFLOP/s of scans; None where it has none.
 
+        `channel_seconds` are those of a row and channel of a layer's convolution, with the norms and gates about it.
         States and transitions travel in float32, in forward and in backward, rows in `bytes_per_value`.
         """
         mixer, layers = shape.mixer, shape.mixer_layers
         if mixer is None:
             return None
         scan, summary = (
-            3 * layers * flops / (scan_tflops * 1e12) for flops in (mixer.chunked_flops, mixer.summary_flops)
+            layers * flops / (scan_tflops * 1e12)
+            for flops in (3 * mixer.chunked_flops, mixer.summary_flops + mixer.owed_flops)
         )
         return cls(
-            scan_seconds=scan,
+            scan_seconds=scan + layers * mixer.channels * channel_seconds,
             summary_seconds=summary,
             state_bytes=float(layers * 2 * mixer.state * _STATE_SIZE),
             transition_bytes=float(layers * 2 * mixer.transition * _STATE_SIZE),
