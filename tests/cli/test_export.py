@@ -19,7 +19,7 @@ from longspan.train.config.sections import RunConfig
 from longspan.train.data.documents import Corpus
 from longspan.train.data.tokenizer import train_tokenizer
 from longspan.train.run.records.metrics_log import read_metrics
-from longspan.train.run.setup import step_order_of
+from longspan.train.run.set_up.order import step_order_of
 from tests.model.deep import deep_config
 from tests.train.small import small_config, train_rank
 

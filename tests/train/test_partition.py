@@ -13,7 +13,7 @@ from longspan.train.config.file import load_config, to_toml
 from longspan.train.config.sections import ContextConfig, ModelConfig
 from longspan.train.plans import PlanChoice
 from longspan.train.run.config_check import check_config
-from longspan.train.run.partition import partition_chosen, with_usual_partition
+from longspan.train.run.set_up.partition import partition_chosen, with_usual_partition
 
 COST, HOME = cost_on_cpus(preset_config("qwen3-next-tiny", vocab_size=2048)), Layout(4)
 LENGTHS = [[300] * 12, [900, 400, 20, 7]]

@@ -13,7 +13,7 @@ from longspan.train.data.documents import Corpus
 from longspan.train.data.step_order import StepOrder
 from longspan.train.data.tokenizer import load_tokenizer
 from longspan.train.run.records.metrics_log import read_metrics
-from longspan.train.run.setup import step_order_of, with_steps_of_epochs
+from longspan.train.run.set_up.order import step_order_of, with_steps_of_epochs
 from tests.train.data.test_formats import rows_as
 from tests.train.homes import losses_of_run
 from tests.train.small import WORDS, small_config

@@ -11,7 +11,7 @@ from longspan.testing import run_ranks
 from longspan.train.config.sections import RunConfig, SourceConfig
 from longspan.train.data.documents import Corpus
 from longspan.train.run.records.metrics_log import read_metrics
-from longspan.train.run.setup import source_lines, step_order_of
+from longspan.train.run.set_up.order import source_lines, step_order_of
 from tests.train.small import small_config, train_rank, write_texts
 
 

@@ -25,7 +25,7 @@ from longspan.train.data.step_order import StepOrder
 from longspan.train.reading.targets import with_targets_of
 from longspan.train.run.config_check import check_config
 from longspan.train.run.records.metrics_log import read_metrics
-from longspan.train.run.setup import step_order_of
+from longspan.train.run.set_up.order import step_order_of
 from tests.model.stock import gradients_of, texts, tiny, worst
 from tests.train.small import small_config, train_rank
 

@@ -18,7 +18,7 @@ from longspan.testing import run_ranks
 from longspan.train.config.file import load_config
 from longspan.train.config.sections import ParallelConfig, RunConfig
 from longspan.train.run.records.metrics_log import read_metrics
-from longspan.train.run.resume import _check_same_run
+from longspan.train.run.set_up.resume import _check_same_run
 from tests.model.vision.models import tiny
 from tests.mutation import mutated
 from tests.train.homes import farthest, gone_on_from_the_first_checkpoint, losses_of_run

@@ -43,7 +43,7 @@ def documents_of(flags: StepFlags, config: RunConfig, slots: int, *, gpu: bool) 
 def _of_first_step(config: RunConfig) -> Documents:
     """The documents of a run's first step, whose lengths its corpus tells."""
     from longspan.train.data.documents import Corpus
-    from longspan.train.run.setup import step_order_of
+    from longspan.train.run.set_up.order import step_order_of
 
     folder, config = Path(config.run.dir), resolved(config)
     if not (folder / "corpus" / "corpus.json").is_file():

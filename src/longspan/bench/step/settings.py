@@ -20,7 +20,7 @@ from longspan.train.config.precision import compute_dtype
 from longspan.train.config.sections import RunConfig
 from longspan.train.plans import PlanChoice, cost_of_run, home_of, query_heads
 from longspan.train.run.config_check import check_config
-from longspan.train.run.partition import partition_chosen
+from longspan.train.run.set_up.partition import partition_chosen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -32,7 +32,7 @@ from longspan.train.evaluation.passkey.documents import PasskeyDocuments
 from longspan.train.memory.rows_that_fit import with_rows_of_run
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads
 from longspan.train.run.evaluations.user_metrics import load_metrics
-from longspan.train.run.partition import with_usual_partition
+from longspan.train.run.set_up.partition import with_usual_partition
 from longspan.train.run.stop_signal import StopSignal
 from longspan.train.training import AnyModel
 

@@ -30,7 +30,7 @@ from longspan.train.data.tokenizer import TextTokenizer
 from longspan.train.evaluation.passkey.documents import PasskeyDocuments
 from longspan.train.run.evaluations.sets import MADE
 from longspan.train.run.run_corpus import corpus_line
-from longspan.train.run.setup import step_order_of
+from longspan.train.run.set_up.order import step_order_of
 
 HELD_OUT = ""  # name of the set of documents that a run holds out
 

@@ -21,8 +21,8 @@ from longspan.train.run.evaluations.sets import EvaluationSet
 from longspan.train.run.progress import ProgressDisplay
 from longspan.train.run.records.open_records import Records
 from longspan.train.run.saves import is_due
-from longspan.train.run.setup import TrainingRun
 from longspan.train.run.stop_signal import StopSignal, received_signal
+from longspan.train.run.training_run import TrainingRun
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,9 @@ from longspan.train.run.records.metrics_log import read_metrics
 from longspan.train.run.records.open_records import Records, open_records
 from longspan.train.run.result import LAST_STEPS, TrainResult
 from longspan.train.run.saves import Saves
-from longspan.train.run.setup import TrainingRun, set_up
+from longspan.train.run.set_up.set_up import set_up
 from longspan.train.run.stop_signal import StopSignal, received_signal
+from longspan.train.run.training_run import TrainingRun
 from longspan.train.run.warm_up_run import warm_up_run
 
 

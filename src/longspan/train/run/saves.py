@@ -12,7 +12,7 @@ from dataclasses import asdict
 from longspan.errors import CheckpointError, LongspanError, NonFiniteError, counted
 from longspan.train.all_ranks import is_first_rank
 from longspan.train.checkpoint.checkpoint import save_checkpoint
-from longspan.train.run.setup import TrainingRun
+from longspan.train.run.training_run import TrainingRun
 
 
 class Saves:

@@ -4,7 +4,7 @@ from longspan.comm import World
 from longspan.plan import Plan
 from longspan.train.all_ranks import LogLine
 from longspan.train.plans import planner_of_steps
-from longspan.train.run.setup import TrainingRun
+from longspan.train.run.training_run import TrainingRun
 from longspan.train.warm_up.warm_up import warm_up
 
 COMING, COMING_DYNAMIC = 32, 4  # steps whose plans are looked at; dynamic plans take a while each

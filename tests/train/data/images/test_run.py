@@ -18,7 +18,7 @@ from longspan.train.data.image_reader import ImageReader
 from longspan.train.data.images.image_file import ImageFile
 from longspan.train.data.step_order import StepOrder
 from longspan.train.run.records.metrics_log import read_metrics
-from longspan.train.run.setup import step_order_of
+from longspan.train.run.set_up.order import step_order_of
 from tests.train.data.images.folders import qwen_folder, write_images, write_rows
 from tests.train.homes import farthest
 from tests.train.small import train_rank

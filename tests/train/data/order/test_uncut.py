@@ -21,7 +21,7 @@ from longspan.train.data.image_documents import ImagePacks, show_images
 from longspan.train.data.order.uncut import UncutSpans
 from longspan.train.data.pack_order import PackOrder
 from longspan.train.data.step_order import StepOrder
-from longspan.train.run.setup import step_order_of
+from longspan.train.run.set_up.order import step_order_of
 from tests.mutation import mutated
 from tests.train.data.images import test_run as runs
 from tests.train.data.images.folders import write_images

@@ -17,7 +17,7 @@ from longspan.train.figures import device_name
 from longspan.train.gradients import counted_parameters
 from longspan.train.plans import PlanChoice
 from longspan.train.run.records.facts import RunFacts
-from longspan.train.run.setup import TrainingRun
+from longspan.train.run.training_run import TrainingRun
 
 
 def facts_of(run: TrainingRun) -> RunFacts:

@@ -15,7 +15,7 @@ from longspan.train.loggers.run_loggers import RunLoggers
 from longspan.train.run.records.facts import RunFacts, facts_text
 from longspan.train.run.records.group_log import GroupLog
 from longspan.train.run.records.metrics_log import MetricsLog, evaluated_in, read_metrics
-from longspan.train.run.setup import TrainingRun
+from longspan.train.run.training_run import TrainingRun
 
 
 class Records(NamedTuple):

@@ -1,0 +1,1 @@
+"""From a configuration to everything that a run works with."""

@@ -1,0 +1,38 @@
+"""The model of a run, fit for its data, and prepared."""
+
+from functools import partial
+from pathlib import Path
+
+from longspan.comm import World
+from longspan.errors import ModelError, RunFolderError
+from longspan.train.all_ranks import LogLine, on_every_rank, on_first_rank
+from longspan.train.config.sections import RunConfig
+from longspan.train.mtp.depths import depths_line
+from longspan.train.run.checks.encoder import check_images
+from longspan.train.run.long_documents import configuration_for
+from longspan.train.run.run_corpus import check_tokenizer
+from longspan.train.run.set_up.data import RunData
+from longspan.train.run.set_up.kept_files import keep_model_files
+from longspan.train.training import AnyModel, configuration_of, loaded_model, prepared_model, unread_model
+
+
+def prepared_for(data: RunData, config: RunConfig, world: World, log: LogLine, *, resumed: bool) -> AnyModel:
+    """The run's model, fit for its data, and prepared.
+
+    Of a run that is `resumed` no weight is read or drawn, for its checkpoint has them all, but under [lora]: then it
+    has the adapter alone.
+    """
+    rows = data.tokenizer_size if config.data.tokenizer else config.data.vocab_size
+    named = on_every_rank(world, lambda: configuration_of(config, rows), ModelError)
+    check_tokenizer(config, named, data.tokenizer_size)
+    fit = configuration_for(named, config.model, *data.longest, log)
+    if config.mtp.depths and not resumed:
+        log(on_every_rank(world, lambda: depths_line(config, fit), ModelError))
+    images = data.images > 0
+    check_images(config, data.images)
+    load = unread_model if resumed and not config.lora.rank else partial(loaded_model, vocabulary=rows)
+    load = partial(load, images=images)
+    model = on_every_rank(world, lambda: load(config, configuration=fit), ModelError)
+    keep = partial(keep_model_files, Path(config.run.dir), config.model, fit, type(model).__name__, log)
+    on_first_rank(world, keep, RunFolderError)
+    return prepared_model(config, world, model, images=images)

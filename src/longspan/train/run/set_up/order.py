@@ -1,0 +1,99 @@
+"""Which documents a run's steps take, in which order and how often, and the lines that say so."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from longspan.errors import ConfigError, counted
+from longspan.train.all_ranks import LogLine
+from longspan.train.config.defaults import with_steps
+from longspan.train.config.sections import RunConfig
+from longspan.train.data.documents import Corpus
+from longspan.train.data.order.source import ORDER, Mixture
+from longspan.train.data.order.uncut import UncutSpans
+from longspan.train.data.pack_order import PackOrder
+from longspan.train.data.step_order import StepOrder
+from longspan.train.optim.schedule import Schedule
+
+FEW_STEPS = 10  # a run of epochs with fewer is told how to have more
+
+
+def with_steps_of_epochs(config: RunConfig, order: StepOrder | PackOrder, log: LogLine) -> RunConfig:
+    """The configuration with the number of steps that `train.epochs` takes. Raises ConfigError for a schedule that does
+    not fit them."""
+    if not config.train.epochs:
+        return config
+    steps = order.steps_of_epochs(config.train.epochs)
+    documents, tokens = order.stream.documents, order.stream.tokens
+    config = with_steps(config, steps)
+    Schedule.of(config.train)
+    log(
+        f"train.epochs {config.train.epochs:g}: {counted(steps, 'step')} over {counted(documents, 'document')} "
+        f"({counted(tokens, 'token')}), in place of train.steps; {config.train.warmup_steps} of warm-up"
+        + "; fewer tokens a step (train.tokens_per_step) make more steps"
+        * (steps < FEW_STEPS)
+    )
+    return config
+
+
+def step_order_of(config: RunConfig, corpus: Corpus, *, version: int = ORDER) -> StepOrder | PackOrder:
+    """The order of a run's documents; a run that an earlier version began keeps that of its version."""
+    data, tokens = config.data, config.train.tokens_per_step
+    order = StepOrder(
+        corpus.lengths,
+        tokens_per_step=tokens,
+        seed=config.train.seed,
+        eval_documents=data.eval_documents,
+        targets=corpus.targets,
+        mixture=Mixture(corpus.source_of, tuple(s.weight for s in data.sources)) if data.sources else None,
+        version=version,
+    )
+    if not data.pack_to:
+        return order
+    across = data.pack_attention == "across"
+    return PackOrder(order, pack_to=data.pack_to, tokens_per_step=tokens, across=across, uncut=_uncut(config, corpus))
+
+
+def _uncut(config: RunConfig, corpus: Corpus) -> UncutSpans | None:
+    """The placeholders of each image, which no pack cuts. Raises ConfigError where packs have no room for one."""
+    if corpus.images is None or not len(corpus.images):
+        return None
+    spans = UncutSpans.of(*(np.asarray(corpus.images.column(name)) for name in ("document", "start", "stop")))
+    if config.data.pack_to < (least := 2 * spans.longest - 1):
+        raise ConfigError(
+            f"data.pack_to is {config.data.pack_to}, and an image takes {spans.longest} tokens, which no pack cuts; "
+            f"set it to {least} or more, or to 0: micro-batches hold several documents without padding"
+        )
+    return spans
+
+
+def documents_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
+    """How many documents are trained on, how often the run's steps read them, and how many are held out of that."""
+    steps, held_out = config.train.steps, len(order.evaluation)
+    tokens = order.stream.tokens
+    taken = config.train.tokens_per_step * steps
+    line = (
+        f"{counted(order.stream.documents, 'document')} to train on, of {counted(tokens, 'token')}, which "
+        f"{counted(steps, 'step')} read about {taken / tokens:.3g} times; {held_out} held out (data.eval_documents)"
+    )
+    if config.data.pack_to:
+        within = "across documents" if config.data.pack_attention == "across" else "within documents"
+        line += f"; packed to {config.data.pack_to:,} tokens (data.pack_to), attention {within}"
+    if config.train.tokens_per_step > tokens:
+        line += (
+            f"; a step of {config.train.tokens_per_step:,} tokens (train.tokens_per_step) reads documents repeatedly"
+        )
+    return line
+
+
+def source_lines(config: RunConfig, order: StepOrder | PackOrder) -> Iterator[str]:
+    """Of each of several sources: its share of the tokens, what it has, and how often the run's steps read it."""
+    taken = config.train.tokens_per_step * config.train.steps
+    sources = order.stream.sources if config.data.sources else ()
+    for table, source in zip(config.data.sources, sources, strict=True):
+        share = source.weight / sum(each.weight for each in sources)
+        yield (
+            f"source {table.path}: weight {source.weight:g}, {share:.3g} of the tokens of steps; it has "
+            f"{counted(source.documents, 'document')} of {counted(source.tokens, 'token')} to train on, read about "
+            f"{taken * share / source.tokens:.3g} times"
+        )
