@@ -18,7 +18,7 @@ NAMES = [
     *("World", "SequenceShard", "bind", "attend", "Bridge", "LongspanError"),
     *("load_model", "prepare", "save_model", "run_step", "evaluate", "token_log_probs", "Document", "DocumentLoss"),
     *("without_adapter", "add_mtp", "MtpLoss"),
-    *("EncoderHome", "ImageInput", "image_tokens"),
+    *("EncoderHome", "ImageInput", "image_tokens", "Video", "video_tokens"),
     *("Item", "ItemDocuments", "Encoder", "MultimodalModel", "prepare_encoder"),
 ]
 

@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from longspan.model import EncoderHome as EncoderHome
     from longspan.model import ImageInput as ImageInput
     from longspan.model import MultimodalModel as MultimodalModel
+    from longspan.model import Video as Video
     from longspan.model import add_mtp as add_mtp
     from longspan.model import image_tokens as image_tokens
     from longspan.model import load_model as load_model
     from longspan.model import prepare as prepare
     from longspan.model import prepare_encoder as prepare_encoder
     from longspan.model import save_model as save_model
+    from longspan.model import video_tokens as video_tokens
     from longspan.model import without_adapter as without_adapter
     from longspan.plan import Cost as Cost
     from longspan.plan import Group as Group

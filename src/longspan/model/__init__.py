@@ -22,5 +22,7 @@ if TYPE_CHECKING:
     from longspan.model.vision.image_tokens import ImageInput as ImageInput
     from longspan.model.vision.image_tokens import image_tokens as image_tokens
     from longspan.model.vision.join import EncoderHome as EncoderHome
+    from longspan.model.vision.tried_videos import video_tokens as video_tokens
+    from longspan.model.vision.video_tokens import Video as Video
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

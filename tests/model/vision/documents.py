@@ -1,4 +1,4 @@
-"""Documents with images for a tiny model, and what the stock model says of them, one by one in one process."""
+"""Documents with images and videos for a tiny model, and what the stock model says of them, one by one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,18 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan import ItemDocuments
 from longspan.bridge import items_at_placeholders
 from longspan.doctor.float64 import whole_float64
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
+from longspan.model.vision.video_tokens import Video, VideoTokens
 from tests.model.stock import gradients_of
-from tests.model.vision.models import IMAGE, tiny
+from tests.model.vision.models import IMAGE, VIDEO, tiny
 
 Grid = tuple[int, int, int]
 
-# Tokens of text, and the images among them: 0 to 3 of other sizes, at any place but side by side.
+# Tokens of text, and the images among them: 0 to 3 of other sizes, at any place but side by side; those of several
+# frames are videos.
 SETS: dict[str, Sequence[tuple[int, tuple[Grid, ...]]]] = {
     "mixed": (
         (13, ()),
@@ -29,6 +31,15 @@ SETS: dict[str, Sequence[tuple[int, tuple[Grid, ...]]]] = {
         (21, ((1, 6, 2), (1, 4, 4))),
         (8, ((1, 2, 2),)),
     ),
+    "videos": (
+        (13, ()),
+        (12, ((3, 4, 4), (1, 4, 6))),
+        (16, ((2, 2, 4), (3, 4, 2))),
+        (7, ()),
+        (9, ((1, 6, 2),)),
+        (9, ((4, 2, 2),)),
+    ),
+    "even videos": tuple((9, ((2, 4, 4), (2, 4, 4))) for _ in range(4)),
     "text": ((13, ()), (9, ())),
     "even": tuple((9, ((1, 4, 4),)) for _ in range(4)),  # any document's image fits in any other
 }
@@ -36,26 +47,53 @@ SETS: dict[str, Sequence[tuple[int, tuple[Grid, ...]]]] = {
 
 @dataclass(frozen=True)
 class Raw:
-    """One document: its ids, and of each image its grid and its pixels."""
+    """One document: its ids, and of each image and each video its grid and its pixels."""
 
     ids: np.ndarray
     images: tuple[ImageInput, ...]
+    videos: tuple[ImageInput, ...] = ()
+
+    @property
+    def clips(self) -> list[Video]:
+        """The videos, whose groups of frames are ever further from each other."""
+        return [Video(video.grid, 0.8 + i) for i, video in enumerate(self.videos) if video.grid]
 
 
 def raw(tokens: ImageTokens, name: str = "mixed") -> list[Raw]:
     """The documents of a set for a model: with grids, or with images of one size."""
     draw = np.random.default_rng(0)
-    return [_document(tokens, text, grids, draw) for text, grids in SETS[name]]
+    apart = "video" in name and VideoTokens.of(of_config(tokens)).apart
+    return [_document(tokens, text, grids, draw, apart=apart) for text, grids in SETS[name]]
 
 
-def _document(tokens: ImageTokens, text: int, grids: Sequence[Grid], draw: np.random.Generator) -> Raw:
+def of_config(tokens: ImageTokens) -> PreTrainedConfig:
+    """The configuration that says of images what it says."""
+    assert tokens.config is not None
+    return tokens.config
+
+
+def _document(tokens: ImageTokens, text: int, grids: Sequence[Grid], draw: np.random.Generator, *, apart: bool) -> Raw:
     images = tuple(_image(tokens, grid, draw) for grid in grids)
     words = draw.integers(1, 50, size=text)
     places = np.sort(draw.choice(np.arange(1, text), size=len(images), replace=False))
     ids = list[int]()
     for part, image in zip(np.split(words, places), (*images, None), strict=True):
-        ids += [*part.tolist(), *([] if image is None else [IMAGE] * tokens.rows(image.grid))]
-    return Raw(np.array(ids), images)
+        ids += [*part.tolist(), *([] if image is None else _placeholders(tokens, image, apart))]
+    still, moving = (tuple(x for x in images if _is_video(x) == video) for video in (False, True))
+    return Raw(np.array(ids), still, moving)
+
+
+def _is_video(image: ImageInput) -> bool:
+    return image.grid is not None and image.grid[0] > 1
+
+
+def _placeholders(tokens: ImageTokens, image: ImageInput, apart: bool) -> list[int]:
+    """The ids of an image, or of a video: where groups of frames stand apart, two tokens of text between them."""
+    if not _is_video(image):
+        return [IMAGE] * tokens.rows(image.grid)
+    groups, height, width = image.grid or (0, 0, 0)
+    group = [VIDEO] * tokens.rows((1, height, width))
+    return [token for i in range(groups) for token in ([3, 4] * (apart and i > 0) + group)]
 
 
 def _image(tokens: ImageTokens, grid: Grid, draw: np.random.Generator) -> ImageInput:
@@ -70,13 +108,21 @@ def documents_of(tokens: ImageTokens, name: str = "mixed") -> ItemDocuments:
     documents = raw(tokens, name)
     ids = [document.ids for document in documents]
     rows = [[tokens.rows(image.grid) for image in document.images] for document in documents]
-    images = [image for document in documents for image in document.images]
+    items, inputs = items_at_placeholders(ids, IMAGE, rows), [x for document in documents for x in document.images]
+    videos = VideoTokens.of(of_config(tokens)) if any(document.videos for document in documents) else None
+    if videos is not None:
+        rows = [[n for video in document.clips for n in videos.rows(video.grid)] for document in documents]
+        items += items_at_placeholders(ids, videos.placeholder, rows)
+        whole = [video for document in documents for video in document.videos]
+        inputs += [group for video in whole if video.grid for group in videos.inputs(video.pixels, video.grid)]
 
     def positions(d: int) -> np.ndarray | None:
-        grids = [image.grid for image in documents[d].images if image.grid is not None]
-        return tokens.positions(ids[d], np.array(grids))
+        grids = np.array([image.grid for image in documents[d].images if image.grid is not None])
+        return (
+            tokens.positions(ids[d], grids) if videos is None else videos.positions(ids[d], grids, documents[d].clips)
+        )
 
-    return ItemDocuments(ids, items_at_placeholders(ids, IMAGE, rows), images, positions)
+    return ItemDocuments(ids, items, inputs, positions)
 
 
 @dataclass(frozen=True)
@@ -114,14 +160,21 @@ def answer_of(name: str, documents: str = "mixed", trained: Any = None, make: An
 
 def _loss(model: PreTrainedModel, document: Raw) -> tuple[Tensor, int]:
     """The sum of the cross entropy of the tokens of text, and how many they are."""
-    ids, images = torch.from_numpy(document.ids)[None], {}
+    ids, images = torch.from_numpy(document.ids)[None], dict[str, Any]()
+    placeholder = (ids == IMAGE) | (ids == VIDEO)
     if document.images:
         images["pixel_values"] = torch.cat([image.pixels for image in document.images])
         if document.images[0].grid is not None:
             images["image_grid_thw"] = torch.tensor([image.grid for image in document.images])
             images["mm_token_type_ids"] = (ids == IMAGE).int()
+    if document.videos:
+        images["pixel_values_videos"] = torch.cat([video.pixels for video in document.videos])
+        images["video_grid_thw"] = torch.tensor([video.grid for video in document.videos])
+        images["mm_token_type_ids"] = (ids == IMAGE).int() + 2 * (ids == VIDEO)
+        if model.config.model_type == "qwen2_5_vl":
+            images["second_per_grid_ts"] = torch.tensor([video.seconds for video in document.clips]).float()
     if model.config.model_type == "gemma3":  # its mask knows images by them
         images["token_type_ids"] = (ids == IMAGE).int()
     logits = model(input_ids=ids, use_cache=False, **images).logits[0]
-    labels = ids[0, 1:].masked_fill(ids[0, 1:] == IMAGE, -100)
+    labels = ids[0, 1:].masked_fill(placeholder[0, 1:], -100)
     return F.cross_entropy(logits[:-1], labels, reduction="sum"), int((labels != -100).sum())

@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
-IMAGE = 60  # the id of a placeholder
+IMAGE, VIDEO = 60, 59  # the ids of placeholders
 TEXT: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 4,
@@ -22,7 +22,7 @@ TEXT: dict[str, Any] = {
     "pad_token_id": None,
 }
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
-TOKENS = {"image_token_id": IMAGE, "video_token_id": 59, "vision_start_token_id": 57, "vision_end_token_id": 56}
+TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": 57, "vision_end_token_id": 56}
 VIT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 PIXELS = VIT | {"image_size": 8, "patch_size": 4}
 QWEN: dict[str, Any] = {"hidden_size": 16, "depth": 3, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32}

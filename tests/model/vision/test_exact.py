@@ -38,6 +38,16 @@ def all_of(ranks: int) -> list[Case]:
     return cases
 
 
+def of_videos(ranks: int) -> list[Case]:
+    """Videos and images mixed, and text: every model that has videos, under the plans of so many ranks."""
+    one, names = Layout(ranks), [name for name in here() if name.startswith("qwen")]
+    cases = [Case(name, one, one, cp, "videos") for name in names for cp in (0, ranks)]
+    if ranks == 2:
+        cases += [Case(name, Layout(2, tp=2), Layout(2, tp=2), 1, "videos") for name in names]
+        cases += [Case(name, Layout(2, pp=2), one, 1, "videos") for name in names]
+    return cases
+
+
 def of_spans(ranks: int) -> list[Case]:
     """Images whose tokens see each other, cut everywhere: every type and partition, and both homes split."""
     one, kinds = Layout(ranks), ["all_gather", *([] if ranks == 3 else ["a2a"])]
@@ -74,6 +84,12 @@ def test_a_step_is_that_of_the_stock_model() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_model_under_every_plan(ranks: int) -> None:
     _check(ranks, all_of(ranks))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_videos_under_every_plan(ranks: int) -> None:
+    _check(ranks, of_videos(ranks))
 
 
 @pytest.mark.whole

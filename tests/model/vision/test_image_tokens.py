@@ -7,8 +7,9 @@ from transformers import Qwen3Config
 
 from longspan.errors import DataError, ModelError
 from longspan.model.vision.image_tokens import ImageTokens, image_tokens
+from longspan.model.vision.video_tokens import Video, VideoTokens
 from tests.model.vision.documents import raw
-from tests.model.vision.models import IMAGE, config_of, here, tiny
+from tests.model.vision.models import IMAGE, VIDEO, config_of, here, tiny
 
 ROWS = {"llava-clip": 4, "llava-siglip": 4, "gemma3": 9}  # of every image; others by grid
 
@@ -48,3 +49,37 @@ def test_what_does_not_fit_is_named_with_both_counts() -> None:
         tokens.rows((1, 3, 4))
     with pytest.raises(ModelError, match="Qwen3Config has no image_token_id and vision_config"):
         image_tokens(Qwen3Config())
+
+
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
+def test_positions_of_videos_are_those_of_the_model(name: str) -> None:
+    videos, base = VideoTokens.of(config_of(name)), tiny(name).model
+    assert videos.placeholder == VIDEO and videos.apart == (name == "qwen3-vl")
+    for document in raw(videos.images, "videos"):
+        if not document.videos:
+            continue
+        grids, ids = np.array([image.grid for image in document.images]), torch.from_numpy(document.ids)[None]
+        media = {"video_grid_thw": torch.tensor([video.grid for video in document.clips])}
+        media |= {"image_grid_thw": torch.from_numpy(grids)} if len(grids) else {}
+        if name == "qwen2.5-vl":
+            media["second_per_grid_ts"] = torch.tensor([video.seconds for video in document.clips]).float()
+        wanted, _ = base.get_rope_index(ids, (ids == IMAGE).int() + 2 * (ids == VIDEO).int(), **media)
+        made = videos.positions(document.ids, grids, document.clips)
+        assert made is not None and np.array_equal(made, wanted[:, 0].numpy())
+
+
+def test_videos_that_do_not_fit_are_named_with_both_counts() -> None:
+    videos = VideoTokens.of(config_of("qwen3-vl"))
+    assert videos.rows((3, 4, 6)) == [6, 6, 6]
+    with pytest.raises(
+        DataError, match=r"1 run of placeholders \(token id 59\) of \[8\] tokens, its 1 video make \[4, 4\]"
+    ):
+        videos.positions(np.array([1, *[VIDEO] * 8, 2]), np.zeros((0, 3)), [Video((2, 4, 4))])
+    with pytest.raises(DataError, match=r"a video has 20 patches and the grid \(2, 4, 4\), which is of 32"):
+        videos.inputs(torch.zeros(20, 24), (2, 4, 4))
+    with pytest.raises(ModelError, match="LlavaConfig is not of a model that takes videos by a video_token_id"):
+        VideoTokens.of(config_of("llava-clip"))
+    lacking = config_of("qwen3-vl")
+    lacking.video_token_id = 99  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ModelError, match="token id 99, and Qwen3VLConfig has 62 ids"):
+        VideoTokens.of(lacking)

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from longspan.errors import ModelError
 from longspan.model.vision import image_trial, trial_documents
 from longspan.model.vision.image_trial import image_reasons
+from longspan.model.vision.tried_videos import video_tokens
 from tests.model.vision.models import config_of
 
 EXACT = {"mistral3": "images of any size", "llava_next": "tiles, unpadded, and rows that end lines"}
@@ -57,3 +59,17 @@ def test_what_is_done_otherwise_is_seen(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, attribute, change(getattr(module, attribute)))
     (reason,) = image_reasons(config_of("qwen3-vl"))
     assert "logits differ by" in reason
+
+
+VIDEOS = ["qwen3-vl", *(pytest.param(n, marks=pytest.mark.whole) for n in ("qwen2-vl", "qwen2.5-vl", "qwen3.5"))]
+
+
+@pytest.mark.parametrize("name", VIDEOS)
+def test_videos_that_enter_as_groups_of_frames(name: str) -> None:
+    assert video_tokens(config_of(name)).placeholder == 59
+
+
+@pytest.mark.whole
+def test_videos_of_other_placeholders_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"\(glm4v\) cannot be given videos: .* do not match, tokens: 4, features"):
+        video_tokens(default("glm4v"))

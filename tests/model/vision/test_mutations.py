@@ -22,6 +22,16 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "torch.cat([*parts][::-1])",
     ),
 }
+VIDEOS_CASE, TOKENS = (
+    Case("qwen2.5-vl", Layout(2), Layout(2), cp=2, documents="even videos"),
+    "model.vision.video_tokens",
+)
+VIDEOS: dict[str, tuple[str, str, str]] = {
+    "times of groups of frames are dropped": (TOKENS, "video.seconds for", "1.0 for"),
+    "all groups of frames at one time": (TOKENS, "video.seconds for", "0 * video.seconds for"),
+    "groups of frames of a video are swapped": (TOKENS, "in pixels.chunk(groups)", "in pixels.chunk(groups)[::-1]"),
+    "frames of other videos": MUTATIONS["an image's rows on another document"],
+}
 SPANS_CASE = Case("gemma3", Layout(2), Layout(2), cp=2)
 LOCAL, MEMBERS = "train.reading.local_batch", "attention.geometry.members"
 SPANS: dict[str, tuple[str, str, str]] = {
@@ -46,7 +56,11 @@ def _errors(rank: int, case: Case, mutations: dict[str, tuple[str, str, str]]) -
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("case", "mutations"), [(CASE, MUTATIONS), (SPANS_CASE, SPANS)], ids=["rows", "spans"])
+@pytest.mark.parametrize(
+    ("case", "mutations"),
+    [(CASE, MUTATIONS), (VIDEOS_CASE, VIDEOS), (SPANS_CASE, SPANS)],
+    ids=["rows", "videos", "spans"],
+)
 def test_every_mutation_is_seen(case: Case, mutations: dict[str, tuple[str, str, str]]) -> None:
     for errors in run_ranks(_errors, 2, case, mutations):
         assert errors.pop("nothing") < BOUND

@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import MODEL_MAPPING, AutoModel, PreTrainedConfig
+from transformers import AutoModel, PreTrainedConfig
 
 from longspan.errors import DataError, ModelError, counted
+from longspan.model.vision.rope_index import IMAGE, model_class, placeholders_in_runs, rope_index
 
 Grid = tuple[int, int, int]
 _MERGES = ("spatial_merge_size", "merge_size", "merge_kernel_size")
-_IMAGE = 1  # of mm_token_type_ids: text 0, image 1, video 2
 
 
 @dataclass(frozen=True)
@@ -87,32 +87,17 @@ class ImageTokens:
         They are plain in models without positions in three parts (M-RoPE), and in documents without images. Raises
         DataError for placeholders that are not those of the grids, and for images that no token stands between.
         """
-        model = _model_class(self.config)
+        model = model_class(self.config)
         if model is None or not hasattr(model, "get_rope_index") or not len(grids):
             return None
         ids, grids = np.asarray(ids, dtype=np.int64), np.asarray(grids, dtype=np.int64)
-        kinds = (ids == self.placeholder).astype(np.int32)
-        self._check(kinds, grids)
-        bare = model.__new__(model)  # the method reads the configuration and nothing else of the model
-        object.__setattr__(bare, "config", self.config)
-        made: Any = bare.get_rope_index(
-            torch.from_numpy(ids)[None],
-            mm_token_type_ids=torch.from_numpy(kinds * _IMAGE)[None],
-            image_grid_thw=torch.from_numpy(grids),
-        )
-        return made[0][:, 0].numpy()
+        kinds = self.kinds(ids, grids)
+        return rope_index(model, self.config, ids, kinds, image_grid_thw=torch.from_numpy(grids))
 
-    def _check(self, kinds: npt.NDArray[np.int32], grids: npt.NDArray[np.int64]) -> None:
-        """Runs of placeholders are what positions are counted by: one run for each image, of its rows."""
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], kinds, [0]])))
-        runs = (edges[1::2] - edges[::2]).tolist()
+    def kinds(self, ids: npt.NDArray[np.int64], grids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """What each token (T,) is: text 0, image 1. Raises DataError for runs that are not those of the images."""
         rows = [self.rows(tuple(grid)) for grid in grids.tolist()]
-        if runs != rows:
-            raise DataError(
-                f"the document has {counted(len(runs), 'run')} of placeholders (token id {self.placeholder}) of "
-                f"{runs[:8]} tokens, its {counted(len(rows), 'image')} make {rows[:8]} rows; positions are counted by "
-                "run: put every image's placeholders between tokens of text, as the model's processor does"
-            )
+        return IMAGE * placeholders_in_runs(ids, self.placeholder, rows, counted(len(rows), "image"))
 
 
 def image_tokens(config: PreTrainedConfig) -> ImageTokens:
@@ -139,15 +124,9 @@ def image_tokens(config: PreTrainedConfig) -> ImageTokens:
         return ImageTokens(placeholder, config=config, unknown=str(error))
 
 
-def _model_class(config: PreTrainedConfig | None) -> Any:
-    """The class of the model below the head."""
-    mapping: Any = MODEL_MAPPING
-    return mapping.get(type(config), None)
-
-
 def _takes(config: PreTrainedConfig, name: str, *, required: bool = False) -> bool:
     """Whether the model's get_image_features has an argument of this name; `required`: without a default."""
-    features = getattr(_model_class(config), "get_image_features", None)
+    features = getattr(model_class(config), "get_image_features", None)
     parameter = None if features is None else signature(features).parameters.get(name)
     return parameter is not None and not (required and parameter.default is not Parameter.empty)
 

@@ -24,12 +24,13 @@ from longspan.model.small.shrink import shrunken, tiny_model
 from longspan.model.small.trial import in_one_line, on_the_host
 from longspan.model.vision.split import VisionParts, split
 from longspan.model.vision.tower_attention import pack_attention
-from longspan.model.vision.trial_documents import TrialDocument, stock_arguments, trial_documents
+from longspan.model.vision.trial_documents import TrialDocument, stock_arguments, trial_documents, video_document
 from longspan.plan.cost.model_shape import SEEN_BY_IMAGES
 
 _SIZES = ((9, 3), (7, 0), (6, 1))  # tokens of text and images of each document
 _TOLERANCE = 1e-5  # relative; many norms and the softmax compute in float32, whatever the model's type
 _TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids")
+_Documents = Callable[[PreTrainedModel], list[TrialDocument]]
 
 
 @dataclass(frozen=True)
@@ -45,20 +46,29 @@ def image_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
 
     Once for each configuration. A small model that cannot be made or run is a reason too.
     """
-    key = type(config).__name__ + config.to_json_string()
+    return _tried(config, "images", lambda model: trial_documents(model, _SIZES))
+
+
+def video_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Why groups of frames of videos do not enter so; a model whose images do not is not asked."""
+    return _tried(config, "videos", lambda model: [video_document(model)])
+
+
+def _tried(config: PreTrainedConfig, what: str, make: _Documents) -> tuple[str, ...]:
+    key = what + type(config).__name__ + config.to_json_string()
     if key not in _trials:
         with on_the_host():
-            _trials[key] = tuple(_reasons(config))
+            _trials[key] = tuple(_reasons(config, make))
     return _trials[key]
 
 
 _trials: dict[str, tuple[str, ...]] = {}
 
 
-def _reasons(config: PreTrainedConfig) -> Iterator[str]:
+def _reasons(config: PreTrainedConfig, make: _Documents) -> Iterator[str]:
     try:
         model = tiny_model(shrunken(config, images=True), torch.float64, images=True).train()
-        documents = trial_documents(model, _SIZES)
+        documents = make(model)
         whole = _whole(model, documents)
         parts = _in_parts(_parts(model), documents)
     except ModelError as error:

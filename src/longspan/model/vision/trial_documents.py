@@ -6,7 +6,7 @@ Images are as `sample_image.py` makes them. They stand anywhere but side by side
 from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,16 +17,18 @@ from longspan.model.vision.image_arguments import image_arguments
 from longspan.model.vision.image_encoder import rows_of_images
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
 from longspan.model.vision.sample_image import sample_image
+from longspan.model.vision.video_tokens import Video, VideoTokens
 
 _SIDES = ((2, 3), (1, 2), (3, 2))  # of images in merged patches; of tiles in quarters of a tile's side
-_KINDS = ("token_type_ids", "mm_token_type_ids")  # 1 at images, as processors make them
+_KINDS = ("token_type_ids", "mm_token_type_ids")  # 1 at images, 2 at videos, as processors make them
 
 
 @dataclass(frozen=True)
 class TrialDocument:
     """One document: its ids (T,), its images, the rows that each of them makes, its positions where not plain.
 
-    `at_images` (T,) says where placeholders are.
+    `at_images` (T,) says where placeholders are. Groups of frames of `videos` stand among the images; of their
+    placeholders `at_videos` (T,) says where they are.
     """
 
     ids: np.ndarray
@@ -34,6 +36,15 @@ class TrialDocument:
     rows: tuple[int, ...]
     positions: np.ndarray | None
     at_images: np.ndarray
+    videos: tuple["TrialVideo", ...] = ()
+    at_videos: np.ndarray | None = None
+
+
+class TrialVideo(NamedTuple):
+    """A video whose groups of frames are images of a document from number `first` on."""
+
+    first: int
+    video: Video
 
 
 def trial_documents(model: PreTrainedModel, sizes: Sequence[tuple[int, int]], seed: int = 0) -> list[TrialDocument]:
@@ -63,10 +74,18 @@ def stock_arguments(model: PreTrainedModel, document: TrialDocument) -> dict[str
     """What the whole unchanged model takes for a document, as its processor would make it."""
     ids = torch.from_numpy(document.ids)[None]
     arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-    if document.images:
-        arguments |= image_arguments(base_of(model), document.images, next(model.parameters()))
-    known, at_images = signature(model.forward).parameters, torch.from_numpy(document.at_images)[None].long()
-    return arguments | {name: at_images for name in _KINDS if name in known}
+    base, like, known = base_of(model), next(model.parameters()), signature(model.forward).parameters
+    of_videos = {video.first + k for video in document.videos for k in range(video.video.grid[0])}
+    if images := [image for i, image in enumerate(document.images) if i not in of_videos]:
+        arguments |= image_arguments(base, images, like)
+    if document.videos:
+        made = image_arguments(base, [document.images[i] for i in sorted(of_videos)], like)
+        grids = torch.tensor([video.video.grid for video in document.videos])
+        seconds = torch.tensor([video.video.seconds for video in document.videos], dtype=torch.float32)
+        arguments |= {"pixel_values_videos": made["pixel_values"], "video_grid_thw": grids}
+        arguments |= {"second_per_grid_ts": seconds} if "second_per_grid_ts" in known else {}
+    kinds = document.at_images.astype(np.int64) + (0 if document.at_videos is None else document.at_videos)
+    return arguments | {name: torch.from_numpy(kinds)[None] for name in _KINDS if name in known}
 
 
 def _document(
@@ -80,6 +99,31 @@ def _document(
     positions = tokens.positions(np.array(ids), grids)
     inputs, rows = tuple(x for x, _ in images), tuple(n for _, n in images)
     return TrialDocument(np.array(ids), inputs, rows, positions, np.array(ids) == tokens.placeholder)
+
+
+def video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) -> TrialDocument:
+    """A document with two videos of several groups of frames around an image, for a whole small model.
+
+    Raises ModelError for a model without videos by grids of patches, and whatever its own code raises.
+    """
+    videos, draw, base = VideoTokens.of(model.config), np.random.default_rng(seed), base_of(model)
+    merge, words = videos.images.merge, draw.choice(np.array(ordinary_ids(model.config)), (3, text))
+    ids, images, clips = words[0].tolist(), list[ImageInput](), list[TrialVideo]()
+    for number, (groups, side) in enumerate([(3, (1, 2)), (1, (2, 2)), (2, (2, 1))]):
+        placeholder = videos.images.placeholder if number == 1 else videos.placeholder
+        if number != 1:
+            grid = (groups, merge * side[0], merge * side[1])
+            clips.append(TrialVideo(len(images), Video(grid, seconds=1.5 - number / 2)))
+        for group in range(groups):
+            images.append(sample_image(base, merge, side, draw))
+            ids += [*words[1, :2].tolist()] * (videos.apart and group > 0) + [placeholder] * (side[0] * side[1])
+        ids += words[2, : 2 + number].tolist()
+    places, grid = np.array(ids), np.array([image.grid for image in images[3:4]])
+    positions = videos.positions(places, grid, [clip.video for clip in clips])
+    at_videos = places == videos.placeholder
+    rows = tuple(videos.images.rows(image.grid) for image in images)
+    at_images = at_videos | (places == videos.images.placeholder)
+    return TrialDocument(places, tuple(images), rows, positions, at_images, tuple(clips), at_videos)
 
 
 def _images(base: Any, tokens: ImageTokens, count: int, draw: np.random.Generator) -> list[tuple[ImageInput, int]]:

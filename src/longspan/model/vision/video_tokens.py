@@ -1,0 +1,126 @@
+"""What token ids and positions of a vision-language model say of videos: integers alone, from its configuration.
+
+A video is as many items as it has groups of frames (temporal patches), each with a grid (1, h, w). Towers of models
+with such videos attend inside a group alone, so that the groups of one video may be encoded by several ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from inspect import signature
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from longspan.errors import DataError, ModelError, counted
+from longspan.model.vision.image_tokens import Grid, ImageInput, ImageTokens, image_tokens
+from longspan.model.vision.rope_index import VIDEO, model_class, placeholders_in_runs, rope_index
+
+_PIXELS, _GRIDS, _SECONDS = "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"
+
+
+class Video(NamedTuple):
+    """A video by its `grid` (t, h, w) of patches: t groups of frames, `seconds` from one to the next.
+
+    Qwen2.5-VL alone makes positions of `seconds`; Qwen3-VL has the times of groups as text between them.
+    """
+
+    grid: Grid
+    seconds: float = 1.0
+
+
+@dataclass(frozen=True)
+class VideoTokens:
+    """What ids and positions of a vision-language model say of videos; integers only, from its configuration.
+
+    `placeholder` is the id at whose places rows of videos stand (video_token_id). Groups of frames stand `apart` where
+    the model wants text between those of a video; else the rows of a video are one run.
+    """
+
+    images: ImageTokens
+    placeholder: int
+    apart: bool
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> "VideoTokens":
+        """From a configuration alone.
+
+        Raises ModelError for a model that does not take videos by grids of patches, or whose vocabulary lacks the id.
+        """
+        images, model = image_tokens(config), model_class(config)
+        placeholder = getattr(config, "video_token_id", None)
+        taken = _arguments(model, "get_video_features"), _arguments(model, "get_rope_index")
+        asked = {_PIXELS, _GRIDS} <= taken[0] and {_GRIDS, "mm_token_type_ids"} <= taken[1]
+        if not isinstance(placeholder, int) or not asked:
+            raise ModelError(
+                f"{type(config).__name__} is not of a model that takes videos by a video_token_id, {_PIXELS} and "
+                f"{_GRIDS}; give frames as images"
+            )
+        if placeholder >= (known_ids := config.get_text_config().vocab_size):
+            raise ModelError(
+                f"placeholders of videos are token id {placeholder}, and {type(config).__name__} has {known_ids} ids "
+                "(vocab_size); set video_token_id in config.json to an id of the vocabulary, as the tokenizer has it"
+            )
+        return cls(images, placeholder, _stand_apart(model, images, placeholder))
+
+    def rows(self, grid: Grid) -> list[int]:
+        """The rows of each group of frames of a video. Raises DataError for a grid that the model does not merge.
+
+        >>> video_tokens(AutoConfig.from_pretrained("Qwen3-VL-8B")).rows((3, 4, 6))  # doctest: +SKIP
+        [6, 6, 6]
+        """
+        groups, height, width = grid
+        return [self.images.rows((1, height, width))] * groups
+
+    def inputs(self, pixels: Tensor, grid: Grid) -> list[ImageInput]:
+        """What an encoder takes for each group of frames, from pixel_values_videos (t · h · w, C · frames · p²)."""
+        groups, height, width = grid
+        if len(pixels) != groups * height * width:
+            raise DataError(
+                f"a video has {len(pixels)} patches and the grid {grid}, which is of {groups * height * width}; give "
+                f"the rows of {_PIXELS} of this video alone"
+            )
+        return [ImageInput(part, (1, height, width)) for part in pixels.chunk(groups)]
+
+    def positions(
+        self, ids: npt.NDArray[Any], grids: npt.NDArray[Any], videos: Sequence[Video]
+    ) -> npt.NDArray[np.int64] | None:
+        """The positions (3, T) of a whole document, ids (T,), with the grids (images, 3) of its images, and its videos.
+
+        None where they are plain. Raises DataError for placeholders that are not those of images and videos.
+        """
+        if not videos:
+            return self.images.positions(ids, grids)
+        ids, grids = np.asarray(ids, dtype=np.int64), np.asarray(grids, dtype=np.int64).reshape(-1, 3)
+        rows = [part if self.apart else [sum(part)] for part in (self.rows(video.grid) for video in videos)]
+        of_videos = placeholders_in_runs(
+            ids, self.placeholder, [n for part in rows for n in part], counted(len(videos), "video")
+        )
+        config, model = self.images.config, model_class(self.images.config)
+        media = {_GRIDS: torch.tensor([video.grid for video in videos])}
+        if len(grids):
+            media["image_grid_thw"] = torch.from_numpy(grids)
+        if _SECONDS in _arguments(model, "get_rope_index"):  # of float32, as processors give them
+            media[_SECONDS] = torch.tensor([video.seconds for video in videos], dtype=torch.float32)
+        return rope_index(model, config, ids, self.images.kinds(ids, grids) + VIDEO * of_videos, **media)
+
+
+@cache
+def _arguments(model: Any, method: str) -> frozenset[str]:
+    function = getattr(model, method, None)
+    return frozenset() if function is None else frozenset(signature(function).parameters)
+
+
+def _stand_apart(model: Any, images: ImageTokens, placeholder: int) -> bool:
+    """Whether a video of two groups, of two rows each, has no positions as one run of placeholders."""
+    ids, side = np.array([placeholder] * 4), images.merge
+    grids = {_GRIDS: torch.tensor([[2, side, 2 * side]])}
+    try:
+        rope_index(model, images.config, ids, np.array([VIDEO] * 4), **grids)
+    except RuntimeError:  # those of the first group alone, for four tokens
+        return True
+    return False
