@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.layout import Layout
 from longspan.model.adapters import model_inside
-from longspan.model.multimodal.multimodal_model import MultimodalModel, check_encoder_home
+from longspan.model.multimodal.checks import check_encoder_home
+from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import prepare_language_model
 from longspan.model.vision.join import IMAGE, EncoderHome, joined

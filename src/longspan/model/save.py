@@ -27,7 +27,8 @@ from longspan.model.load import torch_dtype
 from longspan.model.lora.save import write_adapter
 from longspan.model.lora.trained_modules import entries_of, trained_modules
 from longspan.model.mtp.depths import depths_of
-from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
+from longspan.model.multimodal.encoder import Encoder
+from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.state import groups_of_all_stages
 from longspan.model.vision.image_encoder import ImageEncoder

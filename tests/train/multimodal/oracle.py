@@ -15,7 +15,8 @@ from longspan import World
 from longspan.model import prepare
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.local_tensors import local_tensor
-from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
+from longspan.model.multimodal.encoder import Encoder
+from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.testing import backend
 from longspan.train import build_optimizer, evaluate, run_step

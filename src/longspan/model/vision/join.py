@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
-from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
+from longspan.model.multimodal.encoder import Encoder
+from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.vision.image_cost import image_cost

@@ -15,7 +15,8 @@ from torch import nn
 from longspan.bridge.item_documents import item_table_of
 from longspan.comm import raise_first_error
 from longspan.errors import DataError, ModelError
-from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
+from longspan.model.multimodal.encoder import Encoder
+from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import MicroBatch, Plan
 from longspan.plan.items import EncoderPlanning, ItemTable, NeededBy, plan_items

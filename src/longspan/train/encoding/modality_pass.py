@@ -13,7 +13,7 @@ from longspan.comm import SequenceShard, World, bind, to_device
 from longspan.comm.moves.row_exchange import RowGradient
 from longspan.errors import ModelError
 from longspan.layout.segments import Rows
-from longspan.model.multimodal.multimodal_model import Encoder
+from longspan.model.multimodal.encoder import Encoder
 from longspan.model.parts import modes_restored
 from longspan.model.placement.sharding import gradients_summed_over_slots, replicas_summed_at_last, reshard
 from longspan.plan import Group, MicroBatch

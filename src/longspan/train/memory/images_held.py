@@ -12,7 +12,8 @@ from torch import Tensor
 
 from longspan.comm import World
 from longspan.errors import ConfigError
-from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
+from longspan.model.multimodal.encoder import Encoder
+from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.parts import modes_restored
 from longspan.model.placement.sharding import reshard
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens

@@ -1,0 +1,76 @@
+"""What encoders must fit: the language model's ranks, layers and masks, and parameters of their own."""
+
+from collections.abc import Mapping
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.errors import ModelError
+from longspan.layout import Layout
+from longspan.layout.layout import short
+from longspan.model.multimodal.encoder import Encoder, modalities_in_spans
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.plan.cost.model_shape import SEEN_BY_IMAGES
+
+
+def check_encoder(modality: str, encoder: object) -> None:
+    """Raise ModelError for what is no Encoder, and for a name that parameters cannot have."""
+    if not isinstance(encoder, Encoder):
+        raise ModelError(
+            f"the encoder of {modality} is a {type(encoder).__name__}; give Encoder(module=prepare_encoder(module, "
+            "encoder_world), world=encoder_world)"
+        )
+    if "." in modality or not modality:
+        raise ModelError(f"{modality!r} names a modality, and parameters; give a name without dots")
+
+
+def check_encoder_home(modality: str, encoder_home: Layout, world: World) -> None:
+    """Raise ModelError for a home that is not over the language model's ranks, or has pipeline stages."""
+    home = world.home
+    if sorted(home.ranks) != sorted(encoder_home.ranks):
+        raise ModelError(
+            f"the encoder of {modality} is over ranks {short(encoder_home.ranks)}, the language model over "
+            f"{short(home.ranks)}; give both the same ranks, in any order"
+        )
+    if encoder_home.pp > 1:
+        raise ModelError(
+            f"the home of the encoder of {modality} has pp {encoder_home.pp}; an encoder is whole on every "
+            "slot: use pp 1"
+        )
+
+
+def check_spans(encoders: Mapping[str, Encoder], language_model: nn.Module) -> None:
+    """Raise ModelError where the mask of a model's images would be left out."""
+    kind = getattr(getattr(language_model, "config", None), "model_type", None)
+    if kind in SEEN_BY_IMAGES and not modalities_in_spans(encoders):
+        raise ModelError(
+            f"tokens of an image see each other in {kind}, and none of its {len(encoders)} encoders says so; give "
+            "Encoder(..., in_spans=True), or use prepare(model, world, encoder=Layout(...))"
+        )
+
+
+def check_shared(modules: Mapping[str, nn.Module]) -> None:
+    """Refuse a parameter of two modules: each would sum its gradient over its own slots, and count it in the norm."""
+    users: dict[int, str] = {}
+    for name, module in modules.items():
+        for path, parameter in module.named_parameters():
+            if users.setdefault(id(parameter), name) != name:
+                raise ModelError(
+                    f"{name} and {users[id(parameter)]} share the parameter {path}; give items of one encoder one "
+                    "modality, images and clips alike, and every other module parameters of its own"
+                )
+
+
+def check_deep_layers(encoders: Mapping[str, Encoder], model: PreTrainedModel | PipelineModel) -> None:
+    """Raise ModelError, on every rank, where rows would be added to layers of a later pipeline stage."""
+    if isinstance(model, PipelineModel):
+        here, where = len(model.layers_of_stages[0]), f"the first of {len(model.layers_of_stages)} pipeline stages has"
+    else:
+        here, where = model.config.get_text_config().num_hidden_layers, "the language model has"
+    for modality, encoder in encoders.items():
+        if encoder.deep_layers > here:
+            raise ModelError(
+                f"rows of the encoder of {modality} are added after {encoder.deep_layers} decoder layers, and {where} "
+                f"{here}; use fewer stages (pp x virtual stages)"
+            )

@@ -1,0 +1,72 @@
+"""How rows of items enter a language model: at its input embedding, and after its first layers."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longspan.bridge.splice import add_rows, splice
+from longspan.comm import SequenceShard
+from longspan.model.layers import decoder_layers
+from longspan.model.multimodal.encoder import Encoder
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.seams.layer_arguments import shard_of_layer
+
+
+def enter_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[Encoder]) -> None:
+    """Have a prepared language model take what its shards have of these encoders' rows."""
+    for root, inside in _first_parts(model):
+        _SpliceHook(root, inside.get_input_embeddings(), tuple(encoders))
+        _add_after_layers(inside, max((encoder.deep_layers for encoder in encoders), default=0))
+
+
+def _first_parts(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
+    """What is called with a shard, and the model with the input embedding; nothing where the embedding is elsewhere."""
+    if isinstance(model, PipelineModel):
+        yield from ((stage, stage.model) for stage in model.stages if stage.first)
+    else:
+        yield model, model
+
+
+def _add_after_layers(model: PreTrainedModel, count: int) -> None:
+    """Have the first layers return their hidden states with the rows that their shard has for them added."""
+    for index, layer in enumerate([*decoder_layers(model).values()][:count]):
+        layer.register_forward_hook(partial(_add_to_output, index), with_kwargs=True)
+
+
+def _add_to_output(index: int, layer: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> Any:
+    shard = kwargs.get("shard") or shard_of_layer()
+    if not isinstance(shard, SequenceShard):
+        return out
+    if isinstance(out, tuple):
+        return (add_rows(out[0], shard, index), *out[1:])
+    return add_rows(out, shard, index)
+
+
+class _SpliceHook:
+    """Splices rows into what an embedding returns during a call of its model with a shard."""
+
+    def __init__(self, root: nn.Module, embedding: nn.Module, encoders: Sequence[Encoder]) -> None:
+        self._encoders = encoders
+        self._shard: SequenceShard | None = None
+        root.register_forward_pre_hook(self._enter, with_kwargs=True)
+        root.register_forward_hook(self._leave, always_call=True)
+        embedding.register_forward_hook(self._splice)
+
+    def _enter(self, root: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        shard = kwargs["stage_input"].shard if "stage_input" in kwargs else kwargs.get("shard")
+        self._shard = shard if isinstance(shard, SequenceShard) else None
+
+    def _leave(self, *_: Any) -> None:
+        self._shard = None
+
+    def _splice(self, embedding: nn.Module, args: Any, embeddings: Tensor) -> Tensor:
+        if self._shard is None:
+            return embeddings
+        if torch.is_grad_enabled() and not embeddings.requires_grad and not all(x.frozen for x in self._encoders):
+            # Under a frozen language model all ranks enter its backward pass, also those that got no rows.
+            embeddings = embeddings.detach().requires_grad_()
+        return splice(embeddings, self._shard)
