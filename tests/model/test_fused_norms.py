@@ -8,7 +8,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.seams.fused_norms import fuse_norms
+from longspan.model.seams.forwards.fused_norms import fuse_norms
 from longspan.plan import plan_dynamic
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step

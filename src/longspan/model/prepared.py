@@ -30,17 +30,17 @@ from longspan.model.placement.sharding import Sharding
 from longspan.model.seams.attention_calls import IMPLEMENTATION, check_call
 from longspan.model.seams.call_rules import CallRules, is_prepared, position_table
 from longspan.model.seams.first_pass import FirstPass
-from longspan.model.seams.fused_norms import fuse_norms
+from longspan.model.seams.forwards.fused_norms import fuse_norms
+from longspan.model.seams.forwards.llama4 import scale_queries_by_position
+from longspan.model.seams.forwards.rope_by_length import choose_frequencies_by_document
+from longspan.model.seams.forwards.row_loss import add_row_loss
 from longspan.model.seams.layer_arguments import keep_layer_arguments
 from longspan.model.seams.layer_numbers import number_layers
-from longspan.model.seams.llama4 import scale_queries_by_position
 from longspan.model.seams.mixer_calls import shard_mixers
 from longspan.model.seams.mixers import mixers_of
 from longspan.model.seams.probe import check_kernel, probe_model
 from longspan.model.seams.randomness import random_draws
 from longspan.model.seams.refusals import guard, refuse_unsupported
-from longspan.model.seams.rope_by_length import choose_frequencies_by_document
-from longspan.model.seams.row_loss import add_row_loss
 from longspan.model.weights.fill import take_weights_to_come
 
 

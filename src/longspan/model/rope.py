@@ -1,7 +1,7 @@
 """How long a document a rotary model knows, and the scaling of its rotary frequencies that makes it know longer ones.
 
 Tables of learnt positions are `seams/call_rules.py`'s business. Rope types that choose frequencies by a document's
-length ("dynamic", "longrope") are in `seams/rope_by_length.py`.
+length ("dynamic", "longrope") are in `seams/forwards/rope_by_length.py`.
 """
 
 import math

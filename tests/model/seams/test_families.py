@@ -48,7 +48,11 @@ MUTANTS = {
         '"causal": causal, "window": sliding_window and sliding_window + 1,',
     ),
     "no scale": ("attention_calls", "scale=scaling,", "scale=None,"),
-    "hidden states of the head": ("row_loss", "_BaseOutput(self._hidden)", "_BaseOutput(self._hidden * 1.001)"),
+    "hidden states of the head": (
+        "forwards.row_loss",
+        "_BaseOutput(self._hidden)",
+        "_BaseOutput(self._hidden * 1.001)",
+    ),
 }
 
 

@@ -17,8 +17,8 @@ from longspan.errors import ModelError
 from longspan.model.layers import reads_other_modalities
 from longspan.model.seams.call_rules import call_rules, refuse_positions
 from longspan.model.seams.first_pass import recorded_calls
+from longspan.model.seams.forwards.llama4 import chunk_of, scaled_by_position
 from longspan.model.seams.layer_arguments import kernel_of_layer, shard_of_layer
-from longspan.model.seams.llama4 import chunk_of, scaled_by_position
 from longspan.model.seams.probe import Probe, RecordedCall, unknown_tensors
 from longspan.model.seams.randomness import refuse_randomness
 

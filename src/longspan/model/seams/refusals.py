@@ -17,10 +17,10 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.layers import base_of, decoder_layers, reads_other_modalities, text_of
 from longspan.model.rope import rope_types
+from longspan.model.seams.forwards.llama4 import has_temperature, is_llama4_temperature
+from longspan.model.seams.forwards.rope_by_length import is_by_length
 from longspan.model.seams.hint import doctor_hint
-from longspan.model.seams.llama4 import has_temperature, is_llama4_temperature
 from longspan.model.seams.mixers import ROWS_ALONE, is_mixer, mixers_of
-from longspan.model.seams.rope_by_length import is_by_length
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
