@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,8 @@ from longspan import __version__
 from longspan.cli.evaluation.flags import EvalFlags, parse_eval
 from longspan.cli.flags import TrainFlags, flag_types, parse_train
 from longspan.cli.main import VERBS, main
+from longspan.cli.plan import PlanFlags
+from longspan.cli.simulate import SimulateFlags
 from longspan.train.config.file import config_keys, load_config
 from longspan.train.config.sections import ContextConfig, RunConfig
 
@@ -22,6 +24,8 @@ def test_flags_are_those_that_are_pinned() -> None:
     keys = [
         f"{verb} {flag}" for verb, kind in (("train", TrainFlags), ("eval", EvalFlags)) for flag in flag_types(kind)
     ]
+    for verb, kind in (("plan", PlanFlags), ("simulate", SimulateFlags)):
+        keys += [f"{verb} --{field.name}" for field in fields(kind)]
     assert keys == PINNED.read_text().splitlines()
     assert [f"--{key}" for key in config_keys()] == [flag for flag in flag_types(TrainFlags) if "." in flag]
 

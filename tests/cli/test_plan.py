@@ -1,6 +1,5 @@
 """`longspan plan`: what goes in, what comes out, and that it needs no torch."""
 
-import dataclasses
 import io
 import json
 import subprocess
@@ -11,50 +10,9 @@ from typing import Any
 import pytest
 
 from longspan.cli.main import main
-from longspan.cli.plan import PlanFlags
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.model_cost import cost_on_h200
-
-FLAGS = [
-    "lengths",
-    "data",
-    "tokenizer",
-    "max_document_tokens",
-    "distribution",
-    "tokens",
-    "longest",
-    "seed",
-    "same",
-    "slots",
-    "max_tokens_per_slot",
-    "planner",
-    "cp",
-    "min_cp",
-    "max_cp",
-    "mode",
-    "weights",
-    "dp_replicate",
-    "cp_comm_type",
-    "partition",
-    "hierarchical_context_parallel_sizes",
-    "node_size",
-    "micro_batch_multiple",
-    "row_multiple",
-    "cost",
-    "model",
-    "heads",
-    "images",
-    "max_image_rows",
-    "json",
-    "html",
-    "trace",
-    "png",
-]
-
-
-def test_flags_are_those_that_are_pinned() -> None:
-    assert sorted(field.name for field in dataclasses.fields(PlanFlags)) == sorted(FLAGS)
 
 
 @pytest.fixture

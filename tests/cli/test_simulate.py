@@ -8,48 +8,10 @@ from xml.etree import ElementTree
 import pytest
 
 from longspan.cli.main import main
-from longspan.cli.simulate import SimulateFlags
 from longspan.layout import Layout
 from longspan.plan import Cost, plan_fixed
 from longspan.plan.simulate.simulate import simulate
 from tests.report.runs import write_run
-
-FLAGS = [
-    "lengths",
-    "data",
-    "tokenizer",
-    "max_document_tokens",
-    "distribution",
-    "tokens",
-    "longest",
-    "seed",
-    "same",
-    "world",
-    "slots",
-    "tp",
-    "pp",
-    "vpp",
-    "max_tokens_per_slot",
-    "node_size",
-    "mode",
-    "weights",
-    "dp_replicate",
-    "evaluation",
-    "which_eval_degree",
-    "accumulation",
-    "plot",
-    "plans",
-    "cost",
-    "model",
-    "heads",
-    "cp_comm_type",
-    "hierarchical_context_parallel_sizes",
-    "json",
-]
-
-
-def test_flags_are_those_that_are_pinned() -> None:
-    assert sorted(field.name for field in dataclasses.fields(SimulateFlags)) == sorted(FLAGS)
 
 
 @pytest.mark.whole

@@ -1,7 +1,6 @@
 """Runs with pipelines: the same losses and weights as without, and checkpoints that either may go on from."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from longspan.testing import backend
 from longspan.train.config.sections import ParallelConfig, RunConfig
 from longspan.train.data.tokenizer import train_tokenizer
 from longspan.train.run.config_check import check_config
-from tests.model.stock import SIZES, worst
-from tests.train.homes import farthest, gone_on_from_the_first_checkpoint, losses_of_run, saved_weights
+from tests.model.stock import SIZES
+from tests.train.homes import check_homes_are_equal, losses_at_home
 from tests.train.small import small_config
 
 SETTINGS = {
@@ -30,10 +29,6 @@ FOLDED = ParallelConfig(pp=2, vpp=2, pipeline_schedule="zbv")
 BOUND = 1e-12 if backend() == "gloo" else 1e-5
 
 
-def _run(config: RunConfig) -> list[float]:
-    return losses_of_run(config, 2 * config.parallel.pp)
-
-
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[float]]:
     """Four steps of a model of four layers with a tied embedding, without a pipeline."""
@@ -44,7 +39,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[
     model.double().save_pretrained(folder / "model")  # a run saves its weights in the dtype of the folder
     train_tokenizer(["some text"], 300).save_pretrained(folder / "model")
     config = small_config(folder, model__path=str(folder / "model"), **SETTINGS)
-    return config, _run(config)
+    return config, losses_at_home(config)
 
 
 HOMES = [
@@ -57,17 +52,7 @@ HOMES = [
 def test_losses_weights_and_checkpoints_do_not_depend_on_the_pipeline(
     straight: tuple[RunConfig, list[float]], tmp_path: Path, begun: ParallelConfig, gone_on: ParallelConfig
 ) -> None:
-    wanted, losses = straight
-    first = wanted
-    if begun.pp > 1:
-        first = replace(wanted, parallel=begun, run=replace(wanted.run, dir=str(tmp_path / "begun")))
-        assert farthest(_run(first), losses) < BOUND
-        assert worst(saved_weights(first), saved_weights(wanted)) < BOUND
-    second = gone_on_from_the_first_checkpoint(first, tmp_path / "gone_on", gone_on)
-    assert farthest(_run(second), losses) < BOUND
-    assert worst(saved_weights(second), saved_weights(wanted)) < BOUND
-    stock = AutoModelForCausalLM.from_pretrained(Path(second.run.dir) / "model", dtype=torch.float64)
-    assert worst({n: p.detach() for n, p in stock.named_parameters()}, saved_weights(second)) == 0.0
+    second, stock = check_homes_are_equal(straight, tmp_path, begun, gone_on)
     facts = json.loads((Path(second.run.dir) / "run.json").read_text())
     assert facts["parameters"] == sum(p.numel() for p in stock.parameters())  # a tied embedding is on two stages
 
