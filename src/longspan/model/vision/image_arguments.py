@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import PreTrainedConfig
 
 from longspan.errors import DataError, ModelError, counted
 from longspan.model.vision.image_tokens import ImageInput
+from longspan.model.vision.rope_index import model_class
 
 PIXELS, GRIDS, SIZES = "pixel_values", "image_grid_thw", "image_sizes"
 MASK = "pixel_attention_mask"  # of images of several sizes, or of patches, that one tensor holds
@@ -45,6 +47,12 @@ def check_fields(model: Any, names: Collection[str]) -> None:
             f"{kind.__name__} makes rows of an image by {', '.join(needed)}, which its images lack; give "
             f"ImageInput(pixels, {', '.join(hints)}), as the image processor of the model's folder makes them"
         )
+
+
+def check_images(config: PreTrainedConfig, names: Collection[str]) -> None:
+    """Raise DataError unless models of this configuration take these arguments for their images."""
+    if (model := model_class(config)) is not None:
+        check_fields(model, names)
 
 
 _HINTS = {SIZES: "size=(height, width)", GRIDS: "grid=(t, h, w)"}

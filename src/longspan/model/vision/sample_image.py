@@ -3,6 +3,7 @@
 Images are of several sizes, or of one and two tiles, as the class takes them, with masks and shapes where it has them.
 """
 
+import math
 import sys
 from typing import Any
 
@@ -32,10 +33,22 @@ def sample_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -
         return _packed_tiles(base, side, channels * patch**2, draw)
     if getattr(base.config, "image_grid_pinpoints", None):
         return _cut(base, side, (channels, whole, whole), draw)
-    if SIZES in parameters and getattr(base.config, "spatial_merge_size", None):
+    if _is_merged(base):
         height, width = (patch * base.config.spatial_merge_size * n for n in side)
         return ImageInput(_pixels((1, channels, height, width), draw), size=(height, width))
     return _tiles(base, side, (channels, whole, whole), draw)
+
+
+def probe_image(base: Any, merge: int, rows: int) -> ImageInput:
+    """An image of a model below its head: of so many rows where they follow from its size, else of one or two tiles."""
+    of_any_size = GRIDS in image_parameters(base) or _is_merged(base)
+    side = math.isqrt(rows) if of_any_size else 2
+    return sample_image(base, merge, (side, side), np.random.default_rng(0))
+
+
+def _is_merged(base: Any) -> bool:
+    """Whether images of any size have rows of merged patches, without a grid (Mistral 3)."""
+    return SIZES in image_parameters(base) and bool(getattr(base.config, "spatial_merge_size", None))
 
 
 def _patches(base: Any, merge: int, side: Side, width: int, draw: np.random.Generator) -> ImageInput:

@@ -21,11 +21,12 @@ from transformers import PreTrainedConfig
 
 from longspan.errors import DataError, counted
 from longspan.layout import Partition
+from longspan.model.vision.image_arguments import check_images
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
 from longspan.plan.items import Item, ItemTable
 from longspan.train.data.documents import Corpus, Documents
 from longspan.train.data.image_reader import ImageReader
-from longspan.train.data.images.processor import load_processor
+from longspan.train.data.images.processor import Processor, load_processor
 from longspan.train.data.order.packs import Pack
 from longspan.train.data.store.images import ImageTable
 
@@ -200,7 +201,8 @@ def show_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus
     shown = None
     if images is not None:
         processor, tokens = load_processor(folder.absolute()), image_tokens(model)
-        _check(corpus, images, tokens, processor.placeholder, processor.name)
+        _check(corpus, images, tokens, processor)
+        check_images(model, processor.fields)
         shown = ShownImages(corpus, images, ImageReader(images, processor, corpus.sources, corpus.file_of), tokens)
     if takes_images:
         corpus.selects = partial(ImageDocuments, images=shown)
@@ -215,12 +217,15 @@ def with_images(documents: AnyDocuments, model: PreTrainedConfig, folder: Path) 
     return cast(AnyDocuments, show_images(documents.corpus, model, folder).select(documents.ids))
 
 
-def _check(corpus: Corpus, table: ImageTable, tokens: ImageTokens, placeholder: int, processor: str) -> None:
-    if placeholder != tokens.placeholder:
+def _check(corpus: Corpus, table: ImageTable, tokens: ImageTokens, processor: Processor) -> None:
+    if processor.placeholder != tokens.placeholder:
         raise DataError(
-            f"{processor} puts token id {placeholder} where images stand, and the model takes id {tokens.placeholder} "
-            "(image_token_id) for them; use the processor and the tokenizer of the model's own folder"
+            f"{processor.name} puts token id {processor.placeholder} where images stand, and the model takes id "
+            f"{tokens.placeholder} (image_token_id) for them; use the processor and the tokenizer of the model's own "
+            "folder"
         )
+    if not tokens.has_grids and (tokens.unknown or not processor.all_alike):
+        return  # the rows that the encoder makes are compared with the placeholders of every wave
     grids = np.stack([table.column(name) for name in ("time", "height", "width")], axis=1)
     unique, inverse = np.unique(grids, axis=0, return_inverse=True)
     rows = [tokens.rows(tuple(grid) if any(grid) else None) for grid in unique.tolist()]
@@ -230,6 +235,6 @@ def _check(corpus: Corpus, table: ImageTable, tokens: ImageTokens, placeholder: 
         raise DataError(
             f"document {first.document} ({corpus.origin(first.document)}) has "
             f"{counted(first.image.rows, 'placeholder')} for its image of patches {first.image.grid}, of which the "
-            f"model makes {rows[int(inverse.reshape(-1)[wrong[0]])]} rows; {processor} and the model must agree: use "
-            "the model folder's own processor, with image sizes and merges of the configuration"
+            f"model makes {rows[int(inverse.reshape(-1)[wrong[0]])]} rows; {processor.name} and the model must agree: "
+            "use the model folder's own processor, with image sizes and merges of the configuration"
         )

@@ -64,16 +64,16 @@ class ImageReader:
     def _input(self, number: int) -> ImageInput:
         placed, picture = self._table[number], self.picture(number)
         try:
-            pixels, grid = self._processor.pixels(picture)
+            image = self._processor.image(picture, placed.image.among)
         except DataError as error:
             raise DataError(f"{self._where(placed)}: {error}") from error
         self.read += 1
-        if (grid or (0, 0, 0)) != placed.image.grid:
+        if (image.grid or (0, 0, 0)) != placed.image.grid:
             raise DataError(
-                f"{self._where(placed)}: its patches are {grid} and were {placed.image.grid} when the corpus was made; "
-                "restore it, or start a run in a new folder"
+                f"{self._where(placed)}: its patches are {image.grid} and were {placed.image.grid} when the corpus was "
+                "made; restore it, or start a run in a new folder"
             )
-        return ImageInput(pixels, grid)
+        return image
 
     def _file(self, placed: PlacedImage) -> ImageFile:
         """Where the image's bytes are: a file, or its row, which is read again."""

@@ -17,6 +17,7 @@ from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.parts import modes_restored
 from longspan.model.placement.sharding import reshard
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
+from longspan.model.vision.sample_image import probe_image
 from longspan.train.memory.live_bytes import LiveBytes
 
 PROBE_ROWS = 64  # of an image of any size
@@ -60,7 +61,7 @@ def images_held(model: MultimodalModel, rows: float, world: World) -> ImagesHeld
         width = model.config.get_text_config().hidden_size * (1 + encoder.deep_layers)
         itemsize = next(encoder.module.parameters()).element_size()
         held += 2 * width * itemsize * UNEVEN * rows / world.home.slots
-        row = _bytes_of_row(encoder, model, tokens)
+        row = _bytes_of_row(encoder, tokens)
         wave_rows = math.ceil(min(encoder.max_rows_per_slot or of_slot, of_slot))
         wave = max(wave, row * wave_rows)
         if not (encoder.recompute or encoder.frozen):
@@ -69,9 +70,10 @@ def images_held(model: MultimodalModel, rows: float, world: World) -> ImagesHeld
     return ImagesHeld(round(held), round(wave), wave_rows, row)
 
 
-def _bytes_of_row(encoder: Encoder, model: MultimodalModel, tokens: ImageTokens) -> float:
+def _bytes_of_row(encoder: Encoder, tokens: ImageTokens) -> float:
     """Bytes of a forward pass with a graph (without one of a frozen encoder), by row: one image, on every rank."""
-    image, module, device = _image(model, tokens), encoder.module, encoder.world.device
+    module, device = encoder.module, encoder.world.device
+    image = probe_image(module.base, tokens.merge, PROBE_ROWS)
     with modes_restored(module), torch.set_grad_enabled(not encoder.frozen):
         _ = _encoded(encoder, image)  # what is made once
         if device.type == "cuda":
@@ -90,16 +92,3 @@ def _bytes_of_row(encoder: Encoder, model: MultimodalModel, tokens: ImageTokens)
 
 def _encoded(encoder: Encoder, image: ImageInput) -> Tensor:
     return encoder.module([image])
-
-
-def _image(model: MultimodalModel, tokens: ImageTokens) -> ImageInput:
-    """An image of zeros, of the model's size or of PROBE_ROWS rows."""
-    vision = model.config.vision_config
-    channels = next(n for name in ("in_channels", "in_chans", "num_channels") if (n := getattr(vision, name, 0)))
-    if not tokens.has_grids:
-        size = vision.image_size
-        tall, wide = size if isinstance(size, list | tuple) else (size, size)
-        return ImageInput(torch.zeros(1, channels, tall, wide))
-    side = math.isqrt(PROBE_ROWS) * tokens.merge
-    frames = getattr(vision, "temporal_patch_size", 1)
-    return ImageInput(torch.zeros(side**2, channels * frames * vision.patch_size**2), (1, side, side))

@@ -13,8 +13,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 QWEN_TOKENS = ("<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 GEMMA_TOKENS = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
-_PARTS = "{% for c in m.content %}{% if c.type == 'image' %}IMAGE{% else %}{{ c.text }}{% endif %}{% endfor %}"
-_TURNS = (
+PARTS = "{% for c in m.content %}{% if c.type == 'image' %}IMAGE{% else %}{{ c.text }}{% endif %}{% endfor %}"
+TURNS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}PARTS"
     "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -24,17 +24,17 @@ def qwen_folder(folder: Path, **sizes: Any) -> Path:
     """A folder with the processor of Qwen2.5-VL: patches of 4, merged by 2, so that 8 x 8 pixels are a row."""
     sizes = {"size": {"shortest_edge": 64, "longest_edge": 4096}} | sizes
     image = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, **sizes)
-    template = _TURNS.replace("PARTS", _PARTS).replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
-    return _saved(folder, image, QWEN_TOKENS, template, {"processor_class": "Qwen2_5_VLProcessor"})
+    template = TURNS.replace("PARTS", PARTS).replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
+    return saved(folder, image, QWEN_TOKENS, template, {"processor_class": "Qwen2_5_VLProcessor"})
 
 
 def llava_folder(folder: Path) -> Path:
     """A folder with the processor of LLaVA: every image becomes 16 x 16 pixels in 16 patches."""
     image = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     settings = {"processor_class": "LlavaProcessor", "patch_size": 4, "num_additional_image_tokens": 1}
-    template = _TURNS.replace("PARTS", _PARTS).replace("IMAGE", "<image>")
+    template = TURNS.replace("PARTS", PARTS).replace("IMAGE", "<image>")
     kind = {"vision_feature_select_strategy": "default", "image_token": "<image>"}
-    return _saved(folder, image, ("<|im_start|>", "<image>"), template, settings | kind)
+    return saved(folder, image, ("<|im_start|>", "<image>"), template, settings | kind)
 
 
 def gemma3_folder(folder: Path) -> Path:
@@ -43,8 +43,8 @@ def gemma3_folder(folder: Path) -> Path:
 
     image = Gemma3ImageProcessorPil(size={"height": 24, "width": 24})
     settings = {"processor_class": "Gemma3Processor", "image_seq_length": 9}
-    template = _TURNS.replace("PARTS", _PARTS).replace("IMAGE", GEMMA_TOKENS["boi_token"])
-    _saved(folder, image, ("<|im_start|>", *GEMMA_TOKENS.values()), template, settings)
+    template = TURNS.replace("PARTS", PARTS).replace("IMAGE", GEMMA_TOKENS["boi_token"])
+    saved(folder, image, ("<|im_start|>", *GEMMA_TOKENS.values()), template, settings)
     file = folder / "tokenizer_config.json"
     said = json.loads(file.read_text()) | GEMMA_TOKENS | {"model_specific_special_tokens": GEMMA_TOKENS}
     file.write_text(json.dumps(said))
@@ -69,7 +69,7 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
     return file
 
 
-def _saved(folder: Path, image: Any, tokens: tuple[str, ...], template: str, settings: dict[str, Any]) -> Path:
+def saved(folder: Path, image: Any, tokens: tuple[str, ...], template: str, settings: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     engine = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))

@@ -146,8 +146,8 @@ def test_bytes_in_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     documents = documents_of(corpus, model, monkeypatch)
     processor = load_processor(model.absolute())
     for number, name in enumerate(names):
-        pixels, grid = processor.pixels(ImageFile(str(tmp_path / "there" / name)).load())
-        assert torch.equal(documents.read(number).pixels, pixels) and documents.read(number).grid == grid
+        image = processor.image(ImageFile(str(tmp_path / "there" / name)).load())
+        assert torch.equal(documents.read(number).pixels, image.pixels) and documents.read(number).grid == image.grid
 
 
 def test_pixels_are_read_ahead_once_and_only_where_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

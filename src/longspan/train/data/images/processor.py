@@ -10,19 +10,25 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from longspan.errors import DataError
+from longspan.model.vision.image_arguments import GRIDS, IN_DOCUMENT
+from longspan.model.vision.image_tokens import Grid, ImageInput
 from longspan.train.data.images.image_file import Size, needed_pillow
+from longspan.train.data.images.made_image import made_image, names_of
 
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-Grid = tuple[int, int, int]
-_PROBES = ((64, 64), (64, 512), (512, 64), (768, 1024))  # sizes by which it is seen whether all images take the same
+_SIDES = (8, 16, 32, 64, 256, 1024, 4096)
+_PROBES = tuple((a, b) for a in _SIDES for b in _SIDES if max(a, b) <= 8 * min(a, b))  # do all images take the same?
+_SMALL = (64, 64)  # of a blank image
 
 
 def has_processor(folder: Path | None) -> bool:
@@ -66,8 +72,9 @@ class Processor:
     @property
     def placeholder(self) -> int:
         """The token id at whose places rows of images stand, which need not be that of `token`."""
-        of_tokenizer = getattr(self.stock.tokenizer, "image_token_id", None)
-        return int(self.stock.image_token_id if of_tokenizer is None else of_tokenizer)
+        ids = (getattr(said, "image_token_id", None) for said in (self.stock.tokenizer, self.stock))
+        known = next((i for i in ids if i is not None), None)
+        return int(self.stock.tokenizer.convert_tokens_to_ids(self.token) if known is None else known)
 
     @property
     def name(self) -> str:
@@ -77,7 +84,7 @@ class Processor:
     @property
     def has_grids(self) -> bool:
         """Whether images are cut into a grid of patches that depends on their size."""
-        return "image_grid_thw" in self.stock.image_processor.model_input_names
+        return GRIDS in self.stock.image_processor.model_input_names
 
     def grid(self, size: Size) -> Grid | None:
         """The grid of patches (t, h, w) of an image of this size, from the size alone; None where there are none.
@@ -90,24 +97,40 @@ class Processor:
             self._grids[size] = _naming(self.name, size, lambda: self._grid(size))
         return self._grids[size]
 
-    def text(self, size: Size) -> str:
-        """What an image of this size is in the text that is tokenized: placeholders, and what stands around them."""
-        grid = self.grid(size)
-        key = grid or (None if self._all_alike else size)
+    def text(self, size: Size, among: int = 1) -> str:
+        """What an image of this size is in the text that is tokenized: placeholders, and what stands around them.
+
+        `among` are the images of its document, by which some processors decide whether to cut it into tiles.
+        """
+        grid, several = self.grid(size), self._sees_others and among > 1
+        key = grid or (several, None if self.all_alike else size)
         if key not in self._texts:
-            self._texts[key] = _naming(self.name, size, lambda: self._text(size, grid))
+            self._texts[key] = _naming(self.name, size, lambda: self._text(size, grid, several))
         return self._texts[key]
 
-    def pixels(self, image: Any) -> tuple[Any, Grid | None]:
-        """The pixels of a PIL image as the model takes them, and its grid. Raises DataError where that fails."""
-        made = _naming(self.name, (image.height, image.width), lambda: self._processed(image))
-        grid = tuple(int(side) for side in made["image_grid_thw"][0]) if self.has_grids else None
-        return made["pixel_values"], grid  # type: ignore[return-value]
+    def image(self, picture: Any, among: int = 1) -> ImageInput:
+        """What the model takes for a PIL image, processed alone. Raises DataError where that fails."""
+        several = self._sees_others and among > 1
+        size = (picture.height, picture.width)
+        return _naming(self.name, size, lambda: made_image(self._processed(picture, several)))
 
     @cached_property
-    def _all_alike(self) -> bool:
+    def fields(self) -> tuple[str, ...]:
+        """The names of all that the model is given for an image. Raises DataError where images cannot be processed."""
+        return tuple(names_of(self.image(_blank(_SMALL))))
+
+    @cached_property
+    def _sees_others(self) -> bool:
+        """Whether an image is processed otherwise where its document has several."""
+        return IN_DOCUMENT in self.stock.image_processor.model_input_names
+
+    @cached_property
+    def all_alike(self) -> bool:
         """Whether images of every size take the same placeholders."""
-        made = self.stock._get_num_multimodal_tokens(image_sizes=list(_PROBES))
+        try:
+            made = self.stock._get_num_multimodal_tokens(image_sizes=list(_PROBES))
+        except Exception:  # some processors have none, or one that does not run
+            return False
         return len({*zip(made["num_image_tokens"], made["num_image_patches"], strict=True)}) == 1
 
     def _grid(self, size: Size) -> Grid:
@@ -120,15 +143,23 @@ class Processor:
             grid = (1, height // processor.patch_size, width // processor.patch_size)
             if grid[1] * grid[2] == patches:
                 return grid
-        made = self._processed(_blank(size))["image_grid_thw"][0]
+        made = self._processed(_blank(size))[GRIDS][0]
         return int(made[0]), int(made[1]), int(made[2])
 
-    def _text(self, size: Size, grid: Grid | None) -> str:
-        made = {"image_grid_thw": np.array([grid])} if grid else self._processed(_blank(size))
-        return str(self.stock.replace_image_token(made, 0))
+    def _text(self, size: Size, grid: Grid | None, several: bool) -> str:
+        if grid is not None:
+            with suppress(Exception):  # processors that need more than the grid
+                return str(self.stock.replace_image_token({GRIDS: np.array([grid])}, 0))
+        made = self._processed(_blank(size), several)
+        if "text_replacement_offsets" not in made:
+            raise DataError(f"{type(self.stock).__name__} does not say what it writes for an image by itself")
+        return str(made["text_replacement_offsets"][0][0]["replacement"])
 
-    def _processed(self, image: Any) -> Any:
-        return self.stock.image_processor([image], return_tensors="pt")
+    def _processed(self, image: Any, several: bool = False) -> Any:
+        """What the stock processor makes of a document of this image alone, or of it and a blank one."""
+        images = [image, _blank(_SMALL)] if several else [image]
+        settings = {"return_tensors": "pt", "padding": False, "return_text_replacement_offsets": True}
+        return self.stock(images=[images], text=[self.token * len(images)], **settings)
 
 
 def _naming(name: str, size: Size, make: Callable[[], Any]) -> Any:
@@ -145,11 +176,10 @@ def _blank(size: Size) -> Any:
 
 def _loaded(folder: Path) -> Any:
     """The stock processor without what it has beside images and text."""
-    import transformers
     from transformers import AutoTokenizer
     from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's own name wants torchvision
 
-    stock = getattr(transformers, _class_name(folder))
+    stock = _stock_class(_class_name(folder))
 
     def parts(cls: Any, path: Any, *_: Any, **__: Any) -> list[Any]:
         made = {
@@ -162,10 +192,26 @@ def _loaded(folder: Path) -> Any:
 
     unchecked = {"_get_arguments_from_pretrained": classmethod(parts), "check_argument_for_proper_class": _no_check}
     made = type(stock.__name__, (stock,), unchecked).from_pretrained(folder, local_files_only=True)
-    for needed in ("image_processor", "image_token", "image_token_id"):
+    for needed in ("image_processor", "image_token"):
         if getattr(made, needed, None) is None:
             raise DataError(f"{stock.__name__}, the processor in {folder}, has no {needed}; images need one that has")
     return made
+
+
+def _stock_class(name: str) -> Any:
+    """The processor's class; of one whose file asks for torchvision, by its image processor on Pillow in its place."""
+    import transformers
+
+    stock = getattr(transformers, name)
+    if "torchvision" not in getattr(stock, "_backends", ()):
+        return stock
+    package, _, file = stock.__module__.rpartition(".")
+    asked = f"{package}.image_{file}"
+    sys.modules[asked] = import_module(asked.replace("image_processing_", "image_processing_pil_"))
+    try:
+        return getattr(import_module(stock.__module__), name)
+    finally:
+        del sys.modules[asked]
 
 
 def _no_check(*_: Any) -> None:

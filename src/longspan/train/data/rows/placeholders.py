@@ -23,6 +23,7 @@ from longspan.train.data.rows.values import RowError, check_strings, string
 from longspan.train.data.tokenizer import TextTokenizer
 from longspan.train.document import NO_TARGET
 
+_RULES = "what an image is among others of its document is its processor's"  # another sentence for other rules
 _WORDS = ("Zq0before", "Zq1behind")
 
 
@@ -54,7 +55,7 @@ class RowImages:
     def digest(self) -> tuple[str, ...]:
         """What decides placeholders beside the tokenizer: what the files of the processor and the template say."""
         assert self.tokenizer.folder is not None
-        return digest_of(self.tokenizer.folder), *(() if self.template is None else (self.template.plain,))
+        return _RULES, digest_of(self.tokenizer.folder), *(() if self.template is None else (self.template.plain,))
 
     @cached_property
     def mark(self) -> str:
@@ -79,7 +80,7 @@ class RowImages:
                 f"its chat template writes {counted(len(pieces) - 1, 'placeholder')} {token} for "
                 f"{counted(len(images), 'image')}; mend the template of {self.tokenizer.folder}"
             )
-        written = tuple(self._of_size(image, i) for i, image in enumerate(images))
+        written = tuple(self._of_size(image, i, len(images)) for i, image in enumerate(images))
         starts = list(accumulate((len(piece) + len(token) for piece in pieces[:-1]), initial=0))[1:]
         starts = np.array([start - len(token) for start in starts], dtype=np.int64)
         grown = np.cumsum([0, *(len(made) - len(token) for made in written)])
@@ -120,17 +121,19 @@ class RowImages:
                 f"tokenizer of {self.tokenizer.folder} must agree, and its texts hold none of their own"
             )
         parts = np.split(places, np.cumsum(counts)[:-1]) if counts else []
-        return tuple(self._image(i, part, image) for i, (part, image) in enumerate(zip(parts, images, strict=True)))
+        return tuple(
+            self._image(i, part, image, len(images)) for i, (part, image) in enumerate(zip(parts, images, strict=True))
+        )
 
-    def _image(self, index: int, places: npt.NDArray[np.int64], image: ImageFile) -> SampleImage:
+    def _image(self, index: int, places: npt.NDArray[np.int64], image: ImageFile, among: int) -> SampleImage:
         grid = self.processor.grid(_size(image, index)) or (0, 0, 0)
         start, stop = int(places[0]), int(places[-1]) + 1
-        return SampleImage(start, stop, len(places), grid, index, image.path, *image.stamp())
+        return SampleImage(start, stop, len(places), grid, index, image.path, *image.stamp(), among)
 
-    def _of_size(self, image: ImageFile, index: int) -> str:
+    def _of_size(self, image: ImageFile, index: int, among: int) -> str:
         size = _size(image, index)
         try:
-            return self.processor.text(size)
+            return self.processor.text(size, among)
         except DataError as error:
             raise RowError(f"images[{index}]: {error}") from error
 

@@ -35,6 +35,7 @@ class SampleImage(NamedTuple):
 
     `grid` is that of its patches (0, 0, 0: it has none). It is that `number` of the images of its row, from 0: the file
     `path`, or bytes of the row where that is empty; `bytes` and `modified_ns` are what that was like when it was read.
+    The conversation or text that it stands in has images `among` which it is, itself counted.
     """
 
     start: int
@@ -45,6 +46,7 @@ class SampleImage(NamedTuple):
     path: str
     bytes: int
     modified_ns: int
+    among: int = 1
 
 
 class Sample(NamedTuple):

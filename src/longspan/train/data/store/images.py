@@ -24,6 +24,7 @@ _COLUMNS = {
     "bytes": "<i8",
     "modified_ns": "<i8",
     "position": "<i8",
+    "among": "<i4",
 }
 _PATHS, _ENDS = "image_paths.jsonl", "image_paths.npy"
 
@@ -96,6 +97,7 @@ class ImageTable:
             self.path(number),
             at["bytes"],
             at["modified_ns"],
+            at["among"],
         )
         return PlacedImage(at["document"], image, at["position"])
 
@@ -127,4 +129,4 @@ def _file(folder: Path, column: str) -> Path:
 def _row(placed: PlacedImage, documents: int) -> tuple[int, ...]:
     image = placed.image
     place = (documents + placed.document, image.start, image.stop, image.rows, *image.grid)
-    return (*place, image.number, image.bytes, image.modified_ns, placed.position)
+    return (*place, image.number, image.bytes, image.modified_ns, placed.position, image.among)
