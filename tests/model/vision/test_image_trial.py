@@ -12,9 +12,9 @@ from longspan.model.vision.image_trial import image_reasons
 from longspan.model.vision.tried_videos import video_tokens
 from tests.model.vision.models import config_of
 
-EXACT = {"mistral3": "images of any size", "llava_next": "tiles, unpadded, and rows that end lines"}
+EXACT = {"llava_next": "tiles, unpadded, and rows that end lines"}
 FIELDS = ["deepseek_vl_hybrid", "granite_docling", "idefics2", "idefics3", "lfm2_vl", "smolvlm", "video_llama_3"]
-WHOLE = [*FIELDS, "aya_vision", "cohere2_vision", "glm4v", "internvl", "llava_onevision", "qwen3_vl_moe"]
+WHOLE = [*FIELDS, "mistral3", "aya_vision", "cohere2_vision", "glm4v", "internvl", "llava_onevision", "qwen3_vl_moe"]
 
 
 def default(name: str) -> PreTrainedConfig:

@@ -27,7 +27,7 @@ from tests.train.data.images.folders import write_images
 from tests.train.data.images.test_images import asks, corpus_of, ids_of
 
 SIZES = [(20, 33), (16, 16), (8, 24), (64, 40)]
-IN_CI = ("mistral3", "internvl", "idefics3")
+IN_CI = ("mistral3", "idefics3")
 NAMES = [pytest.param(name, marks=() if name in IN_CI else pytest.mark.whole) for name in FAMILIES]
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
