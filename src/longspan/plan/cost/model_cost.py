@@ -10,11 +10,11 @@ from longspan.plan.cost.model_shape import ModelShape
 # exchanges that show, optimizer and waiting.
 H200_ATTENTION_TFLOPS = 600.0
 H200_TFLOPS = 450.0
-# Of state-space layers: scans, forward and backward (flash-linear-attention; 68 of Qwen3-Next's heads, 44 of Granite
-# 4's), and what a row and channel of the convolution takes besides, with the norms and gates: of both layers the same,
-# their time on one H200 less scans and projections (bench/records/mixers-4xH200.md).
+# Of state-space layers: scans, both passes, by flash-linear-attention (Qwen3-Next's at 67; narrower heads do less), and
+# what a row and channel of the convolution takes besides, with norms and gates: the layer's time on one GPU less its
+# scan and its projections at H200_TFLOPS (bench/records/mixers-4xH200.md, one GPU at its share of 131,072 rows).
 H200_SCAN_TFLOPS = 55.0
-H200_CHANNEL_SECONDS = 50e-12
+H200_CHANNEL_SECONDS = 40e-12
 # Of a group's ring in one layer, one way: what sharded attention takes beyond its kernels, 2 ms forward and backward at
 # degree 4 and 16K or 64K packed rows (bench/records/attention-time-packed-4xH200.md).
 H200_RING_STEP_SECONDS = 300e-6

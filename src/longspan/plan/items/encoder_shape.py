@@ -11,7 +11,7 @@ from typing import Any, Literal
 from longspan.errors import PlanError
 from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.cost import Cost
-from longspan.plan.cost.model_cost import CPU_TFLOPS, H200_ATTENTION_TFLOPS, H200_SOURCE, H200_TFLOPS
+from longspan.plan.cost.model_cost import CPU_TFLOPS, H200_ATTENTION_TFLOPS, H200_SOURCE
 
 Trained = Literal["all", "projector", "none"]
 Grid = tuple[int, int, int]
@@ -22,6 +22,9 @@ _GEMMA_ROWS = 256  # of an image, where a configuration does not say
 WAVE_SECONDS = 2e-3  # of launches, of one wave
 _HEAD_MULTIPLE = 32  # to which kernels pad a head (attention/kernels/fa4.py)
 _GATED = ("qwen2_5_vl",)  # whose MLPs have three products
+# What H200s sustain in a tower's layers beside its attention: narrow products, rotary angles in float32, waiting
+# (bench/records/vision-step-4xH200.md, four steps of 128 to 144 images planned over four ranks).
+H200_ENCODER_TFLOPS = 240.0
 _ON_CPUS = (CPU_TFLOPS, CPU_TFLOPS)
 
 
@@ -113,7 +116,8 @@ class EncoderShape:
         forward pass runs `again` so many times for the backward pass.
         """
         padded = -(-self.head_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
-        weights_in, attention = (H200_TFLOPS, H200_ATTENTION_TFLOPS * self.head_size / padded) if gpu else _ON_CPUS
+        on_h200 = (H200_ENCODER_TFLOPS, H200_ATTENTION_TFLOPS * self.head_size / padded)
+        weights_in, attention = on_h200 if gpu else _ON_CPUS
         again = again if trained != "none" else 0
         pair = ((14 if trained == "all" else 4) + 4 * again) * self.width / (attention * 1e12)
         rows = self.rows or 1
