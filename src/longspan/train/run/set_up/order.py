@@ -69,13 +69,12 @@ def _uncut(config: RunConfig, corpus: Corpus) -> UncutSpans | None:
 
 def documents_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
     """How many documents are trained on, how often the run's steps read them, and how many are held out of that."""
-    steps, held_out = config.train.steps, len(order.evaluation)
-    tokens = order.stream.tokens
-    taken = config.train.tokens_per_step * steps
-    line = (
-        f"{counted(order.stream.documents, 'document')} to train on, of {counted(tokens, 'token')}, which "
-        f"{counted(steps, 'step')} read about {taken / tokens:.3g} times; {held_out} held out (data.eval_documents)"
-    )
+    steps, tokens = config.train.steps, order.stream.tokens
+    line = f"{counted(order.stream.documents, 'document')} to train on, of {counted(tokens, 'token')}"
+    if not config.train.epochs:  # their number of steps has a line of its own
+        times = config.train.tokens_per_step * steps / tokens
+        line += f", which {counted(steps, 'step')} read about {times:.3g} times"
+    line += f"; {len(order.evaluation)} held out (data.eval_documents)"
     if config.data.pack_to:
         within = "across documents" if config.data.pack_attention == "across" else "within documents"
         line += f"; packed to {config.data.pack_to:,} tokens (data.pack_to), attention {within}"
