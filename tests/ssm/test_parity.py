@@ -97,7 +97,7 @@ MUTANTS = {
         "part[0].index_add_(0, halo_of(chains, width).rows, handle.wait())",
         "handle.wait()",
     ),
-    "rows before": ("kernels.convolutions", "torch.cat([x, arrived, ", "torch.cat([x, 0 * arrived, "),
+    "rows before": ("kernels.convolutions.by_torch", "torch.cat([x, arrived, ", "torch.cat([x, 0 * arrived, "),
 }
 
 

@@ -20,7 +20,7 @@ K, V = 3, 2
     shared=st.lists(st.booleans(), min_size=6, max_size=6),
     heads=st.sampled_from((8, 32, 64, 200)),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_pieces_cover_their_runs(rows: list[int], shared: list[bool], heads: int) -> None:
     runs = LocalRuns(np.array(rows), CPU, np.array(shared[: len(rows)]))
     pieces = Pieces(runs, heads)

@@ -18,7 +18,8 @@ class Execution:
     """Types of parameters, of what layers compute in and of sums of gradients, and the attention calls of the layers.
 
     `calls` are the different ones, none for a model that was not probed; `kernel` is the one that was asked for by
-    name; `mixers` counts state-space layers. `prepare` leaves it on the model.
+    name; `mixers` counts state-space layers, `mixer_kernels` are theirs that were asked for. `prepare` leaves it on
+    the model.
 
     >>> execution_of(prepare(model, world)).kernels
     ('cpu_flash',)
@@ -30,6 +31,7 @@ class Execution:
     calls: tuple[AttentionCall, ...]
     kernel: str | None = None
     mixers: int = 0
+    mixer_kernels: tuple[str, ...] = ()
 
     @property
     def kernels(self) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ class PrepareOptions(TypedDict, total=False):
     recompute_layers: int
     compute_dtype: torch.dtype | None
     attention_kernel: str | None
+    mixer_kernels: tuple[str, ...]
     fused_norms: Literal["auto", "on", "off"]
     probe: bool
     virtual_stages: int
@@ -83,10 +84,11 @@ def prepare(
     but attention, whose output is kept; `recompute_layers` does so for that many of a stage's layers alone, the first
     (0: each); `offload_activations` keeps in the host's memory what recomputation starts from. `compute_dtype`
     (bfloat16, say) is what FSDP2 computes in, over parameters and gradient sums in their own type. `attention_kernel`
-    names a row of `longspan.attention.KERNELS`; without it each call takes the first that can. `fused_norms` runs RMS
-    norms as one kernel (`fused_norms.py`): "on", "off", or "auto": on GPUs, those that can. `probe=False` skips the
-    trial forward pass on the meta device that shows whether every layer reaches `attend`; the model's first pass then
-    shows it, and raises ModelError.
+    names a row of `longspan.attention.KERNELS`; without it each call takes the first that can. `mixer_kernels` names
+    kernels of state-space layers that are used only so: "mamba_ssm", "causal_conv1d", or "torch" alone
+    (docs/hybrid.md). `fused_norms` runs RMS norms as one kernel (`fused_norms.py`): "on", "off", or "auto": on GPUs,
+    those that can. `probe=False` skips the trial forward pass on the meta device that shows whether every layer reaches
+    `attend`; the model's first pass then shows it, and raises ModelError.
 
     Where `home.pp` is above 1, this rank's stages are cut out, `virtual_stages` of them, and returned as a
     PipelineModel; the rest of the model is freed. `pipeline_schedule` is "1f1b" (interleaved with several virtual

@@ -36,7 +36,7 @@ from longspan.model.seams.forwards.rope_by_length import choose_frequencies_by_d
 from longspan.model.seams.forwards.row_loss import add_row_loss
 from longspan.model.seams.layer_arguments import keep_layer_arguments
 from longspan.model.seams.layer_numbers import number_layers
-from longspan.model.seams.mixer_calls import shard_mixers
+from longspan.model.seams.mixer_calls import check_kernels, shard_mixers
 from longspan.model.seams.mixers import mixers_of
 from longspan.model.seams.probe import check_kernel, probe_model
 from longspan.model.seams.randomness import random_draws
@@ -55,6 +55,7 @@ def prepare_language_model(
     recompute_layers: int = 0,
     compute_dtype: torch.dtype | None = None,
     attention_kernel: str | None = None,
+    mixer_kernels: tuple[str, ...] = (),
     fused_norms: Literal["auto", "on", "off"] = "auto",
     probe: bool = True,
     virtual_stages: int = 1,
@@ -78,10 +79,11 @@ def prepare_language_model(
     with copied_depths_taken(model):
         adapter = _check(model, placement, pipeline_settings, fused_norms)
     assert isinstance(model, PreTrainedModel)  # others were refused
+    check_kernels(model, mixer_kernels, placement.dtype_of(model), world.device)
     if fused_norms == "on" or (fused_norms == "auto" and world.device.type == "cuda"):
         fuse_norms(model, required=fused_norms == "on")
     routing_draws = try_routing(model).draws
-    execution = _connect(model, placement, attention_kernel, probe=probe)
+    execution = _connect(model, placement, attention_kernel, mixer_kernels, probe=probe)
     with without_adapter(model) if adapter else nullcontext():  # each rank drops an adapter's inputs for its own rows
         draws = random_draws(model) or routing_draws
     rules = CallRules(type(model).__name__, attention_kernel, position_table(model), draws, placement.row_multiple)
@@ -125,13 +127,15 @@ def _check(
     return adapter
 
 
-def _connect(model: PreTrainedModel, placement: Placement, kernel: str | None, *, probe: bool) -> Execution:
+def _connect(
+    model: PreTrainedModel, placement: Placement, kernel: str | None, mixer_kernels: tuple[str, ...], *, probe: bool
+) -> Execution:
     """Have the model's attention, experts and head call this package; a forward pass on the meta device shows it."""
     model.set_attn_implementation(_of_text(model))
     number_layers(model)
     choose_frequencies_by_document(model)
     scale_queries_by_position(model)
-    shard_mixers(model)
+    shard_mixers(model, mixer_kernels)
     keep_layer_arguments(model)
     use_experts(model)
     calls = probe_model(model) if probe else ()
@@ -139,7 +143,9 @@ def _connect(model: PreTrainedModel, placement: Placement, kernel: str | None, *
     checked = check_kernel(model, kernel, calls, device=placement.world.device, dtype=dtype)
     model.config.use_cache = False
     add_row_loss(model, probe=probe)
-    return Execution(model.dtype, dtype, placement.reduce_dtype_of(model), checked, kernel, len(mixers_of(model)))
+    mixers = len(mixers_of(model))
+    reduced = placement.reduce_dtype_of(model)
+    return Execution(model.dtype, dtype, reduced, checked, kernel, mixers, mixer_kernels)
 
 
 def _of_text(model: PreTrainedModel) -> str | dict[str, str]:

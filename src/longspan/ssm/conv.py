@@ -22,19 +22,28 @@ from longspan.ssm.state_pass import joined
 
 
 @outside_graphs
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, shard: SequenceShard, *, silu: bool = False) -> Tensor:
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    shard: SequenceShard,
+    *,
+    silu: bool = False,
+    kernels: Sequence[str] = (),
+) -> Tensor:
     """y_t = Σ_i weight[:, W − 1 − i] · x_{t − i} + bias inside each document: x (T, C), weight (C, W) -> (T, C).
 
     `silu` applies that activation to y. Half precision on a GPU runs by flash-linear-attention's kernel where it is.
-    Every member of a group that has a part here makes the same call, and enters backward. Raises LayoutError for
-    tensors that do not fit the shard or each other, before any communication.
+    Every member of a group that has a part here makes the same call, and enters backward. `kernels` names those asked
+    for (`kernels/asked.py`). Raises LayoutError for tensors that do not fit the shard or each other, and for a kernel
+    that was asked for and cannot, before any communication.
     """
     if x.ndim != 2 or x.shape[0] != shard.local_rows:
         raise LayoutError(f"causal_conv got x of {tuple(x.shape)}; the shard holds {shard.local_rows} rows: (T, C)")
     if weight.ndim != 2 or weight.shape[0] != x.shape[1]:
         raise LayoutError(f"causal_conv got weight of {tuple(weight.shape)} for {x.shape[1]} channels: (C, W)")
     parameters = (weight,) if bias is None else (weight, bias)
-    return _Convolved.apply(chains_of(shard), choose_convolution(x), silu, x, *parameters)  # pyright: ignore[reportReturnType]
+    return _Convolved.apply(chains_of(shard), choose_convolution(x, weight, kernels), silu, x, *parameters)  # pyright: ignore[reportReturnType]
 
 
 class _Convolved(torch.autograd.Function):

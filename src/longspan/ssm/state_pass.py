@@ -26,7 +26,15 @@ from longspan.ssm.kernels.call import Saved, state_dtype
 
 @outside_graphs
 def linear_scan(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shard: SequenceShard, scale: float = 1.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    shard: SequenceShard,
+    scale: float = 1.0,
+    *,
+    kernels: Sequence[str] = (),
 ) -> Tensor:
     """o_t = scale · q_tᵀ S_t, S_t = (I − β_t k_t k_tᵀ) Diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ, from S = 0 in a document.
 
@@ -34,11 +42,12 @@ def linear_scan(
     head h reads head h // (H // G) of q and k. Without beta the term −β k kᵀ is absent and β is 1: Mamba 2, where g
     has one number a head. Half precision on a GPU runs by the kernels of flash-linear-attention where they can;
     everything else in torch's operations, in float32 (float64 for float64). Every member of a group that has a part
-    here makes the same call, and enters backward. Raises LayoutError for tensors that do not fit the shard or each
-    other, before any communication.
+    here makes the same call, and enters backward. `kernels` names those asked for (`kernels/asked.py`). Raises
+    LayoutError for tensors that do not fit the shard or each other, and for a kernel that was asked for and cannot,
+    before any communication.
     """
     _check(q, k, v, g, beta, shard)
-    kernel = kernel_of(v, k.shape[-1], delta=beta is not None, by_channel=g.shape[-1] > 1)
+    kernel = kernel_of(v, k.shape[-1], delta=beta is not None, by_channel=g.shape[-1] > 1, asked=kernels)
     wide = state_dtype(v.dtype)
     rows = v.dtype if kernel.half else wide
     dtypes = (rows, rows, rows, wide, wide)
@@ -48,9 +57,9 @@ def linear_scan(
     return _StatePass.apply(chains_of(shard), kernel, scale, *given).to(v.dtype)  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def kernel_of(v: Tensor, key_size: int, *, delta: bool, by_channel: bool = False) -> Kernel:
-    """The kernel that `linear_scan` takes for values like these, (T, H, V)."""
-    return choose(Recurrence(v.dtype, v.device, key_size, v.shape[-1], delta=delta, by_channel=by_channel))
+def kernel_of(v: Tensor, key_size: int, *, delta: bool, by_channel: bool = False, asked: Sequence[str] = ()) -> Kernel:
+    """The kernel that `linear_scan` takes for values like these, (T, H, V). Raises LayoutError as that does."""
+    return choose(Recurrence(v.dtype, v.device, key_size, v.shape[-1], delta=delta, by_channel=by_channel), asked)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shard: SequenceShard) -> None:

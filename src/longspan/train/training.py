@@ -129,6 +129,7 @@ def prepared_model(
         offload_activations=config.train.offload_activations,
         recompute_layers=config.train.recompute_layers,
         attention_kernel=config.context.attention_kernel or None,
+        mixer_kernels=config.context.mixer_kernels,
         fused_norms=config.train.fused_norms,
         sequence_parallel=config.parallel.sequence_parallel,
         compute_dtype=computes_in,

@@ -19,11 +19,12 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from longspan.comm import SequenceShard
-from longspan.errors import ModelError
+from longspan.errors import LayoutError, ModelError
 from longspan.model.seams.layer_arguments import shard_of_layer
 from longspan.model.seams.mixers import mixers_of, with_functions
 from longspan.model.seams.probe import Probe
 from longspan.ssm import causal_conv, kernel_of, linear_scan, unit
+from longspan.ssm.kernels import check_asked
 from longspan.ssm.kernels.call import state_dtype
 
 Convolution = Callable[[Tensor, Tensor, Tensor | None, bool], Tensor]
@@ -33,17 +34,21 @@ _EPSILON = 1e-6  # of the norm of queries and keys, as in flash-linear-attention
 
 @dataclass(frozen=True)
 class Rows:
-    """How a mixer's rows meet: its convolution (T, C) and its scan (T, H, ·), as `longspan.ssm` has them."""
+    """How a mixer's rows meet: its convolution (T, C) and its scan (T, H, ·), as `longspan.ssm` has them.
+
+    `kernels` are the names of those asked for, of which the scan takes its own.
+    """
 
     convolution: Convolution
     scan: Scan
+    kernels: tuple[str, ...] = ()
 
 
 class OverShard:
     """The rows of the shard that a mixer, or the decoder layer around it, was called with."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, kernels: tuple[str, ...] = ()) -> None:
+        self.name, self.kernels = name, kernels
 
     def __call__(self, shard: object, batch: int, rows: int) -> Rows:
         """Raises ModelError without a shard, with more than one batch row, or with other rows than the shard's."""
@@ -60,8 +65,9 @@ class OverShard:
                 f"{self.name} got {batch} x {rows} rows; the shard is one packed row of {shard.local_rows}"
             )
         return Rows(
-            lambda x, weight, bias, silu: causal_conv(x, weight, bias, shard, silu=silu),
-            lambda q, k, v, g, beta, scale: linear_scan(q, k, v, g, beta, shard, scale),
+            lambda x, weight, bias, silu: causal_conv(x, weight, bias, shard, silu=silu, kernels=self.kernels),
+            lambda q, k, v, g, beta, scale: linear_scan(q, k, v, g, beta, shard, scale, kernels=self.kernels),
+            self.kernels,
         )
 
 
@@ -145,7 +151,7 @@ def calls_of(rows_of: RowsOf) -> dict[str, Callable[..., Any]]:
         v, step, k, q = (t.squeeze(0) for t in (x, dt, B, C))
         step = step.to(wide) if dt_bias is None else step.to(wide) + dt_bias
         step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
-        half = kernel_of(v, k.shape[-1], delta=False).half
+        half = kernel_of(v, k.shape[-1], delta=False, asked=rows.kernels).half
         values = (v * step.unsqueeze(-1)).to(v.dtype if half else wide)
         out = rows.scan(q, k, values, (step * A).unsqueeze(-1), None, 1.0)
         out = out if D is None else out + D.unsqueeze(-1) * v
@@ -165,10 +171,25 @@ def _refuse_state(state: Tensor | None) -> None:
         raise ModelError("a mixer begins with a state of a cache; there is no cache in training: use_cache=False")
 
 
-def shard_mixers(model: PreTrainedModel) -> None:
-    """From here on, the model's mixers run over the shard that their layers are called with."""
+def check_kernels(model: PreTrainedModel, kernels: tuple[str, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ModelError for kernels of state-space layers that were asked for and cannot be used here."""
+    if not kernels:
+        return
+    if not mixers_of(model):
+        raise ModelError(
+            f"kernels of state-space layers are {', '.join(kernels)}, and {type(model).__name__} has no such layers; "
+            "leave them out"
+        )
+    try:
+        check_asked(kernels, dtype, device)
+    except LayoutError as error:
+        raise ModelError(str(error)) from None
+
+
+def shard_mixers(model: PreTrainedModel, kernels: tuple[str, ...] = ()) -> None:
+    """From here on, the model's mixers run over the shard that their layers are called with, by `kernels`."""
     for name, mixer in mixers_of(model).items():
-        redirect(mixer, OverShard(f"{name} ({type(mixer).__name__})"))
+        redirect(mixer, OverShard(f"{name} ({type(mixer).__name__})", kernels))
 
 
 def redirect(mixer: nn.Module, rows_of: RowsOf) -> None:

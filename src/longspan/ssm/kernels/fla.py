@@ -26,13 +26,13 @@ def missing(device: torch.device) -> str:
         found = version("fla-core")
     except PackageNotFoundError:
         return "flash-linear-attention, which is not installed: pip install 'longspan[fla]'"
-    if _numbers(found)[:2] != NEEDED:
+    if numbers(found)[:2] != NEEDED:
         return f"fla-core {'.'.join(map(str, NEEDED))}, and {found} is installed"
     if find_spec("triton") is None:
         return "Triton, which comes with torch for CUDA"
     triton = version("triton")
     low, high = _WRONG_TRITON
-    if torch.cuda.get_device_capability(device)[0] == _HOPPER and low <= _numbers(triton) < high:
+    if torch.cuda.get_device_capability(device)[0] == _HOPPER and low <= numbers(triton) < high:
         return (
             f"Triton {'.'.join(map(str, high))} or later on this GPU, and {triton} is installed, whose code for gated "
             "delta rules gives wrong gradients (github.com/fla-org/flash-linear-attention/issues/640)"
@@ -59,5 +59,6 @@ def function(module: str, name: str) -> Any:
         return getattr(import_module(f"fla.{module}"), name)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str) -> tuple[int, ...]:
+    """The numbers of a version, at most three."""
     return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())

@@ -16,14 +16,24 @@ CHUNK = 64  # rows of a chunk of the kernels of flash-linear-attention
 
 
 class LocalRuns:
-    """Runs of rows, one after another: `lengths` (R,) of each; `shared`, whether its document has others."""
+    """Runs of rows, one after another: `lengths` (R,) of each; `shared`, whether its document has others.
 
-    def __init__(self, lengths: Rows, device: torch.device, shared: Flags | None = None) -> None:
-        self.lengths, self.device = lengths, device
+    Each is cut into chunks of `chunk` rows, of which the last may be shorter.
+    """
+
+    def __init__(self, lengths: Rows, device: torch.device, shared: Flags | None = None, *, chunk: int = CHUNK) -> None:
+        self.lengths, self.device, self.chunk = lengths, device, chunk
         self.shared = np.zeros(len(lengths), dtype=bool) if shared is None else shared
         self.pieces: dict[int, Any] = {}  # by heads
+        self._of_chunks: dict[int, LocalRuns] = {}
         self.rows = int(lengths.sum())
-        self._chunks = -(-lengths // CHUNK)
+        self._chunks = -(-lengths // chunk)
+
+    def of_chunks(self, chunk: int) -> "LocalRuns":
+        """The same runs in chunks of so many rows, worked out once."""
+        if chunk not in self._of_chunks:
+            self._of_chunks[chunk] = LocalRuns(self.lengths, self.device, self.shared, chunk=chunk)
+        return self._of_chunks[chunk]
 
     @property
     def starts(self) -> Rows:
@@ -62,11 +72,17 @@ class LocalRuns:
 
     @cached_property
     def padded(self) -> Tensor | None:
-        """(N · CHUNK,) int64 into [rows | a zero row]: chunks of full size; None where all are."""
-        if (self._sizes == CHUNK).all():
+        """(N · chunk,) int64 into [rows | a zero row]: chunks of full size; None where all are."""
+        if (self._sizes == self.chunk).all():
             return None
-        rows = self._first_rows[:, None] + np.arange(CHUNK)
-        return self._device(np.where(np.arange(CHUNK) < self._sizes[:, None], rows, self.rows).reshape(-1))
+        rows = self._first_rows[:, None] + np.arange(self.chunk)
+        return self._device(np.where(np.arange(self.chunk) < self._sizes[:, None], rows, self.rows).reshape(-1))
+
+    @cached_property
+    def in_padded(self) -> Tensor:
+        """(T,) int64: the place of each row among `padded`."""
+        chunk = np.repeat(np.arange(len(self._first_rows)), self._sizes)
+        return self._device(chunk * self.chunk + np.arange(self.rows) - self._first_rows[chunk])
 
     @property
     def chunks(self) -> int:
@@ -83,11 +99,11 @@ class LocalRuns:
 
     @cached_property
     def _first_rows(self) -> Rows:
-        return self.starts[self._run_of_chunk] + self._place_of_chunk * CHUNK
+        return self.starts[self._run_of_chunk] + self._place_of_chunk * self.chunk
 
     @cached_property
     def _sizes(self) -> Rows:
-        return np.minimum(self.lengths[self._run_of_chunk] - self._place_of_chunk * CHUNK, CHUNK)
+        return np.minimum(self.lengths[self._run_of_chunk] - self._place_of_chunk * self.chunk, self.chunk)
 
     def _device(self, rows: Rows) -> Tensor:
         return to_device(np.ascontiguousarray(rows), self.device)

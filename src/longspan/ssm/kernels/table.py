@@ -1,27 +1,54 @@
-"""The kernels of linear recurrences, the first that can do one is used."""
+"""The kernels of linear recurrences: the first that can do one is used, but for one that has to be asked for."""
+
+from collections.abc import Sequence
 
 import torch
 
-from longspan.ssm.kernels import decay_fla, delta_fla, fla, kimi_fla
+from longspan.ssm.kernels import delta_fla, fla, kimi_fla
+from longspan.ssm.kernels.asked import PACKAGES, TORCH_ALONE, check_names, refuse
 from longspan.ssm.kernels.by_torch import TorchBackward, TorchForward
 from longspan.ssm.kernels.call import Kernel, Recurrence
+from longspan.ssm.kernels.convolutions.by_causal_conv1d import PACKAGE_CONVOLUTION
+from longspan.ssm.kernels.decay import by_fla, by_mamba_ssm
 
 TORCH = Kernel("torch", lambda _: "", TorchForward, TorchBackward)
+MAMBA = Kernel(by_mamba_ssm.NAME, by_mamba_ssm.lacks, by_mamba_ssm.MambaForward, by_mamba_ssm.MambaBackward, half=True)
 _KERNELS = (
     Kernel("fla", delta_fla.lacks, delta_fla.DeltaForward, delta_fla.DeltaBackward, half=True),
     Kernel("fla", kimi_fla.lacks, kimi_fla.KimiForward, kimi_fla.KimiBackward, half=True),
-    Kernel("fla", decay_fla.lacks, decay_fla.DecayForward, decay_fla.DecayBackward, half=True),
+    Kernel("fla", by_fla.lacks, by_fla.DecayForward, by_fla.DecayBackward, half=True),
     TORCH,
 )
 
 
-def choose(recurrence: Recurrence) -> Kernel:
-    """The first kernel that can do this recurrence."""
+def choose(recurrence: Recurrence, asked: Sequence[str] = ()) -> Kernel:
+    """The first kernel that can do this recurrence, or the one asked for: `mamba_ssm` for those without a delta term.
+
+    Raises LayoutError where the one asked for cannot.
+    """
+    if TORCH_ALONE in asked:
+        return TORCH
+    if MAMBA.name in asked and not recurrence.delta:
+        refuse(MAMBA.name, MAMBA.lacks(recurrence))
+        return MAMBA
     return next(kernel for kernel in _KERNELS if not kernel.lacks(recurrence))
 
 
-def kernels_here(dtype: torch.dtype, device: torch.device) -> str:
+def check_asked(asked: Sequence[str], dtype: torch.dtype, device: torch.device) -> None:
+    """Raises LayoutError for names that are no kernels, and for kernels that cannot be used in this dtype here."""
+    check_names(asked)
+    if MAMBA.name in asked:
+        refuse(MAMBA.name, MAMBA.lacks(Recurrence(dtype, device, 2, 2, delta=False, by_channel=False)))
+    if PACKAGE_CONVOLUTION.name in asked:
+        rows, weight = (torch.empty(n, dtype=dtype, device=device) for n in ((1, 8), (8, 4)))
+        refuse(PACKAGE_CONVOLUTION.name, PACKAGE_CONVOLUTION.lacks(rows, weight))
+
+
+def kernels_here(dtype: torch.dtype, device: torch.device, asked: Sequence[str] = ()) -> str:
     """By what recurrences run in this dtype on this device, for people; why, where a GPU could do better."""
+    if TORCH_ALONE in asked:
+        return "torch's operations, as asked for"
+    by_name = f"{' and '.join(name for name in PACKAGES if name in asked)}, as asked for, and " if asked else ""
     if not (lacking := fla.lacks(dtype, device)):
-        return "flash-linear-attention's kernels"
-    return "torch's operations" + (f" (faster kernels want {lacking})" if device.type == "cuda" else "")
+        return f"{by_name}flash-linear-attention's kernels"
+    return f"{by_name}torch's operations" + (f" (faster kernels want {lacking})" if device.type == "cuda" else "")

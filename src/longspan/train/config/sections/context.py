@@ -22,6 +22,9 @@ class ContextConfig:
     auto: of hybrids what the cost says (docs/hybrid.md), otherwise zigzag. Default: auto; tiny presets: the same."""
     attention_kernel: str = ""
     """Attention kernel (longspan doctor --kernels); empty: the first that can."""
+    mixer_kernels: tuple[str, ...] = ()
+    """Kernels of state-space layers that are used only where named: mamba_ssm, causal_conv1d, or torch alone
+    (docs/hybrid.md)."""
     hierarchical_context_parallel_sizes: int | tuple[int, ...] = (2, 2)
     """Sizes (a2a, p2p) of a2a+p2p; read with that type only."""
     min_dynamic_context_parallel_size: PositiveInt = 1

@@ -100,7 +100,8 @@ def _mixers(execution: Execution, device: torch.device, partition: str) -> str:
     """How state-space layers run; "" where there are none."""
     if not execution.mixers:
         return ""
-    layers = f"{counted(execution.mixers, 'state-space layer')} in {kernels_here(execution.compute_dtype, device)}"
+    kernels = kernels_here(execution.compute_dtype, device, execution.mixer_kernels)
+    layers = f"{counted(execution.mixers, 'state-space layer')} in {kernels}"
     if partition == "contiguous":
         return f"{layers}; at most one state a slot and group is sent"
     return f"{layers}; two states a document and slot are sent, at most one in all with context.partition contiguous"

@@ -48,6 +48,6 @@ def faded_sums(
 
 @cache
 def _kernel() -> Any:
-    from longspan.ssm.kernels.faded_sums_kernel import faded_sums_kernel
+    from longspan.ssm.kernels.decay.faded_sums_kernel import faded_sums_kernel
 
     return faded_sums_kernel

@@ -1,0 +1,1 @@
+"""Recurrences of one decay a head without a delta term (Mamba 2)."""

@@ -1,0 +1,142 @@
+"""Kernels that are used only where asked for: who takes them, what is refused, and the calls made of causal_conv1d."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longspan import Group
+from longspan.comm import ShardPart
+from longspan.errors import LayoutError, ModelError
+from longspan.model.seams.mixer_calls import check_kernels
+from longspan.ssm.chains import Chains
+from longspan.ssm.halo import halo_of
+from longspan.ssm.kernels import TORCH, LocalRuns, Recurrence, check_asked, choose, kernels_here
+from longspan.ssm.kernels.convolutions import Convolution, by_causal_conv1d, choose_convolution
+from longspan.ssm.kernels.convolutions.by_causal_conv1d import PACKAGE_CONVOLUTION
+from longspan.ssm.kernels.convolutions.by_torch import TORCH_CONVOLUTION
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+SCAN = Recurrence(torch.bfloat16, CPU, 16, 16, delta=False, by_channel=False)
+
+
+def test_packages_are_taken_where_they_are_named_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longspan.ssm.kernels.decay.by_mamba_ssm.lacks_package", lambda *_: "")
+    monkeypatch.setattr("longspan.ssm.kernels.convolutions.by_causal_conv1d.lacks_package", lambda *_: "")
+    x, weight = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(8, 4)
+    both = ("mamba_ssm", "causal_conv1d")
+    assert choose(SCAN).name == "torch" and choose_convolution(x, weight).name == "torch"
+    assert choose(SCAN, both).name == "mamba_ssm" and choose_convolution(x, weight, both).name == "causal_conv1d"
+    assert choose(SCAN._replace(delta=True), both).name == "torch"  # no such scan there
+    assert choose(SCAN, ("torch",)) is TORCH and choose(SCAN, ("causal_conv1d",)).name == "torch"
+    check_asked(both, torch.bfloat16, CPU)
+    assert (
+        kernels_here(torch.bfloat16, CPU, both) == "mamba_ssm and causal_conv1d, as asked for, and torch's operations"
+    )
+
+
+@pytest.mark.parametrize(
+    "asked, dtype, message",
+    [
+        (("mamba",), torch.bfloat16, "'mamba' is no kernel of state-space layers; use torch, mamba_ssm, causal_conv1d"),
+        (("torch", "mamba_ssm"), torch.bfloat16, "are torch, mamba_ssm; give torch alone, or without it"),
+        (("mamba_ssm",), torch.float32, "mamba_ssm .* needs bfloat16 or float16, got float32; leave it out"),
+        (
+            ("mamba_ssm",),
+            torch.bfloat16,
+            "mamba_ssm of state-space layers was asked for and needs cuda tensors, got cpu",
+        ),
+        (("causal_conv1d",), torch.float64, "needs bfloat16, float16 or float32, got float64"),
+    ],
+)
+def test_what_cannot_be_is_refused(asked: tuple[str, ...], dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        check_asked(asked, dtype, CPU)
+
+
+def test_a_model_without_such_layers_is_refused() -> None:
+    model: Any = torch.nn.Linear(1, 1)
+    check_kernels(model, (), torch.float32, CPU)
+    with pytest.raises(ModelError, match="are torch, and Linear has no such layers; leave them out"):
+        check_kernels(model, ("torch",), torch.float32, CPU)
+
+
+def test_sizes_and_versions_are_said() -> None:
+    x, weight = torch.zeros(3, 12, dtype=torch.bfloat16), torch.zeros(12, 4)
+    assert PACKAGE_CONVOLUTION.lacks(x, weight) == "channels in multiples of 8, got 12"
+    assert PACKAGE_CONVOLUTION.lacks(x, torch.zeros(16, 5)) == "a convolution of width 2 to 4, got 5"
+    lacking = choose.__globals__["MAMBA"].lacks(SCAN._replace(device=CUDA))
+    assert lacking == "mamba_ssm 2.3, which is not installed: pip install 'mamba_ssm==2.3.*'"
+
+
+# ---- the calls of causal_conv1d, by a stand-in of the same signature
+
+
+def _stand_in() -> SimpleNamespace:
+    """`causal_conv1d.cpp_functions` in torch, of what its CUDA code says of strides and shapes."""
+
+    def forward(x, weight, bias, seq_idx, initial_states, final_states_out, silu):
+        assert seq_idx is None and final_states_out is None and x.stride(1) == 1 and x.shape[1] % 8 == 0
+        assert initial_states is None or initial_states.stride(1) == 1
+        edge = x.new_zeros((1, x.shape[1], weight.shape[1] - 1)) if initial_states is None else initial_states
+        assert edge.shape == (1, x.shape[1], weight.shape[1] - 1)
+        y = F.conv1d(torch.cat([edge, x], -1), weight.unsqueeze(1), bias, groups=x.shape[1])
+        return F.silu(y) if silu else y
+
+    def backward(x, weight, bias, dout, seq_idx, initial_states, dfinal, dx, return_dinitial, silu):
+        assert dfinal is None and dx is None and return_dinitial == (initial_states is not None)
+        given = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias, initial_states)]
+        with torch.enable_grad():
+            edge = given[3]
+            edge = x.new_zeros((1, x.shape[1], weight.shape[1] - 1)) if edge is None else edge
+            y = F.conv1d(torch.cat([edge, given[0]], -1), given[1].unsqueeze(1), given[2], groups=x.shape[1])  # pyright: ignore
+            y = F.silu(y) if silu else y
+        found = iter(torch.autograd.grad(y, [t for t in given if t is not None], dout))
+        return tuple(None if t is None else next(found) for t in given)
+
+    return SimpleNamespace(causal_conv1d_fwd_function=forward, causal_conv1d_bwd_function=backward)
+
+
+@pytest.mark.parametrize("lengths", [(37,), (9, 1, 14, 2, 3)])
+@pytest.mark.parametrize("partition", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("extras", [True, False])
+def test_the_calls_of_causal_conv1d(
+    lengths: tuple[int, ...], partition: str, extras: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one run with rows before it, of one without, and of several: outputs and all gradients are torch's."""
+    monkeypatch.setattr(by_causal_conv1d, "_package", _stand_in)
+    group = Group((0, 1, 2), tuple(range(len(lengths))), lengths, partition=partition)  # pyright: ignore
+    generator = torch.Generator().manual_seed(0)
+    for width in (2, 4):
+        for member in range(3):
+            chains = Chains(ShardPart(group, member, member, 0, world_key=-1), CPU)
+            halo = halo_of(chains, width - 1)
+            shapes = (int(chains.lengths.sum()), 8), (sum(halo.receives), 8), (8, width), (8,)
+            x, arrived, weight, bias = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+            parameters = (weight.requires_grad_(), bias.requires_grad_() if extras else None)
+            convolution = Convolution(*parameters, silu=extras)
+            given = (x, arrived, convolution, chains.local_runs, halo.before)
+            dout = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+            for found, wanted in zip(
+                _passes(PACKAGE_CONVOLUTION, dout, given), _passes(TORCH_CONVOLUTION, dout, given), strict=True
+            ):
+                torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def _passes(kernel, dout: Tensor, given) -> list[Tensor]:
+    found = [kernel.forward(*given), *kernel.backward(dout, *given)]
+    return [x.detach() for x in found if x is not None]
+
+
+def test_chunks_of_another_size_hold_the_same_rows() -> None:
+    runs = LocalRuns(np.array([70, 1, 64, 130]), CPU)
+    for chunk in (32, 128):
+        cut = runs.of_chunks(chunk)
+        assert cut is runs.of_chunks(chunk) and cut.chunks == sum(-(-n // chunk) for n in (70, 1, 64, 130))
+        rows = torch.cat([torch.arange(runs.rows), torch.tensor([-1])])[cut.padded]
+        assert torch.equal(rows[cut.in_padded], torch.arange(runs.rows)) and len(rows) == cut.chunks * chunk
