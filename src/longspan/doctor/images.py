@@ -13,6 +13,7 @@ from longspan.model.small.shrink import tiny_model
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.model.vision.take_apart import check_vision
 from longspan.model.vision.trial_documents import TrialDocument, trial_documents
+from longspan.train.document import Document
 
 NO_LABEL = -100
 
@@ -32,11 +33,17 @@ def item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocument])
     ids = [document.ids for document in documents]
     items = items_at_placeholders(ids, image_tokens(config).placeholder, [document.rows for document in documents])
     images = [image for document in documents for image in document.images]
-    return ItemDocuments(ids, items, images, lambda number: documents[number].positions)
+    tokens = [_labelled(document) if document.prefix else document.ids for document in documents]
+    return ItemDocuments(tokens, items, images, lambda number: documents[number].positions)
 
 
 def labels_of(document: np.ndarray | TrialDocument) -> np.ndarray:
-    """What each token but the last predicts; placeholders are not predicted."""
+    """What each token but the last predicts; placeholders and a prefix are not predicted."""
     if isinstance(document, TrialDocument):
-        return np.where(document.at_images, NO_LABEL, document.ids)[1:]
+        hidden = document.at_images | (np.arange(len(document.ids)) < document.prefix)
+        return np.where(hidden, NO_LABEL, document.ids)[1:]
     return document[1:]
+
+
+def _labelled(document: TrialDocument) -> Document:
+    return Document(document.ids, loss_mask=np.arange(len(document.ids)) >= document.prefix)

@@ -38,6 +38,7 @@ from longspan.model.seams.layer_arguments import keep_layer_arguments
 from longspan.model.seams.layer_numbers import number_layers
 from longspan.model.seams.mixer_calls import check_kernels, shard_mixers
 from longspan.model.seams.mixers import mixers_of
+from longspan.model.seams.prefix import attend_causally, has_prefix
 from longspan.model.seams.probe import check_kernel, probe_model
 from longspan.model.seams.randomness import random_draws
 from longspan.model.seams.refusals import guard, refuse_unsupported
@@ -86,7 +87,15 @@ def prepare_language_model(
     execution = _connect(model, placement, attention_kernel, mixer_kernels, probe=probe)
     with without_adapter(model) if adapter else nullcontext():  # each rank drops an adapter's inputs for its own rows
         draws = random_draws(model) or routing_draws
-    rules = CallRules(type(model).__name__, attention_kernel, position_table(model), draws, placement.row_multiple)
+    rules = CallRules(
+        type(model).__name__,
+        attention_kernel,
+        position_table(model),
+        draws,
+        placement.row_multiple,
+        prefix=has_prefix(model.config),
+        prefix_window=getattr(model.config.get_text_config(), "sliding_window", None),
+    )
     weights = take_weights_to_come(model)
     if world.home.pp > 1:
         prepared = _cut_and_place(model, placement, pipeline_settings)
@@ -133,6 +142,7 @@ def _connect(
     """Have the model's attention, experts and head call this package; a forward pass on the meta device shows it."""
     model.set_attn_implementation(_of_text(model))
     number_layers(model)
+    attend_causally(model)
     choose_frequencies_by_document(model)
     scale_queries_by_position(model)
     shard_mixers(model, mixer_kernels)

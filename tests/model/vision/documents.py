@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from longspan import ItemDocuments
+from longspan import Document, ItemDocuments
 from longspan.bridge import items_at_placeholders
 from longspan.doctor.float64 import whole_float64
+from longspan.model.seams.prefix import has_prefix
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
 from longspan.model.vision.video_tokens import Video, VideoTokens
 from tests.model.stock import gradients_of
@@ -57,6 +58,16 @@ class Raw:
     def clips(self) -> list[Video]:
         """The videos, whose groups of frames are ever further from each other."""
         return [Video(video.grid, 0.8 + i) for i, video in enumerate(self.videos) if video.grid]
+
+    @property
+    def prefix(self) -> int:
+        """Up to the second token after its last image: what is a prompt to models that have a prefix."""
+        return int(np.flatnonzero(self.ids == IMAGE).max(initial=3)) + 3
+
+    def labels(self, prefix: bool) -> np.ndarray:
+        """What each token is to be: −100 of placeholders and of a prompt."""
+        hidden = np.isin(self.ids, (IMAGE, VIDEO)) | (prefix & (np.arange(len(self.ids)) < self.prefix))
+        return np.where(hidden, -100, self.ids)
 
 
 def raw(tokens: ImageTokens, name: str = "mixed") -> list[Raw]:
@@ -122,6 +133,8 @@ def documents_of(tokens: ImageTokens, name: str = "mixed") -> ItemDocuments:
             tokens.positions(ids[d], grids) if videos is None else videos.positions(ids[d], grids, documents[d].clips)
         )
 
+    if tokens.config is not None and has_prefix(tokens.config):
+        return ItemDocuments([Document(d.ids, labels=d.labels(True)) for d in documents], items, inputs, positions)
     return ItemDocuments(ids, items, inputs, positions)
 
 
@@ -161,7 +174,6 @@ def answer_of(name: str, documents: str = "mixed", trained: Any = None, make: An
 def _loss(model: PreTrainedModel, document: Raw) -> tuple[Tensor, int]:
     """The sum of the cross entropy of the tokens of text, and how many they are."""
     ids, images = torch.from_numpy(document.ids)[None], dict[str, Any]()
-    placeholder = (ids == IMAGE) | (ids == VIDEO)
     if document.images:
         images["pixel_values"] = torch.cat([image.pixels for image in document.images])
         if document.images[0].grid is not None:
@@ -175,6 +187,8 @@ def _loss(model: PreTrainedModel, document: Raw) -> tuple[Tensor, int]:
             images["second_per_grid_ts"] = torch.tensor([video.seconds for video in document.clips]).float()
     if model.config.model_type == "gemma3":  # its mask knows images by them
         images["token_type_ids"] = (ids == IMAGE).int()
+    if prefix := has_prefix(model.config):
+        images["token_type_ids"] = (torch.arange(ids.shape[1]) >= document.prefix).int()[None]
     logits = model(input_ids=ids, use_cache=False, **images).logits[0]
-    labels = ids[0, 1:].masked_fill(placeholder[0, 1:], -100)
+    labels = torch.from_numpy(document.labels(prefix))[1:]
     return F.cross_entropy(logits[:-1], labels, reduction="sum"), int((labels != -100).sum())

@@ -64,6 +64,25 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "eoi_token_index": 56,
         },
     ),
+    "paligemma": (
+        "PaliGemmaConfig",
+        {
+            "text_config": TEXT | {"model_type": "gemma", "head_dim": 8},
+            "vision_config": SIGLIP,
+            "projection_dim": 32,
+            "image_token_index": IMAGE,
+        },
+    ),
+    "paligemma2": (
+        "PaliGemmaConfig",
+        {
+            "text_config": TEXT
+            | {"model_type": "gemma2", "head_dim": 8, "sliding_window": 40, "query_pre_attn_scalar": 16},
+            "vision_config": SIGLIP,
+            "projection_dim": 32,
+            "image_token_index": IMAGE,
+        },
+    ),
     "qwen2-vl": (
         "Qwen2VLConfig",
         {
@@ -112,7 +131,8 @@ def tiny(name: str) -> PreTrainedModel:
     """A model in float64 with random weights, norms and biases among them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(config_of(name), attn_implementation="sdpa")
+        attention = "eager" if name == "paligemma2" else "sdpa"  # which Gemma 2 is not given
+        model = AutoModelForImageTextToText.from_config(config_of(name), attn_implementation=attention)
         for parameter in model.parameters():
             parameter.data += 0.1 * torch.randn_like(parameter)
     return model.double()

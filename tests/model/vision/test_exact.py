@@ -48,6 +48,9 @@ def of_videos(ranks: int) -> list[Case]:
     return cases
 
 
+SPANS = ("gemma3", "paligemma2")
+
+
 def of_spans(ranks: int) -> list[Case]:
     """Images whose tokens see each other, cut everywhere: every type and partition, and both homes split."""
     one, kinds = Layout(ranks), ["all_gather", *([] if ranks == 3 else ["a2a"])]
@@ -56,7 +59,7 @@ def of_spans(ranks: int) -> list[Case]:
     ways.append((("partition", "contiguous"),))
     if ranks == 4:
         ways.append((("cp_comm_type", "a2a+p2p"), ("hierarchical_context_parallel_sizes", (2, 2))))
-    cases = [Case("gemma3", one, one, cp, planning=way) for way in ways for cp in (0, ranks)]
+    cases = [Case(name, one, one, cp, planning=way) for name in SPANS for way in ways for cp in (0, ranks)]
     if ranks == 4:
         sequence, recomputed = (("sequence_parallel", True),), (("activation_checkpointing", True),)
         cases.append(Case("gemma3", Layout(4, tp=2), Layout(4, tp=2), 2, options=sequence))

@@ -29,8 +29,11 @@ def test_images_that_enter_as_rows_and_positions_alone(name: str) -> None:
     assert image_reasons(default(name)) == ()
 
 
-def test_images_that_see_each_other() -> None:
-    (reason,) = image_reasons(default("paligemma"))
+def test_images_that_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert image_reasons(config_of("paligemma")) == ()
+    monkeypatch.setattr(image_trial, "_trials", {})
+    monkeypatch.setattr(image_trial, "SEEN_BY_IMAGES", ())
+    (reason,) = image_reasons(config_of("gemma3"))
     assert reason.startswith("it does more with images than put their rows in the places of their placeholders: logits")
 
 

@@ -33,10 +33,10 @@ VIDEOS: dict[str, tuple[str, str, str]] = {
     "frames of other videos": MUTATIONS["an image's rows on another document"],
 }
 SPANS_CASE = Case("gemma3", Layout(2), Layout(2), cp=2)
-LOCAL, MEMBERS = "train.reading.local_batch", "attention.geometry.members"
+READ, MEMBERS = "train.reading.spans", "attention.geometry.members"
 SPANS: dict[str, tuple[str, str, str]] = {
     "spans are dropped": (MEMBERS, "+ span_tiles(queries, keys, self.spans)", ""),
-    "spans of documents without their items": (LOCAL, "items.runs(d, modalities)", "[]"),
+    "spans of documents without their items": (READ, "items.runs(d, rules.in_spans)", "[]"),
     "spans on local rows alone": (
         MEMBERS,
         "span_tiles(queries, keys, self.spans)",
@@ -44,6 +44,12 @@ SPANS: dict[str, tuple[str, str, str]] = {
     ),
     "spans end with a member's rows under a window": (MEMBERS, "self.spans.ends(runs)", "runs.stop"),
     "rows of an image are scaled": ("bridge.splice", "rows.to(embeddings.dtype)", "2 * rows.to(embeddings.dtype)"),
+}
+PREFIX_CASE = Case("paligemma2", Layout(2), Layout(2), cp=2)
+PREFIX: dict[str, tuple[str, str, str]] = {
+    "prefixes are dropped": (READ, "[(0, prefix)] if prefix else []", "[]"),
+    "a prefix takes its first target in": (READ, "[(0, prefix)] if prefix", "[(0, min(prefix + 1, length))] if prefix"),
+    "a prefix ends with its images": (READ, "if isinstance(document, Labelled):", "if False:"),
 }
 
 
@@ -58,8 +64,8 @@ def _errors(rank: int, case: Case, mutations: dict[str, tuple[str, str, str]]) -
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("case", "mutations"),
-    [(CASE, MUTATIONS), (VIDEOS_CASE, VIDEOS), (SPANS_CASE, SPANS)],
-    ids=["rows", "videos", "spans"],
+    [(CASE, MUTATIONS), (VIDEOS_CASE, VIDEOS), (SPANS_CASE, SPANS), (PREFIX_CASE, PREFIX)],
+    ids=["rows", "videos", "spans", "prefix"],
 )
 def test_every_mutation_is_seen(case: Case, mutations: dict[str, tuple[str, str, str]]) -> None:
     for errors in run_ranks(_errors, 2, case, mutations):

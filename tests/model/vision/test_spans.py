@@ -5,9 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longspan import Layout, MultimodalModel, World, bind, plan_fixed, prepare
-from longspan.errors import ModelError
+from longspan import Document, Layout, MultimodalModel, World, bind, plan_fixed, prepare
+from longspan.comm import SequenceShard
+from longspan.errors import DataError, ModelError
+from longspan.model.seams.call_rules import CallRules
+from longspan.plan import Group, MicroBatch
+from longspan.plan.items import Item, ItemTable
 from longspan.testing import backend, run_ranks
+from longspan.train.data.order.packs import Piece, pack_of
+from longspan.train.reading.spans import prefix_of, with_spans
 from tests.model.vision.documents import answer_of
 from tests.model.vision.joined import Case, step
 from tests.model.vision.models import tiny
@@ -30,6 +36,26 @@ def test_calls_say_which_rows_see_each_other() -> None:
             MultimodalModel(alone, model.language_model, world)
 
 
+LONG, SHORT = Document(range(8), labels=[-100] * 6 + [6, 7]), list(range(8))
+
+
+def test_a_prefix_is_what_stands_before_the_first_target() -> None:
+    items = ItemTable([8, 8], [Item(1, ((0, 3),))])
+    assert prefix_of(LONG, 0, 8) == 6 and prefix_of(SHORT, 0, 8) == 1 and prefix_of([5], 0, 1) == 1
+    assert prefix_of(SHORT, 1, 8, items) == 3 and prefix_of(Document([1, 2], loss_mask=[0, 0]), 0, 2) == 2
+    shard = SequenceShard(MicroBatch((Group((0,), (0, 1), (8, 8)),)), 0, -1, torch.device("cpu"))
+    rules = CallRules("PaliGemma", prefix=True, prefix_window=6)
+    (spans,) = with_spans(shard, rules, [LONG, SHORT], None).spans or ()
+    assert [*spans.start] == [0] and [*spans.stop] == [6]
+    with pytest.raises(DataError, match="document 0 has a prefix of 6 rows, and layers of PaliGemma a window of 5"):
+        with_spans(shard, replace(rules, prefix_window=5), [LONG, SHORT], None)
+    pack = pack_of((Piece(LONG, 0, 4), Piece(LONG, 0, 4)))
+    with pytest.raises(DataError, match="document 0 is a pack of 2 pieces"):
+        with_spans(shard, rules, [pack, SHORT], None)
+    with pytest.raises(ModelError, match="PaliGemma: rows of a prefix see each other, and the shard of 2 documents"):
+        rules.check_spans(shard)
+
+
 @pytest.mark.whole
 def test_steps_that_say_nothing_of_them_are_refused_on_every_rank() -> None:
     for message in [*run_ranks(_refused, 2, 1), *run_ranks(_refused, 2, 2)]:
@@ -37,7 +63,7 @@ def test_steps_that_say_nothing_of_them_are_refused_on_every_rank() -> None:
 
 
 def _refused(rank: int, pp: int) -> str:
-    silent = ("train.reading.local_batch", "modalities = call_rules(model).in_spans", "modalities = ()")
+    silent = ("train.reading.spans", "if not rules.in_spans:", "if True:")
     with mutated(silent), pytest.raises(ModelError) as refused:
         step(Case("gemma3", Layout(2, pp=pp), Layout(2), 1), answer_of("gemma3"))
     return str(refused.value)

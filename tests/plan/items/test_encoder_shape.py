@@ -23,7 +23,7 @@ QWEN3_VL_8B: dict[str, Any] = {
     | {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2, "deepstack_visual_indexes": [8, 16, 24]},
 }
 
-PRICED = ("llava-clip", "llava-siglip", "gemma3", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5")
+PRICED = ("llava-clip", "llava-siglip", "gemma3", "paligemma", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5")
 
 
 def counted_flops(name: str, trained: Any) -> int:

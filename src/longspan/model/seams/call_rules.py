@@ -70,7 +70,8 @@ class CallRules:
 
     `attention_kernel` None: each call of attention takes the first kernel that can. A slot's rows must be a multiple of
     `row_multiple`, which is tp under sequence parallelism; `random_draws` are what training would draw at random. Rows
-    of items of the modalities `in_spans` see each other, so that shards say which rows they are.
+    of items of the modalities `in_spans` see each other, or those of a `prefix` of each document, so that shards say
+    which rows they are; a prefix has at most `prefix_window` rows, where layers have a window.
     """
 
     architecture: str
@@ -79,6 +80,8 @@ class CallRules:
     random_draws: tuple[str, ...] = ()
     row_multiple: int = 1
     in_spans: tuple[str, ...] = ()
+    prefix: bool = False
+    prefix_window: int | None = None
 
     def with_kernel(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The keyword arguments of a call, and with them the kernel where one was named; a caller's own one wins."""
@@ -97,9 +100,10 @@ class CallRules:
     def check_spans(self, shard: SequenceShard) -> None:
         """Raise ModelError for a shard that does not say which rows see each other, where some may."""
         documents = len(shard.micro_batch.documents)
-        if self.in_spans and shard.spans is None and documents:
+        seeing = ["a prefix"] if self.prefix else self.in_spans
+        if seeing and shard.spans is None and documents:
             raise ModelError(
-                f"{self.architecture}: rows of {' and '.join(self.in_spans)} see each other, and the shard of "
+                f"{self.architecture}: rows of {' and '.join(seeing)} see each other, and the shard of "
                 f"{documents} documents says nothing of them; use shard.with_spans(...), with {{}} for text alone"
             )
 

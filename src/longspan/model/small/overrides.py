@@ -36,6 +36,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "lfm2_moe": {"layer_types": _unless("layer_types", ["conv", "full_attention"])},
     "mamba2": {"num_heads": lambda small: small["expand"] * small["hidden_size"] // small["head_dim"]},
+    "paligemma": {"projection_dim": lambda small: small["text_config"]["hidden_size"]},
     "qwen4_exp_text": _QWEN4_INDEXER,
     "reformer": {"axial_pos_embds": False},
     "xmod": {"default_language": lambda small: small["languages"][0]},

@@ -116,9 +116,9 @@ def _logits_in_parts(parts: VisionParts, document: TrialDocument) -> Tensor:
     positions = torch.arange(ids.shape[1])[None]
     if document.positions is not None:
         positions = torch.from_numpy(document.positions)[:, None]
-    known, kind = signature(model.forward).parameters, torch.zeros_like(ids)
-    if model.config.model_type in SEEN_BY_IMAGES:  # its own mask stands for that of a shard, which knows these spans
-        kind = torch.from_numpy(document.at_images)[None].long()
+    known = signature(model.forward).parameters
+    # Its own mask stands for that of a shard, which knows spans of images and prefixes.
+    kind = document.kinds(model, images=model.config.model_type in SEEN_BY_IMAGES)
     kinds = dict.fromkeys((name for name in _TOKEN_KINDS if name in known), kind)
     with ExitStack() as hooks:
         if rows:

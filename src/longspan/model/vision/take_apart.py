@@ -26,8 +26,6 @@ _PROJECTORS = ("projector", "merger", "connector")
 _REASONS = {
     "gemma4": "its tower takes image_position_ids, which an ImageInput has not; and where its configuration says so, "
     "tokens of an image see each other in layers with a window alone, whereas those of a shard do so in every layer",
-    "paligemma": "tokens of images and of the text up to the answer see each other in its mask, whereas a shard's mask "
-    "is causal among text",
     "mllama": "its layers attend across to its images",
 }
 

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.model.layers import base_of
+from longspan.model.seams.prefix import has_prefix
 from longspan.model.vision.image_arguments import image_arguments
 from longspan.model.vision.image_encoder import rows_of_images
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
@@ -28,7 +30,8 @@ class TrialDocument:
     """One document: its ids (T,), its images, the rows that each of them makes, its positions where not plain.
 
     `at_images` (T,) says where placeholders are. Groups of frames of `videos` stand among the images; of their
-    placeholders `at_videos` (T,) says where they are.
+    placeholders `at_videos` (T,) says where they are. `prefix`: how many rows see each other before the causal ones, in
+    models that have a prefix.
     """
 
     ids: np.ndarray
@@ -38,6 +41,14 @@ class TrialDocument:
     at_images: np.ndarray
     videos: tuple["TrialVideo", ...] = ()
     at_videos: np.ndarray | None = None
+    prefix: int = 0
+
+    def kinds(self, model: PreTrainedModel, *, images: bool) -> Tensor:
+        """What models are told of each row (1, T): with `images` 1 at these and 2 at videos; or 1 after a prefix."""
+        if not images or has_prefix(model.config):
+            return token_kinds(model, len(self.ids), self.prefix)
+        kinds = self.at_images.astype(np.int64) + (0 if self.at_videos is None else self.at_videos)
+        return torch.from_numpy(kinds)[None]
 
 
 class TrialVideo(NamedTuple):
@@ -45,6 +56,12 @@ class TrialVideo(NamedTuple):
 
     first: int
     video: Video
+
+
+def token_kinds(model: PreTrainedModel, rows: int, prefix: int = 1) -> Tensor:
+    """What models are told of the rows of a document of text (1, T): 0, and where a model has a prefix, 1 after it."""
+    kinds = torch.arange(rows) >= (prefix if has_prefix(model.config) else rows)
+    return kinds.long()[None]
 
 
 def trial_documents(model: PreTrainedModel, sizes: Sequence[tuple[int, int]], seed: int = 0) -> list[TrialDocument]:
@@ -84,8 +101,7 @@ def stock_arguments(model: PreTrainedModel, document: TrialDocument) -> dict[str
         seconds = torch.tensor([video.video.seconds for video in document.videos], dtype=torch.float32)
         arguments |= {"pixel_values_videos": made["pixel_values"], "video_grid_thw": grids}
         arguments |= {"second_per_grid_ts": seconds} if "second_per_grid_ts" in known else {}
-    kinds = document.at_images.astype(np.int64) + (0 if document.at_videos is None else document.at_videos)
-    return arguments | {name: torch.from_numpy(kinds)[None] for name in _KINDS if name in known}
+    return arguments | {name: document.kinds(model, images=True) for name in _KINDS if name in known}
 
 
 def _document(
@@ -98,7 +114,11 @@ def _document(
     grids = np.array([image.grid for image, _ in images if image.grid is not None])
     positions = tokens.positions(np.array(ids), grids)
     inputs, rows = tuple(x for x, _ in images), tuple(n for _, n in images)
-    return TrialDocument(np.array(ids), inputs, rows, positions, np.array(ids) == tokens.placeholder)
+    at_images = np.array(ids) == tokens.placeholder
+    prefix = 0
+    if tokens.config is not None and has_prefix(tokens.config):
+        prefix = min(len(ids), int(np.flatnonzero(at_images).max(initial=2)) + 2)
+    return TrialDocument(np.array(ids), inputs, rows, positions, at_images, prefix=prefix)
 
 
 def video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) -> TrialDocument:

@@ -13,7 +13,7 @@ from longspan.plan.cost.layer_kinds import ATTENTION, MIXING, LayerKind, layer_k
 from longspan.plan.cost.layer_weights import Weights, attention_weights, feed_forward_weights, latent, widths_of
 from longspan.plan.cost.mixer_shape import MixerShape, mixer_kind, mixer_of
 
-SEEN_BY_IMAGES = ("gemma3",)  # families in whose every layer tokens of an image see each other
+SEEN_BY_IMAGES = ("gemma3", "shieldgemma2")  # families in whose every layer tokens of an image see each other
 _STATES = ("mamba_d_state", "ssm_state_size", "state_size")  # by which configurations show state-space layers
 _MEASURE = "measure this model with longspan bench calibrate, or give Cost its constants"
 

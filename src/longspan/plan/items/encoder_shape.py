@@ -1,7 +1,7 @@
 """What a model's configuration says of the work of its images: weights of tower and projector, and who sees whom.
 
-For the towers of Qwen's vision-language models, of LLaVA and of Gemma 3, as transformers describes them. Imports no
-torch.
+For the towers of Qwen's vision-language models, of LLaVA, Gemma 3 and PaliGemma, as transformers describes them. It
+imports no torch.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Trained = Literal["all", "projector", "none"]
 Grid = tuple[int, int, int]
 
 _MERGED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")  # whose images have any size
-_WHOLE = ("llava", "gemma3")  # whose images have one size
+_WHOLE = ("llava", "gemma3", "paligemma")  # whose images have one size
 _GEMMA_ROWS = 256  # of an image, where a configuration does not say
 WAVE_SECONDS = 2e-3  # of launches, of one wave
 _HEAD_MULTIPLE = 32  # to which kernels pad a head (attention/kernels/fa4.py)
@@ -173,6 +173,9 @@ def _whole(model: ConfigReader, vision: ConfigReader, hidden: int) -> EncoderSha
     taken, rows = [layers], model.count("mm_tokens_per_image") or _GEMMA_ROWS
     if model.family == "gemma3":  # patches are pooled
         projector, entry = width * hidden, 0
+    elif model.family == "paligemma":
+        projector = entry = width * hidden
+        rows = patches
     else:
         said: Any = model.value("vision_feature_layer")
         said = [-2 if said is None else said] if isinstance(said, int | None) else said

@@ -19,6 +19,7 @@ from longspan.plan.items import ItemTable
 from longspan.train.document import NO_TARGET
 from longspan.train.reading.read_positions import positions_of_rows
 from longspan.train.reading.read_rows import LocalBatch, NamesOfValues, read_rows
+from longspan.train.reading.spans import with_spans
 
 _HINT = (
     "A plan must be made from the same lengths and settings on every rank, and loss=, divisor= and mtp= be given on "
@@ -62,10 +63,11 @@ def batches_of(
     """Some micro-batches of a plan with this rank's rows, read without the other ranks."""
     reads = not isinstance(model, PipelineModel) or model.reads_tokens
     batches, vocabulary, names = list[LocalBatch](), vocabulary_size(model), NamesOfValues()
+    rules = call_rules(model)
     for micro_batch in micro_batches:
         if plan.mode == "free" and not micro_batch.groups_of(world.slot):
             continue  # in lockstep a slot runs all of them, empty ones too
-        shard = _with_spans(_with_padding(micro_batch, plan, world), model, items)
+        shard = with_spans(_with_padding(micro_batch, plan, world), rules, documents, items)
         batch = read_rows(documents, shard, vocabulary, items, names, depths) if reads else _padding_rows(shard)
         batches.append(batch._replace(positions=positions_of_rows(documents, shard)))
     return batches
@@ -81,15 +83,6 @@ def reading_error(error: Exception, world: World) -> DataError:
 
 def _with_padding(micro_batch: MicroBatch, plan: Plan, world: World) -> SequenceShard:
     return bind(micro_batch, world).with_padding(minimum=1, multiple=plan.row_multiple)
-
-
-def _with_spans(shard: SequenceShard, model: nn.Module, items: ItemTable | None) -> SequenceShard:
-    """The shard, and where rows of the model's items see each other, which these are."""
-    modalities = call_rules(model).in_spans
-    if not modalities:
-        return shard
-    documents = shard.micro_batch.documents if items is not None else ()
-    return shard.with_spans({d: items.runs(d, modalities) for d in documents if items is not None})
 
 
 def _padding_rows(shard: SequenceShard) -> LocalBatch:
