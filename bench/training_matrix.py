@@ -4,8 +4,8 @@
     python bench/training_matrix.py --ranks 4 --most 20                                    # twenty combinations
     python bench/training_matrix.py --ranks 4 --backend nccl                               # one rank a GPU
 
-The matrix is that of `tests/train/matrix.py`; `make test-all` runs it too. Combinations that the record has already, of
-the same commit, are not run again.
+The matrix is that of `tests/train/steps/matrix.py`; `make test-all` runs it too. Combinations that the record has
+already, of the same commit, are not run again.
 """
 
 import os
@@ -24,7 +24,7 @@ from matrix_flags import matrix_flags
 
 from longspan.bench.record import open_record, where_it_ran, write_record
 from longspan.comm import run_local
-from tests.train.matrix import DTYPES, LIMITS, RANKS, Combination, Errors, every, run, wanted_of, worst_of_ranks
+from tests.train.steps.matrix import DTYPES, LIMITS, RANKS, Combination, Errors, every, run, wanted_of, worst_of_ranks
 
 ROOT = Path(__file__).parents[1]
 PARTS = Errors._fields
@@ -83,8 +83,8 @@ def _text(record: dict[str, Any]) -> str:
         "",
         "Qwen3, Qwen3-MoE, gpt-oss (four layers, hidden size 32) × fixed, dynamic plans × tp 1, tp 2, tp 2 with "
         "sequence parallelism × pp 1, pp 2, pp 2 with vpp 2 × ep 1, 2 × FSDP2 resharding or not × float64, float32 "
-        "(`tests/train/matrix.py`). Three steps of SGD on three batches, with router losses, against the stock model "
-        "in one process that sees the same documents one by one: the loss and gradient norm of each step, every "
+        "(`tests/train/steps/matrix.py`). Three steps of SGD on three batches, with router losses, against the stock "
+        "model in one process that sees the same documents one by one: the loss and gradient norm of each step, every "
         "gradient of the first step, every weight after the last; largest relative differences. Each on as "
         "many processes as make two slots or more: 4, and 8 for tp 2 with pp 2. Refused by name: ep 2 without experts.",
         "",

@@ -19,8 +19,8 @@ from longspan.train.run.records.metrics_log import read_metrics
 from longspan.train.warm_up.kinds import kind_of, on_all_slots, smallest_of_each_kind
 from longspan.train.warm_up.optimizer_states import make_states
 from longspan.train.warm_up.warm_up import warm_up_plans
+from tests.train.runs.test_lora_run import write_base
 from tests.train.small import small_config, train_rank, without_times
-from tests.train.test_lora_run import write_base
 
 LENGTHS = [900, 40, 300, 8, 8, 8, 17, 120, 64, 65, 33, 1]
 FREE = {"context__planner": "dynamic", "context__mode": "free", "context__eval_planner": "dynamic"}

@@ -15,7 +15,7 @@ import pytest
 from longspan.errors import DataError
 from longspan.train.data.order.source import FIRST_ORDER, ORDER, Mixture
 from longspan.train.data.step_order import StepOrder, some_documents
-from longspan.train.run import resume
+from longspan.train.run.set_up import resume
 
 LENGTHS = np.array([2 + i * i * 37 % 898 for i in range(101)])
 VERSIONS = pytest.mark.parametrize("version", [FIRST_ORDER, ORDER])

@@ -21,9 +21,9 @@ from longspan.train.run.records.metrics_log import read_metrics
 from longspan.train.run.set_up.resume import _check_same_run
 from tests.model.vision.models import tiny
 from tests.mutation import mutated
-from tests.train.homes import farthest, gone_on_from_the_first_checkpoint, losses_of_run
+from tests.train.runs.homes import farthest, gone_on_from_the_first_checkpoint, losses_of_run
+from tests.train.runs.test_images_run import model_folder, rows_with_images, settings
 from tests.train.small import train_rank
-from tests.train.test_images_run import model_folder, rows_with_images, settings
 
 peft = pytest.importorskip("peft")
 ONE = {"context__max_tokens_per_slot": 256}

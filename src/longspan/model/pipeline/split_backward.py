@@ -6,8 +6,8 @@ input, the first part keeps the gradients that pass, and the second part goes on
 
 This is our own code because torch's does not serve these stages. In torch 2.11 its second part cannot start at an
 autograd.Function, such as our attention and our loss: it raises an error for every zero-bubble case of
-tests/train/test_pipelined.py, and gives wrong gradients where a node has several outputs. torch 2.13's passes these
-cases, and raises an error where a weight is used twice on a stage. Once the oldest torch that we support passes
+tests/train/steps/test_pipelined.py, and gives wrong gradients where a node has several outputs. torch 2.13's passes
+these cases, and raises an error where a weight is used twice on a stage. Once the oldest torch that we support passes
 tests/model/test_split_backward.py, torch's can take this one's place.
 """
 

@@ -20,7 +20,7 @@ from longspan.train.data.step_order import StepOrder
 from longspan.train.run.records.metrics_log import read_metrics
 from longspan.train.run.set_up.order import step_order_of
 from tests.train.data.images.folders import qwen_folder, write_images, write_rows
-from tests.train.homes import farthest
+from tests.train.runs.homes import farthest
 from tests.train.small import train_rank
 
 ROWS = 24

@@ -26,7 +26,7 @@ from tests.mutation import mutated
 from tests.train.data.images import test_run as runs
 from tests.train.data.images.folders import write_images
 from tests.train.data.images.test_images import SIZES, corpus_of
-from tests.train.homes import farthest
+from tests.train.runs.homes import farthest
 from tests.train.small import train_rank
 
 PLACEHOLDER = 260

@@ -10,7 +10,7 @@ from longspan.train.data.rows.sample import Row, Sample
 from longspan.train.data.tokenizer import load_tokenizer
 from tests.train.data.rows.conversations import PLAIN, asks, says
 from tests.train.data.rows.families import encoding_of, write_folder
-from tests.train.test_tokenizer import with_bos
+from tests.train.data.test_tokenizer import with_bos
 
 
 def encoded(encoding: RowEncoding, **values: object) -> Sample:

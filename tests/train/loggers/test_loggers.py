@@ -16,7 +16,7 @@ from longspan.train.loggers.run_loggers import RunLoggers, logger_classes
 from longspan.train.run.config_check import check_config
 from tests.train.small import small_config, train_rank
 
-FAKES = "tests.train.fake_loggers"
+FAKES = "tests.train.loggers.fake_loggers"
 
 
 def train_row(step: int) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def test_names_that_are_no_loggers(name: str, words: str, tmp_path: Path) -> Non
 
 def test_a_logger_that_cannot_start_ends_the_run_on_every_rank_before_its_first_step(tmp_path: Path) -> None:
     config = small_config(tmp_path, run__loggers=[f"{FAKES}.FileLogger", f"{FAKES}.Refusing"])
-    with pytest.raises(ConfigError, match=r"logger tests\.train\.fake_loggers\.Refusing .* no server for run"):
+    with pytest.raises(ConfigError, match=r"logger tests\.train\.loggers\.fake_loggers\.Refusing .* no server for run"):
         run_ranks(train_rank, 2, config, 2, timeout=90)
     assert json.loads((tmp_path / "run" / "logged.jsonl").read_text())["closed"]
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

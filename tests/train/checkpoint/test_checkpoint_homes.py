@@ -25,7 +25,7 @@ from longspan.train.config.sections import ParallelConfig, RunConfig
 from longspan.train.data.tokenizer import train_tokenizer
 from longspan.train.run.records.metrics_log import read_metrics
 from tests.model.stock import SIZES, worst
-from tests.train.homes import farthest
+from tests.train.runs.homes import farthest
 from tests.train.small import small_config, train_rank
 
 SETTINGS = {

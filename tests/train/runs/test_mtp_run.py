@@ -22,7 +22,7 @@ from longspan.train.config.file import load_config, to_toml
 from longspan.train.config.sections import ParallelConfig, RunConfig
 from longspan.train.run.config_check import check_config
 from longspan.train.run.records.metrics_log import read_metrics
-from tests.train.homes import farthest, gone_on_from_the_first_checkpoint
+from tests.train.runs.homes import farthest, gone_on_from_the_first_checkpoint
 from tests.train.small import small_config, train_rank
 
 KEYS = {"mtp__depths": 2, "mtp__loss_weight": 0.5, "model__dtype": "float64"}

@@ -22,7 +22,7 @@ from longspan.train.plans import PlanChoice, degrees_to_compare, plans_of_steps
 from longspan.train.run.checks.plans import check_longest
 from longspan.train.run.config_check import check_config
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def written(tmp_path: Path, text: str) -> Path:

@@ -14,7 +14,7 @@ from longspan.train.config.sections import ParallelConfig, RunConfig
 from longspan.train.data.tokenizer import train_tokenizer
 from longspan.train.run.config_check import check_config
 from tests.model.stock import SIZES
-from tests.train.homes import check_homes_are_equal, losses_at_home
+from tests.train.runs.homes import check_homes_are_equal, losses_at_home
 from tests.train.small import small_config
 
 SETTINGS = {

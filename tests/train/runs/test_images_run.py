@@ -20,7 +20,7 @@ from longspan.train.run.checks.encoder import check_encoder, check_images
 from longspan.train.run.records.metrics_log import read_metrics
 from tests.model.vision.models import MODELS, MROPE, QWEN, TEXT, tiny
 from tests.train.data.images.folders import GEMMA_TOKENS, gemma3_folder, qwen_folder, write_images, write_rows
-from tests.train.homes import farthest
+from tests.train.runs.homes import farthest
 from tests.train.small import train_rank
 
 SIZES = [(16, 24), (32, 16), (16, 16), (8, 8), (24, 24), (40, 16)]

@@ -15,9 +15,9 @@ from longspan.train.data.tokenizer import load_tokenizer
 from longspan.train.run.records.metrics_log import read_metrics
 from longspan.train.run.set_up.order import step_order_of, with_steps_of_epochs
 from tests.train.data.test_formats import rows_as
-from tests.train.homes import losses_of_run
+from tests.train.runs.homes import losses_of_run
+from tests.train.runs.test_lora_run import write_base
 from tests.train.small import WORDS, small_config
-from tests.train.test_lora_run import write_base
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' else '\n' }}{% endfor %}"

@@ -16,7 +16,7 @@ from longspan.train.config.sections import RunConfig
 from longspan.train.run.records.metrics_log import read_metrics
 from tests.train.small import train_rank, write_texts
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "hybrid.toml"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "hybrid.toml"
 SMALLER = {
     "model.dtype": "float64",
     "data.vocab_size": 300,

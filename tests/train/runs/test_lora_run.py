@@ -29,7 +29,7 @@ from longspan.train.run.config_check import check_config
 from longspan.train.run.records.metrics_log import read_metrics
 from tests.model.stock import SIZES
 from tests.mutation import mutated
-from tests.train.homes import farthest, gone_on_from_the_first_checkpoint, losses_of_run
+from tests.train.runs.homes import farthest, gone_on_from_the_first_checkpoint, losses_of_run
 from tests.train.small import small_config, train_rank
 
 LORA = {"lora.rank": 4, "train.steps": 4, "train.save_every": 2, "train.eval_every": 4, "train.lr": 0.05}

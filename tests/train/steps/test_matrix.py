@@ -10,7 +10,7 @@ from longspan.model.experts.expert_parallel import check_experts
 from longspan.testing import run_ranks
 from tests.mutation import mutated
 from tests.pairs import every_pair, pairs_of
-from tests.train.matrix import AXES, RANKS, Combination, Errors, every, fits, run, wanted_of, worst_of_ranks
+from tests.train.steps.matrix import AXES, RANKS, Combination, Errors, every, fits, run, wanted_of, worst_of_ranks
 
 PAIRS = [Combination(*values) for values in every_pair(AXES, 0, fits)]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from longspan.train.config.sections import ParallelConfig, RunConfig
-from tests.train.homes import check_homes_are_equal, losses_at_home
+from tests.train.runs.homes import check_homes_are_equal, losses_at_home
 from tests.train.small import small_config
 
 SETTINGS = {

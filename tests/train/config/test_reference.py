@@ -9,7 +9,7 @@ from longspan.train.config.file import config_keys
 from longspan.train.config.reference import reference
 from longspan.train.config.sections import SourceConfig
 
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
 
 
 def test_the_page_is_made_from_the_sections() -> None:

@@ -16,7 +16,7 @@ from longspan.train import build_optimizer, clip_grad_norm, find_checkpoint, loa
 from tests.model.deep import deep
 from tests.model.stock import texts, tiny, weights_of, worst
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "own_loop.py"
 LENGTHS = (13, 1, 30, 7, 2, 18)
 
 

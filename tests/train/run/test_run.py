@@ -48,7 +48,7 @@ def run(config: RunConfig, ranks: int) -> TrainResult:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, TrainResult]:
     """Six steps on two ranks without a break, a checkpoint at 3 and at 6."""
-    loggers = ["tests.train.fake_loggers.FileLogger"]
+    loggers = ["tests.train.loggers.fake_loggers.FileLogger"]
     config = small_config(tmp_path_factory.mktemp("straight"), train__save_every=3, run__loggers=loggers)
     return config, run(config, 2)
 

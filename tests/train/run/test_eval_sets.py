@@ -33,7 +33,7 @@ from longspan.train.run.records.metrics_log import read_metrics
 from longspan.train.run.result import TrainResult
 from tests.train.small import small_config, train_rank, without_times, write_texts
 
-HERE = "tests.train.eval_metrics"
+HERE = "tests.train.run.eval_metrics"
 
 
 def said(rank: int, config: RunConfig, ranks: int) -> tuple[str, TrainResult]:
@@ -68,7 +68,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, str, 
         {"name": "keys", "path": "passkey", "passkey_lengths": [400, 420], "passkey_depths": [0, 1]}
         | {"passkey_samples": 1, "max_tokens_per_slot": 256},
         train__eval_document_losses=True,
-        run__loggers=["tests.train.fake_loggers.FileLogger"],
+        run__loggers=["tests.train.loggers.fake_loggers.FileLogger"],
     )
     return config, *run(config)
 

@@ -1,0 +1,1 @@
+"""Checkpoints, and runs that go on from them."""

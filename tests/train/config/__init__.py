@@ -1,0 +1,1 @@
+"""Configurations: what is read, inherited and refused."""

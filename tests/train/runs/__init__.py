@@ -1,0 +1,1 @@
+"""Runs of models, homes, data and precisions of every kind."""

@@ -1,0 +1,1 @@
+"""Steps: loss and gradients under any plan, home and precision."""
