@@ -1,5 +1,9 @@
 """Rows of other modules among the local hidden states, by local row: the whole sequence is never built."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 from torch import Tensor
 
 from longspan.comm import SequenceShard
@@ -10,9 +14,26 @@ def splice(embeddings: Tensor, shard: SequenceShard) -> Tensor:
 
     The rows (n, D) are cast to the embeddings' type; what they replace gets a zero gradient.
     """
-    for places, rows in shard.derived.spliced:
+    derived = shard.derived
+    for places, rows in derived.spliced.get(derived.ahead, ()):
         embeddings = embeddings.index_copy(1, places, rows.to(embeddings.dtype)[None])
     return embeddings
+
+
+@contextmanager
+def tokens_ahead(shard: Any, tokens: int) -> Iterator[None]:
+    """Inside, embeddings are those of the tokens so many further on than the shard's rows, and so are rows spliced.
+
+    What is no shard, in a trial on the meta device, is left alone.
+    """
+    if not isinstance(shard, SequenceShard):
+        yield
+        return
+    shard.derived.ahead = tokens
+    try:
+        yield
+    finally:
+        shard.derived.ahead = 0
 
 
 def add_rows(hidden: Tensor, shard: SequenceShard, layer: int) -> Tensor:

@@ -10,11 +10,22 @@ class Derived:
 
     `attention` and `chains` belong to the rooms of attention and state-space layers and `recorded_calls` to the model's
     seams: only they know their types.
-    `spliced` are rows that take the places of token embeddings: (local rows (n,), rows (n, D)) of every modality;
-    `added` by decoder layer those that are added to what the layer returns.
+    `spliced` are rows that take the places of token embeddings: (local rows (n,), rows (n, D)) of every modality, by
+    how many tokens further on than the local rows the embedded tokens are, which is `ahead` now; `added` by decoder
+    layer those that are added to what the layer returns; `leaves` are what collects the gradients of both.
     """
 
-    __slots__ = ("added", "attention", "chains", "packed_order", "real_rows", "recorded_calls", "spliced")
+    __slots__ = (
+        "added",
+        "ahead",
+        "attention",
+        "chains",
+        "leaves",
+        "packed_order",
+        "real_rows",
+        "recorded_calls",
+        "spliced",
+    )
 
     def __init__(self) -> None:
         self.packed_order: tuple[tuple[int, ...], Tensor] | None = None  # for these starts of the slots' rows
@@ -22,5 +33,7 @@ class Derived:
         self.attention: Any = None
         self.chains: Any = None
         self.recorded_calls: Any = None
-        self.spliced: tuple[tuple[Tensor, Tensor], ...] = ()
+        self.ahead = 0
+        self.spliced: dict[int, tuple[tuple[Tensor, Tensor], ...]] = {}
+        self.leaves: tuple[Tensor, ...] = ()
         self.added: dict[int, tuple[tuple[Tensor, Tensor], ...]] = {}

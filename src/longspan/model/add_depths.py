@@ -1,6 +1,6 @@
 """`add_mtp`: give a causal language model depths of multi-token prediction before it is prepared.
 
-Refused, for now: models of several modalities. An adapter comes after depths, whose linears it adapts as the others.
+An adapter comes after depths, whose linears it adapts as the others.
 """
 
 from copy import deepcopy
@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapters import adapter_in
-from longspan.model.layers import base_of, decoder_layers, reads_other_modalities
+from longspan.model.layers import base_of, decoder_layers, decoder_of
 from longspan.model.mtp.depths import PREFIX, MtpDepth, MtpDepths, depths_of
 from longspan.model.mtp.weights import draw_depths, read_depths
 from longspan.model.seams.call_rules import is_prepared
@@ -64,8 +64,6 @@ def _check(model: PreTrainedModel, depths: int) -> None:
         raise ModelError(f"{name} has {has} already; add depths once, to a stock model")
     if model.get_output_embeddings() is None or base_of(model) is model:
         raise ModelError(f"{name} has no output embedding over a base model; use a causal language model")
-    if reads_other_modalities(model):
-        raise ModelError(f"{name} is a model of several modalities; give add_mtp the causal language model alone")
     if adapter_in(model) is not None:
         raise ModelError(
             f"{name} has an adapter already, and depths get copies of its last layer; call add_mtp first, then "
@@ -92,8 +90,8 @@ def _copy(module: nn.Module) -> Any:
 
 def _last_norm(model: PreTrainedModel) -> nn.Module:
     """The norm after the decoder layers."""
-    children = list(base_of(model).named_children())
-    if isinstance(norm := getattr(base_of(model), "norm", None), nn.Module):
+    children = list(decoder_of(model).named_children())
+    if isinstance(norm := getattr(decoder_of(model), "norm", None), nn.Module):
         return norm
     norms = [child for _, child in children if type(child).__name__.lower().endswith("norm")]
     if not norms:

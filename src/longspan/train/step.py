@@ -120,10 +120,10 @@ def run_step(
         world.step = step
     terms = step_loss(loss, divisor, plan, world, loss_chunk_rows)
     terms.check(language_model, backward=backward)
-    depths = check_mtp(mtp, language_model, world, items)
+    depths = check_mtp(mtp, language_model, world)
     routing = router_statistics(language_model, world, plan.tokens, router)
     batches = read_local_batches(language_model, plan, documents, world, items, depths)
-    encoding = read_encoding(model, plan, documents, items, backward=backward)
+    encoding = read_encoding(model, plan, documents, items, backward=backward, depths=depths)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
     measure = terms.measure

@@ -8,6 +8,8 @@ Depth d predicts token t + d + 1 at row t, of the hidden states of depth d − 1
 Depth 0 is the model itself, its hidden states those after its last norm. Embedding and head are the model's own. Names
 and formulas are those of transformers' `MtpLayer`, which serves generation and cannot train (5.17 to 5.23).
 
+The embedding of a placeholder is the row of the image in its place, as in the passes that draft tokens of published
+models (vLLM shifts the rows of images with the ids of a draft, SGLang's `qwen3_5_mtp` the embeddings of the model).
 Rows stay where they are, at their own positions, so that a block is called with whatever the model gave its last
 decoder layer in the same pass: shard, rotary embeddings, kernel. Which ids are whose is in `train/reading`.
 """
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from longspan.bridge.splice import tokens_ahead
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers
 from longspan.model.mtp.names import PREFIX
@@ -98,11 +101,12 @@ def last_layer_arguments(model: PreTrainedModel) -> Iterator[LayerArguments]:
 
 
 def deeper_states(
-    model: PreTrainedModel, hidden: Tensor, future_ids: Tensor, arguments: LayerArguments
+    model: PreTrainedModel, hidden: Tensor, future_ids: Tensor, arguments: LayerArguments, shard: Any = None
 ) -> tuple[Tensor, ...]:
     """The hidden states (T, D) of each depth, of the model's last ones (1, T, D) and ids (depths, T) of later tokens.
 
-    Raises ModelError where the last layer was given what is of its own rows: a depth has none of that.
+    A later token that is an image's placeholder has the image's row as its embedding, by the `shard`. Raises ModelError
+    where the last layer was given what is of its own rows: a depth has none of that.
     """
     if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((arguments.args, dict(arguments.kwargs)))):
         raise ModelError(
@@ -112,7 +116,9 @@ def deeper_states(
         )
     embedding: Any = model.get_input_embeddings()
     states = list[Tensor]()
-    for depth, ids in zip(depths_of(model), future_ids, strict=True):
-        hidden = depth(embedding(ids[None]), hidden, *arguments.args, **arguments.kwargs)
+    for number, (depth, ids) in enumerate(zip(depths_of(model), future_ids, strict=True), 1):
+        with tokens_ahead(shard, number):
+            embedded = embedding(ids[None])
+        hidden = depth(embedded, hidden, *arguments.args, **arguments.kwargs)
         states.append(hidden.squeeze(0))
     return tuple(states)

@@ -18,17 +18,22 @@ from longspan.model.seams.layer_arguments import shard_of_layer
 
 def enter_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[Encoder]) -> None:
     """Have a prepared language model take what its shards have of these encoders' rows."""
-    for root, inside in _first_parts(model):
+    for root, inside, first in _parts_that_embed(model):
         _SpliceHook(root, inside.get_input_embeddings(), tuple(encoders))
-        _add_after_layers(inside, max((encoder.deep_layers for encoder in encoders), default=0))
+        if first:
+            _add_after_layers(inside, max((encoder.deep_layers for encoder in encoders), default=0))
 
 
-def _first_parts(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
-    """What is called with a shard, and the model with the input embedding; nothing where the embedding is elsewhere."""
+def _parts_that_embed(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[nn.Module, PreTrainedModel, bool]]:
+    """What is called with a shard, the model with the input embedding, and whether its first layers are there.
+
+    Nothing where tokens are embedded elsewhere; depths of multi-token prediction embed them on the last stage.
+    """
     if isinstance(model, PipelineModel):
-        yield from ((stage, stage.model) for stage in model.stages if stage.first)
+        embed = ((stage, stage.first) for stage in model.stages if stage.first or (stage.last and model.depths))
+        yield from ((stage, stage.model, first) for stage, first in embed)
     else:
-        yield model, model
+        yield model, model, True
 
 
 def _add_after_layers(model: PreTrainedModel, count: int) -> None:

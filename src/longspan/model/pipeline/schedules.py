@@ -58,6 +58,7 @@ class ScheduledStage(PipelineStage):
         self.inputs: Sequence[StageInput] = ()
         self._input: StageInput | None = None
         self._row, self._world, self._row_parts = row, world, row_parts
+        self._leaves: tuple[Tensor, ...] = ()
         self._freed = torch.empty(0, dtype=dtype, device=world.device)
 
     def _rows_of(self, stage_input: StageInput) -> int:
@@ -121,6 +122,7 @@ class ScheduledStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """As torch's; what was received for the micro-batch is freed."""
+        self._leaves = self.inputs[bwd_chunk_id].shard.derived.leaves
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if self.has_backward:
             self._free(bwd_chunk_id)
@@ -141,7 +143,8 @@ class ScheduledStage(PipelineStage):
             return (), None
         (output,), (x,) = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
         gradients = bwd_kwargs["output_grads"]
-        of_input, pending = backward_to_input(output, gradients and gradients[0], x, self.submod.parameters())
+        weights = (*self.submod.parameters(), *self._leaves)  # rows of images are known as weights are: by their edges
+        of_input, pending = backward_to_input(output, gradients and gradients[0], x, weights)
         return (of_input,), pending
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
@@ -166,7 +169,7 @@ class ScheduledStage(PipelineStage):
         self.dw_runner.clear()
         for micro_batch in self.args_recv_info:
             self._free(micro_batch)
-        self.inputs, self._input = (), None
+        self.inputs, self._input, self._leaves = (), None, ()
 
     def _free(self, micro_batch: int) -> None:
         for info in (*self.args_recv_info.get(micro_batch, ()), *self.grad_recv_info.get(micro_batch, ())):

@@ -17,7 +17,7 @@ from operator import setitem
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from longspan.model.local_tensors import add_gradient
@@ -31,16 +31,16 @@ class PendingWeights(NamedTuple):
     """
 
     output: GradientEdge
-    groups: dict[frozenset[Node], list[nn.Parameter]]
+    groups: dict[frozenset[Node], list[Tensor]]
     gradients: dict[Node, tuple[Tensor | None, ...]]
 
 
 def backward_to_input(
-    output: Tensor, gradient: Tensor | None, x: Tensor, weights: Iterable[nn.Parameter]
+    output: Tensor, gradient: Tensor | None, x: Tensor, weights: Iterable[Tensor]
 ) -> tuple[Tensor, PendingWeights]:
     """The gradient of the input `x`, and what `backward_to_weights` goes on from.
 
-    `gradient` is that of the output, None for a loss.
+    `weights` are leaves, parameters and others. `gradient` is that of the output, None for a loss.
     """
     edge = get_gradient_edge(output)
     pending = PendingWeights(edge, _groups(edge.node, get_gradient_edge(x).node, weights), {})
@@ -70,7 +70,7 @@ def backward_to_weights(pending: PendingWeights) -> None:
     pending.gradients.clear()
 
 
-def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: list[nn.Parameter]) -> None:
+def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: list[Tensor]) -> None:
     """Backward from these nodes to these weights alone.
 
     `torch.autograd.grad` does the same, but in torch 2.11 it reads the shapes of nodes, which autograd.Functions lack.
@@ -92,11 +92,11 @@ def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: li
         add_gradient(weight, gradient)
 
 
-def _groups(output: Node, x: Node, weights: Iterable[nn.Parameter]) -> dict[frozenset[Node], list[nn.Parameter]]:
+def _groups(output: Node, x: Node, weights: Iterable[Tensor]) -> dict[frozenset[Node], list[Tensor]]:
     """The weights that the output depends on, by the nodes where their paths to it first meet those of the input."""
     users = _users(output)
     of_input = _dependents(x, users)
-    groups: dict[frozenset[Node], list[nn.Parameter]] = {}
+    groups: dict[frozenset[Node], list[Tensor]] = {}
     for weight in weights:
         if weight.requires_grad and (node := get_gradient_edge(weight).node) in users:
             groups.setdefault(frozenset(_dependents(node, users, of_input) & of_input), []).append(weight)

@@ -130,7 +130,7 @@ def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:
 
 def _refuse_other_modalities(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     """Through a wrapper of several modalities text alone is exact: its text model sees nothing else."""
-    texts = {"input_ids", "inputs_embeds", "position_ids", "shard"}
+    texts = {"input_ids", "inputs_embeds", "position_ids", "shard", "future_ids"}
     others = [k for k, value in inputs.items() if k not in texts and isinstance(value, Tensor | list | dict)]
     if others:
         raise ModelError(

@@ -44,7 +44,9 @@ class Wave:
 class ModalityPlan:
     """The waves of one modality; `needed[rank][i]` are the rows of micro-batch i that a rank needs, of all waves.
 
-    `plan` is that of the items, as documents of their rows over the encoder's slots.
+    `ahead` are the same for each depth of multi-token prediction. Of a micro-batch rows arrive depth after depth.
+    `split_over_tp`: whether tensor-parallel ranks of a slot need parts of its rows each. `plan` is that of the items,
+    as documents of their rows over the encoder's slots.
     """
 
     plan: Plan
@@ -52,6 +54,12 @@ class ModalityPlan:
     waves: tuple[Wave, ...]
     wave_of_row: Rows
     needed: dict[int, list[ItemRows]] = field(repr=False)
+    ahead: tuple[dict[int, list[ItemRows]], ...] = field(default=(), repr=False)
+    split_over_tp: bool = False
+
+    def needed_at(self, rank: int, micro_batch: int) -> tuple[ItemRows, ...]:
+        """What a rank needs of a micro-batch, for its own tokens and for those further on, depth by depth."""
+        return tuple(needed[rank][micro_batch] for needed in (self.needed, *self.ahead))
 
     @property
     def balance(self) -> float:
@@ -94,14 +102,21 @@ def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, plannin
     micro_batches = plan.micro_batches
     needed = rows_needed(rows, needed_by)
     wave_of_row = _wave_of_row(rows, micro_batches)
-    ids = {rank: np.concatenate([np.zeros(0, dtype=np.int64), *(part.row for part in needed[rank])]) for rank in needed}
+    ahead = tuple(rows_needed(rows, needed_by, depth) for depth in range(1, needed_by.depths + 1))
+    ids = {rank: _in_order([needed[rank], *(deeper[rank] for deeper in ahead)]) for rank in home.ranks}
     waves: list[Wave] = []
     for index, micro_batch in enumerate(micro_batches):
         encoded = rows_encoded(rows, micro_batch, planning.home)
         need = [ids[rank][wave_of_row[ids[rank]] == index] for rank in home.ranks]
         have = Partition.from_rows([encoded[rank] for rank in home.ranks])
         waves.append(Wave(micro_batch, have, Partition.from_rows(need)))
-    return ModalityPlan(plan, rows, tuple(waves), wave_of_row, needed)
+    return ModalityPlan(plan, rows, tuple(waves), wave_of_row, needed, ahead, needed_by.split_over_tp)
+
+
+def _in_order(depths: Sequence[Sequence[ItemRows]]) -> Rows:
+    """The rows that a rank needs, micro-batch by micro-batch, and of each depth after depth."""
+    parts = [part.row for of_micro_batch in zip(*depths, strict=True) for part in of_micro_batch]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
 def _check_largest(table: ItemTable, rows: ModalityRows, planning: EncoderPlanning) -> None:

@@ -17,6 +17,7 @@ from longspan.comm import raise_first_error
 from longspan.errors import DataError, ModelError
 from longspan.model.multimodal.encoder import Encoder
 from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import MicroBatch, Plan
 from longspan.plan.items import EncoderPlanning, ItemTable, NeededBy, plan_items
@@ -58,6 +59,7 @@ class Encoding:
         table: ItemTable,
         *,
         backward: bool,
+        depths: int = 0,
     ) -> None:
         world = model.world
         items = _of_micro_batches(table, micro_batches)
@@ -67,6 +69,8 @@ class Encoding:
             home=world.home,
             row_multiple=plan.row_multiple,
             split_over_tp=multiple > 1,
+            depths=depths,
+            depths_at=_last_stage(model.language_model),
         )
         planning = {modality: _planning(encoder) for modality, encoder in model.encoder_settings.items()}
         plans = plan_items(items, needed_by, planning)
@@ -124,6 +128,11 @@ class Encoding:
         error = next((error for error in errors if error is not None), None)
         if self._world.control.any_rank(error is not None):
             raise_first_error(self._world, error)
+
+
+def _last_stage(language_model: nn.Module) -> int:
+    """The place in a pipeline of the rank that holds its last stage."""
+    return language_model.pipeline_settings.loss_place if isinstance(language_model, PipelineModel) else 0
 
 
 def _of_micro_batches(table: ItemTable, micro_batches: Sequence[MicroBatch]) -> ItemTable:

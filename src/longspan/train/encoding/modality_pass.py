@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -60,7 +61,8 @@ class ModalityPass:
         self.encoder, self.world, self.plan, self.items, self.width = encoder, world, plan, items, width
         self.trains = backward and not encoder.frozen
         self.training, self.clock = backward, PartClock(world.device)
-        gradient: RowGradient = "none" if not self.trains else "partial_over_slots" if world.home.tp > 1 else "partial"
+        same_on_tp = world.home.tp > 1 and not plan.split_over_tp  # each use of a row, on all of a slot's ranks
+        gradient: RowGradient = "none" if not self.trains else "partial_over_slots" if same_on_tp else "partial"
         self.waves = [_LocalWave(wave, plan, encoder, world, gradient=gradient) for wave in plan.waves]
 
     @property
@@ -154,19 +156,28 @@ class ModalityPass:
                 wave.output = None
         starts = [0] * len(self.waves)
         by_micro_batch = {id(batch.shard.micro_batch): batch.shard for batch in batches}
-        for micro_batch, needed in zip(micro_batches, self.plan.needed[self.world.rank], strict=True):
-            if not len(needed.row):
+        for index, micro_batch in enumerate(micro_batches):
+            needed = self.plan.needed_at(self.world.rank, index)
+            rows = np.concatenate([part.row for part in needed])
+            if not len(rows):
                 continue
             shard = by_micro_batch[id(micro_batch)]
-            leaf = self._leaf(self.plan.wave_of_row[needed.row], arrived, starts).requires_grad_(self.trains)
-            self._give(shard, to_device(needed.local, shard.device), leaf)
+            leaf = self._leaf(self.plan.wave_of_row[rows], arrived, starts).requires_grad_(self.trains)
+            with torch.set_grad_enabled(self.trains):
+                parts = leaf.split([len(part.row) for part in needed])
+            shard.derived.leaves += (leaf,)
+            for ahead, (part, of_part) in enumerate(zip(needed, parts, strict=True)):
+                self._give(shard, ahead, to_device(part.local, shard.device), of_part)
 
-    def _give(self, shard: SequenceShard, places: Tensor, leaf: Tensor) -> None:
-        """Rows for these local rows: what enters at the embedding, and what is added after each of the first layers."""
+    def _give(self, shard: SequenceShard, ahead: int, places: Tensor, given: Tensor) -> None:
+        """Rows for these local rows: what enters at the embedding, of tokens so many further `ahead`, and of the local
+        rows' own tokens what is added after each of the first layers."""
         with torch.set_grad_enabled(self.trains):
-            first, *deeper = leaf.split(self.width, -1) if self.encoder.deep_layers else (leaf,)
+            first, *deeper = given.split(self.width, -1) if self.encoder.deep_layers else (given,)
         derived = shard.derived
-        derived.spliced += ((places, first),)
+        derived.spliced[ahead] = (*derived.spliced.get(ahead, ()), (places, first))
+        if ahead:
+            return
         for layer, rows in enumerate(deeper):
             derived.added[layer] = (*derived.added.get(layer, ()), (places, rows))
 

@@ -14,12 +14,15 @@ from longspan.train.reading.local_batch import reading_error
 
 
 def read_encoding(
-    model: nn.Module, plan: Plan, documents: Any, table: ItemTable | None, *, backward: bool
+    model: nn.Module, plan: Plan, documents: Any, table: ItemTable | None, *, backward: bool, depths: int = 0
 ) -> Encoding | None:
-    """The encoding of a whole step, read by all ranks; where any cannot read its items, all raise DataError."""
+    """The encoding of a whole step, read by all ranks; where any cannot read its items, all raise DataError.
+
+    `depths` are those of multi-token prediction that the step runs.
+    """
     if table is None or not isinstance(model, MultimodalModel):
         return None
-    encoding, failure = planned_encoding(model, plan, table, backward=backward), None
+    encoding, failure = planned_encoding(model, plan, table, backward=backward, depths=depths), None
     try:
         encoding.read(documents)
     except Exception as error:  # a corpus may raise anything: the other ranks must learn of it

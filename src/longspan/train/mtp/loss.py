@@ -21,7 +21,7 @@ from longspan.comm import World
 from longspan.errors import LossError, ModelError, shortened
 from longspan.model.mtp.depths import depths_of
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.plan.items import ItemTable
+from longspan.model.seams.call_rules import call_rules
 from longspan.train.config.sections import RunConfig
 from longspan.train.document import NO_TARGET
 from longspan.train.loss import CrossEntropy, Head
@@ -52,11 +52,11 @@ def mtp_loss(config: RunConfig) -> MtpLoss | None:
     return MtpLoss(config.mtp.loss_weight) if config.mtp.depths else None
 
 
-def check_mtp(mtp: MtpLoss | None, model: nn.Module, world: World, items: ItemTable | None) -> int:
+def check_mtp(mtp: MtpLoss | None, model: nn.Module, world: World) -> int:
     """How many depths a step of a model runs; entered by all ranks.
 
-    Raises ModelError for a model that has none, LossError for what is no MtpLoss, CommError for ranks that were given
-    different ones.
+    Raises ModelError for a model that has none or in which rows see later ones, LossError for what is no MtpLoss,
+    CommError for ranks that were given different ones.
     """
     if mtp is None:
         return 0
@@ -69,10 +69,11 @@ def check_mtp(mtp: MtpLoss | None, model: nn.Module, world: World, items: ItemTa
             f"mtp= was given and {name} has 0 depths of multi-token prediction; call longspan.add_mtp(model, depths=1) "
             "before prepare"
         )
-    if items is not None:
+    rules = call_rules(model)
+    if seeing := ["a prefix"] if rules.prefix else [f"an {modality}" for modality in rules.in_spans]:
         raise ModelError(
-            f"mtp= was given and documents with {len(items)} items of other modalities, whose rows no depth embeds; "
-            "leave mtp= out"
+            f"mtp= was given, and rows of {' and '.join(seeing)} see each other in {name}: at a depth a row would see "
+            "later ones that hold the tokens it is to predict; leave mtp= out"
         )
     digest = hashlib.sha256(f"{mtp} {depths}".encode()).hexdigest()
     hint = "Give every rank the same mtp=, or none, and a model with as many depths"

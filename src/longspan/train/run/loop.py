@@ -170,7 +170,7 @@ def _begin_to_read(run: TrainingRun, model: MultimodalModel, plans: PlanAhead, s
         return
     documents = run.order.select(run.corpus, step)
     with suppress(LongspanError):
-        plan_waves_ahead(model, with_targets_of(documents, plan), documents)
+        plan_waves_ahead(model, with_targets_of(documents, plan), documents, depths=run.config.mtp.depths)
 
 
 def _agreed(world: World, stop: StopSignal, failure: LongspanError | None, saves: Saves) -> tuple[str, bool]:

@@ -77,7 +77,8 @@ def add_row_loss(model: PreTrainedModel, *, probe: bool = True) -> None:
             return row_loss(base_of(model)(*args, **kwargs).last_hidden_state.squeeze(0), head)  # (T, D)
         with last_layer_arguments(model) as arguments:
             hidden = base_of(model)(*args, **kwargs).last_hidden_state  # (1, T, D)
-        return row_loss(hidden.squeeze(0), head, *deeper_states(model, hidden, future_ids, arguments))
+        deeper = deeper_states(model, hidden, future_ids, arguments, kwargs.get("shard"))
+        return row_loss(hidden.squeeze(0), head, *deeper)
 
     model.forward = with_row_loss
     if probe:

@@ -1,0 +1,190 @@
+"""Multi-token prediction beside images: losses and every gradient are those of one process, document by document."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longspan import Layout, MtpLoss, World, add_mtp, plan_fixed, prepare, run_step
+from longspan.doctor.float64 import whole_float64
+from longspan.errors import ModelError
+from longspan.model.seams.mixers import mixers_of
+from longspan.model.vision.image_tokens import image_tokens
+from longspan.testing import run_ranks
+from tests.model.stock import gradients_of
+from tests.model.vision.documents import Answer, Raw, documents_of, raw
+from tests.model.vision.joined import Case, own_names
+from tests.model.vision.models import IMAGE, config_of, here, tiny
+from tests.mutation import mutate, restore
+
+EXACT, WEIGHT, DEPTHS = 1e-11, 0.7, 2
+FAMILIES = [name for name in ("llava-clip", "qwen2.5-vl", "qwen3-vl", "qwen3.5") if name in here()]
+
+
+def with_depths(name: str) -> Any:
+    """A tiny model in float64 with depths of random weights."""
+    model = add_mtp(tiny(name), DEPTHS)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for parameter in model.mtp.parameters():  # pyright: ignore[reportAttributeAccessIssue]
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.double()
+
+
+@cache
+def wanted(name: str) -> tuple[Answer, tuple[float, ...]]:
+    """The main loss with every gradient, and the loss of each depth."""
+    with whole_float64():
+        model = with_depths(name).train()
+        sums: list[Any] = [0.0] * (1 + DEPTHS)
+        counts = [0] * (1 + DEPTHS)
+        for document in raw(image_tokens(model.config)):
+            for depth, (loss, targets) in enumerate(_losses(model, document)):
+                sums[depth], counts[depth] = sums[depth] + loss, counts[depth] + targets
+        means = [total / count for total, count in zip(sums, counts, strict=True)]
+        (means[0] + WEIGHT / DEPTHS * sum(means[1:])).backward()
+    gradients = {key: g for key, g in gradients_of(model).items() if g.abs().max() > 0}
+    return Answer(float(means[0]), gradients), tuple(map(float, means[1:]))
+
+
+def _losses(model: Any, document: Raw) -> list[tuple[Tensor, int]]:
+    """Of each depth the sum of the losses of tokens of text, and how many they are.
+
+    Each depth has one row less; the embeddings of later tokens are those that the text model got, images' rows among
+    them, and rows have the rotary frequencies of their own places.
+    """
+    ids, images = torch.from_numpy(document.ids)[None], {}
+    if document.images:
+        images["pixel_values"] = torch.cat([image.pixels for image in document.images])
+        if document.images[0].grid is not None:
+            images["image_grid_thw"] = torch.tensor([image.grid for image in document.images])
+            images["mm_token_type_ids"] = (ids == IMAGE).int()
+    text, given = model.model.language_model, dict[str, Any]()
+    text_hook = text.register_forward_pre_hook(lambda _, args, kwargs: given.update(kwargs), with_kwargs=True)
+    layer_hook = text.layers[-1].register_forward_pre_hook(
+        lambda _, args, kwargs: given.update({"rotary": kwargs["position_embeddings"]}), with_kwargs=True
+    )
+    hidden = model.model(input_ids=ids, use_cache=False, **images).last_hidden_state
+    text_hook.remove()
+    layer_hook.remove()
+    losses = [_loss(model, hidden, ids[:, 1:])]
+    for number, depth in enumerate(model.mtp.layers, 1):
+        hidden, later = hidden[:, :-1], given["inputs_embeds"][:, number:]
+        if hidden.shape[1]:
+            x = depth.eh_proj(torch.cat([depth.enorm(later), depth.hnorm(hidden)], -1))
+            rotary = tuple(part[:, : x.shape[1]] for part in given["rotary"])
+            n = x.shape[1]
+            later_rows = torch.ones(n, n).triu(1) > 0
+            causal = torch.zeros(1, 1, n, n, dtype=x.dtype).masked_fill(later_rows, torch.finfo(x.dtype).min)
+            mask = None if mixers_of(depth.mtp_block) else causal
+            out = depth.mtp_block(x, attention_mask=mask, position_embeddings=rotary)
+            hidden = depth.post_norm(out if isinstance(out, Tensor) else out[0])
+        losses.append(_loss(model, hidden, ids[:, number + 1 :]))
+    return losses
+
+
+def _loss(model: Any, hidden: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    targets = labels[0].masked_fill(labels[0] == IMAGE, -100)
+    logits = model.lm_head(hidden)[0, : len(targets)]
+    return F.cross_entropy(logits, targets, reduction="sum"), int((targets != -100).sum())
+
+
+def all_of(ranks: int) -> list[Case]:
+    """Every model under the plans of so many ranks."""
+    one = Layout(ranks)
+    cases = [Case(name, one, one, cp) for name in FAMILIES for cp in (0, ranks)]
+    if ranks == 2:
+        whole, parts = (("shard_parameters", False),), (("sequence_parallel", True),)
+        for name in FAMILIES:
+            cases += [Case(name, Layout(2, tp=2), one, 1, options=options) for options in ((), parts)]
+            cases += [Case(name, Layout(2, pp=2), Layout(2, tp=2), 1), Case(name, one, one, 2, options=whole)]
+        zbv = (("pipeline_schedule", "zbv"), ("virtual_stages", 2))
+        cases.append(Case("llava-clip", Layout(2, pp=2), one, 1, options=zbv))
+        cases.append(Case("qwen2.5-vl", one, one, 2, options=(("activation_checkpointing", True),)))
+    if ranks == 4:
+        cases.append(Case("qwen3-vl", Layout(4, tp=2), Layout(4), 2, options=(("sequence_parallel", True),)))
+        cases.append(Case("qwen2.5-vl", Layout(4, pp=2, tp=2), Layout(4), 1))
+        cases.append(Case("qwen3.5", Layout(4, pp=2), Layout(4), 2))
+    return cases
+
+
+def _error(case: Case) -> float:
+    """The largest relative error of a step."""
+    answer, of_depths = wanted(case.name)
+    with whole_float64(), World(case.home) as world:
+        model = prepare(with_depths(case.name), world, encoder=case.encoder, probe=False, **dict(case.options))
+        documents = documents_of(image_tokens(config_of(case.name)))
+        plan = case.plan(documents.lengths, documents.targets)
+        result = run_step(model, plan, documents, world, mtp=MtpLoss(weight=WEIGHT))
+        losses = [abs(loss / there - 1) for loss, there in zip(result.mtp_losses, of_depths, strict=True)]
+        return max(*losses, *answer.errors(result.loss, own_names(model, gradients_of(model), world)).values())
+
+
+def _errors(rank: int, cases: Sequence[Case]) -> dict[str, float]:
+    return {case.label: _error(case) for case in cases}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_steps_are_those_of_one_process(ranks: int) -> None:
+    for errors in run_ranks(_errors, ranks, all_of(ranks), timeout=300):
+        assert errors and max(errors.values()) < EXACT, errors
+
+
+MUTATIONS = {
+    "embeddings of placeholders in place of images": (
+        "model.mtp.depths",
+        "with tokens_ahead(shard, number):",
+        "with tokens_ahead(shard, number + 9):",
+    ),
+    "the row's own image": ("bridge.splice", "shard.derived.ahead = tokens", "pass"),
+    "rows of the tokens one less further on": (
+        "plan.items.row_owners",
+        "start=segments.start + depth, stop=segments.stop + depth",
+        "start=segments.start + max(depth - 1, 0), stop=segments.stop + max(depth - 1, 0)",
+    ),
+    "one use's gradient of a row": (
+        "train.encoding.modality_pass",
+        '"partial_over_slots" if same_on_tp else "partial"',
+        '"identical"',
+    ),
+}
+
+
+def _mutated(rank: int) -> dict[str, float]:
+    errors, case = dict[str, float](), Case("qwen2.5-vl", Layout(2), Layout(2), 2)
+    for name, mutation in {"nothing": None, **MUTATIONS}.items():
+        undo = mutate(*mutation) if mutation else []
+        try:
+            errors[name] = _error(case)
+        finally:
+            restore(undo)
+    return errors
+
+
+@pytest.mark.whole
+def test_mutations_are_noticed() -> None:
+    for errors in run_ranks(_mutated, 2, timeout=120):
+        assert errors.pop("nothing") < EXACT
+        assert all(error > 1e-6 for error in errors.values()), errors
+
+
+def _refused(rank: int, name: str) -> str:
+    with World(Layout(1)) as world:
+        model = prepare(with_depths(name), world, encoder=Layout(1), probe=False)
+        documents = documents_of(image_tokens(config_of(name)))
+        plan = plan_fixed(documents.lengths, world.home, 1, targets=documents.targets)
+        with pytest.raises(ModelError) as error:
+            run_step(model, plan, documents, world, mtp=MtpLoss())
+        return str(error.value)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("name", "rows"), [("gemma3", "an image"), ("paligemma", "a prefix")])
+def test_rows_that_see_later_ones_are_refused(name: str, rows: str) -> None:
+    (told,) = run_ranks(_refused, 1, name)
+    assert f"rows of {rows} see each other" in told and "leave mtp= out" in told
