@@ -7,10 +7,12 @@ from tests.bridge.test_mutations import MUTATIONS as OF_BRIDGES
 from tests.model.lora.test_mixers import MUTANTS as OF_ADAPTED_MIXERS
 from tests.model.lora.test_mutations import MUTATIONS as OF_ADAPTERS
 from tests.model.mtp.test_adapters import MUTATIONS as OF_WHOLE_DEPTHS
+from tests.model.mtp.test_images import MUTATIONS as OF_DEPTHS_BESIDE_IMAGES
 from tests.model.mtp.test_mutations import MUTATIONS as OF_DEPTHS
 from tests.model.test_moe_families import MUTATIONS as OF_EXPERTS
 from tests.model.test_split_mixers import MUTANTS as OF_SPLIT_MIXERS
 from tests.model.test_split_mixers import OF_SHARED
+from tests.model.vision.test_adapters import MUTATIONS as OF_ADAPTED_ENCODERS
 from tests.model.vision.test_mutations import MUTATIONS as OF_IMAGES
 from tests.model.vision.test_mutations import SPANS as OF_SPANS
 from tests.model.vision.test_tower_attention import MUTATIONS as OF_TOWERS
@@ -24,6 +26,8 @@ CHANGES = [
     *OF_BRIDGES,
     *OF_DEPTHS.values(),
     *OF_WHOLE_DEPTHS.values(),
+    *OF_DEPTHS_BESIDE_IMAGES.values(),
+    *OF_ADAPTED_ENCODERS.values(),
     *OF_ADAPTED_MIXERS.values(),
     *OF_SPLIT_MIXERS.values(),
     *OF_SHARED.values(),

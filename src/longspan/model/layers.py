@@ -114,6 +114,18 @@ def other_towers(model: PreTrainedModel) -> list[nn.Module]:
     return [child for child in children if any(True for _ in child.parameters())]
 
 
+_PROJECTORS = ("projector", "merger", "connector")  # what a projector, or what is around it up to the tower, is called
+
+
+def is_in_projector(module: str) -> bool:
+    """Whether a module of this qualified name in a tower's place is a projector's.
+
+    >>> is_in_projector("model.visual.merger.mlp.0"), is_in_projector("model.visual.blocks.0.mlp")
+    (True, False)
+    """
+    return any(word in module for word in _PROJECTORS)
+
+
 def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The model's decoder layers that are here, by qualified name, in order; a wrapper's are its text model's.
 

@@ -12,10 +12,10 @@ def local_tensor(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def add_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    """Add to a parameter's gradient; None adds nothing."""
+def add_gradient(leaf: Tensor, gradient: Tensor | None) -> None:
+    """Add to the gradient of a parameter or another leaf; None adds nothing."""
     if gradient is not None:
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
 
 
 @contextmanager

@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.layout import Layout
-from longspan.model.adapters import model_inside
+from longspan.model.adapters import adapter_in, model_inside
+from longspan.model.lora.encoder_adapter import check_encoder_adapter
+from longspan.model.lora.peft_model import redirect
 from longspan.model.multimodal.checks import check_encoder_home
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
@@ -116,10 +118,15 @@ def prepare(
     same: dict[str, Any] = {name: value for name, value in options.items() if name in _OF_BOTH}
     settings, inside = EncoderHome.of(encoder, **same), model_inside(model)
     check_encoder_home(IMAGE, settings.layout, world)
-    weights = weights_to_come_of(inside)
+    weights, adapter = weights_to_come_of(inside), adapter_in(inside)
     with apart(inside) as parts:
-        language_model = prepare_language_model(model, world, **options)
-        return joined(parts, language_model, world, settings, weights)
+        if adapter is not None:
+            check_encoder_adapter(parts.encoder, adapter, settings.layout.tp)
+        language_model: Any = prepare_language_model(model, world, **options)
+        language_model.adapter = adapter  # also where it is in the encoder alone
+        prepared = joined(parts, language_model, world, settings, weights)
+    redirect(model, prepared)
+    return prepared
 
 
 _OF_BOTH = ("shard_parameters", "compute_dtype")  # settings that a home given as a Layout takes from the language model

@@ -20,7 +20,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter, adapter_entries, adapter_of, model_inside
+from longspan.model.adapters import Adapter, adapter_entries, adapter_of, belongs_to_adapter, model_inside
 from longspan.model.add_depths import add_mtp
 from longspan.model.hf_folder import no_progress_bars
 from longspan.model.load import torch_dtype
@@ -94,7 +94,7 @@ def _encoders_of(model: Any) -> list[Encoder]:
 
 
 class _TrainedModules(NamedTuple):
-    """Whole modules of encoders that are trained beside an adapter, by name, and the entries of each encoder's."""
+    """Whole modules of encoders that are trained beside an adapter, by name, and what of each encoder is written."""
 
     modules: tuple[str, ...]
     states: tuple[Mapping[str, Tensor], ...]
@@ -105,10 +105,12 @@ def _trained_beside(encoders: Sequence[Encoder]) -> _TrainedModules:
     names, states = tuple[str, ...](), list[Mapping[str, Tensor]]()
     for encoder in encoders:
         parameters = encoder.module.named_parameters()
-        trained = {name for name, p in parameters if p.requires_grad}
+        trained = {name for name, p in parameters if p.requires_grad and not belongs_to_adapter(name)}
         modules = trained_modules(encoder.module, trained, inside=str(encoder.module.base_name))
         names += modules
-        states.append(entries_of(modules, encoder.module.state_dict()))
+        state = encoder.module.state_dict()
+        adapter = {name: x for name, x in state.items() if belongs_to_adapter(name)}
+        states.append(adapter | entries_of(modules, state))
     return _TrainedModules(names, tuple(states))
 
 

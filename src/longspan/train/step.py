@@ -22,6 +22,7 @@ from longspan.comm import World
 from longspan.errors import PlanError
 from longspan.model.experts.moe import router_statistics
 from longspan.model.experts.router import RouterCoefficients, RouterLosses
+from longspan.model.lora.disabled import refuse_adapter_left_out
 from longspan.model.multimodal.multimodal_model import check_world, language_model_of
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plan import Plan
@@ -114,6 +115,8 @@ def run_step(
     started = time.perf_counter()
     check_update(optimizer, max_grad_norm, backward=backward)
     check_world(model, world)
+    if backward:
+        refuse_adapter_left_out(model)
     language_model, items = language_model_of(model), items_of(model, plan, documents)
     check_step(language_model, plan, documents, world, items, backward=backward)
     if step is not None:

@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.errors import ModelError, PlanError, counted
-from longspan.model.lora.disabled import refuse_adapter_left_out
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import refuse_unprepared
 from longspan.model.seams.call_rules import call_rules, refuse_positions
@@ -27,7 +26,6 @@ def check_step(
     rules = call_rules(model)
     if backward:
         refuse_randomness(model)
-        refuse_adapter_left_out(model)
     if world.home.pp > 1 and not isinstance(model, PipelineModel):
         raise ModelError(
             f"the home has pp {world.home.pp}, but {type(model).__name__} is not cut into stages; call model = "

@@ -22,7 +22,7 @@ from longspan.model import PRESETS, load_model, prepare, preset_config
 from longspan.model.compiled import compile_layers
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.hf_folder import read_configuration
-from longspan.model.lora.new import add_lora
+from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.mtp.names import PREFIX
 from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
 from longspan.model.pipeline.pipeline import PipelineModel
@@ -85,16 +85,17 @@ def unread_model(config: RunConfig, configuration: PreTrainedConfig, *, images: 
 def adapted(config: RunConfig, model: PreTrainedModel) -> Any:
     """The model with the new adapter that [lora] describes, as a PeftModel. Raises ModelError as `add_lora` does."""
     lora, folder = config.lora, config.model.path
-    return add_lora(
-        model,
+    new = NewAdapter(
         rank=lora.rank,
         alpha=lora.alpha,
         dropout=lora.dropout,
         targets=lora.targets,
+        parts=lora.parts,
+        whole=(PREFIX,) if config.mtp.train_whole else (),
         seed=config.train.seed,
         base=str(Path(folder).resolve()) if folder else "",
-        whole=(PREFIX,) if config.mtp.train_whole else (),
     )
+    return add_lora(model, new)
 
 
 def prepared_model(

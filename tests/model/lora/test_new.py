@@ -11,7 +11,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
-from longspan.model.lora.new import add_lora
+from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.testing import backend, run_ranks
 from tests.model.lora.adapted import adapted
 from tests.model.moe_models import moe_model
@@ -20,16 +20,22 @@ from tests.model.stock import gradients_of, tiny
 
 def test_targets_are_names_of_linears() -> None:
     with pytest.raises(ModelError, match="'q_prj', which is no linear of LlamaForCausalLM; did you mean 'q_proj'"):
-        add_lora(tiny("llama"), rank=2, targets=("q_prj",))
+        add_lora(tiny("llama"), NewAdapter(rank=2, targets=("q_prj",)))
     names = [
-        name for name, p in add_lora(tiny("llama"), rank=2, targets=("lm_head",)).named_parameters() if p.requires_grad
+        name
+        for name, p in add_lora(tiny("llama"), NewAdapter(rank=2, targets=("lm_head",))).named_parameters()
+        if p.requires_grad
     ]
     assert len(names) == 2 and all("lm_head" in name for name in names)
 
 
 def test_a_new_adapter_is_drawn_from_its_seed_alone() -> None:
     first, again, other = (
-        {name: p for name, p in add_lora(tiny("llama"), rank=2, seed=seed).named_parameters() if p.requires_grad}
+        {
+            name: p
+            for name, p in add_lora(tiny("llama"), NewAdapter(rank=2, seed=seed)).named_parameters()
+            if p.requires_grad
+        }
         for seed in (0, 0, 1)
     )
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -40,10 +46,10 @@ def test_a_new_adapter_is_drawn_from_its_seed_alone() -> None:
 @pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])  # a dense layer; shared experts too
 def test_names_that_peft_takes_for_experts_have_no_adapter(family: str) -> None:
     with pytest.warns(UserWarning, match="the adapter leaves out down_proj, gate_proj, up_proj, which peft takes for"):
-        config = add_lora(moe_model(family, torch.float32), rank=2).peft_config["default"]
+        config = add_lora(moe_model(family, torch.float32), NewAdapter(rank=2)).peft_config["default"]
     assert not config.target_parameters and "o_proj" in config.target_modules
     with pytest.raises(ModelError, match=r"lora\.targets has down_proj, which peft takes for the experts"):
-        add_lora(moe_model(family, torch.float32), rank=2, targets=("o_proj", "down_proj"))
+        add_lora(moe_model(family, torch.float32), NewAdapter(rank=2, targets=("o_proj", "down_proj")))
 
 
 def _refused(rank: int, folder: Path) -> list[str]:
@@ -78,7 +84,7 @@ def test_a_trained_adapter_is_not_drawn_again(tmp_path: Path) -> None:
 def _prepared(rank: int) -> dict[str, float]:
     """The largest entry of each of a new adapter's matrices, over a base model that is drawn part by part."""
     with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
-        model = add_lora(load_model(config=tiny("llama").config, sharded=True), rank=2)
+        model = add_lora(load_model(config=tiny("llama").config, sharded=True), NewAdapter(rank=2))
         prepared = prepare(model, world)
         for parameter in prepared.parameters():
             parameter.grad = parameter.detach()

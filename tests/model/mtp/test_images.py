@@ -14,12 +14,13 @@ from longspan.doctor.float64 import whole_float64
 from longspan.errors import ModelError
 from longspan.model.seams.mixers import mixers_of
 from longspan.model.vision.image_tokens import image_tokens
+from longspan.plan.items.encoding_plan import _plan_modality  # pyright: ignore[reportPrivateUsage]
 from longspan.testing import run_ranks
 from tests.model.stock import gradients_of
 from tests.model.vision.documents import Answer, Raw, documents_of, raw
 from tests.model.vision.joined import Case, own_names
 from tests.model.vision.models import IMAGE, config_of, here, tiny
-from tests.mutation import mutate, restore
+from tests.mutation import each_mutated
 
 EXACT, WEIGHT, DEPTHS = 1e-11, 0.7, 2
 FAMILIES = [name for name in ("llava-clip", "qwen2.5-vl", "qwen3-vl", "qwen3.5") if name in here()]
@@ -48,7 +49,8 @@ def wanted(name: str) -> tuple[Answer, tuple[float, ...]]:
         means = [total / count for total, count in zip(sums, counts, strict=True)]
         (means[0] + WEIGHT / DEPTHS * sum(means[1:])).backward()
     gradients = {key: g for key, g in gradients_of(model).items() if g.abs().max() > 0}
-    return Answer(float(means[0]), gradients), tuple(map(float, means[1:]))
+    first, *deeper = (float(mean.detach()) for mean in means)
+    return Answer(first, gradients), tuple(deeper)
 
 
 def _losses(model: Any, document: Raw) -> list[tuple[Tensor, int]]:
@@ -157,12 +159,9 @@ MUTATIONS = {
 
 def _mutated(rank: int) -> dict[str, float]:
     errors, case = dict[str, float](), Case("qwen2.5-vl", Layout(2), Layout(2), 2)
-    for name, mutation in {"nothing": None, **MUTATIONS}.items():
-        undo = mutate(*mutation) if mutation else []
-        try:
-            errors[name] = _error(case)
-        finally:
-            restore(undo)
+    for name in each_mutated(MUTATIONS):
+        _plan_modality.cache_clear()
+        errors[name] = _error(case)
     return errors
 
 

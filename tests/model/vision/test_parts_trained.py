@@ -9,7 +9,6 @@ import torch
 
 from longspan import Layout, World, plan_fixed, prepare, run_step, save_model
 from longspan.doctor.float64 import whole_float64
-from longspan.errors import ModelError
 from longspan.model.vision import join
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.model.vision.take_apart import freeze_images
@@ -83,8 +82,3 @@ def test_adapters_beside_images(trained: str, tmp_path: Path) -> None:
     for name, x in loaded.get_base_model().named_parameters():
         if "lora_" in name or ".modules_to_save." in name:
             assert torch.equal(x, saved[name.replace(".modules_to_save.default", "")]), name
-
-
-def test_adapters_in_the_tower_are_refused() -> None:
-    with World(Layout(1), backend="gloo") as world, pytest.raises(ModelError, match="an adapter is in its tower"):
-        prepare(adapted(r".*\.(qkv|q_proj)"), world, encoder=Layout(1))

@@ -9,7 +9,7 @@ import torch
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import PRESETS, load_model, preset_config
-from longspan.model.lora.new import add_lora
+from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.testing import run_ranks
 from longspan.train.config.sections import (
     ContextConfig,
@@ -50,7 +50,7 @@ def test_bytes_of_a_model_of_eight_billion_weights() -> None:
 def test_frozen_weights_have_neither_gradients_nor_states() -> None:
     model = load_model(config=preset_config("qwen3-8b"), dtype="bfloat16", sharded=True)
     config = replace(CONFIG, model=replace(CONFIG.model, dtype="bfloat16"), lora=LoraSection(rank=16))
-    add_lora(model, rank=16)
+    add_lora(model, NewAdapter(rank=16))
     trained = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
     bytes_needed = needed_bytes(config, model, Layout(ranks=1), torch.bfloat16, training=True)
     assert trained == 4 * 43_646_976

@@ -13,10 +13,13 @@ from transformers import AutoModelForImageTextToText
 from longspan.cli.eval import main as eval_main
 from longspan.cli.export import main as export_main
 from longspan.errors import ConfigError, ModelError
-from longspan.model.lora.new import add_lora
+from longspan.model.lora.new import NewAdapter, add_lora
+from longspan.model.lora.targets import PARTS
 from longspan.testing import run_ranks
 from longspan.train.config.file import load_config
 from longspan.train.config.sections import ParallelConfig, RunConfig
+from longspan.train.run.checks.encoder import check_images
+from longspan.train.run.checks.lora import check_lora
 from longspan.train.run.records.metrics_log import read_metrics
 from longspan.train.run.set_up.resume import _check_same_run
 from tests.model.vision.models import tiny
@@ -26,14 +29,16 @@ from tests.train.runs.test_images_run import model_folder, rows_with_images, set
 from tests.train.small import train_rank
 
 peft = pytest.importorskip("peft")
+ADAPTED = "adapted"
 ONE = {"context__max_tokens_per_slot": 256}
 TWO = {"context__context_parallel_size": 2, "context__max_tokens_per_slot": 128, "encoder__tp": 2}
-BESIDE = {"none": 0, "projector": 5, "all": 42}  # tensors of the tower and projector that are trained
+BESIDE = {"none": 0, "projector": 5, "all": 42, ADAPTED: 0}  # tensors of tower and projector that are trained whole
 
 
 def config_of(folder: Path, name: str, trained: str, **degrees: Any) -> RunConfig:
-    """A run of adapters; `trained` of the encoder."""
-    keys = {"lora__rank": 4, "train__lr": 0.02, "encoder__train": trained, "encoder__lr": 2e-3 * (trained != "none")}
+    """A run of adapters; `trained` of the encoder, or adapters of it too."""
+    keys: dict[str, Any] = {"lora__rank": 4, "train__lr": 0.02, "encoder__lr": 2e-3 * (trained != "none")}
+    keys |= {"lora__parts": list(PARTS)} if trained == ADAPTED else {"encoder__train": trained}
     return settings(folder / name, folder / "rows" / "rows.jsonl", folder / "model", **keys, **degrees)
 
 
@@ -69,6 +74,7 @@ def _check_stock(run: Path, base: Path, beside: int, out: Path) -> None:
     saved, exported = (load_file(x / "adapter_model.safetensors") for x in (run / "model", out / "adapter"))
     assert saved.keys() == exported.keys() and all(torch.equal(x, exported[name]) for name, x in saved.items())
     assert sum("lora_" not in name for name in saved) == beside
+    assert any("lora_" in name and ".visual." in name for name in saved) == (out.name == ADAPTED)
     adapted = peft.PeftModel.from_pretrained(_stock(base), run / "model", torch_device="cpu").eval()
     with torch.no_grad():
         wanted = adapted(**_image()).logits
@@ -116,6 +122,36 @@ def losses_in(config: RunConfig) -> list[float]:
     return [float(row[key]) for row in rows for key in ("loss", "eval_loss") if key in row]
 
 
+WRONG = {
+    "a part of no model": (
+        {"lora.parts": ["tower", "head"]},
+        r"lora.parts is \['tower', 'head'\]; name some of",
+    ),
+    "a part twice": ({"lora.parts": ["tower", "tower"]}, "each once"),
+    "a part that is trained whole": (
+        {"lora.parts": ["projector"], "encoder.train": "projector"},
+        "lora.parts has 'projector', and encoder.train is 'projector', which trains its weights whole",
+    ),
+    "dropout under tp": (
+        {"lora.parts": ["tower"], "lora.dropout": 0.1, "encoder.tp": 2},
+        "encoder.tp is 2: tensor-par",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_parts_that_do_not_fit(what: str) -> None:
+    keys, message = WRONG[what]
+    with pytest.raises(ConfigError, match=message):
+        check_lora(load_config(None, {"lora.rank": 8, "model.path": "x"} | keys))
+
+
+def test_parts_of_a_tower_need_images() -> None:
+    config = load_config(None, {"lora.rank": 8, "model.path": "x", "lora.parts": ["tower"]})
+    with pytest.raises(ConfigError, match=r"lora\.parts has tower, and no row of the data has images"):
+        check_images(config, 0)
+
+
 def test_towers_are_frozen_beside_adapters_by_default() -> None:
     assert load_config(None, {"lora.rank": 8, "model.path": "x"}).encoder.train == "none"
     assert load_config(None, {"model.path": "x"}).encoder.train == "all"
@@ -130,9 +166,11 @@ def test_a_run_of_adapters_keeps_what_it_trains_of_an_encoder() -> None:
 
 
 def test_targets_in_the_tower_are_refused() -> None:
-    message = r"'qkv', which stands in the tower or projector of Qwen2_5_VLFor.* encoder\.train"
+    message = r"'qkv', which stands in the tower of Qwen2_5_VLFor.* lora.parts.* encoder\.train"
     with pytest.raises(ModelError, match=message):
-        add_lora(tiny("qwen2.5-vl"), rank=4, targets=["q_proj", "qkv"])
-    adapted = add_lora(tiny("qwen2.5-vl"), rank=4).get_base_model()  # the tower has linears of these names too
+        add_lora(tiny("qwen2.5-vl"), NewAdapter(rank=4, targets=("q_proj", "qkv")))
+    adapted = add_lora(
+        tiny("qwen2.5-vl"), NewAdapter(rank=4)
+    ).get_base_model()  # the tower has linears of these names too
     names = [name for name, _ in adapted.named_parameters() if "lora_" in name]
     assert names and not any(".visual." in name for name in names)

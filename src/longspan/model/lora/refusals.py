@@ -31,7 +31,8 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
     It is the same on every rank, before the first collective. Whether tensor parallelism can split its layers is said
     in `tensor_parallel/adapted.py`.
     """
-    reasons = [*_of_configuration(adapter), *_of_layers(model), *_of_values(model), *_of_parameters(model)]
+    reasons = [*reasons_of_configuration(adapter), *reasons_of_layers(model)]
+    reasons += [*_of_values(model), *_of_parameters(model)]
     if world.home.pp > 1:
         reasons += _in_stages(model)
     if reasons:
@@ -59,7 +60,8 @@ def _bytes(x: Tensor) -> Any:
     return x.detach().cpu().contiguous().view(torch.uint8).numpy()
 
 
-def _of_configuration(adapter: Adapter) -> Iterator[str]:
+def reasons_of_configuration(adapter: Adapter) -> Iterator[str]:
+    """Why an adapter of this configuration cannot be trained, wherever it is."""
     config = adapter.config
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
@@ -75,7 +77,8 @@ def _of_configuration(adapter: Adapter) -> Iterator[str]:
         yield f"bias is {config.bias!r}, and biases of the base model stay frozen; use bias='none'"
 
 
-def _of_layers(model: nn.Module) -> Iterator[str]:
+def reasons_of_layers(model: nn.Module) -> Iterator[str]:
+    """Why the layers that peft has put into a module cannot be trained."""
     for name, module in peft_modules(model).items():
         layer: Any = module
         if is_adapted(module):

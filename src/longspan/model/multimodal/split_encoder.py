@@ -12,9 +12,11 @@ from torch import nn
 
 from longspan.comm import World
 from longspan.errors import ModelError
+from longspan.model.adapters import is_adapted
 from longspan.model.multimodal.split_trial import SplitTrial
-from longspan.model.multimodal.tp_plan import QKV, Part
-from longspan.model.tensor_parallel.family_plans import ROWWISE
+from longspan.model.multimodal.tp_plan import Part
+from longspan.model.tensor_parallel.adapted import split_adapted
+from longspan.model.tensor_parallel.family_plans import QKV, ROWWISE
 from longspan.model.tensor_parallel.styles import (
     columnwise,
     columnwise_of_three,
@@ -35,7 +37,8 @@ def split_encoder(
     """
     _ = world.meshes.tp  # made by all ranks together
     trials = [SplitTrial(name, unit, world) for name, unit in _units(module, blocks, parts)]
-    split = {id(part.module.get_submodule(name)) for part in parts for name in part.styles}
+    linears = [part.module.get_submodule(name) for part in parts for name in part.styles]
+    split = {id(module) for linear in linears for module in linear.modules()}  # an adapter's too
     for part in parts:
         _split_linears(part, world)
         if not part.several:
@@ -49,14 +52,15 @@ def split_encoder(
 def _split_linears(part: Part, world: World) -> None:
     for name, style in part.styles.items():
         linear: Any = part.module.get_submodule(name)
-        if style == ROWWISE:
+        if is_adapted(linear):
+            split_adapted(linear, style, world, sequence_parallel=False)
+        elif style == ROWWISE:
             rowwise(linear, world, sequence_parallel=False)
-            continue
-        if style == QKV:
+        elif style == QKV:
             columnwise_of_three(linear, world)
         else:
             columnwise(linear, world)
-        if part.several:
+        if part.several and style != ROWWISE:
             copy_inputs(linear, world)
 
 

@@ -13,9 +13,10 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from longspan.errors import ModelError
-from longspan.model.tensor_parallel.family_plans import COLWISE, ROWWISE
+from longspan.model.adapters import base_module, peft_modules
+from longspan.model.tensor_parallel.family_plans import COLWISE, QKV, ROWWISE
 
-QKV, REPLICATED = "qkv", "replicated"
+REPLICATED = "replicated"
 STYLES = (COLWISE, ROWWISE, QKV, REPLICATED)
 
 _ATTENTION = (("q_proj", "k_proj", "v_proj"), ("to_q", "to_k", "to_v"), ("wq", "wk", "wv"), ("query", "key", "value"))
@@ -105,7 +106,14 @@ def _recognised(module: nn.Module) -> dict[str, str]:
 
 
 def _linears(owner: nn.Module) -> dict[str, nn.Linear]:
-    return {name: child for name, child in owner.named_children() if type(child) is nn.Linear}
+    return {name: linear for name, child in owner.named_children() if type(linear := base_module(child)) is nn.Linear}
+
+
+def _own_linears(module: nn.Module) -> dict[str, nn.Linear]:
+    """The linears inside a module by name: of adapted ones the linear that is adapted, and not the adapter's."""
+    inside = tuple(f"{name}." for name in peft_modules(module))
+    own = {n: base_module(child) for n, child in module.named_modules() if not (inside and n.startswith(inside))}
+    return {name: linear for name, linear in own.items() if isinstance(linear, nn.Linear)}
 
 
 def _known(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
@@ -124,7 +132,7 @@ def _known(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
 def _planned(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """The caller's styles by qualified name. Raises ModelError for a style or a pattern that means nothing."""
     styles = dict[str, str]()
-    linears = [name for name, child in module.named_modules() if isinstance(child, nn.Linear)]
+    linears = [*_own_linears(module)]
     for pattern, style in plan.items():
         if style not in STYLES:
             raise ModelError(f"tp_plan gives {pattern!r} the style {style!r}; use one of {', '.join(STYLES)}")
@@ -142,8 +150,8 @@ def _refuse_unknown(module: nn.Module, blocks: Mapping[str, nn.Module], styles: 
     unknown = [
         f"{path}.{name} ({child.in_features} to {child.out_features})"
         for path, block in blocks.items()
-        for name, child in block.named_modules()
-        if isinstance(child, nn.Linear) and f"{path}.{name}" not in styles
+        for name, child in _own_linears(block).items()
+        if f"{path}.{name}" not in styles
     ]
     if unknown or not styles:
         what = f"linears that are not known by name: {', '.join(unknown[:4])}" if unknown else "no linear that is known"
@@ -177,7 +185,7 @@ def _sizes(part: Part) -> Iterator[tuple[str, int]]:
     if is_attention and not counts:
         yield "heads", _heads_by_size(part)
     for name, style in part.styles.items():
-        linear = part.module.get_submodule(name)
+        linear = base_module(part.module.get_submodule(name))
         assert isinstance(linear, nn.Linear)
         if style == QKV and linear.out_features % 3:
             raise ModelError(
@@ -190,7 +198,7 @@ def _sizes(part: Part) -> Iterator[tuple[str, int]]:
 def _attention_width(part: Part) -> int:
     """The features of all queries: outputs of the part's first column-wise linear, or of a third of a fused one."""
     for name, style in part.styles.items():
-        linear = part.module.get_submodule(name)
+        linear = base_module(part.module.get_submodule(name))
         if style != ROWWISE and isinstance(linear, nn.Linear):
             return linear.out_features // (3 if style == QKV else 1)
     return 0

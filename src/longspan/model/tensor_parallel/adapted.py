@@ -24,6 +24,7 @@ from longspan.model.tensor_parallel.family_plans import (
     MIXER,
     PACKED,
     PARTIAL_GRADIENT,
+    QKV,
     ROWWISE,
     SPLIT_INPUT,
 )
@@ -31,6 +32,7 @@ from longspan.model.tensor_parallel.fused_rows import columnwise_packed
 from longspan.model.tensor_parallel.plan import Placed, blocks_of
 from longspan.model.tensor_parallel.styles import (
     columnwise,
+    columnwise_of_three,
     gather_outputs,
     partial_gradients,
     slice_inputs,
@@ -57,7 +59,8 @@ def split_adapted(module: nn.Module, style: str, world: World, *, sequence_paral
     for linear in (base, *first, *second) if style == PARTIAL_GRADIENT else first:
         partial_gradients(linear, key)
     for linear in () if style == PARTIAL_GRADIENT else (base, *second):
-        (columnwise_packed if style == PACKED else columnwise)(linear, world)
+        split = columnwise_packed if style == PACKED else columnwise_of_three if style == QKV else columnwise
+        split(linear, world)
     if style in GATHERED:
         gather_outputs(layer, key)
 

@@ -13,6 +13,7 @@ from longspan.model.layers import text_name
 from longspan.model.mtp.depths import PREFIX
 
 COLWISE, ROWWISE = "colwise", "rowwise"
+QKV = "qkv"  # of one linear that makes queries, keys and values, in an encoder
 GATHERED = ("colwise_gather_output", "colwise_rep")
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 EMBEDDING = "embedding_rowwise"

@@ -15,14 +15,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.adapters import peft_modules
-from longspan.model.layers import base_of, other_towers, reads_other_modalities
+from longspan.model.adapters import belongs_to_adapter
+from longspan.model.layers import base_of, is_in_projector, other_towers, reads_other_modalities
 from longspan.model.seams.hint import doctor_hint
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.model.vision.image_trial import image_reasons
 from longspan.model.vision.split import VisionParts, split
 
-_PROJECTORS = ("projector", "merger", "connector")
 _REASONS = {
     "gemma4": "its tower takes image_position_ids, which an ImageInput has not; and where its configuration says so, "
     "tokens of an image see each other in layers with a window alone, whereas those of a shard do so in every layer",
@@ -43,11 +42,6 @@ def check_vision(model: nn.Module) -> None:
         raise ModelError(
             f"{name} ({kind}) cannot be given images: {_REASONS.get(kind, '; '.join(reasons))}; use prepare without "
             f"encoder= for text alone{doctor_hint(model)}"
-        )
-    if adapted := [n for tower in other_towers(model) for n in peft_modules(tower)]:
-        raise ModelError(
-            f"{name}: an adapter is in its tower or projector ({', '.join(adapted[:3])}), and adapters are trained in "
-            "the language model alone; give LoraConfig target_modules of the language model, or exclude_modules"
         )
     _check_placeholder(model)
 
@@ -74,18 +68,19 @@ def take_apart(model: PreTrainedModel) -> VisionParts:
 def freeze_images(model: PreTrainedModel, trained: Literal["all", "projector", "none"]) -> None:
     """Leave of a whole vision-language model's tower and projector those parameters trainable, and freeze the others.
 
-    A projector is known by its name: it, or what is around it up to the tower, is called a projector, merger or
-    connector. Raises ModelError where nothing is.
+    A projector is known by its name (`is_in_projector`); adapters stay as they are. Raises ModelError where nothing is
+    a projector.
     """
     check_vision(model)
     base, towers = base_of(model), other_towers(model)
     of_images = {f"{n}.{p}": x for n, m in base.named_children() if m in towers for p, x in m.named_parameters()}
+    of_images = {name: x for name, x in of_images.items() if not belongs_to_adapter(name)}
     between = dict(base.named_parameters(recurse=False))  # what is put between rows
-    projector = {n for n in of_images if any(word in n.rpartition(".")[0] for word in _PROJECTORS)} | {*between}
+    projector = {name for name in of_images if is_in_projector(name.rpartition(".")[0])} | {*between}
     of_images |= between
     if trained == "projector" and not projector:
         raise ModelError(
-            f"{type(model).__name__} has no module called {', '.join(_PROJECTORS)}; train all or none of it"
+            f"{type(model).__name__} has no module called projector, merger or connector; train all or none of it"
         )
     for name, parameter in of_images.items():
         parameter.requires_grad_(trained == "all" or (trained == "projector" and name in projector))

@@ -51,8 +51,11 @@ class ImagesHeld:
             )
 
 
-def images_held(model: MultimodalModel, rows: float, world: World) -> ImagesHeld:
-    """What steps with so many rows of images take of the rank that needs most; all ranks call it together."""
+def images_held(model: MultimodalModel, rows: float, world: World, *, uses: int = 1) -> ImagesHeld:
+    """What steps with so many rows of images take of the rank that needs most; all ranks call it together.
+
+    `uses`: how often a row is held, once for its own place and once for each depth of multi-token prediction.
+    """
     held = wave = 0.0
     wave_rows, row = 0, 0.0
     for encoder in model.encoder_settings.values():
@@ -60,7 +63,7 @@ def images_held(model: MultimodalModel, rows: float, world: World) -> ImagesHeld
         tokens = image_tokens(model.config)
         width = model.config.get_text_config().hidden_size * (1 + encoder.deep_layers)
         itemsize = next(encoder.module.parameters()).element_size()
-        held += 2 * width * itemsize * UNEVEN * rows / world.home.slots
+        held += 2 * uses * width * itemsize * UNEVEN * rows / world.home.slots
         row = _bytes_of_row(encoder, tokens)
         wave_rows = math.ceil(min(encoder.max_rows_per_slot or of_slot, of_slot))
         wave = max(wave, row * wave_rows)

@@ -89,7 +89,8 @@ def with_rows_that_fit(
     )
     if fit is None:
         below = on_first_rank(world, lambda: too_many_rows(directory, ranks, keys), ConfigError)
-        images = images_held(model, image_rows, world) if isinstance(model, MultimodalModel) else None
+        uses = 1 + config.mtp.depths
+        images = images_held(model, image_rows, world, uses=uses) if isinstance(model, MultimodalModel) else None
         fit = replace(measure(config, model, optimizer, world, below=below, images=images), measured_for=keys)
         text = json.dumps(asdict(fit), indent=1)
         on_first_rank(world, lambda: write_atomically(file, text), ConfigError)

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from longspan.train.config.bounds import NonNegativeFloat, NonNegativeInt
 
+LANGUAGE_MODEL, PROJECTOR, TOWER = PARTS = ("language_model", "projector", "tower")  # as in model/lora/targets.py
+
 
 @dataclass(frozen=True)
 class LoraSection:
@@ -16,4 +18,7 @@ class LoraSection:
     dropout: NonNegativeFloat = 0.0
     """Share of an adapter's inputs that are dropped in training; each rank draws for its own rows, so not under tp."""
     targets: tuple[str, ...] = ()
-    """Names of the linears that get one, such as q_proj or lm_head; empty: every linear of the decoder layers."""
+    """Names of the linears that get one, such as q_proj or lm_head; empty: every linear of the decoder layers, and of
+    the other parts that are named."""
+    parts: tuple[str, ...] = (LANGUAGE_MODEL,)
+    """Where: language_model, and of a model from images and text to text projector and tower."""

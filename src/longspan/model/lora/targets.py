@@ -1,0 +1,193 @@
+"""Which linears of a model get an adapter: by the parts that they are in, and by names that peft takes.
+
+A model from images and text to text has three parts: the language model, the tower, and the projector between them.
+"""
+
+import re
+import warnings
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.errors import ModelError
+from longspan.model.layers import decoder_layers, is_in_projector, other_towers
+
+LANGUAGE_MODEL, PROJECTOR, TOWER = PARTS = ("language_model", "projector", "tower")
+
+
+class Targets(NamedTuple):
+    """What peft's LoraConfig takes: ends of names, and a pattern of the modules that are left out (None: none)."""
+
+    names: list[str]
+    excluded: str | None
+
+
+def targets_of(model: PreTrainedModel, asked: Sequence[str], parts: Sequence[str]) -> Targets:
+    """The targets of an adapter of these parts; without names every linear of decoder layers, tower or projector.
+
+    Raises ModelError for parts that the model has not, for a name of no linear in the parts, and for those that peft
+    refuses or takes for experts.
+    """
+    linears = _linears(model, parts)
+    names = _checked(model, asked, linears, parts) if asked else _by_default(model, linears, parts)
+    return Targets(names, _excluded(model, names, linears, parts))
+
+
+def _modules_by_part(model: PreTrainedModel) -> dict[str, str]:
+    """The part of every module, by qualified name."""
+    towers = tuple(f"{tower}." for tower in _towers(model))
+    return {
+        name: LANGUAGE_MODEL if not f"{name}.".startswith(towers) else PROJECTOR if is_in_projector(name) else TOWER
+        for name, _ in model.named_modules()
+    }
+
+
+def _towers(model: PreTrainedModel) -> list[str]:
+    """The names of the towers of other modalities, and of their projectors where these stand beside them."""
+    towers = {id(tower) for tower in other_towers(model)}
+    return [name for name, module in model.named_modules() if id(module) in towers]
+
+
+def _linears(model: PreTrainedModel, parts: Sequence[str]) -> dict[str, str]:
+    """The part of each linear in the parts, by qualified name. Raises ModelError for a part that has none.
+
+    In towers other classes of linears are left out: those in torch's own attention are never called.
+    """
+    by_part = _modules_by_part(model)
+    linears = {
+        name: by_part[name]
+        for name, module in model.named_modules()
+        if by_part[name] in parts
+        and (type(module) is nn.Linear or (by_part[name] == LANGUAGE_MODEL and isinstance(module, nn.Linear)))
+    }
+    for part in parts:
+        if part not in PARTS:
+            raise ModelError(f"lora.parts has {part!r}; use some of {', '.join(PARTS)}")
+        if part not in linears.values():
+            raise ModelError(f"lora.parts has {part!r}, where {type(model).__name__} has no nn.Linear; leave it out")
+    return linears
+
+
+def _checked(
+    model: PreTrainedModel, targets: Sequence[str], linears: dict[str, str], parts: Sequence[str]
+) -> list[str]:
+    """The targets, each the end of some linear's name. Raises ModelError for others, and for names of experts."""
+    for target in targets:
+        if not _named(target, [*linears]):
+            _refuse_other_part(model, target, parts)
+            known = sorted({name.rpartition(".")[2] for name in linears})
+            close = get_close_matches(target.rpartition(".")[2], known, n=1, cutoff=0.4)
+            hint = f"did you mean {close[0]!r}? It has" if close else "it has"
+            raise ModelError(
+                f"lora.targets has {target!r}, which is no linear of {type(model).__name__}; {hint} {', '.join(known)}"
+            )
+    if experts := _taken_for_experts(model, targets):
+        raise ModelError(
+            f"lora.targets has {', '.join(experts)}, which peft takes for the experts of a {type(model).__name__}, and "
+            "adapters of experts are not supported; leave them out"
+        )
+    if refused := _refused_by_peft(model, targets):
+        raise ModelError(
+            f"lora.targets has {', '.join(refused)}, which peft refuses in a {type(model).__name__}; leave it out"
+        )
+    return list(dict.fromkeys(targets))
+
+
+def _by_default(model: PreTrainedModel, linears: dict[str, str], parts: Sequence[str]) -> list[str]:
+    """The names of the linears in decoder layers, towers and projectors, but for those that peft takes for experts."""
+    layers = tuple(f"{name}." for name in decoder_layers(model))
+    inside = [name for name, part in linears.items() if part != LANGUAGE_MODEL or name.startswith(layers)]
+    names = sorted({_ending(name) for name in inside})
+    if experts := _taken_for_experts(model, names):
+        warnings.warn(
+            f"the adapter leaves out {', '.join(experts)}, which peft takes for the experts of a "
+            f"{type(model).__name__}: dense layers and shared experts have no adapter there",
+            stacklevel=3,
+        )
+    if refused := _refused_by_peft(model, names):
+        warnings.warn(
+            f"the adapter leaves out {', '.join(refused)}, which peft refuses in a {type(model).__name__}", stacklevel=3
+        )
+    if targets := [name for name in names if name not in (*experts, *refused)]:
+        return targets
+    where = "its decoder layers" if LANGUAGE_MODEL in parts else " and ".join(parts)
+    raise ModelError(f"{type(model).__name__} has no nn.Linear in {where} for an adapter; name lora.targets")
+
+
+def _ending(name: str) -> str:
+    """The last word of a module's name; all of it for an entry of a list, whose number others have too."""
+    last = name.rpartition(".")[2]
+    return name if last.isdigit() else last
+
+
+def _excluded(
+    model: PreTrainedModel, names: Sequence[str], linears: dict[str, str], parts: Sequence[str]
+) -> str | None:
+    """A pattern of the modules of other parts, and of what is no linear and has a target's name."""
+    towers = "|".join(map(re.escape, _towers(model)))
+    if not towers:
+        return None
+    if tuple(parts) == (LANGUAGE_MODEL,):
+        return f"({towers})(\\..*)?"
+    inside = [name for name, part in _modules_by_part(model).items() if part != LANGUAGE_MODEL and name not in linears]
+    others = [name for name in inside if any(_named(target, [name]) for target in names)]
+    beyond = [] if LANGUAGE_MODEL in parts else [f"(?!({towers})\\.).*"]
+    return "|".join([*map(re.escape, others), *beyond]) or None
+
+
+def _named(target: str, linears: Sequence[str]) -> list[str]:
+    return [name for name in linears if name == target or name.endswith(f".{target}")]
+
+
+def _refuse_other_part(model: PreTrainedModel, target: str, parts: Sequence[str]) -> None:
+    """Raise ModelError for a linear that is in a part that gets no adapter."""
+    everywhere = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if elsewhere := _named(target, everywhere):
+        part = _modules_by_part(model)[elsewhere[0]]
+        raise ModelError(
+            f"lora.targets has {target!r}, which stands in the {part} of {type(model).__name__} alone "
+            f"({elsewhere[0]}), and lora.parts is {', '.join(parts)}; leave it out, or add {part!r} to lora.parts"
+            + ("" if part == LANGUAGE_MODEL else '; encoder.train = "projector" or "all" trains these weights whole')
+        )
+
+
+def _taken_for_experts(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """Of names of linears those that peft replaces by parameters of the model's fused experts, as of transformers 4."""
+    import peft
+
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # a peft that replaces none
+        return []
+    taken = list[str]()
+    for name in names:
+        config = peft.LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(config, model, None)
+        except ValueError:  # one of several that it joins
+            taken.append(name)
+        else:
+            taken += [name] if name not in (config.target_modules or ()) else []
+    return taken
+
+
+def _refused_by_peft(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """Of names of linears those of mixers that some kernels read around an adapter, in families that peft lists."""
+    import peft
+
+    try:
+        from peft.tuners.tuners_utils import (
+            _check_lora_target_modules_mamba as check,  # pyright: ignore[reportPrivateUsage]
+        )
+    except ImportError:  # a peft that refuses none
+        return []
+    refused = list[str]()
+    for name in names:
+        try:
+            check(peft.LoraConfig(), model, name)
+        except ValueError:
+            refused.append(name)
+    return refused

@@ -1,0 +1,159 @@
+"""Adapters in the tower and the projector of vision-language models: loss and gradients are those of stock peft."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from longspan import Layout, World, prepare, run_step, without_adapter
+from longspan.doctor.float64 import whole_float64
+from longspan.errors import ModelError
+from longspan.model.lora.new import NewAdapter, add_lora
+from longspan.model.lora.targets import LANGUAGE_MODEL, PARTS, PROJECTOR, TOWER
+from longspan.model.vision.image_tokens import image_tokens
+from longspan.testing import run_ranks
+from longspan.train.config.sections.lora import PARTS as AS_CONFIGURED
+from tests.model.stock import gradients_of
+from tests.model.vision.documents import Answer, answer_of, documents_of
+from tests.model.vision.joined import BOUND, Case, own_names
+from tests.model.vision.models import config_of, here, tiny
+from tests.mutation import each_mutated
+
+ALL, ENCODER = PARTS, (PROJECTOR, TOWER)
+FAMILIES = [name for name in ("llava-clip", "qwen2.5-vl", "qwen3-vl") if name in here()]
+
+
+def adapted(name: str, parts: Sequence[str]) -> Any:
+    """A PeftModel with adapters in these parts, none of whose matrices is zero."""
+    peft_model = add_lora(tiny(name), NewAdapter(rank=2, parts=tuple(parts)))
+    generator = torch.Generator().manual_seed(5)
+    for parameter in peft_model.parameters():
+        if parameter.requires_grad:
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return peft_model
+
+
+@cache
+def wanted(name: str, parts: tuple[str, ...]) -> Answer:
+    """What transformers and peft say in one process, document by document."""
+    return answer_of(name, make=lambda: adapted(name, parts).get_base_model())
+
+
+def error_of(case: Case, parts: tuple[str, ...]) -> float:
+    """The largest relative error of a step."""
+    answer = wanted(case.name, parts)
+    with whole_float64(), World(case.home) as world:
+        model = prepare(adapted(case.name, parts), world, encoder=case.encoder, probe=False, **dict(case.options))
+        documents = documents_of(image_tokens(config_of(case.name)))
+        result = run_step(model, case.plan(documents.lengths, documents.targets), documents, world)
+        gradients = own_names(model, gradients_of(model), world)
+        assert all(".lora_" in key for key in gradients)
+        return max(answer.errors(result.loss, gradients).values())
+
+
+def cases_of(ranks: int) -> list[tuple[Case, tuple[str, ...]]]:
+    """Every model with adapters in all parts, and in the encoder alone."""
+    one = Layout(ranks)
+    cases = [(Case(name, one, one, cp), ALL) for name in FAMILIES for cp in (0, ranks)]
+    cases += [(Case(name, one, one, ranks), ENCODER) for name in FAMILIES]
+    if ranks == 2:
+        copies, recomputed = (("shard_parameters", False),), (("activation_checkpointing", True),)
+        for name in FAMILIES:
+            cases.append((Case(name, Layout(2, tp=2), Layout(2, tp=2), 1), ALL))
+            cases.append((Case(name, Layout(2, pp=2), Layout(2, tp=2), 1), ALL))
+            cases.append((Case(name, one, Layout(2, tp=2), 2, options=copies), ENCODER))
+        cases.append((Case("qwen2.5-vl", one, one, 2, options=recomputed), (TOWER,)))
+    return cases
+
+
+def _errors(rank: int, ranks: int) -> dict[str, float]:
+    return {f"{case.label}, {' '.join(parts)}": error_of(case, parts) for case, parts in cases_of(ranks)}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_step_is_that_of_stock_peft(ranks: int) -> None:
+    for errors in run_ranks(_errors, ranks, ranks, timeout=300):
+        assert errors and max(errors.values()) < BOUND, errors
+
+
+MUTATIONS = {
+    "second matrices split as queries alone": (
+        "model.tensor_parallel.adapted",
+        "columnwise_of_three if style == QKV else columnwise",
+        "columnwise_of_three if style == QKV and linear is base else columnwise",
+    ),
+    "first matrices of a part of the rows": (
+        "model.tensor_parallel.adapted",
+        "for linear in (base, *first, *second) if style == PARTIAL_GRADIENT else first:",
+        "for linear in ():",
+    ),
+}
+
+
+def _mutated(rank: int) -> dict[str, float]:
+    errors, case = dict[str, float](), Case("qwen2.5-vl", Layout(2), Layout(2, tp=2), 2)
+    for name in each_mutated(MUTATIONS):
+        try:
+            errors[name] = error_of(case, ENCODER)
+        except (ModelError, RuntimeError):
+            errors[name] = float("inf")
+    return errors
+
+
+@pytest.mark.whole
+def test_mutations_are_noticed() -> None:
+    for errors in run_ranks(_mutated, 2, timeout=120):
+        assert errors.pop("nothing") < BOUND
+        assert all(error > 1e-6 for error in errors.values()), errors
+
+
+def _left_out(rank: int) -> tuple[float, float]:
+    """The loss without the adapter, and that of the model without one; training is refused there."""
+    documents = documents_of(image_tokens(config_of("qwen2.5-vl")))
+    with World(Layout(1)) as world:
+        peft_model, bare = adapted("qwen2.5-vl", ENCODER), tiny("qwen2.5-vl")
+        models = [prepare(model, world, encoder=Layout(1), probe=False) for model in (peft_model, bare)]
+        plan = Case("qwen2.5-vl", Layout(1), Layout(1), 1).plan(documents.lengths, documents.targets)
+        with peft_model.disable_adapter():
+            found = run_step(models[0], plan, documents, world, backward=False).loss
+            with pytest.raises(ModelError, match="the model's adapter is left out"):
+                run_step(models[0], plan, documents, world)
+        with without_adapter(models[0]):
+            assert run_step(models[0], plan, documents, world, backward=False).loss == found
+        return found, run_step(models[1], plan, documents, world, backward=False).loss
+
+
+@pytest.mark.whole
+def test_an_encoders_adapter_is_left_out_too() -> None:
+    ((found, bare),) = run_ranks(_left_out, 1, timeout=60)
+    assert abs(found / bare - 1) < 1e-12
+
+
+@pytest.mark.whole
+def test_where_adapters_are() -> None:
+    assert PARTS == AS_CONFIGURED
+    for parts in (ALL, ENCODER, (TOWER,), (PROJECTOR,), (LANGUAGE_MODEL,)):
+        names = {
+            name for name, p in adapted("qwen2.5-vl", parts).get_base_model().named_parameters() if p.requires_grad
+        }
+        found = {
+            LANGUAGE_MODEL if ".visual." not in name else PROJECTOR if ".merger." in name else TOWER for name in names
+        }
+        assert found == {*parts} and all(".lora_" in name for name in names)
+    with pytest.raises(ModelError, match=r"'q_proj', which stands in the language_model .* add 'language_model' to"):
+        add_lora(tiny("qwen2.5-vl"), NewAdapter(rank=2, targets=("q_proj",), parts=(TOWER,)))
+
+
+def test_what_an_encoder_refuses() -> None:
+    with World(Layout(1)) as world:
+        for change, message in (
+            (lambda module: module.requires_grad_(True), "have adapters, and weights that are trained too"),
+            (lambda module: setattr(module, "merged_adapters", ["default"]), "is merged into its weight"),
+        ):
+            peft_model = adapted("qwen2.5-vl", (TOWER,))
+            change(peft_model.get_base_model().model.visual.blocks[0].attn.qkv)
+            with pytest.raises(ModelError, match=message):
+                prepare(peft_model, world, encoder=Layout(1), probe=False)
