@@ -19,6 +19,7 @@ from longspan.ssm.kernels import TORCH, LocalRuns, Recurrence, check_asked, choo
 from longspan.ssm.kernels.convolutions import Convolution, by_causal_conv1d, choose_convolution
 from longspan.ssm.kernels.convolutions.by_causal_conv1d import PACKAGE_CONVOLUTION
 from longspan.ssm.kernels.convolutions.by_torch import TORCH_CONVOLUTION
+from tests.mutation import mutate, restore
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -110,8 +111,33 @@ def test_the_calls_of_causal_conv1d(
 ) -> None:
     """Of one run with rows before it, of one without, and of several: outputs and all gradients are torch's."""
     monkeypatch.setattr(by_causal_conv1d, "_package", _stand_in)
+    assert _worst(lengths, partition, extras) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "lengths, old, new",
+    [
+        ((37,), "state[before.column - 1] = arrived", "pass"),
+        ((37,), "dstate[0].t()[before.column - 1]", "0 * dstate[0].t()[before.column - 1]"),
+        ((9, 1, 14, 2, 3), "torch.cat([x, arrived, x.new", "torch.cat([x, 0 * arrived, x.new"),
+        ((9, 1, 14, 2, 3), "whole[len(x) : -1]", "0 * whole[len(x) : -1]"),
+    ],
+)
+def test_what_is_dropped_is_noticed(
+    lengths: tuple[int, ...], old: str, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(by_causal_conv1d, "_package", _stand_in)
+    undo = mutate("ssm.kernels.convolutions.by_causal_conv1d", old, new)
+    try:
+        assert _worst(lengths, "contiguous", extras=True) > 1e-3
+    finally:
+        restore(undo)
+
+
+def _worst(lengths: tuple[int, ...], partition: str, extras: bool) -> float:
+    """The largest difference of outputs and gradients from those of torch, over widths and members."""
     group = Group((0, 1, 2), tuple(range(len(lengths))), lengths, partition=partition)  # pyright: ignore
-    generator = torch.Generator().manual_seed(0)
+    generator, worst = torch.Generator().manual_seed(0), 0.0
     for width in (2, 4):
         for member in range(3):
             chains = Chains(ShardPart(group, member, member, 0, world_key=-1), CPU)
@@ -119,13 +145,11 @@ def test_the_calls_of_causal_conv1d(
             shapes = (int(chains.lengths.sum()), 8), (sum(halo.receives), 8), (8, width), (8,)
             x, arrived, weight, bias = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
             parameters = (weight.requires_grad_(), bias.requires_grad_() if extras else None)
-            convolution = Convolution(*parameters, silu=extras)
-            given = (x, arrived, convolution, chains.local_runs, halo.before)
+            given = (x, arrived, Convolution(*parameters, silu=extras), chains.local_runs, halo.before)
             dout = torch.randn(x.shape, generator=generator, dtype=torch.float64)
-            for found, wanted in zip(
-                _passes(PACKAGE_CONVOLUTION, dout, given), _passes(TORCH_CONVOLUTION, dout, given), strict=True
-            ):
-                torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+            pairs = zip(_passes(PACKAGE_CONVOLUTION, dout, given), _passes(TORCH_CONVOLUTION, dout, given), strict=True)
+            worst = max(worst, *((a - b).abs().max().item() for a, b in pairs if b.numel()))
+    return worst
 
 
 def _passes(kernel, dout: Tensor, given) -> list[Tensor]:
