@@ -10,7 +10,11 @@ from longspan.errors import LayoutError
 from longspan.ssm.kernels.fla import numbers
 
 TORCH_ALONE = "torch"
-PACKAGES = ("mamba_ssm", "causal_conv1d")  # of scans without a delta term, of convolutions
+# Of scans without a delta term, and of convolutions: how far each was tried.
+PACKAGES = {
+    "mamba_ssm": "tried by Triton's interpreter on a CPU alone",
+    "causal_conv1d": "its CUDA code untried",
+}
 
 
 def lacks_package(name: str, needed: tuple[int, int], device: torch.device) -> str:

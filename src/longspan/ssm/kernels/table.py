@@ -48,7 +48,8 @@ def kernels_here(dtype: torch.dtype, device: torch.device, asked: Sequence[str] 
     """By what recurrences run in this dtype on this device, for people; why, where a GPU could do better."""
     if TORCH_ALONE in asked:
         return "torch's operations, as asked for"
-    by_name = f"{' and '.join(name for name in PACKAGES if name in asked)}, as asked for, and " if asked else ""
+    named = " and ".join(f"{name} ({tried})" for name, tried in PACKAGES.items() if name in asked)
+    by_name = f"{named}, as asked for, and " if named else ""
     if not (lacking := fla.lacks(dtype, device)):
         return f"{by_name}flash-linear-attention's kernels"
     return f"{by_name}torch's operations" + (f" (faster kernels want {lacking})" if device.type == "cuda" else "")
