@@ -67,7 +67,7 @@ def test_the_tour_is_one_program(run_page: Callable[[str], str]) -> None:
 @pytest.mark.parametrize("bench", ["convergence", "precision"])
 def test_curves_are_drawn_from_their_record(bench: str, tmp_path: Path) -> None:
     words = ["--draw", str(ROOT / f"bench/records/{bench}.json"), "--plot", str(tmp_path / "drawn.svg")]
-    subprocess.run([sys.executable, str(ROOT / f"bench/{bench}.py"), *words], check=True)
+    subprocess.run([sys.executable, str(ROOT / f"bench/training/{bench}.py"), *words], check=True)
     assert (tmp_path / "drawn.svg").read_text() == (ROOT / f"docs/{bench}.svg").read_text()
 
 
@@ -151,7 +151,7 @@ def test_examples_of_losses_learn() -> None:
 
 
 def test_the_picture_of_the_bridge_is_drawn_by_its_command(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "bench/bridge_picture.py"), "--plot", str(tmp_path / "drawn.svg")]
+    command = [sys.executable, str(ROOT / "bench/bridge/bridge_picture.py"), "--plot", str(tmp_path / "drawn.svg")]
     subprocess.run(command, check=True)
     assert (tmp_path / "drawn.svg").read_text() == (ROOT / "docs/bridge.svg").read_text()
 

@@ -1,6 +1,6 @@
 """Configurations at the size of models, on GPUs: pytest --backend nccl tests/attention/test_full_size.py.
 
-`bench/attention_full_size.py` writes a record of the same.
+`bench/attention/attention_full_size.py` writes a record of the same.
 """
 
 import pytest

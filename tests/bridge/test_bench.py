@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench.bridge_layouts import CASES, STUDY, Case, received_rows
+from bench.bridge.bridge_layouts import CASES, STUDY, Case, received_rows
 
 from longspan.testing import backend
 
@@ -20,7 +20,7 @@ def test_both_designs_give_the_same_and_every_row_is_recorded(tmp_path: Path) ->
     if backend() == "nccl":
         pytest.skip("on the CPU")
     out = tmp_path / "bridge.json"
-    command = [sys.executable, "bench/bridge.py", *SMALL, "--layouts", "fan-in,fan-out", "--out", str(out)]
+    command = [sys.executable, "bench/bridge/bridge.py", *SMALL, "--layouts", "fan-in,fan-out", "--out", str(out)]
     page = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=300).stdout
     record = json.loads(out.read_text())
     assert [(row["layout"], row["rows"]) for row in record["rows"]] == [("fan-in", 32), ("fan-out", 32)]

@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from bench.strong_bound import strong_bound
+from bench.plans.strong_bound import strong_bound
 
 from longspan.layout import Layout
 from longspan.plan import Cost, lower_bound_seconds, plan_dynamic

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from bench.strong_bound import strong_bound
+from bench.plans.strong_bound import strong_bound
 
 from longspan.errors import PlanError
 from longspan.layout import Layout

@@ -1,6 +1,6 @@
 """At a low learning rate mixed precision learns as float32, and bfloat16 only with stochastic rounding.
 
-A small version of bench/precision.py, with the bound of docs/precision.md.
+A small version of bench/training/precision.py, with the bound of docs/precision.md.
 """
 
 from typing import Any

@@ -24,7 +24,7 @@ ParentName = Literal["plane", "everyone", "pipeline", "tp"]
 
 # Kinds whose messages travel beside kernels of the same layer. Their NCCL kernels go before blocks of a running kernel
 # that wait for a place on the device: behind them, a message that is sent ahead starts when the kernel is nearly done
-# (bench/attention_choices.py --choice streams).
+# (bench/attention/attention_choices.py --choice streams).
 AHEAD = frozenset({"parent", "everyone", "communicator"})
 
 

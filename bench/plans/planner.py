@@ -1,0 +1,239 @@
+"""How good and how fast planners are: five distributions of lengths, many slots, two caps. Needs no GPU.
+
+    python bench/plans/planner.py --out bench/records/planner.json             # everything: several minutes
+    python bench/plans/planner.py --slots 64,256 --names lognorm,uniform       # a part
+    python bench/plans/planner.py --megatron ../Megatron-LM                    # beside that checkout's own scheduler
+    python bench/plans/planner.py --before earlier.json                        # beside the figures of an earlier commit
+
+Every plan is priced by the same cost model (`Cost()`), and every time is divided by the same lower bound, area and
+longest document. Planning times are CPU seconds of this process on one core (`time.process_time`), so that other load
+on the machine counts as little as it can; the first plan of the process is not counted.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import ast
+import json
+import math
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from strong_bound import strong_bound
+
+from longspan import Layout, plan_dynamic
+from longspan.cli.machine import machine, machine_text
+from longspan.plan import Cost, lower_bound_seconds
+from longspan.plan.planners.bin_packing import first_fit
+from longspan.plan.simulate.distributions import sample_lengths
+
+NAMES = ("lognorm", "bimodal", "uniform", "files", "expo")
+LONGEST = 131072
+TOKENS_PER_SLOT = 32768
+COST = Cost()
+
+
+def lengths_of(name: str, slots: int, cap: int, seed: int) -> NDArray[np.int64]:
+    """Lengths that hold 32K tokens a slot together, at most 128K each and at most what all slots hold."""
+    longest, tokens = min(LONGEST, slots * cap), slots * TOKENS_PER_SLOT
+    if name != "files":
+        return sample_lengths(name, tokens, seed=seed, longest=longest)
+    random, drawn, total = np.random.default_rng(seed), [], 0
+    while total < tokens:
+        batch = np.clip(random.choice(file_tokens(), 4096), 16, longest)
+        batch = batch[: int(np.searchsorted(np.cumsum(batch), tokens - total)) + 1]
+        drawn.append(batch)
+        total += int(batch.sum())
+    return np.concatenate(drawn)
+
+
+_files: list[NDArray[np.int64]] = []
+
+
+def file_tokens() -> NDArray[np.int64]:
+    """Bytes / 4 of text here: this Python's library (.py), /usr/share (.txt .md .h) and /usr/include (.h)."""
+    if not _files:
+        places = [(Path(sysconfig.get_path("stdlib")), (".py",)), (Path("/usr/share"), (".txt", ".md", ".h"))]
+        places.append((Path("/usr/include"), (".h",)))
+        files = [f for root, ends in places if root.is_dir() for f in sorted(root.rglob("*")) if f.suffix in ends]
+        sizes = np.array([f.stat().st_size // 4 for f in files if f.is_file()], dtype=np.int64)
+        _files.append(sizes[sizes > 16])
+    return _files[0]
+
+
+def padded_seconds(lengths: NDArray[np.int64], slots: int, cp: int) -> float:
+    """One document a row, padded to the longest, cp slots each."""
+    longest = int(lengths.max())
+    seconds = float(COST.group_seconds(longest, longest**2, cp, cp <= 8)) + COST.micro_batch_seconds
+    return seconds * math.ceil(len(lengths) / (slots // cp))
+
+
+def first_fit_seconds(lengths: NDArray[np.int64], slots: int, cap: int, cp: int) -> float:
+    """Static degree: first-fit decreasing into bins of cp x cap rows, bins dealt to the groups by falling work."""
+    rows = np.sort(lengths)[::-1]
+    bins = np.array(first_fit(rows.tolist(), cp * cap))
+    tokens, squares = np.bincount(bins, rows), np.bincount(bins, rows.astype(np.float64) ** 2)
+    order = np.argsort(-COST.work_seconds(tokens, squares), kind="stable")
+    seconds = COST.group_seconds(tokens, squares, cp, cp <= 8)[order] + COST.micro_batch_seconds
+    return float(np.maximum.reduceat(seconds, np.arange(0, len(seconds), slots // cp)).sum())
+
+
+class Megatron:
+    """The packing-aware scheduler of a Megatron-LM checkout, its functions taken out of the file unchanged."""
+
+    def __init__(self, checkout: Path) -> None:
+        source = (checkout / "megatron/core/datasets/data_schedule_utils.py").read_text()
+        names = ("next_hdp_group_packing_aware", "dcp_gpus_needed")
+        body: list[ast.stmt] = []
+        for node in ast.parse(source).body:
+            constant = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+            function = isinstance(node, ast.FunctionDef) and node.name in names
+            plain_import = isinstance(node, ast.ImportFrom) and node.module in ("math", "typing", "functools")
+            if constant or function or plain_import:
+                body.append(node)
+        self.names: dict[str, Any] = {}
+        exec(compile(ast.Module(body, type_ignores=[]), "megatron", "exec"), self.names)
+        if names[0] not in self.names:
+            raise SystemExit(f"{checkout} has no {names[0]}; use a checkout of the dev branch")
+
+    def seconds(self, lengths: NDArray[np.int64], slots: int, cap: int) -> tuple[float, float]:
+        """Lockstep seconds of its plan, and seconds of planning."""
+        todo, plan, begun = [(i, int(n)) for i, n in enumerate(lengths)], [], time.process_time()
+        while todo:
+            _, todo, _, ids = self.names["next_hdp_group_packing_aware"](todo, slots, max_seq_len_per_rank=cap)
+            plan.append(ids)
+        planned = time.process_time() - begun
+        return sum(self._slowest(ids, lengths) + COST.micro_batch_seconds for ids in plan), planned
+
+    def _slowest(self, ids: list[list[int]], lengths: NDArray[np.int64]) -> float:
+        slowest, start = 0.0, 0
+        while start < len(ids):
+            stop = start + 1
+            while stop < len(ids) and ids[stop] == ids[start]:
+                stop += 1
+            rows, inside = lengths[ids[start]], start // 8 == (stop - 1) // 8
+            seconds = COST.group_seconds(int(rows.sum()), int((rows * rows).sum()), stop - start, inside)
+            slowest, start = max(slowest, float(seconds)), stop
+        return slowest
+
+
+def measured(lengths: list[int], slots: int, cap: int, **arguments: Any) -> tuple[dict[str, float], Any]:
+    """The ratio of a plan to its bound and the seconds to make it; and the plan."""
+    begun = time.process_time()
+    plan = plan_dynamic(lengths, Layout(slots), max_tokens_per_slot=cap, **arguments)
+    seconds = time.process_time() - begun
+    return {"ratio": plan.ratio, "seconds": seconds, "micro_batches": len(plan.micro_batches)}, plan
+
+
+def row(name: str, slots: int, cap: int, seed: int, megatron: Megatron | None) -> dict[str, Any]:
+    """Everything about one batch; `warm` plans the next seed's batch from the lockstep plan."""
+    rows = lengths_of(name, slots, cap, seed)
+    lengths, cp = rows.tolist(), min(slots, max(1, LONGEST // cap))
+    bound = lower_bound_seconds(lengths, slots, cap, COST).seconds
+    figures: dict[str, Any] = {"lengths": name, "slots": slots, "cap": cap, "documents": len(lengths), "bound": bound}
+    figures["strong_bound"] = strong_bound(lengths, slots, cap, COST).seconds / bound
+    figures["padded"] = padded_seconds(rows, slots, cp) / bound
+    figures["first_fit"] = {"cp": cp, "ratio": first_fit_seconds(rows, slots, cap, cp) / bound}
+    figures["lockstep"], plan = measured(lengths, slots, cap)
+    figures["fast"], _ = measured(lengths, slots, cap, effort="fast")
+    figures["warm"], _ = measured(lengths_of(name, slots, cap, seed + 1).tolist(), slots, cap, warm=plan)
+    figures["free"], _ = measured(lengths, slots, cap, mode="free")
+    if megatron is not None:
+        seconds, planned = megatron.seconds(rows, slots, cap)
+        figures["megatron"] = {"ratio": seconds / bound, "seconds": planned}
+    return figures
+
+
+def add_before(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> None:
+    """Keep beside each row the figures of the same batch in an earlier record."""
+    figures = {(r["lengths"], r["slots"], r["cap"]): r for r in earlier}
+    for r in rows:
+        same = figures.get((r["lengths"], r["slots"], r["cap"]), {})
+        r["before"] = {key: same[key] for key in ("lockstep", "fast", "warm", "free") if key in same}
+        if "megatron" in same:
+            r.setdefault("megatron", same["megatron"])
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The record as a page."""
+    lines = ["# Planners: step time over the lower bound, and CPU seconds to plan", ""]
+    lines += [
+        f"Machine: {machine_text(record['machine'])}. Versions: {record['versions']}. Command: `{record['command']}`."
+    ]
+    lines += ["", record["note"], ""]
+    for cap in sorted({r["cap"] for r in record["rows"]}):
+        lines += [f"## At most {cap} tokens a slot", ""]
+        with_peer = any("megatron" in r for r in record["rows"])
+        peer = "Megatron (s) | " if with_peer else ""
+        lines += [
+            f"| slots | lengths | padded | static, first fit | {peer}lockstep (s) | fast (s) | warm (s) | free (s) |"
+        ]
+        lines += ["| --- " * (8 + with_peer) + "|"]
+        lines += [_line(r, with_peer) for r in record["rows"] if r["cap"] == cap] + [""]
+    return "\n".join(lines)
+
+
+def _line(r: dict[str, Any], with_peer: bool) -> str:
+    def cell(key: str) -> str:
+        if key not in r:
+            return "–"
+        before = r.get("before", {}).get(key)
+        earlier = f"; before {before['ratio']:.3f}, {before['seconds']:.2f}" if before else ""
+        return f"{r[key]['ratio']:.3f} ({r[key]['seconds']:.2f}{earlier})"
+
+    cells = [
+        f"{r['slots']}",
+        r["lengths"],
+        f"{r['padded']:.1f}",
+        f"{r['first_fit']['ratio']:.3f} (cp {r['first_fit']['cp']})",
+    ]
+    cells += [cell("megatron")] * with_peer + [cell(key) for key in ("lockstep", "fast", "warm", "free")]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--slots", default="8,32,64,256,1024,8192")
+    parser.add_argument("--caps", default="8192,16384")
+    parser.add_argument("--names", default=",".join(NAMES))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--megatron", type=Path, help="a Megatron-LM checkout (dev branch)")
+    parser.add_argument("--megatron-slots", type=int, default=256, help="the most slots that its scheduler is given")
+    parser.add_argument("--before", type=Path, help="an earlier record of the same batches, shown beside this one")
+    parser.add_argument("--out", type=Path, help="a .json file; the table goes beside it")
+    flags = parser.parse_args()
+    megatron = Megatron(flags.megatron) if flags.megatron else None
+    plan_dynamic([5000, 300], Layout(8), max_tokens_per_slot=1024)
+    rows: list[dict[str, Any]] = []
+    for cap in map(int, flags.caps.split(",")):
+        for slots in map(int, flags.slots.split(",")):
+            for name in flags.names.split(","):
+                rows.append(row(name, slots, cap, flags.seed, megatron if slots <= flags.megatron_slots else None))
+                print(_line(rows[-1], megatron is not None), flush=True)
+    if flags.before:
+        add_before(rows, json.loads(flags.before.read_text())["rows"])
+    record = {
+        "bench": "planner",
+        "machine": machine(),
+        "versions": f"python {'.'.join(map(str, __import__('sys').version_info[:3]))}, numpy {np.__version__}",
+        "command": "python bench/plans/planner.py" + (f" --megatron {flags.megatron.name}" if megatron else ""),
+        "note": (
+            f"Batches of {TOKENS_PER_SLOT} tokens a slot, longest {LONGEST}, seed {flags.seed} (warm: the next seed, "
+            f"from the plan before); `files` draws from {len(file_tokens())} files of this machine. The bound is area "
+            "and longest document. In brackets, CPU seconds of one core; other jobs may have shared the caches."
+        ),
+        "rows": rows,
+    }
+    if flags.out:
+        flags.out.write_text(json.dumps(record, indent=1) + "\n")
+        flags.out.with_suffix(".md").write_text(markdown(record))
+
+
+if __name__ == "__main__":
+    main()

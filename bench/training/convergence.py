@@ -1,0 +1,247 @@
+"""Loss curves of padded, fixed and dynamic plans: the same text, documents and seeds, step by step. Needs no GPU.
+
+    python bench/training/convergence.py --out bench/records/convergence.json --plot docs/convergence.svg  # 30 minutes
+    python bench/training/convergence.py --recipes sgd:float32:0.3 --steps 20 --out /tmp/convergence.json  # a part
+    python bench/training/convergence.py --draw bench/records/convergence.json --plot docs/convergence.svg  # no run
+
+A recipe is an optimizer, a dtype and a learning rate; each of its three runs is `longspan train examples/first.toml
+--world 4` with another `context.planner`. Documents of a step follow from the seed alone, which the script checks by
+their tokens and targets. The difference of a step is that of its highest and its lowest loss over the planners. Recipes
+that `--out` holds already are kept, so that a record can grow.
+
+AdamW at 6e-3 magnifies any difference, however small, about tenfold every four steps; that recipe may exceed `--bound`.
+The command fails where another one does.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import svg_curves
+
+from longspan.cli.machine import machine, machine_text
+from longspan.train.versions import versions
+
+ROOT = Path(__file__).parents[2]
+PLANNERS = ("padded", "fixed", "dynamic")
+DTYPES, OPTIMIZERS = ("float32", "float64"), ("adamw", "sgd")
+UNSTABLE = "adamw:float32:0.006"
+RECIPES = f"adamw:float64:0.001,adamw:float32:0.001,sgd:float32:0.3,{UNSTABLE}"
+COLOURS = {"padded": "#8d99ae", "fixed": "#e07a1f", "dynamic": "#1f6feb"}
+WIDTHS = {"padded": 7.0, "fixed": 4.0, "dynamic": 1.5}  # curves that lie on each other stay visible
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the three runs of a comparison share."""
+
+    optimizer: str
+    dtype: str
+    lr: float
+
+    @classmethod
+    def parse(cls, text: str) -> "Recipe":
+        """A recipe such as adamw:float64:1e-3."""
+        optimizer, dtype, lr = [*text.split(":"), "", ""][:3]
+        if optimizer not in OPTIMIZERS or dtype not in DTYPES:
+            sys.exit(f"recipe {text!r} is not OPTIMIZER:DTYPE:RATE, such as adamw:float64:1e-3")
+        return cls(optimizer, dtype, float(lr))
+
+    @property
+    def name(self) -> str:
+        """The recipe as `parse` reads it."""
+        return f"{self.optimizer}:{self.dtype}:{self.lr:g}"
+
+    @property
+    def title(self) -> str:
+        """As the plot and the table call it."""
+        return f"{self.optimizer} in {self.dtype}, learning rate {self.lr:g}"
+
+
+def curve(planner: str, recipe: Recipe, flags: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """The rows of metrics of one run, a row a step."""
+    values = {
+        "context.planner": planner,
+        "data.eval_documents": 0,
+        "model.dtype": recipe.dtype,
+        "train.optimizer": recipe.optimizer,
+        "train.lr": recipe.lr,
+        "train.steps": flags.steps,
+        "train.warmup_steps": flags.steps // 4,
+        "run.dir": folder / f"{recipe.name.replace(':', '-')}-{planner}",
+    }
+    words = [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    command = [
+        sys.executable,
+        "-m",
+        "longspan",
+        "train",
+        str(ROOT / "examples/first.toml"),
+        "--world",
+        str(flags.world),
+        "--device",
+        "cpu",
+    ]
+    subprocess.run([*command, *words], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    lines = (Path(values["run.dir"]) / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "loss" in row]
+
+
+def compared(curves: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Losses by planner and step, and how far apart they are."""
+    for rows in zip(*curves.values(), strict=True):
+        seen = {(row["step"], row["tokens"], row["targets"]) for row in rows}
+        if len(seen) != 1:
+            sys.exit(f"the runs trained on other documents: (step, tokens, targets) {sorted(seen)}")
+    losses = {planner: [row["loss"] for row in rows] for planner, rows in curves.items()}
+    apart = [max(step) - min(step) for step in zip(*losses.values(), strict=True)]
+    return {
+        "losses": losses,
+        "difference": apart,
+        "largest_difference": max(apart),
+        "micro_batches": {planner: sum(row["micro_batches"] for row in rows) for planner, rows in curves.items()},
+    }
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The record as a page."""
+    lines = ["# Convergence: padded, fixed and dynamic plans of the same documents", ""]
+    lines += [f"Machine: {machine_text(record['machine'])}. Versions: {record['versions']}. {record['note']}", ""]
+    for name, comparison in record["recipes"].items():
+        largest, bound = comparison["largest_difference"], record["bound"]
+        at = comparison["difference"].index(largest) + 1
+        lines += [f"## {Recipe.parse(name).title}", "", f"Command: `{comparison['command']}`.", ""]
+        past = next((step for step, d in enumerate(comparison["difference"], 1) if d > bound), None)
+        above = f"first above {bound:g} at step {past}" if past else f"never above {bound:g}"
+        lines += [f"Largest difference of a step: {largest:.1e} (step {at}); {above}.", ""]
+        batches = ", ".join(f"{planner} {count}" for planner, count in comparison["micro_batches"].items())
+        lines += [f"Micro-batches of all steps: {batches}.", ""]
+        lines += [
+            f"| step | {' | '.join(comparison['losses'])} | difference |",
+            "| --- " * (2 + len(comparison["losses"])) + "|",
+        ]
+        lines += [
+            f"| {step} | {' | '.join(f'{loss:.7f}' for loss in losses)} | {apart:.1e} |"
+            for step, (*losses, apart) in enumerate(
+                zip(*comparison["losses"].values(), comparison["difference"], strict=True), 1
+            )
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def plot(record: dict[str, Any]) -> str:
+    """One SVG: for each recipe its curves of loss above, and below how far apart they are, logarithmic; two a row."""
+    size = f"940 {430 * math.ceil(len(record['recipes']) / 2)}"
+    parts = list[str]()
+    for place, (name, comparison) in enumerate(record["recipes"].items()):
+        parts.append(f'<g transform="translate({470 * (place % 2)} {430 * (place // 2)})">')
+        parts += _losses(Recipe.parse(name).title, comparison["losses"])
+        parts += _differences(comparison["difference"], record["bound"])
+        parts.append("</g>")
+    return svg_curves.document(size, "Loss of padded, fixed and dynamic plans on the same documents", parts)
+
+
+def _losses(title: str, losses: Mapping[str, Sequence[float]]) -> Iterator[str]:
+    values = [value for curve in losses.values() for value in curve]
+    low, high = math.floor(2 * min(values)) / 2, math.ceil(2 * max(values)) / 2
+    yield svg_curves.text(title, 60, 17, "start", weight="600")
+    for i in range(round(2 * (high - low)) + 1):
+        y = 240 - 200 * i / (2 * (high - low))
+        yield svg_curves.line(y, "#e3e3e3") + svg_curves.text(f"{low + i / 2:g}", 52, y + 4, "end")
+    for place, (planner, curve) in enumerate(losses.items()):
+        points = [
+            (x, 240 - 200 * (y - low) / (high - low)) for x, y in zip(svg_curves.across(len(curve)), curve, strict=True)
+        ]
+        yield svg_curves.curve(points, COLOURS[planner], WIDTHS[planner])
+        yield svg_curves.curve([(300, 62 + 18 * place), (326, 62 + 18 * place)], COLOURS[planner], WIDTHS[planner])
+        yield svg_curves.text(planner, 334, 66 + 18 * place, "start")
+    yield svg_curves.text("loss, nats per predicted token", 454, 35, "end", fill="#666")
+
+
+def _differences(apart: Sequence[float], bound: float) -> Iterator[str]:
+    low, high = -15, -1
+    for power in range(low, high + 1, 2):
+        y = 380 - 110 * (power - low) / (high - low)
+        yield svg_curves.line(y, "#e3e3e3") + svg_curves.text(f"1e{power}", 52, y + 4, "end")
+    y = 380 - 110 * (math.log10(bound) - low) / (high - low)
+    yield svg_curves.line(y, "#c1121f")
+    yield svg_curves.curve([(60, 258), (86, 258)], "#c1121f", 1) + svg_curves.text(
+        f"bound {bound:g}", 94, 262, "start", fill="#c1121f"
+    )
+    heights = [380 - 110 * (min(max(math.log10(max(d, 1e-99)), low), high) - low) / (high - low) for d in apart]
+    yield svg_curves.curve(list(zip(svg_curves.across(len(apart)), heights, strict=True)), "#333", 1.5)
+    yield svg_curves.text("highest − lowest loss of the three", 454, 262, "end", fill="#666")
+    yield svg_curves.text("step 1", 60, 402, "start") + svg_curves.text(f"step {len(apart)}", 454, 402, "end")
+
+
+def main() -> None:
+    """Run, compare, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--world", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--recipes", default=RECIPES, help="optimizer:dtype:rate, …")
+    parser.add_argument("--bound", type=float, default=1e-4, help="most that the losses of one step may differ")
+    parser.add_argument("--out", type=Path, help="a .json file; the table goes beside it")
+    parser.add_argument("--plot", type=Path, help="an .svg file")
+    parser.add_argument("--draw", type=Path, help="run nothing: draw this record to --plot")
+    flags = parser.parse_args()
+    if flags.draw:
+        _draw(flags.draw, flags.plot)
+        return
+    recipes = {recipe.name: recipe for recipe in map(Recipe.parse, flags.recipes.split(","))}
+    comparisons = json.loads(flags.out.read_text())["recipes"] if flags.out and flags.out.is_file() else {}
+    with TemporaryDirectory() as folder:
+        for name, recipe in recipes.items():
+            comparisons[name] = comparisons.get(name) or _run(recipe, flags, Path(folder))
+            _write(flags, {name: comparisons[name] for name in [*recipes, *comparisons] if name in comparisons})
+    over = [name for name in recipes if name != UNSTABLE and comparisons[name]["largest_difference"] > flags.bound]
+    if over:
+        sys.exit(f"losses of a step differ by more than {flags.bound:g}: {', '.join(over)}")
+
+
+def _draw(file: Path, to: Path | None) -> None:
+    if not to or not file.is_file():
+        sys.exit(f"--draw {file} --plot {to}: give a record that is there, and an .svg file to draw it to")
+    to.write_text(plot(json.loads(file.read_text())))
+
+
+def _run(recipe: Recipe, flags: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    command = (
+        f"python bench/training/convergence.py --world {flags.world} --steps {flags.steps} --recipes {recipe.name}"
+    )
+    curves = {planner: curve(planner, recipe, flags, folder) for planner in PLANNERS}
+    comparison = {"command": command} | compared(curves)
+    print(f"{recipe.name}: largest difference of a step {comparison['largest_difference']:.1e}", flush=True)
+    return comparison
+
+
+def _write(flags: argparse.Namespace, comparisons: dict[str, Any]) -> None:
+    record = {
+        "bench": "convergence",
+        "machine": machine(),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "note": (
+            f"qwen3-tiny on {flags.world} CPU processes, examples/first.toml but for planner, optimizer, rate, dtype "
+            "and steps (a quarter of them warm-up): sources of Python's standard library, seed 0, cp 2 where fixed."
+        ),
+        "bound": flags.bound,
+        "recipes": comparisons,
+    }
+    if flags.out:
+        flags.out.write_text(json.dumps(record, indent=1) + "\n")
+        flags.out.with_suffix(".md").write_text(markdown(record))
+    if flags.plot:
+        flags.plot.write_text(plot(record))
+
+
+if __name__ == "__main__":
+    main()

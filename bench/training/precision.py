@@ -1,0 +1,252 @@
+"""Loss curves of one model in float32, mixed precision, pure bfloat16, and bfloat16 with stochastic rounding.
+
+    python bench/training/precision.py --out bench/records/precision.json --plot docs/precision.svg   # about 20 minutes
+    python bench/training/precision.py --draw bench/records/precision.json --plot docs/precision.svg  # runs nothing
+
+The start is a preset that `longspan train` has trained for a while in float32. From there every precision trains on the
+same documents at a low learning rate, which is that of fine-tuning: updates are small beside weights. Each seed is
+another order of documents. Runs build on the functions of `longspan train`, in one process, on a GPU if there is one.
+
+A curve is how far the loss of a step's documents has fallen since the start, whose loss on the same documents is
+computed for it: other documents have other losses. It is smoothed over `--window` steps. Its distance from float32's,
+at the worst step, is told in shares of float32's fall at the end. The command fails unless mixed precision stays within
+2 % for every seed, and pure bfloat16 does not.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import svg_curves
+import torch
+
+from longspan.cli.machine import machine, machine_text
+from longspan.comm import World
+from longspan.layout import Layout
+from longspan.plan import Cost
+from longspan.train.config.file import load_config
+from longspan.train.config.sections import RunConfig
+from longspan.train.data.documents import Corpus
+from longspan.train.data.step_order import StepOrder
+from longspan.train.step import run_step
+from longspan.train.training import Training, loaded_model, optimizer_of, prepared_model
+from longspan.train.versions import versions
+
+BOUND = 0.02
+START = "start"
+PRECISIONS: dict[str, dict[str, object]] = {
+    "float32": {"model.dtype": "float32", "model.compute_dtype": "float32"},
+    "mixed": {"model.dtype": "float32", "model.compute_dtype": "bfloat16"},
+    "bfloat16": {"model.dtype": "bfloat16"},
+    "bfloat16, stochastic rounding": {"model.dtype": "bfloat16", "train.stochastic_rounding": True},
+}
+COLOURS = ("#8d99ae", "#1f6feb", "#c1121f", "#2a9d8f")
+WIDTHS = (8.0, 1.2, 2.0, 4.0)  # curves that lie on each other stay visible
+ONE_SLOT = {
+    "data.eval_documents": 0,
+    "data.max_document_tokens": 256,
+    "context.context_parallel_size": 1,
+    "context.max_tokens_per_slot": 0,
+}
+
+
+def start(flags: argparse.Namespace, folder: Path) -> Path:
+    """The run's folder of the model that all precisions start from, trained in float32."""
+    run = folder / "start"
+    values = ONE_SLOT | {"run.dir": run, "train.steps": flags.start_steps, "train.lr": 3e-3, "train.warmup_steps": 20}
+    values |= {"model.compute_dtype": "float32", "train.tokens_per_step": flags.tokens}
+    words = [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    subprocess.run([sys.executable, "-m", "longspan", "train", *words], check=True, stdout=sys.stderr)
+    return run
+
+
+def curve(config: RunConfig, corpus: Corpus, world: World, *, trains: bool = True) -> list[float]:
+    """The losses of all steps of one run; without `trains`, those of the start on the same documents."""
+    model = prepared_model(config, world, loaded_model(config, 0))
+    world.seed = config.train.seed
+    training = Training(config, world, model, optimizer_of(config, world, model), Cost())
+    order = StepOrder(
+        corpus.lengths, tokens_per_step=config.train.tokens_per_step, seed=config.train.seed, eval_documents=0
+    )
+    losses = []
+    for step in range(config.train.steps):
+        documents = corpus.select(order.documents_of_step(step))
+        plan = training.choice.plan([len(documents[i]) for i in range(len(documents))], world.home)
+        if trains:
+            losses.append(training.take_step(plan, documents, step).loss)
+        else:
+            losses.append(run_step(model, plan, documents, world, backward=False).loss)
+    return losses
+
+
+def curves(flags: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[float]]]:
+    """The losses by seed and precision."""
+    run = start(flags, folder)
+    corpus = Corpus(run / "corpus")
+    shared = ONE_SLOT | {"model.path": str(run / "model"), "train.steps": flags.steps, "train.lr": flags.lr}
+    shared |= {"train.schedule": "constant", "train.warmup_steps": 10, "train.tokens_per_step": flags.tokens}
+    losses: dict[str, dict[str, list[float]]] = {}
+    with World(Layout(1), backend=None if torch.cuda.is_available() else "gloo") as world:
+        for seed in range(1, flags.seeds + 1):
+            of_seed = losses.setdefault(str(seed), {})
+            for name, keys in ({START: PRECISIONS["float32"]} | PRECISIONS).items():
+                config = load_config(None, shared | keys | {"train.seed": seed})
+                of_seed[name] = curve(config, corpus, world, trains=name != START)
+                of_name = {} if name == START else measured(of_seed, name, flags.window)
+                print(f"seed {seed}, {name}: {of_name}", file=sys.stderr, flush=True)
+    return losses
+
+
+def smoothed(losses: Sequence[float], window: int) -> list[float]:
+    """Means over `window` steps."""
+    return [math.fsum(losses[i : i + window]) / window for i in range(len(losses) - window + 1)]
+
+
+def falls(losses: Mapping[str, Sequence[float]], window: int) -> dict[str, list[float]]:
+    """How far each smoothed curve is below that of the start on the same documents."""
+    start = losses[START]
+    return {
+        name: smoothed([before - loss for before, loss in zip(start, values, strict=True)], window)
+        for name, values in losses.items()
+        if name != START
+    }
+
+
+def measured(losses: Mapping[str, Sequence[float]], name: str, window: int) -> dict[str, float]:
+    """The fall of a curve, and its distance from float32's at the worst step, in nats and in shares of that fall."""
+    by_name = falls({key: losses[key] for key in (START, "float32", name)}, window)
+    apart = max(abs(a - b) for a, b in zip(by_name["float32"], by_name[name], strict=True))
+    fall = by_name["float32"][-1]
+    return {"apart": apart, "fall": by_name[name][-1], "fall_of_float32": fall, "share": apart / fall}
+
+
+def markdown(record: Mapping[str, Any]) -> str:
+    """The record as a page."""
+    lines = ["# Precision: the same documents in float32, mixed precision and bfloat16", ""]
+    lines += [f"Machine: {machine_text(record['machine'])}. Versions: {record['versions']}.", "", record["note"], ""]
+    lines += [f"Command: `{record['command']}`.", "", "| seed | precision | fall | of float32's fall, at most apart |"]
+    lines += ["| --- | --- | --- | --- |"]
+    for seed, of_seed in record["measured"].items():
+        for name, values in of_seed.items():
+            lines.append(f"| {seed} | {name} | {values['fall']:.4f} | {100 * values['share']:.2f} % |")
+    return "\n".join(lines) + "\n"
+
+
+# ---- the figure
+
+
+def plot(record: Mapping[str, Any]) -> str:
+    """One SVG: the smoothed curves of the first seed, and how far all seeds' are from float32's."""
+    window, losses = record["window"], record["losses"]
+    first = falls(next(iter(losses.values())), window)
+    parts = ["<g>", *_falls(first, record), "</g>", '<g transform="translate(470 0)">', *_shares(record), "</g>"]
+    return svg_curves.document("940 420", "Loss in float32, mixed precision and bfloat16", parts)
+
+
+def _falls(curves: Mapping[str, Sequence[float]], record: Mapping[str, Any]) -> Iterator[str]:
+    values = [value for curve in curves.values() for value in curve]
+    high = math.ceil(50 * max(values)) / 50
+    yield svg_curves.text(
+        f"Fall of the loss on the same documents, nats (first of {len(record['losses'])} seeds)",
+        60,
+        22,
+        "start",
+        weight="600",
+    )
+    for i in range(5):
+        y = 370 - 80 * i
+        yield svg_curves.line(y, "#e3e3e3") + svg_curves.text(f"{high * i / 4:.3f}", 52, y + 4, "end")
+    drawn = zip(WIDTHS, curves.values(), COLOURS, strict=True)
+    for width, curve, colour in sorted(drawn, key=lambda one: -one[0]):
+        heights = [370 - 320 * value / high for value in curve]
+        yield svg_curves.curve(list(zip(svg_curves.across(len(curve)), heights, strict=True)), colour, width)
+    for place, (name, colour, width) in enumerate(zip(curves, COLOURS, WIDTHS, strict=True)):
+        yield svg_curves.curve([(76, 62 + 18 * place), (102, 62 + 18 * place)], colour, width)
+        yield svg_curves.text(name, 110, 66 + 18 * place, "start")
+    yield from _steps(record["window"], record["losses"])
+
+
+def _shares(record: Mapping[str, Any]) -> Iterator[str]:
+    low, high = -1, 2  # powers of ten, in percent
+    yield svg_curves.text("Distance from float32's curve, % of its fall", 60, 22, "start", weight="600")
+    for power in range(low, high + 1):
+        y = 370 - 320 * (power - low) / (high - low)
+        yield svg_curves.line(y, "#e3e3e3") + svg_curves.text(f"{10.0**power:g}", 52, y + 4, "end")
+    y = 370 - 320 * (math.log10(100 * record["bound"]) - low) / (high - low)
+    yield svg_curves.line(y, "#333") + svg_curves.text(f"bound {100 * record['bound']:g} %", 454, y - 5, "end")
+    for of_seed in record["losses"].values():
+        by_name = falls(of_seed, record["window"])
+        reference = by_name.pop("float32")
+        for curve, colour in zip(by_name.values(), COLOURS[1:], strict=True):
+            apart, fall = [abs(a - b) for a, b in zip(reference, curve, strict=True)], reference[-1]
+            powers = [min(max(math.log10(max(100 * d / fall, 1e-9)), low), high) for d in apart]
+            heights = [370 - 320 * (power - low) / (high - low) for power in powers]
+            yield svg_curves.curve(list(zip(svg_curves.across(len(apart)), heights, strict=True)), colour, 1.2)
+    yield from _steps(record["window"], record["losses"])
+
+
+def _steps(window: int, losses: Mapping[str, Any]) -> Iterator[str]:
+    steps = len(next(iter(losses.values()))[START])
+    yield svg_curves.text(f"steps 1 to {window}", 60, 396, "start", fill="#666")
+    yield svg_curves.text(f"steps {steps - window + 1} to {steps}", 454, 396, "end", fill="#666")
+
+
+# ---- the command
+
+
+def main() -> None:
+    """Run, compare, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--start-steps", type=int, default=150, help="steps in float32 that all start from")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of a step, about")
+    parser.add_argument("--lr", type=float, default=4e-5)
+    parser.add_argument("--window", type=int, default=25, help="steps over which curves are smoothed")
+    parser.add_argument("--out", type=Path, help="a .json file; the table goes beside it")
+    parser.add_argument("--plot", type=Path, help="an .svg file")
+    parser.add_argument("--draw", type=Path, help="run nothing: draw this record to --plot")
+    flags = parser.parse_args()
+    if not flags.draw:
+        with TemporaryDirectory() as folder:
+            record = _record(flags, curves(flags, Path(folder)))
+    else:
+        record = json.loads(flags.draw.read_text())
+    if flags.out:
+        flags.out.write_text(json.dumps(record) + "\n")
+        flags.out.with_suffix(".md").write_text(markdown(record))
+    if flags.plot:
+        flags.plot.write_text(plot(record))
+    shares = {name: [of_seed[name]["share"] for of_seed in record["measured"].values()] for name in PRECISIONS}
+    if max(shares["mixed"]) > BOUND or min(shares["bfloat16"]) <= BOUND:
+        sys.exit(f"mixed precision must stay within {BOUND:g} of the fall, and pure bfloat16 must not: {shares}")
+
+
+def _record(flags: argparse.Namespace, losses: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+    window = flags.window
+    return {
+        "bench": "precision",
+        "command": f"python bench/training/precision.py --steps {flags.steps} --seeds {flags.seeds} "
+        f"--tokens {flags.tokens} --start-steps {flags.start_steps} --lr {flags.lr:g}",
+        "machine": machine(),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "note": f"qwen3-tiny, {flags.start_steps} steps old, goes on for {flags.steps} steps of about {flags.tokens} "
+        f"tokens with AdamW at {flags.lr:g}; sources of Python's standard library, {flags.seeds} orders of documents; "
+        f"curves are means over {window} steps.",
+        "bound": BOUND,
+        "window": window,
+        "losses": losses,
+        "measured": {
+            seed: {name: measured(of_seed, name, window) for name in PRECISIONS} for seed, of_seed in losses.items()
+        },
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The whole matrix of training, and its record: how many combinations, and the worst errors of each dtype.
+
+    python bench/training/training_matrix.py --out bench/records/training-matrix.json        # half an hour on two cores
+    python bench/training/training_matrix.py --ranks 4 --most 20                             # twenty combinations
+    python bench/training/training_matrix.py --ranks 4 --backend nccl                        # one rank a GPU
+
+The matrix is that of `tests/train/steps/matrix.py`; `make test-all` runs it too. Combinations that the record has
+already, of the same commit, are not run again.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.matrix_flags import matrix_flags
+
+from longspan.bench.record import open_record, where_it_ran, write_record
+from longspan.comm import run_local
+from tests.train.steps.matrix import DTYPES, LIMITS, RANKS, Combination, Errors, every, run, wanted_of, worst_of_ranks
+
+ROOT = Path(__file__).parents[2]
+PARTS = Errors._fields
+AT_ONCE = 16  # combinations of one call: what a broken run loses
+
+
+def main() -> None:
+    options = matrix_flags(__doc__, lambda parser: parser.add_argument("--ranks", default=",".join(map(str, RANKS))))
+    record = open_record("training matrix", options.out, options.backend, ROOT)
+    record.setdefault("ranks", {})
+    for ranks in map(int, options.ranks.split(",")):
+        _add(record, ranks, options.most, options.out)
+    print(_text(record))
+    sys.exit(any(result["wrong"] for result in record["ranks"].values()))
+
+
+def _add(record: dict[str, Any], ranks: int, most: int, out: Path | None) -> None:
+    """Run what the record lacks of the combinations on so many processes, in an order drawn once, piece by piece."""
+    there = [c for c in every(ranks) if c.refusal is None]
+    refused = len(every(ranks)) - len(there)
+    none = {"combinations": 0, "all": len(there), "refused": refused, "wrong": [], "worst": {}, "seconds": 0.0}
+    part = record["ranks"].setdefault(str(ranks), none)
+    random.Random(ranks).shuffle(there)
+    wanted = wanted_of(there)
+    for start in range(part["combinations"], min(most, len(there)), AT_ONCE):
+        piece, began = there[start : min(start + AT_ONCE, most)], time.perf_counter()
+        piece_errors = worst_of_ranks(run_local(run, ranks, (piece, wanted), timeout=7200))
+        part["combinations"] += len(piece)
+        part["seconds"] += time.perf_counter() - began
+        for combination, errors in zip(piece, piece_errors, strict=True):
+            _note(part, combination, errors, wanted[combination.key].own_error)
+        _keep(record, out)
+        print(f"{ranks} processes: {part['combinations']} of {len(there)}, {part['seconds']:.0f} s", flush=True)
+
+
+def _note(part: dict[str, Any], combination: Combination, errors: Errors, own_error: float) -> None:
+    if not errors.over_limit(combination.dtype, own_error) <= 1:
+        part["wrong"].append({"combination": str(combination), **errors._asdict()})
+    worst = part["worst"].setdefault(combination.dtype, dict.fromkeys(PARTS, 0.0))
+    worst.update({name: max(worst[name], getattr(errors, name)) for name in PARTS})
+
+
+def _keep(record: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        write_record(record, out, _text(record))
+
+
+def _text(record: dict[str, Any]) -> str:
+    parts = record["ranks"]
+    total, wrong = sum(f["combinations"] for f in parts.values()), sum(len(f["wrong"]) for f in parts.values())
+    refused = sum(result["refused"] for result in parts.values())
+    lines = [
+        f"# Matrix of training ({record['backend']}): {total} combinations, {wrong} wrong, {refused} refused",
+        "",
+        where_it_ran(record),
+        "",
+        "Qwen3, Qwen3-MoE, gpt-oss (four layers, hidden size 32) × fixed, dynamic plans × tp 1, tp 2, tp 2 with "
+        "sequence parallelism × pp 1, pp 2, pp 2 with vpp 2 × ep 1, 2 × FSDP2 resharding or not × float64, float32 "
+        "(`tests/train/steps/matrix.py`). Three steps of SGD on three batches, with router losses, against the stock "
+        "model in one process that sees the same documents one by one: the loss and gradient norm of each step, every "
+        "gradient of the first step, every weight after the last; largest relative differences. Each on as "
+        "many processes as make two slots or more: 4, and 8 for tp 2 with pp 2. Refused by name: ep 2 without experts.",
+        "",
+        "| processes | combinations | refused | wrong | dtype | loss | gradients | weights | seconds |",
+        "| --- " * 9 + "|",
+    ]
+    lines += [_line(ranks, dtype, result) for ranks, result in parts.items() for dtype in DTYPES]
+    lines += [_limits(dtype) for dtype in DTYPES]
+    lines += ["", "Gradients in float32 may also be off by twice the stock model's own error, against float64."]
+    return "\n".join(lines) + "\n"
+
+
+def _line(ranks: str, dtype: str, result: dict[str, Any]) -> str:
+    run_of_all = f"{result['combinations']} of {result['all']}"
+    counts = map(str, (result["refused"], len(result["wrong"])))
+    errors = (f"{result['worst'][dtype][name]:.2g}" for name in PARTS)
+    return f"| {' | '.join([ranks, run_of_all, *counts, dtype, *errors, format(result['seconds'], '.0f')])} |"
+
+
+def _limits(dtype: str) -> str:
+    return f"| limit | | | | {dtype} | {' | '.join(f'{limit:.0e}' for limit in LIMITS[dtype])} | |"
+
+
+if __name__ == "__main__":
+    main()
