@@ -60,8 +60,9 @@ def base_name(model: PreTrainedModel) -> str:
     """
     if model.base_model is not model:
         return model.base_model_prefix
-    inside = [name for name, child in model.named_children() if isinstance(child, PreTrainedModel)]
-    return inside[0] if len(inside) == 1 else ""
+    inside = {name: child for name, child in model.named_children() if isinstance(child, PreTrainedModel)}
+    without_head = [name for name, child in inside.items() if child.get_output_embeddings() is None]
+    return without_head[0] if len(inside) == len(without_head) == 1 else ""
 
 
 def base_of(model: PreTrainedModel) -> Any:

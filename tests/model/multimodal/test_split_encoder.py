@@ -153,3 +153,26 @@ def test_what_cannot_be_split_is_refused_by_name_and_number() -> None:
         del block.attn.num_heads, block.attn.head_dim
     with pytest.raises(ModelError, match=r"blocks.0.attn \(Attention\) holds no number of heads"):
         parts(module, 2)
+
+
+class FewerKeys(nn.Module):
+    """Attention of four heads of queries and two of keys and values by one linear, and a convolution between two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.num_key_value_heads, self.q_dim, self.kv_dim = 4, 2, 16, 8
+        self.qkv, self.proj = nn.Linear(16, 32), nn.Linear(16, 16)
+        self.around = nn.ModuleDict({"in": nn.Linear(16, 16), "conv": nn.Conv2d(16, 16, 1), "out": nn.Linear(16, 16)})
+
+
+def test_heads_of_keys_may_be_fewer_and_linears_around_a_convolution_stay_whole() -> None:
+    module = nn.Module()
+    module.blocks = nn.ModuleList([FewerKeys()])
+    (part,) = parts_to_split(module, encoder_blocks(module), 2)
+    assert part.name == "blocks.0" and part.widths == (16, 8, 8) and {*part.styles} == {"qkv", "proj"}
+    with pytest.raises(ModelError, match=r"tp 4 does not divide 2 \(num_key_value_heads of blocks.0"):
+        parts_to_split(module, encoder_blocks(module), 4)
+    attention: Any = module.blocks[0]
+    del attention.num_key_value_heads
+    with pytest.raises(ModelError, match="has 32 outputs, which are not queries, keys and values of one size or of"):
+        parts_to_split(module, encoder_blocks(module), 2)

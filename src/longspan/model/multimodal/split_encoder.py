@@ -57,7 +57,7 @@ def _split_linears(part: Part, world: World) -> None:
         elif style == ROWWISE:
             rowwise(linear, world, sequence_parallel=False)
         elif style == QKV:
-            columnwise_of_three(linear, world)
+            columnwise_of_three(linear, world, part.widths)
         else:
             columnwise(linear, world)
         if part.several and style != ROWWISE:

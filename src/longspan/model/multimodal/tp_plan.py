@@ -21,7 +21,7 @@ STYLES = (COLWISE, ROWWISE, QKV, REPLICATED)
 
 _ATTENTION = (("q_proj", "k_proj", "v_proj"), ("to_q", "to_k", "to_v"), ("wq", "wk", "wv"), ("query", "key", "value"))
 _FUSED = (("qkv",), ("qkv_proj",), ("wqkv",), ("Wqkv",))
-_AFTER_ATTENTION = ("out_proj", "o_proj", "proj", "to_out", "wo", "out", "dense")
+_AFTER_ATTENTION = ("out_proj", "o_proj", "proj", "to_out", "wo", "out", "dense", "projection_layer")
 _MLP = {
     ("gate_proj", "up_proj"): "down_proj",
     ("up_proj",): "down_proj",
@@ -38,7 +38,18 @@ _MLP = {
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nheads", "heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
 HEAD_SIZE = ("head_dim", "attention_head_size", "hidden_size_per_attention_head", "dim_head", "head_size")
-WIDTHS = ("embed_dim", "all_head_size", "attn_dim", "inner_dim", "dim", "hidden_size", "hidden_dim", "d_model")
+WIDTHS = (
+    "q_dim",
+    "kv_dim",
+    "embed_dim",
+    "all_head_size",
+    "attn_dim",
+    "inner_dim",
+    "dim",
+    "hidden_size",
+    "hidden_dim",
+    "d_model",
+)
 
 
 @dataclass(frozen=True)
@@ -61,8 +72,27 @@ class Part:
         counts = {n: value for n, value in attributes.items() if n in (*HEADS, *KEY_HEADS)}
         if not counts or self.several:
             return counts
-        width = _attention_width(self)
-        return counts | {n: value for n, value in attributes.items() if n in WIDTHS and value == width}
+        widths = (self.widths[0], self.widths[1])
+        return counts | {n: value for n, value in attributes.items() if n in WIDTHS and value in widths}
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """The features of all queries, keys and values: thirds of a fused linear, unless keys have fewer heads."""
+        for name, style in self.styles.items():
+            linear = base_module(self.module.get_submodule(name))
+            if style == QKV and isinstance(linear, nn.Linear):
+                heads, keys = self._count(HEADS), self._count(KEY_HEADS)
+                head = linear.out_features // (heads + 2 * keys) if heads and keys else 0
+                if head * (heads + 2 * keys) == linear.out_features:
+                    return heads * head, keys * head, keys * head
+                return (linear.out_features // 3,) * 3
+            if style != ROWWISE and isinstance(linear, nn.Linear):
+                return (linear.out_features,) * 3
+        return 0, 0, 0
+
+    def _count(self, names: tuple[str, ...]) -> int:
+        values = vars(self.module)
+        return next((values[name] for name in names if type(values.get(name)) is int), 0)
 
 
 def parts_to_split(
@@ -101,7 +131,7 @@ def _recognised(module: nn.Module) -> dict[str, str]:
     return {
         f"{name}.{child}".lstrip("."): style
         for name, owner in module.named_modules()
-        for child, style in _known(_linears(owner)).items()
+        for child, style in (_around_convolution(owner) or _known(_linears(owner))).items()
     }
 
 
@@ -114,6 +144,12 @@ def _own_linears(module: nn.Module) -> dict[str, nn.Linear]:
     inside = tuple(f"{name}." for name in peft_modules(module))
     own = {n: base_module(child) for n, child in module.named_modules() if not (inside and n.startswith(inside))}
     return {name: linear for name, linear in own.items() if isinstance(linear, nn.Linear)}
+
+
+def _around_convolution(owner: nn.Module) -> dict[str, str]:
+    """The linears of a module that convolves between them (LFM3-VL), which every rank computes whole."""
+    convolves = any(isinstance(child, nn.Conv1d | nn.Conv2d) for child in owner.children())
+    return dict.fromkeys(_linears(owner), REPLICATED) if convolves else {}
 
 
 def _known(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
@@ -187,21 +223,13 @@ def _sizes(part: Part) -> Iterator[tuple[str, int]]:
     for name, style in part.styles.items():
         linear = base_module(part.module.get_submodule(name))
         assert isinstance(linear, nn.Linear)
-        if style == QKV and linear.out_features % 3:
+        queries, keys, values = part.widths
+        if style == QKV and queries + keys + values != linear.out_features:
             raise ModelError(
                 f"{part.name}.{name} has {linear.out_features} outputs, which are not queries, keys and values of one "
-                "size; use tp 1, or separate linears for them"
+                "size or of the heads that it counts; use tp 1, or separate linears for them"
             )
-        yield name, linear.in_features if style == ROWWISE else linear.out_features // (3 if style == QKV else 1)
-
-
-def _attention_width(part: Part) -> int:
-    """The features of all queries: outputs of the part's first column-wise linear, or of a third of a fused one."""
-    for name, style in part.styles.items():
-        linear = base_module(part.module.get_submodule(name))
-        if style != ROWWISE and isinstance(linear, nn.Linear):
-            return linear.out_features // (3 if style == QKV else 1)
-    return 0
+        yield name, linear.in_features if style == ROWWISE else keys if style == QKV else linear.out_features
 
 
 def _heads_by_size(part: Part) -> int:
@@ -211,4 +239,4 @@ def _heads_by_size(part: Part) -> int:
             f"{part.name} ({type(part.module).__name__}) holds no number of heads under one of the names "
             f"{', '.join(HEADS)}, so they cannot be split over tp; keep it in self.num_heads and use that in forward"
         )
-    return _attention_width(part) // size
+    return part.widths[0] // size

@@ -26,6 +26,7 @@ _QWEN4_INDEXER = {
 }
 
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
     "cohere_compass_text": {"rope_parameters": _rope_of_both_kinds},
     "dbrx": {"attn_config": lambda small: small["attn_config"] | {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": _unless("num_experts_per_tok", 2)},
@@ -34,7 +35,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "n_routed_experts": _unless("n_routed_experts", 4),
         "num_experts_per_tok": _unless("num_experts_per_tok", 2),
     },
+    "kimi_k25": {"projection_hidden_size": lambda small: small["vision_config"]["hidden_size"]},
     "lfm2_moe": {"layer_types": _unless("layer_types", ["conv", "full_attention"])},
+    "llama4_vision_model": {
+        "intermediate_size": lambda small: int(small["hidden_size"] / small["pixel_shuffle_ratio"] ** 2),
+        "vision_output_dim": lambda small: small["projector_output_dim"],
+    },
     "mamba2": {"num_heads": lambda small: small["expand"] * small["hidden_size"] // small["head_dim"]},
     "paligemma": {"projection_dim": lambda small: small["text_config"]["hidden_size"]},
     "qwen4_exp_text": _QWEN4_INDEXER,

@@ -5,7 +5,7 @@ computes with its local tensor, and every message is one of `comm.tp`. Modules k
 an instance's `forward` is wrapped, and holds a world's key, no group. Which module gets which style is in `plan.py`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -107,20 +107,21 @@ def columnwise(linear: nn.Linear, world: World) -> None:
     wrap_forward(linear, views=dict.fromkeys(names, local_tensor))
 
 
-def columnwise_of_three(linear: nn.Linear, world: World) -> None:
-    """As `columnwise`, for one linear that makes queries, keys and values, (3, heads, d) of outputs.
+def columnwise_of_three(linear: nn.Linear, world: World, widths: Sequence[int] = ()) -> None:
+    """As `columnwise`, for one linear of queries, keys and values: of so many outputs each, or of a third.
 
     Each rank makes its heads of all three. The parameters stay whole, so that they are what the unsplit module's are in
     checkpoints; of their gradients each rank has its heads' rows, and they are summed over the tensor-parallel ranks.
     """
     names = ["weight"] if linear.bias is None else ["weight", "bias"]
-    wrap_forward(linear, views=dict.fromkeys(names, partial(_rows_of_three, key=world.key)))
+    three = tuple(widths) or (linear.out_features // 3,) * 3
+    wrap_forward(linear, views=dict.fromkeys(names, partial(_rows_of_three, key=world.key, widths=three)))
 
 
-def _rows_of_three(x: Tensor, key: int) -> Tensor:
-    """This rank's rows of a parameter (3 · heads · d, …)."""
+def _rows_of_three(x: Tensor, key: int, widths: tuple[int, ...]) -> Tensor:
+    """This rank's rows of a parameter of three parts (sum of widths, …)."""
     index, degree = tp_place(key)
-    return tp_copy_parameter(x, key).unflatten(0, (3, degree, -1))[:, index].flatten(0, 1)
+    return torch.cat([part.chunk(degree)[index] for part in tp_copy_parameter(x, key).split(widths)])
 
 
 def columnwise_gathered(linear: nn.Linear, world: World) -> None:

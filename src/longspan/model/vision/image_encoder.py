@@ -18,20 +18,26 @@ from longspan.model.vision.image_tokens import ImageInput
 class ImageEncoder(nn.Module):
     """What an `Encoder(module=…)` of images calls: rows (n, D · (1 + deep layers)), parts of a row side by side.
 
-    `base` is the model below the head without its text model, kept under the `name` that it has in the whole model.
+    `base` is the model below the head without its text model, kept under the `name` that it has in the whole model; ""
+    is the whole model, whose parts are then those of the encoder itself (Llama 4).
     """
 
     def __init__(self, base: nn.Module, name: str) -> None:
         super().__init__()
-        self.add_module(name, base)
         self.base_name = name
+        if name:
+            self.add_module(name, base)
+        else:
+            self.__dict__["_whole"] = base  # no module of this one, but its children are
+            for part, child in base.named_children():
+                self.add_module(part, child)
         vision = getattr(base.config, "vision_config", None)
         self.deep_layers = len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
     @property
     def base(self) -> Any:
         """The model below the head, without its text model."""
-        return self.get_submodule(self.base_name)
+        return self.get_submodule(self.base_name) if self.base_name else self.__dict__["_whole"]
 
     def forward(self, inputs: Sequence[ImageInput]) -> Tensor:
         """Raises DataError for images that do not fit each other, ModelError where the model gives no rows."""
@@ -49,7 +55,10 @@ def rows_of_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
     order = encoding_order(inputs)
     arguments = image_arguments(base, [inputs[i] for i in order], next(base.parameters()))
     out = base.get_image_features(**arguments, return_dict=True)
-    parts = (out.pooler_output, *(getattr(out, "deepstack_features", None) or ()))
+    rows = out.pooler_output
+    if rows is None:  # Llama 4, whose forward pass projects what its tower made
+        rows = base.multi_modal_projector(out.last_hidden_state)
+    parts = (rows, *(getattr(out, "deepstack_features", None) or ()))
     return [_joined(part, order) for part in parts]
 
 

@@ -16,6 +16,7 @@ from longspan.model.vision.image_tokens import ImageInput
 
 Side = tuple[int, int]
 _FINE = "tile_fine_mask"  # Granite Docling, whose mask is of tiles
+_SQUARE = ("kimi_k25", "paddleocr_vl")  # families whose patches are (n, C, p, p)
 _SHAPES, _MERGES, _FINER = "spatial_shapes", "image_merge_sizes", "high_res_pixel_values"
 
 
@@ -52,12 +53,15 @@ def _is_merged(base: Any) -> bool:
 
 
 def _patches(base: Any, merge: int, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
-    """Patches (n, C · t · p²) and their grid; in models that ask for it, and how many a side make a row."""
+    """Patches (n, C · t · p²), or (n, C, p, p), and their grid; where asked for, how many a side make a row."""
     fields, frames = dict[str, Tensor](), getattr(base.config.vision_config, "temporal_patch_size", None) or 1
     if _MERGES in image_parameters(base):
         merge = side[1] % 2 + 1
         fields[_MERGES] = torch.tensor([merge])
-    shape = (merge**2 * side[0] * side[1], frames * width)
+    patch, of_patch = _int(base.config.vision_config.patch_size), (frames * width,)
+    if base.config.model_type in _SQUARE:
+        of_patch = (width // patch**2, patch, patch)
+    shape = (merge**2 * side[0] * side[1], *of_patch)
     return ImageInput(_pixels(shape, draw), (1, merge * side[0], merge * side[1]), fields=fields)
 
 

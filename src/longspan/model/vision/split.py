@@ -30,6 +30,7 @@ class VisionParts:
 def split(model: PreTrainedModel) -> VisionParts:
     """The parts of a vision-language model; afterwards the model itself is the language model, without towers."""
     base, text, towers = base_of(model), text_of(model), other_towers(model)
+    name_of_base = base_name(model)  # which without its towers may have another
     shell = shallow_module(base)
     for name, child in list(base.named_children()):
         if child in towers:
@@ -37,4 +38,4 @@ def split(model: PreTrainedModel) -> VisionParts:
         elif any(module is text for module in child.modules()):
             del shell._modules[name]
     base._parameters.clear()  # they are of images too: what ends a line of patches, say
-    return VisionParts(ImageEncoder(shell, base_name(model)), model, image_tokens(model.config))
+    return VisionParts(ImageEncoder(shell, name_of_base), model, image_tokens(model.config))
