@@ -85,9 +85,10 @@ class Part:
                 head = linear.out_features // (heads + 2 * keys) if heads and keys else 0
                 if head * (heads + 2 * keys) == linear.out_features:
                     return heads * head, keys * head, keys * head
-                return (linear.out_features // 3,) * 3
+                third = linear.out_features // 3
+                return third, third, third
             if style != ROWWISE and isinstance(linear, nn.Linear):
-                return (linear.out_features,) * 3
+                return linear.out_features, linear.out_features, linear.out_features
         return 0, 0, 0
 
     def _count(self, names: tuple[str, ...]) -> int:
