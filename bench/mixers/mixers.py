@@ -19,7 +19,7 @@ import torch
 from mixer_designs import Layer, baseline, errors, layers, ours, scan_alone
 from torch import Tensor
 
-from longspan import Group, Layout, MicroBatch, World, bind
+from longspan import Group, Layout, MicroBatch, World, bind, plan_fixed
 from longspan.bench.record import open_record, where_it_ran, write_record
 from longspan.comm import SequenceShard
 from longspan.testing import run_ranks
@@ -70,7 +70,10 @@ def times(layer: Layer, lengths: tuple[int, ...], world: World) -> dict[str, Any
     """Milliseconds of forward and of both passes, and GiB, of each design; the slowest rank's."""
     slots, total = world.home.slots, sum(lengths)
     everyone = tuple(range(slots))
-    together = bind(MicroBatch((Group(everyone, tuple(range(len(lengths))), lengths, partition="contiguous"),)), world)
+    plan = plan_fixed(lengths, world.home, slots, partition="contiguous", max_tokens_per_slot=total // slots)
+    world.prepare(plan)  # as a run does: the group has communicators of its own
+    (batch,) = plan.micro_batches
+    together = bind(batch, world)
     own = bind(MicroBatch(tuple(Group((s,), (s,), (total // slots,), partition="contiguous") for s in everyone)), world)
     all_rows = bind(_whole_on_each(lengths, slots), world)
     designs: dict[str, tuple[Callable[[Tensor], Tensor], SequenceShard]] = {
