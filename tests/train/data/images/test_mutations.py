@@ -7,12 +7,17 @@ from typing import Any
 import pytest
 
 from tests.mutation import mutated
+from tests.train.data.images import test_families as families
 from tests.train.data.images import test_images as tables
 from tests.train.data.images.folders import qwen_folder
 
 
 def stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables.test_equal_to_the_stock_processor(qwen_folder, tmp_path, monkeypatch)
+
+
+def family(name: str) -> Callable[..., Any]:
+    return lambda tmp_path, _: families.test_ids_and_rows_are_those_of_the_stock_processor(name, tmp_path)
 
 
 ROWS = "train.data.rows.placeholders"
@@ -37,6 +42,18 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
     "the images of the document before": (
         ("train.data.store.images", "(document, document + 1)", "(document - 1, document)"),
         stock,
+    ),
+    "a field is dropped": (
+        ("train.data.images.made_image", "for name, x in tensors.items()}", "for name, x in [*tensors.items()][:0]}"),
+        family("video_llama_3"),
+    ),
+    "an image alone in its document": (
+        ("train.data.image_reader", "picture, placed.image.among", "picture, 1"),
+        family("llava_onevision"),
+    ),
+    "placeholders of an image alone": (
+        (ROWS, "self.processor.text(size, among)", "self.processor.text(size)"),
+        family("llava_onevision"),
     ),
     "places in the row, not in its part": (
         ("train.data.store.encoder", "_moved(image, -part.start)", "_moved(image, 0)"),

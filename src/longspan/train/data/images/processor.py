@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -67,14 +68,15 @@ class Processor:
     @property
     def token(self) -> str:
         """What stands in a text for an image before it is processed."""
-        return str(self.stock.image_token)
+        return str(getattr(self.stock, "image_placeholder_token", self.stock.image_token))
 
-    @property
+    @cached_property
     def placeholder(self) -> int:
         """The token id at whose places rows of images stand, which need not be that of `token`."""
         ids = (getattr(said, "image_token_id", None) for said in (self.stock.tokenizer, self.stock))
-        known = next((i for i in ids if i is not None), None)
-        return int(self.stock.tokenizer.convert_tokens_to_ids(self.token) if known is None else known)
+        known = next((int(i) for i in ids if i is not None), None)
+        written: list[int] = self.stock.tokenizer(self.text(_SMALL), add_special_tokens=False)["input_ids"]
+        return known if known is not None and known in written else Counter(written).most_common(1)[0][0]
 
     @property
     def name(self) -> str:
@@ -134,17 +136,22 @@ class Processor:
         return len({*zip(made["num_image_tokens"], made["num_image_patches"], strict=True)}) == 1
 
     def _grid(self, size: Size) -> Grid:
-        processor: Any = self.stock.image_processor
-        patches = processor.get_number_of_image_patches(*size, {})
-        resize: Callable[..., Size] | None = getattr(sys.modules[type(processor).__module__], "smart_resize", None)
-        if resize is not None and processor.do_resize:
-            bounds = {"min_pixels": processor.size["shortest_edge"], "max_pixels": processor.size["longest_edge"]}
-            height, width = resize(*size, factor=processor.patch_size * processor.merge_size, **bounds)
-            grid = (1, height // processor.patch_size, width // processor.patch_size)
-            if grid[1] * grid[2] == patches:
+        with suppress(Exception):  # processors whose resizing has other arguments
+            if (grid := self._resized_grid(size)) is not None:
                 return grid
         made = self._processed(_blank(size))[GRIDS][0]
         return int(made[0]), int(made[1]), int(made[2])
+
+    def _resized_grid(self, size: Size) -> Grid | None:
+        """The grid by the processor's own arithmetic; None where its parts do not agree."""
+        processor: Any = self.stock.image_processor
+        resize: Callable[..., Size] | None = getattr(sys.modules[type(processor).__module__], "smart_resize", None)
+        if resize is None or not processor.do_resize:
+            return None
+        bounds = {"min_pixels": processor.size["shortest_edge"], "max_pixels": processor.size["longest_edge"]}
+        height, width = resize(*size, factor=processor.patch_size * processor.merge_size, **bounds)
+        grid = (1, height // processor.patch_size, width // processor.patch_size)
+        return grid if grid[1] * grid[2] == processor.get_number_of_image_patches(*size, {}) else None
 
     def _text(self, size: Size, grid: Grid | None, several: bool) -> str:
         if grid is not None:
@@ -152,7 +159,10 @@ class Processor:
                 return str(self.stock.replace_image_token({GRIDS: np.array([grid])}, 0))
         made = self._processed(_blank(size), several)
         if "text_replacement_offsets" not in made:
-            raise DataError(f"{type(self.stock).__name__} does not say what it writes for an image by itself")
+            raise DataError(
+                f"{type(self.stock).__name__} does not say what it writes for an image by itself, so its placeholders "
+                "are not known; train the model in a loop of your own (docs/vision-models.md)"
+            )
         return str(made["text_replacement_offsets"][0][0]["replacement"])
 
     def _processed(self, image: Any, several: bool = False) -> Any:
