@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from longspan import Layout, World, plan_fixed, prepare, run_step
 from longspan.doctor.float64 import whole_float64
+from longspan.errors import DataError
 from longspan.model.layers import base_of
 from longspan.model.small.shrink import tiny_model
 from longspan.model.vision.image_arguments import image_parameters
@@ -28,8 +29,8 @@ from longspan.train.data.images.processor import load_processor
 from tests.model.stock import gradients_of
 from tests.model.vision.documents import Answer
 from tests.model.vision.joined import BOUND, own_names
-from tests.train.data.images.families import FAMILIES, family_config, family_folder
-from tests.train.data.images.folders import write_images
+from tests.train.data.images.families import FAMILIES, family_config, family_folder, image_processor
+from tests.train.data.images.folders import TURNS, saved, write_images
 from tests.train.data.images.test_images import asks, corpus_of, ids_of
 
 SIZES = [(20, 33), (16, 16), (8, 24), (64, 40)]
@@ -143,3 +144,17 @@ def test_loss_and_gradients_are_those_of_the_stock_model(name: str, tmp_path: Pa
     family_folder(tmp_path / "asked", name)  # skips here, not in a rank
     for errors in run_ranks(errors_of, 2, name, tmp_path, timeout=200):
         assert max(errors.values()) < BOUND, errors
+
+
+def test_the_page_names_every_family() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "multimodal.md").read_text(encoding="utf-8")
+    assert [name for name in FAMILIES if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize("settings", [{}, {"do_image_splitting": True}])
+def test_processors_that_do_not_say_what_they_write_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    image = image_processor("idefics2.Idefics2")(**settings)
+    tokens = ("<|im_start|>", "<fake_token_around_image>", "<image>", "<end_of_utterance>")
+    saved(tmp_path, image, tokens, TURNS.replace("PARTS", "<image>"), {"processor_class": "Idefics2Processor"})
+    with pytest.raises(DataError, match="Idefics2Processor does not say what it writes for an image by itself"):
+        load_processor(tmp_path).text((16, 16))

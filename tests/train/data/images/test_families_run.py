@@ -12,7 +12,7 @@ from longspan.train.data.images.processor import load_processor
 from tests.train.data.images.families import FAMILIES, family_config, family_folder
 from tests.train.data.images.folders import write_images, write_rows
 from tests.train.data.images.test_run import COLUMNS, SETTINGS, losses_of
-from tests.train.homes import farthest
+from tests.train.runs.homes import farthest
 from tests.train.small import train_rank
 
 SIZES = [(16, 16), (8, 24), (20, 33), (24, 8)]
