@@ -45,7 +45,7 @@ def _refused(model: PreTrainedModel | nn.Module, encoder: object) -> str:
 
 def test_refusals() -> None:
     assert "Qwen3ForCausalLM has no tower and projector for images" in _refused(text_model("qwen3"), Layout(1))
-    assert "(gemma4) cannot be given images: its tower takes image_position_ids" in _refused(
+    assert "(gemma4) cannot be given images: its layers take inputs made of its ids" in _refused(
         wrapper("gemma4"), Layout(1)
     )
     (model := tiny("llava-clip")).config.image_token_id = 62

@@ -23,8 +23,9 @@ from longspan.model.vision.image_trial import image_reasons
 from longspan.model.vision.split import VisionParts, split
 
 _REASONS = {
-    "gemma4": "its tower takes image_position_ids, which an ImageInput has not; and where its configuration says so, "
-    "tokens of an image see each other in layers with a window alone, whereas those of a shard do so in every layer",
+    "gemma4": "its layers take inputs made of its ids, placeholders among them, which no step hands over; and where "
+    "its configuration says so, tokens of an image see each other in layers with a window alone, whereas those of a "
+    "shard do so in every layer",
     "mllama": "its layers attend across to its images",
 }
 
