@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from longspan.model.small.shrink import shrunken
@@ -209,6 +210,8 @@ def family_folder(folder: Path, name: str) -> Path:
 def image_processor(name: str) -> Any:
     """An image processor on Pillow, or where there is none on torchvision, by its module and class."""
     module, kind = name.split(".")
+    if "torchvision" in getattr(getattr(transformers, f"{kind}ImageProcessorPil", None), "_backends", ()):
+        pytest.importorskip("torchvision", reason=f"{kind}ImageProcessorPil of this transformers asks for it")
     try:
         made = import_module(f"transformers.models.{module}.image_processing_pil_{module}")
     except ModuleNotFoundError:
