@@ -19,48 +19,23 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedConfig
 
-from longspan.errors import DataError, counted
-from longspan.layout import Partition
+from longspan.errors import DataError, ModelError, counted
 from longspan.model.vision.image_arguments import check_images
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
+from longspan.model.vision.tried_videos import video_tokens
+from longspan.model.vision.video_tokens import VideoTokens
 from longspan.plan.items import Item, ItemTable
 from longspan.train.data.documents import Corpus, Documents
 from longspan.train.data.image_reader import ImageReader
 from longspan.train.data.images.processor import Processor, load_processor
 from longspan.train.data.order.packs import Pack
+from longspan.train.data.shown_images import ShownImages
 from longspan.train.data.store.images import ImageTable
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 AnyDocuments = TypeVar("AnyDocuments")  # those of a corpus become ImageDocuments
-
-
-@dataclass(frozen=True)
-class ShownImages:
-    """The images of a corpus, what reads them, and what the model's ids and positions say of them."""
-
-    corpus: Corpus
-    table: ImageTable
-    reader: ImageReader
-    tokens: ImageTokens
-
-    def spans(self, number: int, shift: int = 0) -> tuple[tuple[int, int], ...]:
-        """The runs of placeholders of an image, so much further on than in its document.
-
-        They are one, but where its processor puts other tokens between rows.
-        """
-        document, image, _ = self.table[number]
-        if image.stop - image.start == image.rows:
-            return ((image.start + shift, image.stop + shift),)
-        ids = self.corpus.read(document, np.arange(image.start, image.stop))
-        places = image.start + shift + np.flatnonzero(ids == self.tokens.placeholder)
-        return tuple((int(a), int(b)) for a, b in Partition.from_rows([places]).runs(0).tolist())
-
-    def positions(self, ids: npt.NDArray[np.int64], numbers: Sequence[int]) -> npt.NDArray[np.int64] | None:
-        """The positions (n, T) of these tokens (T,), in which these images stand; None where they are plain."""
-        grids = np.array([self.table[number].image.grid for number in numbers], dtype=np.int64)
-        return self.tokens.positions(ids, grids)
 
 
 class ImagePlace(NamedTuple):
@@ -203,11 +178,30 @@ def show_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus
         processor, tokens = load_processor(folder.absolute()), image_tokens(model)
         _check(corpus, images, tokens, processor)
         check_images(model, processor.fields)
-        shown = ShownImages(corpus, images, ImageReader(images, processor, corpus.sources, corpus.file_of), tokens)
+        videos = _video_tokens(model, processor) if (images.column("frame") >= 0).any() else None
+        reader = ImageReader(images, processor, corpus.sources, corpus.file_of)
+        shown = ShownImages(corpus, images, reader, tokens, videos)
     if takes_images:
         corpus.selects = partial(ImageDocuments, images=shown)
         corpus.packs = partial(ImagePacks, images=shown)
     return corpus
+
+
+def _video_tokens(model: PreTrainedConfig, processor: Processor) -> VideoTokens:
+    """What the model takes for videos. Raises DataError where that is not what the processor makes of them."""
+    try:
+        videos = video_tokens(model)
+    except ModelError as error:
+        raise DataError(f"the documents have videos: {error}") from error
+    made, vision = processor.videos, getattr(model, "vision_config", None)
+    group = getattr(vision, "temporal_patch_size", made.group)
+    if (made.placeholder, made.group) != (videos.placeholder, group):
+        raise DataError(
+            f"{made.kind} puts token id {made.placeholder} where videos stand, for groups of {made.group} frames, and "
+            f"the model takes id {videos.placeholder} (video_token_id) for groups of {group} (temporal_patch_size); "
+            "use the processor and the tokenizer of the model's own folder"
+        )
+    return videos
 
 
 def with_images(documents: AnyDocuments, model: PreTrainedConfig, folder: Path) -> AnyDocuments:

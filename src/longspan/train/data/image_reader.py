@@ -12,7 +12,9 @@ from longspan.model.vision.image_tokens import ImageInput
 from longspan.train.data.formats.row_file import row_file
 from longspan.train.data.images.image_file import ImageFile
 from longspan.train.data.images.processor import Processor
-from longspan.train.data.rows.named_images import images_of_row
+from longspan.train.data.images.video_file import files_of_paths, shown_paths
+from longspan.train.data.rows.named_images import media_of_row
+from longspan.train.data.rows.row_media import RowMedia
 from longspan.train.data.rows.sample import BadRow
 from longspan.train.data.rows.values import RowError
 from longspan.train.data.store.images import ImageTable, PlacedImage
@@ -54,17 +56,15 @@ class ImageReader:
                 self._ahead.popitem(last=False)[1].cancel()
 
     def picture(self, number: int) -> Any:
-        """The upright image in three channels (PIL)."""
+        """The upright image in three channels (PIL); of a group of frames the first."""
         placed = self._table[number]
-        try:
-            return self._file(placed).load()
-        except (DataError, RowError) as error:
-            raise DataError(f"{self._where(placed)}: {error}") from error
+        return self._loaded(placed, self._files(placed)[:1])[0]
 
     def _input(self, number: int) -> ImageInput:
-        placed, picture = self._table[number], self.picture(number)
+        placed = self._table[number]
+        pictures = self._loaded(placed, self._files(placed))
         try:
-            image = self._processor.image(picture, placed.image.among)
+            image = self._made(placed, pictures)
         except DataError as error:
             raise DataError(f"{self._where(placed)}: {error}") from error
         self.read += 1
@@ -75,21 +75,48 @@ class ImageReader:
             )
         return image
 
-    def _file(self, placed: PlacedImage) -> ImageFile:
-        """Where the image's bytes are: a file, or its row, which is read again."""
+    def _made(self, placed: PlacedImage, pictures: Sequence[Any]) -> ImageInput:
+        """What the encoder takes; the grid of a group of frames was decided by all frames of its video."""
+        if placed.image.frame < 0:
+            return self._processor.image(pictures[0], placed.image.among)
+        return ImageInput(self._processor.videos.pixels(pictures, placed.image.grid), placed.image.grid)
+
+    def _loaded(self, placed: PlacedImage, files: Sequence[ImageFile]) -> list[Any]:
+        pictures = list[Any]()
+        for number, file in enumerate(files):
+            try:
+                pictures.append(file.load())
+            except DataError as error:
+                frame = f", frame {placed.image.frame + number + 1}" if placed.image.frame >= 0 else ""
+                raise DataError(f"{self._where(placed)}{frame}: {error}") from error
+        return pictures
+
+    def _files(self, placed: PlacedImage) -> list[ImageFile]:
+        """Where the bytes of an image, or of a group of frames, are: files, or its row, which is read again."""
         if placed.image.path:
-            return ImageFile(placed.image.path)
+            return files_of_paths(placed.image.path)
         source = self._sources[self._file_of(placed.document)]
         row = row_file(source.name, Path(source.path)).row_at(placed.position)
-        images = [] if isinstance(row, BadRow) else images_of_row(row)
-        if placed.image.number >= len(images):
-            raise DataError("its row is another one than when the corpus was made; restore the file")
-        return images[placed.image.number]
+        try:
+            media = RowMedia() if isinstance(row, BadRow) else media_of_row(row)
+        except RowError as error:
+            raise DataError(f"{self._where(placed)}: {error}") from error
+        number, frame = placed.image.number, placed.image.frame
+        if frame < 0:
+            files = list(media.images[number : number + 1])
+        else:
+            frames = [file for video in media.videos[number : number + 1] for file in video.frames]
+            files = frames[frame : frame + self._processor.videos.group]
+        if not files:
+            raise DataError(
+                f"{self._where(placed)}: its row is another one than when the corpus was made; restore the file"
+            )
+        return files
 
     def _where(self, placed: PlacedImage) -> str:
         name = self._sources[self._file_of(placed.document)].name
         kind = "row" if name.endswith((".parquet", ".arrow")) else "the line at byte"
         number = placed.position + 1 if kind == "row" else placed.position
-        return f"image {placed.image.number + 1} of {name}, {kind} {number}" + f" ({placed.image.path})" * bool(
-            placed.image.path
-        )
+        what = "image" if placed.image.frame < 0 else "video"
+        path = f" ({shown_paths(placed.image.path)})" if placed.image.path else ""
+        return f"{what} {placed.image.number + 1} of {name}, {kind} {number}{path}"

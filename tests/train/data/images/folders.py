@@ -13,19 +13,33 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 QWEN_TOKENS = ("<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 GEMMA_TOKENS = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
-PARTS = "{% for c in m.content %}{% if c.type == 'image' %}IMAGE{% else %}{{ c.text }}{% endif %}{% endfor %}"
+PARTS = (
+    "{% for c in m.content %}{% if c.type == 'image' %}IMAGE{% elif c.type == 'video' %}VIDEO{% else %}"
+    "{{ c.text }}{% endif %}{% endfor %}"
+)
 TURNS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}PARTS"
     "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_QWEN_TEMPLATE = TURNS.replace("PARTS", PARTS)
+for _kind in ("image", "video"):
+    _QWEN_TEMPLATE = _QWEN_TEMPLATE.replace(_kind.upper(), f"<|vision_start|><|{_kind}_pad|><|vision_end|>")
 
 
 def qwen_folder(folder: Path, **sizes: Any) -> Path:
     """A folder with the processor of Qwen2.5-VL: patches of 4, merged by 2, so that 8 x 8 pixels are a row."""
     sizes = {"size": {"shortest_edge": 64, "longest_edge": 4096}} | sizes
     image = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, **sizes)
-    template = TURNS.replace("PARTS", PARTS).replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
-    return saved(folder, image, QWEN_TOKENS, template, {"processor_class": "Qwen2_5_VLProcessor"})
+    return saved(folder, image, QWEN_TOKENS, _QWEN_TEMPLATE, {"processor_class": "Qwen2_5_VLProcessor"})
+
+
+def qwen3_folder(folder: Path) -> Path:
+    """A folder with the processor of Qwen3-VL, of the same patches, and bounds of a whole video's pixels."""
+    size = {"shortest_edge": 64, "longest_edge": 4096}
+    image = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
+    videos = {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 4, "size": size}
+    settings = {"processor_class": "Qwen3VLProcessor", "video_processor": videos}
+    return saved(folder, image, QWEN_TOKENS, _QWEN_TEMPLATE, settings)
 
 
 def llava_folder(folder: Path) -> Path:

@@ -194,12 +194,6 @@ def test_bad_rows_are_named(case: str, tmp_path: Path) -> None:
     assert "rows.jsonl, line 1: " in str(error.value) and message.format(folder=tmp_path) in str(error.value)
 
 
-def test_videos_are_refused_by_name(tmp_path: Path) -> None:
-    row = {"videos": ["a.mp4"], "messages": asks("look")}
-    with pytest.raises(DataError, match=r"'videos' holds 1 video: .* torchvision .* give their frames as images"):
-        corpus_of(tmp_path, [row], qwen_folder(tmp_path / "model"))
-
-
 def test_a_truncated_image_is_named_when_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, names = qwen_folder(tmp_path / "model"), write_images(tmp_path, [(40, 40)])
     data = (tmp_path / names[0]).read_bytes()

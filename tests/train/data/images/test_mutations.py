@@ -1,6 +1,7 @@
 """What placeholders and places of images could get wrong without an error, put into the code on purpose."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from tests.mutation import mutated
 from tests.train.data.images import test_families as families
 from tests.train.data.images import test_images as tables
+from tests.train.data.images import test_videos as videos
 from tests.train.data.images.folders import qwen_folder
 
 
@@ -28,16 +30,32 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
         tables.test_placeholders_are_no_targets_and_answers_are,
     ),
     "placeholders are targets": (
-        (ROWS, "np.where(sample.ids == self.processor.placeholder, NO_TARGET, labels)", "labels"),
+        (ROWS, "np.where(sample.ids == placeholder, NO_TARGET, labels)", "labels"),
         tables.test_texts_name_images,
     ),
     "another image's pixels": (
         (
             "train.data.image_reader",
-            "self._table[number], self.picture(number)",
-            "self._table[number], self.picture(0)",
+            "self._loaded(placed, self._files(placed))",
+            "self._loaded(placed, self._files(self._table[0]))",
         ),
         tables.test_bytes_in_tables,
+    ),
+    "frames of the video's beginning": (
+        ("train.data.image_reader", "frames[frame : frame + ", "frames[0 : "),
+        videos.test_frames_as_bytes_in_tables_and_cuts_between_groups,
+    ),
+    "times of groups as if of frames": (
+        (ROWS, "video.interval * size", "video.interval"),
+        partial(videos.test_tokens_places_and_positions, "qwen2.5-vl"),
+    ),
+    "frames of a group in one order for all": (
+        ("train.data.images.video_processor", "torch.stack(patches, 2)", "torch.stack(patches[::-1], 2)"),
+        videos.test_pixels_are_those_of_the_image_processor,
+    ),
+    "videos of a row are one": (
+        ("train.data.shown_images", "(placed.document, placed.image.number)", "0"),
+        partial(videos.test_tokens_places_and_positions, "qwen2.5-vl"),
     ),
     "the images of the document before": (
         ("train.data.store.images", "(document, document + 1)", "(document - 1, document)"),

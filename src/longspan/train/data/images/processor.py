@@ -1,8 +1,8 @@
 """The processor of a model's folder: what its text has for an image of a size, and an image's pixels.
 
 It is transformers' own (the folder's files name its class), with the image processor of its PIL backend, so that
-torchvision is not needed and pixels are the same on every machine. Its part for video is left out: transformers has
-that with torchvision alone.
+torchvision is not needed and pixels are the same on every machine. Its part for video, which transformers has with
+torchvision alone, is in `video_processor.py`.
 """
 
 import hashlib
@@ -25,6 +25,7 @@ from longspan.model.vision.image_arguments import GRIDS, IN_DOCUMENT
 from longspan.model.vision.image_tokens import Grid, ImageInput
 from longspan.train.data.images.image_file import Size, needed_pillow
 from longspan.train.data.images.made_image import made_image, names_of
+from longspan.train.data.images.video_processor import VideoProcessor
 
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _SIDES = (8, 16, 32, 64, 256, 1024, 4096)
@@ -42,7 +43,7 @@ def load_processor(folder: Path) -> "Processor":
     """The processor of a folder, once a process. Raises DataError where its files name none that can be loaded here."""
     needed_pillow()
     try:
-        return Processor(_loaded(folder))
+        return Processor(_loaded(folder), folder)
     except DataError:
         raise
     except Exception as error:  # json, transformers and huggingface_hub each raise their own
@@ -54,7 +55,7 @@ def load_processor(folder: Path) -> "Processor":
 
 @dataclass(frozen=True, eq=False)
 class Processor:
-    """A folder's processor, `stock`, in transformers' words.
+    """A `folder`'s processor, `stock`, in transformers' words.
 
     >>> processor = load_processor(Path("Qwen2.5-VL-7B"))
     >>> processor.grid((20, 33)), processor.text((20, 33))[:13]
@@ -62,6 +63,7 @@ class Processor:
     """
 
     stock: Any
+    folder: Path = Path()
     _texts: dict[Any, str] = field(default_factory=dict[Any, str], repr=False)
     _grids: dict[Size, Grid] = field(default_factory=dict[Size, Grid], repr=False)
 
@@ -82,6 +84,11 @@ class Processor:
     def name(self) -> str:
         """The class of the image processor."""
         return type(self.stock.image_processor).__name__
+
+    @cached_property
+    def videos(self) -> VideoProcessor:
+        """What videos become. Raises DataError where the folder's video processor is not known here."""
+        return VideoProcessor.of(self.folder, self.stock)
 
     @property
     def has_grids(self) -> bool:
@@ -249,5 +256,5 @@ def _json(file: Path) -> dict[str, Any]:
 
 def digest_of(folder: Path) -> str:
     """SHA-256 of what the files of a folder's processor say, however they are written; nothing is loaded."""
-    said = [_json(folder / name) for name in FILES[:2]]
+    said = [_json(folder / name) for name in FILES]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

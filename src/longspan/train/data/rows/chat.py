@@ -2,7 +2,7 @@
 
 The rendering is tokenized once, and nothing is put around it: the template writes the beginning of text where the model
 wants it. A token is a target where a character of it is said by the assistant. What images show is not read: in the
-rendering each is a placeholder, which becomes as many as it takes before the text is tokenized.
+rendering each, as each video, is a placeholder, which becomes as many as it takes before the text is tokenized.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longspan.train.data.images.image_file import ImageFile
 from longspan.train.data.rows.messages import messages_of, tools_of
-from longspan.train.data.rows.named_images import check_count, count_parts
+from longspan.train.data.rows.named_images import check_counts, kinds_of_parts
 from longspan.train.data.rows.placeholders import RowImages
+from longspan.train.data.rows.row_media import NOTHING_SHOWN, RowMedia
 from longspan.train.data.rows.sample import RowSettings, Sample
 from longspan.train.data.rows.spans import Spans, assistant_spans
 from longspan.train.data.rows.template import ChatTemplate, Message, Rendered
@@ -37,14 +37,14 @@ class ChatEncoding:
     settings: RowSettings = field(default_factory=RowSettings)
     images: RowImages | None = None
 
-    def samples(self, values: Any, first_target: int = 0, images: Sequence[ImageFile] = ()) -> list[Sample]:
-        """The samples of a row's messages, tools and `images`; messages before `first_target` are no targets.
+    def samples(self, values: Any, first_target: int = 0, media: RowMedia = NOTHING_SHOWN) -> list[Sample]:
+        """The samples of a row's messages, tools and `media`; messages before `first_target` are no targets.
 
         Raises RowError for messages that are none, or that the template or the search for turns refuses.
         """
         messages = messages_of(needed(values, "messages"), images=self.images is not None)
         tools = tools_of(values.get("tools"))
-        check_count(count_parts(messages), images, "its messages")
+        check_counts(kinds_of_parts(messages), media, "its messages")
         if not self.settings.parse_special_tokens:
             tokens = self._turn_tokens(tools)
             pattern = pattern_of(tokens.special | tokens.ends | tokens.headers)
@@ -55,24 +55,25 @@ class ChatEncoding:
         said = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first_target]
         if not said:
             raise RowError("no message is of an assistant, so that there is nothing to learn; leave the row out")
-        return list(self._samples(messages, tools, said, images))
+        return list(self._samples(messages, tools, said, media))
 
     def _samples(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, said: Sequence[int], images: Sequence[ImageFile]
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, said: Sequence[int], media: RowMedia
     ) -> Iterator[Sample]:
         if self.settings.turns == "together":
-            yield self._sample(messages, tools, said, images)
+            yield self._sample(messages, tools, said, media)
             return
         for i in said:
             begun = messages[: i + 1]
-            yield self._sample(begun, tools, [i], images[: count_parts(begun)])
+            kinds = kinds_of_parts(begun)
+            yield self._sample(begun, tools, [i], media.first(kinds.count("image"), kinds.count("video")))
 
     def _sample(
         self,
         messages: Sequence[Message],
         tools: Sequence[Any] | None,
         said: Collection[int],
-        images: Sequence[ImageFile],
+        media: RowMedia,
     ) -> Sample:
         marks = self.template.marked(tools)
         rendered = self.template.render(messages, tools, marks=marks)
@@ -81,12 +82,12 @@ class ChatEncoding:
         else:
             tokens = self._turn_tokens(tools)
             found = assistant_spans(messages, rendered.text, self.template, tools, tokens, said)
-        if not images or self.images is None:
+        if not media or self.images is None:
             ids, labels = self._tokens(rendered.text, found.spans)
             return Sample(ids, labels, unseen=found.unseen)
-        expanded = self.images.expand(rendered.text, images, found.spans)
+        expanded = self.images.expand(rendered.text, media, found.spans)
         ids, labels = self._tokens(expanded.text, expanded.spans)
-        return self.images.with_images(Sample(ids, labels, unseen=found.unseen), expanded, images)
+        return self.images.with_images(Sample(ids, labels, unseen=found.unseen), expanded)
 
     def _tokens(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Labels, Labels]:
         """The ids of a rendering (n,), and its labels: what stands in spans."""

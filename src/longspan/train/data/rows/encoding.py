@@ -12,14 +12,14 @@ from functools import cached_property
 from typing import Any
 
 from longspan.errors import DataError
-from longspan.train.data.images.image_file import ImageFile
 from longspan.train.data.images.processor import has_processor
 from longspan.train.data.rows.chat import ChatEncoding
 from longspan.train.data.rows.kinds import Kind, kind_of
 from longspan.train.data.rows.messages import messages_of
-from longspan.train.data.rows.named_images import has_images, row_and_images
+from longspan.train.data.rows.named_images import has_media, row_and_media
 from longspan.train.data.rows.placeholders import RowImages
 from longspan.train.data.rows.plain import completion_sample, encode_texts, token_sample
+from longspan.train.data.rows.row_media import NOTHING_SHOWN, RowMedia
 from longspan.train.data.rows.sample import BadRow, Row, RowSettings, Sample
 from longspan.train.data.rows.template import ChatTemplate
 from longspan.train.data.rows.values import RowError, needed, string
@@ -49,7 +49,7 @@ class RowEncoding:
 
     def encode(self, rows: Sequence[Row]) -> list[Sample | BadRow]:
         """What becomes of the rows, in their order; a conversation that is split gives a sample for each turn."""
-        if self.kind == "text" and not any(has_images(row.values) for row in rows):
+        if self.kind == "text" and not any(has_media(row.values) for row in rows):
             return encode_texts(rows, self.tokenizer.parsing(self.settings.parse_special_tokens))
         return [result for i, row in enumerate(rows) for result in self._encoded(i, row)]
 
@@ -89,11 +89,11 @@ class RowEncoding:
         return [_masked(row) if _has_no_target(sample) else sample for sample in samples]
 
     def _samples(self, row: Row) -> list[Sample]:
-        values, images = self._with_images(row)
+        values, media = self._with_media(row)
         if self.kind == "messages":
-            return self._chat.samples(values, images=images)
-        if self.kind == "text" and images and self.images is not None:
-            return [self.images.text_sample(values, images)]
+            return self._chat.samples(values, media=media)
+        if self.kind == "text" and media and self.images is not None:
+            return [self.images.text_sample(values, media)]
         if self.kind == "text":
             tokenizer = self.tokenizer.parsing(self.settings.parse_special_tokens)
             return [Sample(tokenizer.encode([string(needed(values, "text"), "text")])[0])]
@@ -106,8 +106,8 @@ class RowEncoding:
                 for part, name in ((prompt, "prompt"), (completion, "completion"))
             )
             both = [*before, *said]
-            return self._chat.samples({**values, "messages": both}, first_target=len(before), images=images)
-        if images:
+            return self._chat.samples({**values, "messages": both}, first_target=len(before), media=media)
+        if media:
             raise RowError("images stand beside prompt and completion as strings; write these as lists of messages")
         return [completion_sample(values, self.tokenizer.parsing(self.settings.parse_special_tokens))]
 
@@ -116,20 +116,20 @@ class RowEncoding:
         template = ChatTemplate.of(self.tokenizer, self.settings.date_string)
         return ChatEncoding(self.tokenizer, template, self.settings, self.images)
 
-    def _with_images(self, row: Row) -> tuple[Mapping[str, Any], list[ImageFile]]:
-        """A row's values, in which images are parts of messages without more, and the images in their order."""
+    def _with_media(self, row: Row) -> tuple[Mapping[str, Any], RowMedia]:
+        """A row's values, in which images and videos are parts of messages without more, and these in their order."""
         values = row.values
         if self.images is None:
-            if has_images(values):
+            if has_media(values):
                 raise RowError(
                     f"it has images, and the folder of the tokenizer ({self.tokenizer.folder}) has no image processor; "
                     "train a model that takes images, from its folder with preprocessor_config.json, or leave them out"
                 )
-            return values, []
-        changed, images = row_and_images(row)
-        if images and self.kind == "input_ids":
+            return values, NOTHING_SHOWN
+        changed, media = row_and_media(row)
+        if media and self.kind == "input_ids":
             raise RowError("images stand beside input_ids; give text or messages, whose placeholders are made here")
-        return changed, images
+        return changed, media
 
 
 def _has_no_target(sample: Sample) -> bool:

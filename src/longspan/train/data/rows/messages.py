@@ -9,7 +9,7 @@ from longspan.train.data.rows.values import RowError, kind_of_value, shown
 def messages_of(value: Any, name: str = "messages", *, images: bool = False) -> list[dict[str, Any]]:
     """Messages, each an object with a role. Raises RowError for anything else, and for parts that are no text.
 
-    With `images` a part may be one.
+    With `images` a part may be one, or a video.
     """
     if not isinstance(value, list) or not value:
         raise RowError(
@@ -26,11 +26,11 @@ def _message(message: Any, name: str, images: bool) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
         for k, part in enumerate(content):
-            if images and part == {"type": "image"}:
+            if images and part in ({"type": "image"}, {"type": "video"}):
                 continue
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
                 kind = part.get("type", "no text") if isinstance(part, dict) else kind_of_value(part)
-                read = "text and images" if images else "text"
+                read = "text, images and videos" if images else "text"
                 raise RowError(f"{name}.content[{k}] is {kind}; only parts of {read} are read")
     elif content is not None and not isinstance(content, str):
         raise RowError(f"{name}.content is {kind_of_value(content)}; give a string: {shown(content)}")

@@ -1,108 +1,129 @@
-"""Which images a row has, and where its texts name them.
+"""Which images and videos a row has, and where its texts name them.
 
-A row has `images`, a list of paths or of bytes, and names them in order: as parts {"type": "image"} of messages, or as
-`<image>` in a text. Parts may also bring their images themselves.
+A row has `images`, a list of paths or of bytes, and `videos`, a list of lists of frames, and names them in order: as
+parts {"type": "image"} and {"type": "video"} of messages, or as `<image>` and `<video>` in a text. Parts may also bring
+what they show themselves.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from longspan.errors import counted
 from longspan.train.data.images.image_file import ImageFile
+from longspan.train.data.images.video_file import VideoFile
+from longspan.train.data.rows.named_videos import video
+from longspan.train.data.rows.row_media import RowMedia
 from longspan.train.data.rows.sample import Row
-from longspan.train.data.rows.values import RowError, kind_of_value, shown
+from longspan.train.data.rows.values import RowError, kind_of_value
 
-NAMED = "<image>"  # in a text, where a row has images
-PART = {"type": "image"}
-_OWN = ("image", "path", "url")  # keys of a part that brings its image itself
-_VIDEO = ("videos", "video")
-
-
-def images_of(values: Mapping[str, Any], folder: str) -> list[ImageFile]:
-    """The images that a row has beside its texts, of a file in this folder. Raises RowError for what is none."""
-    for key in _VIDEO:
-        if values.get(key):
-            raise RowError(
-                f"{key!r} holds {_shown(values[key])}: transformers processes videos with torchvision alone, and they "
-                "are not read here; give their frames as images, each with its place in the text"
-            )
-    given = values.get("images")
-    if given is None:
-        return []
-    if not isinstance(given, list):
-        raise RowError(f'"images" is {kind_of_value(given)}; give a list of paths, or of {{"bytes": …}}')
-    return [_image(entry, folder, f"images[{i}]") for i, entry in enumerate(given)]
+NAMED = {"image": "<image>", "video": "<video>"}  # in a text, where a row has any
+PARTS = {kind: {"type": kind} for kind in NAMED}
+_OWN = ("path", "url")  # keys of a part that brings what it shows itself, beside its type
+_NAMES = {(i, v): re.compile("|".join(["<image>"] * i + ["<video>"] * v) or r"(?!)") for i in (0, 1) for v in (0, 1)}
 
 
-def images_of_row(row: Row) -> list[ImageFile]:
-    """All images of a row, beside its texts or brought by parts of them, in their order."""
-    return row_and_images(row)[1]
+def names(media: RowMedia) -> re.Pattern[str]:
+    """What names images and videos in a text, of those kinds alone that a row has."""
+    return _NAMES[bool(media.images), bool(media.videos)]
 
 
-def row_and_images(row: Row) -> tuple[dict[str, Any], list[ImageFile]]:
-    """A row's values, in which images are parts of messages without more, and the images in their order."""
-    images, own = images_of(row.values, row.folder), list[ImageFile]()
+def kinds_named(text: str, names: re.Pattern[str]) -> list[str]:
+    """What a text names, in its order: image, video."""
+    return [found.strip("<>") for found in names.findall(text)]
+
+
+def media_of(values: Mapping[str, Any], folder: str) -> RowMedia:
+    """What a row has beside its texts, of a file in this folder. Raises RowError for what is none."""
+    if values.get("video"):
+        raise RowError('"video" is no key of a row; give "videos", a list of lists of frames')
+    lists = {kind: _list(values.get(f"{kind}s"), kind) for kind in NAMED}
+    images = [_image(entry, folder, f"images[{i}]") for i, entry in enumerate(lists["image"])]
+    return RowMedia(images, [video(entry, folder, f"videos[{i}]", _image) for i, entry in enumerate(lists["video"])])
+
+
+def _list(given: Any, kind: str) -> list[Any]:
+    if given is not None and not isinstance(given, list):
+        what = 'paths, or of {"bytes": …}' if kind == "image" else "lists of frames"
+        raise RowError(f'"{kind}s" is {kind_of_value(given)}; give a list of {what}')
+    return given or []
+
+
+def media_of_row(row: Row) -> RowMedia:
+    """All that a row shows, beside its texts or brought by parts of them, in their order."""
+    return row_and_media(row)[1]
+
+
+def row_and_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
+    """A row's values, in which images and videos are parts of messages without more, and these in their order."""
+    media, own = media_of(row.values, row.folder), RowMedia([], [])
     changed = dict(row.values)
     for key in ("messages", "prompt", "completion"):
         if isinstance(row.values.get(key), list):
-            changed[key], brought = with_parts(row.values[key], bool(images), row.folder)
-            own += brought
-    if images and own:
-        raise RowError(f'{len(own)} parts bring images, and the row has "images" too; give them in one place')
-    return changed, images or own
+            changed[key], brought = with_parts(row.values[key], names(media), row.folder)
+            own = RowMedia([*own.images, *brought.images], [*own.videos, *brought.videos])
+    for key, beside, brought in (("images", media.images, own.images), ("videos", media.videos, own.videos)):
+        if beside and brought:
+            raise RowError(f'{len(brought)} parts bring {key}, and the row has "{key}" too; give them in one place')
+    return changed, RowMedia(media.images or own.images, media.videos or own.videos)
 
 
-def has_images(values: Mapping[str, Any]) -> bool:
+def has_media(values: Mapping[str, Any]) -> bool:
     """Whether a row brings images, or videos, beside its texts."""
-    return any(isinstance(values.get(key), list) and values[key] for key in ("images", *_VIDEO))
+    return any(isinstance(values.get(key), list) and values[key] for key in ("images", "videos"))
 
 
-def with_parts(messages: Any, given: bool, folder: str) -> tuple[Any, list[ImageFile]]:
-    """Messages in which each image is a part without more, and the images that parts bring themselves.
+def with_parts(messages: Any, names: re.Pattern[str], folder: str) -> tuple[Any, RowMedia]:
+    """Messages in which each image and video is a part without more, and those that parts bring themselves.
 
-    Where the row has images (`given`), `<image>` in a text is one of them.
+    Where a text has one of the `names`, it is such a part.
     """
+    images, videos = list[ImageFile](), list[VideoFile]()
     if not isinstance(messages, list):
-        return messages, []
-    changed, own = list[Any](), list[ImageFile]()
+        return messages, RowMedia(images, videos)
+    changed = list[Any]()
     for i, message in enumerate(messages):
         content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, str) and given and NAMED in content:
+        if isinstance(content, str) and names.search(content):
             content = [{"type": "text", "text": content}]
         if isinstance(content, list):
-            parts = [made for k, part in enumerate(content) for made in _parts(part, given)]
+            parts = [made for k, part in enumerate(content) for made in _parts(part, names)]
             for k, part in enumerate(parts):
-                parts[k] = _bare(part, own, folder, f"messages[{i}].content[{k}]")
+                name = f"messages[{i}].content[{k}]"
+                parts[k] = _bare_video(part, videos, folder, name) or _bare(part, images, folder, name)
             message = {**message, "content": parts}
         changed.append(message)
-    return changed, own
+    return changed, RowMedia(images, videos)
 
 
-def count_parts(messages: Sequence[Mapping[str, Any]]) -> int:
-    """How many images messages name."""
+def kinds_of_parts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What messages name, in their order: image, video."""
     contents = (message.get("content") for message in messages)
-    return sum(part == PART for content in contents if isinstance(content, list) for part in content)
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [kind for part in parts for kind in NAMED if part == PARTS[kind]]
 
 
-def check_count(named: int, images: Sequence[ImageFile], where: str) -> None:
-    """Raise RowError where texts name another number of images than there are."""
-    if named != len(images):
-        raise RowError(
-            f"{where} name {counted(named, 'image')}, and the row has {len(images)}; give one "
-            f'{{"type": "image"}}, or {NAMED} in a text, for each of "images", in their order'
-        )
+def check_counts(named: Sequence[str], media: RowMedia, where: str) -> None:
+    """Raise RowError where texts name another number of images, or of videos, than there are."""
+    for kind, there in (("image", media.images), ("video", media.videos)):
+        if named.count(kind) != len(there):
+            raise RowError(
+                f"{where} name {counted(named.count(kind), kind)}, and the row has {len(there)}; give one "
+                f'{{"type": "{kind}"}}, or {NAMED[kind]} in a text, for each of "{kind}s", in their order'
+            )
 
 
-def _parts(part: Any, given: bool) -> Iterator[Any]:
-    """A part of a content, cut where its text names images; a copy, so that keys without a value are gone."""
+def _parts(part: Any, names: re.Pattern[str]) -> Iterator[Any]:
+    """A part of a content, cut where its text names what is shown; a copy, so that keys without a value are gone."""
     text = part.get("text") if isinstance(part, dict) else None
-    if not (given and isinstance(text, str) and NAMED in text):
+    if not (isinstance(text, str) and names.search(text)):
         yield part
         return
-    for i, piece in enumerate(text.split(NAMED)):
+    kinds = kinds_named(text, names)
+    for i, piece in enumerate(names.split(text)):
         if i:
-            yield dict(PART)
+            yield dict(PARTS[kinds[i - 1]])
         if piece:
             yield {**part, "text": piece}
 
@@ -111,11 +132,21 @@ def _bare(part: Any, own: list[ImageFile], folder: str, name: str) -> Any:
     """A part of an image without the image, which is added to `own`; another part as it is."""
     if not isinstance(part, dict) or part.get("type") not in ("image", "image_url"):
         return part
-    given = [part[key] for key in ("image_url", *_OWN) if part.get(key) is not None]
+    given = [part[key] for key in ("image_url", "image", *_OWN) if part.get(key) is not None]
     if given:
         value = given[0].get("url") if isinstance(given[0], dict) and "url" in given[0] else given[0]
         own.append(_image(value, folder, name))
-    return dict(PART)
+    return dict(PARTS["image"])
+
+
+def _bare_video(part: Any, own: list[VideoFile], folder: str, name: str) -> Any:
+    """A part of a video without the video, which is added to `own`; None for another part."""
+    if not isinstance(part, dict) or part.get("type") not in ("video", "video_url"):
+        return None
+    given = [part[key] for key in ("video_url", "video", "frames", *_OWN) if part.get(key) is not None]
+    if given:
+        own.append(video(given[0], folder, name, _image, part))
+    return dict(PARTS["video"])
 
 
 def _image(entry: Any, folder: str, name: str) -> ImageFile:
@@ -129,7 +160,3 @@ def _image(entry: Any, folder: str, name: str) -> ImageFile:
     if "://" in entry[:12] or entry.startswith("data:"):
         raise RowError(f"{name} is {entry[:60]!r}; nothing is downloaded: give the path of a file here")
     return ImageFile(str(Path(folder, Path(entry).expanduser()).absolute()))
-
-
-def _shown(value: Any) -> str:
-    return counted(len(value), "video") if isinstance(value, list) else shown(value)

@@ -36,6 +36,9 @@ class SampleImage(NamedTuple):
     `grid` is that of its patches (0, 0, 0: it has none). It is that `number` of the images of its row, from 0: the file
     `path`, or bytes of the row where that is empty; `bytes` and `modified_ns` are what that was like when it was read.
     The conversation or text that it stands in has images `among` which it is, itself counted.
+
+    A group of frames of a video is one too: that `number` of the videos of its row, from its `frame` on, with the paths
+    of its frames in one text (`video_file.py`) and the `seconds` from one group to the next. `frame` −1: an image.
     """
 
     start: int
@@ -47,6 +50,8 @@ class SampleImage(NamedTuple):
     bytes: int
     modified_ns: int
     among: int = 1
+    frame: int = -1
+    seconds: float = 0.0
 
 
 class Sample(NamedTuple):

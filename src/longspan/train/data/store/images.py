@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longspan.train.data.images.image_file import ImageFile
+from longspan.train.data.images.video_file import files_of_paths, joined_stamp, shown_paths
 from longspan.train.data.rows.sample import SampleImage
 from longspan.train.data.store.arrays import GrowingArray, mapped
 
@@ -25,7 +25,10 @@ _COLUMNS = {
     "modified_ns": "<i8",
     "position": "<i8",
     "among": "<i4",
+    "frame": "<i4",
+    "seconds": "<f8",
 }
+_OF_IMAGES = {"among": 1, "frame": -1, "seconds": 0}  # of tables that were made before there were these
 _PATHS, _ENDS = "image_paths.jsonl", "image_paths.npy"
 
 
@@ -46,9 +49,9 @@ class ImageWriter:
 
     def append(self, images: Sequence[PlacedImage], documents: int) -> None:
         """Write the images of further documents, of which so many are there already."""
-        table = np.array([_row(placed, documents) for placed in images], dtype=np.int64).reshape(-1, len(_COLUMNS))
-        for column, values in zip(self._columns.values(), table.T, strict=True):
-            column.append(values)
+        rows = [_row(placed, documents) for placed in images]
+        for number, column in enumerate(self._columns.values()):
+            column.append(np.array([row[number] for row in rows]))
         for placed in images:
             self._paths.write(json.dumps(placed.image.path).encode() + b"\n")
             self._ends.append(np.array([self._paths.tell()]))
@@ -69,8 +72,10 @@ class ImageTable:
     """The images of a folder of documents, in the order of documents and of their places; files that are mapped."""
 
     def __init__(self, folder: Path) -> None:
-        self._columns: dict[str, npt.NDArray[Any]] = {name: mapped(_file(folder, name)) for name in _COLUMNS}
         self._ends = mapped(folder / _ENDS)
+        there = [name for name in _COLUMNS if name not in _OF_IMAGES or _file(folder, name).is_file()]
+        self._columns: dict[str, npt.NDArray[Any]] = {name: mapped(_file(folder, name)) for name in there}
+        self._columns |= {name: np.full(len(self), v) for name, v in _OF_IMAGES.items() if name not in there}
         self._paths = np.memmap(folder / _PATHS, mode="r") if len(self._ends) else np.zeros(0, np.uint8)
 
     @classmethod
@@ -87,7 +92,7 @@ class ImageTable:
         return range(first, last)
 
     def __getitem__(self, number: int) -> PlacedImage:
-        at = {name: int(column[number]) for name, column in self._columns.items()}
+        at: dict[str, Any] = {name: column[number].item() for name, column in self._columns.items()}
         image = SampleImage(
             at["start"],
             at["stop"],
@@ -98,11 +103,13 @@ class ImageTable:
             at["bytes"],
             at["modified_ns"],
             at["among"],
+            at["frame"],
+            at["seconds"],
         )
         return PlacedImage(at["document"], image, at["position"])
 
     def path(self, number: int) -> str:
-        """The file of an image; empty where its bytes are in a row."""
+        """The file of an image, or those of a group of frames; empty where bytes are in a row."""
         begin = int(self._ends[number - 1]) if number else 0
         return str(json.loads(self._paths[begin : int(self._ends[number])].tobytes()))
 
@@ -116,17 +123,18 @@ class ImageTable:
         for number, stamp in enumerate(stamps):
             path = self.path(number)
             try:
-                if path and ImageFile(path).stamp() != stamp:
-                    yield f"image {path} has changed"
+                if path and joined_stamp(files_of_paths(path)) != stamp:
+                    yield f"image {shown_paths(path)} has changed"
             except OSError as error:
-                yield f"image {path} cannot be read ({error.strerror})"
+                yield f"image {shown_paths(path)} cannot be read ({error.strerror})"
 
 
 def _file(folder: Path, column: str) -> Path:
     return folder / f"image_{column}.npy"
 
 
-def _row(placed: PlacedImage, documents: int) -> tuple[int, ...]:
+def _row(placed: PlacedImage, documents: int) -> tuple[float, ...]:
     image = placed.image
     place = (documents + placed.document, image.start, image.stop, image.rows, *image.grid)
-    return (*place, image.number, image.bytes, image.modified_ns, placed.position, image.among)
+    row = (*place, image.number, image.bytes, image.modified_ns, placed.position)
+    return (*row, image.among, image.frame, image.seconds)
