@@ -156,3 +156,24 @@ def test_saved_folders_have_the_processor_and_are_evaluated(
     assert eval_main([str(folder), *layout, "--json", "--device", "cpu"]) == 0
     evaluated = json.loads(capsys.readouterr().out)["eval_loss"]
     assert evaluated == pytest.approx(losses_of(trained[0])["eval_loss"][-1], rel=1e-6)
+
+
+@pytest.mark.whole
+def test_a_run_with_videos_at_any_degree(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    names = write_images(tmp_path / "data", [(16, 16)] * 6)
+    answer, rows = {"role": "assistant", "content": "yes"}, []
+    for i in range(ROWS):
+        shown = {"videos": [{"frames": names[: 2 + i % 5], "fps": 1 + i % 3}]} if i % 3 else {}
+        shown |= {"images": names[i % 6 : i % 6 + 1]} if i % 2 else {}
+        text = "<video>" * bool("videos" in shown) + "<image>" * bool("images" in shown) + "so?" * (1 + i % 4)
+        rows.append({"messages": [{"role": "user", "content": text}, answer]} | shown)
+    write_rows(tmp_path / "data" / "rows.jsonl", rows)
+    context = replace(config.context, context_parallel_size=1, eval_context_parallel_size=1)
+    context = replace(context, max_tokens_per_slot=192, eval_max_tokens_per_slot=192)
+    alone = replace(config, context=context, run=replace(config.run, dir=str(tmp_path / "alone")))
+    run_ranks(train_rank, 2, config, 2, timeout=200)
+    run_ranks(train_rank, 1, alone, 1, timeout=200)
+    wanted, found = losses_of(alone), losses_of(config)
+    assert all(farthest(found[key], wanted[key]) <= 1e-6 for key in COLUMNS)
+    assert len(found["loss"]) == 4 and found["loss"][-1] < found["loss"][0]
