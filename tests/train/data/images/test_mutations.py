@@ -66,11 +66,11 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
         family("video_llama_3"),
     ),
     "an image alone in its document": (
-        ("train.data.image_reader", "picture, placed.image.among", "picture, 1"),
+        ("train.data.image_reader", "pictures[0], placed.image.among", "pictures[0], 1"),
         family("llava_onevision"),
     ),
     "placeholders of an image alone": (
-        (ROWS, "self.processor.text(size, among)", "self.processor.text(size)"),
+        (ROWS, "self.processor.text(size, images)", "self.processor.text(size)"),
         family("llava_onevision"),
     ),
     "places in the row, not in its part": (
