@@ -215,11 +215,15 @@ class Stock:
     def _bound_of_float32(self, answer: Answer, with_routers: bool) -> float:
         """EXACT, or what two computations in float32 may differ by: gradients that cancel out have few digits left."""
         least = EXACT[torch.float32]
-        try:
-            between = ROUNDING * _worst(answer, self._answer(torch.float32, torch.float64, with_routers))
-        except (RuntimeError, TypeError):  # two types in one product, say
-            return least
-        return max(least, between) if between <= MOST_ROUNDING else least
+        for whole in (True, False):  # scans and norms in float64 too, where the model's code can
+            try:
+                with precision(torch.float64, whole=whole):
+                    exact = self._answer(torch.float32, torch.float64, with_routers)
+            except (RuntimeError, TypeError):  # two types in one product, say
+                continue
+            between = ROUNDING * _worst(answer, exact)
+            return max(least, between) if between <= MOST_ROUNDING else least
+        return least
 
     def _exact(self, with_routers: bool) -> Expected:
         """In float64 all through, where the model's code can."""
