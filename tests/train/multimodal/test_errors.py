@@ -16,7 +16,9 @@ from longspan.bridge import Item, ItemDocuments
 from longspan.errors import CommError, DataError, LongspanError, ModelError, NonFiniteError, PlanError
 from longspan.model.multimodal.encoder import Encoder
 from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.vision.image_tokens import ImageInput
 from longspan.testing import backend, run_ranks
+from longspan.train.encoding.modality_pass import tensors_in
 from tests.model.stock import gradients_of, worst
 from tests.train.multimodal.cases import Case
 from tests.train.multimodal.documents import documents_of
@@ -198,3 +200,9 @@ def test_every_mistake_is_an_error_on_every_rank() -> None:
 def test_documents_are_checked_where_they_are_made() -> None:
     with pytest.raises(DataError, match=r"item 1 .* both take position 3"):
         ItemDocuments([[1] * 9], [Item(0, ((1, 4),)), Item(0, ((3, 5),))], [None, None])
+
+
+def test_what_is_looked_through_for_numbers_that_are_not_finite() -> None:
+    pixels, mask = torch.ones(2, 3), torch.zeros(2)
+    image = ImageInput(pixels, grid=(1, 1, 2), fields={"pixel_attention_mask": mask})
+    assert [id(x) for x in tensors_in({"image": [image, "no tensor"]})] == [id(pixels), id(mask)]

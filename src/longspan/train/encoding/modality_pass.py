@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -84,8 +85,7 @@ class ModalityPass:
     def not_finite(self) -> list[str]:
         """The items of which what was read here holds tensors that are not finite."""
         read = {item: value for wave in self.waves for item, value in zip(wave.items, wave.inputs, strict=True)}
-        tensors = {item: [x for x in tree_leaves(value) if isinstance(x, Tensor)] for item, value in read.items()}
-        return [self.items.name(item) for item in sorted(tensors) if not all(map(_is_finite, tensors[item]))]
+        return [self.items.name(item) for item in sorted(read) if not all(map(_is_finite, tensors_in(read[item])))]
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -229,6 +229,15 @@ def _noting(doing: Callable[[], str]) -> Iterator[None]:
     except Exception as error:
         error.add_note(doing())
         raise
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in lists, dicts and dataclasses (`ImageInput`), however deep."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
 
 
 def _is_finite(x: Tensor) -> bool:
