@@ -12,10 +12,12 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from longspan.comm import World
 from longspan.doctor import prove as proving
 from longspan.doctor.cases import LENGTHS, Case, cases_named
+from longspan.doctor.images import image_documents, item_documents, without_videos
 from longspan.doctor.outcomes import Outcome
 from longspan.doctor.prove import Ranks, prove, run_proof
 from longspan.doctor.ranks import CaseRun, Task
 from longspan.doctor.stock import documents_for
+from longspan.doctor.which_model import configuration_of
 from longspan.layout import Layout
 from longspan.model.seams import attention_calls
 from longspan.model.small.shrink import shrunken
@@ -160,3 +162,12 @@ def test_a_stock_model_that_cannot_run_is_not_built() -> None:
     config.hidden_act = "none of these"
     outcome = prove(config, (CASE,), 2)[0]
     assert outcome.status == "not built" and "none of these" in outcome.message
+
+
+@pytest.mark.parametrize(("name", "videos"), [("qwen2_5_vl", 2), ("llava", 0)])
+def test_documents_with_images_have_videos_where_the_model_takes_them(name: str, videos: int) -> None:
+    config = shrunken(configuration_of(name), images=True)
+    documents = image_documents(config)
+    assert sum(len(document.videos) for document in documents) == videos
+    assert bool(without_videos(config)) == (not videos)
+    assert len(item_documents(config, documents).items) == sum(len(document.rows) for document in documents)

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from longspan.cli.gpu_environment import set_gpu_environment
 from longspan.cli.processes import Processes, processes_of, reports_here, run_on_ranks, under_torchrun, usable_gpus
 from longspan.doctor.cases import Case, CaseSet, DTypeName, cases_named, every_type, image_cases
+from longspan.doctor.images import without_videos
 from longspan.doctor.kernels import KernelLine, kernel_lines
 from longspan.doctor.outcomes import Proof
 from longspan.doctor.prove import InWorld, Ranks, run_proof
@@ -67,7 +68,7 @@ def prove_model(name: str, flags: ProofFlags) -> int:
             print(json.dumps(proof_json(proof, model, seconds), indent=1, ensure_ascii=False))
         else:
             heading = [*map(_heading, models), *(f"attention at true sizes: {line}" for line in lines)]
-            print(proof_text(proof, [*heading, *([note] if note else [])], seconds))
+            print(proof_text(proof, [*heading, *filter(None, (note, models[-1]["videos"]))], seconds))
     return 0 if proof.good else 1
 
 
@@ -138,12 +139,21 @@ def _model(config: PreTrainedConfig, small: PreTrainedConfig, processes: Process
         "hidden_size": text.hidden_size,
         "ranks": processes.ranks,
         "backend": processes.backend,
+        "videos": _videos(small),
     }
 
 
 def _heading(model: dict[str, Any]) -> str:
     size = f"{model['layers']} layers, hidden size {model['hidden_size']}"
     return f"{model['model_type']}, a small copy ({size}) on {counted(model['ranks'], 'rank')} ({model['backend']})"
+
+
+def _videos(small: PreTrainedConfig) -> str:
+    """What cases with images have of videos; "" for a model that knows none."""
+    if not reads_images(small) or not isinstance(getattr(small, "video_token_id", None), int):
+        return ""
+    why = without_videos(small)
+    return f"no videos: {why}" if why else "one of the documents with images has videos too"
 
 
 def _kernels(config: PreTrainedConfig, device: torch.device) -> tuple[tuple[KernelLine, ...], str]:

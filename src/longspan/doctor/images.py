@@ -1,6 +1,7 @@
-"""Documents with images of a proof: made for a small model, and as a step and the stock model are given them."""
+"""Documents with images and videos of a proof: made for a small model, and as a step and the stock model get them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,32 +10,54 @@ from transformers import PreTrainedConfig
 from longspan.bridge import items_at_placeholders
 from longspan.bridge.item_documents import ItemDocuments
 from longspan.doctor.cases import IMAGES, LENGTHS
+from longspan.errors import ModelError
 from longspan.model.small.shrink import tiny_model
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.model.vision.take_apart import check_vision
-from longspan.model.vision.trial_documents import TrialDocument, trial_documents
+from longspan.model.vision.trial_documents import TrialDocument, trial_documents, video_document
+from longspan.model.vision.tried_videos import video_tokens
 from longspan.train.document import Document
 
 NO_LABEL = -100
 
 
 def image_documents(config: PreTrainedConfig) -> tuple[TrialDocument, ...]:
-    """Documents of LENGTHS tokens of text and IMAGES images, for a small configuration.
+    """Documents of LENGTHS tokens of text and IMAGES images, for a small configuration, and one with videos.
 
-    Raises ModelError where `prepare(encoder=…)` refuses the model.
+    There is none with videos where `without_videos` says why. Raises ModelError where `prepare(encoder=…)` refuses the
+    model.
     """
     model = tiny_model(config, torch.float32, images=True)
     check_vision(model)
-    return tuple(trial_documents(model, tuple(zip(LENGTHS, IMAGES, strict=True))))
+    of_images = trial_documents(model, tuple(zip(LENGTHS, IMAGES, strict=True)))
+    return (*of_images, *(() if without_videos(config) else (video_document(model),)))
+
+
+def without_videos(config: PreTrainedConfig) -> str:
+    """Why no document of a small configuration has videos; "" where one has."""
+    try:
+        video_tokens(config)
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
 def item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocument]) -> ItemDocuments:
     """The same as `run_step` takes them."""
     ids = [document.ids for document in documents]
-    items = items_at_placeholders(ids, image_tokens(config).placeholder, [document.rows for document in documents])
-    images = [image for document in documents for image in document.images]
+    of_images, of_videos = zip(*(_apart(document, document.rows) for document in documents), strict=True)
+    items = items_at_placeholders(ids, image_tokens(config).placeholder, of_images)
+    if any(of_videos):
+        items += items_at_placeholders(ids, video_tokens(config).placeholder, of_videos)
+    images = [image for kind in (0, 1) for document in documents for image in _apart(document, document.images)[kind]]
     tokens = [_labelled(document) if document.prefix else document.ids for document in documents]
     return ItemDocuments(tokens, items, images, lambda number: documents[number].positions)
+
+
+def _apart(document: TrialDocument, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """What belongs to images, and to groups of frames of videos."""
+    groups = {video.first + k for video in document.videos for k in range(video.video.grid[0])}
+    return [x for i, x in enumerate(values) if i not in groups], [values[i] for i in sorted(groups)]
 
 
 def labels_of(document: np.ndarray | TrialDocument) -> np.ndarray:

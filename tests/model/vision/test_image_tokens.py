@@ -11,7 +11,13 @@ from longspan.model.vision.video_tokens import Video, VideoTokens
 from tests.model.vision.documents import raw
 from tests.model.vision.models import IMAGE, VIDEO, config_of, here, tiny
 
-ROWS = {"llava-clip": 4, "llava-siglip": 4, "gemma3": 9, "paligemma": 4, "paligemma2": 4}  # of every image; others by grid
+ROWS = {
+    "llava-clip": 4,
+    "llava-siglip": 4,
+    "gemma3": 9,
+    "paligemma": 4,
+    "paligemma2": 4,
+}  # of every image; others by grid
 
 
 @pytest.mark.parametrize("name", here())
