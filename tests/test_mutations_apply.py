@@ -14,11 +14,14 @@ from tests.model.test_split_mixers import MUTANTS as OF_SPLIT_MIXERS
 from tests.model.test_split_mixers import OF_SHARED
 from tests.model.vision.test_adapters import MUTATIONS as OF_ADAPTED_ENCODERS
 from tests.model.vision.test_mutations import MUTATIONS as OF_IMAGES
+from tests.model.vision.test_mutations import PREFIX as OF_PREFIXES
 from tests.model.vision.test_mutations import SPANS as OF_SPANS
+from tests.model.vision.test_mutations import VIDEOS as OF_VIDEOS
 from tests.model.vision.test_tower_attention import MUTATIONS as OF_TOWERS
 from tests.mutation import mutate, restore
 from tests.train.data.images.test_mutations import MUTATIONS as OF_IMAGE_ROWS
 from tests.train.evaluation.test_mutations import MUTATIONS as OF_EVALUATIONS
+from tests.train.multimodal.test_mutations import MUTATIONS as OF_MODALITIES
 from tests.train.own_loss.test_mutations import MUTATIONS as OF_LOSSES
 
 CHANGES = [
@@ -34,6 +37,9 @@ CHANGES = [
     *OF_IMAGES.values(),
     *OF_TOWERS.values(),
     *OF_SPANS.values(),
+    *OF_PREFIXES.values(),
+    *OF_VIDEOS.values(),
+    *(mutation[:3] for mutation in OF_MODALITIES.values()),
     *(mutation[2:] for mutation in OF_EXPERTS.values()),
     *(
         change

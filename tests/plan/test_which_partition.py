@@ -51,7 +51,7 @@ def test_many_documents_want_contiguous_rows() -> None:
     many, one = weighed([2048] * 32), weighed([65536])
     assert (many.options.partition, many.options.cp_comm_type) == ("contiguous", "a2a")
     zigzag = min(way.seconds for way in many.ways if way.options.partition == "zigzag")
-    assert zigzag > 1.15 * many.ways[0].seconds  # 704 MiB of states a layer
+    assert zigzag > 1.1 * many.ways[0].seconds  # 704 MiB of states a layer
     assert (one.options.partition, one.options.cp_comm_type) == ("contiguous", "a2a")
     rings = [way for way in one.ways if str(way) == "contiguous under p2p"]
     assert rings[0].seconds > 1.2 * one.ways[0].seconds  # the last slot has most of the work

@@ -34,7 +34,7 @@ class Mutation(NamedTuple):
 
 MUTATIONS = {
     "each of a slot's copies is summed": Mutation(
-        PASS, '"partial_over_slots" if world.home.tp > 1 else "partial"', '"partial"', FAN_IN
+        PASS, '"partial_over_slots" if same_on_tp else "partial"', '"partial"', FAN_IN
     ),
     "the sum over the encoder's slots is left out": Mutation(
         PASS, "stack.enter_context(gradients_summed_over_slots(module, self.encoder.world))", "pass", COPIES
@@ -44,17 +44,17 @@ MUTATIONS = {
         "wave.bridge.back(_gradient(wave, output)) / self.encoder.world.home.slots", FAN_OUT,
     ),
     "the loss is divided by slots": Mutation(
-        "train.passes", "return loss_sum / max(self.plan.targets, 1)",
-        "return loss_sum / max(self.plan.targets, 1) / self.world.home.slots", FAN_IN,
+        "train.passes", "return loss_sum / self.divisor",
+        "return loss_sum / self.divisor / self.world.home.slots", FAN_IN,
     ),
     "two slots of the encoder are swapped": Mutation(
         OWNERS, "encoded |= {home.rank_at(slot, tp=tp)", "encoded |= {home.rank_at(slot ^ 1, tp=tp)", FAN_IN
     ),
     "two slots of the language model are swapped": Mutation(
-        OWNERS, "needed[home.rank_at(slot, tp=tp)].append", "needed[home.rank_at(slot ^ 1, tp=tp)].append", FAN_IN
+        OWNERS, "needed[home.rank_at(slot, tp=tp, pp=pp)]", "needed[home.rank_at(slot ^ 1, tp=tp, pp=pp)]", FAN_IN
     ),
     "the axes of a mesh are permuted": Mutation(
-        OWNERS, "needed[home.rank_at(slot, tp=tp)].append", "needed[home.ranks[tp * home.slots + slot]].append", FAN_IN
+        OWNERS, "needed[home.rank_at(slot, tp=tp, pp=pp)]", "needed[home.ranks[tp * home.slots + slot]]", FAN_IN
     ),
     "a slice of what arrived is taken twice": Mutation(PASS, "starts[index] += rows", "pass", FAN_OUT),
     "rows of an item are reversed": Mutation(
