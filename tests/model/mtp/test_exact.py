@@ -170,7 +170,7 @@ def _errors(rank: int, home: Layout, cases: list[Case]) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("home", "cases"),
     [
-        (Layout(ranks=1), FEW[1:]),
+        pytest.param(Layout(ranks=1), FEW[1:], marks=pytest.mark.whole),
         pytest.param(Layout(ranks=2), CASES, marks=pytest.mark.whole),
         (Layout(ranks=3), FEW[1:]),
         (Layout(ranks=2), HYBRID[:1]),
@@ -179,7 +179,7 @@ def _errors(rank: int, home: Layout, cases: list[Case]) -> dict[str, float]:
         pytest.param(Layout(ranks=4, tp=2), SPLIT, marks=pytest.mark.whole),
         (Layout(ranks=2, tp=2), ROWS),
         pytest.param(Layout(ranks=4, tp=2, pp=2), ROWS, marks=pytest.mark.whole),
-        (Layout(ranks=2, ep=2), EXPERTS[:1]),
+        pytest.param(Layout(ranks=2, ep=2), EXPERTS[:1], marks=pytest.mark.whole),
         (Layout(ranks=2, pp=2), STAGES[4:5]),
         pytest.param(Layout(ranks=2, pp=2), STAGES, marks=pytest.mark.whole),
         pytest.param(Layout(ranks=4, pp=2), STAGES, marks=pytest.mark.whole),
