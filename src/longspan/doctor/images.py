@@ -56,7 +56,7 @@ def item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocument])
 
 def _apart(document: TrialDocument, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """What belongs to images, and to groups of frames of videos."""
-    groups = {video.first + k for video in document.videos for k in range(video.video.grid[0])}
+    groups = document.groups
     return [x for i, x in enumerate(values) if i not in groups], [values[i] for i in sorted(groups)]
 
 

@@ -23,12 +23,17 @@ from longspan.doctor.images import NO_LABEL, labels_of
 from longspan.errors import ModelError
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.small.shrink import tiny_model
-from longspan.model.vision.trial_documents import TrialDocument, ordinary_ids, stock_arguments, token_kinds
+from longspan.model.vision.trial_documents import (
+    TOKEN_KINDS,
+    TrialDocument,
+    ordinary_ids,
+    stock_arguments,
+    token_kinds,
+)
 from longspan.plan.cost.model_shape import read_experts
 
 ROUTER = RouterCoefficients(balance=0.5, z=0.1)
 NO_ROUTER = RouterCoefficients(balance=0.0)
-_TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids")  # some wrappers ask for them in training
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ def _run(model: PreTrainedModel, document: np.ndarray | TrialDocument, *, with_r
     ids = torch.from_numpy(document)[None]
     wrapper = model.config.get_text_config() is not model.config  # GPT-2 would embed the kinds as tokens
     known = inspect.signature(model.forward).parameters if wrapper else ()
-    more: dict[str, Any] = {name: token_kinds(model, len(document)) for name in _TOKEN_KINDS if name in known}
+    more: dict[str, Any] = {name: token_kinds(model, len(document)) for name in TOKEN_KINDS if name in known}
     if with_routers:
         more["output_router_logits"] = True
     return model(input_ids=ids, use_cache=False, **more)

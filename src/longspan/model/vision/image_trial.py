@@ -24,13 +24,18 @@ from longspan.model.small.shrink import shrunken, tiny_model
 from longspan.model.small.trial import in_one_line, on_the_host
 from longspan.model.vision.split import VisionParts, split
 from longspan.model.vision.tower_attention import pack_attention
-from longspan.model.vision.trial_documents import TrialDocument, stock_arguments, trial_documents, video_document
+from longspan.model.vision.trial_documents import (
+    TOKEN_KINDS,
+    TrialDocument,
+    stock_arguments,
+    trial_documents,
+    video_document,
+)
 from longspan.plan.cost.model_shape import SEEN_BY_IMAGES
 
 _SIZES = ((9, 3), (7, 0), (6, 1))  # tokens of text and images of each document
 _TOLERANCE = 1e-5  # relative; many norms and the softmax compute in float32, whatever the model's type
-_FLOOR = 0.03  # of the largest gradient: below, a gradient may be rounding alone, as that of a key's bias is
-_TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids")
+_FLOOR = 0.01  # of the largest gradient: below, a gradient may be rounding alone, as that of a key's bias is
 _Documents = Callable[[PreTrainedModel], list[TrialDocument]]
 
 
@@ -120,7 +125,7 @@ def _logits_in_parts(parts: VisionParts, document: TrialDocument) -> Tensor:
     known = signature(model.forward).parameters
     # Its own mask stands for that of a shard, which knows spans of images and prefixes.
     kind = document.kinds(model, images=model.config.model_type in SEEN_BY_IMAGES)
-    kinds = dict.fromkeys((name for name in _TOKEN_KINDS if name in known), kind)
+    kinds = dict.fromkeys((name for name in TOKEN_KINDS if name in known), kind)
     with ExitStack() as hooks:
         if rows:
             _add_rows(model, places, rows, hooks)

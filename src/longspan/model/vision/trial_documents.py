@@ -22,7 +22,7 @@ from longspan.model.vision.sample_image import sample_image
 from longspan.model.vision.video_tokens import Video, VideoTokens
 
 _SIDES = ((2, 3), (1, 2), (3, 2))  # of images in merged patches; of tiles in quarters of a tile's side
-_KINDS = ("token_type_ids", "mm_token_type_ids")  # 1 at images, 2 at videos, as processors make them
+TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids")  # 1 at images, 2 at videos, as processors make them
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,11 @@ class TrialDocument:
     videos: tuple["TrialVideo", ...] = ()
     at_videos: np.ndarray | None = None
     prefix: int = 0
+
+    @property
+    def groups(self) -> set[int]:
+        """Which of the images are groups of frames of videos."""
+        return {video.first + k for video in self.videos for k in range(video.video.grid[0])}
 
     def kinds(self, model: PreTrainedModel, *, images: bool) -> Tensor:
         """What models are told of each row (1, T): with `images` 1 at these and 2 at videos; or 1 after a prefix."""
@@ -92,16 +97,15 @@ def stock_arguments(model: PreTrainedModel, document: TrialDocument) -> dict[str
     ids = torch.from_numpy(document.ids)[None]
     arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     base, like, known = base_of(model), next(model.parameters()), signature(model.forward).parameters
-    of_videos = {video.first + k for video in document.videos for k in range(video.video.grid[0])}
-    if images := [image for i, image in enumerate(document.images) if i not in of_videos]:
+    if images := [image for i, image in enumerate(document.images) if i not in document.groups]:
         arguments |= image_arguments(base, images, like)
     if document.videos:
-        made = image_arguments(base, [document.images[i] for i in sorted(of_videos)], like)
+        made = image_arguments(base, [document.images[i] for i in sorted(document.groups)], like)
         grids = torch.tensor([video.video.grid for video in document.videos])
         seconds = torch.tensor([video.video.seconds for video in document.videos], dtype=torch.float32)
         arguments |= {"pixel_values_videos": made["pixel_values"], "video_grid_thw": grids}
         arguments |= {"second_per_grid_ts": seconds} if "second_per_grid_ts" in known else {}
-    return arguments | {name: document.kinds(model, images=True) for name in _KINDS if name in known}
+    return arguments | {name: document.kinds(model, images=True) for name in TOKEN_KINDS if name in known}
 
 
 def _document(
