@@ -49,13 +49,16 @@ def adapted(family: str, adapter: str, dtype: torch.dtype = torch.float64, **mor
     config = peft.LoraConfig(**{"r": 4, "lora_alpha": 8, **ADAPTERS[adapter], **more})
     if family in ("falcon_h1", "nemotron_h"):  # where peft refuses it
         config.target_modules = {name for name in config.target_modules or () if name != "out_proj"}
-    peft_model: Any = peft.get_peft_model(model, config)
+    return drawn(peft.get_peft_model(model, config))
+
+
+def drawn(peft_model: Any) -> Any:
+    """The same model, each of its trained matrices drawn from a seed: none is zero."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in peft_model.parameters():
             if parameter.requires_grad:
-                drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.copy_(0.3 * drawn)
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
     return peft_model
 
 

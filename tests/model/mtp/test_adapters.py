@@ -13,6 +13,7 @@ from longspan.doctor.float64 import whole_float64
 from longspan.errors import ModelError
 from longspan.model import add_mtp
 from longspan.testing import run_ranks
+from tests.model.lora.adapted import drawn
 from tests.model.mtp.dense import LENGTHS, WEIGHT, Answer, dense, with_depths
 from tests.model.stock import gradients_of, texts, tiny, worst
 from tests.mutation import mutate, restore
@@ -33,12 +34,7 @@ LINEARS = ["eh_proj", "q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_pr
 def adapted(family: str, **more: Any) -> Any:
     """A model with two depths and an adapter of no matrix of which is zero."""
     settings = {"r": 4, "lora_alpha": 8, "target_modules": LINEARS, **more}
-    peft_model: Any = peft.get_peft_model(with_depths(family, 2), peft.LoraConfig(**settings))
-    generator = torch.Generator().manual_seed(5)
-    for parameter in peft_model.parameters():
-        if parameter.requires_grad:
-            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    return peft_model
+    return drawn(peft.get_peft_model(with_depths(family, 2), peft.LoraConfig(**settings)))
 
 
 @cache

@@ -5,7 +5,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
 from longspan import Layout, World, prepare, run_step, without_adapter
 from longspan.doctor.float64 import whole_float64
@@ -15,6 +14,7 @@ from longspan.model.lora.targets import LANGUAGE_MODEL, PARTS, PROJECTOR, TOWER
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.testing import run_ranks
 from longspan.train.config.sections.lora import PARTS as AS_CONFIGURED
+from tests.model.lora.adapted import drawn
 from tests.model.stock import gradients_of
 from tests.model.vision.documents import Answer, answer_of, documents_of
 from tests.model.vision.joined import BOUND, Case, own_names
@@ -27,12 +27,7 @@ FAMILIES = [name for name in ("llava-clip", "qwen2.5-vl", "qwen3-vl") if name in
 
 def adapted(name: str, parts: Sequence[str]) -> Any:
     """A PeftModel with adapters in these parts, none of whose matrices is zero."""
-    peft_model = add_lora(tiny(name), NewAdapter(rank=2, parts=tuple(parts)))
-    generator = torch.Generator().manual_seed(5)
-    for parameter in peft_model.parameters():
-        if parameter.requires_grad:
-            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    return peft_model
+    return drawn(add_lora(tiny(name), NewAdapter(rank=2, parts=tuple(parts))))
 
 
 @cache
