@@ -62,7 +62,7 @@ class Corpus:
                 raise
             raise DataError(f"{place} is not a corpus: {error}; remove it and it is built again") from error
         self.rows_read = 0
-        self.selects: Callable[[Corpus, tuple[int, ...]], Documents] = Documents  # with images: image_documents.py
+        self.selects: Callable[[Corpus, tuple[int, ...]], Documents] = Documents  # with images: corpus_images
         self.packs: Callable[[tuple[Pack, ...]], Sequence[Pack]] = tuple  # likewise
 
     def _open(self, place: Path, folder: Path, record: Record | None) -> None:

@@ -19,9 +19,9 @@ from longspan.comm import World
 from longspan.errors import DataError
 from longspan.train.all_ranks import LogLine, on_every_rank
 from longspan.train.config.sections import DataConfig, RunConfig
+from longspan.train.data.corpus_images.image_documents import with_images
 from longspan.train.data.corpus_settings import CorpusSettings, recipe_of, rows_lines, what_is_left_out
 from longspan.train.data.documents import Corpus, Documents
-from longspan.train.data.image_documents import with_images
 from longspan.train.data.rows.lines import special_line
 from longspan.train.data.step_order import some_documents
 from longspan.train.data.store.builder import build_documents

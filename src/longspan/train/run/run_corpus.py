@@ -11,9 +11,9 @@ from longspan.model import PRESETS
 from longspan.train.all_ranks import LogLine, on_every_rank, on_first_rank
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.build import ensure_corpus
+from longspan.train.data.corpus_images.image_documents import show_images
 from longspan.train.data.corpus_settings import CorpusSettings
 from longspan.train.data.documents import Corpus
-from longspan.train.data.image_documents import show_images
 from longspan.train.data.rows.kinds import shown_kind
 from longspan.train.data.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
 from longspan.train.data.tokenizer_files import vocabulary_files

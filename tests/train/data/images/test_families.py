@@ -24,7 +24,7 @@ from longspan.model.vision.image_arguments import image_parameters
 from longspan.model.vision.image_encoder import rows_of_images
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.testing import run_ranks
-from longspan.train.data.image_documents import ImageDocuments, show_images
+from longspan.train.data.corpus_images.image_documents import ImageDocuments, show_images
 from longspan.train.data.images.processor import load_processor
 from tests.model.stock import gradients_of
 from tests.model.vision.documents import Answer

@@ -15,9 +15,9 @@ from longspan.errors import DataError
 from longspan.model.vision.image_tokens import ImageTokens
 from longspan.train.config.sections import DataConfig
 from longspan.train.data.build import ensure_corpus
+from longspan.train.data.corpus_images.image_documents import ImageDocuments, show_images
 from longspan.train.data.corpus_settings import CorpusSettings
 from longspan.train.data.documents import Corpus
-from longspan.train.data.image_documents import ImageDocuments, show_images
 from longspan.train.data.images.image_file import ImageFile
 from longspan.train.data.images.processor import load_processor
 from longspan.train.data.left_out import parts_of
@@ -62,7 +62,7 @@ def corpus_of(folder: Path, rows: list[dict[str, Any]], model: Path, **data: Any
 def documents_of(corpus: Corpus, model: Path, monkeypatch: pytest.MonkeyPatch) -> ImageDocuments:
     processor = load_processor(model.absolute())
     tokens = ImageTokens(processor.placeholder, 2) if processor.has_grids else ImageTokens(258, fixed_rows=16)
-    monkeypatch.setattr("longspan.train.data.image_documents.image_tokens", lambda _: tokens)
+    monkeypatch.setattr("longspan.train.data.corpus_images.image_documents.image_tokens", lambda _: tokens)
 
     class Model:
         vision_config = object()
@@ -249,7 +249,9 @@ def test_other_rows_of_the_model_name_document_and_counts(tmp_path: Path, monkey
         (ImageTokens(260, 1), "document 1 .* has 8 placeholders .* makes 32 rows"),
         (ImageTokens(7, 2), "token id 260 .* takes id 7"),
     ]:
-        monkeypatch.setattr("longspan.train.data.image_documents.image_tokens", lambda _, made=tokens: made)
+        monkeypatch.setattr(
+            "longspan.train.data.corpus_images.image_documents.image_tokens", lambda _, made=tokens: made
+        )
         model_config = type("Model", (), {"vision_config": object()})()
         with pytest.raises(DataError, match=message):
             show_images(corpus, model_config, model)

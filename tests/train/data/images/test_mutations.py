@@ -22,7 +22,7 @@ def family(name: str) -> Callable[..., Any]:
     return lambda tmp_path, _: families.test_ids_and_rows_are_those_of_the_stock_processor(name, tmp_path)
 
 
-ROWS = "train.data.rows.placeholders"
+ROWS = "train.data.rows.media.placeholders"
 Change = tuple[str, str, str]
 MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
     "answers where they stood before placeholders": (
@@ -35,14 +35,14 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
     ),
     "another image's pixels": (
         (
-            "train.data.image_reader",
+            "train.data.corpus_images.image_reader",
             "self._loaded(placed, self._files(placed))",
             "self._loaded(placed, self._files(self._table[0]))",
         ),
         tables.test_bytes_in_tables,
     ),
     "frames of the video's beginning": (
-        ("train.data.image_reader", "frames[frame : frame + ", "frames[0 : "),
+        ("train.data.corpus_images.image_reader", "frames[frame : frame + ", "frames[0 : "),
         videos.test_frames_as_bytes_in_tables_and_cuts_between_groups,
     ),
     "times of groups as if of frames": (
@@ -54,7 +54,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
         videos.test_pixels_are_those_of_the_image_processor,
     ),
     "videos of a row are one": (
-        ("train.data.shown_images", "(placed.document, placed.image.number)", "0"),
+        ("train.data.corpus_images.shown_images", "(placed.document, placed.image.number)", "0"),
         partial(videos.test_tokens_places_and_positions, "qwen2.5-vl"),
     ),
     "the images of the document before": (
@@ -66,7 +66,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
         family("video_llama_3"),
     ),
     "an image alone in its document": (
-        ("train.data.image_reader", "pictures[0], placed.image.among", "pictures[0], 1"),
+        ("train.data.corpus_images.image_reader", "pictures[0], placed.image.among", "pictures[0], 1"),
         family("llava_onevision"),
     ),
     "placeholders of an image alone": (

@@ -13,8 +13,8 @@ from longspan.report import write_report
 from longspan.testing import run_ranks
 from longspan.train.config.file import load_config
 from longspan.train.config.sections import RunConfig
+from longspan.train.data.corpus_images.image_reader import ImageReader
 from longspan.train.data.documents import Corpus
-from longspan.train.data.image_reader import ImageReader
 from longspan.train.data.images.image_file import ImageFile
 from longspan.train.data.step_order import StepOrder
 from longspan.train.run.records.metrics_log import read_metrics

@@ -10,7 +10,7 @@ import torch
 from longspan.errors import DataError
 from longspan.model.vision.image_tokens import ImageTokens
 from longspan.model.vision.video_tokens import Video, VideoTokens
-from longspan.train.data.image_documents import ImageDocuments, show_images
+from longspan.train.data.corpus_images.image_documents import ImageDocuments, show_images
 from longspan.train.data.images.image_file import ImageFile
 from longspan.train.data.images.processor import load_processor
 from longspan.train.data.tokenizer import load_tokenizer
@@ -35,8 +35,8 @@ def shown(folder: Path, rows: list[dict[str, Any]], name: str, patch: pytest.Mon
     config = config_of(name)
     config.image_token_id, config.video_token_id = 260, 261  # pyright: ignore[reportAttributeAccessIssue]
     tokens = VideoTokens(ImageTokens(260, 2, config=config), 261, name == "qwen3-vl")
-    patch.setattr("longspan.train.data.image_documents.image_tokens", lambda _: tokens.images)
-    patch.setattr("longspan.train.data.image_documents.video_tokens", lambda _: tokens)
+    patch.setattr("longspan.train.data.corpus_images.image_documents.image_tokens", lambda _: tokens.images)
+    patch.setattr("longspan.train.data.corpus_images.image_documents.video_tokens", lambda _: tokens)
     corpus = corpus_of(folder, rows, model, **data)
     documents = show_images(corpus, config, model).select(range(len(corpus)))
     assert isinstance(documents, ImageDocuments)

@@ -17,7 +17,7 @@ from longspan.errors import ConfigError
 from longspan.model.hf_folder import read_configuration
 from longspan.testing import run_ranks
 from longspan.train.config.sections import DataConfig, RunConfig, TrainConfig
-from longspan.train.data.image_documents import ImagePacks, show_images
+from longspan.train.data.corpus_images.image_documents import ImagePacks, show_images
 from longspan.train.data.order.uncut import UncutSpans
 from longspan.train.data.pack_order import PackOrder
 from longspan.train.data.step_order import StepOrder
@@ -108,7 +108,7 @@ def test_packs_with_images_are_documents_of_their_tokens(across: bool, tmp_path:
 
 @pytest.mark.whole
 def test_an_image_of_another_piece_is_noticed(tmp_path: Path) -> None:
-    wrong = ("train.data.image_documents", "end - piece.stop", "end - piece.stop + piece.start")
+    wrong = ("train.data.corpus_images.image_documents", "end - piece.stop", "end - piece.stop + piece.start")
     with mutated(wrong), pytest.raises(AssertionError):
         test_packs_with_images_are_documents_of_their_tokens(False, tmp_path)
 

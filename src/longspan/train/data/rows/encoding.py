@@ -15,11 +15,11 @@ from longspan.errors import DataError
 from longspan.train.data.images.processor import has_processor
 from longspan.train.data.rows.chat import ChatEncoding
 from longspan.train.data.rows.kinds import Kind, kind_of
+from longspan.train.data.rows.media.named_media import has_media, row_and_media
+from longspan.train.data.rows.media.placeholders import RowImages
+from longspan.train.data.rows.media.row_media import NOTHING_SHOWN, RowMedia
 from longspan.train.data.rows.messages import messages_of
-from longspan.train.data.rows.named_images import has_media, row_and_media
-from longspan.train.data.rows.placeholders import RowImages
 from longspan.train.data.rows.plain import completion_sample, encode_texts, token_sample
-from longspan.train.data.rows.row_media import NOTHING_SHOWN, RowMedia
 from longspan.train.data.rows.sample import BadRow, Row, RowSettings, Sample
 from longspan.train.data.rows.template import ChatTemplate
 from longspan.train.data.rows.values import RowError, needed, string

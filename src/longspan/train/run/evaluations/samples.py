@@ -16,7 +16,7 @@ import numpy as np
 from longspan.comm import World
 from longspan.errors import DataError
 from longspan.train.all_ranks import on_first_rank
-from longspan.train.data.image_documents import ImageDocuments
+from longspan.train.data.corpus_images.image_documents import ImageDocuments
 from longspan.train.data.tokenizer import TextTokenizer, load_tokenizer
 from longspan.train.document import NO_TARGET, Labelled
 from longspan.train.evaluation.evaluate import evaluate

@@ -20,9 +20,9 @@ from longspan.train.config.eval_set import EvalConfig
 from longspan.train.config.passkey_settings import PASSKEY
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.build import ensure_corpus
+from longspan.train.data.corpus_images.image_documents import with_images
 from longspan.train.data.corpus_settings import CorpusSettings
 from longspan.train.data.documents import Corpus, Documents
-from longspan.train.data.image_documents import with_images
 from longspan.train.data.step_order import some_documents
 from longspan.train.data.tokenizer import load_tokenizer
 from longspan.train.disk import naming_file

@@ -13,8 +13,8 @@ from longspan.train.data.formats.row_file import row_file
 from longspan.train.data.images.image_file import ImageFile
 from longspan.train.data.images.processor import Processor
 from longspan.train.data.images.video_file import files_of_paths, shown_paths
-from longspan.train.data.rows.named_images import media_of_row
-from longspan.train.data.rows.row_media import RowMedia
+from longspan.train.data.rows.media.named_media import media_of_row
+from longspan.train.data.rows.media.row_media import RowMedia
 from longspan.train.data.rows.sample import BadRow
 from longspan.train.data.rows.values import RowError
 from longspan.train.data.store.images import ImageTable, PlacedImage

@@ -19,8 +19,8 @@ from longspan.train.data.images.image_file import ImageFile
 from longspan.train.data.images.processor import Grid, Processor, digest_of, load_processor
 from longspan.train.data.images.video_file import VideoFile, joined_paths, joined_stamp
 from longspan.train.data.images.video_processor import VideoProcessor
-from longspan.train.data.rows.named_images import PARTS, check_counts, kinds_named, names
-from longspan.train.data.rows.row_media import RowMedia
+from longspan.train.data.rows.media.named_media import PARTS, check_counts, kinds_named, names
+from longspan.train.data.rows.media.row_media import RowMedia
 from longspan.train.data.rows.sample import Sample, SampleImage
 from longspan.train.data.rows.template import ChatTemplate
 from longspan.train.data.rows.turn_tokens import pattern_of

@@ -13,8 +13,8 @@ from typing import Any
 from longspan.errors import counted
 from longspan.train.data.images.image_file import ImageFile
 from longspan.train.data.images.video_file import VideoFile
-from longspan.train.data.rows.named_videos import video
-from longspan.train.data.rows.row_media import RowMedia
+from longspan.train.data.rows.media.named_videos import video
+from longspan.train.data.rows.media.row_media import RowMedia
 from longspan.train.data.rows.sample import Row
 from longspan.train.data.rows.values import RowError, kind_of_value
 

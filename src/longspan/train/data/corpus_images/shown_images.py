@@ -10,8 +10,8 @@ import numpy.typing as npt
 from longspan.layout import Partition
 from longspan.model.vision.image_tokens import ImageTokens
 from longspan.model.vision.video_tokens import Video, VideoTokens
+from longspan.train.data.corpus_images.image_reader import ImageReader
 from longspan.train.data.documents import Corpus
-from longspan.train.data.image_reader import ImageReader
 from longspan.train.data.store.images import ImageTable, PlacedImage
 
 

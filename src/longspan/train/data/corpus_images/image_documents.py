@@ -25,11 +25,11 @@ from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_to
 from longspan.model.vision.tried_videos import video_tokens
 from longspan.model.vision.video_tokens import VideoTokens
 from longspan.plan.items import Item, ItemTable
+from longspan.train.data.corpus_images.image_reader import ImageReader
+from longspan.train.data.corpus_images.shown_images import ShownImages
 from longspan.train.data.documents import Corpus, Documents
-from longspan.train.data.image_reader import ImageReader
 from longspan.train.data.images.processor import Processor, load_processor
 from longspan.train.data.order.packs import Pack
-from longspan.train.data.shown_images import ShownImages
 from longspan.train.data.store.images import ImageTable
 
 if TYPE_CHECKING:
