@@ -8,7 +8,7 @@ from longspan.report import RunFolder, write_report
 from longspan.report.evaluation_sections import rows_of_sets
 from longspan.report.evaluations.rows import BucketRow, EvalRow, last_rows
 from tests.report.runs import write_run
-from tests.report.test_html import Page, page_of
+from tests.report.test_report_pages import Page, page_of
 
 
 def row_of(step: int, loss: float, name: str = "", **keys: Any) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from longspan.errors import counted
-from longspan.report.chart import chart_figure
+from longspan.report.charts.chart import chart_figure
 from longspan.report.evaluations.buckets import bucket_charts
-from longspan.report.html import page
 from longspan.report.markup import section, tag, text
-from longspan.report.series import seconds_text
+from longspan.report.page import page
+from longspan.report.value_text import seconds_text
 
 HELD_OUT = "held out"  # how tables call the documents of a run
 _COLUMNS = ("eval_loss", "eval_perplexity")  # before metrics

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from longspan.report.chart import Chart, Series, chart_figure
+from longspan.report.charts.chart import Chart, Series, chart_figure
 from longspan.report.evaluations.buckets import COLORS, bucket_charts
 from longspan.report.evaluations.rows import EvalRow, last_rows
 from longspan.report.markup import section, tag, text
 from longspan.report.run_folder import RunFolder
-from longspan.report.series import bytes_text, number_text
+from longspan.report.value_text import bytes_text, number_text
 
 WIDTHS = {"wide": 1120, "narrow": 480}  # of a chart; the page shows the one that suits its own width
 SAME = 1e-6  # relative difference up to which two degrees are called equal

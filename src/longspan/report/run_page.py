@@ -7,14 +7,15 @@ from functools import partial
 import numpy as np
 
 from longspan.errors import counted
-from longspan.report.chart import Chart, Series, chart_figure
+from longspan.report.charts.chart import Chart, Series, chart_figure
+from longspan.report.charts.series import smooth
 from longspan.report.evaluation_sections import both_widths, evaluation_sections, relative_spread
 from longspan.report.evaluations.passkey_section import passkey_section
 from longspan.report.evaluations.rows import last_rows
 from longspan.report.evaluations.samples_section import samples_section
 from longspan.report.markup import section, tag, text
 from longspan.report.run_folder import MTP_LOSS, RunFolder
-from longspan.report.series import bytes_text, number_text, seconds_text, smooth
+from longspan.report.value_text import bytes_text, number_text, seconds_text
 from longspan.train.run.records.facts import RunFacts
 
 _DEGREES = ("tp", "pp", "vpp", "ep", "dp_replicate")  # of [parallel]; 1 is not worth a word

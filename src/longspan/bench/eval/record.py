@@ -5,8 +5,8 @@ from typing import Any
 
 from longspan.bench.eval.cases import DEGREES, KNOWN_DOCUMENTS, KNOWN_RANKS
 from longspan.bench.record import where_it_ran
-from longspan.report.series import bytes_text
 from longspan.report.text_table import markdown_table, text_table
+from longspan.report.value_text import bytes_text
 
 _SUMMARY = (
     "case",

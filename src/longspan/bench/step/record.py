@@ -4,8 +4,8 @@ from typing import Any
 
 from longspan.bench.profile_parts import ORDER
 from longspan.bench.record import where_it_ran
-from longspan.report.series import bytes_text
 from longspan.report.text_table import markdown_table, text_table
+from longspan.report.value_text import bytes_text
 
 _NAMES = (
     "step",

@@ -7,8 +7,8 @@ from typing import Any
 from longspan.cli.plan_inputs import UNPRICED
 from longspan.errors import counted
 from longspan.plan.simulate.simulate import Simulation
-from longspan.report.series import bytes_text, number_text, seconds_text
 from longspan.report.text_table import text_table
+from longspan.report.value_text import bytes_text, number_text, seconds_text
 
 Row = tuple[str, Simulation | str]  # a plan's name; its simulation, or why there is none
 

@@ -9,10 +9,10 @@ from longspan.errors import counted
 from longspan.plan import Plan, slot_rows
 from longspan.plan.simulate.simulate import Simulation
 from longspan.plan.simulate.which_degree import DegreeComparison
-from longspan.report.chart import Chart, Series
-from longspan.report.drawing import chart_document
-from longspan.report.series import seconds_text
+from longspan.report.charts.chart import Chart, Series
+from longspan.report.charts.document import chart_document
 from longspan.report.text_table import text_table
+from longspan.report.value_text import seconds_text
 
 _NOTE = """\
 filled: one document a group and micro-batch, documents repeated to fill the last pass. planned: each document once,

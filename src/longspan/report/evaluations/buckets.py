@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan.report.chart import Chart, Series
+from longspan.report.charts.chart import Chart, Series
 
 COLORS = 6  # of page.css, and curves of a chart at most
 WIDTH, HEIGHT = 560, 260

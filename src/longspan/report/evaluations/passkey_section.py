@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan.report.chart import Chart, Series, chart_figure
+from longspan.report.charts.chart import Chart, Series, chart_figure
 from longspan.report.evaluations.heat_map import passkey_picture
 from longspan.report.markup import tag
 from longspan.train.evaluation.passkey.grid import PasskeyGrid

@@ -10,9 +10,10 @@ from typing import Any
 
 from longspan.errors import counted
 from longspan.plan import Cost, Group, Plan
-from longspan.report.bars import Bar, Panel, PlanBars, Summary, Unit, group_times, plan_bars
+from longspan.report.charts.series import ticks
 from longspan.report.markup import label, tag
-from longspan.report.series import number_text, ranges_text, seconds_text, ticks
+from longspan.report.plan_pictures.bars import Bar, Panel, PlanBars, Summary, Unit, group_times, plan_bars
+from longspan.report.value_text import number_text, ranges_text, seconds_text
 
 WIDTH = 1120
 _LEFT, _TOP, _BOTTOM, _RIGHT = 54, 26, 40, 12

@@ -11,7 +11,7 @@ import pytest
 from longspan.errors import ConfigError
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.report import chrome_trace, gantt_svg, write_png
-from longspan.report.bars import plan_bars
+from longspan.report.plan_pictures.bars import plan_bars
 from tests.report.runs import mixed_plan
 
 EMPTY = Plan(4, (), (MicroBatch(), MicroBatch()), 0)

@@ -12,8 +12,9 @@ from typing import Literal
 
 import numpy as np
 
+from longspan.report.charts.series import byte_ticks, log_ticks, thin, ticks
 from longspan.report.markup import key, label, tag, text
-from longspan.report.series import byte_ticks, bytes_text, log_ticks, number_text, thin, ticks
+from longspan.report.value_text import bytes_text, number_text
 
 Format = Literal["number", "loss", "percent", "bytes"]
 MAX_POINTS = 900  # of one curve, in the drawing and under the crosshair

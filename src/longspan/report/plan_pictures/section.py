@@ -1,56 +1,12 @@
-"""Pages that open anywhere: one file, no network, light and dark, readable without a script and on paper."""
+"""The section of a page that shows plans: one at a time, in time or in rows, with what they are made of."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.resources import files
-from pathlib import Path
 
-from longspan.errors import RunFolderError, counted
+from longspan.errors import counted
 from longspan.plan import Cost, Plan
-from longspan.report.gantt import PATTERNS, gantt_svg
 from longspan.report.markup import key, tag, text
-from longspan.report.priced import measured_seconds, priced_plans
-from longspan.report.run_folder import RunFolder
-from longspan.report.run_page import run_sections
-from longspan.report.series import number_text, seconds_text
-from longspan.train.disk import naming_file, os_error_text
-
-# The policy makes the browser refuse any request: what the page shows is in the page.
-_META = (
-    '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    '<meta http-equiv="Content-Security-Policy" '
-    "content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
-)
-_TIP = tag("div", id="tip", role="status", aria_live="polite", hidden=True)
-
-
-def write_report(run_dir: str | Path) -> Path:
-    """Write `report.html` into a run's folder and return its path.
-
-    Raises ConfigError for a folder that is no run, RunFolderError for what the disk refuses.
-
-    >>> write_report("runs/first")
-    """
-    run = RunFolder.read(run_dir)
-    body = [*run_sections(run)]
-    if run.plans:
-        took = {name: measured_seconds(run, name) for name, _ in run.plans}
-        body.insert(-1 if run.config_text else len(body), plan_section(priced_plans(run), took=took))
-    path = run.path / "report.html"
-    try:
-        with naming_file(path):
-            path.write_text(page(f"{run.name} · longspan", body), encoding="utf-8")
-    except OSError as error:
-        raise RunFolderError(os_error_text(error)) from error
-    return path
-
-
-def plan_page(plan: Plan, cost: Cost | None = None, *, title: str = "plan") -> str:
-    """A page with the picture of one plan.
-
-    >>> Path("plan.html").write_text(plan_page(plan))
-    """
-    head = tag("header", tag("p", "longspan", class_="brand"), tag("h1", text(title)))
-    return page(f"{title} · longspan", [head, plan_section([(title, plan)], cost)])
+from longspan.report.plan_pictures.gantt import gantt_svg
+from longspan.report.value_text import number_text, seconds_text
 
 
 def plan_section(
@@ -113,12 +69,3 @@ def _plan_facts(plan: Plan, took: float | None) -> Iterator[tuple[str, str]]:
         yield "of these, closing", f"{seconds_text(plan.cost.closing_seconds)}: parameters gathered, gradients summed"
     if plan.lower_bound_seconds:
         yield "over the lower bound", f"× {number_text(plan.ratio, 4)}"
-
-
-def page(title: str, body: Sequence[str]) -> str:
-    """The page of these parts, with its style and script."""
-    room = files("longspan.report")
-    style, script = (room.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    head = tag("title", text(title)) + tag("style", f"\n{style}")
-    body = [PATTERNS, tag("main", *(f"\n{part}" for part in body)), _TIP, tag("script", f"\n{script}")]
-    return f'<!doctype html>\n<html lang="en"><head>{_META}{head}</head>\n<body>{"".join(body)}</body></html>\n'

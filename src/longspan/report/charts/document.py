@@ -1,6 +1,6 @@
 """A chart as an SVG document of its own, for pages that are not ours: title, legend, curves and colours in one file."""
 
-from longspan.report.chart import Chart, Series, chart_svg, mark
+from longspan.report.charts.chart import Chart, Series, chart_svg, mark
 from longspan.report.markup import label, tag, text
 
 HEAD = 42  # above the drawing, beside the lines of the title: unit and legend

@@ -5,7 +5,7 @@ from typing import Any
 
 from longspan.errors import ConfigError, counted
 from longspan.plan import Cost, Plan
-from longspan.report.bars import PlanBars, Unit, plan_bars
+from longspan.report.plan_pictures.bars import PlanBars, Unit, plan_bars
 
 # Paul Tol's light scheme: told apart with any colour vision, dark labels readable on all. The same as in page.css.
 FILLS = ("#77aadd", "#ee8866", "#44bb99", "#eedd88", "#ffaabb", "#99ddff", "#bbcc33", "#c9a6d9")

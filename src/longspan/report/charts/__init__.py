@@ -1,0 +1,1 @@
+"""Line charts as SVG, in a page or as documents of their own."""
