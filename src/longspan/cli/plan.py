@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Literal
 
 from longspan.cli.flags import Switch, check_least, parse_flags
-from longspan.cli.plan_images import ImageFlags, image_notes, with_images
-from longspan.cli.plan_inputs import (
+from longspan.cli.planning.images import ImageFlags, image_notes, with_images
+from longspan.cli.planning.lengths import SourceFlags, read_lengths
+from longspan.cli.planning.pricing import (
     UNPRICED,
     ClosingFlags,
     PricingFlags,
-    SourceFlags,
     check_weights,
     notes_on,
     plan_options,
     planned,
-    read_lengths,
     read_price,
     with_weights,
 )

@@ -9,16 +9,15 @@ from typing import Literal
 
 from longspan.cli.flags import Switch, check_least, parse_flags
 from longspan.cli.plan import write_file
-from longspan.cli.plan_inputs import (
+from longspan.cli.planning.lengths import SourceFlags, read_lengths
+from longspan.cli.planning.pricing import (
     ClosingFlags,
     PricingFlags,
-    SourceFlags,
     check_weights,
     heads_of,
     notes_on,
     plan_options,
     planned,
-    read_lengths,
     read_price,
     with_weights,
 )

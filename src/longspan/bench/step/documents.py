@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longspan.bench.step.flags import StepFlags
-from longspan.cli.plan_inputs import read_lengths
+from longspan.cli.planning.lengths import read_lengths
 from longspan.errors import ConfigError
 from longspan.train.config.defaults import resolved
 from longspan.train.config.sections import RunConfig

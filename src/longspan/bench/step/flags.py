@@ -9,7 +9,7 @@ from tyro.conf import FlagConversionOff, Positional
 
 from longspan.bench.flags import BenchFlags
 from longspan.cli.flags import Switch, parse_flags
-from longspan.cli.plan_inputs import SourceFlags
+from longspan.cli.planning.lengths import SourceFlags
 from longspan.train.config.file import read_file
 from longspan.train.config.sections import ContextConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from longspan.cli.plan_inputs import UNPRICED
+from longspan.cli.planning.pricing import UNPRICED
 from longspan.errors import counted
 from longspan.plan.simulate.simulate import Simulation
 from longspan.report.text_table import text_table
