@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from longspan.layout import Layout
-from longspan.train.config.encoder_section import EncoderSection
 from longspan.train.config.eval_inheritance import held_out_set
 from longspan.train.config.file import load_config
-from longspan.train.config.sections import ParallelConfig, RunConfig
+from longspan.train.config.sections import EncoderSection, ParallelConfig, RunConfig
 from longspan.train.evaluate_saved.fit import changes_line, checkable, entry_of, fitted_home, fitted_set, with_flags
 from longspan.train.plans import home_of
 from longspan.train.run.config_check import check_config

@@ -13,9 +13,8 @@ from longspan.layout import Layout
 from longspan.model.vision.take_apart import freeze_images
 from longspan.testing import run_ranks
 from longspan.train.checkpoint.export import export_checkpoint
-from longspan.train.config.encoder_section import EncoderSection
 from longspan.train.config.file import load_config
-from longspan.train.config.sections import RunConfig
+from longspan.train.config.sections import EncoderSection, RunConfig
 from longspan.train.run.checks.encoder import check_encoder, check_images
 from longspan.train.run.records.metrics_log import read_metrics
 from tests.model.vision.models import MODELS, MROPE, QWEN, TEXT, tiny

@@ -12,12 +12,12 @@ from longspan.cli.processes import Device
 from longspan.errors import ConfigError
 from longspan.train.config.bounds import NOT_GIVEN
 from longspan.train.config.defaults import resolved
-from longspan.train.config.encoder_section import EncoderSection
 from longspan.train.config.file import load_config
 from longspan.train.config.passkey_settings import PASSKEY, PasskeySettings
 from longspan.train.config.sections import (
     ContextConfig,
     DataConfig,
+    EncoderSection,
     LoraSection,
     ModelConfig,
     ParallelConfig,

@@ -21,8 +21,7 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model.prepared import vocabulary_size
 from longspan.plan import Plan
-from longspan.train.config.encoder_section import EncoderSection
-from longspan.train.config.sections import RunConfig
+from longspan.train.config.sections import EncoderSection, RunConfig
 from longspan.train.disk import write_atomically
 from longspan.train.memory.live_bytes import LiveBytes
 from longspan.train.mtp.loss import mtp_loss

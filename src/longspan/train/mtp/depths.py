@@ -9,8 +9,8 @@ from longspan.errors import ModelError, counted
 from longspan.model.add_depths import add_mtp
 from longspan.model.mtp.names import depths_in
 from longspan.train.config.bounds import AUTO
-from longspan.train.config.mtp_section import RANDOM
 from longspan.train.config.sections import RunConfig
+from longspan.train.config.sections.mtp import RANDOM
 
 
 def with_depths(config: RunConfig, model: PreTrainedModel, *, read: bool = True) -> PreTrainedModel:

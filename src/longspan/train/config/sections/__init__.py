@@ -7,8 +7,10 @@ A section is a file; none decides anything, and none imports torch.
 
 from longspan.train.config.sections.context import ContextConfig
 from longspan.train.config.sections.data import DataConfig, SourceConfig
+from longspan.train.config.sections.encoder import EncoderSection
 from longspan.train.config.sections.lora import LoraSection
 from longspan.train.config.sections.model import ModelConfig
+from longspan.train.config.sections.mtp import MtpSection
 from longspan.train.config.sections.parallel import ParallelConfig
 from longspan.train.config.sections.run import RunSection
 from longspan.train.config.sections.run_config import RunConfig, bounds_of_keys, section_kinds
@@ -17,8 +19,10 @@ from longspan.train.config.sections.train import TrainConfig
 __all__ = [
     "ContextConfig",
     "DataConfig",
+    "EncoderSection",
     "LoraSection",
     "ModelConfig",
+    "MtpSection",
     "ParallelConfig",
     "RunConfig",
     "RunSection",

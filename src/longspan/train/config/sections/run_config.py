@@ -4,13 +4,13 @@ from dataclasses import dataclass, field, is_dataclass
 from typing import Any, get_type_hints
 
 from longspan.train.config.bounds import Above, AtLeast, bounds_of
-from longspan.train.config.encoder_section import EncoderSection
 from longspan.train.config.eval_set import EvalConfig
-from longspan.train.config.mtp_section import MtpSection
 from longspan.train.config.sections.context import ContextConfig
 from longspan.train.config.sections.data import DataConfig
+from longspan.train.config.sections.encoder import EncoderSection
 from longspan.train.config.sections.lora import LoraSection
 from longspan.train.config.sections.model import ModelConfig
+from longspan.train.config.sections.mtp import MtpSection
 from longspan.train.config.sections.parallel import ParallelConfig
 from longspan.train.config.sections.run import RunSection
 from longspan.train.config.sections.train import TrainConfig

@@ -3,8 +3,7 @@
 from longspan.errors import ConfigError, counted
 from longspan.layout import Layout
 from longspan.train.config.defaults import encoder_default
-from longspan.train.config.encoder_section import EncoderSection
-from longspan.train.config.sections import RunConfig
+from longspan.train.config.sections import EncoderSection, RunConfig
 from longspan.train.run.checks.lora import TOWER_PARTS
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from longspan.errors import ConfigError
 from longspan.train.config.bounds import AUTO
-from longspan.train.config.mtp_section import RANDOM, MtpSection
 from longspan.train.config.sections import RunConfig
+from longspan.train.config.sections.mtp import RANDOM, MtpSection
 
 
 def check_mtp_section(config: RunConfig) -> None:

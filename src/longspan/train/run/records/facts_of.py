@@ -12,7 +12,7 @@ from longspan.model.local_tensors import local_tensor
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan.cost.model_shape import read_experts
 from longspan.ssm.kernels import kernels_here
-from longspan.train.config.mtp_section import MtpSection
+from longspan.train.config.sections import MtpSection
 from longspan.train.figures import device_name
 from longspan.train.gradients import counted_parameters
 from longspan.train.plans import PlanChoice
