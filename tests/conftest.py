@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from longspan.launch import local_ranks
+from longspan.launch import fork_server
 from tests.outcomes import Resumed
 from tests.over_nccl import PARTS, mark
 
@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # One thread for arithmetic in each process, set before torch is imported. Two pytest workers with a thread for each
     # core would spend most of their time waiting for those threads, as most tensors have a few kilobytes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    local_ranks.PRELOAD = (*local_ranks.PRELOAD, *PRELOAD)
+    fork_server.PRELOAD = (*fork_server.PRELOAD, *PRELOAD)
     # What runs keep for other runs goes to a folder of this session, for a test is to see what it makes itself.
     folder = tempfile.TemporaryDirectory(prefix="longspan-cache-")
     os.environ["XDG_CACHE_HOME"] = folder.name

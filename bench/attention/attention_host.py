@@ -33,7 +33,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan import Group, Layout, World, attend, bind, plan_fixed
-from longspan.attention.geometry.members import Mask, Members
+from longspan.attention.geometry.mask import Mask
+from longspan.attention.geometry.members import Members
 from longspan.attention.kernels import table
 from longspan.attention.sums import fused, rows
 from longspan.cli.machine import machine, machine_text

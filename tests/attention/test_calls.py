@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from longspan import Group, Layout, MicroBatch, World, bind
 from longspan.attention.call import AttentionCall
-from longspan.attention.geometry.members import Mask
+from longspan.attention.geometry.mask import Mask
 from longspan.comm import SequenceShard
 from longspan.errors import AttentionError, CommError
 from longspan.testing import backend

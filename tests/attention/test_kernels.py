@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from longspan.attention import KERNELS, AttentionCall, choose
 from longspan.attention.call import Saved
 from longspan.attention.geometry.launch import Launch, visible
-from longspan.attention.geometry.members import Mask, Members
+from longspan.attention.geometry.mask import Mask
+from longspan.attention.geometry.members import Members
 from longspan.attention.geometry.tiles import Tile, Tiling
 from longspan.attention.kernels import cpu_flash, cudnn, reference, torch_flash
 from longspan.comm import ShardPart

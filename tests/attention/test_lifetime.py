@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
-from longspan.attention.geometry.members import Mask, Members
+from longspan.attention.geometry.mask import Mask
+from longspan.attention.geometry.members import Members
 from longspan.comm import SequenceShard
 from longspan.testing import backend
 

@@ -10,7 +10,8 @@ from longspan import Group, MicroBatch
 from longspan.attention.all_to_all import HeadSplit
 from longspan.attention.dropout import Dropout, _absorb
 from longspan.attention.geometry.launch import Launch, Tokens
-from longspan.attention.geometry.members import Mask, Members
+from longspan.attention.geometry.mask import Mask
+from longspan.attention.geometry.members import Members
 from longspan.attention.geometry.tiles import Tile, Tiling
 from longspan.comm import SequenceShard
 

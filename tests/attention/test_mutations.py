@@ -33,7 +33,7 @@ MUTATIONS = [
     # sums of gradients over blocks, of queries and of keys and values
     ("attention.sums.rows", "into += source", "into.copy_(source)"),
     ("attention.sums.rows", "into.index_add_(0, index,", "into.index_copy_(0, index,"),
-    ("attention.sums.rows", "add_rows([(x, self._wide())], rows)", "self._wide()"),
+    ("attention.sums.accumulators", "add_rows([(x, self._wide())], rows)", "self._wide()"),
     # one ring step
     (
         "attention.ring",
@@ -47,7 +47,7 @@ MUTATIONS = [
         "members.launches(members.member) if members.member else ()",
     ),
     (
-        "attention.sums.rows",
+        "attention.sums.accumulators",
         "add_rows([(x, self._wide()[:, heads])], slice(0, self._shape[0]))",
         "self._wide()[:, heads] = x",
     ),
@@ -72,23 +72,27 @@ MUTATIONS = [
     ("attention.all_to_all", "slice_index * cuts // self.slices)", "slice_index * (cuts == self.slices))"),
     ("attention.all_to_all", "of_all[self.split.q_heads(self._me)] = x", "of_all[: len(x)] = x"),
     # sinks
-    ("attention.sums.rows", "out.mul_(torch.exp(lse - with_sinks).unsqueeze(-1)), with_sinks", "out, with_sinks"),
+    (
+        "attention.sums.accumulators",
+        "out.mul_(torch.exp(lse - with_sinks).unsqueeze(-1)), with_sinks",
+        "out, with_sinks",
+    ),
     ("attention.call", "self.sinks[start:stop]", "self.sinks[: stop - start]"),
     ("attention.call", "total -= (weight *", "total += (weight *"),
     ("attention.attend", "total += part", "total = part"),
     # the sign of the scale
-    ("attention.arguments", "sign=(scale > 0) - (scale < 0)", "sign=1"),
+    ("attention.packed_call", "sign=(scale > 0) - (scale < 0)", "sign=1"),
     # edges of masks
-    ("attention.geometry.tiles", "left=window - 1 - ahead", "left=window - ahead"),
+    ("attention.geometry.tiles_between", "left=window - 1 - ahead", "left=window - ahead"),
     (
-        "attention.geometry.tiles",
+        "attention.geometry.tiles_between",
         "tiles.left < tiles.k_stop - tiles.k_start - 1",
         "tiles.left < (tiles.k_stop - tiles.k_start) // 2",
     ),
-    ("attention.geometry.tiles", "at = some.k_stop - some.left - 1", "at = some.k_stop - some.left"),
-    ("attention.geometry.tiles", "k_stop=at, left=np.zeros_like(at)", "k_stop=at, left=np.ones_like(at)"),
-    ("attention.geometry.tiles", "k_stop + window - 1", "k_stop + window - 2"),
-    ("attention.geometry.tiles", "np.array([0, -1])", "np.array([-1, -1])"),
+    ("attention.geometry.tiles_between", "at = some.k_stop - some.left - 1", "at = some.k_stop - some.left"),
+    ("attention.geometry.tiles_between", "k_stop=at, left=np.zeros_like(at)", "k_stop=at, left=np.ones_like(at)"),
+    ("attention.geometry.tiles_between", "k_stop + window - 1", "k_stop + window - 2"),
+    ("attention.geometry.tiles_between", "np.array([0, -1])", "np.array([-1, -1])"),
     (
         "attention.geometry.members",
         "segments.stop, np.asarray(group.lengths)[segments.document]",

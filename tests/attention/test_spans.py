@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from longspan import Group, MicroBatch, attend
 from longspan.attention.call import AttentionCall
-from longspan.attention.geometry.members import Mask, Members
+from longspan.attention.geometry.mask import Mask
+from longspan.attention.geometry.members import Members
 from longspan.attention.geometry.span_tiles import span_tiles
 from longspan.attention.kernels.table import named
 from longspan.comm import SequenceShard

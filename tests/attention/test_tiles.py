@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.attention.geometry import tiles
-from longspan.attention.geometry.tiles import Tile, Tiling, tiles_between
+from longspan.attention.geometry.tiles import Tile, Tiling
+from longspan.attention.geometry.tiles_between import _bands, _loosened, launches_of, split_at_left, tiles_between
 from longspan.layout import Partition, Segments
 
 LENGTHS = [(16,), (1,), (3, 1, 2), (7, 16, 5, 1, 30), (2,) * 9]
@@ -138,9 +138,9 @@ def test_each_way_to_group_tiles_under_a_window_covers_the_same(window):
         for degree in DEGREES:
             segments = [Partition.zigzag(lengths, degree).segments(member) for member in range(degree)]
             for q, k in itertools.product(segments, segments):
-                banded = tiles._bands(q, k, window)
-                for arrays in (banded, tiles._loosened(banded), tiles.split_at_left(tiles._loosened(banded))):
-                    tilings = tiles.launches_of(arrays)
+                banded = _bands(q, k, window)
+                for arrays in (banded, _loosened(banded), split_at_left(_loosened(banded))):
+                    tilings = launches_of(arrays)
                     assert (seen(tilings, q.rows, k.rows) == wanted(q, k, True, window)).all(), (lengths, degree, q, k)
                     for tiling in tilings:
                         assert_one_launch(tiling)

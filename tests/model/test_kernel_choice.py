@@ -22,16 +22,16 @@ SAID = "needs cuda tensors, got cpu" if backend() == "gloo" else "needs cpu tens
 
 def _used(rank: int) -> dict[str, tuple[set[str], Any]]:
     """By name: the kernels that layers chose, and the logits."""
-    arguments: Any = import_module("longspan.attention.arguments")
+    packing: Any = import_module("longspan.attention.packed_call")
     chosen: set[str] = set()
-    choose = arguments.choose
+    choose = packing.choose
 
     def noted(call: Any, name: str | None = None) -> Any:
         kernel = choose(call, name)
         chosen.add(kernel.name)
         return kernel
 
-    arguments.choose = noted  # in this process only
+    packing.choose = noted  # in this process only
     by_way: dict[str, tuple[set[str], Any]] = {}
     with World(Layout(ranks=1), backend=backend()) as world:
         batch = plan_fixed((9, 4), world.home, cp=1).micro_batches[0]

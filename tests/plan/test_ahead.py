@@ -17,7 +17,9 @@ import pytest
 
 from longspan.errors import LongspanError, PlanError
 from longspan.plan import Plan
-from longspan.plan.ahead.plan_ahead import PlanAhead, PlannerError, WarmStart
+from longspan.plan.ahead.plan_ahead import PlanAhead
+from longspan.plan.ahead.planning import PlannerError
+from longspan.plan.ahead.warm_start import WarmStart
 from longspan.testing import run_ranks
 from tests.plan import planners
 

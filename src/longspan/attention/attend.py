@@ -16,10 +16,11 @@ from torch.autograd.function import once_differentiable
 
 from longspan.attention.all_gather import all_gather_backward, all_gather_forward
 from longspan.attention.all_to_all import a2a_backward, a2a_forward
-from longspan.attention.arguments import Arguments, cache_of, check_capture, packed_call
-from longspan.attention.call import AttentionCall, Gradients, Saved
+from longspan.attention.arguments import Arguments, check_capture
+from longspan.attention.call import AttentionCall, Gradients, Saved, cache_of
 from longspan.attention.dropout import Dropout, mixed_seed
 from longspan.attention.geometry.members import Members
+from longspan.attention.packed_call import packed_call
 from longspan.attention.ring import ring_backward, ring_forward
 from longspan.attention.saved_outputs import active_recording
 from longspan.attention.sums.rows import accumulation_dtype, as_dtype, taken

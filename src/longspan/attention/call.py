@@ -1,9 +1,9 @@
 """A call of `attend` as one value, and one block of it: what is computed, by which kernel, and with whom.
 
-Its arguments are checked and packed in `arguments.py`, once for all layers of a micro-batch. A block is the local query
-rows against one set of key rows. The communication patterns (`ring.py`, `all_gather.py`, `all_to_all.py`) decide which
-key rows there are and when; what is computed with them is here, and is the same for all patterns. Attention of disjoint
-key sets is merged by its log-sum-exp, gradients are added by rows (`sums/rows.py`).
+Its arguments are checked in `arguments.py` and packed in `packed_call.py`, once for all layers of a micro-batch. A
+block is the local query rows against one set of key rows. The communication patterns (`ring.py`, `all_gather.py`,
+`all_to_all.py`) decide which key rows there are and when; what is computed with them is here, and is the same for all
+patterns. Attention of disjoint key sets is merged by its log-sum-exp, gradients are added by rows (`sums/`).
 """
 
 from collections.abc import Callable
@@ -15,9 +15,11 @@ from torch import Tensor
 
 from longspan.attention.dropout import Dropout
 from longspan.attention.geometry.launch import Launch
-from longspan.attention.geometry.members import Mask, Members
-from longspan.attention.sums.rows import Partial, RowSum, taken
-from longspan.comm import Addend
+from longspan.attention.geometry.mask import Mask
+from longspan.attention.geometry.members import Members
+from longspan.attention.sums.accumulators import Partial, RowSum
+from longspan.attention.sums.rows import taken
+from longspan.comm import Addend, SequenceShard
 
 NUMBERS_AT_ONCE = 1 << 23  # of (rows, heads, head size) whose products with the gradient are held: 32 MiB in float32
 _CPU, _CAUSAL = torch.device("cpu"), Mask()
@@ -119,6 +121,14 @@ class AttentionCache:
         self.calls: dict[Any, AttentionCall] = {}
         self.members: dict[tuple[int, int, Mask], Members] = {}
         self.automatic: dict[Any, tuple[str, int]] = {}
+
+
+def cache_of(shard: SequenceShard) -> AttentionCache:
+    """What attention derives from a shard, made on first use."""
+    if shard.derived.attention is None:
+        listed = any(not isinstance(group.cp_comm_type, str) for group in shard.micro_batch.groups)
+        shard.derived.attention = AttentionCache(listed_by_layer=listed)
+    return shard.derived.attention
 
 
 class Gradients(NamedTuple):

@@ -9,7 +9,7 @@ from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from longspan.comm.groups.channel import Channel as Channel
-    from longspan.comm.groups.channel import Handle as Handle
+    from longspan.comm.groups.handle import Handle as Handle
     from longspan.comm.host_arrays import to_device as to_device
     from longspan.comm.moves.ring import Addend as Addend
     from longspan.comm.moves.ring import GradientRing as GradientRing

@@ -1,67 +1,24 @@
 """The ranks of one launch: fresh processes from the fork server, what each of them answered, and how one ended.
 
-The fork server, with its imports, and the store that ranks share are started here too.
+The store that they share is started here too.
 """
 
 import os
 import pickle
 import signal
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from longspan.errors import CommError
+from longspan.launch.fork_server import start_fork_server
 from longspan.launch.rank_process import DEAD_KEY, READY, Answer, Descriptor, Spec, State, Task, rank_main
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
-
-import multiprocessing
-import sys
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
-from typing import Any
-
-# Imported once, by the fork server; a module that cannot be imported is left out.
-PRELOAD: tuple[str, ...] = (
-    "__main__",
-    "torch",
-    "torch.distributed.device_mesh",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint.state_dict",
-    "transformers",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.llama.modeling_llama",
-    "longspan.comm.world",
-    "longspan.comm.shard",
-    "longspan.attention",
-    "longspan.model.prepare_model",
-    "longspan.train.step",
-    "longspan.train.run.loop",
-)
-
-
-def start_fork_server() -> ForkServerContext:
-    """Start the fork server if it does not run; it imports in the background while this process imports torch.
-
-    What it imports may ask torch for GPUs, which makes CUDA unusable in everything forked from it unless torch asks the
-    driver's management library (PYTORCH_NVML_BASED_CUDA_CHECK, torch 2.11 to 2.13).
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
-    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-    return context
 
 
 def start_store_server() -> Any:

@@ -7,7 +7,8 @@ make one from document lengths alone. Integers and numpy; no torch.
 (1, 1220, 1217)
 """
 
-from longspan.plan.ahead.plan_ahead import PlanAhead, WarmStart
+from longspan.plan.ahead.plan_ahead import PlanAhead
+from longspan.plan.ahead.warm_start import WarmStart
 from longspan.plan.cost.bound import Bound, lower_bound_seconds
 from longspan.plan.cost.cost import Cost
 from longspan.plan.dynamic import plan_dynamic

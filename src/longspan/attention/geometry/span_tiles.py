@@ -7,7 +7,8 @@ those after it, a mask with a limit on the left.
 
 import numpy as np
 
-from longspan.attention.geometry.tiles import TileArrays, Tiling, launches_of, pairs_of_runs, split_at_left
+from longspan.attention.geometry.tiles import Tiling
+from longspan.attention.geometry.tiles_between import TileArrays, launches_of, pairs_of_runs, split_at_left
 from longspan.layout.segments import Segments
 from longspan.layout.spans import Spans
 

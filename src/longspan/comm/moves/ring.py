@@ -14,7 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from longspan.comm.groups.channel import Channel, Handle
+from longspan.comm.groups.channel import Channel
+from longspan.comm.groups.handle import Handle
 
 Block = tuple[Tensor, ...]
 

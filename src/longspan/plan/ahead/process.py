@@ -2,7 +2,7 @@
 
 A fresh interpreter, started without `multiprocessing.Process`: it shares no torch, threads or devices with a rank, and
 a daemonic rank may start it too. A request is (generation, step); those of an older generation than the newest are
-void and answered without planning. The parent's side is `plan_ahead.py`.
+void and answered without planning. The parent's side is `planning.py`.
 """
 
 import os

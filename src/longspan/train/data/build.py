@@ -16,10 +16,11 @@ from longspan.train.data.corpus_settings import CorpusSettings, recipe_of, rows_
 from longspan.train.data.documents import Corpus
 from longspan.train.data.first_rows import sample_texts
 from longspan.train.data.rows.lines import special_line
-from longspan.train.data.store.builder import Recipe, build_documents
+from longspan.train.data.store.builder import build_documents
 from longspan.train.data.store.cache import NONE, Cache, cache_folder, cannot_keep
 from longspan.train.data.store.images import ImageTable
 from longspan.train.data.store.manifest import Manifest
+from longspan.train.data.store.recipe import Recipe
 from longspan.train.data.store.record import FILE, Record, read_record
 from longspan.train.data.store.sources import KnownSums, LogLine, differences
 from longspan.train.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer

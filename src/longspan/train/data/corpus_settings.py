@@ -13,9 +13,9 @@ from longspan.train.data.left_out import left_out_lines
 from longspan.train.data.rows.encoding import RowEncoding
 from longspan.train.data.rows.lines import rows_line, unseen_line
 from longspan.train.data.rows.sample import RowSettings
-from longspan.train.data.store.builder import Recipe
 from longspan.train.data.store.cache import NONE, cache_folder
 from longspan.train.data.store.manifest import Manifest
+from longspan.train.data.store.recipe import Recipe
 from longspan.train.data.store.sources import CorpusFile, Source
 from longspan.train.data.tokenizer import TextTokenizer
 

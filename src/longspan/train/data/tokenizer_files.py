@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from longspan.train.data.images.processor import FILES
+from longspan.train.data.images.stock_processor import FILES
 
 FAST = "tokenizer.json"
 _VOCABULARIES = (

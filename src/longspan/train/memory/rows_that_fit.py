@@ -9,36 +9,31 @@ probes change neither. A run keeps what it found in its folder and goes on with 
 
 import json
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from longspan.comm import World
 from longspan.errors import ConfigError
-from longspan.model.local_tensors import local_tensor
 from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
 from longspan.train.all_ranks import LogLine, on_every_rank, on_first_rank
 from longspan.train.config.bounds import AUTO
 from longspan.train.config.sections import RunConfig
 from longspan.train.disk import write_atomically
+from longspan.train.memory.budget import budget_of
 from longspan.train.memory.images_held import ImagesHeld, images_held
 from longspan.train.memory.row_probe import memory_keys, most_bytes, remembered, too_many_rows
-from longspan.train.optim.optimizer import OptimizerChoice
 from longspan.train.plans import row_multiple_of
 
 FILE = "max_tokens_per_slot.json"
 PROBES = {"cuda": (1024, 4096)}  # rows of a slot
 PROBES_ELSEWHERE = (64, 256)
 FARTHEST = 8  # times the largest probe, at most, is the third
-CPU_BUDGET = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -140,7 +135,7 @@ def measure(
     rows'. Raises ConfigError where fewer rows than two probes need are left, or images do not fit, and on a rank that
     runs out of memory in a probe.
     """
-    budget = _budget(config, model, optimizer, world.device)
+    budget = budget_of(config, model, optimizer, world.device)
     if images is not None:
         on_every_rank(world, partial(images.check, budget), ConfigError)
         budget -= images.held
@@ -224,30 +219,3 @@ def _line_through(probes: Sequence[tuple[int, int]]) -> tuple[float, float]:
     (few, small), (many, large) = probes
     row_bytes = max((large - small) / (many - few), 1.0)
     return row_bytes, max(small - row_bytes * few, 0.0)
-
-
-def _budget(config: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device) -> float:
-    """Bytes for gradients and activations, beside weights and moments."""
-    if config.train.memory_bytes:
-        return float(config.train.memory_bytes)
-    if device.type != "cuda":
-        return float(CPU_BUDGET)
-    torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info(device)[0]
-    states = 0 if optimizer.state else states_to_come(OptimizerChoice.of(config.train), model)
-    return config.train.memory_fraction * free - states
-
-
-def states_to_come(choice: OptimizerChoice, model: nn.Module) -> int:
-    """Bytes that an optimizer's first step will take for its states, measured on one parameter of each shape here."""
-    local = [local_tensor(p.detach()) for p in model.parameters() if p.requires_grad]
-    shapes = Counter((tuple(p.shape), p.dtype, p.device) for p in local)
-    return sum(count * _bytes_of_states(choice, *shape) for shape, count in shapes.items())
-
-
-def _bytes_of_states(choice: OptimizerChoice, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
-    parameter = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = choice.over([parameter])
-    optimizer.step()
-    return sum(x.numel() * x.element_size() for x in tree_leaves(optimizer.state[parameter]) if isinstance(x, Tensor))

@@ -5,16 +5,12 @@ torchvision is not needed and pixels are the same on every machine. Its part for
 torchvision alone, is in `video_processor.py`.
 """
 
-import hashlib
-import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +21,12 @@ from longspan.model.vision.image_arguments import GRIDS, IN_DOCUMENT
 from longspan.model.vision.image_tokens import Grid, ImageInput
 from longspan.train.data.images.image_file import Size, needed_pillow
 from longspan.train.data.images.made_image import made_image, names_of
+from longspan.train.data.images.stock_processor import load_stock
 from longspan.train.data.images.video_processor import VideoProcessor
 
-FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _SIDES = (8, 16, 32, 64, 256, 1024, 4096)
 _PROBES = tuple((a, b) for a in _SIDES for b in _SIDES if max(a, b) <= 8 * min(a, b))  # do all images take the same?
 _SMALL = (64, 64)  # of a blank image
-
-
-def has_processor(folder: Path | None) -> bool:
-    """Whether a folder holds an image processor."""
-    return folder is not None and any((folder / name).is_file() for name in FILES[:2])
 
 
 @lru_cache(maxsize=8)
@@ -43,7 +34,7 @@ def load_processor(folder: Path) -> "Processor":
     """The processor of a folder, once a process. Raises DataError where its files name none that can be loaded here."""
     needed_pillow()
     try:
-        return Processor(_loaded(folder), folder)
+        return Processor(load_stock(folder), folder)
     except DataError:
         raise
     except Exception as error:  # json, transformers and huggingface_hub each raise their own
@@ -189,72 +180,3 @@ def _naming(name: str, size: Size, make: Callable[[], Any]) -> Any:
 
 def _blank(size: Size) -> Any:
     return needed_pillow().new("RGB", (size[1], size[0]))
-
-
-def _loaded(folder: Path) -> Any:
-    """The stock processor without what it has beside images and text."""
-    from transformers import AutoTokenizer
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's own name wants torchvision
-
-    stock = _stock_class(_class_name(folder))
-
-    def parts(cls: Any, path: Any, *_: Any, **__: Any) -> list[Any]:
-        made = {
-            "tokenizer": lambda: AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False),
-            "image_processor": lambda: AutoImageProcessor.from_pretrained(
-                path, local_files_only=True, trust_remote_code=False, backend="pil"
-            ),
-        }
-        return [made[name]() if name in made else None for name in cls.get_attributes()]
-
-    unchecked = {"_get_arguments_from_pretrained": classmethod(parts), "check_argument_for_proper_class": _no_check}
-    made = type(stock.__name__, (stock,), unchecked).from_pretrained(folder, local_files_only=True)
-    for needed in ("image_processor", "image_token"):
-        if getattr(made, needed, None) is None:
-            raise DataError(f"{stock.__name__}, the processor in {folder}, has no {needed}; images need one that has")
-    return made
-
-
-def _stock_class(name: str) -> Any:
-    """The processor's class; of one whose file asks for torchvision, by its image processor on Pillow in its place."""
-    import transformers
-
-    stock = getattr(transformers, name)
-    if "torchvision" not in getattr(stock, "_backends", ()):
-        return stock
-    package, _, file = stock.__module__.rpartition(".")
-    asked = f"{package}.image_{file}"
-    sys.modules[asked] = import_module(asked.replace("image_processing_", "image_processing_pil_"))
-    try:
-        return getattr(import_module(stock.__module__), name)
-    finally:
-        del sys.modules[asked]
-
-
-def _no_check(*_: Any) -> None:
-    """Stock processors check the classes of their parts; video, which is left out, has none."""
-
-
-def _class_name(folder: Path) -> str:
-    """The class that the folder's files name, or that transformers has for its kind of model."""
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-
-    settings = [_json(folder / name) for name in (*FILES[1::-1], "tokenizer_config.json")]
-    named = next((made["processor_class"] for made in settings if made.get("processor_class")), None)
-    named = named or PROCESSOR_MAPPING_NAMES.get(_json(folder / "config.json").get("model_type", ""))
-    if named is None:
-        raise DataError(
-            f"neither {FILES[1]} nor {FILES[0]} in {folder} names a processor_class, and there is no config.json of a "
-            "model that transformers has one for; save the model's processor there"
-        )
-    return re.sub(r"Fast$", "", str(named))
-
-
-def _json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-
-def digest_of(folder: Path) -> str:
-    """SHA-256 of what the files of a folder's processor say, however they are written; nothing is loaded."""
-    said = [_json(folder / name) for name in FILES]
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

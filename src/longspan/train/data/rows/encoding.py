@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from longspan.errors import DataError
-from longspan.train.data.images.processor import has_processor
+from longspan.train.data.images.stock_processor import has_processor
 from longspan.train.data.rows.chat import ChatEncoding
 from longspan.train.data.rows.kinds import Kind, kind_of
 from longspan.train.data.rows.media.named_media import has_media, row_and_media

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from longspan.errors import DataError
-from longspan.train.data.images.processor import has_processor, load_processor
+from longspan.train.data.images.processor import load_processor
+from longspan.train.data.images.stock_processor import has_processor
 from longspan.train.data.rows.kinds import rows_hold
 from longspan.train.data.rows.values import RowError
 from longspan.train.data.tokenizer import TextTokenizer

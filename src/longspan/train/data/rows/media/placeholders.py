@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from longspan.errors import DataError, counted
 from longspan.train.data.images.image_file import ImageFile
-from longspan.train.data.images.processor import Grid, Processor, digest_of, load_processor
+from longspan.train.data.images.processor import Grid, Processor, load_processor
+from longspan.train.data.images.stock_processor import digest_of
 from longspan.train.data.images.video_file import VideoFile, joined_paths, joined_stamp
 from longspan.train.data.images.video_processor import VideoProcessor
 from longspan.train.data.rows.media.named_media import PARTS, check_counts, kinds_named, names

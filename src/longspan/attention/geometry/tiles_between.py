@@ -1,0 +1,195 @@
+"""The tiles that cover what the rows of two members see of each other, decided in integers.
+
+Each pair of runs of one document gives tiles under a mask: all, causal, or a band of a window. Tiles of one mask become
+a `Tiling`, which is one launch. What no tile covers is never computed.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from longspan.attention.geometry.tiles import Rows, Tiling
+from longspan.layout.segments import Segments, expand
+
+
+class TileArrays(NamedTuple):
+    """Tiles of many documents, as arrays of equal length; a limit of −1 is none."""
+
+    document: Rows
+    q_start: Rows
+    q_stop: Rows
+    k_start: Rows
+    k_stop: Rows
+    left: Rows
+    right: Rows
+
+    def where(self, keep: npt.NDArray[np.bool_]) -> "TileArrays":
+        """Those to keep."""
+        return TileArrays(*(column[keep] for column in self))
+
+
+def tiles_between(
+    q: Segments, k: Segments, *, causal: bool, window: int | None = None, chunk: int | None = None
+) -> tuple[Tiling, ...]:
+    """The tilings that cover what the rows of `q` see of the rows of `k`.
+
+    Rows see rows of their own document only: all of them, or with `causal` those at positions up to their own, or with
+    `window` w at most the last w of those. With `chunk` c every c positions are a document of their own.
+
+    Two members of a zigzag or contiguous partition give at most one tiling, with at most one tile a document, as long
+    as there is no window and no chunk ends inside a run; with a window, their number depends on the partition and not
+    on how many documents there are.
+    """
+    if chunk is not None:
+        q, k = _cut_into_chunks(q, k, chunk)
+    if window is not None:
+        banded = _bands(q, k, window)
+        loose = _loosened(banded)
+        return min((launches_of(arrays) for arrays in (banded, loose, split_at_left(loose))), key=len)
+    return launches_of(_joined(_prefixes(q, k)) if causal else _wholes(q, k))
+
+
+def _cut_into_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Segments]:
+    """The same rows as runs of chunks, each of which is a document."""
+    longest = max(int(segments.stop.max(initial=0)) for segments in (q, k))
+    return _in_chunks(q, chunk, longest), _in_chunks(k, chunk, longest)
+
+
+def _in_chunks(segments: Segments, chunk: int, longest: int) -> Segments:
+    first, last = segments.start // chunk, -(-segments.stop // chunk)
+    number, of_run = expand(first, last), np.repeat(np.arange(len(segments)), last - first)
+    start = np.maximum(segments.start[of_run], number * chunk)
+    stop = np.minimum(segments.stop[of_run], (number + 1) * chunk)
+    document = segments.document[of_run] * -(-longest // chunk) + number
+    return Segments(document, start, stop, segments.offset[of_run] + start - segments.start[of_run])
+
+
+def launches_of(tiles: TileArrays) -> tuple[Tiling, ...]:
+    """One launch for each mask, and as many as a document has tiles of that mask."""
+    if not len(tiles.document):
+        return ()
+    order = np.lexsort((tiles.document, tiles.right, tiles.left))
+    same_mask = (np.diff(tiles.left[order]) == 0) & (np.diff(tiles.right[order]) == 0)
+    opens = np.append(True, ~(same_mask & (np.diff(tiles.document[order]) == 0)))
+    at = np.arange(len(order))
+    turn, mask = np.empty_like(at), np.empty_like(at)
+    turn[order] = at - np.maximum.accumulate(np.where(opens, at, 0))
+    mask[order] = np.cumsum(np.append(0, ~same_mask))
+    launch = mask * (int(turn.max()) + 1) + turn
+    _, first = np.unique(launch, return_index=True)
+    return tuple(_tiling(tiles.where(launch == launch[i])) for i in np.sort(first))
+
+
+def _tiling(tiles: TileArrays) -> Tiling:
+    """The tiles of one launch, without a limit that hides no key from a row of any of them."""
+    bounds = np.stack([tiles.q_start, tiles.q_stop, tiles.k_start, tiles.k_stop], axis=1)
+    left, right = _hides(tiles)
+    limits = (int(tiles.left[0]) if left.any() else None, int(tiles.right[0]) if right.any() else None)
+    return Tiling(bounds, *limits)
+
+
+def _hides(tiles: TileArrays) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Whether the limits on either side hide a key of a tile from one of its rows."""
+    left = (tiles.left >= 0) & (tiles.left < tiles.k_stop - tiles.k_start - 1)
+    right = (tiles.right >= 0) & (tiles.right < tiles.q_stop - tiles.q_start - 1)
+    return left, right
+
+
+def pairs_of_runs(q: Segments, k: Segments) -> tuple[Rows, Rows, Rows]:
+    """(run of q, run of k) of one document in the order of q's runs and then k's, and its document's first run of k."""
+    documents, first, runs = np.unique(k.document, return_index=True, return_counts=True)
+    at = np.minimum(np.searchsorted(documents, q.document), max(len(documents) - 1, 0))
+    known = documents[at] == q.document if len(documents) else np.zeros(len(q), dtype=bool)
+    mine = np.flatnonzero(known)
+    starts, count = first[at[mine]], runs[at[mine]]
+    return np.repeat(mine, count), expand(starts, starts + count), np.repeat(starts, count)
+
+
+def _extent(segments: Segments) -> tuple[Rows, Rows, Rows]:
+    """Documents in the order held, and where the rows of each begin and end in the tensor."""
+    opens = np.flatnonzero(np.diff(segments.document, prepend=-1))
+    last = np.append(opens, len(segments))[1:] - 1
+    stops = segments.offset + segments.stop - segments.start
+    return segments.document[opens], segments.offset[opens], stops[last]
+
+
+def _wholes(q: Segments, k: Segments) -> TileArrays:
+    """Every row of a document sees all of its keys."""
+    (document, q_start, q_stop), (k_document, k_start, k_stop) = _extent(q), _extent(k)
+    document, mine, theirs = np.intersect1d(document, k_document, assume_unique=True, return_indices=True)
+    none = np.full_like(document, -1)
+    return TileArrays(document, q_start[mine], q_stop[mine], k_start[theirs], k_stop[theirs], none, none)
+
+
+def _prefixes(q: Segments, k: Segments) -> TileArrays:
+    """Causal tiles: every query row sees a prefix of the keys, which grows only where positions interleave.
+
+    For each run of q and each of k, two: the rows at the positions of the run of k, and those after it that no later
+    key precedes.
+    """
+    mine, theirs, foremost = pairs_of_runs(q, k)
+    document, start, stop = q.document[mine], q.start[mine], q.stop[mine]
+    k_start, k_stop, k_offset = k.start[theirs], k.stop[theirs], k.offset[theirs]
+    following = stop.copy()  # where the next run of k begins
+    another = mine[1:] == mine[:-1]
+    following[:-1][another] = k_start[1:][another]
+    first = np.stack([np.maximum(start, k_start), np.maximum(start, k_stop)], axis=1)
+    last = np.stack([np.minimum(stop, k_stop), np.minimum(stop, following)], axis=1)
+    to_row = (q.offset[mine] - start)[:, None]
+    end = np.stack([k_offset + last[:, 0] - k_start, k_offset + k_stop - k_start], axis=1)
+    base = k.offset[foremost][:, None]
+    columns = (document[:, None], first + to_row, last + to_row, base, end, np.array(-1), np.array([0, -1]))
+    tiles = TileArrays(*(np.broadcast_to(column, first.shape).reshape(-1) for column in columns))
+    return tiles.where(tiles.q_start < tiles.q_stop)
+
+
+def _joined(tiles: TileArrays) -> TileArrays:
+    """Neighbouring tiles as one where one mask says the same: equal keys, or one causal diagonal."""
+    grown = np.where(tiles.right[1:] < 0, 0, tiles.q_stop[1:] - tiles.q_start[1:])
+    same = (tiles.q_stop[:-1] == tiles.q_start[1:]) & (tiles.k_start[:-1] == tiles.k_start[1:])
+    same &= (tiles.right[:-1] == tiles.right[1:]) & (np.diff(tiles.k_stop) == grown)
+    first, last = np.ones(len(tiles.document), dtype=bool), np.ones(len(tiles.document), dtype=bool)
+    first[1:], last[:-1] = ~same, ~same
+    return tiles.where(last)._replace(q_start=tiles.q_start[first])
+
+
+def _bands(q: Segments, k: Segments, window: int) -> TileArrays:
+    """What runs of q see of runs of k where position p sees p − window + 1 … p."""
+    mine, theirs, _ = pairs_of_runs(q, k)
+    (q_start, q_stop), (k_start, k_stop) = (q.start[mine], q.stop[mine]), (k.start[theirs], k.stop[theirs])
+    first, last = np.maximum(q_start, k_start), np.minimum(q_stop, k_stop + window - 1)
+    k_first, k_last = np.maximum(k_start, first - window + 1), np.minimum(k_stop, last)
+    to_row, to_key = q.offset[mine] - q_start, k.offset[theirs] - k_start
+    ahead = last - k_last  # rows by which the last query is ahead of the last key
+    tiles = TileArrays(
+        q.document[mine],
+        first + to_row,
+        last + to_row,
+        k_first + to_key,
+        k_last + to_key,
+        left=window - 1 - ahead,
+        right=ahead,
+    )
+    return tiles.where((first < last) & (k_first < k_last))
+
+
+def _loosened(tiles: TileArrays) -> TileArrays:
+    """Without limits that hide nothing, tile by tile; all tiles at whose end row and key meet keep one mask."""
+    left, right = _hides(tiles)
+    ahead = tiles.right > 0
+    return tiles._replace(left=np.where(ahead & ~left, -1, tiles.left), right=np.where(ahead & ~right, -1, tiles.right))
+
+
+def split_at_left(tiles: TileArrays) -> TileArrays:
+    """Tiles with a limit on the left alone as two: keys that all rows see, and a rest in which the last sees one key.
+
+    How far the limit is from the last key differs from document to document; after this it does not.
+    """
+    cut = (tiles.left > 0) & (tiles.right < 0)
+    some = tiles.where(cut)
+    at = some.k_stop - some.left - 1  # the last row sees keys from here on
+    full = some._replace(k_start=at, left=np.full_like(at, -1))
+    banded = some._replace(q_stop=some.q_stop - 1, k_stop=at, left=np.zeros_like(at))
+    parts = (tiles.where(~cut), full, banded.where(banded.q_start < banded.q_stop))
+    return TileArrays(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
