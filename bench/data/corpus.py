@@ -17,7 +17,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from process_memory import resident, sampled
 
 from longspan.bench.record import open_record, where_it_ran, write_record
 from longspan.train.config.sections import DataConfig
@@ -145,7 +145,7 @@ def _ensured(options: argparse.Namespace, run: str = "run") -> dict[str, Any]:
     )
     tokenizer, said = load_tokenizer(options.tokenizer), list[str]()
     with _peaks() as peaks:
-        start, anonymous = time.perf_counter(), _resident(os.getpid())["RssAnon"]
+        start, anonymous = time.perf_counter(), resident()["RssAnon"]
         corpus = ensure_corpus(
             CorpusSettings(data), options.folder / run, tokenizer=tokenizer, resumed=False, log=said.append
         )
@@ -167,11 +167,11 @@ def _open(options: argparse.Namespace) -> dict[str, Any]:
     """What a rank does before its first step."""
     torch.zeros(1)
     answer = dict[str, Any]()
-    before = answer["anonymous_before"] = _resident(os.getpid())["RssAnon"]
+    before = answer["anonymous_before"] = resident()["RssAnon"]
 
     def note(name: str, start: float) -> None:
         answer[f"{name}_seconds"] = time.perf_counter() - start
-        answer[f"{name}_anonymous"] = _resident(os.getpid())["RssAnon"] - before
+        answer[f"{name}_anonymous"] = resident()["RssAnon"] - before
 
     start = time.perf_counter()
     corpus = Corpus(options.folder / "run" / "corpus")
@@ -194,42 +194,28 @@ CASES = {"build": _ensured, "again": _ensured, "other run": _other_run, "open": 
 @contextmanager
 def _peaks() -> Iterator[dict[str, int]]:
     """The peak of this process until the block ends, and of the largest of its children: all resident, and its own."""
-    peaks, done = {"peak": 0, "peak_anonymous": 0, "worker_peak": 0, "worker_peak_anonymous": 0}, threading.Event()
+    peaks = {"peak": 0, "peak_anonymous": 0, "worker_peak": 0, "worker_peak_anonymous": 0}
 
     def note(pid: int, whole: str) -> None:
-        now = _resident(pid)
+        now = resident(pid)
         peaks[whole] = max(peaks[whole], now.get("VmHWM", 0), now.get("VmRSS", 0))
         peaks[f"{whole}_anonymous"] = max(peaks[f"{whole}_anonymous"], now.get("RssAnon", 0))
 
     def sample() -> None:
-        while not done.wait(0.1):
-            note(os.getpid(), "peak")
-            for child in _children():
-                note(child, "worker_peak")
+        note(os.getpid(), "peak")
+        for child in _children():
+            note(child, "worker_peak")
 
-    thread = threading.Thread(target=sample)
-    thread.start()
     try:
-        yield peaks
+        with sampled(sample, every=0.1):
+            yield peaks
     finally:
-        done.set()
-        thread.join()
         note(os.getpid(), "peak")
 
 
 def _children() -> list[int]:
     lists = Path("/proc/self/task").glob("*/children")
     return [int(pid) for path in lists for pid in path.read_text(encoding="ascii").split()]
-
-
-def _resident(pid: int) -> dict[str, int]:
-    """Bytes of a process's memory by the names of /proc; none where it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return {}
-    pairs = (line.split(":", 1) for line in lines)
-    return {name: int(value.split()[0]) * 1024 for name, value in pairs if name in ("VmHWM", "VmRSS", "RssAnon")}
 
 
 def _markdown(record: dict[str, Any]) -> Iterator[str]:

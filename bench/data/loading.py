@@ -10,7 +10,6 @@ anonymous resident memory, sampled every two milliseconds while the model is loa
 import argparse
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from process_memory import resident, sampled
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
@@ -97,24 +97,14 @@ def load(_: int, folder: str, axes: dict[str, int], sharded: bool) -> dict[str, 
 
 @contextmanager
 def _peak() -> Iterator[list[int]]:
-    rise, before, done = [0], _anonymous(), threading.Event()
+    """The rise of own memory until the block ends."""
+    rise, before = [0], resident()["RssAnon"]
 
     def sample() -> None:
-        while not done.wait(0.002):
-            rise[0] = max(rise[0], _anonymous() - before)
+        rise[0] = max(rise[0], resident()["RssAnon"] - before)
 
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
+    with sampled(sample, every=0.002):
         yield rise
-    finally:
-        done.set()
-        thread.join()
-
-
-def _anonymous() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
 
 
 def _keep(record: dict[str, Any], row: dict[str, Any], out: Path) -> None:

@@ -15,7 +15,6 @@ import pickle
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from process_memory import resident, sampled
 
 from longspan.bench.record import open_record, where_it_ran, write_record
 from longspan.train.data.step_order import StepOrder
@@ -70,7 +70,7 @@ def measured(case: str, folder: Path) -> dict[str, Any]:
     run: Callable[[Path, dict[str, float]], object] = globals()[f"_{case}"]
     with _peak() as rise:
         held = [run(folder, seconds)]
-    memory = {"peak_own": rise[0], "peak_files": rise[1], "held_own": _resident()[0] - rise[2]}
+    memory = {"peak_own": rise[0], "peak_files": rise[1], "held_own": _own_and_files()[0] - rise[2]}
     held.clear()
     tracemalloc.start()
     held = [run(folder, {})]
@@ -144,28 +144,21 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 @contextmanager
 def _peak() -> Iterator[list[int]]:
     """The rise of own memory and of files' until the block ends, and the own memory before it."""
-    before, done = _resident(), threading.Event()
+    before = _own_and_files()
     rise = [0, 0, before[0]]
 
     def sample() -> None:
-        while not done.wait(0.002):
-            for kind, now in enumerate(_resident()):
-                rise[kind] = max(rise[kind], now - before[kind])
+        for kind, now in enumerate(_own_and_files()):
+            rise[kind] = max(rise[kind], now - before[kind])
 
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
+    with sampled(sample, every=0.002):
         yield rise
-    finally:
-        done.set()
-        thread.join()
 
 
-def _resident() -> tuple[int, int]:
+def _own_and_files() -> tuple[int, int]:
     """Bytes of memory of this process that are resident: its own, and of files."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())
-    own, files = (int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
-    return own, files
+    now = resident()
+    return now["RssAnon"], now["RssFile"]
 
 
 def _markdown(record: dict[str, Any]) -> Iterator[str]:

@@ -3,7 +3,9 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -38,6 +40,15 @@ def gone_on_from_the_first_checkpoint(config: RunConfig, folder: Path, parallel:
 def losses_at_home(config: RunConfig) -> list[float]:
     """The same on the ranks of two slots."""
     return losses_of_run(config, 2 * config.parallel.tp * config.parallel.pp)
+
+
+def into_and_out_of(first: ParallelConfig, later: ParallelConfig) -> list[Any]:
+    """Cases (begun, gone_on): a run that leaves the home `first`, and one that goes on in the home `later`.
+
+    The first is whole: test_checkpoint_homes.py shows it too.
+    """
+    out_of = pytest.param(first, ParallelConfig(), id="first", marks=pytest.mark.whole)
+    return [out_of, pytest.param(ParallelConfig(), later, id="later")]
 
 
 def check_homes_are_equal(

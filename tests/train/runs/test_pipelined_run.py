@@ -14,7 +14,7 @@ from longspan.train.config.sections import ParallelConfig, RunConfig
 from longspan.train.data.tokenizer import train_tokenizer
 from longspan.train.run.config_check import check_config
 from tests.model.stock import SIZES
-from tests.train.runs.homes import check_homes_are_equal, losses_at_home
+from tests.train.runs.homes import check_homes_are_equal, into_and_out_of, losses_at_home
 from tests.train.small import small_config
 
 SETTINGS = {
@@ -42,13 +42,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[
     return config, losses_at_home(config)
 
 
-HOMES = [
-    pytest.param(INTERLEAVED, ParallelConfig(), id="first", marks=pytest.mark.whole),  # so is test_checkpoint_homes.py
-    pytest.param(ParallelConfig(), FOLDED, id="later"),
-]
-
-
-@pytest.mark.parametrize(("begun", "gone_on"), HOMES)
+@pytest.mark.parametrize(("begun", "gone_on"), into_and_out_of(INTERLEAVED, FOLDED))
 def test_losses_weights_and_checkpoints_do_not_depend_on_the_pipeline(
     straight: tuple[RunConfig, list[float]], tmp_path: Path, begun: ParallelConfig, gone_on: ParallelConfig
 ) -> None:

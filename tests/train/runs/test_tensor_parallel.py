@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from longspan.train.config.sections import ParallelConfig, RunConfig
-from tests.train.runs.homes import check_homes_are_equal, losses_at_home
+from tests.train.runs.homes import check_homes_are_equal, into_and_out_of, losses_at_home
 from tests.train.small import small_config
 
 SETTINGS = {
@@ -25,13 +25,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[
     return config, losses_at_home(config)
 
 
-HOMES = [
-    pytest.param(SPLIT, ParallelConfig(), id="split first", marks=pytest.mark.whole),  # so is test_checkpoint_homes.py
-    pytest.param(ParallelConfig(), COPIES, id="split later"),
-]
-
-
-@pytest.mark.parametrize(("begun", "gone_on"), HOMES)
+@pytest.mark.parametrize(("begun", "gone_on"), into_and_out_of(SPLIT, COPIES))
 def test_losses_weights_and_checkpoints_do_not_depend_on_tp(
     straight: tuple[RunConfig, list[float]], tmp_path: Path, begun: ParallelConfig, gone_on: ParallelConfig
 ) -> None:

@@ -3,7 +3,7 @@
 import difflib
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import UnionType
@@ -104,28 +104,29 @@ def _with_section(config: RunConfig, section: str, values: object, *, source: st
 
 def _data_sources(tables: object, source: str) -> tuple[SourceConfig, ...]:
     """The sources of the tables [[data.sources]]."""
-    if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
-        raise ConfigError(
-            f"data.sources is {tables!r} in {source}; sources are tables of an array: write [[data.sources]], and "
-            "below it path and weight"
-        )
+    listed = _array(tables, "data.sources", source, "sources", "path and weight")
     return tuple(
         _with_keys(SourceConfig(), f"data.sources[{number}]", table, source, _eval_key_hint)
-        for number, table in enumerate(tables)
+        for number, table in enumerate(listed)
     )
 
 
 def _eval_sets(tables: object, source: str) -> tuple[EvalConfig, ...]:
     """The evaluation sets of the tables [[eval]]."""
-    if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
-        raise ConfigError(
-            f"eval is {tables!r} in {source}; evaluation sets are tables of an array: write [[eval]], and below it "
-            "name, path and other keys of the set"
-        )
+    listed = _array(tables, "eval", source, "evaluation sets", "name, path and other keys of the set")
     return tuple(
         _with_keys(EvalConfig(), f"eval.{table.get('name') or number}", table, source, _eval_key_hint)
-        for number, table in enumerate(tables, 1)
+        for number, table in enumerate(listed, 1)
     )
+
+
+def _array(tables: object, name: str, source: str, what: str, keys: str) -> Sequence[Mapping[str, Any]]:
+    """The tables of an array. Raises ConfigError, with what they are and which keys they have, for anything else."""
+    if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
+        raise ConfigError(
+            f"{name} is {tables!r} in {source}; {what} are tables of an array: write [[{name}]], and below it {keys}"
+        )
+    return tables
 
 
 def _with_keys(known: Any, label: str, values: Mapping[str, object], source: str, hint: KeyHint) -> Any:
