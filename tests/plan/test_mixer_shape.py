@@ -141,6 +141,18 @@ def test_a_depth_costs_a_layer_a_projection_and_a_head() -> None:
     )
 
 
+def test_a_depth_of_several_layers_costs_them_all() -> None:
+    """Nemotron-H's: attention and experts, of which a row visits some."""
+    config: Any = shrunken(CONFIG_MAPPING["nemotron_h"](n_routed_experts=4))
+    plain, deeper = ModelShape.of(config), ModelShape.of(config, depths=1)
+    assert (deeper.layers, deeper.decoder_layers) == (plain.layers + 1, plain.decoder_layers + 2)
+    model: Any = add_mtp(tiny_model(config, torch.float32))
+    sizes = {name: p.numel() for name, p in model.mtp.named_parameters()}
+    visited = config.num_experts_per_tok / 4
+    added = sum(size * (visited if ".experts." in name else 1) for name, size in sizes.items() if "norm" not in name)
+    assert deeper.weights - plain.weights == added + config.hidden_size * config.vocab_size
+
+
 QWEN: dict[str, Any] = {"linear_num_value_heads": 4, "num_hidden_layers": 4}
 M, A = "linear_attention", "full_attention"
 

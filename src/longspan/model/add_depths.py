@@ -3,6 +3,7 @@
 An adapter comes after depths, whose linears it adapts as the others.
 """
 
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.adapters import adapter_in
 from longspan.model.layers import base_of, decoder_layers, decoder_of
-from longspan.model.mtp.depths import PREFIX, MtpDepth, MtpDepths, depths_of
+from longspan.model.mtp.depths import PREFIX, MtpBlocks, MtpDepth, MtpDepths, depths_of
 from longspan.model.mtp.weights import draw_depths, read_depths
 from longspan.model.seams.call_rules import is_prepared
+from longspan.plan.cost.layer_kinds import types_of_depth
 
 
 def add_mtp(
@@ -27,17 +29,18 @@ def add_mtp(
     >>> result = run_step(model, plan, documents, world, optimizer, mtp=MtpLoss(weight=0.3))
     >>> result.loss, result.mtp_losses
 
-    A depth has a decoder layer like the model's last one, with random weights as transformers initialises them, a
-    function of the configuration and `seed` alone; or those of a folder: `weights`, one that `save_model` wrote
-    (`mtp.layers.0.…`) or that is published with them (`model.layers.61.…` after the 61 layers of DeepSeek-V3). They
-    are parameters of the model, under `mtp.`; embedding and head are the model's own. Without `mtp=` the model trains
-    and answers as before.
+    A depth has a decoder layer like the model's last one (of a model whose layers are attention, mixers or MLPs alone
+    those that its configuration names, `mtp_layers_block_type`), with random weights as transformers initialises
+    them, a function of the configuration and `seed` alone; or those of a folder: `weights`, one that `save_model`
+    wrote (`mtp.layers.0.…`) or that is published with them (`model.layers.61.…` after the 61 layers of DeepSeek-V3).
+    They are parameters of the model, under `mtp.`; embedding and head are the model's own. Without `mtp=` the model
+    trains and answers as before.
 
     Raises ModelError for a model that cannot have them, and for a folder that lacks their weights.
     """
     _check(model, depths)
-    *_, last = decoder_layers(model).values()
-    mtp = MtpDepths([_depth(model, last) for _ in range(depths)])
+    layers = _layers_of_depth(model)
+    mtp = MtpDepths([_depth(model, layers) for _ in range(depths)])
     model.add_module(PREFIX, mtp)
     mtp.train(model.training)
     try:
@@ -71,13 +74,28 @@ def _check(model: PreTrainedModel, depths: int) -> None:
         )
 
 
-def _depth(model: PreTrainedModel, last: nn.Module) -> MtpDepth:
-    """A depth with copies of the model's last layer and last norm, whose weights are overwritten."""
+def _layers_of_depth(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers that a depth has copies of: the last one, or the last of each type that the configuration names."""
+    layers = [*decoder_layers(model).values()]
+    of_type = {str(vars(layer).get("block_type", "")): layer for layer in layers}  # of each type the last
+    types = types_of_depth(model.config.get_text_config(), [*of_type])
+    if missing := sorted({*types} - {*of_type}):
+        raise ModelError(
+            f"{type(model).__name__}: a depth of multi-token prediction has layers of the types {', '.join(types)} "
+            f"(mtp_layers_block_type of the configuration), and of {', '.join(missing)} the model has none to copy, "
+            f"only of {', '.join(sorted(of_type))}; set mtp_layers_block_type to types of these"
+        )
+    return [of_type[kind] for kind in types] or layers[-1:]
+
+
+def _depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth:
+    """A depth with copies of these layers and of the model's last norm, whose weights are overwritten."""
     norm, size = _last_norm(model), model.config.get_text_config().hidden_size
-    weight = next(last.parameters())
+    weight = next(layers[-1].parameters())
     eh_proj = nn.Linear(2 * size, size, bias=False, device=weight.device, dtype=model.dtype)
     norms = _copy(norm), _copy(norm), _copy(norm)
-    return MtpDepth(_copy(last), norms, eh_proj)
+    copies = [_copy(layer) for layer in layers]
+    return MtpDepth(copies[0] if len(copies) == 1 else MtpBlocks(copies), norms, eh_proj)
 
 
 def _copy(module: nn.Module) -> Any:

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan.model.add_depths import add_mtp
+from longspan.model.mtp.depths import MtpBlocks
 from longspan.model.presets import preset_config
 from longspan.model.seams.mixers import mixers_of
+from longspan.model.small.shrink import shrunken
 from tests.model.deep import deep
 from tests.model.stock import at_random, gradients_of, tiny
 
@@ -25,11 +28,17 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("qwen3-next-tiny", {"layer_types": ["linear_attention", "full_attention"]}),
     "qwen3-next, a scan last": ("qwen3-next-tiny", {"layer_types": ["full_attention", "linear_attention"]}),
     "bamba, a scan last": ("bamba-tiny", {"attn_layer_indices": [0]}),
+    "nemotron-h": ("", {}),  # of whose depths each has a layer of attention and one of experts
 }
 
 
 def _hybrid(family: str) -> PreTrainedModel:
     preset, types = HYBRIDS[family]
+    if not preset:
+        config: Any = shrunken(CONFIG_MAPPING[family.replace("-", "_")](n_routed_experts=4))
+        config.update({"vocab_size": 64})
+        config._experts_implementation = "eager"
+        return at_random(config)
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     small = {"mamba_n_heads": 4, "mamba_d_head": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
     config: Any = preset_config(preset, vocab_size=64)
@@ -104,11 +113,12 @@ def _next(model: Any, depth: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     age = positions[0, :, None] - positions[0, None, :]
     hidden_rows = (age < 0) | (age >= (window or len(ids)))
     mask = torch.zeros(age.shape, dtype=x.dtype).masked_fill(hidden_rows, torch.finfo(x.dtype).min)
-    rotary = model.model.rotary_emb(x, positions)
-    causal = None if mixers_of(layer) else mask[None, None]
-    out = layer(x, attention_mask=causal, position_embeddings=rotary, position_ids=positions)
-    out = out if isinstance(out, Tensor) else out[0]
-    return depth.post_norm(out)
+    rotary = model.model.rotary_emb(x, positions) if hasattr(model.model, "rotary_emb") else None
+    for block in layer if isinstance(layer, MtpBlocks) else [layer]:
+        causal = None if mixers_of(block) else mask[None, None]
+        out = block(x, attention_mask=causal, position_embeddings=rotary, position_ids=positions)
+        x = out if isinstance(out, Tensor) else out[0]
+    return depth.post_norm(x)
 
 
 def _logits(model: Any, hidden: Tensor) -> Tensor:

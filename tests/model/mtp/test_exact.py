@@ -60,12 +60,14 @@ HYBRID = [
     Case("qwen3-next, a scan last", plans=("one cp", "dynamic")),
     Case("bamba, a scan last", settings=(("activation_checkpointing", "full"),)),
     Case("qwen3-next", depths=1, labelled=True),
+    Case("nemotron-h", plans=("one cp", "dynamic")),
 ]
 _ROWS, _TWO = (("sequence_parallel", True),), ("one cp", "dynamic")
 ROWS = [
     Case(settings=_ROWS, plans=_TWO),
     Case("qwen3-moe", layers=3, settings=(*_ROWS, ("activation_checkpointing", "full")), plans=_TWO),
 ]
+_SEVERAL = [Case("nemotron-h", depths=1)]  # layers of a depth
 SPLIT = [
     Case(),
     Case("llama", settings=(("shard_parameters", False),)),
@@ -176,10 +178,10 @@ def _errors(rank: int, home: Layout, cases: list[Case]) -> dict[str, float]:
         (Layout(ranks=2), HYBRID[:1]),
         pytest.param(Layout(ranks=3), HYBRID, marks=pytest.mark.whole),
         pytest.param(Layout(ranks=2, dp_replicate=2), FEW, marks=pytest.mark.whole),
-        pytest.param(Layout(ranks=4, tp=2), SPLIT, marks=pytest.mark.whole),
+        pytest.param(Layout(ranks=4, tp=2), SPLIT + _SEVERAL, marks=pytest.mark.whole),
         (Layout(ranks=2, tp=2), ROWS),
-        pytest.param(Layout(ranks=4, tp=2, pp=2), ROWS, marks=pytest.mark.whole),
-        pytest.param(Layout(ranks=2, ep=2), EXPERTS[:1], marks=pytest.mark.whole),
+        pytest.param(Layout(ranks=4, tp=2, pp=2), ROWS + _SEVERAL, marks=pytest.mark.whole),
+        pytest.param(Layout(ranks=2, ep=2), EXPERTS[:1] + _SEVERAL, marks=pytest.mark.whole),
         (Layout(ranks=2, pp=2), STAGES[4:5]),
         pytest.param(Layout(ranks=2, pp=2), STAGES, marks=pytest.mark.whole),
         pytest.param(Layout(ranks=4, pp=2), STAGES, marks=pytest.mark.whole),

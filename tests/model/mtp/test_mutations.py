@@ -37,7 +37,7 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "[self.enorm(embedded), self.hnorm(hidden)]",
         "[self.hnorm(hidden), self.enorm(embedded)]",
     ),
-    "no last norm": (DEPTHS, "self.post_norm(out if", "(out if"),
+    "no last norm": (DEPTHS, "self.post_norm(states_of(", "(states_of("),
 }
 
 

@@ -1,6 +1,8 @@
 """Depths read, and written, under the names that models are published with."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,11 +10,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan import Layout, World, add_mtp, load_model, prepare
 from longspan.errors import ModelError
 from longspan.model import preset_config
 from longspan.model.mtp.names import depths_in, own_name, published_names
+from longspan.model.small.shrink import shrunken
 from tests.model.stock import at_random, config_of, weights_of
 
 NORMS = {
@@ -104,6 +108,50 @@ def test_depths_of_a_sharded_model_are_read_a_part_at_a_time(tmp_path: Path) -> 
         model = add_mtp(load_model(tmp_path / "two", dtype="float64", sharded=True), 1, weights=tmp_path / "MiMo")
         read = weights_of(prepare(model, world))
     assert all(torch.equal(x, wanted[name]) for name, x in read.items() if name.startswith("mtp."))
+
+
+NEMOTRON = ["linear_attention", "moe", "full_attention"]
+
+
+def _nemotron(types: list[str]) -> Any:
+    config: Any = shrunken(CONFIG_MAPPING["nemotron_h"](n_routed_experts=4))
+    config.update({"layer_types": types, "vocab_size": 64})
+    return at_random(config)
+
+
+def test_a_depth_of_several_layers_is_read_as_it_is_published(tmp_path: Path) -> None:
+    """Of Nemotron-H: attention, then experts, under the names in vLLM's `nemotron_h_mtp.py`."""
+    deeper = _nemotron([*NEMOTRON, "full_attention", "moe"])
+    deeper.save_pretrained(tmp_path)
+    files = load_file(tmp_path / "model.safetensors")
+    for layer in (0, 1):
+        files = {re.sub(rf"^\w+\.layers\.{3 + layer}\.", f"mtp.layers.{layer}.", name): x for name, x in files.items()}
+    size = deeper.config.hidden_size
+    own = {f"mtp.layers.0.{name}.weight": torch.full((size,), i + 2.0) for i, name in enumerate(("enorm", "hnorm"))}
+    own |= {"mtp.layers.1.final_layernorm.weight": torch.full((size,), 4.0)}
+    own |= {"mtp.layers.0.eh_proj.weight": torch.randn(size, 2 * size)}
+    save_file(files | own, tmp_path / "model.safetensors")
+    assert depths_in(tmp_path, layers=3) == 1
+    read = add_mtp(_nemotron(NEMOTRON), 1, weights=tmp_path).state_dict()
+    for layer in (0, 1):
+        for name, x in deeper.model.layers[3 + layer].state_dict().items():
+            assert torch.equal(read[f"mtp.layers.0.mtp_block.{layer}.{name}"], x), name
+    for name in ("enorm", "hnorm", "eh_proj"):
+        assert torch.equal(read[f"mtp.layers.0.{name}.weight"], own[f"mtp.layers.0.{name}.weight"].double())
+    assert (read["mtp.layers.0.post_norm.weight"] == 4).all()
+    written = published_names("nemotron_h", 3, 1, 2)
+    assert written is not None and {written(name) for name in read if name.startswith("mtp.")} >= own.keys()
+    assert (
+        all(own_name(written(name), 3, 2) == name for name in read) and published_names("nemotron_h", 3, 2, 2) is None
+    )
+
+
+def test_a_depth_has_the_layers_that_its_configuration_names() -> None:
+    bare = _nemotron(["linear_attention", "full_attention", "mlp"])  # without experts
+    blocks = add_mtp(bare, 2).mtp.layers[1].mtp_block
+    assert [block.block_type for block in blocks] == ["full_attention", "mlp"]
+    with pytest.raises(ModelError, match="of full_attention the model has none to copy, only of linear_attention, mlp"):
+        add_mtp(_nemotron(["linear_attention", "mlp"]))
 
 
 @pytest.mark.parametrize(("model_type", "depths"), [("deepseek_v3", 2), ("qwen3_next", 1)])

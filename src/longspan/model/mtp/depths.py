@@ -29,8 +29,18 @@ from longspan.model.layers import decoder_layers
 from longspan.model.mtp.names import PREFIX
 
 
+class MtpBlocks(nn.ModuleList):
+    """The decoder layers of a depth, one after another, where each is attention, a mixer or an MLP alone."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Hidden states (1, T, D) through all of them, each called with the same arguments."""
+        for block in self:
+            hidden = states_of(block(hidden, *args, **kwargs))
+        return hidden
+
+
 class MtpDepth(nn.Module):
-    """One depth: norms, a projection of twice the hidden size, and a decoder layer of the model's class."""
+    """One depth: norms, a projection of twice the hidden size, and a decoder layer (or `MtpBlocks`) of the model's."""
 
     def __init__(self, block: nn.Module, norms: tuple[nn.Module, nn.Module, nn.Module], eh_proj: nn.Linear) -> None:
         super().__init__()
@@ -41,8 +51,12 @@ class MtpDepth(nn.Module):
     def forward(self, embedded: Tensor, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Embeddings of later tokens and hidden states of the depth before, (1, T, D) each, to hidden states."""
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
-        out = self.mtp_block(x, *args, **kwargs)
-        return self.post_norm(out if isinstance(out, Tensor) else out[0])
+        return self.post_norm(states_of(self.mtp_block(x, *args, **kwargs)))
+
+
+def states_of(output: Any) -> Tensor:
+    """Hidden states of what a decoder layer returns, alone or first of several things."""
+    return output if isinstance(output, Tensor) else output[0]
 
 
 class MtpDepths(nn.Module):
@@ -61,7 +75,12 @@ def depths_of(model: nn.Module) -> tuple[MtpDepth, ...]:
 
 def mtp_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The decoder layers of a model's depths, by qualified name."""
-    return {f"{PREFIX}.layers.{i}.mtp_block": depth.mtp_block for i, depth in enumerate(depths_of(model))}
+    blocks = dict[str, nn.Module]()
+    for i, depth in enumerate(depths_of(model)):
+        name, block = f"{PREFIX}.layers.{i}.mtp_block", depth.mtp_block
+        several = isinstance(block, MtpBlocks)
+        blocks |= {f"{name}.{j}": part for j, part in enumerate(block)} if several else {name: block}
+    return blocks
 
 
 class LayerArguments:
@@ -80,11 +99,11 @@ class LayerArguments:
 
 def refuse_bypass(model: nn.Module, reached: Sequence[nn.Module]) -> None:
     """Raise ModelError for a depth in which no module is among those that reach our attention, or are mixers."""
-    for name, block in mtp_blocks(model).items():
-        if not any(module is inner for inner in block.modules() for module in reached):
+    for i, depth in enumerate(depths_of(model)):
+        if not any(module is inner for inner in depth.mtp_block.modules() for module in reached):
             raise ModelError(
-                f"{type(model).__name__}: {name} ({type(block).__name__}) reaches no attention over the sharded "
-                "sequence; train the model without add_mtp"
+                f"{type(model).__name__}: {PREFIX}.layers.{i}.mtp_block ({type(depth.mtp_block).__name__}) reaches no "
+                "attention over the sharded sequence; train the model without add_mtp"
             )
 
 

@@ -4,9 +4,11 @@ ours            mtp.layers.0.enorm, hnorm, eh_proj, post_norm, and mtp_block.…
 DeepSeek, GLM   model.layers.61.enorm, hnorm, eh_proj, shared_head.norm, and the layer's own names, after 61 layers
 Qwen            mtp.pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm, and mtp.layers.0.… (Qwen3-Next, Qwen3.5)
 MiMo            model.mtp_layers.0.token_layernorm, hidden_layernorm, input_proj, final_layernorm, and the layer's own
+Nemotron-H      mtp.layers.0.enorm, hnorm, eh_proj, mtp.layers.1.final_layernorm, and the layers' own, one of attention,
+                then one of experts
 
 MiMo's projection takes the hidden states first, so that the halves of its columns are exchanged when it is read (as in
-vLLM's `mimo_mtp.py` beside `qwen3_next_mtp.py` and `deepseek_mtp.py`).
+vLLM's `mimo_mtp.py` beside `qwen3_next_mtp.py`, `deepseek_mtp.py` and `nemotron_h_mtp.py`).
 """
 
 import re
@@ -32,8 +34,10 @@ _AFTER_LAYERS = frozenset({"deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_
 _LIKE_QWEN = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mellum"})
 
 
-def own_name(key: str, layers: int) -> str:
+def own_name(key: str, layers: int, blocks: int = 1) -> str:
     """Our name for a depth's weight in files of a model of so many layers; another key as it is.
+
+    A depth has so many `blocks`, the layers of Nemotron-H's, which are published with one depth.
 
     >>> own_name("model.layers.61.mlp.up_proj.weight", layers=61)
     'mtp.layers.0.mtp_block.mlp.up_proj.weight'
@@ -41,6 +45,8 @@ def own_name(key: str, layers: int) -> str:
     ('mtp.layers.0.post_norm.weight', 'mtp.layers.0.post_norm.weight')
     >>> own_name("model.mtp_layers.0.input_proj.weight", layers=36)
     'mtp.layers.0.eh_proj.weight'
+    >>> own_name("mtp.layers.1.mixer.gate.weight", layers=88, blocks=2)
+    'mtp.layers.0.mtp_block.1.mixer.gate.weight'
     """
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", key):
         depth, inside = int(match[1]) - layers, match[2].replace("shared_head.norm.", "post_norm.", 1)
@@ -48,7 +54,9 @@ def own_name(key: str, layers: int) -> str:
     if match := re.fullmatch(r"model\.mtp_layers\.(\d+)\.(.*)", key):
         return _named(int(match[1]), _replaced(match[2], _MIMO))
     if match := re.fullmatch(r"mtp\.layers\.(\d+)\.(.*)", key):
-        return key if match[2].startswith("mtp_block.") else _named(int(match[1]), match[2])
+        if match[2].startswith(("mtp_block.", *_OURS)):
+            return key
+        return _named(int(match[1]), match[2]) if blocks == 1 else _of_block(*divmod(int(match[1]), blocks), match[2])
     bare = key.removeprefix(f"{PREFIX}.")
     return _named(0, inside) if bare != key and (inside := _replaced(bare, _QWEN)) != bare else key
 
@@ -58,8 +66,10 @@ def as_ours(key: str, tensor: Any) -> Any:
     return _HalvesExchanged(tensor) if _MIMO_PROJECTION.fullmatch(key) else tensor
 
 
-def published_names(model_type: str, layers: int, depths: int) -> Callable[[str], str] | None:
+def published_names(model_type: str, layers: int, depths: int, blocks: int = 1) -> Callable[[str], str] | None:
     """From our names to those that a family's models are published with; None where it has none.
+
+    `blocks` are those of a depth.
 
     >>> published_names("deepseek_v3", 61, 1)("mtp.layers.0.mtp_block.mlp.up_proj.weight")
     'model.layers.61.mlp.up_proj.weight'
@@ -68,6 +78,8 @@ def published_names(model_type: str, layers: int, depths: int) -> Callable[[str]
     """
     if model_type in _AFTER_LAYERS:
         return lambda name: _after_layers(name, layers)
+    if blocks > 1:
+        return (lambda name: _like_nemotron(name, blocks)) if depths == 1 else None
     return _like_qwen if model_type in _LIKE_QWEN and depths == 1 else None
 
 
@@ -110,6 +122,11 @@ def _named(depth: int, inside: str) -> str:
     return f"{PREFIX}.layers.{depth}.{'' if inside.startswith(_OURS) else 'mtp_block.'}{inside}"
 
 
+def _of_block(depth: int, block: int, inside: str) -> str:
+    ours = _replaced(inside, {"final_layernorm.": "post_norm."})
+    return f"{PREFIX}.layers.{depth}.{ours if ours != inside else f'mtp_block.{block}.{inside}'}"
+
+
 def _replaced(name: str, begins: dict[str, str]) -> str:
     return next((ours + name.removeprefix(theirs) for theirs, ours in begins.items() if name.startswith(theirs)), name)
 
@@ -128,3 +145,9 @@ def _like_qwen(name: str) -> str:
         return name
     ours = _replaced(inside, {ours: theirs for theirs, ours in _QWEN.items()})
     return f"{PREFIX}.{ours}" if ours != inside else f"{PREFIX}.layers.0.{inside.removeprefix('mtp_block.')}"
+
+
+def _like_nemotron(name: str, blocks: int) -> str:
+    if match := re.fullmatch(rf"{PREFIX}\.layers\.0\.mtp_block\.(\d+)\.(.*)", name):
+        return f"{PREFIX}.layers.{match[1]}.{match[2]}"
+    return name.replace(f"{PREFIX}.layers.0.post_norm.", f"{PREFIX}.layers.{blocks - 1}.final_layernorm.")

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.hf_folder import weight_files
-from longspan.model.mtp.depths import MtpDepths
+from longspan.model.mtp.depths import MtpDepths, mtp_blocks
 from longspan.model.mtp.names import PREFIX, as_ours, own_name
 from longspan.model.weights.empty import is_empty
 from longspan.model.weights.fill import WeightSource
@@ -28,7 +28,7 @@ def draw_depths(model: PreTrainedModel, mtp: MtpDepths, seed: int) -> None:
 def read_depths(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
     """The weights of a folder of safetensors files. Raises ModelError where some are missing or of other shapes."""
     layers = model.config.get_text_config().num_hidden_layers
-    rename = partial(own_name, layers=layers)
+    rename = partial(own_name, layers=layers, blocks=len(mtp_blocks(model)) // len(mtp.layers))
     source = FolderWeights(folder, weight_files(folder), model, rename=rename, view=as_ours)
     names = [f"{PREFIX}.{name}" for name in mtp.state_dict()]
     there = source.names()

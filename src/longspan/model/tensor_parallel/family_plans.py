@@ -97,6 +97,7 @@ def plan_of(model: PreTrainedModel) -> dict[str, str]:
     return (
         {f"{prefix}.{name}": style for name, style in base.items()}
         | {f"{PREFIX}.layers.*.mtp_block.{inside}": style for inside, style in inside_layers.items()}
+        | {f"{PREFIX}.layers.*.mtp_block.*.{inside}": style for inside, style in inside_layers.items()}
         | ({} if ours is None else _HEAD)
         | dict(getattr(type(model), "_tp_plan", None) or {})
     )

@@ -12,6 +12,7 @@ ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 MIXING = ("linear_attention", "conv")
 _OLDER_NAMES = {"mamba": "linear_attention", "attention": "full_attention", "sliding": "sliding_attention"}
 _LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+_INSTEAD = {"moe": "mlp", "mlp": "moe"}  # in a depth, where the model has none of the other
 _INTERVAL = 4  # of a configuration of Qwen's hybrids that names none
 
 
@@ -38,6 +39,29 @@ def layer_types(read: ConfigReader) -> list[str]:
     if (types := _said(read)) is None:
         types = _implied(read, read.count("num_hidden_layers"))
     return [_OLDER_NAMES.get(kind, kind) for kind in types]
+
+
+def types_of_depth(config: Any, types: Sequence[str]) -> list[str]:
+    """The layers of a depth of multi-token prediction behind layers of these types, where the configuration names them.
+
+    Empty where it does not: a depth has a layer like the last one. Where the model has no experts an MLP stands for
+    them, and the other way round.
+
+    >>> types_of_depth({"mtp_hybrid_override_pattern": "*E"}, ["linear_attention", "mlp", "full_attention"])
+    ['full_attention', 'mlp']
+    """
+    read = ConfigReader.of(config)
+    named: Sequence[str] = read.value("mtp_layers_block_type") or [
+        _LETTERS.get(letter, letter) for letter in read.value("mtp_hybrid_override_pattern") or ""
+    ]
+    kinds = [_OLDER_NAMES.get(kind, kind) for kind in named]
+    return [kind if kind in types else _INSTEAD.get(kind, kind) for kind in kinds]
+
+
+def kinds_of_depth(read: ConfigReader) -> tuple[LayerKind, ...]:
+    """The layers of a depth of multi-token prediction."""
+    types = types_of_depth(read.config, layer_types(read))
+    return tuple(_kind(read, 0, kind, True) for kind in types) or layer_kinds(read)[-1:]
 
 
 def window_of(read: ConfigReader) -> int:

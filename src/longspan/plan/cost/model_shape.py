@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 
 from longspan.errors import PlanError
 from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.layer_kinds import ATTENTION, MIXING, LayerKind, layer_kinds, layer_types, window_of
+from longspan.plan.cost.layer_kinds import (
+    ATTENTION,
+    MIXING,
+    LayerKind,
+    kinds_of_depth,
+    layer_kinds,
+    layer_types,
+    window_of,
+)
 from longspan.plan.cost.layer_weights import Weights, attention_weights, feed_forward_weights, latent, widths_of
 from longspan.plan.cost.mixer_shape import MixerShape, mixer_kind, mixer_of
 
@@ -55,14 +63,13 @@ class ModelShape:
     def of(cls, config: Any, *, depths: int = 0) -> "ModelShape":
         """The shape of a transformers configuration, an object or dict like one, a config.json or its folder.
 
-        With so many `depths` of multi-token prediction (`add_mtp`): each a layer like the last, a projection and the
-        output projection once more. Raises PlanError naming the attributes that are missing, are no counts, or show
-        layers that are not priced.
+        With so many `depths` of multi-token prediction (`add_mtp`): each a layer like the last, or those that the
+        configuration names for it, a projection and the output projection once more. Raises PlanError naming the
+        attributes that are missing, are no counts, or show layers that are not priced.
         """
         read = ConfigReader.of(config)
         mixer = _checked_mixer(read)
-        kinds = layer_kinds(read)
-        kinds += kinds[-1:] * depths
+        kinds = layer_kinds(read) + kinds_of_depth(read) * depths
         hidden, window, chunk = read.count("hidden_size"), window_of(read), read.count("attention_chunk_size")
         layers = [_weights(read, kind, mixer) for kind in kinds]
         attention = [kind.attention for kind in kinds if kind.attention]

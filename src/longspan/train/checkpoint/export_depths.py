@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from longspan.errors import counted
 from longspan.model.add_depths import add_mtp
+from longspan.model.mtp.depths import mtp_blocks
 from longspan.model.mtp.names import PREFIX, published_names
 from longspan.train.all_ranks import LogLine
 from longspan.train.config.sections import RunConfig
@@ -35,13 +36,17 @@ class ExportedDepths:
         if own.left_out:
             log(f"{what}: left out")
             return own
-        add_mtp(empty, depths)
-        rename = published_names(text.model_type, text.num_hidden_layers, depths) if names == "published" else None
+        blocks: list[Any] = [*mtp_blocks(add_mtp(empty, depths)).values()]
+        blocks = blocks[: len(blocks) // depths]
+        published = published_names(text.model_type, text.num_hidden_layers, depths, len(blocks))
+        rename = published if names == "published" else None
         if rename is None:
             log(f"{what}: under {PREFIX}.layers.0.… and so on, which longspan reads and stock transformers leaves out")
             return own
         config: Any = text
         config.num_nextn_predict_layers = depths
+        if len(blocks) > 1:
+            config.mtp_layers_block_type = [block.block_type for block in blocks]
         log(f"{what}: under the names of published {text.model_type} models, {rename(f'{PREFIX}.layers.0.eh_proj.…')}")
         return cls(rename)
 
