@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaModel, NanoChatConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, LlamaModel, NanoChatConfig
 
 from longspan.comm import World, bind
 from longspan.comm.failure.watch import Watch
@@ -16,10 +16,10 @@ from longspan.layout import Layout
 from longspan.model import prepare, save_model
 from longspan.model.layers import layers_of_stages
 from longspan.model.parts import parts_of
-from longspan.model.pipeline.pipeline import PipelineModel, _origin, _watched, refuse_shared_over_stages
+from longspan.model.pipeline.copies import StageCopies
+from longspan.model.pipeline.pipeline import PipelineModel, _origin, _watched
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.stages import Stage, StageInput, cut, refuse_inexact
-from longspan.model.pipeline.tied_embedding import TiedEmbedding
 from longspan.model.prepared import IMPLEMENTATION
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
@@ -134,10 +134,11 @@ def _without_shard(arguments: Any) -> dict[str, Any]:
 
 def test_two_stages_of_one_rank_have_tied_copies_of_their_own() -> None:
     first, last = _stages("qwen3", 4, 0, 3)
-    tied = TiedEmbedding((first, last))
-    assert tied.first is not None and tied.last is not None and tied.first is not tied.last
-    assert torch.equal(tied.first, tied.last)
-    assert last.model.get_input_embeddings().weight is tied.last
+    copies = StageCopies(first.shared, {0: first.model, 3: last.model}, (0, 1, 1, 0), 0)
+    one, other = copies.of("lm_head.weight")
+    assert one is not other and torch.equal(one, other)
+    for stage, copy in ((first, one), (last, other)):
+        assert stage.model.get_input_embeddings().weight is stage.model.get_output_embeddings().weight is copy
 
 
 def test_a_model_that_scales_its_embedding_is_refused() -> None:
@@ -221,23 +222,55 @@ def test_nanochat_norms_before_and_after_its_layers(device: str) -> None:
         refuse_inexact(model, parts_of(model))
 
 
-def test_layers_of_two_stages_that_share_parameters_are_refused() -> None:
-    model = deep("llama", torch.float32)
-    layers, parts, stages = model.model.layers, parts_of(model), layers_of_stages(4, 2)
-    layers[3].mlp = layers[2].mlp
-    refuse_shared_over_stages(model, parts, stages)
-    layers[3].input_layernorm = model.model.norm
-    refuse_shared_over_stages(model, parts, stages)
-    layers[2].mlp = layers[3].mlp = layers[1].mlp
-    with pytest.raises(ModelError, match=r"layers.2.mlp.gate_proj.weight of stage 1 is layers.1.mlp.* of stage 0"):
-        refuse_shared_over_stages(model, parts, stages)
-    layers[2].mlp = layers[3].mlp = deep("llama", torch.float32).model.layers[2].mlp
-    layers[0].input_layernorm = model.model.norm
-    with pytest.raises(ModelError, match=r"layers.3.input_layernorm.weight of stage 1 is layers.0.* of stage 0"):
-        refuse_shared_over_stages(model, parts, stages)
-    layers[3].input_layernorm = layers[2].input_layernorm
-    with pytest.raises(ModelError, match=r"norm.weight of stage 1 is layers.0.input_layernorm.weight of stage 0"):
-        refuse_shared_over_stages(model, parts, stages)
+def _one_norm(layers: Any, norm: Any) -> None:
+    layers[2].input_layernorm = norm
+
+
+def _one_mlp(layers: Any, _: Any) -> None:
+    layers[1].mlp = layers[3].mlp = layers[0].mlp
+
+
+def _one_weight(layers: Any, _: Any) -> None:
+    layers[3].mlp.gate_proj.weight = layers[0].mlp.up_proj.weight
+
+
+SHARED: dict[
+    str, tuple[Any, dict[str, tuple[int, ...]]]
+] = {  # parameters by their first names, and stages of one layer
+    "the last norm and one before": (_one_norm, {"layers.2.input_layernorm.weight": (2, 3)}),
+    "a module of three layers": (
+        _one_mlp,
+        {f"layers.0.mlp.{name}_proj.weight": (0, 1, 3) for name in ("gate", "up", "down")},
+    ),
+    "a weight of two modules": (_one_weight, {"layers.0.mlp.up_proj.weight": (0, 3)}),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_parameters_that_stages_share_are_found_and_copied(case: str) -> None:
+    (change, expected), model = SHARED[case], deep("llama", torch.float32)
+    change(model.model.layers, model.model.norm)
+    stages = cut(model, parts_of(model), layers_of_stages(4, 4), (0, 2, 3))
+    assert {entry.names[0]: entry.stages for entry in stages[0].shared} == {
+        f"model.{name}": holders for name, holders in expected.items()
+    }
+    copies = StageCopies(stages[0].shared, {s.index: s.model for s in stages}, (0, 1, 0, 0), 0)
+    for name, holders in expected.items():
+        of_one = copies.of(f"model.{name}")
+        assert len({id(copy) for copy in of_one}) == len(of_one) == len(set(holders) & {0, 2, 3})
+        assert all(torch.equal(copy, of_one[0]) for copy in of_one)
+
+
+def test_modules_that_stages_share_in_part_are_refused() -> None:
+    config = LlamaConfig(**SIZES | {"num_hidden_layers": 4}, tie_word_embeddings=False, mlp_bias=True)
+    model = AutoModelForCausalLM.from_config(config)
+    layers, parts = model.model.layers, parts_of(model)
+    layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+    assert len(cut(model, parts, layers_of_stages(4, 2), (0, 1))) == 2
+    layers[3].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+    says = r"layers.3.mlp.up_proj.weight is model.layers.0.* of another .*, and model.layers.3.mlp.up_proj.bias is a"
+    with pytest.raises(ModelError, match=says):
+        cut(model, parts, layers_of_stages(4, 2), (1,))
 
 
 # ---- with ranks
@@ -275,13 +308,13 @@ def _pipelines(rank: int, folder: str) -> dict[tuple[str, int, str], dict[str, A
                 "logits": worst_logits,
                 "names": (set(weights), set(loaded), set(model.state_dict()), set(stock.state_dict())),
                 "saved": worst(weights, {name: loaded[name] for name in weights}),
-                "tied": [_local_copy(copy) for copy in (model.tied_embedding.first, model.tied_embedding.last)],
+                "tied": [_local_copy(copy) for copy in model.copies.of("lm_head.weight")],
             }
     return results
 
 
-def _local_copy(parameter: Any) -> torch.Tensor | None:
-    return None if parameter is None else parameter.detach().to_local().cpu()
+def _local_copy(parameter: Any) -> torch.Tensor:
+    return parameter.detach().to_local().cpu()
 
 
 def test_names_logits_and_saved_folders_are_those_of_the_whole_model(tmp_path: Path) -> None:
@@ -298,8 +331,8 @@ def test_names_logits_and_saved_folders_are_those_of_the_whole_model(tmp_path: P
 def _copies_are_equal(results: list[dict[str, Any]], schedule: str) -> bool:
     """The shards of slot 0 and of slot 1, on the first and on the last stage, bit by bit after three AdamW steps."""
     if schedule == "zbv":  # both on one rank; the second follows at the next step
-        return all(result["tied"][0] is not None for result in results[:2])
-    return all(torch.equal(results[slot]["tied"][0], results[2 + slot]["tied"][1]) for slot in (0, 1))
+        return all(len(result["tied"]) == 2 for result in results[:2])
+    return all(torch.equal(results[slot]["tied"][0], results[2 + slot]["tied"][0]) for slot in (0, 1))
 
 
 def _refused(rank: int) -> dict[str, str]:
@@ -315,7 +348,7 @@ def _refused(rank: int) -> dict[str, str]:
         note("unknown", lambda: prepare(deep("llama", torch.float32), world, pipeline_schedule="2f2b"))
         shared = deep("llama", torch.float32)
         shared.model.layers[2].mlp = shared.model.layers[1].mlp
-        note("shared", lambda: prepare(shared, world, shard_parameters=False))
+        note("shared", lambda: prepare(shared, world))
         recompute = {"activation_checkpointing": "full", "shard_parameters": False}
         note("layers", lambda: prepare(deep("llama", torch.float32, 5), world, **recompute, recompute_layers=4))
         some = prepare(deep("llama", torch.float32, 5), world, **recompute, recompute_layers=3)
@@ -334,7 +367,7 @@ def test_what_is_refused_on_every_rank() -> None:
         assert "recompute_layers is 4, 3 decoder layers are in the largest of 2 pipeline stages" in refusals["layers"]
         assert "6 pipeline stages" in refusals["stages"] and "for 4 layers" in refusals["stages"]
         assert "'2f2b'" in refusals["unknown"]
-        assert "pipeline stages would train a copy each" in refusals["shared"]
+        assert "layers that share parameters are not sharded" in refusals["shared"]
         assert "pp 2, but Linear is not cut into stages" in refusals["whole"]
         assert refusals["afterwards"] == "{}"
 

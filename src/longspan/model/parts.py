@@ -1,7 +1,7 @@
 """The parts of a causal language model that stages and sequence parallelism rely on: which are called, and how."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -87,11 +87,15 @@ def with_outputs(model: PreTrainedModel, parts: Parts) -> Parts:
 class PartCall(NamedTuple):
     """One call of a part in a forward pass.
 
-    `reads_more` says whether it was given earlier hidden states beside those that the call before it returned.
+    `reads_more` says whether it was given earlier hidden states beside those that the call before it returned;
+    `first_again` is the argument, by position or name, that was the first ones as they are, where no other was earlier
+    ones. `keywords` are the names of its keyword arguments.
     """
 
     part: str
     reads_more: bool
+    first_again: int | str | None
+    keywords: frozenset[str]
 
 
 def trace_parts(model: PreTrainedModel, parts: Parts, **more: Any) -> tuple[list[PartCall], bool]:
@@ -115,7 +119,8 @@ def _trace(model: PreTrainedModel, parts: Parts, **more: Any) -> tuple[list[Part
     returned, calls = [x], list[PartCall]()
 
     def note(part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-        calls.append(PartCall(part, _depend([args, kwargs], returned[:-1])))
+        more, again = _depend([args, kwargs], returned[:-1]), _first_again(args, kwargs, returned)
+        calls.append(PartCall(part, more, again, frozenset(kwargs)))
         first = out[0] if isinstance(out, tuple) else out
         returned.append(first.detach().requires_grad_())
         return (returned[-1], *out[1:]) if isinstance(out, tuple) else returned[-1]
@@ -126,6 +131,17 @@ def _trace(model: PreTrainedModel, parts: Parts, **more: Any) -> tuple[list[Part
     with torch.enable_grad():
         positions = torch.arange(2, device=device)[None]
         return calls, bare(inputs_embeds=x, position_ids=positions, use_cache=False, **more)[0], returned
+
+
+def _first_again(args: Sequence[Any], kwargs: Mapping[str, Any], returned: Sequence[Tensor]) -> int | str | None:
+    """The one argument beside the first that is the first of these hidden states, where no other is earlier ones."""
+    arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    earlier = [key for key, value in arguments.items() if _depend(value, returned[:-1])]
+    if len(earlier) != 1 or earlier[0] == 0:
+        return None
+    value, first = arguments[earlier[0]], returned[0]
+    same = isinstance(value, Tensor) and value.shape == first.shape and (first.is_meta or torch.equal(value, first))
+    return earlier[0] if same and not _depend(value, returned[1:]) else None
 
 
 def _depend(values: Any, tensors: Sequence[Tensor]) -> bool:

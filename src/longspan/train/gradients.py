@@ -77,10 +77,10 @@ def square_sum_of_modules(model: nn.Module, world: World) -> float:
 
 
 def counted_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that this rank's stages count in the gradient norm: a tied embedding is counted on the first."""
+    """The parameters that this rank counts in the gradient norm: what several stages have is counted with the first."""
     inside = language_model_of(model)
-    skipped = inside.tied_embedding.counted_elsewhere if isinstance(inside, PipelineModel) else None
-    return [parameter for parameter in model.parameters() if parameter is not skipped]
+    skipped = inside.copies.counted_elsewhere if isinstance(inside, PipelineModel) else ()
+    return [parameter for parameter in model.parameters() if parameter not in skipped]
 
 
 @torch.no_grad()

@@ -52,6 +52,8 @@ HOMES = {
     "dynamic": Home(Layout(ranks=2), {"activation_checkpointing": "full"}, dynamic=True),
     "tp 2": Home(Layout(ranks=2, tp=2)),
     "pp 2": Home(Layout(ranks=2, pp=2)),
+    "two stages a rank": Home(Layout(ranks=2, pp=2), {"virtual_stages": 2}),
+    "two stages a rank, folded": Home(Layout(ranks=2, pp=2), {"virtual_stages": 2, "pipeline_schedule": "zbv"}),
     "tp 2, cp 2": Home(TP, SEQUENCE_PARALLEL),
     "tp 2, cp 2, copies": Home(TP, {"shard_parameters": False, "activation_checkpointing": "full"}),
 }
@@ -62,6 +64,7 @@ CASES = (
     ("bamba", "every linear"),
     ("qwen3-next", "projections"),
 )
+STAGES = ("two stages a rank", "two stages a rank, folded")
 OTHERS = tuple((family, "projections") for family in here(OTHER_HYBRIDS))
 
 
@@ -91,6 +94,7 @@ def _errors(rank: int, homes: tuple[str, ...], cases: tuple[tuple[str, str], ...
         (2, ("dynamic", "tp 2"), (CASES[1], CASES[3])),
         pytest.param(2, ("cp 2", "dynamic", "tp 2", "pp 2"), CASES, marks=pytest.mark.whole),
         pytest.param(2, ("cp 2", "tp 2"), OTHERS, marks=pytest.mark.whole),
+        pytest.param(2, ("pp 2", *STAGES), (("zamba2", "projections"),), marks=pytest.mark.whole),
         pytest.param(4, ("tp 2, cp 2", "tp 2, cp 2, copies"), (*CASES, *OTHERS), marks=pytest.mark.whole),
     ],
 )

@@ -62,7 +62,7 @@ MUTATIONS: list[tuple[Dropped, Callable[[Combination], bool]]] = [
      lambda c: c.tp[1]),
     (("model.experts.moe", ".sum(1).to(x.dtype)", "[:, 0].to(x.dtype)"), lambda c: c.ep == 2),
     (("model.experts.moe", "all_to_all_rows(x, sends,", "all_to_all_rows(x.detach(), sends,"), lambda c: c.ep == 2),
-    (("model.pipeline.tied_embedding", "                _add_other_copy(copies[0], world)", "                pass"),
+    (("model.pipeline.copies", "gradient.copy_(summed([*parts.values()]))", "pass"),
      lambda c: c.family == "qwen3" and c.stages[0] == 2),
     (("model.placement.sharding", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(2.0)"),
      lambda c: c.ep == 1),

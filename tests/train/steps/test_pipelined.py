@@ -179,11 +179,11 @@ def test_every_schedule_goes_through_every_plan() -> None:
 
 
 def _shared_layer(rank: int) -> dict[str, float]:
-    """Two layers of the second stage have one MLP, whose gradient is a sum over both."""
+    """Three layers, of both stages, have one MLP, whose gradient is a sum over all."""
 
     def shared() -> Any:
         model = deep("llama", torch.float64)
-        model.model.layers[3].mlp = model.model.layers[2].mlp
+        model.model.layers[3].mlp = model.model.layers[2].mlp = model.model.layers[0].mlp
         return model
 
     with World(Layout(ranks=2, pp=2), backend=backend()) as world:
@@ -193,7 +193,7 @@ def _shared_layer(rank: int) -> dict[str, float]:
         return _errors(model, plan_fixed(LENGTHS, world.home, cp=1, max_tokens_per_slot=40), wanted, world)
 
 
-def test_a_weight_used_twice_on_a_stage() -> None:
+def test_a_weight_used_twice_on_a_stage_and_on_two() -> None:
     for errors in run_ranks(_shared_layer, 2):
         assert max(errors.values()) < 1e-12, errors
 

@@ -2,8 +2,8 @@
 
 `prepare` returns a PipelineModel where `home.pp` is above 1. Parameters of the other stages are freed; those that are
 here have the names that they have in the whole model, so that optimizers, checkpoints and saved folders do not depend
-on the pipeline. How a model is cut is in `stages.py`, torch's schedules are in `schedules.py`, a head that is tied to
-the embedding in `tied_embedding.py`.
+on the pipeline. How a model is cut is in `stages.py`, torch's schedules are in `schedules.py`, parameters that several
+stages have in `copies.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +19,14 @@ from longspan.comm import SequenceShard, World, world_of
 from longspan.comm.failure.watch import is_backend_error
 from longspan.errors import ModelError
 from longspan.model.experts.moe import router_sizes
-from longspan.model.layers import Absent, decoder_of, layers_of_stages, text_name
+from longspan.model.layers import decoder_of, layers_of_stages
 from longspan.model.mtp.depths import depths_of
-from longspan.model.parts import Parts, parts_of
+from longspan.model.parts import parts_of
+from longspan.model.pipeline.copies import StageCopies
+from longspan.model.pipeline.names import name_as_in_whole, unnamed_modules
 from longspan.model.pipeline.schedules import ScheduledStage, make_schedule
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.stages import Stage, StageInput, cut, refuse_dependent_layers, refuse_inexact
-from longspan.model.pipeline.tied_embedding import TiedEmbedding
 from longspan.model.placement.sharding import reshard
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.first_pass import check_recorded_calls, record_calls
@@ -40,7 +41,7 @@ class PipelineModel(nn.Module):
     """This rank's stages of a causal language model; train and evaluate it with `run_step`.
 
     Parameters, buffers and `state_dict` keys have the names of the whole model; together, the ranks of a pipeline hold
-    each once, and a tied embedding on the first and on the last stage.
+    each once, and what several stages have, as a tied embedding, once a rank that has such a stage.
 
     >>> model = prepare(Qwen3ForCausalLM(config), world, virtual_stages=2)     # home.pp == 2
     >>> logits = model(input_ids=ids[None], position_ids=shard.position_ids[None], shard=shard).logits  # (1, T, V)
@@ -64,7 +65,12 @@ class PipelineModel(nn.Module):
         self.stages = tuple(stages)  # a tuple: not by these names
         self.layers_of_stages = self.stages[0].layers_of_stages  # of all stages, whatever are here
         self.pipeline_settings, self.dtype = pipeline_settings, dtype
-        self.tied_embedding = TiedEmbedding(self.stages)
+        self.copies = StageCopies(
+            self.stages[0].shared,
+            {stage.index: stage.model for stage in self.stages},
+            pipeline_settings.positions,
+            world.coordinates.pp,
+        )
         self.probed = True  # whether the attention calls of all layers have been seen and judged
         self._world_key = world.key
         _ = world.channels.pipeline  # makes its group, on all ranks together
@@ -72,8 +78,12 @@ class PipelineModel(nn.Module):
         self.routers = router_sizes(model)
         self.depths = len(depths_of(model))  # of multi-token prediction, which is on the last stage
         self._schedules: dict[tuple[int, bool], _Schedule] = {}
-        for stage in self.stages:
-            _graft(self, stage.model, shared=_shared(stage.model))
+        name_as_in_whole(self, [stage.model for stage in self.stages], self.copies)
+        self._unnamed = {
+            f"stages.{stage.index}{'.' * bool(name)}{name}": module
+            for stage in self.stages
+            for name, module in unnamed_modules(stage, self.copies)
+        }
 
     def named_modules(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
@@ -81,11 +91,10 @@ class PipelineModel(nn.Module):
         """The modules by their names in the whole model, then the stages, which FSDP2 manages as roots."""
         memo = set[nn.Module]() if memo is None else memo
         yield from super().named_modules(memo, prefix, remove_duplicate)
-        for stage in self.stages:
-            for name, module in (("", stage), (".model", stage.model), (".base_model", decoder_of(stage.model))):
-                if module not in memo:
-                    memo.add(module)
-                    yield f"{prefix}{'.' if prefix else ''}stages.{stage.index}{name}", module
+        for name, module in self._unnamed.items():
+            if module not in memo:
+                memo.add(module)
+                yield f"{prefix}{'.' if prefix else ''}{name}", module
 
     def train(self, mode: bool = True) -> "PipelineModel":
         """Training or evaluation mode of all stages."""
@@ -109,8 +118,8 @@ class PipelineModel(nn.Module):
         for stage_input in inputs:
             call_rules(self).check_spans(stage_input.shard)
         world = world_of(self._world_key)
-        self.tied_embedding.make_equal()
-        with self.tied_embedding.gradients_summed(world) if backward else nullcontext():
+        self.copies.make_equal()
+        with self.copies.gradients_summed(world) if backward else nullcontext():
             step, stages = self._schedule(len(inputs), backward, world)
             for stage_input in inputs:
                 stage_input.keywords = call_rules(self).with_kernel(stage_input.keywords)
@@ -192,27 +201,7 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: Pip
     layers = layers_of_stages(len(getattr(decoder_of(model), parts.layers)), pipeline_settings.stages)
     refuse_inexact(model, parts)
     refuse_dependent_layers(model, parts, layers)
-    refuse_shared_over_stages(model, parts, layers)
     return cut(model, parts, layers, pipeline_settings.stages_at(world.coordinates.pp))
-
-
-def refuse_shared_over_stages(model: PreTrainedModel, parts: Parts, layers: Sequence[range]) -> None:
-    """Raise ModelError where two stages share parameters, which would part from each other at the first step.
-
-    `layers` are those of each stage. Parts of one stage may share; an embedding tied to the head is kept equal.
-    """
-    base, owner = decoder_of(model), dict[int, tuple[str, int]]()
-    before = [part for part in parts.before if getattr(base, part) is not model.get_input_embeddings()]
-    inside = [(f"{parts.layers}.{i}", stage) for stage, indices in enumerate(layers) for i in indices]
-    after = [(part, len(layers) - 1) for part in parts.after]
-    for part, stage in (*((part, 0) for part in before), *inside, *after):
-        for name, parameter in base.get_submodule(part).named_parameters():
-            first, there = owner.setdefault(id(parameter), (f"{part}.{name}", stage))
-            if there != stage:
-                raise ModelError(
-                    f"{part}.{name} of stage {stage} is {first} of stage {there}: pipeline stages would train a copy "
-                    "each; use fewer stages, so that both are on one, or pp 1"
-                )
 
 
 def _watched(step: Callable[[], None], world: World) -> None:
@@ -235,21 +224,3 @@ def _origin(error: BaseException) -> BaseException | None:
     while origin is not None and origin.__cause__ is not None and "stage" in str(origin).lower():
         origin = origin.__cause__
     return origin
-
-
-def _shared(model: PreTrainedModel) -> set[nn.Module]:
-    """The modules of a stage's copy that every stage has a copy of: those around its layers, and their list."""
-    path = text_name(model).split(".")
-    around = {model.get_submodule(".".join(path[: i + 1])) for i in range(len(path))}
-    return {*around, getattr(decoder_of(model), parts_of(model).layers)}
-
-
-def _graft(into: nn.Module, source: nn.Module, *, shared: set[nn.Module]) -> None:
-    """Put what a stage holds under the names of the whole model; what another stage of this rank holds comes first."""
-    for name, child in source.named_children():
-        if child in shared:
-            if name not in into._modules:
-                into.add_module(name, nn.Module())
-            _graft(into.get_submodule(name), child, shared=shared)
-        elif not isinstance(child, Absent) and name not in into._modules:
-            into.add_module(name, child)

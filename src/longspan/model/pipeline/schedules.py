@@ -39,7 +39,7 @@ class ScheduledStage(PipelineStage):
     """A stage in one schedule: receives hidden states (1, T, D), T by micro-batch, and sends its own on.
 
     Set `inputs`, one for each micro-batch, before each step. Each of `row_parts` tensor-parallel ranks has one part of
-    the rows of hidden states.
+    the rows of hidden states. What is sent is twice as many rows where the embedding follows them.
     """
 
     def __init__(self, stage: Stage, world: World, *, hidden_size: int, dtype: torch.dtype, row_parts: int) -> None:
@@ -57,12 +57,12 @@ class ScheduledStage(PipelineStage):
         )
         self.inputs: Sequence[StageInput] = ()
         self._input: StageInput | None = None
-        self._row, self._world, self._row_parts = row, world, row_parts
+        self._row, self._world, self._row_parts, self._stage = row, world, row_parts, stage
         self._leaves: tuple[Tensor, ...] = ()
         self._freed = torch.empty(0, dtype=dtype, device=world.device)
 
     def _rows_of(self, stage_input: StageInput) -> int:
-        return stage_input.shard.local_rows // self._row_parts
+        return stage_input.shard.local_rows // self._row_parts * (1 + self._stage.with_embedding)
 
     def _buffer(self, micro_batch: int) -> Tensor:
         rows = self._rows_of(self.inputs[micro_batch])

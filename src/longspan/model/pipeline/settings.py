@@ -58,6 +58,12 @@ class PipelineSettings:
             return place, self.stages - 1 - place
         return tuple(range(place, self.stages, self.pp))
 
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """The pipeline position of every stage, in model order."""
+        positions = {stage: place for place in range(self.pp) for stage in self.stages_at(place)}
+        return tuple(positions[stage] for stage in range(self.stages))
+
     def enough_micro_batches(self, count: int) -> int:
         """The least number of micro-batches, `count` or more, that a training step can take; dummies are added.
 

@@ -16,7 +16,14 @@ from transformers import PreTrainedModel
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_of
-from longspan.model.parts import Parts, embeds_at_the_end, is_tied, shallow_copy, shallow_module, trace_parts
+from longspan.model.parts import Parts, shallow_copy, trace_parts
+from longspan.model.pipeline.copies import (
+    SharedParameter,
+    give_own_copies,
+    refuse_shared_in_part,
+    shared_parameters,
+)
+from longspan.model.pipeline.embedding_argument import KEYWORD, Taken, embedding_argument, take_or_give_embedding
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.probe import Probe
 
@@ -43,14 +50,23 @@ class StageInput:
 class Stage(nn.Module):
     """One stage of a model: hidden states (1, T, D) of the stage before, or token ids, to those of its last layer.
 
-    `index` of `count` in model order; `layers` are global indices. `model` is the copy with stand-ins. `tied`: the
-    embedding is on the first and on the last stage, for the head or for multi-token prediction.
+    `index` of `count` in model order; `layers` are global indices. `model` is the copy with stand-ins. `shared` are the
+    parameters that several stages have. `with_embedding`: layers read the embedding too, which follows hidden states
+    from stage to stage, (1, 2T, D).
     """
 
-    def __init__(self, model: PreTrainedModel, index: int, layers: Sequence[range], *, tied: bool) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        index: int,
+        layers: Sequence[range],
+        shared: tuple[SharedParameter, ...] = (),
+        *,
+        with_embedding: bool = False,
+    ) -> None:
         super().__init__()
-        self.index, self.count, self.layers, self.tied = index, len(layers), layers[index], tied
-        self.layers_of_stages = tuple(layers)
+        self.index, self.count, self.layers, self.shared = index, len(layers), layers[index], shared
+        self.layers_of_stages, self.with_embedding = tuple(layers), with_embedding
         self.model, self.training = model, model.training
 
     @property
@@ -64,21 +80,31 @@ class Stage(nn.Module):
         return self.index == self.count - 1
 
     def forward(self, x: Tensor, *, stage_input: StageInput) -> Tensor:
-        """Hidden states (1, T, D) for the next stage; on the last one what `stage_input.make_output` makes."""
+        """Hidden states for the next stage; on the last one what `stage_input.make_output` makes."""
+        embedding: Tensor | Taken = Taken()
+        if self.with_embedding and not self.first:
+            x, embedding = x.chunk(2, dim=1)
         inputs: dict[str, Any] = {"input_ids": x} if self.first else {"inputs_embeds": x}
+        inputs |= {KEYWORD: embedding} if self.with_embedding else {}
         inputs |= {"position_ids": stage_input.shard.position_ids[None], "shard": stage_input.shard, "use_cache": False}
         inputs |= stage_input.keywords
         if self.last:
             return stage_input.make_output(self.model, inputs)
-        return decoder_of(self.model)(**inputs).last_hidden_state
+        hidden = decoder_of(self.model)(**inputs).last_hidden_state
+        if not self.with_embedding:
+            return hidden
+        rows = embedding.rows if isinstance(embedding, Taken) else embedding
+        assert rows is not None
+        return torch.cat([hidden, rows], dim=1)
 
 
 def refuse_inexact(model: PreTrainedModel, parts: Parts) -> None:
     """Raise ModelError where stages, one after another, would not be the base model.
 
     With stand-ins for every part, each must be called once, in the order of the plan, on what the part before it
-    returned and on nothing else that hidden states go into; and hidden states must come out bit by bit as they went in.
-    Gemma's and Granite's forwards scale their embeddings there, which every stage would do again.
+    returned and on nothing else that hidden states go into, but for an argument of layers that is the embedding as it
+    is; and hidden states must come out bit by bit as they went in. Gemma's and Granite's forwards scale their
+    embeddings there, which every stage would do again.
     """
     calls, unchanged = trace_parts(model, parts, shard=Probe())
     name, order, called = type(model).__name__, _order(model, parts), [call.part for call in calls]
@@ -89,7 +115,8 @@ def refuse_inexact(model: PreTrainedModel, parts: Parts) -> None:
         )
     if called != order:
         raise ModelError(f"{name} calls {', '.join(called)}; pipeline stages call {', '.join(order)}: use pp 1")
-    if more := [call.part for call in calls if call.reads_more]:
+    more = [call.part for call in calls if call.reads_more]
+    if more and embedding_argument(calls, parts.layers) is None:
         raise ModelError(
             f"{name} gives {more[0]} hidden states from before the part ahead of it, which a pipeline stage does not "
             "have: use pp 1"
@@ -132,30 +159,23 @@ def _order(model: PreTrainedModel, parts: Parts) -> list[str]:
 def cut(model: PreTrainedModel, parts: Parts, layers: Sequence[range], mine: Sequence[int]) -> tuple[Stage, ...]:
     """This rank's stages of a model, whose other modules are freed: afterwards the model itself is of no use.
 
-    The first and the last stage both hold the embedding and the head where they are tied, each a parameter of its own,
-    and the embedding alone where multi-token prediction needs it.
+    Each has its own copy of a parameter that several stages have. Raises ModelError, before anything is changed, for
+    modules that stages share in part.
     """
-    tied, last = embeds_at_the_end(model), len(layers) - 1
-    stages: list[Stage] = []
-    for index in mine:
-        part = shallow_copy(model, parts, layers[index], first=index == 0, last=index == last)
-        if tied and index == last and 0 in mine:
-            _untie_from_first(part)
-        stages.append(Stage(part, index, layers, tied=tied))
+    argument, last = embedding_argument(trace_parts(model, parts, shard=Probe())[0], parts.layers), len(layers) - 1
+    models = [
+        shallow_copy(model, parts, indices, first=index == 0, last=index == last)
+        for index, indices in enumerate(layers)
+    ]
+    refuse_shared_in_part(model, models)
+    shared = shared_parameters(model, models)
+    give_own_copies([models[index] for index in mine])
+    stages = tuple(Stage(models[i], i, layers, shared, with_embedding=argument is not None) for i in mine)
+    for layer in [getattr(decoder_of(stage.model), parts.layers)[i] for stage in stages for i in stage.layers]:
+        if argument is not None:
+            take_or_give_embedding(layer, argument)
     here = {id(parameter) for stage in stages for parameter in stage.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in here:
             parameter.data = parameter.data.new_empty(0)
-    return tuple(stages)
-
-
-def _untie_from_first(model: PreTrainedModel) -> None:
-    """Give a last stage that shares its rank with the first one an embedding, and a head tied to it, of its own."""
-    tied = is_tied(model)
-    embedding, head = shallow_module(model.get_input_embeddings()), shallow_module(model.get_output_embeddings())
-    weight = embedding.weight
-    embedding.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
-    model.set_input_embeddings(embedding)
-    if tied:
-        head.weight = embedding.weight
-        model.set_output_embeddings(head)
+    return stages

@@ -26,7 +26,8 @@ def groups_of_all_stages(model: PipelineModel, world: World) -> Iterator[dict[st
     Empty groups on the others, as many. Entered by all ranks; one layer at a time is whole on a rank that sends it. Of
     a model with an adapter, the adapter's tensors.
     """
-    local_state = adapter_entries(model, model.state_dict())
+    in_stages = {name for stage in model.stages for name in stage.model.state_dict()}  # each layer whole in one group
+    local_state = {name: x for name, x in adapter_entries(model, model.state_dict()).items() if name in in_stages}
     entries = [_Entry(name, tuple(value.shape), value.dtype) for name, value in local_state.items()]
     entries_of = dict(zip(world.home.ranks, world.control.gather_objects(entries, "names of weights"), strict=True))
     for stage in range(world.home.pp):

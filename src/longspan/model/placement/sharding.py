@@ -92,7 +92,8 @@ def shard_over_slots(
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """Every module that FSDP2 manages, children after parents; empty where parameters are not sharded."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    inside = (inner for module in model.modules() if isinstance(module, FSDPModule) for inner in module.modules())
+    return [*dict.fromkeys(module for module in inside if isinstance(module, FSDPModule))]
 
 
 @contextmanager

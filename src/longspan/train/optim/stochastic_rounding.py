@@ -19,8 +19,6 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.model.local_tensors import local_tensor
-from longspan.model.multimodal.multimodal_model import language_model_of
-from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.weights.held import HeldPart
 from longspan.train.optim.optimizer import OptimizerChoice, groups_of
 
@@ -107,10 +105,5 @@ def _is_wide(value: Any) -> bool:
 
 
 def _parts(model: nn.Module) -> dict[nn.Parameter, tuple[str, Any]]:
-    """The name and the block of every parameter here; both copies of a tied embedding have one name."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    language_model = language_model_of(model)
-    if isinstance(language_model, PipelineModel):
-        tied = language_model.tied_embedding
-        names |= {copy: "tied embedding" for copy in (tied.first, tied.last) if copy is not None}
-    return {parameter: (name, HeldPart.of(parameter).block) for parameter, name in names.items()}
+    """The name and the block of every parameter here; copies on several pipeline stages have one name."""
+    return {parameter: (name, HeldPart.of(parameter).block) for name, parameter in model.named_parameters()}

@@ -1,0 +1,202 @@
+"""Parameters that several stages of a pipeline have: each stage holds a copy of its own, and all are kept bit-equal.
+
+An embedding that the head is tied to, or that multi-token prediction needs, is on the first and on the last stage;
+Zamba 2's blocks of attention and an MLP are on every stage with a layer that calls them.
+
+Once a step, before the gradient norm and the optimizer, every rank that has a copy gets the sum of all copies'
+gradients, added in the order of the pipeline's ranks. The optimizer, which knows one copy a rank, then does the same to
+each. Where a rank holds several stages, the copy of its first one is trained, and the others are made equal to it
+before every pass.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.comm.groups.channel import summed
+from longspan.errors import ModelError
+from longspan.model.local_tensors import add_gradient, local_tensor, without_earlier_gradients
+from longspan.model.parts import shallow_module
+
+
+class SharedParameter(NamedTuple):
+    """A parameter that several stages have: its names in the whole model, in the model's order, and these stages."""
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+
+
+def shared_parameters(model: PreTrainedModel, stages: Sequence[nn.Module]) -> tuple[SharedParameter, ...]:
+    """The parameters of a whole model that several of its stages have, in the model's order.
+
+    `stages` are all of them, with the model's own parameters.
+    """
+    names, holders = defaultdict[int, list[str]](list), defaultdict[int, list[int]](list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    for index, stage in enumerate(stages):
+        for parameter in stage.parameters():
+            holders[id(parameter)].append(index)
+    return tuple(SharedParameter(tuple(names[key]), tuple(holders[key])) for key in names if len(holders[key]) > 1)
+
+
+def refuse_shared_in_part(model: PreTrainedModel, stages: Sequence[nn.Module]) -> None:
+    """Raise ModelError where stages share one parameter of a module and not its others.
+
+    A module is then no other one's copy, and its parameters have no common name. The embedding and the head are spared:
+    stages that have them have them under one name.
+    """
+    shared = shared_parameters(model, stages)
+    first_name = {name: entry.names[0] for entry in shared for name in entry.names}
+    for stage in stages:
+        here = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+        for name in sorted(name for name in here & first_name.keys() if first_name[name] not in here):
+            path, origin = name.rpartition(".")[0], first_name[name].rpartition(".")[0]
+            beside = [inside for inside, _ in stage.get_submodule(path).named_parameters(remove_duplicate=False)]
+            if alone := [n for n in beside if first_name.get(f"{path}.{n}") != f"{origin}.{n}"]:
+                raise ModelError(
+                    f"{type(model).__name__}: {name} is {first_name[name]} of another pipeline stage, and "
+                    f"{path}.{alone[0]} is a parameter of its own; share whole modules, give each stage its own, or "
+                    "use pp 1"
+                )
+
+
+def give_own_copies(stages: Sequence[nn.Module]) -> None:
+    """Give every later stage of one rank parameters of its own in place of those that an earlier one has too."""
+    modules, parameters = set[nn.Module](), set[nn.Parameter]()
+    for stage in stages:
+        own = {p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in stage.parameters() if p in parameters}
+        if own:
+            _replace(stage, own, modules, {})
+        modules.update(stage.modules())
+        parameters.update(stage.parameters())
+
+
+def _replace(
+    module: nn.Module,
+    own: Mapping[nn.Parameter, nn.Parameter],
+    elsewhere: Set[nn.Module],
+    twins: dict[nn.Module, nn.Module],
+) -> None:
+    """Put these parameters in place of others; a module that is `elsewhere` too is replaced by a twin of it."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            module._parameters[name] = own.get(parameter, parameter)
+    for name, child in module._modules.items():
+        if child is None or not any(parameter in own for parameter in child.parameters()):
+            continue
+        if child in elsewhere:
+            child = module._modules[name] = twins.setdefault(child, shallow_module(child))
+        _replace(child, own, elsewhere, twins)
+
+
+class _Place(NamedTuple):
+    """A module and its parameter's name there: FSDP2 replaces parameters, modules stay."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return getattr(self.module, self.name)
+
+
+class StageCopies:
+    """This rank's copies of the parameters that several stages have.
+
+    `models` are the stages here by index, as they are placed; `positions` are the pipeline positions of all stages, and
+    `position` is this rank's.
+    """
+
+    def __init__(
+        self,
+        shared: Sequence[SharedParameter],
+        models: Mapping[int, PreTrainedModel],
+        positions: Sequence[int],
+        position: int,
+    ) -> None:
+        self._shared, self._position = tuple(shared), position
+        self._holders = [sorted({positions[stage] for stage in entry.stages}) for entry in shared]
+        self._counted = [positions[entry.stages[0]] for entry in shared]
+        names = {i: {n for n, _ in model.named_parameters(remove_duplicate=False)} for i, model in models.items()}
+        self._places: list[list[_Place]] = []  # of each parameter, one for each stage here that has it
+        self.first_names: dict[str, nn.Module] = {}  # what is here of modules that belong to other stages, by name
+        self.trained: dict[nn.Module, nn.Module] = {}  # modules of later stages here, and whose parameters are trained
+        for entry in shared:
+            held = [(models[i], [n for n in entry.names if n in names[i]]) for i in models if i in entry.stages]
+            self._places.append([_place(model, here[0]) for model, here in held])
+            self._note_modules(entry.names[0], held)
+
+    def _note_modules(self, first_name: str, held: Sequence[tuple[PreTrainedModel, list[str]]]) -> None:
+        if not held:
+            return
+        trained = _place(held[0][0], held[0][1][0]).module
+        if first_name not in held[0][1]:
+            self.first_names[first_name.rpartition(".")[0]] = trained
+        for model, names in held[1:]:
+            self.trained |= {_place(model, name).module: trained for name in names}
+
+    def of(self, name: str) -> list[nn.Parameter]:
+        """The copies here of a parameter, by any of its names in the whole model; those of earlier stages first."""
+        places = (places for entry, places in zip(self._shared, self._places, strict=True) if name in entry.names)
+        return [place.parameter for place in next(places, ())]
+
+    @property
+    def counted_elsewhere(self) -> set[nn.Parameter]:
+        """The trained copies that another rank counts in the gradient norm: that of the first stage that has one."""
+        pairs = zip(self._places, self._counted, strict=True)
+        return {places[0].parameter for places, counted in pairs if places and counted != self._position}
+
+    @torch.no_grad()
+    def make_equal(self) -> None:
+        """All copies of this rank as the first, which is trained."""
+        for first, *others in filter(None, self._places):
+            for other in others:
+                local_tensor(other.parameter).copy_(local_tensor(first.parameter))
+
+    @contextmanager
+    def gradients_summed(self, world: World) -> Iterator[None]:
+        """What backward passes inside add to the gradient of any copy is the sum over all copies at the end.
+
+        All ranks of the home enter. A parameter that no stage used keeps no gradient.
+        """
+        copies = [place.parameter for places in self._places for place in places if place.parameter.requires_grad]
+        with without_earlier_gradients(copies):
+            yield
+            if not self._shared:
+                return
+            for first, *others in filter(None, self._places):
+                for other in others:
+                    add_gradient(first.parameter, other.parameter.grad)
+                    other.parameter.grad = None
+            here = [float(bool(places) and places[0].parameter.grad is not None) for places in self._places]
+            used = world.control.sum_over_ranks(here, "count of gradients that stages share")
+            for places, holders, count in zip(self._places, self._holders, used, strict=True):
+                if places and count and len(holders) > 1:
+                    _sum_over_holders(places[0].parameter, holders, world)
+
+
+def _place(model: nn.Module, name: str) -> _Place:
+    path, _, own = name.rpartition(".")
+    return _Place(model.get_submodule(path), own)
+
+
+@torch.no_grad()
+def _sum_over_holders(parameter: nn.Parameter, holders: Sequence[int], world: World) -> None:
+    """Replace a gradient by the sum of those at these pipeline positions, added in this order on each."""
+    pipeline = world.channels.pipeline
+    if parameter.grad is None:  # of a stage that made no use of it in this step
+        parameter.grad = torch.zeros_like(parameter)
+    gradient = local_tensor(parameter.grad)
+    own = gradient.contiguous()
+    parts = {holder: own if holder == pipeline.index else torch.empty_like(own) for holder in holders}
+    others = [holder for holder in holders if holder != pipeline.index]
+    arriving = [(holder, parts[holder]) for holder in others]
+    pipeline.exchange([(holder, own) for holder in others], arriving, "sum of gradients that stages share").wait()
+    gradient.copy_(summed([*parts.values()]))
