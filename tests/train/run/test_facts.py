@@ -17,7 +17,7 @@ from longspan.model.execution import Execution, execution_of
 from longspan.plan import Cost, plan_fixed
 from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200
 from longspan.plan.cost.model_shape import ModelShape
-from longspan.train import figures as figures_module
+from longspan.train import step_figures as figures_module
 from longspan.train.config.sections import ContextConfig, RunConfig
 from longspan.train.figures import StepFigures, figures_of
 from longspan.train.run.records.facts import RunFacts, facts_text
