@@ -7,14 +7,14 @@ from functools import partial
 import numpy as np
 
 from longspan.errors import counted
-from longspan.report.charts.chart import Chart, Series, chart_figure
-from longspan.report.charts.series import smooth
+from longspan.report.charts.chart import chart_figure
 from longspan.report.evaluation_sections import both_widths, evaluation_sections, relative_spread
 from longspan.report.evaluations.passkey_section import passkey_section
 from longspan.report.evaluations.rows import last_rows
 from longspan.report.evaluations.samples_section import samples_section
 from longspan.report.markup import section, tag, text
-from longspan.report.run_folder import MTP_LOSS, RunFolder
+from longspan.report.run_charts import finite, loss_chart, small_charts
+from longspan.report.run_folder import RunFolder
 from longspan.report.value_text import bytes_text, number_text, seconds_text
 from longspan.train.run.records.facts import RunFacts
 
@@ -28,13 +28,13 @@ def run_sections(run: RunFolder) -> Iterator[str]:
     if run.facts is not None:
         yield section("The run", _facts(run.facts))
     yield _figures(run)
-    yield section("Loss", *both_widths(partial(_loss_chart, run)))
+    yield section("Loss", *both_widths(partial(loss_chart, run)))
     yield from evaluation_sections(run)
     if run.passkey:
         yield passkey_section(run.passkey)
     if run.samples:
         yield samples_section(run.samples)
-    yield section("Steps", tag("div", *map(chart_figure, _small_charts(run)), class_="grid-3"))
+    yield section("Steps", tag("div", *map(chart_figure, small_charts(run)), class_="grid-3"))
     if run.notes:
         yield section("Left out", tag("ul", *(tag("li", text(note)) for note in run.notes), class_="notes"))
     if run.config_text:
@@ -94,7 +94,7 @@ def _figures(run: RunFolder) -> str:
 
 
 def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
-    loss, vocab = _finite(run.train["loss"]), run.vocab_size()
+    loss, vocab = finite(run.train["loss"]), run.vocab_size()
     if len(loss):
         mean = float(loss[-LAST:].mean())
         share = f"{100 * mean / math.log(vocab):.0f}% of ln V = {math.log(vocab):.3f}" if vocab else ""
@@ -106,26 +106,26 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
         spread = relative_spread([r.loss for r in rows])
         same = f"; degrees {degrees} differ by {spread:.1e}" if len(rows) > 1 else f"; degree {degrees}"
         yield "evaluation loss", f"{rows[0].loss:.4f}", f"after step {rows[0].step:,}{same}"
-    speed = _finite(run.train["tokens_per_second"])
+    speed = finite(run.train["tokens_per_second"])
     if len(speed):
         yield "tokens per second", number_text(float(np.median(speed))), "median of all steps"
     yield from _shares(run)
-    packing = _finite(run.train["efficiency"])
+    packing = finite(run.train["efficiency"])
     if len(packing):
         yield "packing efficiency", f"{100 * packing.mean():.1f}%", f"mean; lowest step {100 * packing.min():.1f}%"
-    seconds = _finite(run.train["seconds"])
+    seconds = finite(run.train["seconds"])
     if len(seconds):
-        tokens = _finite(run.train["tokens"]).sum()
+        tokens = finite(run.train["tokens"]).sum()
         detail = f"{counted(len(seconds), 'step')}, {number_text(tokens)} tokens"
         yield "time in steps", seconds_text(float(seconds.sum())), detail
-    memory = _finite(run.train["memory_bytes"])
+    memory = finite(run.train["memory_bytes"])
     if len(memory) and memory.max() > 0:
         yield "peak memory", bytes_text(float(memory.max())), "of a process"
 
 
 def _shares(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     """How near the steps come to the devices' peak, and to the bound of their plans, where these are known."""
-    mfu, tflops, bound = (_finite(run.train[name]) for name in ("mfu", "tflops", "bound_share"))
+    mfu, tflops, bound = (finite(run.train[name]) for name in ("mfu", "tflops", "bound_share"))
     median = float(np.median(tflops)) if len(tflops) else 0.0
     if len(mfu):
         yield "model FLOPs utilisation", f"{100 * np.median(mfu):.1f}%", f"median; {median:.0f} TFLOP/s a device"
@@ -134,72 +134,13 @@ def _shares(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     if len(bound) and run.facts is not None:
         detail = f"median: the plan's lower bound, priced for {run.facts.priced_for}, over the time"
         yield "share of the plan's bound", f"{100 * np.median(bound):.0f}%", detail
-    measured, predicted = (_finite(run.train[f"{name}encoder_share"]) for name in ("", "predicted_"))
+    measured, predicted = (finite(run.train[f"{name}encoder_share"]) for name in ("", "predicted_"))
     if len(measured) and len(predicted):
-        balances = (_finite(run.train[f"{name}encoder_balance"]) for name in ("", "predicted_"))
+        balances = (finite(run.train[f"{name}encoder_balance"]) for name in ("", "predicted_"))
         balance, as_planned = (float(np.median(values)) if len(values) else 1.0 for values in balances)
         detail = f"of the step, median; {100 * np.median(predicted):.0f}% predicted; busiest rank {balance:.2f} of the "
         yield "encoder", f"{100 * np.median(measured):.0f}%", detail + f"mean, {as_planned:.2f} predicted"
 
 
-def _finite(values: np.ndarray) -> np.ndarray:
-    return values[np.isfinite(values)]
-
-
 def _flops_text(tflops: float) -> str:
     return f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.3g} GFLOP/s"
-
-
-def _loss_chart(run: RunFolder, width: int) -> Chart:
-    loss, vocab = run.train["loss"], run.vocab_size()
-    window = max(5, len(loss) // 30) if len(loss) >= 20 else 1
-    series = [Series("training", run.step, loss, 0, "faint" if window > 1 else "line")]
-    if window > 1:
-        series.append(Series(f"training, averaged over {window} steps", run.step, smooth(loss, window), 0))
-    for place, cp in enumerate(sorted({r.cp for r in run.held_out})):
-        rows = [r for r in run.held_out if r.cp == cp]
-        x, y = np.array([r.step for r in rows]), np.array([r.loss for r in rows])
-        series.append(Series(f"evaluation, cp {cp}", x, y, 1 + place, "marks"))
-    uniform = ((math.log(vocab), f"ln V = {math.log(vocab):.3f}, a uniform guess"),) if vocab else ()
-    title, label = "Training and evaluation", "nats per predicted token"
-    return Chart(title, tuple(series), label, width=width, height=360, references=uniform, y_format="loss")
-
-
-def _small_charts(run: RunFolder) -> Iterator[Chart]:
-    window = max(5, len(run.step) // 60) if len(run.step) >= 100 else 1
-
-    def curves(name: str, color: int, window: int = window) -> tuple[Series, ...]:
-        values = run.train[name]
-        if window == 1:
-            return (Series("each step", run.step, values, color),)
-        averaged = Series(f"averaged over {window} steps", run.step, smooth(values, window), color)
-        return Series("each step", run.step, values, color, "faint"), averaged
-
-    norm = _finite(run.train["grad_norm"])
-    spiky = len(norm) > 0 and float(norm.min()) > 0 and float(norm.max()) > 30 * float(np.median(norm))
-    yield Chart("Speed", curves("tokens_per_second", 0), "tokens per second", zero=True)
-    if len(_finite(run.train["mfu"])):
-        yield Chart("Model FLOPs utilisation", curves("mfu", 3), "of the device's peak", y_format="percent", zero=True)
-    elif len(_finite(run.train["tflops"])):
-        yield Chart("Model FLOPs", curves("tflops", 3), "TFLOP/s of a device", zero=True)
-    if len(_finite(run.train["bound_share"])):
-        share = curves("bound_share", 2)
-        yield Chart("Share of the plan's bound", share, "lower bound / seconds", y_format="percent", zero=True)
-    if len(_finite(run.train["encoder_share"])):
-        lines = (("measured", "encoder_share"), ("predicted", "predicted_encoder_share"))
-        both = tuple(Series(name, run.step, smooth(run.train[key], window), i) for i, (name, key) in enumerate(lines))
-        yield Chart("Encoder", both, "share of the step", y_format="percent", zero=True)
-    yield Chart("Packing efficiency", curves("efficiency", 2), "tokens / rows laid out", y_format="percent")
-    yield Chart("Time of a step", curves("seconds", 3), "seconds", zero=True)
-    yield Chart("Gradient norm", curves("grad_norm", 1), "before clipping", log=spiky)
-    yield Chart("Learning rate", curves("lr", 4, window=1), "per step", zero=True)
-    yield Chart("Peak memory", curves("memory_bytes", 5, window=1), "bytes of a process", y_format="bytes", zero=True)
-    for title, name in (("Router balance loss", "router_balance_loss"), ("Router z-loss", "router_z_loss")):
-        if len(_finite(run.train[name])):
-            yield Chart(title, curves(name, 1), "before its weight")
-    if depths := [name for name in run.train if name.startswith(MTP_LOSS)]:
-        lines = [
-            Series(f"depth {name.removeprefix(MTP_LOSS)}", run.step, smooth(run.train[name], window), color)
-            for color, name in enumerate(depths)
-        ]
-        yield Chart("Multi-token prediction", tuple(lines), "nats per predicted token", y_format="loss")

@@ -31,8 +31,7 @@ from longspan.plan import Cost, Plan
 from longspan.train.config.eval_set import EvalConfig
 from longspan.train.config.precision import compute_dtype
 from longspan.train.config.sections import RunConfig
-from longspan.train.figures import StepFigures, figures_of
-from longspan.train.image_encoder import encoder_home, freeze_as_asked, learning_rates, share_of_rate
+from longspan.train.encoder_settings import encoder_home, freeze_as_asked, learning_rates, share_of_rate
 from longspan.train.memory.model_fits import check_model_fits
 from longspan.train.mtp.depths import with_depths
 from longspan.train.mtp.loss import mtp_loss
@@ -42,6 +41,7 @@ from longspan.train.optim.schedule import Schedule
 from longspan.train.optim.stochastic_rounding import StochasticRounding
 from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.step import StepResult, run_step
+from longspan.train.step_figures import StepFigures, figures_of
 
 AnyModel = PreTrainedModel | PipelineModel | MultimodalModel
 

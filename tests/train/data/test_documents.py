@@ -18,7 +18,7 @@ from longspan.train.data.documents import Corpus
 from longspan.train.data.formats import packages
 from longspan.train.data.formats.chunk import Chunk
 from longspan.train.data.rows.encoding import RowEncoding
-from longspan.train.data.store.encoder import Encoder, Piece, labels_of
+from longspan.train.data.store.document_encoder import DocumentEncoder, Piece, labels_of
 from longspan.train.data.store.manifest import Manifest, SourceLines
 from longspan.train.data.store.sources import Source
 from longspan.train.data.tokenizer import load_tokenizer, train_tokenizer
@@ -54,7 +54,7 @@ def test_labels_are_cut_with_their_tokens(rows: list[list[tuple[int, str]]], lon
         parts = [slice(start, start + (longest or len(ids))) for start in starts]
         wanted += [(ids[p], labels[p][1:]) for p in parts if any(label != -100 for label in labels[p][1:])]
     chunk = Chunk("lines", "rows.jsonl", 0, 0, "\n".join(lines).encode(), 0)
-    encoded = Encoder((ENCODING,), longest, "<u4").encode([Piece(0, 0, chunk)])
+    encoded = DocumentEncoder((ENCODING,), longest, "<u4").encode([Piece(0, 0, chunk)])
     ids = encoded.ids.astype(np.int64)
     labels = ids if encoded.codes is None else labels_of(ids, encoded.codes)
     ends = np.cumsum(encoded.lengths)

@@ -19,9 +19,9 @@ from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.train import step_figures as figures_module
 from longspan.train.config.sections import ContextConfig, RunConfig
-from longspan.train.figures import StepFigures, figures_of
 from longspan.train.run.records.facts import RunFacts, facts_text
 from longspan.train.run.records.facts_of import _mixers
+from longspan.train.step_figures import StepFigures, figures_of
 from tests.report.runs import FACTS
 
 CONFIG = {

@@ -26,12 +26,7 @@ PEER = "Hugging Face + FSDP2 + torch context_parallel (cuDNN), full recomputatio
 @contextmanager
 def peer_step(settings: Settings, world: World) -> Iterator[tuple[Callable[[], None], list[float]]]:
     """A step, and the losses of those that ran. Raises ValueError for what the stack does not offer."""
-    if world.device.type != "cuda":
-        raise ValueError("its attention kernels run on CUDA only")
-    if len(settings.lengths) != 1:
-        raise ValueError(f"it has no packed documents; give one length, not {len(settings.lengths)}")
-    if settings.lengths[0] % (2 * settings.ranks):
-        raise ValueError(f"{settings.lengths[0]} rows do not divide by 2 x {settings.ranks} ranks")
+    _check(settings, world)
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
@@ -59,6 +54,16 @@ def peer_step(settings: Settings, world: World) -> Iterator[tuple[Callable[[], N
         losses.append(world.control.sum_over_slots([loss.item()])[0] / (settings.lengths[0] - 1))
 
     yield step, losses
+
+
+def _check(settings: Settings, world: World) -> None:
+    """Raise ValueError for what the stack does not offer."""
+    if world.device.type != "cuda":
+        raise ValueError("its attention kernels run on CUDA only")
+    if len(settings.lengths) != 1:
+        raise ValueError(f"it has no packed documents; give one length, not {len(settings.lengths)}")
+    if settings.lengths[0] % (2 * settings.ranks):
+        raise ValueError(f"{settings.lengths[0]} rows do not divide by 2 x {settings.ranks} ranks")
 
 
 def _inputs(settings: Settings, world: World) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -116,35 +116,18 @@ def parse_eval(argv: Sequence[str], config: RunConfig | None = None) -> EvalFlag
 
 def request_of(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalRequest:
     """What the flags ask for on so many ranks. Raises ConfigError or CheckpointError for what cannot be."""
-    check_least(flags, max_documents=0, max_document_tokens=NOT_GIVEN)
-    if flags.encoder.tp == 0 or min(flags.encoder.tp, flags.encoder.max_rows) < NOT_GIVEN:
-        raise ConfigError(
-            f"--encoder.tp is {flags.encoder.tp} and --encoder.max-rows {flags.encoder.max_rows}; give a degree of at "
-            "least 1, and rows of at least 0"
-        )
-    if flags.max_document_tokens == 1:
-        raise ConfigError("--max-document-tokens is 1; a document of one token predicts nothing: use 2 or more")
-    if flags.seconds < 0:
-        raise ConfigError(f"--seconds is {flags.seconds:g}; give a number above 0, or 0 for no limit")
-    if flags.data and flags.set:
-        raise ConfigError("--data and --set are given; evaluate texts, or sets of the run, in one call")
+    _check_values(flags)
     _check_passkey(flags)
-    if flags.degrees and flags.compare:
-        raise ConfigError("--degrees and --compare are given; compare degrees, or weights, in one call")
     given = given_keys(argv)
     _check_keys(given)
     first = _subject(argv, saved_weights(flags.target), flags)
     config, changes = fitted_home(first.config, ranks, given)
-    first = replace(first, config=config)
     for name in flags.set:
         entry_of(config, name, given)
-    subjects = [first]
+    subjects = [replace(first, config=config)]
     if flags.compare:
         other = _subject(argv, saved_weights(flags.compare), flags)
-        layout = {"parallel": config.parallel, "context": config.context, "eval": config.eval}
-        layout["train"] = replace(other.config.train, eval_metrics=config.train.eval_metrics)
-        layout["encoder"] = replace(other.config.encoder, tp=config.encoder.tp, max_rows=config.encoder.max_rows)
-        subjects.append(replace(other, config=replace(other.config, **layout)))
+        subjects.append(replace(other, config=_evaluated_as(config, other.config)))
     return EvalRequest(
         subjects=tuple(subjects),
         sets=flags.set,
@@ -158,6 +141,36 @@ def request_of(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalRequest
         passkey=flags.passkey,
         given=given,
         home_changes=changes,
+    )
+
+
+def _check_values(flags: EvalFlags) -> None:
+    """Raise ConfigError for values that are out of bounds, and for flags that exclude each other."""
+    check_least(flags, max_documents=0, max_document_tokens=NOT_GIVEN)
+    if flags.encoder.tp == 0 or min(flags.encoder.tp, flags.encoder.max_rows) < NOT_GIVEN:
+        raise ConfigError(
+            f"--encoder.tp is {flags.encoder.tp} and --encoder.max-rows {flags.encoder.max_rows}; give a degree of at "
+            "least 1, and rows of at least 0"
+        )
+    if flags.max_document_tokens == 1:
+        raise ConfigError("--max-document-tokens is 1; a document of one token predicts nothing: use 2 or more")
+    if flags.seconds < 0:
+        raise ConfigError(f"--seconds is {flags.seconds:g}; give a number above 0, or 0 for no limit")
+    if flags.data and flags.set:
+        raise ConfigError("--data and --set are given; evaluate texts, or sets of the run, in one call")
+    if flags.degrees and flags.compare:
+        raise ConfigError("--degrees and --compare are given; compare degrees, or weights, in one call")
+
+
+def _evaluated_as(config: RunConfig, other: RunConfig) -> RunConfig:
+    """The configuration of the weights that are compared with, evaluated in the home and on the sets of `config`."""
+    return replace(
+        other,
+        parallel=config.parallel,
+        context=config.context,
+        eval=config.eval,
+        train=replace(other.train, eval_metrics=config.train.eval_metrics),
+        encoder=replace(other.encoder, tp=config.encoder.tp, max_rows=config.encoder.max_rows),
     )
 
 

@@ -109,11 +109,11 @@ def _from_text(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
 def _encoded_lengths(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
     """The tokens of each document that training would make, uncut."""
     from longspan.train.data.rows.encoding import RowEncoding
-    from longspan.train.data.store.encoder import Encoder, Piece
+    from longspan.train.data.store.document_encoder import DocumentEncoder, Piece
     from longspan.train.data.tokenizer import load_tokenizer
 
     encoding = RowEncoding(kind_of_files(files, skip_bad=False), load_tokenizer(tokenizer))
-    encoder, lengths = Encoder((encoding,), 0, "<u4"), list[int]()
+    encoder, lengths = DocumentEncoder((encoding,), 0, "<u4"), list[int]()
     for number, file in enumerate(files):
         for chunk in row_file(file.name, file.path).chunks():
             lengths += encoder.encode([Piece(0, number, chunk)]).lengths.tolist()

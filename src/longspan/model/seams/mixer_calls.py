@@ -10,6 +10,7 @@ float32 or better, and returns what they return, without states of a cache.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,79 +92,85 @@ RowsOf = Callable[[object, int, int], Rows]
 
 def calls_of(rows_of: RowsOf) -> dict[str, Callable[..., Any]]:
     """The functions by the names under which mixers call them."""
-
-    def convolve(
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        shard: object = None,
-        **others: Any,
-    ) -> Tensor:
-        """hidden_states (1, C, T), weight (C, W) -> (1, C, T)."""
-        x = hidden_states.to(weight.dtype).squeeze(0).t()
-        silu = activation in ("silu", "swish")
-        y = rows_of(shard, len(hidden_states), len(x)).convolution(x, weight, bias, silu)
-        y = y if activation is None or silu else ACT2FN[activation](y)
-        return y.to(hidden_states.dtype).t().unsqueeze(0)
-
-    def delta_rule(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None = None,
-        use_qk_l2norm_in_kernel: bool = False,
-        shard: object = None,
-        **others: Any,
-    ) -> tuple[Tensor, None]:
-        """query, key (1, T, K heads, K), value (1, T, H, V), g (1, T, H) or (1, T, H, K), beta (1, T, H)."""
-        _refuse_state(initial_state)
-        rows = rows_of(shard, len(query), query.shape[1])
-        q, k, v, decay, weight = (x.squeeze(0) for x in (query, key, value, g, beta))
-        if use_qk_l2norm_in_kernel:
-            q, k = unit(q, _EPSILON), unit(k, _EPSILON)
-        decay = decay if decay.ndim == 3 else decay.unsqueeze(-1)
-        return rows.scan(q, k, v, decay, weight, q.shape[-1] ** -0.5).to(query.dtype).unsqueeze(0), None
-
-    def mamba2(
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None = None,
-        z: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        initial_states: Tensor | None = None,
-        dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, float("inf")),
-        shard: object = None,
-        **others: Any,
-    ) -> Tensor:
-        """x (1, T, H, P), dt (1, T, H), A and D (H,), B and C (1, T, G, N) -> (1, T, H, P)."""
-        _refuse_state(initial_states)
-        if z is not None:
-            raise ModelError("a Mamba 2 layer gives its gate to the scan (z), which no known layer does")
-        rows = rows_of(shard, len(x), x.shape[1])
-        wide = state_dtype(x.dtype)
-        v, step, k, q = (t.squeeze(0) for t in (x, dt, B, C))
-        step = step.to(wide) if dt_bias is None else step.to(wide) + dt_bias
-        step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
-        half = kernel_of(v, k.shape[-1], delta=False, asked=rows.kernels).half
-        values = (v * step.unsqueeze(-1)).to(v.dtype if half else wide)
-        out = rows.scan(q, k, values, (step * A).unsqueeze(-1), None, 1.0)
-        out = out if D is None else out + D.unsqueeze(-1) * v
-        return out.to(x.dtype).unsqueeze(0)
-
+    delta_rule = partial(_delta_rule, rows_of)
     return {
-        "causal_conv1d_fn": convolve,
+        "causal_conv1d_fn": partial(_convolve, rows_of),
         "torch_chunk_gated_delta_rule": delta_rule,
         "chunk_kimi_delta_attention": delta_rule,
-        "mamba2_chunk_scan": mamba2,
+        "mamba2_chunk_scan": partial(_mamba2, rows_of),
         "mamba2_split_conv1d_scan_combined": lambda *_, **__: None,  # a fused kernel, which may decline
     }
+
+
+def _convolve(
+    rows_of: RowsOf,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    shard: object = None,
+    **others: Any,
+) -> Tensor:
+    """hidden_states (1, C, T), weight (C, W) -> (1, C, T)."""
+    x = hidden_states.to(weight.dtype).squeeze(0).t()
+    silu = activation in ("silu", "swish")
+    y = rows_of(shard, len(hidden_states), len(x)).convolution(x, weight, bias, silu)
+    y = y if activation is None or silu else ACT2FN[activation](y)
+    return y.to(hidden_states.dtype).t().unsqueeze(0)
+
+
+def _delta_rule(
+    rows_of: RowsOf,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    shard: object = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query, key (1, T, K heads, K), value (1, T, H, V), g (1, T, H) or (1, T, H, K), beta (1, T, H)."""
+    _refuse_state(initial_state)
+    rows = rows_of(shard, len(query), query.shape[1])
+    q, k, v, decay, weight = (x.squeeze(0) for x in (query, key, value, g, beta))
+    if use_qk_l2norm_in_kernel:
+        q, k = unit(q, _EPSILON), unit(k, _EPSILON)
+    decay = decay if decay.ndim == 3 else decay.unsqueeze(-1)
+    return rows.scan(q, k, v, decay, weight, q.shape[-1] ** -0.5).to(query.dtype).unsqueeze(0), None
+
+
+def _mamba2(
+    rows_of: RowsOf,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    shard: object = None,
+    **others: Any,
+) -> Tensor:
+    """x (1, T, H, P), dt (1, T, H), A and D (H,), B and C (1, T, G, N) -> (1, T, H, P)."""
+    _refuse_state(initial_states)
+    if z is not None:
+        raise ModelError("a Mamba 2 layer gives its gate to the scan (z), which no known layer does")
+    rows = rows_of(shard, len(x), x.shape[1])
+    wide = state_dtype(x.dtype)
+    v, step, k, q = (t.squeeze(0) for t in (x, dt, B, C))
+    step = step.to(wide) if dt_bias is None else step.to(wide) + dt_bias
+    step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
+    half = kernel_of(v, k.shape[-1], delta=False, asked=rows.kernels).half
+    values = (v * step.unsqueeze(-1)).to(v.dtype if half else wide)
+    out = rows.scan(q, k, values, (step * A).unsqueeze(-1), None, 1.0)
+    out = out if D is None else out + D.unsqueeze(-1) * v
+    return out.to(x.dtype).unsqueeze(0)
 
 
 def _refuse_state(state: Tensor | None) -> None:

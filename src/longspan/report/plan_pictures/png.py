@@ -1,11 +1,12 @@
 """The picture of a plan as PNG, with matplotlib (the `viz` extra)."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from longspan.errors import ConfigError, counted
 from longspan.plan import Cost, Plan
-from longspan.report.plan_pictures.bars import PlanBars, Unit, plan_bars
+from longspan.report.plan_pictures.bars import Bar, PlanBars, Unit, plan_bars
 
 # Paul Tol's light scheme: told apart with any colour vision, dark labels readable on all. The same as in page.css.
 FILLS = ("#77aadd", "#ee8866", "#44bb99", "#eedd88", "#ffaabb", "#99ddff", "#bbcc33", "#c9a6d9")
@@ -42,17 +43,22 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
     boxes, small = ([Rectangle((b.start, b.slot), b.stop - b.start, b.slots) for b in of] for of in (bars, summaries))
     axes.add_collection(PatchCollection(small, facecolor=MANY, edgecolor="none", zorder=1))
     axes.add_collection(PatchCollection(boxes, facecolor=fills, edgecolor="white", linewidth=0.5, zorder=2))
+    _name_bars(axes, plan, bars, x_scale, y_scale)
+    patches = [Rectangle((0, 0), 1, 1, facecolor=fill, edgecolor="#999999", label=name) for fill, name in _legend(unit)]
+    figure.legend(handles=patches, loc="outside lower left", ncols=3, frameon=False, fontsize=9)
+    _label_axes(axes, picture, timed=bool((cost or plan.cost).source))
+    figure.savefig(path, dpi=150, facecolor="white")
+    return Path(path)
+
+
+def _name_bars(axes: Any, plan: Plan, bars: Sequence[Bar], x_scale: float, y_scale: float) -> None:
+    """Write the number of its document, and where there is room its length, into each bar; scales are pixels a unit."""
     for b in bars:
         width = (b.stop - b.start) * x_scale
         if b.slots * y_scale >= 13 and width >= 46:
             name = f"{b.document} · {plan.lengths[b.document]:,}" if width >= 90 else f"{b.document}"
             middle = ((b.start + b.stop) / 2, b.slot + b.slots / 2)
             axes.text(*middle, name, ha="center", va="center", fontsize=8, color="#222222", zorder=4)
-    patches = [Rectangle((0, 0), 1, 1, facecolor=fill, edgecolor="#999999", label=name) for fill, name in _legend(unit)]
-    figure.legend(handles=patches, loc="outside lower left", ncols=3, frameon=False, fontsize=9)
-    _label_axes(axes, picture, timed=bool((cost or plan.cost).source))
-    figure.savefig(path, dpi=150, facecolor="white")
-    return Path(path)
 
 
 def _legend(unit: Unit) -> tuple[tuple[str, str], ...]:

@@ -21,7 +21,7 @@ from longspan.errors import DataError
 from longspan.train.data.order.packs import Pack
 from longspan.train.data.rows.sample import RowSettings
 from longspan.train.data.store.arrays import mapped
-from longspan.train.data.store.encoder import labels_of
+from longspan.train.data.store.document_encoder import labels_of
 from longspan.train.data.store.images import ImageTable
 from longspan.train.data.store.manifest import Manifest, SourceLines
 from longspan.train.data.store.record import FILE, Record, read_record

@@ -74,7 +74,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
         family("llava_onevision"),
     ),
     "places in the row, not in its part": (
-        ("train.data.store.encoder", "_moved(image, -part.start)", "_moved(image, 0)"),
+        ("train.data.store.document_encoder", "_moved(image, -part.start)", "_moved(image, 0)"),
         tables.test_long_documents_are_cut_before_an_image,
     ),
     "cut in an image": (

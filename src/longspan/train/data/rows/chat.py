@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from longspan.train.data.rows.assistant_spans import Spans, assistant_spans
 from longspan.train.data.rows.media.named_media import check_counts, kinds_of_parts
 from longspan.train.data.rows.media.placeholders import RowImages
 from longspan.train.data.rows.media.row_media import NOTHING_SHOWN, RowMedia
 from longspan.train.data.rows.messages import messages_of, tools_of
 from longspan.train.data.rows.sample import RowSettings, Sample
-from longspan.train.data.rows.spans import Spans, assistant_spans
 from longspan.train.data.rows.template import ChatTemplate, Message, Rendered
 from longspan.train.data.rows.turn_tokens import TurnTokens, pattern_of, turn_tokens
 from longspan.train.data.rows.values import RowError, check_strings, needed

@@ -14,7 +14,7 @@ from longspan.errors import DataError, counted
 from longspan.train.data.formats.row_file import row_file
 from longspan.train.data.left_out import SHORTEST, LeftOut
 from longspan.train.data.store.arrays import GrowingArray, GrowingCodes
-from longspan.train.data.store.encoder import Encoded, Notes, Piece
+from longspan.train.data.store.document_encoder import Encoded, Notes, Piece
 from longspan.train.data.store.images import ImageWriter
 from longspan.train.data.store.manifest import Manifest, SourceLines
 from longspan.train.data.store.recipe import Recipe

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from longspan.train.data.store.encoder import Encoder
+from longspan.train.data.store.document_encoder import DocumentEncoder
 from longspan.train.data.store.sources import CorpusFile, Source
 from longspan.train.data.store.workers import cores
 
@@ -52,10 +52,10 @@ class Recipe:
         return any(encoding.images is not None for encoding in self.encodings)
 
     @property
-    def encoder(self) -> Encoder:
+    def encoder(self) -> DocumentEncoder:
         """What encodes rows, in any process."""
         small = all(e.kind != "input_ids" and e.tokenizer.size <= 1 << 16 for e in self.encodings)
-        return Encoder(self.encodings, self.longest, "<u2" if small and self.stored else "<u4", self.skip_bad)
+        return DocumentEncoder(self.encodings, self.longest, "<u2" if small and self.stored else "<u4", self.skip_bad)
 
     @property
     def processes(self) -> int:

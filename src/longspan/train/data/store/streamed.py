@@ -12,7 +12,7 @@ from longspan.errors import DataError
 from longspan.train.data.formats.row_file import RowFile, row_file
 from longspan.train.data.rows.sample import BadRow
 from longspan.train.data.store.arrays import mapped
-from longspan.train.data.store.encoder import OWN_TOKEN, codes_of
+from longspan.train.data.store.document_encoder import OWN_TOKEN, codes_of
 from longspan.train.data.store.manifest import Manifest, SourceLines
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from longspan.errors import DataError, LongspanError
-from longspan.train.data.store.encoder import Encoded, Encoder, Piece
+from longspan.train.data.store.document_encoder import DocumentEncoder, Encoded, Piece
 
 IN_FLIGHT_BYTES = 64 << 20  # of rows that are sent and not yet taken back; more only where one batch is larger
 _START = """
@@ -37,7 +37,9 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def encoded_batches(encoder: Encoder, batches: Iterable[Batch], workers: int) -> Iterator[tuple[Batch, Encoded]]:
+def encoded_batches(
+    encoder: DocumentEncoder, batches: Iterable[Batch], workers: int
+) -> Iterator[tuple[Batch, Encoded]]:
     """Each batch with its documents, in order, encoded by so many processes; by this one where it is one.
 
     Raises DataError for a row that gives no document, and where a process ended.
@@ -53,7 +55,7 @@ def encoded_batches(encoder: Encoder, batches: Iterable[Batch], workers: int) ->
 class _Workers:
     """A context with worker processes, and for each a thread that talks to one."""
 
-    def __init__(self, encoder: Encoder, count: int) -> None:
+    def __init__(self, encoder: DocumentEncoder, count: int) -> None:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="tokenizing")
         self._all = [_Worker(encoder) for _ in range(count)]
         self._idle = SimpleQueue[_Worker]()
@@ -94,7 +96,7 @@ class _Workers:
 class _Worker:
     """One process, seen from here."""
 
-    def __init__(self, encoder: Encoder) -> None:
+    def __init__(self, encoder: DocumentEncoder) -> None:
         self._connection, there = Pipe()
         command = [sys.executable, "-c", _START, str(there.fileno())]
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -128,7 +130,7 @@ class _Worker:
 
 def serve(connection: "Connection[Any, Any]") -> None:
     """What a worker does: encode batches until its connection closes."""
-    encoder: Encoder = connection.recv()
+    encoder: DocumentEncoder = connection.recv()
     while True:
         try:
             batch: Batch = connection.recv()

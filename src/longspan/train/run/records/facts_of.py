@@ -13,11 +13,11 @@ from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan.cost.model_shape import read_experts
 from longspan.ssm.kernels import kernels_here
 from longspan.train.config.sections import MtpSection
-from longspan.train.figures import device_name
 from longspan.train.gradients import counted_parameters
 from longspan.train.plans import PlanChoice
 from longspan.train.run.records.facts import RunFacts
 from longspan.train.run.training_run import TrainingRun
+from longspan.train.step_figures import device_name
 
 
 def facts_of(run: TrainingRun) -> RunFacts:

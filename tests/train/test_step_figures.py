@@ -10,7 +10,7 @@ from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.items.encoder_shape import EncoderShape
 from longspan.train.encoding.times import EncoderTimes, PartClock
-from longspan.train.figures import StepFigures
+from longspan.train.step_figures import StepFigures
 
 TEXT = ModelShape(layers=2, weights=10**6, query_width=64, key_width=32)
 TOWER = EncoderShape(

@@ -70,7 +70,7 @@ class Encoded(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Encoder:
+class DocumentEncoder:
     """How rows become documents: each source's encoding, the most tokens of a document (0: any), and what is stored.
 
     A row that gives no document is an error, or with `skip_bad` counted.
@@ -100,7 +100,7 @@ class Encoder:
 class _Documents:
     """Documents that are added one by one."""
 
-    def __init__(self, encoder: Encoder) -> None:
+    def __init__(self, encoder: DocumentEncoder) -> None:
         self._encoder = encoder
         self._ids, self._codes = list[npt.NDArray[Any]](), list[npt.NDArray[Any] | None]()
         self._each = list[tuple[int, int, int, int, int]]()  # length, targets, file, position, start
