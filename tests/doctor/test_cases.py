@@ -2,7 +2,7 @@
 
 import pytest
 
-from longspan.doctor.cases import LENGTHS, Case, cases_named, plan_of
+from longspan.doctor.cases import LENGTHS, Case, cases_named, contiguous_cases, plan_of
 from longspan.errors import ConfigError, LayoutError
 
 
@@ -16,13 +16,15 @@ def test_names_say_what_is_not_as_usual() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("name", ["basic", "whole"])
 def test_every_case_has_a_sound_plan_over_its_home(name: str, ranks: int) -> None:
-    cases = cases_named(name, ranks)  # pyright: ignore[reportArgumentType]
+    cases = [*cases_named(name, ranks), *contiguous_cases(name, ranks)]  # pyright: ignore[reportArgumentType]
     assert len({case.name for case in cases}) == len(cases) or ranks == 1
     for case in cases:
         home = case.home(ranks)
         plan = plan_of(case, home)
         assert len(home.ranks) == ranks and plan.tokens == sum(LENGTHS)
         widest = max(group.degree for batch in plan.micro_batches for group in batch.groups)
+        partitions = {group.partition for batch in plan.micro_batches for group in batch.groups if group.degree > 1}
+        assert partitions <= {case.partition}
         assert widest >= case.cp and (case.plan != "several" or len(plan.micro_batches) == 4)
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from longspan.cli.gpu_environment import set_gpu_environment
 from longspan.cli.processes import Processes, processes_of, reports_here, run_on_ranks, under_torchrun, usable_gpus
-from longspan.doctor.cases import Case, CaseSet, DTypeName, cases_named, every_type, image_cases
+from longspan.doctor.cases import Case, CaseSet, DTypeName, cases_named, contiguous_cases, every_type, image_cases
 from longspan.doctor.images import without_videos
 from longspan.doctor.kernels import KernelLine, kernel_lines
 from longspan.doctor.outcomes import Proof
@@ -25,6 +25,7 @@ from longspan.doctor.which_model import configuration_of, reads_images
 from longspan.errors import CommError, LongspanError, counted
 from longspan.model.presets import preset_config
 from longspan.model.small.shrink import reads_images_alone, shrunken
+from longspan.plan.cost.model_shape import has_mixers
 
 LOCAL_RANKS = 4
 VOCABULARY = 97
@@ -108,6 +109,7 @@ def _cases(flags: ProofFlags, processes: Processes, config: PreTrainedConfig) ->
     """The whole set in the type that shows most there: float64 on CPUs, bfloat16 on GPUs; the basic one in another.
 
     The same with images, where the model reads them; a class that is none of text alone has the basic set of text.
+    Those of hybrids have contiguous rows too.
     """
     main, other = (_EXACT, _ROUNDED) if processes.backend == "gloo" else (_ROUNDED, _EXACT)
     ranks = processes.ranks
@@ -115,6 +117,8 @@ def _cases(flags: ProofFlags, processes: Processes, config: PreTrainedConfig) ->
     second: tuple[DTypeName, ...] = (other[processes.backend],)
     of_text: CaseSet = "basic" if reads_images_alone(config) else flags.cases
     cases = [*cases_named(of_text, ranks, first), *cases_named("basic", ranks, second)]
+    if has_mixers(config):
+        cases += contiguous_cases(of_text, ranks, first)
     if reads_images(config):
         cases += [*image_cases(flags.cases, ranks, first), *image_cases("basic", ranks, second)]
     return list(dict.fromkeys(cases))

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from longspan.errors import ConfigError, LayoutError
 from longspan.layout import Layout
-from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
+from longspan.plan import Group, MicroBatch, PartitionKind, Plan, plan_dynamic, plan_fixed
 from longspan.plan.planners.options import PlanOptions
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 96, 41)  # ragged, some shorter than twice the degree, one without a target
@@ -24,6 +24,7 @@ class Case:
 
     `plan`: "one" micro-batch whose groups have `cp` slots (the last has what remains); "several", with groups of
     different degrees, a slot in two groups, idle slots and a dummy; "dynamic", as `plan_dynamic` makes it.
+    `partition`: how rows of a group are dealt out.
     `sizes` are those of a2a+p2p. `router_losses` adds the balance and z losses of routers. With an `encoder` documents
     have images, and the tower and projector a home of their own on all ranks, whose tp it is; 0: text alone.
     """
@@ -35,6 +36,7 @@ class Case:
     pp: int = 1
     ep: int = 1
     recompute: Literal["none", "full", "selective"] = "none"
+    partition: PartitionKind = "zigzag"
     plan: Literal["one", "several", "dynamic"] = "one"
     sizes: tuple[int, int] | None = None
     sequence_parallel: bool = False
@@ -49,6 +51,7 @@ class Case:
         cp = {"one": f"cp {self.cp}", "several": f"several micro-batches, cp 1 to {self.cp}", "dynamic": "dynamic plan"}
         kind = self.cp_comm_type + (f" {self.sizes}" if self.sizes else "")
         more = {
+            f"{self.partition} rows": self.partition != "zigzag",
             "sequence parallel": self.sequence_parallel,
             f"{self.recompute} recomputation": self.recompute != "none",
             "router losses": self.router_losses,
@@ -92,6 +95,15 @@ def cases_named(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("flo
         raise ConfigError(f"there is no set of cases {name!r}; use one of {', '.join(get_args(CaseSet))}")
     made = _basic(ranks) if name == "basic" else _whole(ranks)
     return tuple(replace(case, dtype=dtype) for dtype in dtypes for case in made)
+
+
+def contiguous_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
+    """Those with runs of rows a slot, as hybrids are dealt out: gathered, in a plan of several degrees, by heads."""
+    widest = min(4 if name == "whole" else 3, ranks)
+    made = [Case(cp=min(2, widest), cp_comm_type="all_gather"), Case(cp=widest, plan="several")]
+    if name == "whole" and ranks % widest == 0:
+        made.append(Case(cp=widest, cp_comm_type="a2a"))
+    return tuple(replace(case, dtype=dtype, partition="contiguous") for dtype in dtypes for case in made)
 
 
 def image_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
@@ -178,6 +190,7 @@ def plan_of(
     options = PlanOptions(
         cp_comm_type=case.cp_comm_type,
         hierarchical_context_parallel_sizes=case.sizes,
+        partition=case.partition,
         node_size=node_size,
         row_multiple=_row_multiple(case),
         heads=heads,
@@ -214,7 +227,8 @@ def _several(case: Case, home: Layout, of: Packed) -> Plan:
 
 
 def _group(case: Case, slots: tuple[int, ...], documents: list[int], of: Packed) -> Group:
-    return Group(slots, tuple(documents), tuple(of.lengths[d] for d in documents), case.cp_comm_type)
+    lengths = tuple(of.lengths[d] for d in documents)
+    return Group(slots, tuple(documents), lengths, case.cp_comm_type, partition=case.partition)
 
 
 def _checked(case: Case, home: Layout, of: Packed, *batches: MicroBatch) -> Plan:

@@ -48,12 +48,18 @@ KINDS: dict[str, dict[str, Any]] = {  # what a class's defaults lack of its rele
     "zamba2": {"use_shared_attention_adapter": True, "use_mem_rope": True},
 }
 IN_CI = ("qwen3_next", "kimi_linear", "mamba2", "nemotron_h", "falcon_h1", "lfm2")
-CASES = (Case(cp=3, plan="several", recompute="full"), Case(cp=3, cp_comm_type="all_gather"), Case(plan="dynamic"))
+CASES = (
+    Case(cp=3, plan="several", recompute="full"),
+    Case(cp=3, cp_comm_type="all_gather", partition="contiguous"),
+    Case(plan="dynamic"),
+)
 HOMES = (
     Case(tp=2, cp=2),
     Case(tp=2, cp=2, sequence_parallel=True),
     Case(tp=2, cp=2, plan="several", recompute="full"),
     Case(pp=2, cp=2, plan="several"),
+    Case(cp=4, cp_comm_type="a2a", partition="contiguous"),
+    Case(tp=2, cp=2, partition="contiguous", plan="several"),
     Case(ep=2, cp=2),
     Case(cp=4, evaluation=True),
 )
