@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from longspan.errors import ConfigError, counted
+from longspan.errors import ConfigError, LayoutError, counted
 from longspan.layout import Layout
 from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
@@ -19,6 +19,7 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
     """Raise ConfigError where training or an evaluation cannot be planned on this home, whatever the documents."""
     for key, kernel in _kernels(config):
         _check_kernel(key, kernel)
+    _check_mixer_kernels(config.context.mixer_kernels)
     for choice, longest in _choices(config, training=training):
         for kind in choice.comm_types:
             if kind not in COMM_TYPES:
@@ -92,6 +93,17 @@ def _check_kernel(key: str, name: str) -> None:
     names = [kernel.name for kernel in KERNELS]
     if name not in names:
         raise ConfigError(f"{key} is {name!r}; {nearest(name, names)}")
+
+
+def _check_mixer_kernels(names: tuple[str, ...]) -> None:
+    if not names:
+        return
+    from longspan.ssm.kernels.asked import check_names
+
+    try:
+        check_names(names)
+    except LayoutError as error:
+        raise ConfigError(f"context.mixer_kernels: {error}") from None
 
 
 def _check_degree(choice: PlanChoice, home: Layout) -> None:
