@@ -149,4 +149,4 @@ def _refused_in_the_step(rank: int) -> str:
 
 
 def test_a_last_layer_that_gets_what_earlier_ones_made_is_refused() -> None:
-    assert "train it without mtp=" in run_ranks(_refused_in_the_step, 1)[0]
+    assert "train it without multi-token prediction" in run_ranks(_refused_in_the_step, 1)[0]

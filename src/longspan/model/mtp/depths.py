@@ -131,7 +131,7 @@ def deeper_states(
         raise ModelError(
             f"{type(model).__name__.removeprefix('FSDP')} gives its last decoder layer, beside hidden states, tensors "
             "that depend on its parameters (inputs or keys of other layers), which a depth of multi-token prediction "
-            "has not; train it without mtp="
+            "has not; train it without multi-token prediction (no mtp=, mtp.depths = 0)"
         )
     embedding: Any = model.get_input_embeddings()
     states = list[Tensor]()
