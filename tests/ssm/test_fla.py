@@ -26,6 +26,7 @@ pytestmark = [
 LENGTHS = (200, 1, 64, 3, 2321)
 KINDS = {  # heads of keys and of values, key and value sizes; a decay for each key number, a delta term
     "qwen3-next": ((16, 32, 128, 128), False, True),
+    "wide": ((2, 4, 192, 256), False, True),
     "kimi": ((32, 32, 128, 128), True, True),
     "mamba 2": ((1, 128, 128, 64), False, False),
 }
@@ -43,8 +44,9 @@ def inputs(name: str, rows: int, seed: int = 0) -> list[torch.Tensor | None]:
 
 
 def in_half(given: Sequence[torch.Tensor | None]) -> Inputs:
-    """As the kernels take them."""
-    return Inputs(*(x if x is None else x.bfloat16() if i < 3 else x.float() for i, x in enumerate(given)))  # pyright: ignore
+    """As the kernels take them; beta may be left out."""
+    half = [x if x is None else x.bfloat16() if i < 3 else x.float() for i, x in enumerate(given)]
+    return Inputs(*half, *[None] * (5 - len(half)))  # pyright: ignore
 
 
 def passes(kernel: Kernel, given: Inputs, runs: LocalRuns, name: str) -> dict[str, torch.Tensor]:

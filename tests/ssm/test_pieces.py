@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longspan.ssm.kernels.pieces import Pieces, pieces_of
+from longspan.ssm.kernels.delta.pieces import Pieces, pieces_of
 from longspan.ssm.kernels.runs import CHUNK, LocalRuns
 from tests.mutation import mutated
 
@@ -30,7 +30,7 @@ def test_pieces_cover_their_runs(rows: list[int], shared: list[bool], heads: int
     for run, (start, length) in enumerate(zip(runs.starts, rows, strict=True)):
         inside = starts[(starts > start) & (starts < start + length)]
         assert ((inside - start) % CHUNK == 0).all()
-        assert len(inside) < -(-128 // heads) and (shared[run] or not len(inside))
+        assert len(inside) < -(-64 // heads) and (shared[run] or not len(inside))
         if shared[run]:
             first, stop = starts[pieces.first], starts[pieces.stop]
             assert first <= start and start + length <= stop
@@ -40,7 +40,7 @@ def _case(seed: int) -> tuple[LocalRuns, Pieces, list[Tensor], Tensor]:
     """Runs, their pieces, and the pieces' maps."""
     runs = LocalRuns(np.array([70, 2500, 1024, 40, 1030]), CPU, np.array([False, True, True, False, True]))
     generator = torch.Generator().manual_seed(seed)
-    pieces = pieces_of(runs, 32)
+    pieces = pieces_of(runs, 16)
     count = len(pieces.runs.lengths)
     maps = torch.randn(count, 2, K, V + K, generator=generator, dtype=torch.float64)
     return runs, pieces, list(maps), maps[pieces.first : pieces.stop]
@@ -70,10 +70,11 @@ def worst(seed: int = 0) -> float:
     states = torch.randn(5, 2, K, V, generator=generator, dtype=torch.float64).requires_grad_()
     entering, final = _by_hand(runs, pieces, all_maps, states)
     shared = np.array([1, 2, 4])
-    of_runs = pieces.maps_of_runs(maps, shared, V)
+    added, transitions = maps[..., :V].contiguous(), maps[..., V:].contiguous()
+    of_runs = pieces.maps_of_runs(added, transitions, shared)
     differences = [
-        (pieces.entering(states.detach(), maps) - torch.stack(entering)).abs().max(),
-        (of_runs[..., V:] @ states[shared] + of_runs[..., :V] - torch.stack(final)[shared]).abs().max(),
+        (pieces.entering(states.detach(), added, transitions) - torch.stack(entering)).abs().max(),
+        (of_runs[1] @ states[shared] + of_runs[0] - torch.stack(final)[shared]).abs().max(),
     ]
     weights = torch.randn(len(entering), 2, K, V, generator=generator, dtype=torch.float64)  # what outputs owe
     leaving = torch.randn(5, 2, K, V, generator=generator, dtype=torch.float64)
@@ -82,7 +83,7 @@ def worst(seed: int = 0) -> float:
             entered.retain_grad()
     total = (torch.stack(entering) * weights).sum()
     (exact,) = torch.autograd.grad(total, states, retain_graph=True)
-    transitions, owed = maps[..., V:].contiguous(), weights[pieces.first : pieces.stop]
+    owed = weights[pieces.first : pieces.stop]
     differences.append((pieces.owed_by_runs(owed, transitions, shared) - exact[shared]).abs().max())
     found = pieces.leaving(leaving, owed, transitions)
     gradient, starts = leaving, np.cumsum(pieces.runs.lengths)
@@ -103,8 +104,9 @@ def test_folds_are_those_of_the_recurrence() -> None:
 @pytest.mark.parametrize(
     "old, new",
     [
-        ("moved(mine[..., width:], taken(entering, before), mine[..., :width])", "taken(entering, before)"),
-        ("both[..., :width] += mine[..., :width]", "pass"),
+        ("moved(taken(transitions, mine), taken(found, before), taken(states, mine))", "taken(found, before)"),
+        ("moved(later, taken(b, some), taken(states, mine))", "moved(later, taken(b, some), taken(b, some))"),
+        ("later @ taken(m, some)", "taken(m, some) @ later"),
         ("taken(found, some), taken(owed, mine)", "taken(found, some), 0 * taken(owed, mine)"),
         (
             "moved(taken(transitions, mine).mT, taken(found, after)",
@@ -113,5 +115,5 @@ def test_folds_are_those_of_the_recurrence() -> None:
     ],
 )
 def test_what_is_dropped_is_noticed(old: str, new: str) -> None:
-    with mutated(("ssm.kernels.pieces", old, new)):
+    with mutated(("ssm.kernels.delta.pieces", old, new)):
         assert worst() > 1e-6

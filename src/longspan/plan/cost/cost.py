@@ -198,6 +198,7 @@ class Cost(CostFields):
         tflops: float,
         attention_tflops: float | None = None,
         scan_tflops: float | None = None,
+        summary_tflops: float | None = None,
         channel_seconds: float = 0.0,
         inside_gbps: float = 350.0,
         across_gbps: float = 40.0,
@@ -212,7 +213,8 @@ class Cost(CostFields):
 
         `config` is a transformers configuration, an object or dict like one, a config.json or its folder. `tflops` is
         what a slot (its tensor-parallel ranks together) sustains, in 1e12 FLOP/s, `attention_tflops` and `scan_tflops`
-        what it does in attention and in the scans of state-space layers, where that differs; `channel_seconds` a row
+        what it does in attention and in the scans of state-space layers, where that differs, `summary_tflops` in the
+        passes by which a run's states are told to others, where that is not the scans'; `channel_seconds` a row
         and channel of their convolutions, with the norms and gates about these; `inside_gbps` and `across_gbps` what
         it sends to another slot of its node and elsewhere, in 1e9 bytes/s; `ring_step_latency` the seconds of a step
         of the ring in one layer; `bytes_per_value` of keys and values; `depths` of multi-token
@@ -222,7 +224,9 @@ class Cost(CostFields):
         shape = ModelShape.of(config, depths=depths)
         attention_tflops = tflops if attention_tflops is None else attention_tflops
         scan_tflops = tflops if scan_tflops is None else scan_tflops
+        summary_tflops = scan_tflops if summary_tflops is None else summary_tflops
         rates = {"tflops": tflops, "attention_tflops": attention_tflops, "scan_tflops": scan_tflops}
+        rates["summary_tflops"] = summary_tflops
         for name, value in (rates | {"inside_gbps": inside_gbps, "across_gbps": across_gbps}).items():
             if not value > 0:
                 raise PlanError(f"{name} is {value!r}; give a number above 0")
@@ -232,6 +236,7 @@ class Cost(CostFields):
         states = StateCost.of(
             shape,
             scan_tflops=scan_tflops,
+            summary_tflops=summary_tflops,
             step_latency=ring_step_latency,
             bytes_per_value=bytes_per_value,
             channel_seconds=channel_seconds,

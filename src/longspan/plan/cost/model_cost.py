@@ -14,6 +14,9 @@ H200_TFLOPS = 450.0
 # what a row and channel of the convolution takes besides, with norms and gates: the layer's time on one GPU less its
 # scan and its projections at H200_TFLOPS (bench/records/mixers-4xH200.md, one GPU at its share of 131,072 rows).
 H200_SCAN_TFLOPS = 55.0
+# Of the passes that give a run's states to others, with the folds of these: what a member of a group takes beyond a
+# rank alone, 1 ms of a layer and 16,384 rows (bench/records/mixer-member-H200.md).
+H200_SUMMARY_TFLOPS = 100.0
 H200_CHANNEL_SECONDS = 40e-12
 # Of a group's ring in one layer, one way: what sharded attention takes beyond its kernels, 2 ms forward and backward at
 # degree 4 and 16K or 64K packed rows (bench/records/attention-time-packed-4xH200.md).
@@ -42,6 +45,7 @@ def cost_on_h200(config: Any, *, depths: int = 0) -> Cost:
         tflops=H200_TFLOPS,
         attention_tflops=H200_ATTENTION_TFLOPS,
         scan_tflops=H200_SCAN_TFLOPS,
+        summary_tflops=H200_SUMMARY_TFLOPS,
         channel_seconds=H200_CHANNEL_SECONDS,
         ring_step_latency=H200_RING_STEP_SECONDS,
         depths=depths,

@@ -77,11 +77,12 @@ class StateCost:
         shape: ModelShape,
         *,
         scan_tflops: float,
+        summary_tflops: float,
         step_latency: float,
         bytes_per_value: int = 2,
         channel_seconds: float = 0.0,
     ) -> "StateCost | None":
-        """Of a model's state-space layers, at so many TFLOP/s of scans; None where it has none.
+        """Of a model's state-space layers, at so many TFLOP/s of scans and of summaries; None where it has none.
 
         `channel_seconds` are those of a row and channel of a layer's convolution, with the norms and gates about it.
         States and transitions travel in float32, in forward and in backward, rows in `bytes_per_value`.
@@ -89,13 +90,10 @@ class StateCost:
         mixer, layers = shape.mixer, shape.mixer_layers
         if mixer is None:
             return None
-        scan, summary = (
-            layers * flops / (scan_tflops * 1e12)
-            for flops in (3 * mixer.chunked_flops, mixer.summary_flops + mixer.owed_flops)
-        )
+        scan = 3 * mixer.chunked_flops / (scan_tflops * 1e12)
         return cls(
-            scan_seconds=scan + layers * mixer.channels * channel_seconds,
-            summary_seconds=summary,
+            scan_seconds=layers * (scan + mixer.channels * channel_seconds),
+            summary_seconds=layers * (mixer.summary_flops + mixer.owed_flops) / (summary_tflops * 1e12),
             state_bytes=float(layers * 2 * mixer.state * _STATE_SIZE),
             transition_bytes=float(layers * 2 * mixer.transition * _STATE_SIZE),
             halo_bytes=float(layers * 2 * mixer.halo * bytes_per_value),

@@ -4,18 +4,20 @@ from collections.abc import Sequence
 
 import torch
 
-from longspan.ssm.kernels import delta_fla, fla, kimi_fla
+from longspan.ssm.kernels import fla
 from longspan.ssm.kernels.asked import PACKAGES, TORCH_ALONE, check_names, refuse
 from longspan.ssm.kernels.by_torch import TorchBackward, TorchForward
 from longspan.ssm.kernels.call import Kernel, Recurrence
 from longspan.ssm.kernels.convolutions.by_causal_conv1d import PACKAGE_CONVOLUTION
 from longspan.ssm.kernels.decay import by_fla, by_mamba_ssm
+from longspan.ssm.kernels.delta import by_channel
+from longspan.ssm.kernels.delta import by_fla as delta_by_fla
 
 TORCH = Kernel("torch", lambda _: "", TorchForward, TorchBackward)
 MAMBA = Kernel(by_mamba_ssm.NAME, by_mamba_ssm.lacks, by_mamba_ssm.MambaForward, by_mamba_ssm.MambaBackward, half=True)
 _KERNELS = (
-    Kernel("fla", delta_fla.lacks, delta_fla.DeltaForward, delta_fla.DeltaBackward, half=True),
-    Kernel("fla", kimi_fla.lacks, kimi_fla.KimiForward, kimi_fla.KimiBackward, half=True),
+    Kernel("fla", delta_by_fla.lacks, delta_by_fla.DeltaForward, delta_by_fla.DeltaBackward, half=True),
+    Kernel("fla", by_channel.lacks, by_channel.KimiForward, by_channel.KimiBackward, half=True),
     Kernel("fla", by_fla.lacks, by_fla.DecayForward, by_fla.DecayBackward, half=True),
     TORCH,
 )

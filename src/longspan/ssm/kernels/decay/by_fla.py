@@ -12,8 +12,7 @@ from longspan.layout.segments import Rows
 from longspan.ssm.kernels import fla
 from longspan.ssm.kernels.call import Inputs, Recurrence, Saved
 from longspan.ssm.kernels.decay.faded_sums import faded_sums
-from longspan.ssm.kernels.delta_fla import batch_of_one, of_inputs
-from longspan.ssm.kernels.delta_states import cumulative, indices
+from longspan.ssm.kernels.fla_calls import batch_of_one, cumulative, indices, of_inputs
 from longspan.ssm.kernels.runs import CHUNK, LocalRuns, taken
 
 

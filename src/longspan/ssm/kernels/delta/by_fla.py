@@ -4,8 +4,9 @@ from torch import Tensor
 
 from longspan.ssm.kernels import fla
 from longspan.ssm.kernels.call import Inputs, Recurrence, Saved
-from longspan.ssm.kernels.delta_states import DeltaGradients, DeltaStates, cumulative, indices, states_of_chunks
-from longspan.ssm.kernels.pieces import pieces_of
+from longspan.ssm.kernels.delta.pieces import pieces_of
+from longspan.ssm.kernels.delta.states import DeltaGradients, DeltaStates, states_of_chunks
+from longspan.ssm.kernels.fla_calls import batch_of_one, cumulative, indices, of_inputs
 from longspan.ssm.kernels.runs import CHUNK, LocalRuns
 
 _WY = "ops.gated_delta_rule.wy_fast"
@@ -77,14 +78,3 @@ class DeltaBackward:
         more, dv, dbeta, rest = fla.function(_WY, "prepare_wy_repr_bwd")(**solved, **at)
         dg = cumulative((dg + rest).squeeze(0), self._runs, reverse=True).unsqueeze(-1)
         return of_inputs((dq, dk + more, dv, dg, dbeta), self._inputs)
-
-
-def batch_of_one(inputs: Inputs) -> tuple[Tensor, ...]:
-    """All of them (1, T, ·, ·)."""
-    return tuple(x.unsqueeze(0) for x in inputs if x is not None)
-
-
-def of_inputs(found: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
-    """Gradients (1, T, ·, ·) as those of the inputs, in their dtypes."""
-    given = (x for x in inputs if x is not None)
-    return tuple(gradient.squeeze(0).to(x.dtype) for gradient, x in zip(found, given, strict=True))

@@ -14,7 +14,7 @@ from longspan.layout.segments import Rows
 from longspan.ssm.kernels.affine import moved
 from longspan.ssm.kernels.runs import CHUNK, LocalRuns, put, taken
 
-_AT_ONCE = 128  # pieces times heads that fill a GPU
+_AT_ONCE = 64  # pieces times heads that fill a GPU
 _SHORTEST = 8 * CHUNK
 
 
@@ -48,29 +48,29 @@ class Pieces:
         """Whether any run has several pieces."""
         return bool((self._counts > 1).any())
 
-    def maps_of_runs(self, maps: Tensor, runs: Rows, width: int) -> Tensor:
-        """[B | M] (n, H, K, V + K) of some shared runs from those of pieces; V is `width`. May be a view of `maps`."""
-        found = taken(maps, self._starts[runs] - self.first)
+    def maps_of_runs(self, states: Tensor, transitions: Tensor, runs: Rows) -> tuple[Tensor, Tensor]:
+        """B and M of some shared runs from those of pieces. May be views of these."""
+        first = self._starts[runs] - self.first
+        b, m = taken(states, first), taken(transitions, first)
         for place in range(1, int(self._counts[runs].max(initial=1))):
             some = np.flatnonzero(self._counts[runs] > place)
-            mine = taken(maps, self._starts[runs[some]] + place - self.first)
-            both = mine[..., width:] @ taken(found, some)
-            both[..., :width] += mine[..., :width]
-            found = _replaced(found, some, both)
-        return found
+            mine = first[some] + place
+            later = taken(transitions, mine)
+            b = _replaced(b, some, moved(later, taken(b, some), taken(states, mine)))
+            m = _replaced(m, some, later @ taken(m, some))
+        return b, m
 
-    def entering(self, states: Tensor, maps: Tensor | None) -> Tensor:
-        """The state that enters each piece, from those (R, H, K, V) that enter runs."""
-        if maps is None or not self.cut:
-            return states
-        width = states.shape[-1]
-        entering = states.new_empty((len(self.runs.lengths), *states.shape[1:]))
-        put(entering, self._starts, states)
+    def entering(self, of_runs: Tensor, states: Tensor, transitions: Tensor) -> Tensor:
+        """The state that enters each piece, from those (R, H, K, V) that enter runs, and B and M of pieces."""
+        if not self.cut:
+            return of_runs
+        found = of_runs.new_empty((len(self.runs.lengths), *of_runs.shape[1:]))
+        put(found, self._starts, of_runs)
         for place in range(1, int(self._counts.max())):
             before = self._starts[self._counts > place] + place - 1
-            mine = taken(maps, before - self.first)
-            put(entering, before + 1, moved(mine[..., width:], taken(entering, before), mine[..., :width]))
-        return entering
+            mine = before - self.first
+            put(found, before + 1, moved(taken(transitions, mine), taken(found, before), taken(states, mine)))
+        return found
 
     def owed_by_runs(self, owed: Tensor, transitions: Tensor, runs: Rows) -> Tensor:
         """Gradients (n, H, K, V) at the states that enter some shared runs, from those at the states of pieces."""

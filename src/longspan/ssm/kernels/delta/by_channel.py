@@ -4,9 +4,9 @@ from torch import Tensor
 
 from longspan.ssm.kernels import fla
 from longspan.ssm.kernels.call import Inputs, Recurrence, Saved
-from longspan.ssm.kernels.delta_fla import batch_of_one, of_inputs
-from longspan.ssm.kernels.delta_states import DeltaGradients, DeltaStates, cumulative, indices
-from longspan.ssm.kernels.pieces import pieces_of
+from longspan.ssm.kernels.delta.pieces import pieces_of
+from longspan.ssm.kernels.delta.states import DeltaGradients, DeltaStates
+from longspan.ssm.kernels.fla_calls import batch_of_one, cumulative, indices, of_inputs
 from longspan.ssm.kernels.runs import CHUNK, LocalRuns
 
 

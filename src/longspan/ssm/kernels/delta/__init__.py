@@ -1,0 +1,1 @@
+"""Delta rules: gated delta nets, and Kimi's delta attention."""
