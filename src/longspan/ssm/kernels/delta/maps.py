@@ -22,7 +22,8 @@ def maps_of(rows: Named, runs: LocalRuns) -> tuple[Tensor, Tensor]:
     states, transitions = (_single(rows, count, heads, size, n) for n in (width, size))
     blocks = -(-width // _COLUMNS) + -(-size // _COLUMNS)
     given = [rows["k"], rows["w"], rows["u"], _decays(rows), states, transitions, runs.ends]
-    _kernel("maps_kernel")[blocks, heads, count](*given, **_sizes(rows, width, runs.chunk))
+    if count:  # a rank alone compiles nothing
+        _kernel("maps_kernel")[blocks, heads, count](*given, **_sizes(rows, width, runs.chunk))
     return states, transitions
 
 
