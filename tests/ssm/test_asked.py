@@ -37,8 +37,7 @@ def test_packages_are_taken_where_they_are_named_and_nowhere_else(monkeypatch: p
     assert choose(SCAN, ("torch",)) is TORCH and choose(SCAN, ("causal_conv1d",)).name == "torch"
     check_asked(both, torch.bfloat16, CPU)
     assert kernels_here(torch.bfloat16, CPU, both) == (
-        "mamba_ssm (tried on one H200) and causal_conv1d (its CUDA code untried), "
-        "as asked for, and torch's operations"
+        "mamba_ssm (tried on one H200) and causal_conv1d (its CUDA code untried), as asked for, and torch's operations"
     )
 
 

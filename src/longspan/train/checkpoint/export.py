@@ -4,7 +4,6 @@ Weights are stored by the names and shapes of the whole model, whatever home sav
 kept in the run's folder (`run/set_up/kept_files.py`).
 """
 
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -16,13 +15,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import CheckpointError, ModelError
 from longspan.model.hf_folder import read_configuration
 from longspan.model.load import torch_dtype
-from longspan.model.lora.save import CONFIGURATION
-from longspan.model.save import put_in_place, stock_configuration, write_beside_weights
+from longspan.model.save import stock_configuration, write_beside_weights
 from longspan.model.vision.join import own_names
 from longspan.model.weights.empty import empty_model, named_images_class
 from longspan.model.weights.write import FILE_BYTES, WeightWriter, Written, unit_of
@@ -34,6 +32,7 @@ from longspan.train.checkpoint.export_adapter import (
     write_saved_adapter,
 )
 from longspan.train.checkpoint.export_depths import ExportedDepths, MtpNames
+from longspan.train.checkpoint.export_folder import check_target, made_beside
 from longspan.train.checkpoint.files import (
     check_contents,
     check_sizes,
@@ -45,15 +44,6 @@ from longspan.train.config.file import load_config
 from longspan.train.data.tokenizer_files import KeptFiles
 
 _SAID_EVERY = 5 * 10**9  # bytes
-_REPLACED = (  # of a model or an adapter that another takes the place of
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model*",
-    "config.json",
-    "generation_config.json",
-    "adapter_model*",
-    CONFIGURATION,
-)
 
 
 @dataclass(frozen=True)
@@ -97,13 +87,7 @@ def export_checkpoint(
     is a model's and `overwrite` says so: then its weights, configuration and tokenizer are replaced.
     """
     check_target(folder, overwrite=overwrite)
-    if not (run_dir / "config.json").is_file():
-        raise CheckpointError(
-            f"{run_dir} has no config.json, which says what its model is; a run of an older version gets one when it "
-            f"is opened: longspan train {run_dir}/config.toml"
-        )
-    config = stock_configuration(read_configuration(run_dir))
-    run = load_config(run_dir / "config.toml")
+    config, run = _configuration(run_dir), load_config(run_dir / "config.toml")
     if merge and not run.lora.rank:
         refuse_merge(run_dir)
     checkpoint = _checked(run_dir / "checkpoints", checkpoint, log)
@@ -111,31 +95,33 @@ def export_checkpoint(
     empty = empty_model(config, kind, named_images_class(config))
     alone = bool(run.lora.rank) and not merge  # an adapter, whose names are those of the model that it was trained in
     depths = ExportedDepths.of(run, empty, "own" if alone and mtp == "published" else mtp, log)
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
-        saved = saved_adapter(run, config, _tensors(checkpoint)) if run.lora.rank else None
-        if saved is not None and alone:
-            saved = saved._replace(tensors=depths.kept(saved.tensors))
-            kind = torch.float64 if run.model.dtype == "float64" else torch.float32
-            kind = kind if dtype == "auto" else torch_dtype(dtype)
-            written = write_saved_adapter(saved, partial, run_dir, kind)
-        else:
-            kind = empty.dtype
-            groups = (
-                map(depths.kept, merged_groups(saved, run, config, run_dir))
-                if saved is not None
-                else _groups(checkpoint, empty, depths)
-            )
-            written = _write(partial, empty, _saying(groups, log), run_dir, depths)
-        _publish(partial, folder)
+        with made_beside(folder) as partial:
+            saved = saved_adapter(run, config, _tensors(checkpoint)) if run.lora.rank else None
+            if saved is not None and alone:
+                saved = saved._replace(tensors=depths.kept(saved.tensors))
+                kind = torch.float64 if run.model.dtype == "float64" else torch.float32
+                kind = kind if dtype == "auto" else torch_dtype(dtype)
+                written = write_saved_adapter(saved, partial, run_dir, kind)
+            else:
+                kind, groups = empty.dtype, _groups(checkpoint, empty, depths)
+                if saved is not None:
+                    groups = map(depths.kept, merged_groups(saved, run, config, run_dir))
+                written = _write(partial, empty, _saying(groups, log), run_dir, depths)
     except ModelError as error:
         raise CheckpointError(f"checkpoint {checkpoint} does not fit the run's model: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     step, name = int(read_state(checkpoint)["step"]), str(kind).removeprefix("torch.")
     return Exported(str(folder), str(checkpoint), step, name, **written._asdict())
+
+
+def _configuration(run_dir: Path) -> PreTrainedConfig:
+    """The stock configuration of a run's model. Raises CheckpointError where the run has kept none."""
+    if not (run_dir / "config.json").is_file():
+        raise CheckpointError(
+            f"{run_dir} has no config.json, which says what its model is; a run of an older version gets one when it "
+            f"is opened: longspan train {run_dir}/config.toml"
+        )
+    return stock_configuration(read_configuration(run_dir))
 
 
 def _write(
@@ -148,18 +134,6 @@ def _write(
     written = writer.finish()
     write_beside_weights(empty, partial, KeptFiles(run_dir))
     return written
-
-
-def check_target(folder: Path, *, overwrite: bool) -> None:
-    """Raise ModelError for a folder that cannot be written to: no folder, or one that holds something."""
-    if folder.exists() and not folder.is_dir():
-        raise ModelError(f"{folder} is a file; name a folder to write the model to")
-    if not folder.is_dir() or not any(folder.iterdir()):
-        return
-    if not overwrite:
-        raise ModelError(f"{folder} is not empty; name another folder, or replace the model in it with --overwrite")
-    if not any((folder / name).is_file() for name in ("config.json", CONFIGURATION)):
-        raise ModelError(f"{folder} is not empty and holds no model (no config.json), so nothing in it is replaced")
 
 
 def _checked(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
@@ -228,17 +202,3 @@ def _saying(groups: Iterator[dict[str, Tensor]], log: Callable[[str], None]) -> 
         if read - said >= _SAID_EVERY:
             said = read
             log(f"exported {read / 1e9:,.0f} GB of the checkpoint")
-
-
-def _publish(partial: Path, folder: Path) -> None:
-    """Give a finished folder its name; into one that holds a model, its files are put in place of that model's."""
-    if not folder.is_dir() or not any(folder.iterdir()):
-        put_in_place(partial, folder)
-        return
-    for pattern in _REPLACED:
-        for old in folder.glob(pattern):
-            old.unlink()
-    KeptFiles(partial).save_pretrained(folder)
-    for file in partial.iterdir():
-        if file.is_file():
-            file.replace(folder / file.name)
