@@ -36,6 +36,8 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "labels": ({"labels": torch.zeros(1, 13, dtype=torch.long)}, "labels would be shifted .* use longspan.run_step"),
     "a mask": ({"attention_mask": torch.ones(1, 1, 13, 13)}, "leave attention_mask out"),
     "a cache": ({"use_cache": True}, "use_cache must be False"),
+    "states": ({"cache_params": object()}, "Qwen3ForCausalLM got cache_params=: there is no cache of states"),
+    "bounds of documents": ({"seq_idx": torch.zeros(1, 13)}, "the shard says where documents begin; leave seq_idx out"),
     "weights": ({"output_attentions": True}, "attention weights are never formed"),
     "no positions": ({"position_ids": None}, "got no position_ids"),
     "too few rows": ({"input_ids": torch.zeros(1, 5, dtype=torch.long)}, "input_ids has 5 rows, the shard holds 13"),
@@ -58,6 +60,8 @@ def _guards(rank: int) -> dict[str, str]:
         assert torch.equal(plain.logits, logits) and plain.past_key_values is None and model.config.use_cache is False
         with pytest.raises(ModelError, match="prepared already"):
             prepare(model, world)
+        with pytest.raises(ModelError, match=r"Qwen3ForCausalLM.generate would need caches.*save_model"):
+            model.generate(arguments["input_ids"])
         with pytest.raises(ModelError, match=r"Qwen3Attention got no shard, .*model\(..., shard=shard\)"):
             model.model(input_ids=arguments["input_ids"], position_ids=arguments["position_ids"])
         with pytest.raises(ModelError, match=r"Qwen3Attention got a mask of shape \(1, 1, 13, 13\)"):

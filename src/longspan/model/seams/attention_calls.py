@@ -23,6 +23,7 @@ from longspan.model.seams.probe import Probe, RecordedCall, unknown_tensors
 from longspan.model.seams.randomness import refuse_randomness
 
 IMPLEMENTATION = "longspan"
+_BOUNDS = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # of packed rows
 PARTS_OF_POSITIONS = (3, 4)  # time, height and width, or the place in the text before them
 
 
@@ -95,7 +96,7 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         return (), inputs
     if not isinstance(shard, SequenceShard):
         got = "no shard" if shard is None else f"shard={type(shard).__name__}"
-        raise ModelError(f"{type(model).__name__} got {got}; call {_call(model)} with shard = bind(micro_batch, world)")
+        raise ModelError(f"{_name(model)} got {got}; call {_call(model)} with shard = bind(micro_batch, world)")
     _refuse_arguments(model, inputs)
     if model.training:
         refuse_randomness(model)
@@ -114,16 +115,16 @@ def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:
         "labels": "labels would be shifted across rows that are not neighbours; use longspan.run_step",
         "attention_mask": "the shard says which rows see which; leave attention_mask out",
         "past_key_values": "there is no key/value cache in training; leave past_key_values out",
+        "cache_params": "there is no cache of states in training; leave cache_params out",
         "output_attentions": "attention weights are never formed; leave output_attentions out",
         "use_cache": "there is no key/value cache in training; use_cache must be False",
+        **{name: f"the shard says where documents begin; leave {name} out" for name in _BOUNDS},
     }
     for name, reason in reasons.items():
         if inputs.get(name) is not None and inputs[name] is not False:
-            raise ModelError(f"{type(model).__name__} got {name}=: {reason}")
+            raise ModelError(f"{_name(model)} got {name}=: {reason}")
     if "position_ids" not in inputs:
-        raise ModelError(
-            f"{type(model).__name__} got no position_ids; the local rows are not consecutive: call {_call(model)}"
-        )
+        raise ModelError(f"{_name(model)} got no position_ids; the local rows are not consecutive: call {_call(model)}")
     if isinstance(model, PreTrainedModel) and reads_other_modalities(model):
         _refuse_other_modalities(model, inputs)
 
@@ -134,7 +135,7 @@ def _refuse_other_modalities(model: nn.Module, inputs: Mapping[str, Any]) -> Non
     others = [k for k, value in inputs.items() if k not in texts and isinstance(value, Tensor | list | dict)]
     if others:
         raise ModelError(
-            f"{type(model).__name__} got {', '.join(f'{name}=' for name in others)}: through it text alone is exact; "
+            f"{_name(model)} got {', '.join(f'{name}=' for name in others)}: through it text alone is exact; "
             "for images and the like give its encoder and its language model homes of their own "
             "(longspan.MultimodalModel, docs/bridge.md)"
         )
@@ -178,5 +179,10 @@ def layer_index(module: nn.Module) -> int | None:
     return getattr(module, "layer_idx", None)
 
 
+def _name(model: nn.Module) -> str:
+    """The architecture's name, which FSDP2 puts a word before."""
+    return type(model).__name__.removeprefix("FSDP")
+
+
 def _call(model: nn.Module) -> str:
-    return f"{type(model).__name__}(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)"
+    return f"{_name(model)}(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)"

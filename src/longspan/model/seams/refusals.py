@@ -136,12 +136,14 @@ def refuse_shared_layers(
 
 
 def guard(prepared: nn.Module, name: str) -> None:
-    """Have a prepared model of this architecture, and its base model, refuse to be saved or wrapped by others."""
+    """Have a prepared model of this architecture, and its base model, refuse to be saved, wrapped or generated from."""
     modules = [module for module in prepared.modules() if isinstance(module, PreTrainedModel)]
     for module in (prepared, *modules):
         target: Any = module
         for method in ("save_pretrained", "push_to_hub"):
             setattr(target, method, partial(_refuse_saving, name, method))
+        if hasattr(target, "generate"):
+            target.generate = partial(_refuse_generating, name)
         target._ddp_params_and_buffers_to_ignore = _RefusesDDP(name)
 
 
@@ -149,6 +151,13 @@ def _refuse_saving(name: str, method: str, *args: object, **kwargs: object) -> N
     raise ModelError(
         f"{name}.{method} would write what this rank holds of a prepared model; call "
         "longspan.save_model(model, folder, world) on all ranks, which writes a folder that transformers loads"
+    )
+
+
+def _refuse_generating(name: str, *args: object, **kwargs: object) -> NoReturn:
+    raise ModelError(
+        f"{name}.generate would need caches, which a prepared model has none of; longspan.save_model(model, folder, "
+        "world) on all ranks writes a folder that transformers loads and generates from"
     )
 
 
