@@ -12,10 +12,11 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from longspan.comm import World
 from longspan.doctor import prove as proving
 from longspan.doctor.cases import LENGTHS, Case, cases_named
+from longspan.doctor.expected import Stock
 from longspan.doctor.images import image_documents, item_documents, without_videos
 from longspan.doctor.outcomes import Outcome
 from longspan.doctor.prove import Ranks, prove, run_proof
-from longspan.doctor.ranks import CaseRun, Task
+from longspan.doctor.ranks import CaseRun, Expected, Task
 from longspan.doctor.stock import documents_for
 from longspan.doctor.which_model import configuration_of
 from longspan.layout import Layout
@@ -108,8 +109,8 @@ def _of_mutants(rank: int, tasks: dict[str, Task]) -> dict[str, tuple[Outcome, O
 
 def _task(config: PreTrainedConfig) -> Task:
     documents = documents_for(config, LENGTHS)
-    expected = proving.Stock(config, documents).expected([CASE])
-    answers = {key: answer for key, answer in expected.items() if isinstance(answer, proving.Expected)}
+    expected = Stock(config, documents).expected([CASE])
+    answers = {key: answer for key, answer in expected.items() if isinstance(answer, Expected)}
     return Task(config, Layout(ranks=2), ((0, CASE),), answers, documents, "gloo", 60.0)
 
 
