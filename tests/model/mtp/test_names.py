@@ -21,12 +21,18 @@ from tests.model.stock import at_random, config_of, weights_of
 
 NORMS = {
     "DeepSeek": ("model.layers.2.", ("enorm", "hnorm", "shared_head.norm", "eh_proj")),
+    "Ling": ("model.layers.2.", ("enorm", "hnorm", "final_layernorm", "eh_proj")),
     "MiMo": ("model.mtp_layers.0.", ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj")),
     "Qwen": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")),
 }
 OURS = ("enorm", "hnorm", "post_norm", "eh_proj")
 # The layer's own names, and a model of so many layers.
-LAYERS = {"DeepSeek": "model.layers.2.", "MiMo": "model.mtp_layers.0.", "Qwen": "mtp.layers.0."}
+LAYERS = {
+    "DeepSeek": "model.layers.2.",
+    "Ling": "model.layers.2.",
+    "MiMo": "model.mtp_layers.0.",
+    "Qwen": "mtp.layers.0.",
+}
 
 
 def _deepseek(layers: int) -> PreTrainedModel:
@@ -53,7 +59,17 @@ def _qwen3_next(layers: int) -> PreTrainedModel:
     return at_random(config)
 
 
-MODELS = {"DeepSeek": _deepseek, "MiMo": _qwen2, "Qwen": _qwen3_next}
+def _ling(layers: int) -> PreTrainedModel:
+    """Kimi's delta attention, then MLA, with experts."""
+    if "bailing_hybrid" not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no bailing_hybrid")
+    config: Any = shrunken(CONFIG_MAPPING["bailing_hybrid"]())
+    types = ["linear_attention", *["full_attention"] * (layers - 1)]
+    config.update({"num_hidden_layers": layers, "layer_types": types, "vocab_size": 64})
+    return at_random(config)
+
+
+MODELS = {"DeepSeek": _deepseek, "Ling": _ling, "MiMo": _qwen2, "Qwen": _qwen3_next}
 
 
 def _published(family: str, folder: Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
@@ -154,7 +170,7 @@ def test_a_depth_has_the_layers_that_its_configuration_names() -> None:
         add_mtp(_nemotron(["linear_attention", "mlp"]))
 
 
-@pytest.mark.parametrize(("model_type", "depths"), [("deepseek_v3", 2), ("qwen3_next", 1)])
+@pytest.mark.parametrize(("model_type", "depths"), [("deepseek_v3", 2), ("bailing_hybrid", 1), ("qwen3_next", 1)])
 def test_published_names_are_those_that_are_read(model_type: str, depths: int) -> None:
     inside = ("enorm", "hnorm", "eh_proj", "post_norm", "mtp_block.mlp.up_proj", "mtp_block.self_attn.q_proj")
     names = [f"mtp.layers.{depth}.{name}.weight" for depth in range(depths) for name in inside]

@@ -2,6 +2,7 @@
 
 ours            mtp.layers.0.enorm, hnorm, eh_proj, post_norm, and mtp_block.… (transformers' `MtpLayer`)
 DeepSeek, GLM   model.layers.61.enorm, hnorm, eh_proj, shared_head.norm, and the layer's own names, after 61 layers
+Ling            the same with final_layernorm in place of shared_head.norm
 Qwen            mtp.pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm, and mtp.layers.0.… (Qwen3-Next, Qwen3.5)
 MiMo            model.mtp_layers.0.token_layernorm, hidden_layernorm, input_proj, final_layernorm, and the layer's own
 Nemotron-H      mtp.layers.0.enorm, hnorm, eh_proj, mtp.layers.1.final_layernorm, and the layers' own, one of attention,
@@ -30,7 +31,10 @@ _MIMO: dict[str, str] = dict(
 )
 _QWEN: dict[str, str] = dict(zip(("pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc.", "norm."), _OURS, strict=True))
 _MIMO_PROJECTION = re.compile(r"model\.mtp_layers\.\d+\.input_proj\.weight")
-_AFTER_LAYERS = frozenset({"deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"})
+_AFTER_LAYERS = frozenset({"deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "bailing_hybrid"})
+_SHARED_NORM = "shared_head.norm."
+_LAST_NORM = {"bailing_hybrid": "final_layernorm."}
+_LAST_NORMS = dict.fromkeys((_SHARED_NORM, *_LAST_NORM.values()), "post_norm.")
 _LIKE_QWEN = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mellum"})
 
 
@@ -49,7 +53,7 @@ def own_name(key: str, layers: int, blocks: int = 1) -> str:
     'mtp.layers.0.mtp_block.1.mixer.gate.weight'
     """
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", key):
-        depth, inside = int(match[1]) - layers, match[2].replace("shared_head.norm.", "post_norm.", 1)
+        depth, inside = int(match[1]) - layers, _replaced(match[2], _LAST_NORMS)
         return key if depth < 0 else _named(depth, inside)
     if match := re.fullmatch(r"model\.mtp_layers\.(\d+)\.(.*)", key):
         return _named(int(match[1]), _replaced(match[2], _MIMO))
@@ -77,7 +81,7 @@ def published_names(model_type: str, layers: int, depths: int, blocks: int = 1) 
     'mtp.fc.weight'
     """
     if model_type in _AFTER_LAYERS:
-        return lambda name: _after_layers(name, layers)
+        return lambda name: _after_layers(name, layers, _LAST_NORM.get(model_type, _SHARED_NORM))
     if blocks > 1:
         return (lambda name: _like_nemotron(name, blocks)) if depths == 1 else None
     return _like_qwen if model_type in _LIKE_QWEN and depths == 1 else None
@@ -131,11 +135,11 @@ def _replaced(name: str, begins: dict[str, str]) -> str:
     return next((ours + name.removeprefix(theirs) for theirs, ours in begins.items() if name.startswith(theirs)), name)
 
 
-def _after_layers(name: str, layers: int) -> str:
+def _after_layers(name: str, layers: int, last_norm: str) -> str:
     match = re.fullmatch(rf"{PREFIX}\.layers\.(\d+)\.(.*)", name)
     if match is None:
         return name
-    inside = match[2].removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.", 1)
+    inside = match[2].removeprefix("mtp_block.").replace("post_norm.", last_norm, 1)
     return f"model.layers.{layers + int(match[1])}.{inside}"
 
 
