@@ -23,6 +23,8 @@ from tests.train.data.images.test_mutations import MUTATIONS as OF_IMAGE_ROWS
 from tests.train.evaluation.test_mutations import MUTATIONS as OF_EVALUATIONS
 from tests.train.multimodal.test_mutations import MUTATIONS as OF_MODALITIES
 from tests.train.own_loss.test_mutations import MUTATIONS as OF_LOSSES
+from tests.train.steps.test_matrix import MUTATIONS as OF_STEPS
+from tests.train.steps.test_shared_stages import MUTANTS as OF_SHARED_STAGES
 
 CHANGES = [
     *OF_ATTENTION,
@@ -34,6 +36,8 @@ CHANGES = [
     *OF_ADAPTED_MIXERS.values(),
     *OF_SPLIT_MIXERS.values(),
     *OF_SHARED.values(),
+    *(change for change, _ in OF_SHARED_STAGES.values()),
+    *(change for change, _ in OF_STEPS),
     *OF_IMAGES.values(),
     *OF_TOWERS.values(),
     *OF_SPANS.values(),
