@@ -10,10 +10,11 @@ from tests.train.data.rows.families import FAMILIES, encoding_of, write_folder
 from tests.train.data.rows.test_chat import BY_HAND, EXPECTED, said
 
 ROWS = "train.data.rows"
+SPANS = f"{ROWS}.assistant_spans"
 MUTATIONS = {  # what is wrong -> the module, what stands there, and in its place
-    "the prompt is a target": (f"{ROWS}.assistant_spans", "return at + len(prompt)", "return at"),
-    "the prompt of another turn": (f"{ROWS}.assistant_spans", "text.rfind(prompt, before.ends[-1], begin)", "text.find(prompt)"),
-    "a thought is not the assistant's": (f"{ROWS}.assistant_spans", "known.sort(key=lambda pair: pair[0])", "known = known[-1:]"),
+    "the prompt is a target": (SPANS, "return at + len(prompt)", "return at"),
+    "the prompt of another turn": (SPANS, "text.rfind(prompt, before.ends[-1], begin)", "text.find(prompt)"),
+    "a thought is not the assistant's": (SPANS, "known.sort(key=lambda pair: pair[0])", "known = known[-1:]"),
     "the end of a turn is no target": (f"{ROWS}.turn_tokens", "return self._last_of(tokens).end()", "return start"),
     "an end that is a token too late": (f"{ROWS}.turn_tokens", "self._last_of(tokens).end()", "tokens[-1].end()"),
     "marks are counted with the others": (f"{ROWS}.fields", "removed += len(match.group())", "removed += 0"),
