@@ -1,7 +1,9 @@
-"""Layers of `bench/mixers/mixers.py`, how they run over a sharded sequence, and how other systems run them."""
+"""Layers of the benches here, their flags, how they run over a sharded sequence, and how other systems run them."""
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from longspan import Group, MicroBatch, World, bind
 from longspan.comm import SequenceShard
+from longspan.errors import ConfigError
 from longspan.model.seams.mixer_calls import Rows, redirect
 from longspan.ssm import causal_conv, linear_scan
 
@@ -38,8 +41,22 @@ class Layer:
         return run
 
 
-def layers(device: torch.device, *, small: bool) -> dict[str, Layer]:
-    """Qwen3-Next-80B's gated delta net and Granite 4 hybrid's (small) Mamba 2 layer."""
+def flags_of(description: str | None) -> argparse.ArgumentParser:
+    """The flags that the benches of these layers share."""
+    flags = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--layers", default="gated delta net,mamba 2")
+    flags.add_argument("--backend", default="nccl")
+    flags.add_argument("--small", action="store_true", help="narrow layers, to try this on a CPU")
+    flags.add_argument("--timeout", type=float, default=500.0)
+    flags.add_argument("--out", type=Path)
+    return flags
+
+
+def layers(device: torch.device, asked: str, *, small: bool) -> dict[str, Layer]:
+    """Those asked for of Qwen3-Next-80B's gated delta net and Granite 4 hybrid's (small) Mamba 2 layer.
+
+    Raises ConfigError for another name.
+    """
     delta: dict[str, Any] = {"hidden_size": 2048, "linear_num_key_heads": 16, "linear_num_value_heads": 32}
     mamba: dict[str, Any] = {"hidden_size": 4096, "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128}
     if small:
@@ -51,8 +68,14 @@ def layers(device: torch.device, *, small: bool) -> dict[str, Layer]:
         "gated delta net": (Qwen3NextGatedDeltaNet, CONFIG_MAPPING["qwen3_next"](**delta)),
         "mamba 2": (GraniteMoeHybridMambaLayer, CONFIG_MAPPING["granitemoehybrid"](mamba_n_groups=1, **mamba)),
     }
+    if unknown := [name for name in asked.split(",") if name not in made]:
+        raise ConfigError(
+            f"--layers has {', '.join(map(repr, unknown))}; use {' and '.join(made)}, with a comma between"
+        )
     found = {}
     for name, (kind, config) in made.items():
+        if name not in asked.split(","):
+            continue
         module = kind(config, layer_idx=0)
         for parameter in module.parameters():
             if parameter.ndim > 1:

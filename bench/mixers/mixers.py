@@ -9,14 +9,13 @@ rows, over the time together. Errors: of the output and of the worst gradient, o
 in float64 on one rank. The record is written after each part; a second run goes on with what is missing.
 """
 
-import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from mixer_designs import Layer, baseline, errors, layers, ours, scan_alone
+from mixer_designs import Layer, baseline, errors, flags_of, layers, ours, scan_alone
 from torch import Tensor
 
 from longspan import Group, Layout, MicroBatch, World, bind, plan_fixed
@@ -31,14 +30,9 @@ DESIGNS = ("ours", "alone", "heads", "gather", "scan", "scan alone")
 
 def main() -> None:
     """Measure what the record lacks."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = flags_of(__doc__)
     flags.add_argument("--ranks", type=int, default=4)
     flags.add_argument("--rows", default="65536,131072", help="of all ranks together")
-    flags.add_argument("--layers", default="gated delta net,mamba 2")
-    flags.add_argument("--backend", default="nccl")
-    flags.add_argument("--small", action="store_true", help="narrow layers, to try this on a CPU")
-    flags.add_argument("--timeout", type=float, default=500.0)
-    flags.add_argument("--out", type=Path)
     options = flags.parse_args()
     record = run_ranks(measure, options.ranks, vars(options), timeout=options.timeout)[0]
     print(text_of(record))
@@ -47,13 +41,11 @@ def main() -> None:
 def measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     """The record; the first rank writes it after every part."""
     out: Path | None = options["out"]
-    record = open_record("mixers", out, options["backend"], Path(__file__).parent) | {"ranks": options["ranks"]}
+    record = open_record("mixers", out, options["backend"], Path(__file__).parent, ranks=options["ranks"])
     rows = record.setdefault("rows", [])
     with World(Layout(ranks=options["ranks"]), backend=options["backend"], timeout=options["timeout"]) as world:
         done = world.control.broadcast_object([(row["layer"], row["total"], row["case"]) for row in rows])
-        for name, layer in layers(world.device, small=options["small"]).items():
-            if name not in options["layers"].split(","):
-                continue
+        for name, layer in layers(world.device, options["layers"], small=options["small"]).items():
             if (name, 0, "errors") not in done:
                 found = errors(layer, world)
                 rows.append({"layer": name, "total": 0, "case": "errors", "errors": found})

@@ -9,7 +9,6 @@ besides is the wire, and waiting for each other. Efficiency: alone over member. 
 queued, which hide behind the GPU's unless they are longer.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,12 +16,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from mixer_designs import Layer, layers, ours, scan_alone
+from mixer_designs import Layer, flags_of, layers, ours, scan_alone
 from torch import Tensor
 
 from longspan import Group, Layout, MicroBatch, World
 from longspan.bench.record import open_record, where_it_ran, write_record
 from longspan.comm import SequenceShard
+from longspan.errors import ConfigError
 from longspan.ssm.chains import Chains
 from longspan.testing import run_ranks
 
@@ -72,15 +72,10 @@ def shard_of(rows: int, members: int, world: World) -> SequenceShard:
 
 def main() -> None:
     """Measure what the record lacks."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = flags_of(__doc__)
     flags.add_argument("--members", type=int, default=4)
     flags.add_argument("--rows", default="16384,32768", help="of one member")
-    flags.add_argument("--layers", default="gated delta net,mamba 2")
-    flags.add_argument("--backend", default="nccl")
-    flags.add_argument("--small", action="store_true", help="narrow layers, to try this on a CPU")
     flags.add_argument("--profile", action="store_true", help="print the kernels of the scan as a member")
-    flags.add_argument("--timeout", type=float, default=500.0)
-    flags.add_argument("--out", type=Path)
     options = flags.parse_args()
     print(text_of(run_ranks(measure, 1, vars(options), timeout=options.timeout)[0]))
 
@@ -88,21 +83,21 @@ def main() -> None:
 def measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     """The record, written after every part."""
     out: Path | None = options["out"]
-    record = open_record("mixer-member", out, options["backend"], Path(__file__).parent)
-    record["members"] = options["members"]
+    source, members = Path(__file__).parent, options["members"]
+    if members < 2:
+        raise ConfigError(f"--members is {members}; a group has at least 2")
+    record = open_record("mixer-member", out, options["backend"], source, members=members)
     rows = record.setdefault("rows", [])
     with World(Layout(ranks=1), backend=options["backend"], timeout=options["timeout"]) as world:
         done = [(row["layer"], row["rows"]) for row in rows]
-        for name, layer in layers(world.device, small=options["small"]).items():
-            if name not in options["layers"].split(","):
-                continue
+        for name, layer in layers(world.device, options["layers"], small=options["small"]).items():
             for share in map(int, options["rows"].split(",")):
                 if (name, share) not in done:
-                    rows.append({"layer": name, "rows": share, **times(layer, share, options["members"], world)})
+                    rows.append({"layer": name, "rows": share, **times(layer, share, members, world)})
                     if out is not None:
                         write_record(record, out, text_of(record))
                 if options["profile"]:
-                    _profile(scan_alone(layer, shard_of(share, options["members"], world)), world)
+                    _profile(scan_alone(layer, shard_of(share, members, world)), world)
     return record
 
 

@@ -69,9 +69,9 @@ def measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     """The record; the first rank writes it after every part."""
     sizes = Sizes.tiny() if options["small"] else Sizes(layers=options["layers"], depth=options["depth"])
     out: Path | None = options["out"]
-    record = open_record("vision step", out, options["backend"], Path(__file__).parent)
-    record |= {name: options[name] for name in ("ranks", "small", "shard_encoder", "repeats")}
-    record |= {name: getattr(sizes, name) for name in ("layers", "depth", "rows_of_slot")}
+    about = {name: options[name] for name in ("ranks", "small", "shard_encoder", "repeats")}
+    about |= {name: getattr(sizes, name) for name in ("layers", "depth", "rows_of_slot")}
+    record = open_record("vision step", out, options["backend"], Path(__file__).parent, **about)
     rows: list[dict[str, Any]] = record.setdefault("rows", [])
     home, exact = Layout(options["ranks"]), whole_float64() if options["small"] else nullcontext()
     with exact, World(home, backend=options["backend"], timeout=options["timeout"]) as world:

@@ -10,7 +10,9 @@ from longspan.bench.attention.cases import Settings
 from longspan.bench.attention.command import AttentionFlags, make_settings, record_markdown, record_text
 from longspan.bench.attention.ranks import forward_flops
 from longspan.bench.benches import BENCHES
+from longspan.bench.record import open_record, write_record
 from longspan.cli.main import main
+from longspan.errors import ConfigError
 
 
 def settings(**changes: Any) -> Settings:
@@ -110,3 +112,12 @@ def test_contiguous_rows_are_in_the_record_and_its_title(capsys: pytest.CaptureF
 def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "attention", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_record_goes_on_with_figures_of_its_own_kind_alone(tmp_path: Path) -> None:
+    out = tmp_path / "record.json"
+    begun = open_record("some", out, "gloo", tmp_path, ranks=4)
+    write_record(begun, out, "")
+    assert open_record("some", out, "gloo", tmp_path, ranks=4) == begun
+    with pytest.raises(ConfigError, match="figures of ranks 4, asked for 2: give another --out"):
+        open_record("some", out, "gloo", tmp_path, ranks=2)

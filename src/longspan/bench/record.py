@@ -39,17 +39,25 @@ def write_unfinished(record: dict[str, Any], out: str) -> None:
         Path(out).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
-def open_record(bench: str, out: Path | None, backend: str, source: Path) -> dict[str, Any]:
-    """The record at `out` if it has the same commit of `source` and the same backend, otherwise a new one."""
+def open_record(bench: str, out: Path | None, backend: str, source: Path, **about: Any) -> dict[str, Any]:
+    """The record at `out` if it has the same commit of `source` and the same backend, otherwise a new one.
+
+    `about` is what all of its figures have in common, such as ranks. Raises ConfigError where it goes on with others.
+    """
     words = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(words, cwd=source, capture_output=True, text=True, check=False).stdout.strip()
     if out is not None and out.exists():
         before = json.loads(out.read_text(encoding="utf-8"))
         if before["commit"] == commit and before["backend"] == backend:
+            for name, value in about.items():
+                if before.get(name, value) != value:
+                    raise ConfigError(
+                        f"{out} has figures of {name} {before[name]}, asked for {value}: give another --out"
+                    )
             return before
     command = " ".join(["python", *sys.argv])
-    about = {"machine": machine(), "versions": versions(), "commit": commit, "command": command, "backend": backend}
-    return {"bench": bench, **about}
+    where = {"machine": machine(), "versions": versions(), "commit": commit, "command": command, "backend": backend}
+    return {"bench": bench, **where, **about}
 
 
 def where_it_ran(record: dict[str, Any]) -> str:

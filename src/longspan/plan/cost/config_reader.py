@@ -37,11 +37,6 @@ class ConfigReader:
         return cls(config, where)
 
     @property
-    def config(self) -> Any:
-        """What is read."""
-        return self._config
-
-    @property
     def family(self) -> str:
         """The model type; "" where it is not said."""
         return str(self.value("model_type") or "")

@@ -50,7 +50,10 @@ def types_of_depth(config: Any, types: Sequence[str]) -> list[str]:
     >>> types_of_depth({"mtp_hybrid_override_pattern": "*E"}, ["linear_attention", "mlp", "full_attention"])
     ['full_attention', 'mlp']
     """
-    read = ConfigReader.of(config)
+    return _types_of_depth(ConfigReader.of(config), types)
+
+
+def _types_of_depth(read: ConfigReader, types: Sequence[str]) -> list[str]:
     named: Sequence[str] = read.value("mtp_layers_block_type") or [
         _LETTERS.get(letter, letter) for letter in read.value("mtp_hybrid_override_pattern") or ""
     ]
@@ -60,7 +63,7 @@ def types_of_depth(config: Any, types: Sequence[str]) -> list[str]:
 
 def kinds_of_depth(read: ConfigReader) -> tuple[LayerKind, ...]:
     """The layers of a depth of multi-token prediction."""
-    types = types_of_depth(read.config, layer_types(read))
+    types = _types_of_depth(read, layer_types(read))
     return tuple(_kind(read, 0, kind, True) for kind in types) or layer_kinds(read)[-1:]
 
 
