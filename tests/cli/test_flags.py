@@ -15,6 +15,7 @@ from longspan.cli.plan import PlanFlags
 from longspan.cli.simulate import SimulateFlags
 from longspan.train.config.file import config_keys, load_config
 from longspan.train.config.sections import ContextConfig, RunConfig
+from tests.train.small import value_of
 
 PINNED = Path(__file__).with_name("flags.txt")
 
@@ -117,6 +118,16 @@ def test_a_switch_of_a_section_alone_is_true() -> None:
     assert parse_train(["--parallel.sequence_parallel", "--parallel.tp", "2"])[1].parallel.sequence_parallel
     assert parse_train(["--train.offload_activations", "--json"])[1].train.offload_activations
     assert not parse_train(["--parallel.reshard_after_forward", "false"])[1].parallel.reshard_after_forward
+
+
+def test_every_true_or_false_of_a_run_is_read() -> None:
+    """A section whose fields tyro makes switches of would leave the value as the configuration file."""
+    keys = [name for name, kind in flag_types(TrainFlags).items() if "." in name and kind is bool]
+    assert "--mtp.train_whole" in keys and "--data.parse_special_tokens" in keys
+    for value in ("true", "false"):
+        flags, config = parse_train([word for key in keys for word in (key, value)])
+        assert {value_of(config, key[2:]) for key in keys} == {value == "true"} and not flags.config
+    assert {value_of(parse_train(keys)[1], key[2:]) for key in keys} == {True}
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:

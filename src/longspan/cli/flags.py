@@ -16,7 +16,14 @@ from longspan.errors import ConfigError
 from longspan.train.config.defaults import resolved
 from longspan.train.config.eval_set import EvalConfig
 from longspan.train.config.file import nearest, present_word, read_file
-from longspan.train.config.sections import ParallelConfig, RunConfig, TrainConfig
+from longspan.train.config.sections import (
+    DataConfig,
+    EncoderSection,
+    MtpSection,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 Flags = TypeVar("Flags")
 _BOOLEANS = ("true", "false", "True", "False")
@@ -137,8 +144,11 @@ class TrainFlags(RunConfig):
     checkpoint. Where the text of a key names a default that depends on the model, -1 or '' stand for it below.
     """
 
+    data: FlagConversionOff[DataConfig] = field(default_factory=DataConfig)
     parallel: FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
     train: FlagConversionOff[TrainConfig] = field(default_factory=TrainConfig)
+    mtp: FlagConversionOff[MtpSection] = field(default_factory=MtpSection)
+    encoder: FlagConversionOff[EncoderSection] = field(default_factory=EncoderSection)
     eval: Suppress[Fixed[tuple[EvalConfig, ...]]] = ()
     config: Annotated[Positional[str], tyro.conf.arg(metavar="CONFIG.toml")] = ""
     """Configuration file; without one, the demo of `make train`."""
