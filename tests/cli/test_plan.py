@@ -235,6 +235,18 @@ def test_under_a2a_degrees_divide_the_query_heads_of_the_model(
     assert "not known" not in capsys.readouterr().out
 
 
+def test_a_model_without_attention_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"model_type": "mamba2", "num_hidden_layers": 2, "hidden_size": 48, "vocab_size": 256}
+    sizes |= {"num_heads": 6, "head_dim": 16, "state_size": 16, "n_groups": 2}
+    words = ["plan", "--same", "1x900", "--slots", "6", "--planner", "fixed", "--cp", "3", "--model", str(tmp_path)]
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    assert main(words) == 2 and "has no mamba_d_conv or conv_kernel" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"conv_kernel": 4}))
+    for kind in ("a2a", "p2p"):
+        assert main([*words, "--cp-comm-type", kind]) == 0
+        assert "not known" not in capsys.readouterr().out
+
+
 def test_a_model_prices_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = model_folder(tmp_path)
     plan, _ = planned(["--same", "4x900", "--slots", "2", "--model", model], capsys)

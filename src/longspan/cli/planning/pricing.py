@@ -60,7 +60,7 @@ def read_price(flags: PricingFlags) -> Cost:
 
 
 def heads_of(flags: PricingFlags) -> int | None:
-    """The query heads of the model that is planned for; None where nothing tells them."""
+    """The query heads of the model that is planned for; None where it has none, and where nothing tells them."""
     if flags.heads < 0:
         raise ConfigError(f"--heads is {flags.heads}; give the model's number of query heads, such as 32")
     if flags.heads and flags.model:
@@ -97,7 +97,7 @@ def planned(
 
 def notes_on(flags: PricingFlags) -> Sequence[str]:
     """What a reader of the plan has to know."""
-    return [NO_HEADS] if "a2a" in flags.cp_comm_type and heads_of(flags) is None else []
+    return [NO_HEADS] if "a2a" in flags.cp_comm_type and not flags.model and heads_of(flags) is None else []
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,6 +76,11 @@ class ConfigReader:
         if missing:
             raise PlanError(f"{self.where} has no {', no '.join(missing)}; the cost of a model needs them")
 
+    def required(self, *names: str) -> int:
+        """A count under the first of these names that it has. Raises PlanError where it has none of them."""
+        self.require(one_of=names)
+        return self.count(*names)
+
 
 def _from_file(path: Path) -> tuple[Any, str]:
     file = path / "config.json" if path.is_dir() else path

@@ -119,8 +119,8 @@ def _gated_delta_net(read: ConfigReader, hidden: int) -> MixerShape:
 def _kimi(read: ConfigReader, hidden: int) -> MixerShape:
     linear = read.inside("linear_attn_config")  # as it is published
     heads = linear.count("num_heads") or read.count("linear_num_heads")
-    size = linear.count("head_dim") or read.count("linear_head_dim")
-    width = linear.count("short_conv_kernel_size") or read.count("linear_conv_kernel_dim")
+    size = linear.count("head_dim") or read.required("linear_head_dim")
+    width = linear.count("short_conv_kernel_size") or read.required("linear_conv_kernel_dim")
     inner = heads * size
     gates = 2 * size * (hidden + inner)  # decay and output gate, each of two narrow products
     return MixerShape(
@@ -147,11 +147,17 @@ def _short_convolution(read: ConfigReader, hidden: int) -> MixerShape:
     )
 
 
+_OF_MAMBA2 = (
+    ("mamba_d_state", "ssm_state_size", "state_size"),
+    ("mamba_n_groups", "n_groups", "mamba_ngroups"),
+    ("mamba_d_conv", "conv_kernel"),
+)
+
+
 def _mamba2(read: ConfigReader, hidden: int) -> MixerShape:
     """By the names of Bamba and Granite, of Nemotron-H, of Zamba 2, or of Mamba 2 itself."""
     heads = _heads_of_mamba2(read)
-    states = read.count("mamba_d_state", "ssm_state_size", "state_size")
-    groups, width = read.count("mamba_n_groups", "n_groups", "mamba_ngroups"), read.count("mamba_d_conv", "conv_kernel")
+    states, groups, width = (read.required(*names) for names in _OF_MAMBA2)
     inner = _inner(read, hidden, heads)
     channels = inner + 2 * groups * states
     return MixerShape(
@@ -177,7 +183,7 @@ def _inner(read: ConfigReader, hidden: int, heads: int) -> int:
     size = read.value("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
     if isinstance(size, int):
         return heads * size
-    return read.count("mamba_d_ssm") or read.count("mamba_expand", "expand") * hidden
+    return read.count("mamba_d_ssm") or read.required("mamba_expand", "expand") * hidden
 
 
 _MAKERS = {

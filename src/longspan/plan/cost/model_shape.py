@@ -122,8 +122,10 @@ def _checked_mixer(read: ConfigReader) -> MixerShape | None:
     return mixer
 
 
-def read_query_heads(config: Any) -> int:
+def read_query_heads(config: Any) -> int | None:
     """The query heads of a transformers configuration, an object or dict like one, a config.json or its folder.
+
+    None where no layer attends, as in Mamba 2.
 
     >>> read_query_heads({"num_attention_heads": 32})
     32
@@ -131,6 +133,9 @@ def read_query_heads(config: Any) -> int:
     Raises PlanError where it does not say them.
     """
     read = ConfigReader.of(config)
+    kinds = layer_kinds(read)
+    if kinds and not any(kind.attention for kind in kinds):
+        return None
     if not (heads := read.count("num_attention_heads")):
         raise PlanError(
             f"{read.where} has no num_attention_heads, which limit the degrees of a2a; name a model that has"
