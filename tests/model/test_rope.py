@@ -18,8 +18,15 @@ from transformers import (
 
 from longspan import Layout, World, plan_fixed, prepare, run_step
 from longspan.errors import ModelError
-from longspan.model.rope import position_limit, smallest_factor, with_rope_scaling
+from longspan.model.rope import (
+    position_limit,
+    positions_are_left_to_mixers,
+    smallest_factor,
+    with_rope_scaling,
+)
+from longspan.model.small.shrink import tiny_model
 from longspan.testing import run_ranks
+from tests.model.seams.test_mixers import here, small_config
 from tests.model.stock import SIZES, at_random, dense_answer, gradients_of, texts, worst
 
 LENGTHS = (61, 40, 17, 9)  # beyond the 16 positions of the model
@@ -130,3 +137,27 @@ def test_models_that_cannot_be_scaled_are_refused(config: PreTrainedConfig, says
 def test_the_smallest_factor_is_in_quarters(longest: int, factor: float) -> None:
     assert smallest_factor(_config(), longest) == factor
     assert factor == 1.0 or (position_limit(with_rope_scaling(_config(), "yarn", factor)) or 0) >= longest
+
+
+# ---- hybrids whose attention has no positions
+
+WITHOUT = {"nemotron_h": {}, "kimi_linear": {}, "granitemoehybrid": {}, "zamba2": {"use_mem_rope": False}}
+WITH = {"bamba": {}, "granitemoehybrid": {"position_embedding_type": "rope"}, "zamba2": {}, "qwen3_next": {}}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "left"),
+    [(f, kinds[f], kinds is WITHOUT) for kinds in (WITHOUT, WITH) for f in here(tuple(kinds))],
+)
+def test_hybrids_without_positions_have_no_limit(family: str, changes: dict[str, Any], left: bool) -> None:
+    config = small_config(family)
+    config.update(changes)
+    assert positions_are_left_to_mixers(config) == left == (position_limit(config) is None)
+    model, ids = tiny_model(config, torch.float64).eval(), torch.arange(9)[None]
+    seen = {"attention_mask": torch.ones_like(ids), "use_cache": False}  # or positions would mean packed documents
+    with torch.no_grad():
+        near, far = (model(input_ids=ids, position_ids=step * ids, **seen).logits for step in (1, 3))
+    assert torch.equal(near, far) == left
+    if left:
+        with pytest.raises(ModelError, match=r"no rotary positions that 'yarn' could scale.*leave model.rope_scaling"):
+            with_rope_scaling(config, "yarn", 2.0)

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from longspan.errors import ModelError
+from longspan.plan.cost.model_shape import has_mixers
 
 SCALINGS = ("yarn", "linear")
 _STEP = 0.25  # of factors that are chosen here
@@ -22,7 +23,10 @@ def position_limit(config: PreTrainedConfig) -> int | None:
 
     llama3 and longrope scale up to `max_position_embeddings`, yarn to `original_max_position_embeddings` x `factor`
     where that is more, linear and dynamic to `max_position_embeddings` x `factor`, as inference engines read them.
+    Hybrids whose attention has no positions have no limit, whatever they name (`positions_are_left_to_mixers`).
     """
+    if positions_are_left_to_mixers(config):
+        return None
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(limit, int):
         return None
@@ -33,6 +37,19 @@ def position_limit(config: PreTrainedConfig) -> int | None:
     if kind == "yarn":
         return max(limit, int(rope.get("original_max_position_embeddings", limit) * factor))
     return limit
+
+
+def positions_are_left_to_mixers(config: PreTrainedConfig) -> bool:
+    """Whether a hybrid's attention has no positions: Nemotron-H, Kimi Linear, Granite 4-H, Zamba 2 without rotary ones.
+
+    What order its rows have is in the states of its other layers, which suit documents of any length.
+    """
+    text = config.get_text_config()
+    if not has_mixers(text):
+        return False
+    kind = getattr(text, "position_embedding_type", "rope")  # of Granite; None, or "nope" as published
+    rotary = getattr(text, "rope_parameters", None) is not None and kind == "rope"
+    return not rotary or not getattr(text, "use_mem_rope", True)
 
 
 def smallest_factor(config: PreTrainedConfig, longest: int) -> float:
@@ -53,6 +70,11 @@ def with_rope_scaling(config: PreTrainedConfig, kind: str, factor: float) -> Pre
     name = config.model_type
     if kind not in SCALINGS:
         raise ModelError(f"rope scaling {kind!r} is not known; use {' or '.join(SCALINGS)}")
+    if positions_are_left_to_mixers(config):
+        raise ModelError(
+            f"{name} has no rotary positions that {kind!r} could scale, and knows documents of any length; leave "
+            "model.rope_scaling empty"
+        )
     config = deepcopy(config)
     limit, rope = position_limit(config), _flat_parameters(config)
     if limit is None or rope is None:

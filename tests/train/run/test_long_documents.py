@@ -1,7 +1,7 @@
 """Documents beyond a model's positions: refused before the first step, or its positions are scaled by key."""
 
 import pytest
-from transformers import Qwen3Config
+from transformers import NemotronHConfig, Qwen3Config
 
 from longspan.errors import ConfigError
 from longspan.train.config.sections import ModelConfig
@@ -49,3 +49,13 @@ def test_a_factor_is_chosen_and_said() -> None:
 def test_longer_documents_are_refused(model: ModelConfig, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         configuration_for(KNOWN, model, 130, "a.txt", print)
+
+
+def test_attention_without_positions_knows_documents_of_any_length() -> None:
+    config, lines = NemotronHConfig(max_position_embeddings=100), list[str]()
+    assert configuration_for(config, ModelConfig(), 100, "a.txt", lines.append) is config and not lines
+    assert configuration_for(config, ModelConfig(), 130, "a.txt", lines.append) is config
+    assert lines == [
+        "the longest document has 130 tokens, more than max_position_embeddings, 100, which limits nothing: attention "
+        "of nemotron_h has no positions"
+    ]

@@ -3,7 +3,12 @@
 from transformers import PreTrainedConfig
 
 from longspan.errors import ConfigError
-from longspan.model.rope import position_limit, smallest_factor, with_rope_scaling
+from longspan.model.rope import (
+    position_limit,
+    positions_are_left_to_mixers,
+    smallest_factor,
+    with_rope_scaling,
+)
 from longspan.train.all_ranks import LogLine
 from longspan.train.config.sections import ModelConfig
 
@@ -23,6 +28,12 @@ def configuration_for(
     cannot be scaled.
     """
     known, scaled = position_limit(configuration), configuration
+    named = getattr(configuration.get_text_config(), "max_position_embeddings", None) or longest
+    if longest > named and positions_are_left_to_mixers(configuration):
+        log(
+            f"the longest document has {longest:,} tokens, more than max_position_embeddings, {named:,}, which limits "
+            f"nothing: attention of {configuration.model_type} has no positions"
+        )
     factor = 1.0
     if model.rope_scaling:
         factor = model.rope_factor or smallest_factor(configuration, longest)
