@@ -1,5 +1,6 @@
 """Scans and convolutions at every degree equal the recurrences row by row; each document is its own."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -121,12 +122,12 @@ def test_what_is_dropped_is_noticed() -> None:
 # ---- what travels does not depend on the rows
 
 
-def _bytes(rank: int, sizes: tuple[int, ...]) -> dict[int, int]:
-    """Bytes that this rank gives in one scan, forward and backward, by the rows of a document."""
-    given: dict[int, int] = {}
+def _bytes(rank: int, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> dict[tuple[str, int], int]:
+    """Bytes that this rank gives in one scan, forward and backward, by its kind and the rows of a document."""
+    given: dict[tuple[str, int], int] = {}
     gather = Channel.all_gather_rows
     with World(Layout(ranks=4), backend=backend()) as world:
-        for rows in sizes:
+        for kind, rows in product(kinds, sizes):
             count = [0]
 
             def counted(self: Channel, x: torch.Tensor, *args: Any, count: list[int] = count) -> Any:
@@ -134,26 +135,25 @@ def _bytes(rank: int, sizes: tuple[int, ...]) -> dict[int, int]:
                 return gather(self, x, *args)
 
             Channel.all_gather_rows = counted
-            for batch in (MicroBatch((Group((0, 1, 2, 3), (0,), (rows,), partition="contiguous"),)),):
-                scan_error("delta", (rows,), bind(batch, world), world)
+            batch = MicroBatch((Group((0, 1, 2, 3), (0,), (rows,), partition="contiguous"),))
+            scan_error(kind, (rows,), bind(batch, world), world)
             Channel.all_gather_rows = gather
-            given[rows] = count[0]
+            given[kind, rows] = count[0]
     return given
 
 
 def test_bytes_do_not_depend_on_the_rows() -> None:
-    of_ranks = run_ranks(_bytes, 4, (64, 256))
-    state, transition = 2 * 4 * 3 * 8, 2 * 4 * 4 * 8
-    assert [given[64] for given in of_ranks] == [
-        state,
-        2 * (state + transition),
-        2 * (state + transition),
-        state,
-    ]
-    assert all(given[64] == given[256] for given in of_ranks)
+    transitions = {"delta": 2 * 4 * 4 * 8, "one number a head": 2 * 8}
+    of_ranks = run_ranks(_bytes, 4, tuple(transitions), (64, 256))
     group = Group((0, 1, 2, 3), (0,), (64,), partition="contiguous")
-    forward = state_bytes(group, heads=2, key_size=4, value_size=3, bytes_per_number=8)
-    assert 2 * forward == sum(given[64] for given in of_ranks)
+    state = 2 * 4 * 3 * 8
+    for kind, transition in transitions.items():
+        inner = 2 * (state + transition)
+        assert [given[kind, 64] for given in of_ranks] == [state, inner, inner, state]
+        assert all(given[kind, 64] == given[kind, 256] for given in of_ranks)
+        delta = kind == "delta"
+        forward = state_bytes(group, heads=2, key_size=4, value_size=3, delta=delta, bytes_per_number=8)
+        assert 2 * forward == sum(given[kind, 64] for given in of_ranks)
 
 
 def test_bytes_under_zigzag_grow_with_the_documents() -> None:

@@ -15,7 +15,7 @@ from longspan.ssm.chains import Chains, Passing
 from longspan.ssm.kernels import Inputs
 from longspan.ssm.kernels.affine import moved
 from longspan.ssm.kernels.call import Forward, state_dtype
-from longspan.ssm.kernels.runs import put, taken
+from longspan.ssm.kernels.runs import on_device, put, taken
 
 
 class Sent:
@@ -83,25 +83,21 @@ class Owed:
 
 
 class _Gathered:
-    """States and transitions of a group's runs on their way: rows of H · K numbers, as many for each as it has columns.
+    """States and transitions of a group's runs on their way: rows of H numbers, as many for each as it has.
 
-    A state (H, K, V) is V such rows, a transition (H, K, K) is K, and one of a number for each head one.
+    A state (H, K, V) is K · V such rows, a transition (H, K, K) is K · K, and one of a number for each head is one.
     """
 
     def __init__(self, chains: Chains, passing: Passing, states: Tensor, transitions: Tensor, what: str) -> None:
-        self._heads, self._size, self._columns = (
-            states.shape[1],
-            states.shape[2],
-            (states.shape[3], transitions.shape[3]),
-        )
-        wide = transitions.expand(-1, -1, self._size, -1)
-        counts = passing.counts(*self._columns)
-        rows = states.new_empty((counts[chains.member], self._heads * self._size))
-        of_states = len(states) * self._columns[0]
+        heads, self._shapes = states.shape[1], (states.shape[1:], transitions.shape[1:])
+        self._sizes = self._shapes[0][1:].numel(), self._shapes[1][1:].numel()
+        counts = passing.counts(*self._sizes)
+        rows = states.new_empty((counts[chains.member], heads))
+        of_states = len(states) * self._sizes[0]
         rows[:of_states].view(states.shape).copy_(states)
-        rows[of_states:].view(wide.shape).copy_(wide)
+        rows[of_states:].view(transitions.shape).copy_(transitions)
         channel = chains.channel
-        self._places = passing.places(*self._columns, channel.starts(counts))
+        self._places = passing.places(*self._sizes, channel.starts(counts))
         self._rows, self._handle = rows, channel.all_gather_rows(rows, counts, what)
 
     def wait(self) -> "_Gathered":
@@ -114,13 +110,15 @@ class _Gathered:
         return self._some(runs, 0)
 
     def transitions(self, runs: Rows) -> Tensor:
-        """(n, H, K, K or 1)."""
+        """(n, H, K, K), or (n, H, 1, 1)."""
         return self._some(runs, 1)
 
     def _some(self, runs: Rows, which: int) -> Tensor:
-        columns = self._columns[which]
-        rows = (self._places[which][runs][:, None] + np.arange(columns)).reshape(-1)
-        return taken(self._rows, rows).view(len(runs), self._heads, self._size, columns)
+        first, size, shape = self._places[which][runs], self._sizes[which], (len(runs), *self._shapes[which])
+        if len(first) and (np.diff(first) == size).all():
+            return self._rows[int(first[0]) : int(first[-1]) + size].view(shape)
+        windows = self._rows.view(-1).unfold(0, size * self._rows.shape[1], self._rows.shape[1])
+        return windows.index_select(0, on_device(first, self._rows.device)).view(shape)
 
 
 def _keep(into: Tensor, values: Tensor, held: Rows) -> None:

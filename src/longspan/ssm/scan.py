@@ -110,9 +110,9 @@ def _products(a: Tensor, b: Tensor, decay: Tensor, lower: Tensor) -> Tensor:
 def summaries(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, lengths: Rows, leaving: Rows, carrying: Rows
 ) -> tuple[Tensor, Tensor]:
-    """B (n, H, K, V) of the runs `leaving` and M (m, H, K, K or 1) of the runs `carrying`, of S_out = M S_in + B.
+    """B (n, H, K, V) of the runs `leaving` and M of the runs `carrying`, of S_out = M S_in + B.
 
-    The columns [v | 0] from the state [0 | I] are [B | M] of the delta rule; without one M is a number for each head.
+    The columns [v | 0] from the state [0 | I] are [B | M] of the delta rule, M (m, H, K, K); without one (m, H, 1, 1).
     """
     heads, size, width = k.shape[1], k.shape[2], v.shape[2]
     wanted = np.union1d(leaving, carrying)

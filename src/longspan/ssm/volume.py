@@ -16,12 +16,12 @@ def state_bytes(
 
     Each member receives those of all others. A run of rows that is not its document's last gives its state, heads ·
     key_size · value_size numbers; one that is not the first either gives its transition besides, heads · key_size²
-    under a delta rule (`delta`), heads · key_size otherwise. How many rows there are does not matter.
+    under a delta rule (`delta`), heads otherwise. How many rows there are does not matter.
 
     >>> one = Group((0, 1, 2, 3), (0,), (65536,), partition="contiguous")
     >>> state_bytes(one, heads=32, key_size=128, value_size=128) >> 20
     10
     """
     chains = Chains(ShardPart(group, 0, group.slots[0], 0, world_key=-1), _CPU)
-    rows = sum(chains.forward.counts(value_size, key_size if delta else 1))
-    return rows * heads * key_size * bytes_per_number
+    of_a_head = sum(chains.forward.counts(key_size * value_size, key_size**2 if delta else 1))
+    return of_a_head * heads * bytes_per_number

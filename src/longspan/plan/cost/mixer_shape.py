@@ -40,8 +40,8 @@ class MixerShape:
 
     @property
     def transition(self) -> int:
-        """Numbers of what a run does to a state; one number a head travels as `key_size` equal ones."""
-        return self.heads * self.key_size * (self.key_size if self.delta else 1)
+        """Numbers of what a run does to a state."""
+        return self.heads * (self.key_size**2 if self.delta else 1)
 
     @property
     def halo(self) -> int:

@@ -5,8 +5,8 @@ from torch import Tensor
 
 
 def moved(transition: Tensor, state: Tensor, added: Tensor) -> Tensor:
-    """M S + B of (n, H, ·, ·); a transition of one number a head is (n, H, K, 1), or (n, H, 1, K)."""
-    if 1 in transition.shape[2:]:
-        return torch.addcmul(added, transition.reshape(*transition.shape[:2], -1, 1), state)
+    """M S + B of (n, H, ·, ·); a transition of one number a head is (n, H, 1, 1)."""
+    if transition.shape[2:] == (1, 1):
+        return torch.addcmul(added, transition, state)
     shape = added.shape
     return torch.baddbmm(added.flatten(0, 1), transition.flatten(0, 1), state.flatten(0, 1)).view(shape)

@@ -53,7 +53,10 @@ class Forward(Protocol):
     """The forward pass over some runs."""
 
     def summaries(self, leaving: Rows, carrying: Rows) -> tuple[Tensor, Tensor]:
-        """B (n, H, K, V) of the runs `leaving` and M (m, H, K, K or 1) of the runs `carrying`, S_out = M S_in + B."""
+        """B (n, H, K, V) of the runs `leaving` and M of the runs `carrying`, S_out = M S_in + B.
+
+        M is (m, H, K, K), without a delta term (m, H, 1, 1).
+        """
         ...
 
     def outputs(self, states: Tensor) -> Tensor:
