@@ -1,9 +1,10 @@
 """Triton kernels on a CPU, by Triton's interpreter in float32, beside float64.
 
-    python -m tests.ssm.interpreted [maps] [mamba_ssm]
+    python -m tests.ssm.interpreted [maps] [first_rows] [mamba_ssm]
 
-Prints relative errors: of our own kernels of delta rules (`maps`), and of every pass of mamba_ssm's Triton files beside
-torch's. Needs Triton, and for the latter those files; one block size of each kernel runs.
+Prints relative errors: of our own kernels of delta rules (`maps`) and of convolutions behind rows that arrived
+(`first_rows`), and of every pass of mamba_ssm's Triton files beside torch's. Needs Triton, and for the latter those
+files; one block size of each kernel runs.
 """
 
 import os
@@ -25,6 +26,7 @@ from longspan.ssm.kernels.delta.maps import maps_of, owed_of
 from longspan.ssm.kernels.runs import CHUNK
 from longspan.ssm.kernels.table import MAMBA
 from tests.reference import relative_error
+from tests.ssm import first_rows
 from tests.ssm import test_fla as cases
 
 LENGTHS = (70, 1, 64, 3, 40)
@@ -39,7 +41,7 @@ def on_a_cpu() -> None:
     from triton.runtime import autotuner, interpreter  # pyright: ignore[reportMissingImports]
 
     run: Any = autotuner.Autotuner.run
-    masked: Any = interpreter.InterpreterBuilder.create_masked_load
+    builder: Any = interpreter.InterpreterBuilder
 
     def one_config(self: Any, *given: Any, **named: Any) -> Any:
         sizes = [c for c in self.configs if max(c.kwargs.values(), default=0) <= LARGEST_BLOCK]
@@ -47,12 +49,16 @@ def on_a_cpu() -> None:
         self.best_config = self.configs[0]
         return run(self, *given, **named)
 
-    def with_flags(self: Any, pointers: Any, mask: Any, *given: Any, **named: Any) -> Any:
-        mask.data = mask.data.astype(bool)
-        return masked(self, pointers, mask, *given, **named)
+    def with_flags(masked: Any, at: int) -> Any:
+        def run(*given: Any, **named: Any) -> Any:
+            given[at].data = given[at].data.astype(bool)
+            return masked(*given, **named)
+
+        return run
 
     autotuner.Autotuner.run = one_config
-    interpreter.InterpreterBuilder.create_masked_load = with_flags
+    builder.create_masked_load = with_flags(builder.create_masked_load, 2)
+    builder.create_masked_store = with_flags(builder.create_masked_store, 3)
     torch.cuda.device = lambda *_: contextlib.nullcontext()  # pyright: ignore[reportAttributeAccessIssue]
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=4)
 
@@ -117,10 +123,14 @@ def _by_chunks(rows: dict[str, torch.Tensor], start: int, stop: int) -> tuple[to
 
 if __name__ == "__main__":
     on_a_cpu()
-    asked = sys.argv[1:] or ["maps", "mamba_ssm"]
+    asked = sys.argv[1:] or ["maps", "first_rows", "mamba_ssm"]
     if "maps" in asked:
         for delta in DELTAS:
             print("maps", delta, {name: f"{error:.1e}" for name, error in maps_errors(delta).items()}, flush=True)
+    if "first_rows" in asked:
+        for case in first_rows.CASES:
+            worst = first_rows.errors(*case, torch.device("cpu"), torch.float32)
+            print("first_rows", case, {name: f"{error:.1e}" for name, error in worst.items()}, flush=True)
     if "mamba_ssm" in asked:
         by_mamba_ssm._CHUNK = 32  # pyright: ignore[reportPrivateUsage]
         for sizes in SHAPES:

@@ -13,6 +13,7 @@ from longspan.ssm.kernels import TORCH, Inputs, Kernel, LocalRuns, fla
 from longspan.ssm.kernels.call import Saved, state_dtype
 from longspan.testing import backend, run_ranks
 from tests.reference import relative_error
+from tests.ssm import first_rows
 from tests.ssm.parity import batches
 from tests.ssm.recurrence import by_rows, convolved
 
@@ -122,6 +123,12 @@ def test_scans_are_the_recurrence(name: str) -> None:
 def test_convolutions_and_norms() -> None:
     for worst in run_ranks(_convolution, 1):
         assert max(worst) <= 6e-3, worst
+
+
+@pytest.mark.parametrize("case", first_rows.CASES)
+def test_first_rows_of_runs(case: tuple[str, int, bool]) -> None:
+    worst = first_rows.errors(*case, CUDA, torch.bfloat16)
+    assert max(worst.values()) <= 6e-3, worst
 
 
 def _convolution(rank: int) -> list[float]:

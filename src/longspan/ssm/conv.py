@@ -2,11 +2,12 @@
 
 Each run of rows reads the rows of its document just before it, from whichever members hold them (several, where shares
 are short), and zeros before the document's start. Those rows travel in one exchange a group, their gradients back in
-another.
+another. A member convolves its own rows meanwhile, with zeros before its runs; of each run the first rows, as many as
+read rows before it, are written once these are here. Backward works out the gradients of rows that arrived first.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from longspan.comm import Handle, SequenceShard
 from longspan.comm.graphs import outside_graphs
 from longspan.errors import LayoutError
 from longspan.ssm.chains import Chains, chains_of
-from longspan.ssm.halo import halo_of
+from longspan.ssm.halo import Halo, halo_of
 from longspan.ssm.kernels.convolutions import Convolution, ConvolutionKernel, Gradients, choose_convolution
 from longspan.ssm.state_pass import joined
 
@@ -47,7 +48,7 @@ def causal_conv(
 
 
 class _Convolved(torch.autograd.Function):
-    """All parts of a shard; rows before runs travel first, their gradients last."""
+    """All parts of a shard: rows before runs, and their gradients, travel while a member's own rows are convolved."""
 
     @staticmethod
     def forward(
@@ -55,14 +56,17 @@ class _Convolved(torch.autograd.Function):
     ) -> Tensor:
         convolution = Convolution(parameters[0], parameters[1] if len(parameters) > 1 else None, silu)
         width = convolution.weight.shape[1] - 1
-        started = [_send(x[c.part.start : c.part.stop], c, width) for c in chains]
-        arrived = [x.new_empty((0, x.shape[1])) if handle is None else handle.wait() for handle in started]
-        outs = [
-            kernel.forward(x[c.part.start : c.part.stop], before, convolution, c.local_runs, halo_of(c, width).before)
-            if len(c.lengths)
-            else x[:0]  # others wait for this member's part of backward
-            for c, before in zip(chains, arrived, strict=True)
-        ]
+        rows = [x[c.part.start : c.part.stop] for c in chains]
+        started = [_send(own, c, width) for own, c in zip(rows, chains, strict=True)]
+        outs, arrived = list[Tensor](), list[Tensor]()
+        for own, c, handle in zip(rows, chains, started, strict=True):
+            halo = halo_of(c, width)
+            y = kernel.forward(own, convolution, c.local_runs, halo.alone) if len(own) else own
+            before = x.new_empty((0, x.shape[1])) if handle is None else handle.wait()
+            if len(before):
+                kernel.write_first(y, own, before, convolution, halo.first)
+            outs.append(y)
+            arrived.append(before)
         ctx.save_for_backward(x, *parameters, *arrived)
         ctx.chains, ctx.kernel, ctx.silu, ctx.parameters = chains, kernel, silu, len(parameters)
         return joined(outs, x)
@@ -74,26 +78,45 @@ class _Convolved(torch.autograd.Function):
         parameters, arrived = rest[: ctx.parameters], rest[ctx.parameters :]
         convolution = Convolution(parameters[0], parameters[1] if len(parameters) > 1 else None, ctx.silu)
         width = convolution.weight.shape[1] - 1
-        parts, started = list[Gradients](), list[Handle | None]()
-        for chains, before in reversed(list(zip(ctx.chains, arrived, strict=True))):
-            here = slice(chains.part.start, chains.part.stop)
-            found = _backward(ctx.kernel, gradients[0][here], x[here], before, convolution, chains)
-            parts.append(found)
-            started.append(_send_back(found[1], chains, width))
-        for chains, part, handle in zip(reversed(ctx.chains), parts, started, strict=True):
+        parts = [
+            _Part(gradients[0][c.part.start : c.part.stop], x[c.part.start : c.part.stop], before, convolution, c)
+            for c, before in reversed(list(zip(ctx.chains, arrived, strict=True)))
+        ]
+        started = [_send_back(part.owed(ctx.kernel), part.chains, width) for part in parts]
+        found = [part.gradients(ctx.kernel) for part in parts]
+        for part, of_part, handle in zip(parts, found, started, strict=True):
             if handle is not None:
-                part[0].index_add_(0, halo_of(chains, width).rows, handle.wait())
-        of_parameters = [_sum([part[2 + i] for part in parts]) for i in range(ctx.parameters)]
-        return None, None, None, joined([part[0] for part in reversed(parts)], x), *of_parameters
+                of_part[0].index_add_(0, halo_of(part.chains, width).rows, handle.wait())
+        of_parameters = [_sum([of_part[1 + i] for of_part in found]) for i in range(ctx.parameters)]
+        return None, None, None, joined([of_part[0] for of_part in reversed(found)], x), *of_parameters
 
 
-def _backward(
-    kernel: ConvolutionKernel, dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, chains: Chains
-) -> Gradients:
-    if not len(x):
-        return x, arrived, None, None
-    before = halo_of(chains, convolution.weight.shape[1] - 1).before
-    return kernel.backward(dout, x, arrived, convolution, chains.local_runs, before)
+class _Part(NamedTuple):
+    """The backward pass over one part of a shard."""
+
+    dout: Tensor
+    x: Tensor
+    arrived: Tensor
+    convolution: Convolution
+    chains: Chains
+
+    @property
+    def halo(self) -> Halo:
+        return halo_of(self.chains, self.convolution.weight.shape[1] - 1)
+
+    def owed(self, kernel: ConvolutionKernel) -> Tensor:
+        """Gradients of the rows that arrived."""
+        if not len(self.arrived):
+            return self.arrived
+        return kernel.owed(self.dout, self.x, self.arrived, self.convolution, self.halo.first)
+
+    def gradients(self, kernel: ConvolutionKernel) -> Gradients:
+        """Those of own rows and of parameters."""
+        if not len(self.x):
+            return self.x, None, None  # others wait for this member's part
+        return kernel.backward(
+            self.dout, self.x, self.arrived, self.convolution, self.chains.local_runs, self.halo.before
+        )
 
 
 def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:

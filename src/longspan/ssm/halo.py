@@ -5,18 +5,19 @@ import numpy as np
 from longspan.comm import to_device
 from longspan.layout.segments import Rows, expand
 from longspan.ssm.chains import Chains
-from longspan.ssm.kernels.convolutions import Before
+from longspan.ssm.kernels.convolutions import Before, FirstRows
 
 
 class Halo:
     """The rows before each run of a member, `width` of them where its document has as many: who sends which to whom.
 
     `sends[m]` of this member's rows go to member m, those of `rows` one after another; `receives[m]` arrive. A row
-    that this member needs and holds itself goes the same way. `before`: where the rows that arrive lie.
+    that this member needs and holds itself goes the same way. `before`: where the rows that arrive lie; `alone`: the
+    same for rows that are convolved while they travel, with zeros in their place; `first`: what reads them.
     """
 
     def __init__(self, chains: Chains, width: int) -> None:
-        self._runs, self._width = chains.runs, width
+        self._runs, self._width, self._device = chains.runs, width, chains.device
         needs = [self._needs(member) for member in range(chains.degree)]
         me, runs = chains.member, self._runs
         owners = [runs.member[run] for run, _ in needs]
@@ -26,10 +27,10 @@ class Halo:
         rows = [runs.offset[run[i]] + at[i] - runs.start[run[i]] for (run, at), i in zip(needs, leaving, strict=True)]
         self.rows = to_device(np.concatenate(rows), chains.device)
         self.travels = width > 0 and bool((runs.place > 0).any())  # whether any member sends any row
-        before = self._before(chains, needs[me], owners[me])
-        self.before = Before(
-            width, *(to_device(x, chains.device) for x in self._source(chains, before, sum(self.receives)))
-        )
+        arrived = self._arrived(chains, owners[me])
+        self.before = self._placed(chains.lengths, arrived)
+        self.alone = self._placed(chains.lengths, np.full_like(arrived, -1))
+        self.first = self._first(chains.lengths, arrived)
 
     def _needs(self, member: int) -> tuple[Rows, Rows]:
         """The rows before a member's runs, in held order: the run that has each, and its position."""
@@ -41,30 +42,35 @@ class Halo:
         at = np.searchsorted(runs.document * stride + runs.start, document * stride + position, side="right") - 1
         return at, position
 
-    def _before(self, chains: Chains, needs: tuple[Rows, Rows], owners: Rows) -> Rows:
-        """(runs, width): rows of [local rows | arrived rows | one zero row] before each run."""
+    def _arrived(self, chains: Chains, owners: Rows) -> Rows:
+        """(runs, width): which of the rows that arrive, member after member, lie before each run; −1 for none."""
         runs, mine, width = self._runs, chains.mine, self._width
-        rows = int(chains.lengths.sum())
-        arrived = np.empty(len(owners), dtype=np.int64)  # rows arrive member after member
+        arrived = np.empty(len(owners), dtype=np.int64)
         arrived[np.argsort(owners, kind="stable")] = np.arange(len(owners))
-        before = np.full((len(mine), width), rows + len(owners), dtype=np.int64)
+        before = np.full((len(mine), width), -1, dtype=np.int64)
         sizes = np.minimum(runs.start[mine], width)
-        columns = np.concatenate([[0], np.cumsum(sizes)])
-        for run, size in enumerate(sizes.tolist()):
-            before[run, width - size :] = rows + arrived[columns[run] : columns[run] + size]
+        before[np.arange(width) >= width - sizes[:, None]] = arrived
         return before
 
-    def _source(self, chains: Chains, before: Rows, arriving: int) -> tuple[Rows, ...]:
-        """As `Before` has them."""
-        ends = np.cumsum(chains.lengths)
-        pieces = [
-            x for i, end in enumerate(ends.tolist()) for x in (before[i], np.arange(end - chains.lengths[i], end))
-        ]
+    def _placed(self, lengths: Rows, arrived: Rows) -> Before:
+        """Runs of these lengths, one after another, behind the rows that arrive."""
+        rows, ends, count = int(lengths.sum()), np.cumsum(lengths), int((arrived >= 0).sum())
+        before = np.where(arrived >= 0, rows + arrived, rows + count)
+        pieces = [x for i, end in enumerate(ends.tolist()) for x in (before[i], np.arange(end - lengths[i], end))]
         source = np.concatenate([np.zeros(0, dtype=np.int64), *pieces])
-        rows = int(chains.lengths.sum())
-        arrived = np.flatnonzero((before >= rows) & (before < rows + arriving))
-        run, column = np.divmod(arrived[np.argsort(before.reshape(-1)[arrived])], max(self._width, 1))
-        return source, np.flatnonzero(source < rows), run, column + 1
+        here = np.flatnonzero(arrived >= 0)
+        run, column = np.divmod(here[np.argsort(arrived.reshape(-1)[here])], max(self._width, 1))
+        indices = source, np.flatnonzero(source < rows), run, column + 1
+        return Before(self._width, *(to_device(x, self._device) for x in indices))
+
+    def _first(self, lengths: Rows, arrived: Rows) -> FirstRows:
+        """Of the runs that rows arrive for."""
+        reading = np.flatnonzero((arrived >= 0).any(1))
+        start, count = (np.cumsum(lengths) - lengths)[reading], np.minimum(lengths[reading], self._width)
+        arrived = np.ascontiguousarray(arrived[reading])
+        rows = to_device(expand(start, start + count), self._device)
+        places = (to_device(x, self._device) for x in (start, count, arrived))
+        return FirstRows(rows, self._placed(count, arrived), *places)
 
 
 def halo_of(chains: Chains, width: int) -> Halo:

@@ -1,8 +1,8 @@
 """Causal depthwise convolutions by the CUDA kernel of the package causal_conv1d, where that is asked for.
 
-Source: github.com/Dao-AILab/causal-conv1d, `causal_conv1d.cpp_functions` of 1.6. A single run takes the rows before it
-as an initial state; that and several runs in one row exclude each other there, so that several are laid out with the
-rows before each between them.
+Source: github.com/Dao-AILab/causal-conv1d, `causal_conv1d.cpp_functions` of 1.6. Backward, a single run takes the rows
+before it as an initial state; that and several runs in one row exclude each other there, so that several are laid out
+with the rows before each between them (forward: with zeros, see `conv.py`).
 """
 
 from importlib import import_module
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from longspan.ssm.kernels.asked import lacks_package
 from longspan.ssm.kernels.convolutions.call import Before, Convolution, ConvolutionKernel, Gradients
+from longspan.ssm.kernels.convolutions.first_rows import owed, write_first
 from longspan.ssm.kernels.runs import LocalRuns
 
 _NEEDED = (1, 6)
@@ -32,12 +33,12 @@ def _lacks(x: Tensor, weight: Tensor) -> str:
     return lacks_package("causal-conv1d", _NEEDED, x.device)
 
 
-def _forward(x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: Before) -> Tensor:
-    rows, state = _given(x, arrived, runs, before)
+def _forward(x: Tensor, convolution: Convolution, runs: LocalRuns, alone: Before) -> Tensor:
+    rows, state = _given(x, x[:0], runs, alone)
     weight, bias, silu = convolution
     y = _package().causal_conv1d_fwd_function(_channels_last(rows), weight.contiguous(), bias, None, state, None, silu)
     y = y.squeeze(0).t()
-    return y if len(runs.lengths) == 1 else y.index_select(0, before.kept)
+    return y if len(runs.lengths) == 1 else y.index_select(0, alone.kept)
 
 
 def _backward(
@@ -48,14 +49,9 @@ def _backward(
     one = len(runs.lengths) == 1
     of_rows = dout.contiguous() if one else torch.zeros_like(rows).index_copy_(0, before.kept, dout)
     given = (_channels_last(rows), weight.contiguous(), bias, _channels_last(of_rows), None, state, None, None)
-    found = _package().causal_conv1d_bwd_function(*given, state is not None, silu)
-    drows, dweight, dbias, dstate = found
+    drows, dweight, dbias, _ = _package().causal_conv1d_bwd_function(*given, False, silu)
     drows = drows.squeeze(0).t()
-    if one:
-        darrived = arrived if dstate is None else dstate[0].t()[before.column - 1]
-        return drows, darrived, dweight, dbias
-    whole = x.new_zeros((len(x) + len(arrived) + 1, x.shape[1])).index_add_(0, before.source, drows)
-    return whole[: len(x)], whole[len(x) : -1], dweight, dbias
+    return drows if one else drows.index_select(0, before.kept), dweight, dbias
 
 
 def _given(x: Tensor, arrived: Tensor, runs: LocalRuns, before: Before) -> tuple[Tensor, Tensor | None]:
@@ -79,4 +75,4 @@ def _package() -> Any:
     return import_module("causal_conv1d.cpp_functions")
 
 
-PACKAGE_CONVOLUTION = ConvolutionKernel("causal_conv1d", _lacks, _forward, _backward)
+PACKAGE_CONVOLUTION = ConvolutionKernel("causal_conv1d", _lacks, _forward, _backward, write_first, owed)

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from longspan.ssm.kernels import fla
 from longspan.ssm.kernels.convolutions.call import Before, Convolution, ConvolutionKernel, Gradients
+from longspan.ssm.kernels.convolutions.first_rows import owed, write_first
 from longspan.ssm.kernels.runs import LocalRuns
 
 _MODULE = "modules.causal_conv1d.ops"
@@ -30,8 +31,8 @@ def _given(convolution: Convolution, runs: LocalRuns, state: Tensor | None) -> d
     }
 
 
-def _by_fla(x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: Before) -> Tensor:
-    given = _given(convolution, runs, _edge(x, arrived, runs, before))
+def _by_fla(x: Tensor, convolution: Convolution, runs: LocalRuns, alone: Before) -> Tensor:
+    given = _given(convolution, runs, None)
     return fla.function(_MODULE, "causal_conv1d_fwd")(x=x.unsqueeze(0), **given)[0].squeeze(0)
 
 
@@ -40,9 +41,10 @@ def _fla_backward(
 ) -> Gradients:
     given = _given(convolution, runs, _edge(x, arrived, runs, before))
     backward = fla.function(_MODULE, "causal_conv1d_bwd")
-    dx, dweight, dbias, _, dstate = backward(x=x.unsqueeze(0), dy=dout.unsqueeze(0), dht=None, **given)
-    darrived = arrived if dstate is None else dstate[before.run, :, before.column]
-    return dx.squeeze(0), darrived, dweight, dbias
+    dx, dweight, dbias, *_ = backward(x=x.unsqueeze(0), dy=dout.unsqueeze(0), dht=None, **given)
+    return dx.squeeze(0), dweight, dbias
 
 
-FLA_CONVOLUTION = ConvolutionKernel("fla", lambda x, weight: fla.lacks(x.dtype, x.device), _by_fla, _fla_backward)
+FLA_CONVOLUTION = ConvolutionKernel(
+    "fla", lambda x, weight: fla.lacks(x.dtype, x.device), _by_fla, _fla_backward, write_first, owed
+)

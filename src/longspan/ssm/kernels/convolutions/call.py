@@ -32,7 +32,21 @@ class Convolution(NamedTuple):
     silu: bool
 
 
-Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # of x, arrived rows, weight and bias
+class FirstRows(NamedTuple):
+    """The rows of runs that read rows which arrive: of each such run the first, `width` at most.
+
+    `rows` (N,) of the local rows, `before` of them as runs of their own; `starts` (R,) the first of each run and
+    `counts` (R,) how many; `arrived` (R, width) which arrived rows lie before each, −1 where none does.
+    """
+
+    rows: Tensor
+    before: Before
+    starts: Tensor
+    counts: Tensor
+    arrived: Tensor
+
+
+Gradients = tuple[Tensor, Tensor | None, Tensor | None]  # of x, weight and bias
 
 
 @dataclass(frozen=True)
@@ -40,11 +54,15 @@ class ConvolutionKernel:
     """A kernel by its name.
 
     `lacks(x, weight)` says what it would need and does not have for rows x (T, C) and weight (C, W), "" for nothing.
-    `forward(x, arrived, convolution, runs, before)` gives y (T, C) from x (T, C) of at least one row and the arrived
-    rows; `backward(dout, x, ...)` gives gradients, of parameters that require none perhaps None.
+    `forward(x, convolution, runs, alone)` gives y (T, C) from x (T, C) of at least one row, zeros before every run;
+    `write_first(y, x, arrived, convolution, first)` writes into it the first rows of runs that rows arrive for.
+    `owed(dout, x, arrived, convolution, first)` gives the gradients of arrived rows,
+    `backward(dout, x, arrived, convolution, runs, before)` all others, of parameters that require none perhaps None.
     """
 
     name: str
     lacks: Callable[[Tensor, Tensor], str]
-    forward: Callable[[Tensor, Tensor, Convolution, LocalRuns, Before], Tensor]
+    forward: Callable[[Tensor, Convolution, LocalRuns, Before], Tensor]
     backward: Callable[[Tensor, Tensor, Tensor, Convolution, LocalRuns, Before], Gradients]
+    write_first: Callable[[Tensor, Tensor, Tensor, Convolution, FirstRows], None]
+    owed: Callable[[Tensor, Tensor, Tensor, Convolution, FirstRows], Tensor]
