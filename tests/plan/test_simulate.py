@@ -213,3 +213,19 @@ def test_lengths_that_cannot_be_drawn() -> None:
 def test_row_bytes_are_of_the_model_that_costs_are_of() -> None:
     """Qwen3-8B: 36 layers, each of which keeps its input of 4096 values of two bytes, as a stage sends it on."""
     assert RowBytes().kept == 36 * RowBytes().between_stages == 36 * 4096 * 2
+    qwen3 = {"hidden_size": 4096, "num_hidden_layers": 36}
+    assert RowBytes.of(qwen3) == RowBytes()
+    with pytest.raises(PlanError, match="dict has no hidden_size"):
+        RowBytes.of({"num_hidden_layers": 36})
+
+
+def test_stages_of_zamba_2_hand_on_and_keep_the_embedding_too() -> None:
+    zamba2 = {"model_type": "zamba2", "hidden_size": 8, "num_hidden_layers": 6}
+    row_bytes = RowBytes.of(zamba2, bytes_per_value=4)
+    assert row_bytes == RowBytes(kept=6 * 32, between_stages=2 * 32, on_each_stage=32)
+    plan = plan_fixed([100] * 12, Layout(2), 1, max_tokens_per_slot=100)
+    for vpp in (1, 2):
+        result = simulate(plan, pp=2, vpp=vpp, row_bytes=row_bytes)
+        rows = result.peak_rows * 2 * vpp  # of one stage's layers
+        assert result.activation_bytes.tolist() == (rows * (6 * 32 / (2 * vpp) + 32)).tolist()
+        assert result.stage_bytes == 1200 * (2 * vpp - 1) * 2 * 2 * 32

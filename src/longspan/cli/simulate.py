@@ -29,7 +29,7 @@ from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
 from longspan.plan.planners.options import PlanOptions
 from longspan.plan.simulate.evaluation_plan import plan_evaluation, widest_degree
-from longspan.plan.simulate.simulate import Simulation, shared_by, simulate
+from longspan.plan.simulate.simulate import RowBytes, Simulation, shared_by, simulate
 from longspan.plan.simulate.which_degree import which_degree
 
 
@@ -172,7 +172,7 @@ def _tried(
 
     try:
         plan, _ = planned(evaluated if flags.evaluation else make, options)
-        return simulate(plan, pp=flags.pp, vpp=flags.vpp)
+        return simulate(plan, pp=flags.pp, vpp=flags.vpp, row_bytes=_row_bytes(flags))
     except LongspanError as error:
         return str(error)
 
@@ -190,4 +190,12 @@ def _saved(flags: SimulateFlags) -> Iterator[tuple[str, Simulation]]:
             price = cost if flags.cost or flags.model else plan.cost
             price = with_weights(price, flags, slots=plan.slots, node_size=plan.node_size, tp=flags.tp)
             backward = plan.cost.passes != "forward" and not flags.evaluation
-            yield file.stem, simulate(plan, cost=price, pp=flags.pp, vpp=flags.vpp, backward=backward)
+            yield (
+                file.stem,
+                simulate(plan, cost=price, pp=flags.pp, vpp=flags.vpp, backward=backward, row_bytes=_row_bytes(flags)),
+            )
+
+
+def _row_bytes(flags: SimulateFlags) -> RowBytes:
+    """Of the model that is named, in bfloat16, or of Qwen3-8B."""
+    return RowBytes.of(flags.model) if flags.model else RowBytes()

@@ -162,17 +162,20 @@ def _order(model: PreTrainedModel, parts: Parts) -> list[str]:
     return [*before, *layers, *parts.after]
 
 
+def with_stand_ins(model: PreTrainedModel, parts: Parts, layers: Sequence[range]) -> list[PreTrainedModel]:
+    """The model once for each stage, with the model's own modules, and stand-ins for those of other stages."""
+    last = len(layers) - 1
+    return [shallow_copy(model, parts, indices, first=i == 0, last=i == last) for i, indices in enumerate(layers)]
+
+
 def cut(model: PreTrainedModel, parts: Parts, layers: Sequence[range], mine: Sequence[int]) -> tuple[Stage, ...]:
     """This rank's stages of a model, whose other modules are freed: afterwards the model itself is of no use.
 
     Each has its own copy of a parameter that several stages have. Raises ModelError, before anything is changed, for
     modules that stages share in part.
     """
-    argument, last = embedding_argument(trace_parts(model, parts, shard=Probe())[0], parts.layers), len(layers) - 1
-    models = [
-        shallow_copy(model, parts, indices, first=index == 0, last=index == last)
-        for index, indices in enumerate(layers)
-    ]
+    argument = embedding_argument(trace_parts(model, parts, shard=Probe())[0], parts.layers)
+    models = with_stand_ins(model, parts, layers)
     refuse_shared_in_part(model, models)
     shared = shared_parameters(model, models)
     give_own_copies([models[index] for index in mine])

@@ -5,6 +5,7 @@ It is what no configuration can do without, from the shapes of the parameters: a
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.errors import ConfigError, counted
+from longspan.errors import ConfigError, ModelError, counted
 from longspan.layout import Layout
-from longspan.model.layers import decoder_layers
+from longspan.model.layers import decoder_layers, layers_of_stages
 from longspan.model.mtp.depths import mtp_blocks
+from longspan.model.parts import parts_of
+from longspan.model.pipeline.settings import PipelineSettings
+from longspan.model.pipeline.stages import with_stand_ins
 from longspan.train.all_ranks import on_every_rank
 from longspan.train.config.sections import RunConfig
 
@@ -24,23 +28,33 @@ _MOMENTS = {"adamw": 2, "sgd": 0}  # per weight; other optimizers are not counte
 
 @dataclass(frozen=True)
 class NeededBytes:
-    """The least bytes of a model on one rank: `weights`, `gradients` and `states` are sharded, `gathered` is not."""
+    """The least bytes of a model on one rank: all are sharded but `gathered`.
+
+    `received`, after the passes for which layers are gathered, are gradients of a parameter that other stages share.
+    """
 
     weights: int
     gradients: int
     states: int
     gathered: int
     shards: int
+    received: int = 0
+
+    @property
+    def _sharded(self) -> int:
+        return self.weights + self.gradients + self.states
 
     @property
     def total(self) -> int:
-        """All of them."""
-        return self.weights + self.gradients + self.states + self.gathered
+        """The most at a time."""
+        return self._sharded + max(self.gathered, self.received)
 
     def shards_that_fit(self, room: int) -> int:
         """How many shards of the parameters leave each small enough; 0 where no number does."""
         left = room - self.gathered
-        return 0 if left <= 0 else math.ceil((self.total - self.gathered) * self.shards / left)
+        if left <= 0:
+            return 0
+        return math.ceil(max(self._sharded / left, (self._sharded + self.received) / room) * self.shards)
 
 
 def check_model_fits(
@@ -67,24 +81,44 @@ def free_bytes(device: torch.device) -> int | None:
 def needed_bytes(
     config: RunConfig, model: PreTrainedModel, home: Layout, compute_dtype: torch.dtype, *, training: bool
 ) -> NeededBytes:
-    """The least bytes of this model on a rank of a home, from the shapes of its parameters.
+    """The least bytes of this model on the rank of a home that needs most, from the shapes of its parameters.
 
-    Stages are taken as equal and everything as split over tensor-parallel ranks: more is needed, never less. What is
-    frozen has neither gradients nor states.
+    Everything is taken as split over tensor-parallel ranks: more is needed, never less. What is frozen has neither
+    gradients nor states. What several stages share has a copy on each, and a state on each rank.
     """
-    kind = getattr(torch, config.model.dtype)
-    shards = home.slots // home.dp_replicate
+    shards, ranks = home.slots // home.dp_replicate, _models_of_ranks(config, model, home)
+    gathers = shards > 1 or compute_dtype != getattr(torch, config.model.dtype)
+    alone = home.pp // len(ranks)  # ranks that share what cannot be told apart
     moments = _MOMENTS.get(config.train.optimizer, 0)
-    weight_bytes = sum(map(_bytes, model.parameters())) / home.tp / home.pp / shards
-    trained = sum(_bytes(p) for p in model.parameters() if p.requires_grad) / home.tp / home.pp / shards
-    gathered = _gathered(config, model, home) * compute_dtype.itemsize if shards > 1 or compute_dtype != kind else 0
-    return NeededBytes(
-        weights=int(weight_bytes),
-        gradients=int(trained) if training else 0,
-        states=int(moments * trained) if training else 0,
-        gathered=int(gathered),
-        shards=shards,
-    )
+    holders = Counter(p for models in ranks for p in {p for stage in models for p in stage.parameters()})
+    needs = list[NeededBytes]()
+    for models in ranks:
+        copies = [p for stage in models for p in stage.parameters()]
+        trained = [p for p in copies if p.requires_grad and training]
+        received = max(((holders[p] - 1) * _bytes(p) for p in trained), default=0)
+        sizes = (
+            sum(map(_bytes, copies)),
+            sum(map(_bytes, trained)),
+            moments * sum(map(_bytes, dict.fromkeys(trained))),
+        )
+        weights, gradients, states, received = (int(x / home.tp / shards / alone) for x in (*sizes, received))
+        numbers = sum(_gathered(config, stage, home) for stage in models) / alone if gathers else 0
+        gathered = int(numbers * compute_dtype.itemsize)
+        needs.append(NeededBytes(weights, gradients, states, gathered, shards, received))
+    return max(needs, key=lambda needed: needed.total)
+
+
+def _models_of_ranks(config: RunConfig, model: PreTrainedModel, home: Layout) -> list[list[PreTrainedModel]]:
+    """The stages of each pipeline rank; the whole model alone where there is none, or where it is not cut as it is."""
+    if home.pp == 1:
+        return [[model]]
+    settings = PipelineSettings(config.parallel.pipeline_schedule, home.pp, config.parallel.vpp)
+    try:
+        layers = layers_of_stages(len(decoder_layers(model)), settings.stages)
+        stages = with_stand_ins(model, parts_of(model), layers)
+    except ModelError:  # towers are taken off first, and what cannot be cut is refused when it is prepared
+        return [[model]]
+    return [[stages[i] for i in settings.stages_at(place)] for place in range(home.pp)]
 
 
 def _bytes(x: Tensor) -> int:
@@ -107,7 +141,7 @@ def _gathered(config: RunConfig, model: PreTrainedModel, home: Layout) -> float:
         else:
             by_layer[layer] += numel / (home.ep if ".experts." in name else 1)
     stay = home.pp > 1 or not config.parallel.reshard_after_forward or config.context.mode == "free"
-    layers_at_once = sum(by_layer.values()) / home.pp if stay else max(by_layer.values())
+    layers_at_once = sum(by_layer.values()) if stay else max(by_layer.values())
     return layers_at_once + (0 if home.pp > 1 else root)  # of stages, some have neither embedding nor head
 
 
@@ -115,7 +149,8 @@ def _check(config: RunConfig, needed: NeededBytes, room: int, world: World) -> N
     if needed.total <= room:
         return
     parts = [("weights", needed.weights), ("gradients", needed.gradients), ("optimizer states", needed.states)]
-    parts.append(("gathered layers", needed.gathered))
+    later = ("gradients of other stages", needed.received)
+    parts.append(later if needed.received > needed.gathered else ("gathered layers", needed.gathered))
     figures = ", ".join(f"{name} {_gib(size)}" for name, size in parts if size)
     raise ConfigError(
         f"the model does not fit: a rank needs at least {_gib(needed.total)} before any activation ({figures}; "
