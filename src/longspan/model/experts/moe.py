@@ -30,6 +30,7 @@ from longspan.comm.world import world_of
 from longspan.errors import ModelError
 from longspan.model.experts.experts import Loads, run_experts
 from longspan.model.experts.router import RouterCoefficients, RouterStatistics, RouterSums
+from longspan.model.experts.rows import Visits, gather, spread
 from longspan.model.layers import decoder_layers
 from longspan.model.mtp.depths import PREFIX, mtp_blocks
 from longspan.model.seams.layer_arguments import router_of_layer, shard_of_layer
@@ -160,7 +161,8 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
     channel = world.channels.between(range(first, first + world.home.ep)) if world.home.ep > 1 else None
     if len(rows) == len(hidden_states):
         return _mix(experts, hidden_states, chosen, weights, channel)
-    mixed = _mix(experts, hidden_states[rows], chosen[rows], weights[rows], channel)
+    real = (x.index_select(0, rows) for x in (hidden_states, chosen, weights))
+    mixed = _mix(experts, *real, channel)
     return torch.zeros_like(hidden_states).index_copy(0, rows, mixed)
 
 
@@ -192,15 +194,13 @@ def _mix(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, channel
     by_expert, order = chosen.flatten().sort(stable=True)  # (R k,)
     bounds = torch.searchsorted(by_expert, torch.arange(count + 1, device=x.device))
     loads = bounds.diff()  # (E,): rows for each expert, without waiting for the device
-    going = x[order // top_k]  # (R k, D)
+    visits = Visits.of(order, top_k)
+    going = spread(x, visits)  # (R k, D)
     if channel is None:
         done = run_experts(experts, going, Loads(loads))
     else:
         done = _run_over_members(experts, going, loads, channel)
-    weighted = done * weights.flatten()[order].unsqueeze(1)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    return weighted[back].unflatten(0, (len(x), top_k)).sum(1).to(x.dtype)
+    return gather(done, weights, visits).to(x.dtype)
 
 
 def _run_over_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Channel) -> Tensor:
@@ -210,13 +210,11 @@ def _run_over_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Cha
     here = counts[:, channel.index]  # (sender, local experts)
     receives = here.sum(1).tolist()
     arrived = all_to_all_rows(x, sends, receives, channel)
-    order = torch.from_numpy(_by_expert(here)).to(x.device)
+    visits = Visits.of(torch.from_numpy(_by_expert(here)).to(x.device), 1)
     local = here.sum(0)
     sizes = Loads(torch.from_numpy(local).to(x.device), local.tolist())
-    done = run_experts(experts, arrived[order], sizes)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    return all_to_all_rows(done[back], receives, sends, channel)
+    done = run_experts(experts, spread(arrived, visits), sizes)
+    return all_to_all_rows(spread(done, visits.reversed()), receives, sends, channel)
 
 
 def _by_expert(here: np.ndarray) -> np.ndarray:

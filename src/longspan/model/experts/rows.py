@@ -1,0 +1,132 @@
+"""Rows on their way to experts and back: copies for every visit, and weighted sums of what comes back.
+
+A row visits `top_k` experts. `Visits` says in which order these visits lie, expert after expert. On GPUs with Triton
+each direction is one pass over memory, sums in float32; elsewhere torch's own operations. Neither adds into shared
+rows, so that gradients do not depend on the order in which a GPU's blocks run.
+"""
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # whose sums may be in float32
+_MOST_COLUMNS, _LEAST_COLUMNS = 2048, 16
+
+
+class Visits(NamedTuple):
+    """Where the visits of R rows lie: visit j of row r is number r · top_k + j before they are ordered.
+
+    `order` (R · top_k,) has the number of the visit at each place, `place` (R · top_k,) the place of each number.
+    """
+
+    order: Tensor
+    place: Tensor
+    top_k: int
+
+    @classmethod
+    def of(cls, order: Tensor, top_k: int) -> "Visits":
+        """Of an order of all visits, a permutation."""
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device)
+        return cls(order, place, top_k)
+
+    def reversed(self) -> "Visits":
+        """The way back of rows with one visit each."""
+        return Visits(self.place, self.order, self.top_k)
+
+    @property
+    def rows(self) -> Tensor:
+        """The row of the visit at each place."""
+        return self.order if self.top_k == 1 else self.order // self.top_k
+
+
+def spread(x: Tensor, visits: Visits) -> Tensor:
+    """Rows (R, D) once for each visit, in their order: (R · top_k, D)."""
+    return _Spread.apply(x, *visits)  # pyright: ignore[reportReturnType]
+
+
+def gather(done: Tensor, weights: Tensor, visits: Visits) -> Tensor:
+    """Of what visits made of rows, (R · top_k, D), the sums of each row weighted by weights (R, top_k): (R, D).
+
+    In the dtype of `done`, or of the weights where these have more digits.
+    """
+    return _Gather.apply(done, weights, *visits)  # pyright: ignore[reportReturnType]
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
+        visits = ctx.visits = Visits(order, place, top_k)
+        return x.index_select(0, visits.rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _sums(gradients[0], None, ctx.visits), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, done: Tensor, weights: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
+        ctx.visits = Visits(order, place, top_k)
+        ctx.save_for_backward(done, weights)
+        return _sums(done, weights, ctx.visits)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        done, weights = ctx.saved_tensors
+        return *_of_visits(gradients[0], done, weights, ctx.visits), None, None, None
+
+
+def _sums(done: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
+    """Of each row its visits added up, (R, D), times their weights where there are any."""
+    if (kernels := _kernels(done, weights)) is None:
+        back = done.index_select(0, visits.place).unflatten(0, (-1, visits.top_k))
+        return (back if weights is None else back * weights.unsqueeze(2)).sum(1)
+    rows, width = len(visits.place) // visits.top_k, done.shape[1]
+    columns = _columns(width)
+    dtype = done.dtype if weights is None else torch.promote_types(done.dtype, weights.dtype)
+    out = done.new_empty((rows, width), dtype=dtype)
+    if out.numel():
+        arguments = (out, done, None if weights is None else weights.contiguous(), visits.place, width, done.stride(0))
+        blocks = rows, -(-width // columns)
+        kernels.sums[blocks](*arguments, TOP_K=visits.top_k, WEIGHTED=weights is not None, COLUMNS=columns)
+    return out
+
+
+def _of_visits(dout: Tensor, done: Tensor, weights: Tensor, visits: Visits) -> tuple[Tensor, Tensor]:
+    """Gradients of what visits made, and of their weights."""
+    if (kernels := _kernels(done, weights, dout)) is None:
+        going = dout.index_select(0, visits.rows)
+        of_done = going * weights.flatten()[visits.order].unsqueeze(1)
+        of_weights = (going * done).sum(1)[visits.place]
+        return of_done.to(done.dtype), of_weights.unflatten(0, (-1, visits.top_k)).to(weights.dtype)
+    dout, weights, width = dout.contiguous(), weights.contiguous(), done.shape[1]
+    of_done, of_weights = done.new_empty(done.shape), torch.zeros_like(weights)
+    if done.numel():
+        arguments = (of_done, of_weights, dout, done, weights, visits.order, width, done.stride(0))
+        kernels.of_visits[(len(done),)](*arguments, TOP_K=visits.top_k, COLUMNS=_columns(width))
+    return of_done, of_weights
+
+
+def _columns(width: int) -> int:
+    """Of a row, that a program holds at once."""
+    return min(_MOST_COLUMNS, max(_LEAST_COLUMNS, 1 << (width - 1).bit_length()))
+
+
+def _kernels(*tensors: Tensor | None) -> Any:
+    """The module of the kernels where they can take these tensors."""
+    if any(x is not None and not (x.is_cuda and x.dtype in _KERNEL_DTYPES) for x in tensors):
+        return None
+    return _module()
+
+
+@cache
+def _module() -> Any:
+    return None if find_spec("triton") is None else import_module("longspan.model.experts.rows_kernels")

@@ -1,0 +1,61 @@
+"""Triton kernels of `rows.py`, which alone imports this module: it needs triton, which CPU builds of torch lack."""
+
+# pyright: basic, reportMissingImports=false
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize_on_alignment=("place", "weights"))
+def sums(
+    out,
+    done,
+    weights,
+    place,
+    width,
+    done_row,
+    TOP_K: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """out[r] = sum over j of done[place[r · TOP_K + j]] (times weights[r, j]), some columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    total = tl.zeros([COLUMNS], tl.float32)
+    for j in range(TOP_K):
+        at = tl.load(place + row * TOP_K + j).to(tl.int64)
+        x = tl.load(done + at * done_row + column, mask=inside, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            x = x * tl.load(weights + row * TOP_K + j).to(tl.float32)
+        total += x
+    tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=("order", "weights", "of_weights"))
+def of_visits(
+    of_done,
+    of_weights,
+    dout,
+    done,
+    weights,
+    order,
+    width,
+    done_row,
+    TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """of_done[p] = weights[n] dout[r], of_weights[n] = <done[p], dout[r]> of a place p; n = order[p], r = n // TOP_K."""
+    place = tl.program_id(0).to(tl.int64)
+    number = tl.load(order + place).to(tl.int64)
+    row = number // TOP_K
+    weight = tl.load(weights + number).to(tl.float32)
+    product = tl.zeros([COLUMNS], tl.float32)
+    for first in range(0, width, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        inside = column < width
+        g = tl.load(dout + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(done + place * done_row + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(of_done + place * width + column, (g * weight).to(of_done.dtype.element_ty), mask=inside)
+        product += g * x
+    tl.store(of_weights + number, tl.sum(product, 0).to(of_weights.dtype.element_ty))
