@@ -161,8 +161,8 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
     channel = world.channels.between(range(first, first + world.home.ep)) if world.home.ep > 1 else None
     if len(rows) == len(hidden_states):
         return _mix(experts, hidden_states, chosen, weights, channel)
-    real = (x.index_select(0, rows) for x in (hidden_states, chosen, weights))
-    mixed = _mix(experts, *real, channel)
+    x, chosen, weights = (tensor.index_select(0, rows) for tensor in (hidden_states, chosen, weights))
+    mixed = _mix(experts, x, chosen, weights, channel)
     return torch.zeros_like(hidden_states).index_copy(0, rows, mixed)
 
 

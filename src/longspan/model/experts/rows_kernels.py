@@ -45,7 +45,7 @@ def of_visits(
     TOP_K: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """of_done[p] = weights[n] dout[r], of_weights[n] = <done[p], dout[r]> of a place p; n = order[p], r = n // TOP_K."""
+    """of_done[p] = weights[n] dout[r], of_weights[n] = <done[p], dout[r]> of a place p; n = order[p], r = n//TOP_K."""
     place = tl.program_id(0).to(tl.int64)
     number = tl.load(order + place).to(tl.int64)
     row = number // TOP_K
