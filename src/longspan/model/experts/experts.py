@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from longspan.model.experts.gate import gated
 from longspan.model.local_tensors import local_tensor
 
 # torch 2.10 made the private name public.
@@ -43,7 +44,7 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
     else:
         linear = _grouped
     inner = linear(x, *up, loads, module.is_transposed)  # (S, 2 I), or (S, I) without a gate
-    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    inner = gated(module, inner) if module.has_gate else module.act_fn(inner)
     return linear(inner, *down, loads, module.is_transposed)
 
 

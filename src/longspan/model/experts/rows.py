@@ -5,16 +5,14 @@ each direction is one pass over memory, sums in float32; elsewhere torch's own o
 rows, so that gradients do not depend on the order in which a GPU's blocks run.
 """
 
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # whose sums may be in float32
+from longspan.model.experts.triton_kernels import kernels_for
+
 _MOST_COLUMNS, _LEAST_COLUMNS = 2048, 16
 
 
@@ -86,7 +84,7 @@ class _Gather(torch.autograd.Function):
 
 def _sums(done: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
     """Of each row its visits added up, (R, D), times their weights where there are any."""
-    if (kernels := _kernels(done, weights)) is None:
+    if (kernels := kernels_for(done, weights)) is None:
         back = done.index_select(0, visits.place).unflatten(0, (-1, visits.top_k))
         return (back if weights is None else back * weights.unsqueeze(2)).sum(1)
     rows, width = len(visits.place) // visits.top_k, done.shape[1]
@@ -102,7 +100,7 @@ def _sums(done: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
 
 def _of_visits(dout: Tensor, done: Tensor, weights: Tensor, visits: Visits) -> tuple[Tensor, Tensor]:
     """Gradients of what visits made, and of their weights."""
-    if (kernels := _kernels(done, weights, dout)) is None:
+    if (kernels := kernels_for(done, weights, dout)) is None:
         going = dout.index_select(0, visits.rows)
         of_done = going * weights.flatten()[visits.order].unsqueeze(1)
         of_weights = (going * done).sum(1)[visits.place]
@@ -118,15 +116,3 @@ def _of_visits(dout: Tensor, done: Tensor, weights: Tensor, visits: Visits) -> t
 def _columns(width: int) -> int:
     """Of a row, that a program holds at once."""
     return min(_MOST_COLUMNS, max(_LEAST_COLUMNS, 1 << (width - 1).bit_length()))
-
-
-def _kernels(*tensors: Tensor | None) -> Any:
-    """The module of the kernels where they can take these tensors."""
-    if any(x is not None and not (x.is_cuda and x.dtype in _KERNEL_DTYPES) for x in tensors):
-        return None
-    return _module()
-
-
-@cache
-def _module() -> Any:
-    return None if find_spec("triton") is None else import_module("longspan.model.experts.rows_kernels")

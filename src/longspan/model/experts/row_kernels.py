@@ -1,4 +1,4 @@
-"""Triton kernels of `rows.py`, which alone imports this module: it needs triton, which CPU builds of torch lack."""
+"""Triton kernels of `rows.py` and `gate.py`. This module needs triton, which CPU builds of torch lack."""
 
 # pyright: basic, reportMissingImports=false
 
@@ -59,3 +59,33 @@ def of_visits(
         tl.store(of_done + place * width + column, (g * weight).to(of_done.dtype.element_ty), mask=inside)
         product += g * x
     tl.store(of_weights + number, tl.sum(product, 0).to(of_weights.dtype.element_ty))
+
+
+@triton.jit
+def gated(x, out, x_row, width, COLUMNS: tl.constexpr):
+    """out = SiLU(x[:, :width]) · x[:, width:], some columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    at = x + row * x_row + column
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+    made = gate * tl.sigmoid(gate) * value
+    tl.store(out + row * width + column, made.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gated_backward(x, dout, dx, x_row, width, COLUMNS: tl.constexpr):
+    """The gradient dx (S, 2 width) of `gated`, some columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    at = x + row * x_row + column
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(dout + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    share = tl.sigmoid(gate)
+    into = dx + row * 2 * width + column
+    of_gate = g * value * share * (1.0 + gate * (1.0 - share))
+    tl.store(into, of_gate.to(dx.dtype.element_ty), mask=inside)
+    tl.store(into + width, (g * gate * share).to(dx.dtype.element_ty), mask=inside)
