@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from longspan.comm import to_device
 from longspan.train.document import NO_TARGET
 from longspan.train.reading.read_rows import WEIGHTS, LocalBatch, target_rows
+from longspan.train.row_softmax import bytes_of_logit, row_softmax
 
 CHUNK_BYTES = {"cuda": 2 << 30}  # of logits and what is computed from them, at a time
 CHUNK_BYTES_ELSEWHERE = 64 << 20
@@ -105,34 +106,15 @@ def log_probs_of_rows(logits: Tensor, targets: Tensor) -> Tensor:
 
     The softmax is in float32, in float64 for float64 logits, and so is the result.
     """
-    return _log_probs_and_exponentials(logits, targets.unsqueeze(1))[0]
-
-
-def _log_probs_and_exponentials(logits: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities (t,) of the columns `at` (t, 1); and exp(logits - their largest) (t, V) with its sums (t,).
-
-    One copy of the logits is made, in the softmax's type.
-    """
-    wide = logits.detach().to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
-    wide -= wide.amax(-1, keepdim=True)
-    target_logits = wide.gather(1, at).squeeze(1)  # (t,)
-    total = wide.exp_().sum(-1)  # (t,)
-    return target_logits - total.log(), wide, total
+    return row_softmax(logits, targets)[0]
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor, losses: LossOfRows, part: slice) -> tuple[Tensor, Tensor]:
-    """The sum of the losses (a float64 scalar) of rows, and its gradient by their logits (t, V).
-
-    The derivative of a row's log-probability by its logits is onehot − softmax.
-    """
-    at = targets.unsqueeze(1)
-    log_probs, wide, total = _log_probs_and_exponentials(logits, at)
+    """The sum of the losses (a float64 scalar) of rows, and its gradient by their logits (t, V)."""
+    log_probs, gradient_of = row_softmax(logits, targets)
     with torch.enable_grad():
         loss, slopes = losses(log_probs, part)
-    slopes = slopes.to(wide.dtype)
-    wide *= (-slopes / total).unsqueeze(1)
-    wide.scatter_add_(1, at, slopes.unsqueeze(1))
-    return loss.detach(), wide.to(logits.dtype)
+    return loss.detach(), gradient_of(slopes.detach())
 
 
 def chunked_cross_entropy(hidden: Tensor, labels: Tensor, head: Head, rows: int = 0) -> Tensor:
@@ -192,8 +174,8 @@ def _rows_at_a_time(hidden: Tensor, head: Head, rows: int) -> int:
 
 
 def rows_of_chunk(vocabulary: int, dtype: torch.dtype, device: str) -> int:
-    """How many rows' logits are formed at a time: logits, their softmax and their gradient fit the chunk's bytes."""
-    row_bytes = vocabulary * (2 * dtype.itemsize + max(4, dtype.itemsize))
+    """How many rows' logits are formed at a time: with what is computed from them they fit the chunk's bytes."""
+    row_bytes = vocabulary * bytes_of_logit(dtype, device)
     return max(1, CHUNK_BYTES.get(device, CHUNK_BYTES_ELSEWHERE) // row_bytes)
 
 

@@ -21,9 +21,12 @@ _COLUMNS = 1024  # of a row, that a program has
 def gated(experts: nn.Module, x: Tensor) -> Tensor:
     """Rows (S, 2 I) of gates and values to (S, I), by the model's gate."""
     module: Any = experts
-    if _is_plain(module) and kernels_for(x) is not None:
-        return _Gated.apply(x)  # pyright: ignore[reportReturnType]
-    return module._apply_gate(x)
+    return one_pass(x) if _is_plain(module) and kernels_for(x) is not None else module._apply_gate(x)
+
+
+def one_pass(x: Tensor) -> Tensor:
+    """SiLU(first half) · second half of rows (S, 2 I), by the kernel: (S, I)."""
+    return _Gated.apply(x)  # pyright: ignore[reportReturnType]
 
 
 def _is_plain(experts: Any) -> bool:

@@ -16,9 +16,10 @@ def kernels_for(*tensors: Tensor | None) -> Any:
     for x in tensors:
         if x is not None and not (x.is_cuda and x.dtype in _DTYPES and x.stride(-1) == 1):
             return None
-    return _module()
+    return kernels()
 
 
 @cache
-def _module() -> Any:
+def kernels() -> Any:
+    """The module of the kernels; None without Triton."""
     return None if find_spec("triton") is None else import_module("longspan.model.experts.row_kernels")

@@ -1,59 +1,73 @@
-"""Root-mean-square norms as one torch kernel, in place of a model's own half-dozen operations.
+"""Root-mean-square norms in one pass over memory, in place of a model's own half-dozen operations.
 
 transformers writes such a norm in Python: to float32, square, mean, root, product, back, and the weight, each a pass
 over memory, and more in backward. `torch.nn.functional.rms_norm` is one kernel each way on GPUs from torch 2.9 on
-(pytorch/pytorch#153666). Both compute in float32; in half precision torch's rounds once where transformers' rounds
-before and after the weight.
+(pytorch/pytorch#153666); norms with 1 + weight, with a gate or over groups of features have a kernel of our own
+(`norm_formula.py`). All compute in float32; in half precision these round once where transformers' round several times.
 """
 
 import copy
-from types import MethodType
+from collections.abc import Hashable
+from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from longspan.errors import ModelError
+from longspan.model.seams.forwards.norm_formula import NormFormula
 
 _EPS = ("variance_epsilon", "eps")
 _CLOSE = 1e-5  # relative, in float32
+_PLAIN = NormFormula()
 
 
 def fuse_norms(model: nn.Module, *, required: bool = True) -> int:
-    """Let every norm of a model that is weight · x / √(mean x² + eps) run as one kernel; how many do.
+    """Let every norm of a model that is weight · x / √(mean x² + eps), or alike, run in one pass; how many do.
 
     >>> fuse_norms(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"))  # doctest: +SKIP
     113
 
-    Which norms are of that kind is tried: a copy of one of each class meets random numbers, beside torch's. Classes,
-    names and weights stay as they are. Calls in float64, and on inputs of another dtype than the weight, run as before.
+    Alike: with 1 + weight, over groups of features, with a gate before or after. What a norm computes is tried: a copy
+    of one of each kind meets random numbers, beside the formula. Classes, names and weights stay as they are. Calls in
+    float64, and on inputs that the kernels do not take, run as before.
 
     Raises ModelError where the model has no such norm and one is required.
     """
-    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
-    weighted = [norm for norm in norms if _has_weight_and_eps(norm)]
-    kinds = {
-        kind: _is_plain(next(n for n in weighted if type(n) is kind)) for kind in dict.fromkeys(map(type, weighted))
-    }
-    plain = [norm for norm in weighted if kinds[type(norm)]]
-    if required and not plain:
-        classes = ", ".join(dict.fromkeys(type(n).__name__ for n in norms)) or "no module whose name ends in RMSNorm"
+    named = [m for m in model.modules() if type(m).__name__.endswith(("RMSNorm", "RMSNormGated"))]
+    weighted = [norm for norm in named if _has_weight_and_eps(norm)]
+    first_of = {_kind(norm): norm for norm in reversed(weighted)}
+    formulas = {kind: _formula_of(norm) for kind, norm in first_of.items()}
+    fused = [(norm, formula) for norm in weighted if (formula := formulas[_kind(norm)]) is not None]
+    if required and not fused:
+        classes = ", ".join(dict.fromkeys(type(n).__name__ for n in named)) or "no module whose name ends in RMSNorm"
         raise ModelError(
             f"fused_norms is 'on', and {type(model).__name__} has {classes}: none is weight · x / √(mean x² + eps) "
-            "with an eps of its own; use 'auto' or 'off' for this model"
+            "with an eps of its own, nor that with 1 + weight or a gate; use 'auto' or 'off' for this model"
         )
-    for norm in plain:
-        norm.forward = MethodType(_one_kernel, norm)
-    return len(plain)
+    for norm, formula in fused:
+        norm.forward = partial(_one_kernel if formula == _PLAIN else _one_pass, norm, formula)
+    return len(fused)
 
 
-def _one_kernel(norm: nn.Module, x: Tensor) -> Tensor:
-    """x (…, n) to its norm (…, n)."""
+def _one_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tensor:
+    """x (…, n) to its norm (…, n), by torch's kernel."""
     weight = norm.weight
     assert isinstance(weight, Tensor)
     if x.dtype != weight.dtype or x.dtype == torch.float64:
         return type(norm).forward(norm, x)
     return rms_norm(x, weight.shape, weight, _eps_of(norm))
+
+
+def _one_pass(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    """x (…, n), and the gate that stands beside it, to their norm (…, n), by our kernel."""
+    weight, eps = norm.weight, _eps_of(norm)
+    assert isinstance(weight, Tensor) and eps is not None
+    out = formula.in_one_pass(x, weight, eps, gate)
+    if out is None:
+        return type(norm).forward(norm, x, *([] if gate is None else [gate]))
+    return out
 
 
 def _eps_of(norm: nn.Module) -> float | None:
@@ -65,19 +79,40 @@ def _has_weight_and_eps(norm: nn.Module) -> bool:
     return isinstance(weight, Tensor) and weight.ndim == 1 and _eps_of(norm) is not None
 
 
+def _groups_of(norm: nn.Module) -> int:
+    size, groups = getattr(norm, "group_size", None), getattr(norm, "n_groups", None)
+    return norm.weight.numel() // size if isinstance(size, int) else groups if isinstance(groups, int) else 1  # pyright: ignore
+
+
+def _kind(norm: nn.Module) -> Hashable:
+    """Norms with one formula, by what may tell formulas of a class apart."""
+    return type(norm), norm.weight.shape, _groups_of(norm), getattr(norm, "norm_before_gate", None)  # pyright: ignore
+
+
+def _formula_of(norm: nn.Module) -> NormFormula | None:
+    """What a norm computes; None for anything else."""
+    if not type(norm).__name__.endswith("Gated"):
+        return next((f for f in (_PLAIN, NormFormula(offset=1.0)) if _computes(norm, f)), None)
+    kinds = product(("first", "last"), ("silu", "sigmoid"))
+    gated = (NormFormula(groups=_groups_of(norm), gate=gate, activation=act) for gate, act in kinds)
+    return next((formula for formula in gated if _computes(norm, formula)), None)
+
+
 @torch.no_grad()
-def _is_plain(norm: nn.Module) -> bool:
-    """Whether a norm does what torch's does, on rows of large, usual and tiny numbers."""
+def _computes(norm: nn.Module, formula: NormFormula) -> bool:
+    """Whether a norm does what a formula says, on rows of large, usual and tiny numbers."""
     weight, eps = norm.weight, _eps_of(norm)
     assert isinstance(weight, Tensor) and eps is not None
     generator = torch.Generator().manual_seed(0)
     tried = copy.deepcopy(norm).to_empty(device="cpu").float()
     for parameter in tried.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    x = torch.randn((3, *weight.shape), generator=generator) * torch.tensor([[100.0], [1.0], [eps**0.5]])
+    sizes = torch.tensor([100.0, 1.0, eps**0.5])[:, None, None]
+    x = torch.randn((3, 1, *weight.shape), generator=generator) * sizes
+    beside = [torch.randn(x.shape, generator=generator)] if formula.gate else []
     try:
-        normed = tried(x)
-    except Exception:  # it takes more than x, another shape of it, or a device that it is not on
+        normed = tried(x, *beside)
+        wanted = formula(x, tried.weight, eps, *beside)  # pyright: ignore[reportArgumentType]
+    except Exception:  # it takes other arguments, another shape of them, or a device that it is not on
         return False
-    fused = rms_norm(x, weight.shape, tried.weight, eps)  # pyright: ignore[reportArgumentType]
-    return normed.shape == fused.shape and bool((normed - fused).norm() <= _CLOSE * fused.norm())
+    return normed.shape == wanted.shape and bool((normed - wanted).norm() <= _CLOSE * wanted.norm())

@@ -1,0 +1,110 @@
+"""Triton kernels of `norm_formula.py`, which alone imports this module: it needs triton, which CPU builds lack."""
+
+# pyright: basic, reportMissingImports=false
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def normed(
+    x,
+    gate,
+    weight,
+    out,
+    inverse,
+    rows,
+    width,
+    x_row,
+    gate_row,
+    eps,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
+    GATE_LAST: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    """ROWS rows of one group of features: their norm, and 1 / √(mean + eps)."""
+    group, column = tl.program_id(1), tl.arange(0, COLUMNS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    real = row < rows
+    inside = real[:, None] & (column < width)[None, :]
+    feature = group * width + column
+    y = tl.load(x + row[:, None] * x_row + feature[None, :], mask=inside, other=0.0).to(tl.float32)
+    factor = OFFSET + tl.load(weight + feature, mask=column < width, other=0.0).to(tl.float32)
+    if GATE_FIRST or GATE_LAST:
+        g = tl.load(gate + row[:, None] * gate_row + feature[None, :], mask=inside, other=0.0).to(tl.float32)
+        opened = tl.sigmoid(g)
+        if SILU:
+            opened *= g
+        if GATE_FIRST:
+            y *= opened
+    scale = 1.0 / tl.sqrt(tl.sum(y * y, 1) / width + eps)
+    y = y * scale[:, None] * factor[None, :]
+    if GATE_LAST:
+        y *= opened
+    tl.store(inverse + row * GROUPS + group, scale, mask=real)
+    tl.store(out + row[:, None] * GROUPS * width + feature[None, :], y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def normed_backward(
+    x,
+    gate,
+    weight,
+    inverse,
+    dout,
+    dx,
+    dgate,
+    parts,
+    rows,
+    width,
+    x_row,
+    gate_row,
+    dout_row,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
+    GATE_LAST: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    """Gradients of x and the gate, of every so many rows of one group, and this program's part of the weight's."""
+    group, column = tl.program_id(1), tl.arange(0, COLUMNS)
+    known = column < width
+    feature = group * width + column
+    factor = OFFSET + tl.load(weight + feature, mask=known, other=0.0).to(tl.float32)
+    of_weight = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        real = row < rows
+        inside = real[:, None] & known[None, :]
+        into = row[:, None] * GROUPS * width + feature[None, :]
+        raw = tl.load(x + row[:, None] * x_row + feature[None, :], mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dout + row[:, None] * dout_row + feature[None, :], mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(inverse + row * GROUPS + group, mask=real, other=0.0)
+        y = raw
+        if GATE_FIRST or GATE_LAST:
+            g = tl.load(gate + row[:, None] * gate_row + feature[None, :], mask=inside, other=0.0).to(tl.float32)
+            share = tl.sigmoid(g)
+            opened, slope = share, share * (1.0 - share)
+            if SILU:
+                opened, slope = g * share, share + g * slope
+            if GATE_FIRST:
+                y *= opened
+        normal = y * scale[:, None]
+        if GATE_LAST:
+            of_gate = dy * normal * factor[None, :] * slope
+            tl.store(dgate + into, of_gate.to(dgate.dtype.element_ty), mask=inside)
+            dy *= opened
+        of_weight += dy * normal
+        dy *= factor[None, :]
+        dy = scale[:, None] * (dy - normal * (tl.sum(dy * normal, 1) / width)[:, None])
+        if GATE_FIRST:
+            tl.store(dgate + into, (dy * raw * slope).to(dgate.dtype.element_ty), mask=inside)
+            dy *= opened
+        tl.store(dx + into, dy.to(dx.dtype.element_ty), mask=inside)
+    tl.store(parts + tl.program_id(0) * GROUPS * width + feature, tl.sum(of_weight, 0), mask=known)

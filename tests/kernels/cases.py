@@ -1,0 +1,110 @@
+"""Triton kernels of norms, experts and losses beside float64: relative errors of results and of every gradient."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longspan.model.experts.gate import one_pass
+from longspan.model.experts.rows import Visits, gather, spread
+from longspan.model.seams.forwards.norm_formula import NormFormula
+from longspan.train.row_softmax import row_softmax
+from tests.reference import relative_error
+
+Errors = dict[str, float]
+NORMS = {
+    "1 + weight": (NormFormula(offset=1.0), 2048),
+    "of heads": (NormFormula(offset=1.0), 256),
+    "groups, gate before": (NormFormula(groups=2, gate="first"), 48),
+    "one group of many": (NormFormula(gate="first"), 8192),
+    "gate after": (NormFormula(gate="last"), 128),
+    "sigmoid after": (NormFormula(gate="last", activation="sigmoid"), 20),
+}
+EXPERTS = ((130, 8, 16, 2048), (7, 1, 3, 40), (1, 2, 4, 3000))  # rows, visits of each, experts, hidden size
+GATES = ((300, 768), (5, 3), (2, 3000))
+LOGITS = ((33, 151936), (5, 40), (3, 4097))
+
+
+def norm_errors(case: str, device: str, dtype: torch.dtype, rows: int = 37) -> Errors:
+    """Rows lie in wider ones, as a model's projections do."""
+    formula, size = NORMS[case]
+    torch.manual_seed(0)
+    x, gate, weight = torch.randn(1, rows, size + 8), torch.randn(1, rows, size + 8), torch.randn(size)
+    gates = [gate] if formula.gate else []
+    inner = slice(4, size + 4)
+
+    def compute(x: Tensor, weight: Tensor, *gates: Tensor) -> Tensor:
+        made = formula.in_one_pass(x[..., inner], weight, 1e-6, *(g[..., inner] for g in gates))
+        assert made is not None, "the kernel did not run"
+        return made
+
+    def exact(x: Tensor, weight: Tensor, *gates: Tensor) -> Tensor:
+        return formula(x[..., inner], weight, 1e-6, *(g[..., inner] for g in gates))
+
+    return _errors(compute, exact, (x, weight, *gates), device, dtype)
+
+
+def visit_errors(case: Sequence[int], device: str, dtype: torch.dtype) -> Errors:
+    """Rows to experts, each of which squares and scales them, and back."""
+    rows, top_k, experts, size = case
+    torch.manual_seed(0)
+    x, weights, factors = torch.randn(rows, size), torch.rand(rows, top_k), torch.randn(experts)
+    chosen = torch.stack([torch.randperm(experts)[:top_k] for _ in range(rows)])
+    by_expert, order = chosen.flatten().sort(stable=True)
+
+    def compute(x: Tensor, weights: Tensor) -> Tensor:
+        visits = Visits.of(order.to(device), top_k)
+        going = spread(x, visits)
+        return gather(going * going * factors[by_expert].to(going)[:, None], weights, visits)
+
+    def exact(x: Tensor, weights: Tensor) -> Tensor:
+        return (x.square()[:, None] * factors[chosen].to(x)[..., None] * weights[..., None]).sum(1)
+
+    return _errors(compute, exact, (x, weights), device, dtype)
+
+
+def gate_errors(case: tuple[int, int], device: str, dtype: torch.dtype) -> Errors:
+    """SiLU of one half times the other."""
+    torch.manual_seed(0)
+    halves = torch.randn(case[0], 2 * case[1])
+    return _errors(one_pass, lambda x: F.silu(x.chunk(2, 1)[0]) * x.chunk(2, 1)[1], (halves,), device, dtype)
+
+
+def softmax_errors(case: tuple[int, int], device: str, dtype: torch.dtype) -> Errors:
+    """Log-probabilities of targets, and the gradient of a weighted sum of them."""
+    rows, vocabulary = case
+    torch.manual_seed(0)
+    logits, ids, slopes = 4 * torch.randn(rows, vocabulary), torch.randint(vocabulary, (rows,)), torch.randn(rows)
+    given = logits.to(device, dtype)
+    log_probs, gradient_of = row_softmax(given, ids.to(device))
+    wide = given.double().requires_grad_()
+    wanted = wide.log_softmax(1).gather(1, ids.to(device)[:, None]).squeeze(1)
+    (gradient,) = torch.autograd.grad(wanted, wide, slopes.to(device).double())
+    found = gradient_of(slopes.to(device))
+    assert found.dtype == dtype
+    return {
+        "log-probabilities": relative_error(log_probs.double(), wanted.detach()),
+        "gradient": relative_error(found.double(), gradient),
+    }
+
+
+def _errors(
+    compute: Callable[..., Tensor],
+    exact: Callable[..., Tensor],
+    given: Sequence[Tensor],
+    device: str,
+    dtype: torch.dtype,
+) -> Errors:
+    """Of numbers of a dtype, beside the same in float64."""
+    leaves = [x.to(device, dtype).requires_grad_() for x in given]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    found, wanted = compute(*leaves), exact(*wide)
+    dout = torch.randn(wanted.shape).to(device)
+    gradients = zip(
+        torch.autograd.grad(found, leaves, dout.to(found.dtype)),
+        torch.autograd.grad(wanted, wide, dout.to(found.dtype).double()),
+        strict=True,
+    )
+    errors = {"out": relative_error(found.detach().double(), wanted.detach())}
+    return errors | {f"gradient {i}": relative_error(a.double(), b) for i, (a, b) in enumerate(gradients)}

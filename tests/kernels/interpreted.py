@@ -1,0 +1,38 @@
+"""Our Triton kernels of norms, experts and losses on a CPU that has Triton, by its interpreter, in float32.
+
+    python -m tests.kernels.interpreted
+
+Prints relative errors beside float64.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from typing import Any
+
+import torch
+
+from longspan.model.experts import gate, rows, triton_kernels
+from longspan.model.seams.forwards import norm_formula
+from longspan.train import row_softmax
+from tests.kernels import cases
+from tests.kernels.test_on_gpus import EVERY
+from tests.ssm.interpreted import on_a_cpu
+
+
+def _take_cpus() -> None:
+    """Let kernels be launched with tensors of a CPU."""
+    kernels: Any = triton_kernels
+    gate.kernels_for = rows.kernels_for = lambda *tensors: kernels.kernels()  # pyright: ignore
+    norm_formula.on_gpus = lambda tensors: True
+    row_softmax.in_kernels = lambda dtype, device: dtype != torch.float64
+
+
+if __name__ == "__main__":
+    on_a_cpu()
+    _take_cpus()
+    for errors, case in EVERY:
+        if case not in cases.LOGITS[:1]:  # minutes in the interpreter
+            found = errors(case, "cpu", torch.float32)
+            print(errors.__name__, case, {name: f"{error:.1e}" for name, error in found.items()}, flush=True)
