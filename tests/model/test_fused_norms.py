@@ -1,4 +1,7 @@
-"""RMS norms as one kernel: the same model to rounding, wherever it runs; norms of another formula are left alone."""
+"""RMS norms as one kernel: the same model to rounding, wherever it runs; norms of another formula are left alone.
+
+What the kernel computes is tested in `tests/kernels`.
+"""
 
 import pytest
 import torch
@@ -8,7 +11,8 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.seams.forwards.fused_norms import fuse_norms
+from longspan.model.seams.forwards.fused_norms import fuse_norms, runs_in_one_pass
+from longspan.model.seams.forwards.norm_formula import NormFormula
 from longspan.plan import plan_dynamic
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
@@ -46,6 +50,36 @@ def test_fused_norms_are_the_same_to_rounding(family: str) -> None:
     model = tiny(family, attention="eager")
     fuse_norms(model)
     assert worst(answer(model, widest), exact) == 0
+
+
+KINDS = {  # family, its class, and what it is made with: the formula of it
+    ("gemma2", "Gemma2RMSNorm", (48,)): NormFormula(offset=1.0),
+    ("qwen3_next", "Qwen3NextRMSNorm", (48,)): NormFormula(offset=1.0),
+    ("qwen3_next", "Qwen3NextRMSNormGated", (48,)): NormFormula(gate="last"),
+    ("kimi_linear", "KimiLinearRMSNormGated", (48,)): NormFormula(gate="last", activation="sigmoid"),
+    ("bamba", "BambaRMSNormGated", (48, 16)): NormFormula(groups=3, gate="first"),
+    ("falcon_h1", "FalconH1RMSNormGated", (48, 1e-6, 2, False)): NormFormula(groups=2, gate="first"),
+    ("falcon_h1", "FalconH1RMSNormGated", (48, 1e-6, 1, True)): NormFormula(gate="last"),
+    ("llama", "LlamaRMSNorm", (48,)): NormFormula(),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_what_norms_of_families_compute_is_found(kind: tuple[str, str, tuple[float, ...]]) -> None:
+    family, name, given = kind
+    source = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    try:
+        norm = getattr(source, name)(*given)
+    except TypeError:
+        pytest.skip(f"this transformers' {name} takes other arguments")
+    if KINDS[kind].groups > 1 and not hasattr(norm, "group_size") and not hasattr(norm, "n_groups"):
+        pytest.skip(f"this transformers' {name} has no groups")
+    model = nn.ModuleDict({"norm": norm})
+    assert fuse_norms(model) == 1 and norm.forward.args == (norm, KINDS[kind])
+    x, gate = torch.randn(2, 1, 5, 48)
+    given = (x, gate) if KINDS[kind].gate else (x,)
+    assert torch.allclose(norm(*given), type(norm).forward(norm, *given), rtol=1e-5, atol=1e-6)
+    assert runs_in_one_pass(norm) is (KINDS[kind] != NormFormula())
 
 
 class OffByTwo(nn.Module):

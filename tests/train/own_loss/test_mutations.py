@@ -61,7 +61,8 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
         ALL),
     "positions of the token that is predicted": (
         (OWN + "loss_rows", "to_device(self.positions[part]", "to_device(self.positions[part] + 1"), "tokens"),
-    "a gradient of the softmax alone": ((LOSS, "    wide.scatter_add_(", "    (lambda *_: 0)("), ALL),
+    "a gradient of the softmax alone": (
+        ("train.row_softmax", ".scatter_add_(1, at, slopes.unsqueeze(1))", ""), ALL),
     "a head's gradient of one chunk": ((LOSS, "        total += more", "        pass"), ALL),
 }  # fmt: skip
 BATCHES = (
