@@ -63,7 +63,7 @@ class TrainConfig:
     loss_chunk_rows: NonNegativeInt = 0
     """Rows whose logits are formed at a time; 0: as many as 2 GiB hold on a GPU, 64 MiB on a CPU."""
     fused_norms: Literal["auto", "on", "off"] = "auto"
-    """Run each RMS norm as one torch kernel forward and one backward, rounded once: auto (on GPUs, where a norm allows
+    """Run each RMS norm as one kernel forward and one backward, rounded once: auto (on GPUs, where a norm allows
     it), on, or off."""
     compiled: bool = False
     """Compile norms and MLPs with torch.compile: some 2 % faster on GPUs, after a longer warm-up."""
