@@ -29,7 +29,8 @@ REFUSED = {
     "other layers": (
         "Qwen3Config",
         {"layer_types": ["linear_attention", "full_attention"]},
-        "layers 0 are of type 'linear_attention', supported are full_attention, sliding_attention, chunked_attention",
+        "layers 0 are of type 'linear_attention', supported are full_attention, sliding_attention, chunked_attention, "
+        "gated delta nets, Kimi's delta attention, Mamba 2 and short convolutions",
     ),
     "tuples": ("LlamaConfig", {"return_dict": False}, r"return_dict is False, .*; set model.config.return_dict = True"),
 }

@@ -23,6 +23,8 @@ from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.mixers import ROWS_ALONE, is_mixer, mixers_of
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+_MIXING = ("linear_attention", "conv", "hybrid", "mamba")
+_KNOWN_MIXERS = ", gated delta nets, Kimi's delta attention, Mamba 2 and short convolutions"
 
 
 def refuse_unsupported(model: nn.Module) -> None:
@@ -99,14 +101,16 @@ def _layer_types(model: PreTrainedModel) -> Iterator[str]:
         layers = [i for i, layer_type in enumerate(types) if layer_type == kind and i not in mixing]
         if not layers:
             continue
-        yield f"layers {_short(layers)} are of type {kind!r}, supported are {', '.join(_LAYER_TYPES)}"
+        known = f"supported are {', '.join(_LAYER_TYPES)}"
+        yield f"layers {_short(layers)} are of type {kind!r}, {known}{_KNOWN_MIXERS if kind in _MIXING else ''}"
 
 
 def _convolutions(model: PreTrainedModel) -> Iterator[str]:
     known = tuple(f"{name}." for name in mixers_of(model))
     convolutions = (name for name, module in model.named_modules() if isinstance(module, nn.Conv1d))
     if names := [name for name in convolutions if not name.startswith(known)]:
-        yield f"{_short(names)} mixes neighbouring rows outside attention (Conv1d)"
+        owners = sorted({type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in names})
+        yield f"{_short(names)} (Conv1d of {', '.join(owners)}) mixes neighbouring rows outside attention"
 
 
 def _short(items: list[int] | list[str], limit: int = 4) -> str:
