@@ -207,7 +207,8 @@ class LocalRanks:
 def _end_of(code: int | None) -> str:
     if code is not None and code < 0:
         names = {s.value: s.name for s in signal.Signals}
-        return f"was killed by signal {-code} ({names.get(-code, 'unknown')})"
+        why = ", as Linux does where memory runs out" if -code == signal.SIGKILL else ""
+        return f"was killed by signal {-code} ({names.get(-code, 'unknown')}){why}"
     return f"left with exit code {code} before it answered"
 
 

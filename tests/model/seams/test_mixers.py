@@ -138,7 +138,9 @@ def _stock(family: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba", "zamba"])
 def test_mamba_1_is_refused_by_name(family: str) -> None:
-    with pytest.raises(ModelError, match=r"conv1d \(Conv1d of \w*MambaMixer\) mixes neighbouring rows outside attention"):
+    with pytest.raises(
+        ModelError, match=r"conv1d \(Conv1d of \w*MambaMixer\) mixes neighbouring rows outside attention"
+    ):
         refuse_unsupported(_stock(family))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from longspan.comm import World
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import PRESETS, load_model, preset_config
@@ -20,7 +21,7 @@ from longspan.train.config.sections import (
     TrainConfig,
 )
 from longspan.train.memory import model_fits
-from longspan.train.memory.model_fits import NeededBytes, needed_bytes
+from longspan.train.memory.model_fits import NeededBytes, Room, check_model_fits, needed_bytes
 from tests.train.small import small_config, train_rank
 
 CONFIG = RunConfig(model=ModelConfig(preset="qwen3-8b"), train=TrainConfig(optimizer="adamw"))
@@ -65,14 +66,15 @@ def test_how_many_shards_would_do() -> None:
 
 def _small_gpu(rank: int, config: RunConfig, ranks: int, room: int) -> str:
     """A run where the last rank's device has so much room; the error."""
-    before = model_fits.free_bytes
-    model_fits.free_bytes = lambda device: room if rank == ranks - 1 else 1 << 60  # type: ignore[assignment]
+    before = model_fits.room_of
+    size = room if rank == ranks - 1 else 1 << 60
+    model_fits.room_of = lambda world: Room(size, f"the GPU of rank {rank}", of_gpu=True)
     try:
         train_rank(rank, config, ranks)
     except ConfigError as error:
         return str(error)
     finally:
-        model_fits.free_bytes = before
+        model_fits.room_of = before
     return "it fits"
 
 
@@ -84,6 +86,27 @@ def test_every_rank_says_so(tmp_path: Path, gpus: str, room: int) -> None:
     assert last.startswith(first) and "the model does not fit: a rank needs at least" in first and gpus in first
     assert "optimizer states" in first and "the GPU of rank 1 has 0.0 GiB free" in first
     assert not list(Path(config.run.dir).glob("checkpoints/*"))
+
+
+def _small_host(rank: int, config: RunConfig) -> str:
+    """A model of eight billion weights on a host whose memory cannot hold them; the error."""
+    model_fits._available_on_host = lambda: 6 << 30
+    with World(Layout(2)) as world, pytest.raises(ConfigError) as error:
+        model = load_model(config=preset_config("qwen3-8b"), sharded=True)
+        check_model_fits(config, model, world, torch.float32, training=True)
+    return str(error.value)
+
+
+def test_a_host_that_is_too_small_is_named() -> None:
+    first, last = run_ranks(_small_host, 2, CONFIG)
+    assert "a rank needs at least 66.4 GiB" in first and "rank 0, one of 2 on its host, has 3.0 GiB free" in first
+    assert "does its configuration say all of its sizes?" in first and last.startswith(first)
+
+
+def test_what_linux_has_to_give(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:    5000 kB\nSwapFree:  24 kB\nHugePages: 0\n")
+    assert model_fits._available_on_host(tmp_path / "meminfo") == 1024 * 5024
+    assert model_fits._available_on_host(tmp_path / "none") is None
 
 
 def test_published_presets_are_counted_without_memory() -> None:

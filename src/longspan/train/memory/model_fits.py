@@ -1,12 +1,14 @@
-"""Whether weights, gradients, optimizer states and the largest gathered layer fit on each GPU, before any is made.
+"""Whether weights, gradients, optimizer states and the largest gathered layer fit on each rank, before any is made.
 
 It is what no configuration can do without, from the shapes of the parameters: activations come on top, of which
 `max_tokens_per_slot` decides, and which the warm-up finds.
 """
 
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -60,22 +62,44 @@ class NeededBytes:
 def check_model_fits(
     config: RunConfig, model: PreTrainedModel, world: World, compute_dtype: torch.dtype, *, training: bool
 ) -> None:
-    """Raise ConfigError, on every rank, where the GPU of one has less room than the model needs; nothing on CPUs.
+    """Raise ConfigError, on every rank, where one has less room than the model needs, on its GPU or on its host.
 
     `model` is not yet prepared, and need have no memory. Without `training`, weights and a gathered layer count.
     """
 
     def check() -> None:
-        room = free_bytes(world.device)
+        room = room_of(world)
         if room is not None:
-            _check(config, needed_bytes(config, model, world.home, compute_dtype, training=training), room, world)
+            _check(config, needed_bytes(config, model, world.home, compute_dtype, training=training), room, world.home)
 
     on_every_rank(world, check, ConfigError)
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """What a GPU has to give; None for other devices."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+@dataclass(frozen=True)
+class Room:
+    """The bytes that a rank has for a model, where, and whether more of the same GPUs would give it more."""
+
+    size: int
+    where: str
+    of_gpu: bool
+
+
+def room_of(world: World) -> Room | None:
+    """What this rank's GPU has free, or its part of what its host has; None where the host does not say (macOS)."""
+    if world.device.type == "cuda":
+        return Room(torch.cuda.mem_get_info(world.device)[0], f"the GPU of rank {world.rank}", of_gpu=True)
+    here = min(len(world.home.ranks), world.node_size * world.home.tp)
+    free = _available_on_host()
+    return None if free is None else Room(free // here, f"rank {world.rank}, one of {here} on its host,", of_gpu=False)
+
+
+def _available_on_host(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Memory and swap that Linux could give now, in bytes."""
+    try:
+        sizes = dict(re.findall(r"^(\w+): +(\d+) kB$", meminfo.read_text(), flags=re.MULTILINE))
+    except OSError:
+        return None
+    return 1024 * (int(sizes["MemAvailable"]) + int(sizes.get("SwapFree", 0))) if "MemAvailable" in sizes else None
 
 
 def needed_bytes(
@@ -145,8 +169,8 @@ def _gathered(config: RunConfig, model: PreTrainedModel, home: Layout) -> float:
     return layers_at_once + (0 if home.pp > 1 else root)  # of stages, some have neither embedding nor head
 
 
-def _check(config: RunConfig, needed: NeededBytes, room: int, world: World) -> None:
-    if needed.total <= room:
+def _check(config: RunConfig, needed: NeededBytes, room: Room, home: Layout) -> None:
+    if needed.total <= room.size:
         return
     parts = [("weights", needed.weights), ("gradients", needed.gradients), ("optimizer states", needed.states)]
     later = ("gradients of other stages", needed.received)
@@ -154,12 +178,14 @@ def _check(config: RunConfig, needed: NeededBytes, room: int, world: World) -> N
     figures = ", ".join(f"{name} {_gib(size)}" for name, size in parts if size)
     raise ConfigError(
         f"the model does not fit: a rank needs at least {_gib(needed.total)} before any activation ({figures}; "
-        f"parameters over {counted(needed.shards, 'shard')}), and the GPU of rank {world.rank} has {_gib(room)} free; "
-        + _cure(config, needed, room, world.home)
+        f"parameters over {counted(needed.shards, 'shard')}), and {room.where} has {_gib(room.size)} free; "
+        + _cure(config, needed, room, home)
     )
 
 
-def _cure(config: RunConfig, needed: NeededBytes, room: int, home: Layout) -> str:
+def _cure(config: RunConfig, needed: NeededBytes, room: Room, home: Layout) -> str:
+    if not room.of_gpu:
+        return "use GPUs, hosts with more memory, or a smaller model (does its configuration say all of its sizes?)"
     keys = ["a higher parallel.tp"]
     if config.model.dtype == "float32":
         keys.append('model.dtype = "bfloat16" (see its warning)')
@@ -167,7 +193,7 @@ def _cure(config: RunConfig, needed: NeededBytes, room: int, home: Layout) -> st
         keys.append('context.mode = "lockstep"')
     elif not config.parallel.reshard_after_forward and home.pp == 1:
         keys.append("parallel.reshard_after_forward = true")
-    if shards := needed.shards_that_fit(room):
+    if shards := needed.shards_that_fit(room.size):
         gpus = shards * home.dp_replicate * home.tp * home.pp
         return f"at least {counted(gpus, 'such GPU')} would do, or try {' or '.join(keys)}"
     return f"no number of such GPUs would do with these keys, for what is gathered has no room; try {' or '.join(keys)}"
