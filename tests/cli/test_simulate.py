@@ -10,6 +10,7 @@ import pytest
 from longspan.cli.main import main
 from longspan.layout import Layout
 from longspan.plan import Cost, plan_fixed
+from longspan.plan.cost.model_cost import cost_on_h200
 from longspan.plan.simulate.simulate import simulate
 from tests.report.runs import write_run
 
@@ -117,6 +118,7 @@ def test_a_planner_that_cannot_is_named_beside_the_others(capsys: pytest.Capture
         (["--same", "2x5", "--world", "9", "--tp", "2"], "9 ranks are not divisible by tp 2 x pp 1"),
         (["--slots", "4"], "give one of --lengths"),
         (["--slots", "4", "--same", "2x5", "--weights", "8e9"], "--mode is lockstep; add --mode free"),
+        (["--slots", "4", "--same", "2x5", "--mtp-depths", "1"], "--mtp-depths 1 with no --model; give --model FOLDER"),
         (["--plans", "nowhere"], "nowhere is neither a plan's JSON file nor a folder with plans"),
         (["--slots", "4", "--same", "1x90", "--which-eval-degree", "--max-tokens-per-slot", "9"], "to 23 or more"),
     ],
@@ -164,3 +166,23 @@ def test_saved_plans_say_what_they_are_priced_for(tmp_path: Path, capsys: pytest
     (tmp_path / "config.json").write_text(json.dumps(model | {"vocab_size": 1000}))
     assert main(["simulate", "--plans", str(path), "--model", str(tmp_path)]) == 0
     assert "priced for the model on H200s" in capsys.readouterr().out
+
+
+def test_depths_of_multi_token_prediction_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As layers behind the model's, in steps; an evaluation runs without them."""
+    sizes = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"vocab_size": 1000}))
+
+    def simulated(*words: str) -> dict[str, float]:
+        case = ["simulate", "--slots", "2", "--same", "4x4096", "--model", str(tmp_path), "--json", *words]
+        assert main(case) == 0
+        return {name: row for name, row in json.loads(capsys.readouterr().out)["plans"][1].items() if name != "name"}
+
+    bare, one = simulated(), simulated("--mtp-depths", "1")
+    assert one["activation_bytes"] / bare["activation_bytes"] == pytest.approx(13 / 8)
+    for depths, found in enumerate((bare, one)):
+        plan = plan_fixed(
+            (4096,) * 4, Layout(2), 1, max_tokens_per_slot=8192, cost=cost_on_h200(tmp_path, depths=depths)
+        )
+        assert found["seconds"] == pytest.approx(simulate(plan).seconds)
+    assert simulated("--evaluation", "--mtp-depths", "1") == simulated("--evaluation")

@@ -113,7 +113,8 @@ def degrees_of(flags: SimulateFlags, home: Layout) -> list[int]:
 
 def _machine(flags: SimulateFlags) -> tuple[Cost, int]:
     """The cost of a slot, and the slots of a host."""
-    return shared_by(read_price(flags), flags.tp), max(1, flags.node_size // flags.tp)
+    price = read_price(flags, training=not (flags.evaluation or flags.which_eval_degree))
+    return shared_by(price, flags.tp), max(1, flags.node_size // flags.tp)
 
 
 def _print_degrees(flags: SimulateFlags, title: str, lengths: Sequence[int], home: Layout) -> None:
@@ -197,5 +198,6 @@ def _saved(flags: SimulateFlags) -> Iterator[tuple[str, Simulation]]:
 
 
 def _row_bytes(flags: SimulateFlags) -> RowBytes:
-    """Of the model that is named, in bfloat16, or of Qwen3-8B."""
-    return RowBytes.of(flags.model) if flags.model else RowBytes()
+    """Of the model that is named, in bfloat16, or of Qwen3-8B; depths run in steps alone."""
+    depths = 0 if flags.evaluation else flags.mtp_depths
+    return RowBytes.of(flags.model, depths=depths) if flags.model else RowBytes()

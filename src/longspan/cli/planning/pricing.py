@@ -45,6 +45,9 @@ class PricingFlags:
     limit the degrees of a2a."""
     heads: int = 0
     """Query heads of the model, where there is no --model; 0: the 32 of Qwen3-8B, and not known with --cost."""
+    mtp_depths: int = 0
+    """With --model: depths of multi-token prediction behind it, which run in training steps; evaluations leave them
+    out."""
     cp_comm_type: Literal["", "p2p", "all_gather", "a2a", "a2a+p2p", "auto"] = ""
     """How the slots of a group share attention; auto: chosen for each group, and by simulate --which-eval-degree for
     each degree; empty: p2p, of hybrids the fastest."""
@@ -52,10 +55,20 @@ class PricingFlags:
     """With a2a+p2p: the a2a and the p2p size."""
 
 
-def read_price(flags: PricingFlags) -> Cost:
-    """The cost of one device. Raises ConfigError for a file that holds none, PlanError for a model without a price."""
+def read_price(flags: PricingFlags, *, training: bool = True) -> Cost:
+    """The cost of one device; of an evaluation, where it is not `training`, without depths of multi-token prediction.
+
+    Raises ConfigError for a file that holds none and for depths of no model, PlanError for a model without a price.
+    """
+    depths = flags.mtp_depths
+    if depths < 0 or (depths and (flags.cost or not flags.model)):
+        found = f"--cost {flags.cost}, which was measured with what it has" if flags.cost else "no --model"
+        raise ConfigError(
+            f"--mtp-depths {depths} with {found if depths > 0 else 'depths below 0'}; give --model FOLDER, whose last "
+            "layer depths are like, and a number from 0"
+        )
     if flags.model and not flags.cost:
-        return cost_on_h200(flags.model)
+        return cost_on_h200(flags.model, depths=depths if training else 0)
     return read_cost(flags.cost, "--cost")
 
 

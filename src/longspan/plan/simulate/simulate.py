@@ -37,17 +37,19 @@ class RowBytes:
     on_each_stage: float = 0.0
 
     @classmethod
-    def of(cls, config: Any, *, bytes_per_value: int = 2) -> "RowBytes":
+    def of(cls, config: Any, *, bytes_per_value: int = 2, depths: int = 0) -> "RowBytes":
         """Of a model's configuration: an object or dict like transformers', a config.json or its folder.
 
-        Layers of Zamba 2 read the embedding too, which stages hand on and keep. Raises PlanError without hidden_size.
+        Layers of Zamba 2 read the embedding too, which stages hand on and keep. Each of `depths` of multi-token
+        prediction keeps what its layer starts from, and the two rows that this is projected from, before and after they
+        are joined. Raises PlanError without hidden_size.
         """
         read = ConfigReader.of(config)
         read.require("hidden_size")
         row = read.count("hidden_size") * bytes_per_value
         with_embedding = has_shared_blocks(read)
         return cls(
-            kept=len(layer_kinds(read)) * row,
+            kept=(len(layer_kinds(read)) + 5 * depths) * row,
             between_stages=(1 + with_embedding) * row,
             on_each_stage=with_embedding * row,
         )
